@@ -1,0 +1,52 @@
+# Everything a newcomer needs: `make demo` and `make test`. Both set up .venv on their own.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+SOURCES := fedcg edge_client coordinator export devices audit experiments tests
+
+.PHONY: help setup setup-broker demo test test-all check check-deploy format clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | sort
+
+setup: $(STAMP)  ## create .venv and install pinned dependencies
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Python 3.11 or newer is needed; this is $$($(PYTHON) --version). Try: make PYTHON=python3.11 setup"; exit 2; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || \
+	  { echo "Python's venv module is missing. On Debian or Ubuntu: apt-get install python3-venv"; exit 2; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing pinned dependencies into $(VENV) (a few minutes the first time) ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $(STAMP)
+
+setup-broker:  ## put a Mosquitto in place: apt as root, else the extracted package in .broker
+	@deploy/mosquitto/install.sh
+
+demo: setup  ## run a whole federation on this machine and print what happened
+	@$(BIN)/fedcg demo $(DEMO_ARGS)
+
+test: setup  ## the tests, under 8 minutes on 2 cores
+	@$(BIN)/python -m pytest -m 'not slow' -n 2 --dist loadfile $(TEST_ARGS)
+
+test-all: setup  ## every test, also the slow ones, under 40 minutes
+	@$(BIN)/python -m pytest -n 2 --dist loadfile $(TEST_ARGS)
+
+check: setup  ## format, lint, types, import contracts
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@PATH="$(BIN):$$PATH" $(BIN)/lint-imports
+
+check-deploy: setup  ## lint the units, the compose file, the Dockerfiles and the YAML
+	@$(BIN)/python -m pytest -q tests/unit -k deploy
+
+format: setup  ## rewrite the sources in house style
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+clean:  ## remove what the targets created
+	rm -rf $(VENV) .broker .mypy_cache .ruff_cache .pytest_cache build dist *.egg-info

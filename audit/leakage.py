@@ -1,0 +1,198 @@
+"""Says whether what crossed the wire holds a private tensor, as value, as a delta, or as raw bytes.
+
+A check of outcomes, not of intentions: it compares numbers and bytes only and trusts no name. Its input is what an
+independent recorder saw, and the private weights of the devices as the truth. Knows nothing of how either was read.
+
+A tensor on the wire leaks a private one of the same flattened size when their absolute Pearson correlation reaches the
+threshold (scale, offset and sign don't hide it):
+  * as value;
+  * as value + base, where a base is a tensor that the attacker knows (the decoded aggregate that an update is coded
+    against, initial weights): when the base alone does not reach the threshold, by the sum; when it does, because
+    private weights stay near their start, by the value against (private - base), as a sum would then accuse a zero.
+Integer tensors are quantised per channel with scales of their own, so they are also compared row by row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+THRESHOLD = 0.99
+MIN_ELEMENTS = 6  # fewer numbers correlate by chance
+MIN_ROW_ELEMENTS = 6
+NEEDLE_BYTES = 32  # a run of 8 float32 numbers does not occur by chance
+NEEDLES_PER_TENSOR = 8
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class WireTensor:
+    """A tensor that an artifact held.
+
+    Attributes:
+        artifact: the artifact's sha256, or another name for where it was seen.
+        name: part and tensor name as the artifact spelt it.
+        value: the numbers, any dtype and shape.
+        bases: named tensors that the value may be a delta to, with the same number of elements.
+    """
+
+    artifact: str
+    name: str
+    value: Array
+    bases: Mapping[str, Array] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PrivateTensor:
+    """A tensor that must never leave a box: whose it is (`client-1 round 2`), its name, its numbers."""
+
+    owner: str
+    name: str
+    value: Array
+
+
+@dataclass(frozen=True)
+class Match:
+    """A leak: where it was seen and which private tensor it shows.
+
+    Attributes:
+        how: `value`, `delta` (value + base) or `bytes`.
+        base: the base of a delta.
+        correlation: absolute Pearson correlation; 1.0 for bytes.
+    """
+
+    artifact: str
+    tensor: str
+    owner: str
+    private: str
+    how: Literal["value", "delta", "bytes"]
+    base: str | None
+    correlation: float
+
+    def __str__(self) -> str:
+        """One line for a report."""
+        base = f" + {self.base}" if self.base else ""
+        return (
+            f"artifact {self.artifact[:12]} {self.tensor}{base} shows {self.private} of {self.owner} "
+            f"as {self.how} (correlation {self.correlation:.4f})"
+        )
+
+
+def _centred(values: Array) -> tuple[NDArray[np.float64], float]:
+    flat = np.asarray(values, dtype=np.float64).ravel()
+    if not np.isfinite(flat).all():
+        flat = np.nan_to_num(flat, nan=0.0, posinf=0.0, neginf=0.0)
+    centred = flat - flat.mean()
+    return centred, float(np.sqrt(centred @ centred))
+
+
+def correlation(left: Array, right: Array) -> float:
+    """Absolute Pearson correlation of two tensors with equally many elements; 0 where one is constant."""
+    (a, a_norm), (b, b_norm) = _centred(left), _centred(right)
+    if a_norm <= 1e-12 or b_norm <= 1e-12:
+        return 0.0
+    return min(1.0, abs(float(a @ b)) / (a_norm * b_norm))
+
+
+def row_correlation(left: Array, right: Array) -> float:
+    """Mean absolute correlation over the rows (first axis of the one that has axes), weighted by the rows' elements.
+
+    It finds what per-channel scales hide from the correlation over all. Zero when the rows are too short to tell.
+    """
+    shape = left.shape if left.ndim > 1 else right.shape
+    if len(shape) < 2 or left.size // shape[0] < MIN_ROW_ELEMENTS:
+        return 0.0
+    rows = zip(left.reshape(shape[0], -1), right.reshape(shape[0], -1), strict=True)
+    return float(np.mean([correlation(a, b) for a, b in rows]))
+
+
+def likeness(value: Array, private: Array) -> float:
+    """How much `value` shows of `private`: correlation over all, for integer values also row by row."""
+    overall = correlation(value, private)
+    if np.issubdtype(value.dtype, np.integer):
+        return max(overall, row_correlation(value, np.asarray(private, dtype=np.float64)))
+    return overall
+
+
+def _delta_likeness(value: Array, base: Array, private: Array, threshold: float) -> float:
+    flat_value = np.asarray(value, dtype=np.float64).ravel()
+    flat_base = np.asarray(base, dtype=np.float64).ravel()
+    flat_private = np.asarray(private, dtype=np.float64).ravel()
+    change = (flat_private - flat_base).reshape(np.shape(private))
+    by_change = likeness(value, change)
+    if correlation(flat_base, flat_private) >= threshold:
+        return by_change
+    return max(by_change, correlation(flat_value + flat_base, flat_private))
+
+
+def _compare_pair(seen: WireTensor, private: PrivateTensor, threshold: float) -> Iterator[Match]:
+    found = likeness(seen.value, private.value)
+    if found >= threshold:
+        yield Match(seen.artifact, seen.name, private.owner, private.name, "value", None, found)
+    for name, base in seen.bases.items():
+        if np.size(base) != np.size(private.value):
+            continue
+        found = _delta_likeness(seen.value, base, private.value, threshold)
+        if found >= threshold:
+            yield Match(seen.artifact, seen.name, private.owner, private.name, "delta", name, found)
+
+
+def compare(
+    artifacts: Iterable[WireTensor], private: Sequence[PrivateTensor], threshold: float = THRESHOLD
+) -> list[Match]:
+    """Every pair of a tensor on the wire and a private tensor of the same flattened size that is too much alike.
+
+    Args:
+        artifacts: the tensors that crossed, with the bases they may be deltas to.
+        private: the truth, read on the devices.
+        threshold: smallest absolute correlation that counts.
+
+    Returns:
+        Matches, in the order of the artifacts; empty when nothing leaked.
+    """
+    by_size: dict[int, list[PrivateTensor]] = {}
+    for tensor in private:
+        if tensor.value.size >= MIN_ELEMENTS:
+            by_size.setdefault(tensor.value.size, []).append(tensor)
+    return [
+        match
+        for seen in artifacts
+        for tensor in by_size.get(seen.value.size, ())
+        for match in _compare_pair(seen, tensor, threshold)
+    ]
+
+
+def _needles(value: Array) -> Iterator[bytes]:
+    """Short runs of a tensor's bytes as float32 and float16, spread over it; runs of one repeated number are left out."""
+    numbers = np.ascontiguousarray(value).ravel()
+    kinds: tuple[Any, ...] = (np.float32, np.float16) if np.issubdtype(numbers.dtype, np.floating) else (numbers.dtype,)
+    for kind in kinds:
+        data = numbers.astype(kind)
+        run = NEEDLE_BYTES // data.itemsize
+        if data.size < run:
+            continue
+        for start in np.unique(np.linspace(0, data.size - run, NEEDLES_PER_TENSOR).astype(int)):
+            piece = data[start : start + run]
+            if np.unique(piece).size > run // 2:
+                yield piece.tobytes()
+
+
+def find_bytes(payloads: Mapping[str, bytes], private: Iterable[PrivateTensor]) -> list[Match]:
+    """Raw search: runs of bytes of private tensors (as f32 and f16) in recorded bytes.
+
+    Args:
+        payloads: name -> bytes; give the frames as recorded and the decompressed tensors, as compression hides bytes.
+        private: the truth; tensors shorter than 32 bytes (8 float32 numbers) can't be told from chance and are skipped.
+    """
+    matches = []
+    for tensor in private:
+        needles = list(_needles(tensor.value))
+        for name, data in payloads.items():
+            if any(needle in data for needle in needles):
+                matches.append(Match(name, "(bytes)", tensor.owner, tensor.name, "bytes", None, 1.0))
+    return matches

@@ -1,0 +1,1 @@
+"""The coordinator service: rounds, ingest, aggregation, HTTP API."""

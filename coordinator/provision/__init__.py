@@ -1,0 +1,1 @@
+"""What the coordinator generates for others: certificates, broker configuration, device bundles."""

@@ -1,0 +1,1 @@
+"""What box this is and what it can carry now."""

@@ -1,0 +1,1 @@
+"""The agent on an edge box: session, private store, firewall, trainer."""

@@ -1,0 +1,255 @@
+"""The agent's configuration: `agent.toml` plus `FEDCG_AGENT_*` from the environment, all problems listed at once.
+
+Relative paths are relative to the file. Knows nothing of networks or training; reading it touches no other file.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from edge_client.errors import ConfigError, ConfigProblem
+from fedcg.wire.messages import Identifier
+from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, DEFAULT_ALLOW_UPLOAD, Part, ReportField
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ENVIRONMENT_PREFIX = "FEDCG_AGENT_"
+_TABLE = re.compile(r"^\s*\[\s*([A-Za-z0-9_.-]+)\s*\]")
+_KEY = re.compile(r"^\s*\"?([A-Za-z0-9_-]+)\"?\s*=")
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` can only be this machine."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class BrokerSection(_Section):
+    """Where the MQTT broker is; without TLS only on this machine and only when asked for."""
+
+    host: Annotated[str, Field(min_length=1, description="host name or address of the broker")]
+    port: Annotated[int, Field(ge=1, le=65535, description="usually 8883")] = 8883
+    protocol: Annotated[Literal["auto", "5", "3.1.1"], Field(description="MQTT version")] = "auto"
+    keepalive_s: Annotated[int, Field(ge=5, le=3600)] = 30
+    insecure: Annotated[bool, Field(description="no TLS; loopback only")] = False
+
+    @model_validator(mode="after")
+    def _plain_text_stays_on_this_machine(self) -> BrokerSection:
+        if self.insecure and not is_loopback(self.host):
+            raise ValueError(f"insecure = true is only for a broker on this machine, {self.host!r} is another one: use TLS")
+        return self
+
+
+class TlsSection(_Section):
+    """Files of the mutual TLS connection."""
+
+    ca: Path
+    cert: Path
+    key: Path
+
+
+class KeysSection(_Section):
+    """Ed25519 keys of the signed envelopes: this device's own, and the coordinator's public one."""
+
+    signing: Path = Path("signing.key")
+    coordinator: Path = Path("coordinator.pub")
+
+
+class DataSection(_Section):
+    """Folders with this box's images: `class/*.png|jpg`, or `train/` and `test/` of such; `common_test` is for demos."""
+
+    root: Path
+    common_test: Path | None = None
+
+
+class PolicySection(_Section):
+    """What may ever leave this box, whatever a spec asks for."""
+
+    allow_upload: frozenset[Part] = DEFAULT_ALLOW_UPLOAD
+    allow_report: frozenset[ReportField] = DEFAULT_ALLOW_REPORT
+
+
+class TrainingSection(_Section):
+    """Where training runs, and whether a local-only shadow is trained beside it for comparison."""
+
+    shadow: bool = False
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N")] = "auto"
+    threads: Annotated[int, Field(ge=0, le=256, description="0 = chosen for this box")] = 0
+
+
+class ExportSection(_Section):
+    """Whether the personal model becomes an ONNX model at the end."""
+
+    enabled: bool = True
+
+
+class AgentConfig(_Section):
+    """Everything in `agent.toml`."""
+
+    federation: Identifier
+    device: Identifier
+    store: Path = Path("store")
+    exit_when_finished: bool = False
+    broker: BrokerSection
+    tls: TlsSection | None = None
+    keys: KeysSection = KeysSection()
+    data: DataSection
+    policy: PolicySection = PolicySection()
+    training: TrainingSection = TrainingSection()
+    export: ExportSection = ExportSection()
+
+    @model_validator(mode="after")
+    def _tls_unless_insecure(self) -> AgentConfig:
+        if self.tls is None and not self.broker.insecure:
+            raise ValueError("a [tls] table with ca, cert and key is missing (only broker.insecure = true does without it)")
+        return self
+
+    def resolved(self, base: Path) -> AgentConfig:
+        """The same configuration with every relative path taken relative to `base`."""
+        return self.model_copy(
+            update={
+                "store": base / self.store,
+                "tls": _anchored(self.tls, base),
+                "keys": _anchored(self.keys, base),
+                "data": _anchored(self.data, base),
+            }
+        )
+
+
+def _anchored(section: Any, base: Path) -> Any:
+    if section is None:
+        return None
+    return section.model_copy(update={name: base / value for name, value in section if isinstance(value, Path)})
+
+
+def load_config(path: Path, environment: Mapping[str, str]) -> AgentConfig:
+    """Read `agent.toml`; settings in `environment` (`FEDCG_AGENT_BROKER_HOST`, ...) win over the file.
+
+    Raises:
+        ConfigError: lists every problem with its line or variable and a hint.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(str(path), (ConfigProblem("(file)", "line 0", f"can't be read: {error}"),)) from error
+    try:
+        values: dict[str, Any] = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        found = re.search(r"line (\d+)", str(error))
+        where = f"line {found.group(1)}" if found else "line 1"
+        raise ConfigError(str(path), (ConfigProblem("(syntax)", where, str(error), "this is not valid TOML"),)) from error
+    origins, problems = _apply_environment(values, environment)
+    lines = _key_lines(text)
+    try:
+        config = AgentConfig.model_validate(values)
+    except ValidationError as error:
+        problems += [_problem(detail, lines, origins) for detail in error.errors(include_url=False)]
+        raise ConfigError(str(path), tuple(problems)) from error
+    if problems:
+        raise ConfigError(str(path), tuple(problems))
+    return config.resolved(path.resolve().parent)
+
+
+def _sections() -> dict[str, type[BaseModel]]:
+    return {
+        "broker": BrokerSection,
+        "tls": TlsSection,
+        "keys": KeysSection,
+        "data": DataSection,
+        "policy": PolicySection,
+        "training": TrainingSection,
+        "export": ExportSection,
+    }
+
+
+def environment_names() -> dict[str, tuple[str, ...]]:
+    """Every environment variable that is understood, and the setting it stands for."""
+    names: dict[str, tuple[str, ...]] = {}
+    for key in AgentConfig.model_fields:
+        section = _sections().get(key)
+        if section is None:
+            names[f"{ENVIRONMENT_PREFIX}{key.upper()}"] = (key,)
+            continue
+        for inner in section.model_fields:
+            names[f"{ENVIRONMENT_PREFIX}{key.upper()}_{inner.upper()}"] = (key, inner)
+    return names
+
+
+def _apply_environment(
+    values: dict[str, Any], environment: Mapping[str, str]
+) -> tuple[dict[tuple[str, ...], str], list[ConfigProblem]]:
+    known = environment_names()
+    origins: dict[tuple[str, ...], str] = {}
+    problems: list[ConfigProblem] = []
+    for name, text in sorted(environment.items()):
+        if not name.startswith(ENVIRONMENT_PREFIX):
+            continue
+        setting = known.get(name)
+        if setting is None:
+            problems.append(ConfigProblem(name, "environment", "no such setting", _nearest(name, tuple(known))))
+            continue
+        table: Any = values
+        for step in setting[:-1]:
+            table = table.setdefault(step, {})
+        if isinstance(table, dict):
+            is_list = setting[0] == "policy"
+            table[setting[-1]] = [word.strip() for word in text.split(",") if word.strip()] if is_list else text
+            origins[setting] = f"${name}"
+    return origins, problems
+
+
+def _key_lines(text: str) -> dict[tuple[str, ...], int]:
+    lines: dict[tuple[str, ...], int] = {}
+    table: tuple[str, ...] = ()
+    for number, line in enumerate(text.splitlines(), start=1):
+        if header := _TABLE.match(line):
+            table = tuple(header.group(1).split("."))
+            lines.setdefault(table, number)
+        elif key := _KEY.match(line):
+            lines.setdefault((*table, key.group(1)), number)
+    return lines
+
+
+def _problem(
+    detail: Any, lines: Mapping[tuple[str, ...], int], origins: Mapping[tuple[str, ...], str]
+) -> ConfigProblem:
+    location = tuple(str(step) for step in detail["loc"])
+    where = next((origins[location[:n]] for n in range(len(location), 0, -1) if location[:n] in origins), "")
+    if not where:
+        where = next((f"line {lines[location[:n]]}" for n in range(len(location), 0, -1) if location[:n] in lines), "line 1")
+    message = detail["msg"].removeprefix("Value error, ")
+    return ConfigProblem(".".join(location) or "(file)", where, message, _hint(detail, location))
+
+
+def _hint(detail: Any, location: tuple[str, ...]) -> str:
+    model: type[BaseModel] = _sections().get(location[0], AgentConfig) if len(location) > 1 else AgentConfig
+    hints: dict[str, Callable[[], str]] = {
+        "extra_forbidden": lambda: _nearest(location[-1], tuple(model.model_fields)),
+        "missing": lambda: f"add `{location[-1]}`" + (f" to [{location[0]}]" if len(location) > 1 else ""),
+        "string_pattern_mismatch": lambda: "small letters, digits and dashes",
+    }
+    described = model.model_fields[location[-1]].description if location and location[-1] in model.model_fields else None
+    return described or hints.get(detail["type"], lambda: "")()
+
+
+def _nearest(name: str, known: tuple[str, ...]) -> str:
+    import difflib
+
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean `{close[0]}`?" if close else f"known: {', '.join(known)}"

@@ -1,0 +1,92 @@
+"""Errors of the agent.
+
+EdgeError
+├── ConfigError          agent.toml or its environment is wrong; lists every problem with its line
+├── StoreError           the private store can't be used
+│   ├── StoreLockedError     another agent (or its trainer) works in this store
+│   ├── StoreFormatError     written by a newer version, or not a private store at all
+│   └── StoreDamagedError    no generation passes its checksums
+├── FirewallError        something that may not leave the box was about to; names device, part and tensor
+└── RoundError           a local round can't be done here; carries the reason that goes into the decline
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fedcg.wire.messages import DeclineReason
+from fedcg.wire.parts import Part
+
+
+class EdgeError(Exception):
+    """Base of everything the agent raises."""
+
+
+@dataclass(frozen=True)
+class ConfigProblem:
+    """One thing that is wrong with a configuration.
+
+    Attributes:
+        key: dotted name of the setting, e.g. `broker.port`.
+        where: `line N` of the file, or the environment variable.
+    """
+
+    key: str
+    where: str
+    message: str
+    hint: str = ""
+
+    def __str__(self) -> str:
+        hint = f" ({self.hint})" if self.hint else ""
+        return f"{self.where}: {self.key}: {self.message}{hint}"
+
+
+class ConfigError(EdgeError):
+    """The configuration is wrong; `problems` holds all of it at once."""
+
+    def __init__(self, source: str, problems: tuple[ConfigProblem, ...]) -> None:
+        self.source = source
+        self.problems = problems
+        lines = "".join(f"\n  {problem}" for problem in problems)
+        super().__init__(f"{source}: {len(problems)} problem{'s' if len(problems) != 1 else ''}{lines}")
+
+
+class StoreError(EdgeError):
+    """The private store can't be used."""
+
+
+class StoreLockedError(StoreError):
+    """Another agent, or the trainer of one, works in this store."""
+
+
+class StoreFormatError(StoreError):
+    """The folder was written by a newer version, or is not a private store."""
+
+
+class StoreDamagedError(StoreError):
+    """No generation of the private store passes its checksums."""
+
+
+class FirewallError(EdgeError):
+    """Something that may not leave the box was about to leave it.
+
+    Attributes:
+        device: id of this box.
+        part: name of the part concerned, or None where the report or the header is.
+        tensor: name of the tensor or report field concerned, where there is one.
+    """
+
+    def __init__(self, device: str, problem: str, *, part: Part | str | None = None, tensor: str | None = None) -> None:
+        self.device = device
+        self.part = part.value if isinstance(part, Part) else part
+        self.tensor = tensor
+        subject = "/".join(name for name in (self.part, tensor) if name is not None)
+        super().__init__(f"the firewall of {device} refused{f' {subject!r}' if subject else ''}: {problem}")
+
+
+class RoundError(EdgeError):
+    """A local round can't be done on this box."""
+
+    def __init__(self, reason: DeclineReason, problem: str) -> None:
+        self.reason = reason
+        super().__init__(problem)

@@ -1,0 +1,59 @@
+"""The agent's event log: one JSON object per line in the private store, written by the agent and by its trainer.
+
+For people, dashboards and tests on THIS box; nothing in it is ever sent. Every line has `t` (unix seconds) and `event`:
+
+  agent_started {pid, device, federation, cohort_secret}   link {up}   welcomed {epoch}   offer {round, attempt}
+  invited / accepted / declined {round, attempt, reason}   artifact_stored {artifact, bytes, what, round, seconds}
+  trainer_started / trainer_died {pid, exit_code}          phase_started {phase, round, attempt, pid}
+  progress {phase, step, steps, round, attempt, pid}       committed {round, attempt, pid, ...accuracies, update_bytes}
+  round_failed {round, attempt, reason, detail}            manifest {round, attempt, artifact}
+  receipt {round, attempt, artifact, outcome, reason}      finalised {candidate, model_dir, ...accuracies}
+  refused {what, detail}                                   agent_stopped {pid}
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+ROTATE_BYTES = 32 * 1024 * 1024
+EventValue = str | int | float | bool | None
+
+
+class EventLog:
+    """Appends events; several processes may write one file, since each line is a single O_APPEND write."""
+
+    def __init__(self, path: Path, clock: Callable[[], float]) -> None:
+        self._path = path
+        self._clock = clock
+
+    def write(self, event: str, **fields: EventValue) -> None:
+        """Append one event; a full disk never stops the agent from running."""
+        line = json.dumps({"t": round(self._clock(), 3), "event": event, **fields}) + "\n"
+        try:
+            descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        except OSError:
+            return
+        try:
+            os.write(descriptor, line.encode())
+        except OSError:
+            return
+        finally:
+            os.close(descriptor)
+
+    def rotate(self) -> None:
+        """Keep one old file once the log is large; only the agent calls this, before its trainer runs."""
+        if self._path.exists() and self._path.stat().st_size > ROTATE_BYTES:
+            self._path.replace(self._path.with_suffix(".old.jsonl"))
+
+
+def read_events(path: Path) -> Iterator[dict[str, EventValue]]:
+    """All complete events of a log, oldest first; a torn last line is left out."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8") as lines:
+        for line in lines:
+            if line.endswith("\n"):
+                yield json.loads(line)

@@ -1,0 +1,1 @@
+"""Templates of what an agent's host needs (package data)."""

@@ -1,0 +1,1 @@
+"""The demo, simulations and partitions of data sets."""

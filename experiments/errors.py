@@ -1,0 +1,25 @@
+"""Errors of the experiments.
+
+ExperimentError
+├── SourceError    a data source that can't be used, or a partition that can't be made of it
+├── OptionError    options that don't go together, or a folder that is no demo's
+└── ProcessError   a process of the demo ended too early, or a step of it failed
+"""
+
+from __future__ import annotations
+
+
+class ExperimentError(Exception):
+    """Base of everything the experiments raise."""
+
+
+class SourceError(ExperimentError):
+    """A data source that can't be used, or a partition that can't be made of it."""
+
+
+class OptionError(ExperimentError):
+    """Options that don't go together, or a folder that is no demo's."""
+
+
+class ProcessError(ExperimentError):
+    """A process of the demo ended too early, or a step of it failed."""

@@ -1,0 +1,1 @@
+"""Personal model to ONNX: exported, verified, versioned and run without torch."""

@@ -1,0 +1,1 @@
+"""The learning core: spec, networks, losses and methods. Knows nothing of sockets, sessions or stores."""

@@ -1,0 +1,184 @@
+"""The contract of a federated method: one value that holds both halves of an algorithm.
+
+The caller (trainer, aggregation worker, simulation) never asks for a method's name; it calls these functions.
+Laws (property-tested over every registered method):
+  * `local_round` with the same state, data, aggregate and streams returns the same result bit for bit on one CPU;
+  * `LocalResult.shared` holds exactly the parts of `shared_up`; `private` holds every part of the client, in storage of its own;
+  * `finish` does not depend on the order of `add`;
+  * `local_round` does not change the state it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from fedcg.learning.seeds import Streams
+from fedcg.learning.spec import FederationSpec
+from fedcg.wire.parts import Part, Report
+
+if TYPE_CHECKING:
+    import torch
+
+    from fedcg.learning.data import ImageSet
+
+    Weights = Mapping[str, torch.Tensor]
+else:
+    Weights = Mapping[str, Any]
+
+Progress = Callable[[str, int, int], None]
+
+
+class DivergedError(Exception):
+    """A local round or a distillation produced NaN or an exploding loss; the state before it still stands."""
+
+
+class TrainingParams(BaseModel):
+    """Parameters that every method has; each method's own params extend these. Unknown keys are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    epochs: int = Field(default=20, ge=1, description="local epochs a round")
+    batch_size: int = Field(default=16, ge=2, description="local batch size")
+    optimiser: str = Field(default="adam", pattern="^(adam|sgd)$", description="optimiser of extractor and classifier")
+    lr: float = Field(default=3e-4, gt=0, description="learning rate of extractor and classifier")
+    weight_decay: float = Field(default=1e-4, ge=0)
+
+
+def silent(phase: str, step: int, steps: int) -> None:
+    """A progress callback that tells nobody."""
+
+
+@dataclass(frozen=True)
+class RoundContext:
+    """What a half of a method may use besides its state and data.
+
+    Attributes:
+        spec: the federation's spec; `round` counts from 1; `horizon` is the number of rounds ramps are spread over.
+        streams: scoped to (federation, round, attempt) already.
+        device: torch device string.
+        progress: called with (phase, step, steps); phases are "classify", "generate", "teacher", "distil", "evaluate".
+    """
+
+    spec: FederationSpec
+    round: int
+    attempt: int
+    horizon: int
+    streams: Streams
+    device: str = "cpu"
+    progress: Progress = silent
+
+
+@dataclass(frozen=True)
+class ClientState:
+    """All that a client keeps between rounds: weights per part (its own latest ones, private AND shared)."""
+
+    parts: Mapping[Part, Weights]
+
+
+@dataclass(frozen=True)
+class Aggregate:
+    """What comes down: shared parts and, where a method wants it, the published label distribution p(y) (length C)."""
+
+    parts: Mapping[Part, Weights]
+    label_distribution: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True)
+class SharedResult:
+    """The half of a local round that may leave the box; a type of its own so that it can't be mixed up."""
+
+    parts: Mapping[Part, Weights]
+
+
+@dataclass(frozen=True)
+class LocalResult:
+    """What a local round returns: `shared` goes to the firewall, `private` to the private store."""
+
+    shared: SharedResult
+    private: ClientState
+    report: Report
+
+
+@dataclass(frozen=True)
+class Update:
+    """One client's decoded and validated update, as an aggregator gets it."""
+
+    client: str
+    parts: Mapping[Part, Weights]
+    examples: int
+    label_counts: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Accuracy in [0, 1], mean cross-entropy, number of images, and correct / total per class."""
+
+    accuracy: float
+    loss: float
+    images: int
+    correct_per_class: tuple[int, ...]
+    images_per_class: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ServerState:
+    """What the server half keeps between rounds: the current aggregate and named extra tensors, stored with the round."""
+
+    aggregate: Aggregate
+    extras: Mapping[str, Weights] = field(default_factory=dict)
+
+
+class Spill(Protocol):
+    """Where an aggregator keeps per-client tensors until `finish`; a directory in the service, a dict in a simulation."""
+
+    def put(self, client: str, tensors: Weights) -> None:
+        """Keep tensors of a client, durably where the store is durable."""
+
+    def get(self, client: str) -> Weights:
+        """The tensors of a client."""
+
+    def has(self, client: str) -> bool:
+        """Whether `put` was completed for the client."""
+
+
+class Aggregator(Protocol):
+    """The server half of one round attempt."""
+
+    def add(self, update: Update) -> None:
+        """Do the teacher pass of one update and spill its rows. Idempotent per client."""
+
+    def finish(self, updates: Mapping[str, Callable[[], Update]]) -> tuple[Aggregate, ServerState]:
+        """Merge all updates, streamed in client-id order; loads one update at a time through its callable."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """A federated method. Both halves, its parameters and its payload in one value.
+
+    Attributes:
+        private_parts: parts that the client trains and never shares.
+        init_client: (spec, initial) -> ClientState; `initial` gives every part's initial weights.
+        evaluate: (spec, state, data) -> Evaluation of extractor + classifier.
+        loads_down: parts of the aggregate that replace the client's own at the start of a round.
+    """
+
+    name: str
+    title: str
+    params_type: type[TrainingParams]
+    shared_up: frozenset[Part]
+    shared_down: frozenset[Part]
+    private_parts: frozenset[Part]
+    needs_label_counts: bool
+    init_client: Callable[[FederationSpec, Mapping[Part, Weights]], ClientState]
+    local_round: Callable[[ClientState, ImageSet, Aggregate | None, RoundContext], LocalResult]
+    init_server: Callable[[FederationSpec, Mapping[Part, Weights]], ServerState]
+    aggregator: Callable[[ServerState, RoundContext, Spill], Aggregator]
+
+    @property
+    def parts(self) -> frozenset[Part]:
+        """Every part a client of this method has."""
+        return self.shared_up | self.private_parts | self.shared_down

@@ -1,0 +1,1 @@
+"""One file per federated method; a method is found by its file name."""

@@ -1,0 +1,1 @@
+"""Splits, generators and discriminators, built from the feature shape."""

@@ -1,0 +1,127 @@
+"""The spec of a federation: what everybody must agree on. Torch-free, so that the agent process can read it.
+
+A spec is an artifact: its id is the sha256 of its canonical JSON bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from fedcg.wire.parts import Part, PartLayouts, ReportField, TensorLayout
+
+SPEC_FORMAT = 1
+ParameterValue = bool | int | float | str | None
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ImageForm(_Frozen):
+    """How an image becomes a tensor: decoded, converted to `mode`, resized to height x width, scaled to [0, 1], normalised."""
+
+    mode: Literal["L", "RGB"]
+    height: Annotated[int, Field(ge=4, le=1024)]
+    width: Annotated[int, Field(ge=4, le=1024)]
+    mean: tuple[float, ...]
+    std: tuple[Annotated[float, Field(gt=0)], ...]
+
+    @property
+    def channels(self) -> int:
+        """1 for grey, 3 for colour."""
+        return 1 if self.mode == "L" else 3
+
+    @model_validator(mode="after")
+    def _one_statistic_per_channel(self) -> ImageForm:
+        if len(self.mean) != self.channels or len(self.std) != self.channels:
+            raise ValueError(f"mode {self.mode} needs {self.channels} means and standard deviations")
+        return self
+
+
+class NetworkChoice(_Frozen):
+    """Which split, generator and discriminator, by name."""
+
+    split: str = "lenet5_relu"
+    generator: str = "mlp"
+    discriminator: str = "mlp"
+    noise_dim: Annotated[int, Field(ge=1, le=4096)] = 100
+
+
+class FederationSpec(_Frozen):
+    """Everything that all members of a federation must agree on."""
+
+    format: Literal[1] = 1
+    federation: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
+    classes: Annotated[tuple[str, ...], Field(min_length=2, max_length=10_000)]
+    image: ImageForm
+    network: NetworkChoice
+    method: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,62}$")]
+    params: dict[str, ParameterValue]
+    rounds: Annotated[int, Field(ge=1, le=100_000)]
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)]
+    augment_flip: bool = False
+    upload: tuple[Part, ...]
+    report: tuple[ReportField, ...]
+    layouts: dict[Part, tuple[TensorLayout, ...]]
+    codec: Literal["f32"] = "f32"
+
+    def canonical(self) -> bytes:
+        """The bytes that name this spec: sorted-key JSON without spaces."""
+        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":")).encode()
+
+    @property
+    def digest(self) -> str:
+        """The sha256 of `canonical()`, in hex."""
+        return hashlib.sha256(self.canonical()).hexdigest()
+
+    @property
+    def part_layouts(self) -> PartLayouts:
+        """Tensor layouts per part."""
+        return self.layouts
+
+    @property
+    def class_count(self) -> int:
+        """C, the number of classes."""
+        return len(self.classes)
+
+    @staticmethod
+    def parse(payload: bytes) -> FederationSpec:
+        """Read a spec from its canonical bytes.
+
+        Raises:
+            ValueError: not a spec (pydantic's error names every bad field), or bytes that are not in canonical form.
+        """
+        spec = FederationSpec.model_validate_json(payload)
+        if spec.canonical() != payload:
+            raise ValueError("the spec's bytes are not in canonical form")
+        return spec
+
+
+class FederationPlan(_Frozen):
+    """What an operator writes to open a federation (TOML); the coordinator completes it to a `FederationSpec`."""
+
+    federation: str
+    classes: tuple[str, ...]
+    image: ImageForm
+    network: NetworkChoice = NetworkChoice()
+    method: str
+    params: dict[str, ParameterValue] = {}
+    rounds: int
+    seed: int = 0
+    augment_flip: bool = False
+    min_clients: Annotated[int, Field(ge=1)] = 3
+    deadline_s: Annotated[float, Field(gt=0)] = 3600.0
+    max_attempts: Annotated[int, Field(ge=1)] = 3
+
+
+def plan_from_mapping(values: dict[str, Any]) -> FederationPlan:
+    """Check an operator's plan; all errors at once.
+
+    Raises:
+        ValueError: names every bad field.
+    """
+    return FederationPlan.model_validate(values)

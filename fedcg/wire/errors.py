@@ -1,0 +1,40 @@
+"""Errors of the wire.
+
+WireError
+├── MalformedError       bytes that are not what the protocol allows
+│   └── TooLargeError    a declared or real size above its bound
+├── SignatureError       a signature that does not verify, or an unknown sender
+├── OrderError           an old, repeated or foreign message (epoch, round, attempt, session, counter)
+├── IntegrityError       content whose sha256 or layout is not the declared one
+└── TransportError       the link or the broker refused
+"""
+
+from __future__ import annotations
+
+
+class WireError(Exception):
+    """Base of everything the wire raises."""
+
+
+class MalformedError(WireError):
+    """Bytes that are not what the protocol allows."""
+
+
+class TooLargeError(MalformedError):
+    """A declared or real size above its bound."""
+
+
+class SignatureError(WireError):
+    """A signature that does not verify, or a sender nobody enrolled."""
+
+
+class OrderError(WireError):
+    """An old, repeated or foreign message."""
+
+
+class IntegrityError(WireError):
+    """Content whose digest or layout is not the declared one."""
+
+
+class TransportError(WireError):
+    """The link or the broker refused."""

@@ -1,0 +1,213 @@
+"""Control messages: frozen, strict, discriminated by `kind`, at most 16 KB of JSON inside a signed envelope.
+
+Knows what the messages say; not how they are signed (`signing`), carried (`transport`) or answered.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Annotated, Literal, Union
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from fedcg.wire.errors import MalformedError, TooLargeError
+
+PROTOCOL_VERSION = 1
+MAX_MESSAGE_BYTES = 16 * 1024
+MAX_ARTIFACT_BYTES = 512 * 1024 * 1024
+MAX_CHUNK_BYTES = 120 * 1024
+COORDINATOR = "coordinator"
+EVERYONE = "*"
+
+Identifier = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Nonce = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+Count = Annotated[int, Field(ge=0, le=1 << 53)]
+
+
+class Outcome(str, Enum):
+    """How the coordinator ends an update; each one ends the outbox entry."""
+
+    ACCEPTED = "accepted"
+    DUPLICATE = "duplicate"
+    LATE = "late"
+    CLOSED = "closed"
+    REJECTED = "rejected"
+    CONFLICT = "conflict"
+
+
+class DeclineReason(str, Enum):
+    """Why a device does not take part in a round; a closed set, so that free text can never leave a box."""
+
+    UPLOAD_NOT_ALLOWED = "upload_not_allowed"
+    REPORT_NOT_ALLOWED = "report_not_allowed"
+    NOT_ELIGIBLE = "not_eligible"
+    NO_DATA = "no_data"
+    UNKNOWN_METHOD = "unknown_method"
+    SPEC_REFUSED = "spec_refused"
+    TRAINING_FAILED = "training_failed"
+    DIVERGED = "diverged"
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ArtifactRef(_Strict):
+    """Names an artifact by the sha256 of its bytes and tells its exact size."""
+
+    id: Sha256
+    size: Annotated[int, Field(ge=1, le=MAX_ARTIFACT_BYTES)]
+    chunk_bytes: Annotated[int, Field(ge=256, le=MAX_CHUNK_BYTES)]
+
+    @property
+    def chunks(self) -> int:
+        """Number of chunks the artifact is cut into."""
+        return -(-self.size // self.chunk_bytes)
+
+
+class _Message(_Strict):
+    v: Literal[1] = 1
+    federation: Identifier
+    sender: Identifier
+    recipient: Identifier | Literal["*"]
+    epoch: Count = 0
+    round: Count = 0
+    attempt: Count = 0
+    session: Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")] = ""
+    counter: Count = 0
+
+
+class Offer(_Message):
+    """Retained broadcast: the round that is open now."""
+
+    kind: Literal["offer"] = "offer"
+    spec: ArtifactRef
+    aggregate: ArtifactRef
+    rounds: Count
+    deadline_at: float
+
+
+class Finished(_Message):
+    """Retained broadcast on the offer topic: the federation is over; `aggregate` is the final one."""
+
+    kind: Literal["finished"] = "finished"
+    spec: ArtifactRef
+    aggregate: ArtifactRef
+
+
+class CoordinatorStatus(_Message):
+    """Retained broadcast (and will): whether a coordinator speaks, and its epoch."""
+
+    kind: Literal["coordinator_status"] = "coordinator_status"
+    online: bool
+
+
+class DeviceStatus(_Message):
+    """Retained (and will): whether the device's agent is connected."""
+
+    kind: Literal["device_status"] = "device_status"
+    online: bool
+
+
+class Hello(_Message):
+    """A device opens a session."""
+
+    kind: Literal["hello"] = "hello"
+    nonce: Nonce
+    versions: Annotated[tuple[int, ...], Field(min_length=1, max_length=8)]
+    agent: Annotated[str, Field(pattern=r"^[A-Za-z0-9.+-]{1,32}$")]
+
+
+class Welcome(_Message):
+    """The coordinator answers a hello; both nonces make the session id."""
+
+    kind: Literal["welcome"] = "welcome"
+    version: int
+    device_nonce: Nonce
+    nonce: Nonce
+    server_time: float
+
+
+class Invite(_Message):
+    """Asks one device to take part in (round, attempt)."""
+
+    kind: Literal["invite"] = "invite"
+
+
+class Accept(_Message):
+    """The device takes part."""
+
+    kind: Literal["accept"] = "accept"
+
+
+class Decline(_Message):
+    """The device does not take part; not a failure."""
+
+    kind: Literal["decline"] = "decline"
+    reason: DeclineReason
+
+
+class Manifest(_Message):
+    """The device has an update of (round, attempt) to deliver; repeated until a receipt comes."""
+
+    kind: Literal["manifest"] = "manifest"
+    artifact: ArtifactRef
+
+
+class Need(_Message):
+    """The receiver of an artifact grants its sender these chunks: (first index, count) pairs."""
+
+    kind: Literal["need"] = "need"
+    artifact: Sha256
+    ranges: Annotated[tuple[tuple[Count, Annotated[int, Field(ge=1, le=1 << 20)]], ...], Field(min_length=1, max_length=256)]
+
+
+class Receipt(_Message):
+    """Ends an update, whatever the outcome."""
+
+    kind: Literal["receipt"] = "receipt"
+    artifact: Sha256
+    outcome: Outcome
+    reason: Annotated[str, Field(max_length=300)] = ""
+
+
+Message = Annotated[
+    Union[  # noqa: UP007 - pydantic needs a real Union for the discriminator on 3.10
+        Offer, Finished, CoordinatorStatus, DeviceStatus, Hello, Welcome, Invite, Accept, Decline, Manifest, Need, Receipt
+    ],
+    Field(discriminator="kind"),
+]
+AnyMessage = (
+    Offer | Finished | CoordinatorStatus | DeviceStatus | Hello | Welcome | Invite | Accept | Decline | Manifest | Need | Receipt
+)
+_ADAPTER: TypeAdapter[AnyMessage] = TypeAdapter(Message)
+
+
+def encode(message: AnyMessage) -> bytes:
+    """The JSON bytes of a message, the ones that get signed.
+
+    Raises:
+        TooLargeError: the message is over 16 KB.
+    """
+    payload = message.model_dump_json().encode()
+    if len(payload) > MAX_MESSAGE_BYTES:
+        raise TooLargeError(f"a {message.kind} message of {len(payload)} bytes is over the bound of {MAX_MESSAGE_BYTES}")
+    return payload
+
+
+def decode(payload: bytes) -> AnyMessage:
+    """The message in `payload`, checked against its strict schema.
+
+    Raises:
+        TooLargeError: over 16 KB; nothing was parsed.
+        MalformedError: not JSON, an unknown kind, an unknown field or a value out of bounds.
+    """
+    if len(payload) > MAX_MESSAGE_BYTES:
+        raise TooLargeError(f"a message of {len(payload)} bytes is over the bound of {MAX_MESSAGE_BYTES}")
+    try:
+        return _ADAPTER.validate_json(payload, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(step) for step in first["loc"])
+        raise MalformedError(f"message field {where or '(root)'}: {first['msg']}") from error

@@ -1,0 +1,82 @@
+"""The closed list of what can be named on the wire: parts of a model, fields of a report, layouts of tensors.
+
+Everything that may cross the wire is listed here. Nothing here knows how a part is trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Part(str, Enum):
+    """A named part of a client's networks (design, "Words")."""
+
+    EXTRACTOR = "extractor"
+    CLASSIFIER = "classifier"
+    GENERATOR = "generator"
+    DISCRIMINATOR = "discriminator"
+
+
+class ReportField(str, Enum):
+    """A field that a device may report beside the tensors of an update."""
+
+    EXAMPLES = "examples"
+    ACCURACY = "accuracy"
+    LOSS = "loss"
+    HEALTH = "health"
+    LABEL_COUNTS = "label_counts"
+
+
+class Health(str, Enum):
+    """How a device says it is doing; a closed set, so that free text can never leave a box."""
+
+    OK = "ok"
+    HOT = "hot"
+    LOW_POWER = "low_power"
+    LOW_DISK = "low_disk"
+    DEGRADED = "degraded"
+
+
+DEFAULT_ALLOW_UPLOAD: frozenset[Part] = frozenset({Part.GENERATOR, Part.CLASSIFIER})
+DEFAULT_ALLOW_REPORT: frozenset[ReportField] = frozenset(
+    {ReportField.EXAMPLES, ReportField.ACCURACY, ReportField.LOSS, ReportField.HEALTH}
+)
+
+TensorDtype = Literal["float32", "int64"]
+
+
+class TensorLayout(BaseModel):
+    """Name, element type and shape of one tensor of a part."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    name: Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9_.]+$")]
+    dtype: TensorDtype
+    shape: Annotated[tuple[Annotated[int, Field(ge=0, le=1 << 24)], ...], Field(max_length=8)]
+
+
+PartLayouts = Mapping[Part, tuple[TensorLayout, ...]]
+
+
+class Report(BaseModel):
+    """What a device may say about a local round; every field but none is required, absent means not told."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    examples: Annotated[int, Field(ge=1, le=1 << 40)] | None = None
+    accuracy: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
+    loss: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] | None = None
+    health: Health | None = None
+    label_counts: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(max_length=100_000)] | None = None
+
+    def fields(self) -> frozenset[ReportField]:
+        """The fields that this report actually carries."""
+        return frozenset(ReportField(name) for name in type(self).model_fields if getattr(self, name) is not None)
+
+    def only(self, allowed: frozenset[ReportField]) -> Report:
+        """The same report with every field outside `allowed` left out."""
+        return Report(**{field.value: getattr(self, field.value) for field in allowed})

@@ -1,0 +1,65 @@
+"""The seam between sessions and brokers: a small Protocol with two implementations, `mqtt` and `memory`.
+
+A transport carries bytes between topics. It knows nothing of envelopes, artifacts or rounds, and its callbacks only
+enqueue: nothing is ever computed on a transport's thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """One message as it came from the broker."""
+
+    topic: str
+    payload: bytes
+    retained: bool
+
+
+@dataclass(frozen=True)
+class Will:
+    """What the broker publishes (QoS 1) when this client vanishes."""
+
+    topic: str
+    payload: bytes
+    retain: bool = True
+
+
+OnDelivery = Callable[[Delivery], None]
+OnLink = Callable[[bool], None]
+
+
+class Transport(Protocol):
+    """Publish and subscribe, at least once for QoS 1, at most once for QoS 0.
+
+    Laws (the contract suite proves them on every broker):
+      * a QoS 1 publish made while connected reaches every live subscriber that is allowed to read the topic;
+      * a subscriber gets the retained message of a topic right after it subscribed, with `retained` set;
+      * subscriptions survive a reconnect without a new call of `subscribe`;
+      * `on_link(True)` comes after every successful (re)connect, once the subscriptions stand; `on_link(False)` after a loss;
+      * callbacks run on the transport's own thread and must only enqueue.
+    """
+
+    def start(self, on_delivery: OnDelivery, on_link: OnLink) -> None:
+        """Connect in the background and keep connecting, with backoff, until `close`."""
+
+    def subscribe(self, topic: str, qos: int = 1) -> None:
+        """Ask for a topic filter, now and after every reconnect."""
+
+    def publish(self, topic: str, payload: bytes, *, qos: int = 1, retain: bool = False) -> None:
+        """Hand bytes to the broker; never blocks on the network.
+
+        Raises:
+            TransportError: not connected, the outgoing queue is full, or the payload is over `max_payload`.
+        """
+
+    @property
+    def max_payload(self) -> int:
+        """Largest payload in bytes that this link takes (the broker's maximum packet minus the header)."""
+
+    def close(self) -> None:
+        """Disconnect without triggering the will, and stop the background thread."""
