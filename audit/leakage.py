@@ -7,8 +7,9 @@ A tensor on the wire leaks a private one of the same flattened size when their a
 threshold (scale, offset and sign don't hide it):
   * as value;
   * as value + base, where a base is a tensor that the attacker knows (the decoded aggregate that an update is coded
-    against, initial weights): when the base alone does not reach the threshold, by the sum; when it does, because
-    private weights stay near their start, by the value against (private - base), as a sum would then accuse a zero.
+    against, initial weights). A base that resembles the private tensor by itself is an earlier version of it: then the
+    value is compared with the change (private - base), which needs no scale, and the sum counts only while the base
+    alone stays under the threshold (else a tensor of zeros would be accused).
 Integer tensors are quantised per channel with scales of their own, so they are also compared row by row.
 """
 
@@ -24,6 +25,7 @@ from numpy.typing import NDArray
 THRESHOLD = 0.99
 MIN_ELEMENTS = 6  # fewer numbers correlate by chance
 MIN_ROW_ELEMENTS = 6
+EARLIER_VERSION = 0.5  # a base that correlates this much with a private tensor is taken for an earlier version of it
 NEEDLE_BYTES = 32  # a run of 8 float32 numbers does not occur by chance
 NEEDLES_PER_TENSOR = 8
 
@@ -123,11 +125,12 @@ def _delta_likeness(value: Array, base: Array, private: Array, threshold: float)
     flat_value = np.asarray(value, dtype=np.float64).ravel()
     flat_base = np.asarray(base, dtype=np.float64).ravel()
     flat_private = np.asarray(private, dtype=np.float64).ravel()
+    alone = correlation(flat_base, flat_private)
+    by_sum = correlation(flat_value + flat_base, flat_private) if alone < threshold else 0.0
+    if alone < EARLIER_VERSION:
+        return by_sum
     change = (flat_private - flat_base).reshape(np.shape(private))
-    by_change = likeness(value, change)
-    if correlation(flat_base, flat_private) >= threshold:
-        return by_change
-    return max(by_change, correlation(flat_value + flat_base, flat_private))
+    return max(by_sum, likeness(value, change))
 
 
 def _compare_pair(seen: WireTensor, private: PrivateTensor, threshold: float) -> Iterator[Match]:

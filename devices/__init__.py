@@ -1,1 +1,1 @@
-"""What box this is and what it can carry now."""
+"""What box is this, and what can it carry: detection of device, memory and GPU, and the plan for training on it."""

@@ -5,6 +5,7 @@ Relative paths are relative to the file. Knows nothing of networks or training; 
 
 from __future__ import annotations
 
+import difflib
 import ipaddress
 import re
 import sys
@@ -52,7 +53,9 @@ class BrokerSection(_Section):
     @model_validator(mode="after")
     def _plain_text_stays_on_this_machine(self) -> BrokerSection:
         if self.insecure and not is_loopback(self.host):
-            raise ValueError(f"insecure = true is only for a broker on this machine, {self.host!r} is another one: use TLS")
+            raise ValueError(
+                f"insecure = true is only for a broker on this machine, {self.host!r} is another one: use TLS"
+            )
         return self
 
 
@@ -89,7 +92,7 @@ class TrainingSection(_Section):
     """Where training runs, and whether a local-only shadow is trained beside it for comparison."""
 
     shadow: bool = False
-    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N")] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda"], Field(description="auto, cpu or cuda")] = "auto"
     threads: Annotated[int, Field(ge=0, le=256, description="0 = chosen for this box")] = 0
 
 
@@ -117,7 +120,9 @@ class AgentConfig(_Section):
     @model_validator(mode="after")
     def _tls_unless_insecure(self) -> AgentConfig:
         if self.tls is None and not self.broker.insecure:
-            raise ValueError("a [tls] table with ca, cert and key is missing (only broker.insecure = true does without it)")
+            raise ValueError(
+                "a [tls] table with ca, cert and key is missing (only broker.insecure = true does without it)"
+            )
         return self
 
     def resolved(self, base: Path) -> AgentConfig:
@@ -153,7 +158,9 @@ def load_config(path: Path, environment: Mapping[str, str]) -> AgentConfig:
     except tomllib.TOMLDecodeError as error:
         found = re.search(r"line (\d+)", str(error))
         where = f"line {found.group(1)}" if found else "line 1"
-        raise ConfigError(str(path), (ConfigProblem("(syntax)", where, str(error), "this is not valid TOML"),)) from error
+        raise ConfigError(
+            str(path), (ConfigProblem("(syntax)", where, str(error), "this is not valid TOML"),)
+        ) from error
     origins, problems = _apply_environment(values, environment)
     lines = _key_lines(text)
     try:
@@ -232,7 +239,9 @@ def _problem(
     location = tuple(str(step) for step in detail["loc"])
     where = next((origins[location[:n]] for n in range(len(location), 0, -1) if location[:n] in origins), "")
     if not where:
-        where = next((f"line {lines[location[:n]]}" for n in range(len(location), 0, -1) if location[:n] in lines), "line 1")
+        where = next(
+            (f"line {lines[location[:n]]}" for n in range(len(location), 0, -1) if location[:n] in lines), "line 1"
+        )
     message = detail["msg"].removeprefix("Value error, ")
     return ConfigProblem(".".join(location) or "(file)", where, message, _hint(detail, location))
 
@@ -244,12 +253,12 @@ def _hint(detail: Any, location: tuple[str, ...]) -> str:
         "missing": lambda: f"add `{location[-1]}`" + (f" to [{location[0]}]" if len(location) > 1 else ""),
         "string_pattern_mismatch": lambda: "small letters, digits and dashes",
     }
-    described = model.model_fields[location[-1]].description if location and location[-1] in model.model_fields else None
+    described = (
+        model.model_fields[location[-1]].description if location and location[-1] in model.model_fields else None
+    )
     return described or hints.get(detail["type"], lambda: "")()
 
 
 def _nearest(name: str, known: tuple[str, ...]) -> str:
-    import difflib
-
     close = difflib.get_close_matches(name, known, n=1)
     return f"did you mean `{close[0]}`?" if close else f"known: {', '.join(known)}"

@@ -90,7 +90,8 @@ def cut(count: int, shares: NDArray[np.float64]) -> NDArray[np.int64]:
     """Cut `count` things by shares that sum to 1: whole numbers that sum to `count`, each within 1 of its share."""
     edges = np.rint(np.cumsum(shares) * count).astype(np.int64)
     edges[-1] = count
-    return np.diff(edges, prepend=0)
+    pieces: NDArray[np.int64] = np.diff(edges, prepend=0)
+    return pieces
 
 
 def limit(counts: NDArray[np.int64], most: int) -> NDArray[np.int64]:
@@ -99,7 +100,7 @@ def limit(counts: NDArray[np.int64], most: int) -> NDArray[np.int64]:
     if total <= most:
         return counts
     exact = counts * (most / total)
-    kept = np.floor(exact).astype(np.int64)
+    kept: NDArray[np.int64] = np.floor(exact).astype(np.int64)
     largest = np.argsort(kept - exact, kind="stable")[: most - int(kept.sum())]
     kept[largest] += 1
     return kept

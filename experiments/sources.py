@@ -39,16 +39,20 @@ class Source:
 
     def image_form(self, size: int) -> ImageForm:
         """The form that fits these images at size x size pixels: grey if the first ones all are, else colour."""
-        grey = True
-        firsts = itertools.chain.from_iterable(zip(*(files[:2] for files in self.train if len(files) > 1), strict=False))
-        for path in itertools.islice(firsts, _LOOKED_AT):
-            try:
-                with Image.open(path) as image:
-                    grey = grey and image.mode in _GREY_MODES
-            except OSError as error:
-                raise SourceError(f"{path} can't be read as an image: {error}") from error
+        firsts = itertools.chain.from_iterable(
+            zip(*(files[:2] for files in self.train if len(files) > 1), strict=False)
+        )
+        grey = all(_is_grey(path) for path in itertools.islice(firsts, _LOOKED_AT))
         half = (0.5,) if grey else (0.5, 0.5, 0.5)
         return ImageForm(mode="L" if grey else "RGB", height=size, width=size, mean=half, std=half)
+
+
+def _is_grey(path: Path) -> bool:
+    try:
+        with Image.open(path) as image:
+            return image.mode in _GREY_MODES
+    except OSError as error:
+        raise SourceError(f"{path} can't be read as an image: {error}") from error
 
 
 def _files(folder: Path) -> tuple[Path, ...]:

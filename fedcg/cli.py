@@ -1,6 +1,7 @@
 """The command `fedcg`: mounts the sub-commands that packages register in the entry-point group `fedcg.commands`.
 
-Sub-commands are imported only when they are shown or called; none may import torch at import.
+Sub-commands are imported only when they are shown or called; none may import torch at import. Built on typer alone: a box with
+only the `infer` extra has no click.
 """
 
 from __future__ import annotations
@@ -8,35 +9,42 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points, version
-from typing import Any
+from typing import Annotated, Any
 
-import click
 import typer
 import typer.main
 from rich.console import Console
+from typer.core import TyperCommand, TyperGroup
 
 DEBUG_FLAG = "--debug"
+INTERRUPTED = 130
 
 
-def _as_command(loaded: typer.Typer | Callable[..., Any], name: str) -> click.Command:
-    if isinstance(loaded, typer.Typer):
-        return typer.main.get_command(loaded)
-    single = typer.Typer(add_completion=False)
-    single.command(name)(loaded)
-    return typer.main.get_command(single)
+class MissingExtraError(Exception):
+    """A sub-command of a package whose dependencies are not installed on this machine."""
 
 
-class LazyGroup(click.Group):
+def _as_command(loaded: typer.Typer | Callable[..., Any], name: str) -> TyperCommand | TyperGroup:
+    app = loaded
+    if not isinstance(app, typer.Typer):
+        app = typer.Typer(add_completion=False)
+        app.command(name)(loaded)
+    command = typer.main.get_command(app)
+    assert isinstance(command, (TyperCommand, TyperGroup))
+    return command
+
+
+class LazyGroup(TyperGroup):
     """A group whose sub-commands are entry points, loaded on demand."""
 
     def _entry(self, name: str) -> EntryPoint | None:
         return next((entry for entry in entry_points(group="fedcg.commands") if entry.name == name), None)
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        """Names of all registered sub-commands whose package is installed."""
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Names of all registered sub-commands."""
         return sorted(entry.name for entry in entry_points(group="fedcg.commands"))
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+    def get_command(self, ctx: Any, cmd_name: str) -> TyperCommand | TyperGroup | None:
         """Load one sub-command."""
         entry = self._entry(cmd_name)
         if entry is None:
@@ -47,23 +55,54 @@ class LazyGroup(click.Group):
             return _unavailable(cmd_name, error)
 
 
-def _unavailable(name: str, error: ModuleNotFoundError) -> click.Command:
+def _unavailable(name: str, error: ModuleNotFoundError) -> TyperCommand | TyperGroup:
     def explain() -> None:
-        raise click.ClickException(
+        raise MissingExtraError(
             f"`fedcg {name}` needs the Python package {error.name!r}, which is not installed here. "
             "Install the extra for this kind of machine, e.g. pip install 'fedcg-edge[edge]' (or infer, coordinator, demo)."
         )
 
-    return click.Command(name, callback=explain, help=f"(not installed here: {error.name})")
+    app = typer.Typer(add_completion=False)
+    whatever_follows = {"allow_extra_args": True, "ignore_unknown_options": True}
+    app.command(name, help=f"(not installed here: {error.name})", context_settings=whatever_follows)(explain)
+    return _as_command(app, name)
 
 
-@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(version("fedcg-edge"), prog_name="fedcg")
-def app() -> None:
+def _show_version(asked: bool) -> None:
+    if asked:
+        print(f"fedcg, version {version('fedcg-edge')}")
+        raise typer.Exit
+
+
+def _exit_with(code: object) -> None:
+    if isinstance(code, int) and code:
+        raise typer.Exit(code)
+
+
+def _describe(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
     """FedCG Edge: federated learning that shares a classifier and a generator, never an image or an extractor.
 
     Exit codes: 0 done; 1 failed; 2 bad usage or bad input; 130 interrupted. Errors go to stderr; --debug shows tracebacks.
     """
+
+
+def _build() -> TyperCommand | TyperGroup:
+    root = typer.Typer(
+        cls=LazyGroup,
+        no_args_is_help=True,
+        add_completion=False,
+        result_callback=_exit_with,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    root.callback()(_describe)
+    return _as_command(root, "fedcg")
+
+
+app = _build()
 
 
 def main() -> None:
@@ -71,18 +110,13 @@ def main() -> None:
     debug = DEBUG_FLAG in sys.argv
     arguments = [argument for argument in sys.argv[1:] if argument != DEBUG_FLAG]
     try:
-        code = app.main(args=arguments, standalone_mode=False, prog_name="fedcg")
-    except click.exceptions.Exit as stop:
-        sys.exit(stop.exit_code)
-    except click.ClickException as error:
-        error.show(file=sys.stderr)
-        sys.exit(error.exit_code)
-    except (click.Abort, KeyboardInterrupt):
-        Console(stderr=True).print("Interrupted.")
-        sys.exit(130)
-    except Exception as error:  # noqa: BLE001 - the outermost boundary: one line for the operator, a traceback with --debug
+        app.main(args=arguments, prog_name="fedcg")
+    except SystemExit as stop:
+        if stop.code == INTERRUPTED:
+            Console(stderr=True).print("Interrupted.")
+        raise
+    except Exception as error:  # the outermost boundary: one line for the operator, a traceback with --debug
         if debug:
             raise
-        Console(stderr=True, highlight=False).print(f"Error: {error}", markup=False)
+        Console(stderr=True, highlight=False).print(f"Error: {error}", markup=False, soft_wrap=True)
         sys.exit(1)
-    sys.exit(code if isinstance(code, int) else 0)

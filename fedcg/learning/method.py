@@ -42,6 +42,7 @@ class TrainingParams(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     epochs: int = Field(default=20, ge=1, description="local epochs a round")
+    steps: int = Field(default=0, ge=0, description="local steps a round; 0 counts by epochs instead")
     batch_size: int = Field(default=16, ge=2, description="local batch size")
     optimiser: str = Field(default="adam", pattern="^(adam|sgd)$", description="optimiser of extractor and classifier")
     lr: float = Field(default=3e-4, gt=0, description="learning rate of extractor and classifier")

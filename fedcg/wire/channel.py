@@ -10,12 +10,14 @@ import hashlib
 from dataclasses import dataclass
 from typing import TypeVar
 
+from pydantic import BaseModel
+
 from fedcg.wire.errors import OrderError
 from fedcg.wire.messages import AnyMessage, CoordinatorStatus
 
 Position = tuple[int, int, int]
 START: Position = (0, 0, 0)
-MessageT = TypeVar("MessageT", bound=AnyMessage)
+MessageT = TypeVar("MessageT", bound=BaseModel)
 
 
 class BroadcastOrder:
@@ -39,7 +41,11 @@ class BroadcastOrder:
         """
         position = (message.epoch, message.round, message.attempt)
         if isinstance(message, CoordinatorStatus):
-            position = max(self._highest, (message.epoch, 0, 0)) if message.epoch >= self._highest[0] else (message.epoch, 0, 0)
+            position = (
+                max(self._highest, (message.epoch, 0, 0))
+                if message.epoch >= self._highest[0]
+                else (message.epoch, 0, 0)
+            )
         if position < self._highest:
             raise OrderError(
                 f"a {message.kind} message of (epoch, round, attempt) {position} came after {self._highest}: "

@@ -200,7 +200,9 @@ class Topics:
         if kind in BROADCASTS:
             return f"{self.prefix}{kind.value}"
         if device != _ANY and not _IDENTIFIER.fullmatch(device or ""):
-            raise ValueError(f"device id {device!r}: use 1 to 63 lower-case letters, digits and dashes, not a dash first")
+            raise ValueError(
+                f"device id {device!r}: use 1 to 63 lower-case letters, digits and dashes, not a dash first"
+            )
         return f"{self.prefix}devices/{device}/{kind.value}"
 
     def _parse_filter(self, topic: str) -> ParsedTopic | None:

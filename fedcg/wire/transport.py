@@ -6,9 +6,10 @@ enqueue: nothing is ever computed on a transport's thread.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,16 @@ class Will:
 
 OnDelivery = Callable[[Delivery], None]
 OnLink = Callable[[bool], None]
+ArgumentT = TypeVar("ArgumentT")
+_LOG = logging.getLogger(__name__)
+
+
+def call_out(callback: Callable[[ArgumentT], None], argument: ArgumentT) -> None:
+    """Call a user's callback from a transport's thread, which must survive whatever the callback raises."""
+    try:
+        callback(argument)
+    except Exception:
+        _LOG.exception("a transport's callback failed; what it was told is lost")
 
 
 class Transport(Protocol):

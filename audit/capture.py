@@ -1,0 +1,274 @@
+"""Puts together what crossed a broker: every artifact from its chunks, every control message by its fields, every byte.
+
+Pure: frames are fed in, a record comes out. It trusts neither side: messages are read as plain JSON (signatures are the
+receivers' business), artifacts are decoded without a layout, so that what should not be there is SEEN.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from fedcg.wire.errors import WireError
+from fedcg.wire.inspection import inspect
+from fedcg.wire.signing import MAGIC as ENVELOPE_MAGIC
+from fedcg.wire.signing import OVERHEAD_BYTES
+from fedcg.wire.topics import ParsedTopic, TopicKind, Topics
+from fedcg.wire.transfer import parse_chunk
+
+MAX_HELD_BYTES = 1 << 30  # chunks of unfinished artifacts; beyond it an artifact is given up and reported so
+
+_CHUNK_KINDS = (TopicKind.UP_CHUNK, TopicKind.DOWN_CHUNK, TopicKind.AGGREGATE)
+_UP_KINDS = (TopicKind.UP_CHUNK, TopicKind.UP_CONTROL, TopicKind.STATUS)
+_ENVELOPE_FIELDS = frozenset({"v", "kind", "federation", "sender", "recipient", "epoch", "round", "attempt", "session"})
+
+
+@dataclass(frozen=True)
+class SeenArtifact:
+    """A complete artifact as it crossed, decoded without knowing what it should hold.
+
+    Attributes:
+        kind: update, aggregate, spec, or unknown when it could not be decoded.
+        sender: who made it, by its header; `coordinator` for a spec.
+        tensors: shape per tensor key; report: names of the report's fields that carry a value.
+    """
+
+    id: str
+    kind: str
+    sender: str
+    round: int
+    attempt: int
+    size: int
+    parts: tuple[str, ...] = ()
+    tensors: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    report: tuple[str, ...] = ()
+    base: str | None = None
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
+class Completed:
+    """An artifact that became complete, and its bytes."""
+
+    seen: SeenArtifact
+    data: bytes
+
+
+@dataclass
+class _Incoming:
+    size: int | None = None
+    chunk_bytes: int = 0
+    chunks: dict[int, bytes] = field(default_factory=dict)
+    given_up: bool = False
+
+    @property
+    def is_complete(self) -> bool:
+        return self.size is not None and len(self.chunks) >= -(-self.size // self.chunk_bytes)
+
+
+@dataclass
+class _Messages:
+    count: int = 0
+    fields: set[str] = field(default_factory=set)
+    senders: set[str] = field(default_factory=set)
+
+
+def _number(value: object) -> int:
+    return value if isinstance(value, int) else 0
+
+
+def describe(artifact: str, data: bytes) -> SeenArtifact:
+    """Decode the bytes of an artifact, whatever they are."""
+    try:
+        seen = inspect(data)
+    except WireError as error:
+        if data[:1] == b"{":
+            return SeenArtifact(artifact, "spec", "coordinator", 0, 0, len(data))
+        return SeenArtifact(artifact, "unknown", "unknown", 0, 0, len(data), problem=str(error))
+    header = seen.header
+    base = header.get("base")
+    return SeenArtifact(
+        artifact,
+        str(header.get("kind", "unknown")),
+        str(header.get("client", "unknown")),
+        _number(header.get("round")),
+        _number(header.get("attempt")),
+        len(data),
+        tuple(sorted(seen.part_names)),
+        {key: tuple(array.shape) for key, array in seen.tensors.items()},
+        tuple(sorted(seen.report_fields)),
+        base if isinstance(base, str) else None,
+    )
+
+
+class Capture:
+    """All that one federation sent over a broker, as far as the frames fed to it tell.
+
+    Args:
+        federation: its id; frames of other topics are counted as foreign.
+    """
+
+    def __init__(self, federation: str) -> None:
+        self.federation = federation
+        self.artifacts: dict[str, SeenArtifact] = {}
+        self.finished_with: str | None = None
+        self._topics = Topics(federation)
+        self._incoming: dict[str, _Incoming] = {}
+        self._held = 0
+        self._messages: dict[str, _Messages] = {}
+        self._round_of: dict[str, int] = {}
+        self._chunk_bytes: dict[tuple[str, str, str], int] = {}
+        self._control_bytes: dict[tuple[str, str, int], int] = {}
+        self._foreign = 0
+        self._damaged = 0
+
+    def feed(self, topic: str, payload: bytes) -> list[Completed]:
+        """Take one frame; returns the artifacts that this frame completed."""
+        parsed = self._topics.parse(topic)
+        if parsed is None:
+            self._foreign += 1
+            return []
+        if parsed.kind in _CHUNK_KINDS:
+            return self._feed_chunk(parsed, payload)
+        return self._feed_message(parsed, payload)
+
+    def restore(
+        self, bytes_per_round: Mapping[str, Mapping[str, Mapping[str, int]]], artifacts: Mapping[str, bytes]
+    ) -> None:
+        """Go on from an earlier recording: its byte counts, and the artifacts it had already put together."""
+        for device, ways in bytes_per_round.items():
+            for way, rounds in ways.items():
+                for round_number, size in rounds.items():
+                    key = (device, way, int(round_number))
+                    self._control_bytes[key] = self._control_bytes.get(key, 0) + size
+        for artifact, data in artifacts.items():
+            self.artifacts[artifact] = describe(artifact, data)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the end of the federation was announced and everything that began to cross is complete."""
+        return self.finished_with in self.artifacts and not self._open()
+
+    def _open(self) -> list[str]:
+        return sorted(name for name, incoming in self._incoming.items() if incoming.chunks)
+
+    def _feed_chunk(self, parsed: ParsedTopic, payload: bytes) -> list[Completed]:
+        try:
+            chunk = parse_chunk(payload)
+        except WireError:
+            self._damaged += 1
+            self._count(parsed, 0, len(payload))
+            return []
+        way = "up" if parsed.kind in _UP_KINDS else "down"
+        key = (parsed.device or "*", way, chunk.artifact)
+        self._chunk_bytes[key] = self._chunk_bytes.get(key, 0) + len(payload)
+        if chunk.artifact in self.artifacts:
+            return []
+        incoming = self._incoming.setdefault(chunk.artifact, _Incoming())
+        if chunk.index not in incoming.chunks and not incoming.given_up:
+            incoming.chunks[chunk.index] = chunk.data
+            self._held += len(chunk.data)
+        if self._held > MAX_HELD_BYTES:
+            self._held -= sum(map(len, incoming.chunks.values()))
+            incoming.chunks.clear()
+            incoming.given_up = True
+        return self._complete(chunk.artifact)
+
+    def _complete(self, artifact: str) -> list[Completed]:
+        incoming = self._incoming.get(artifact)
+        if incoming is None or not incoming.is_complete:
+            return []
+        data = b"".join(chunk for _, chunk in sorted(incoming.chunks.items()))
+        self._held -= len(data)
+        incoming.chunks.clear()
+        if hashlib.sha256(data).hexdigest() != artifact:
+            self._damaged += 1
+            return []
+        del self._incoming[artifact]
+        seen = describe(artifact, data)
+        self.artifacts[artifact] = seen
+        return [Completed(seen, data)]
+
+    def _feed_message(self, parsed: ParsedTopic, payload: bytes) -> list[Completed]:
+        fields = self._read_message(payload)
+        self._count(parsed, _number(fields.get("round")), len(payload))
+        if not fields:
+            if payload:  # an empty payload clears a retained message
+                self._damaged += 1
+            return []
+        kind = str(fields.get("kind", "unknown"))
+        entry = self._messages.setdefault(kind, _Messages())
+        entry.count += 1
+        entry.fields |= set(fields) - _ENVELOPE_FIELDS
+        entry.senders.add(str(fields.get("sender", "unknown")))
+        completed: list[Completed] = []
+        for value in fields.values():
+            if isinstance(value, dict) and isinstance(value.get("id"), str):
+                completed += self._learn_reference(value, _number(fields.get("round")))
+        final = fields.get("aggregate")
+        if kind == "finished" and isinstance(final, dict):
+            self.finished_with = str(final.get("id"))
+        return completed
+
+    def _learn_reference(self, value: Mapping[str, object], round_number: int) -> list[Completed]:
+        artifact, size, chunk_bytes = str(value["id"]), _number(value.get("size")), _number(value.get("chunk_bytes"))
+        self._round_of.setdefault(artifact, round_number)
+        if artifact in self.artifacts or size < 1 or chunk_bytes < 1:
+            return []
+        incoming = self._incoming.setdefault(artifact, _Incoming())
+        incoming.size, incoming.chunk_bytes = size, chunk_bytes
+        return self._complete(artifact)
+
+    @staticmethod
+    def _read_message(payload: bytes) -> Mapping[str, object]:
+        if not payload.startswith(ENVELOPE_MAGIC):
+            return {}
+        try:
+            fields = json.loads(payload[OVERHEAD_BYTES:])
+        except ValueError:
+            return {}
+        return fields if isinstance(fields, dict) else {}
+
+    def _count(self, parsed: ParsedTopic, round_number: int, size: int) -> None:
+        way = "up" if parsed.kind in _UP_KINDS else "down"
+        key = (parsed.device or "*", way, round_number)
+        self._control_bytes[key] = self._control_bytes.get(key, 0) + size
+
+    def bytes_per_round(self) -> dict[str, dict[str, dict[str, int]]]:
+        """Payload bytes by device (`*`: broadcasts), way (`up`, `down`) and round (`0`: outside of any round)."""
+        totals: dict[str, dict[str, dict[str, int]]] = {}
+
+        def add(device: str, way: str, round_number: int, size: int) -> None:
+            rounds = totals.setdefault(device, {}).setdefault(way, {})
+            rounds[str(round_number)] = rounds.get(str(round_number), 0) + size
+
+        for (device, way, artifact), size in self._chunk_bytes.items():
+            seen = self.artifacts.get(artifact)
+            known = seen is not None and seen.kind in ("update", "aggregate")
+            add(device, way, seen.round if seen is not None and known else self._round_of.get(artifact, 0), size)
+        for (device, way, round_number), size in self._control_bytes.items():
+            add(device, way, round_number, size)
+        return totals
+
+    def record(self) -> dict[str, object]:
+        """All that was seen, as it is written to `wire.json`."""
+        artifacts = sorted(self.artifacts.values(), key=lambda seen: (seen.round, seen.kind, seen.sender, seen.id))
+        return {
+            "format": 1,
+            "federation": self.federation,
+            "finished": self.is_finished,
+            "parts_on_wire": sorted({part for seen in artifacts for part in seen.parts}),
+            "fields_on_wire": sorted({name for seen in artifacts for name in seen.report}),
+            "bytes": self.bytes_per_round(),
+            "artifacts": [vars(seen) for seen in artifacts],
+            "messages": {
+                kind: {"count": entry.count, "fields": sorted(entry.fields), "senders": sorted(entry.senders)}
+                for kind, entry in sorted(self._messages.items())
+            },
+            "incomplete": self._open(),
+            "undecoded": [seen.id for seen in artifacts if seen.problem],
+            "damaged_frames": self._damaged,
+            "foreign_frames": self._foreign,
+        }

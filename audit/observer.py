@@ -1,0 +1,160 @@
+"""The observer: an independent, read-only subscriber that writes down everything that crosses a federation's topics.
+
+Owns the loop between a transport and a `Capture`, and the files in its output folder: `wire.json` (replaced atomically
+at every change), `artifacts/SHA256`, and on request `frames.bin` with every frame as it came.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from audit.capture import Capture
+from audit.errors import CaptureError
+from fedcg.wire.topics import Topics
+from fedcg.wire.transport import Delivery, Transport
+
+WIRE_FILE = "wire.json"
+ARTIFACTS = "artifacts"
+FRAMES_FILE = "frames.bin"
+WRITE_EVERY_S = 0.25
+QUIET_S = 1.0  # after the end was announced: late chunks and receipts still count
+MAX_QUEUED = 100_000
+_FRAME = struct.Struct(">II")
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a file in one step: a reader sees the old or the new content, never a piece."""
+    temporary = path.with_name(f".{path.name}.new")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+def read_frames(path: Path) -> Iterator[tuple[str, bytes]]:
+    """(topic, payload) of every frame in a `frames.bin`; a torn last frame is left out.
+
+    Raises:
+        CaptureError: the file can't be read.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise CaptureError(f"{path} can't be read: {error}") from error
+    at = 0
+    while at + _FRAME.size <= len(data):
+        topic_size, payload_size = _FRAME.unpack_from(data, at)
+        start = at + _FRAME.size
+        at = start + topic_size + payload_size
+        if at <= len(data):
+            yield data[start : start + topic_size].decode(), data[start + topic_size : at]
+
+
+class Observer:
+    """Records a federation from a transport that may only read.
+
+    Args:
+        transport: not started yet; its identity needs the right to read everything.
+        federation: its id.
+        out: folder for the recording; made if it is not there.
+        keep_frames: also append every frame to `frames.bin`.
+        clock: seconds that never go back.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        federation: str,
+        out: Path,
+        *,
+        keep_frames: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.capture = Capture(federation)
+        self._transport = transport
+        self._out = out
+        self._clock = clock
+        self._queue: queue.Queue[Delivery] = queue.Queue(MAX_QUEUED)
+        self._lost = 0
+        self._links = 0
+        self._linked = threading.Event()
+        (out / ARTIFACTS).mkdir(parents=True, exist_ok=True)
+        if (out / WIRE_FILE).exists():
+            self._continue()
+        self._frames = (out / FRAMES_FILE).open("ab") if keep_frames else None
+
+    def _continue(self) -> None:
+        """Take over an earlier recording in the same folder."""
+        try:
+            earlier = json.loads((self._out / WIRE_FILE).read_text())
+            blobs = {path.name: path.read_bytes() for path in sorted((self._out / ARTIFACTS).iterdir())}
+            self.capture.restore(earlier["bytes"], blobs)
+        except (OSError, ValueError, KeyError) as error:
+            raise CaptureError(f"{self._out} holds a recording that can't be continued: {error}") from error
+
+    def start(self) -> None:
+        """Connect in the background and ask for everything."""
+        self._transport.subscribe(Topics(self.capture.federation).everything())
+        self._transport.start(self._on_delivery, self._on_link)
+
+    def _on_delivery(self, delivery: Delivery) -> None:
+        try:
+            self._queue.put_nowait(delivery)
+        except queue.Full:
+            self._lost += 1
+
+    def _on_link(self, is_up: bool) -> None:
+        if is_up:
+            self._links += 1
+            self._linked.set()
+
+    def run(self, stop: threading.Event, *, until_finished: bool, on_ready: Callable[[], None]) -> None:
+        """Record until `stop` is set, or until the federation is finished and the wire is quiet."""
+        changed, ready, written_at, heard_at = True, False, -WRITE_EVERY_S, self._clock()
+        while not stop.is_set():
+            if not ready and self._linked.is_set():
+                self._write()
+                on_ready()
+                ready = True
+            if self._take(timeout_s=0.05):
+                changed, heard_at = True, self._clock()
+            now = self._clock()
+            if changed and ready and now - written_at >= WRITE_EVERY_S:
+                self._write()
+                changed, written_at = False, now
+            if until_finished and self.capture.is_finished and now - heard_at >= QUIET_S:
+                break
+        self.close()
+
+    def close(self) -> None:
+        """Take what is still queued, write the last record, disconnect."""
+        while self._take(timeout_s=0.0):
+            pass
+        self._transport.close()
+        self._write()
+        if self._frames is not None:
+            self._frames.close()
+
+    def _take(self, timeout_s: float) -> bool:
+        try:
+            delivery = self._queue.get(timeout=timeout_s) if timeout_s > 0 else self._queue.get_nowait()
+        except queue.Empty:
+            return False
+        if self._frames is not None:
+            topic = delivery.topic.encode()
+            self._frames.write(_FRAME.pack(len(topic), len(delivery.payload)) + topic + delivery.payload)
+        for completed in self.capture.feed(delivery.topic, delivery.payload):
+            temporary = self._out / f".{completed.seen.id}.new"
+            temporary.write_bytes(completed.data)
+            temporary.replace(self._out / ARTIFACTS / completed.seen.id)
+        return True
+
+    def _write(self) -> None:
+        if self._frames is not None:
+            self._frames.flush()
+        record = self.capture.record() | {"lost_frames": self._lost, "links": self._links}
+        write_atomically(self._out / WIRE_FILE, json.dumps(record, indent=1))

@@ -1,0 +1,169 @@
+"""The coordinator's handle on its aggregation worker: starts it, tells it what is wanted, starts it again when it dies.
+
+Torch-free and never blocking: what is wanted is remembered here and told again to every new worker process.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+
+from coordinator.aggregation_messages import (
+    AddUpdate,
+    FinishJob,
+    Job,
+    JobDone,
+    JobFailed,
+    Reply,
+    Request,
+    UpdateAdded,
+    WorkerDied,
+    WorkerEvent,
+    WorkerReady,
+    WorkerSettings,
+)
+from coordinator.aggregation_worker import worker_main
+
+MAX_DEATHS = 5
+"""Deaths without progress after which a job is given up: such an update kills every worker, memory for example."""
+STOP_TIMEOUT_S = 1.0
+MAX_BACKOFF_S = 10.0
+
+log = logging.getLogger(__name__)
+
+
+class AggregationWorker:
+    """Keeps one worker process alive and its job going.
+
+    Args:
+        settings: what the worker may use.
+        notify: gets every event, on a thread of this object; it must only enqueue.
+    """
+
+    def __init__(self, settings: WorkerSettings, notify: Callable[[WorkerEvent], None]) -> None:
+        self._settings = settings
+        self._notify = notify
+        self._lock = threading.Lock()
+        self._wanted: list[Request] = []
+        self._process: SpawnProcess | None = None
+        self._connection: Connection | None = None
+        self._ready = False
+        self._stopping = threading.Event()
+        self._deaths = 0
+        self._thread = threading.Thread(target=self._supervise, name="aggregation", daemon=True)
+
+    def start(self) -> None:
+        """Start the worker in the background; requests may come at once."""
+        self._thread.start()
+
+    def open(self, job: Job) -> None:
+        """Begin an attempt; whatever was wanted before is forgotten."""
+        with self._lock:
+            self._wanted = []
+            self._deaths = 0
+            self._ask(job)
+
+    def add(self, client: str, artifact: str) -> None:
+        """Have the teacher pass of a stored update done. Asking twice does no harm."""
+        with self._lock:
+            self._ask(AddUpdate(client, artifact))
+
+    def finish(self, updates: tuple[tuple[str, str], ...]) -> None:
+        """Have the updates of the open job merged."""
+        with self._lock:
+            self._ask(FinishJob(tuple(sorted(updates))))
+
+    def stop(self) -> None:
+        """End the worker at once; nothing it has not stored is worth waiting for."""
+        with self._lock:
+            self._stopping.set()
+            process = self._process
+        if process is not None:
+            process.kill()
+        self._thread.join(STOP_TIMEOUT_S)
+
+    def _ask(self, request: Request) -> None:
+        if self._wanted and request in self._wanted:
+            return
+        self._wanted.append(request)
+        if self._ready:
+            self._send(request)
+
+    def _send(self, request: Request) -> None:
+        assert self._connection is not None
+        try:
+            self._connection.send(request)
+        except OSError:
+            self._ready = False  # the supervising thread sees the end of the pipe and starts another worker
+
+    def _supervise(self) -> None:
+        while not self._stopping.is_set():
+            connection = self._spawn()
+            if connection is None:
+                return
+            try:
+                while True:
+                    self._take(connection.recv())
+            except (EOFError, OSError):
+                self._bury()
+
+    def _spawn(self) -> Connection | None:
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        with self._lock:
+            if self._stopping.is_set():
+                return None
+            self._process = context.Process(
+                target=worker_main, args=(theirs, self._settings), name="fedcg-aggregation", daemon=True
+            )
+            self._process.start()
+            self._connection = ours
+        theirs.close()
+        return ours
+
+    def _take(self, reply: Reply) -> None:
+        with self._lock:
+            if isinstance(reply, WorkerReady):
+                self._ready = True
+                for request in self._wanted:
+                    self._send(request)
+            elif isinstance(reply, UpdateAdded | JobDone):
+                self._deaths = 0
+            if isinstance(reply, JobDone | JobFailed) and self._is_about_current_job(reply):
+                self._wanted = []
+        self._notify(reply)
+
+    def _is_about_current_job(self, reply: JobDone | JobFailed) -> bool:
+        job = self._job()
+        return job is not None and (job.round, job.attempt) == (reply.round, reply.attempt)
+
+    def _job(self) -> Job | None:
+        return next((request for request in self._wanted if isinstance(request, Job)), None)
+
+    def _bury(self) -> None:
+        with self._lock:
+            self._ready = False
+            process, self._process = self._process, None
+            if self._connection is not None:
+                self._connection.close()
+            self._deaths += 1
+            deaths, job = self._deaths, self._job()
+            given_up = deaths >= MAX_DEATHS and job is not None
+            if given_up:
+                self._wanted, self._deaths = [], 0
+        if process is not None:
+            process.join(STOP_TIMEOUT_S)
+        if self._stopping.is_set():
+            return
+        pid = (process.pid or 0) if process is not None else 0
+        log.warning("the aggregation worker (process %d) died; starting another one", pid)
+        self._notify(WorkerDied(pid, deaths))
+        if given_up and job is not None:
+            reason = f"the aggregation worker died {MAX_DEATHS} times over the same updates (out of memory?)"
+            self._notify(JobFailed(job.round, job.attempt, reason))
+        if deaths > 1:
+            self._stopping.wait(min(0.1 * 2.0**deaths, MAX_BACKOFF_S))

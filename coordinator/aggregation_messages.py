@@ -1,0 +1,131 @@
+"""What the coordinator and its aggregation worker say to each other over their pipe; values only, torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """What the worker may use.
+
+    Attributes:
+        threads: torch threads.
+        device: "auto", "cpu" or "cuda".
+        secret: root of the coordinator's random streams; never shown, never sent.
+        artifacts: directory of the artifact store.
+        spill: directory for the rows of teacher passes.
+    """
+
+    threads: int
+    device: str
+    secret: bytes
+    artifacts: Path
+    spill: Path
+
+    def __repr__(self) -> str:
+        return f"WorkerSettings(threads={self.threads}, device={self.device!r})"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One attempt to aggregate; all ids are artifact ids."""
+
+    federation: str
+    round: int
+    attempt: int
+    spec: str
+    base: str
+    server_state: str
+
+
+@dataclass(frozen=True)
+class AddUpdate:
+    """Do the teacher pass of a client's update."""
+
+    client: str
+    artifact: str
+
+
+@dataclass(frozen=True)
+class FinishJob:
+    """Merge exactly these updates: (client, artifact) pairs sorted by client."""
+
+    updates: tuple[tuple[str, str], ...]
+
+
+Request = Job | AddUpdate | FinishJob
+
+
+@dataclass(frozen=True)
+class WorkerReady:
+    """The worker has imported torch and waits."""
+
+    pid: int
+    threads: int
+    device: str
+
+
+@dataclass(frozen=True)
+class PhaseStarted:
+    """A teacher pass or the distillation begins."""
+
+    pid: int
+    round: int
+    attempt: int
+    phase: str
+    client: str
+
+
+@dataclass(frozen=True)
+class Progressed:
+    """How far a phase is."""
+
+    pid: int
+    round: int
+    attempt: int
+    phase: str
+    step: int
+    steps: int
+
+
+@dataclass(frozen=True)
+class UpdateAdded:
+    """The teacher pass of a client is durable."""
+
+    round: int
+    attempt: int
+    client: str
+
+
+@dataclass(frozen=True)
+class JobDone:
+    """Aggregate and server state are in the artifact store."""
+
+    round: int
+    attempt: int
+    aggregate: str
+    size: int
+    server_state: str
+
+
+@dataclass(frozen=True)
+class JobFailed:
+    """The updates can't be merged; another try would fail the same way."""
+
+    round: int
+    attempt: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class WorkerDied:
+    """The worker is gone; another one is being started."""
+
+    pid: int
+    deaths: int
+
+
+Reply = WorkerReady | PhaseStarted | Progressed | UpdateAdded | JobDone | JobFailed
+WorkerEvent = Reply | WorkerDied

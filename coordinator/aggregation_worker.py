@@ -1,0 +1,222 @@
+"""The process that owns torch and the GPU: teacher passes on arrival, then the merge. Started by `aggregation`.
+
+It may be killed at any point: rows of finished teacher passes lie on disk under the attempt's name, everything else is a
+function of the stored updates, the spec and the coordinator's secret, so the next worker arrives at the same bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from multiprocessing import parent_process
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from coordinator.aggregation_messages import (
+    AddUpdate,
+    FinishJob,
+    Job,
+    JobDone,
+    JobFailed,
+    PhaseStarted,
+    Progressed,
+    Reply,
+    Request,
+    UpdateAdded,
+    WorkerReady,
+    WorkerSettings,
+)
+from coordinator.validation import upload_layouts
+from fedcg.wire.artifacts import ArtifactStore, unpack
+
+if TYPE_CHECKING:
+    from fedcg.learning.method import Update, Weights
+
+PROGRESS_EVERY_S = 0.2
+Send = Callable[[Reply], None]
+
+
+def worker_main(connection: Connection, settings: WorkerSettings) -> None:
+    """Serve requests until the coordinator goes away."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the coordinator ends us
+    threading.Thread(target=_die_with_parent, name="lifeline", daemon=True).start()
+    import torch
+
+    torch.set_num_threads(settings.threads)
+    torch.set_num_interop_threads(1)
+    device = settings.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    connection.send(WorkerReady(os.getpid(), settings.threads, device))
+    bench: Workbench | None = None
+    while True:
+        try:
+            request: Request = connection.recv()
+        except EOFError:
+            return
+        if isinstance(request, Job):
+            bench = Workbench(request, settings, device, connection.send)
+        elif bench is not None:
+            bench.serve(request)
+
+
+def _die_with_parent() -> None:
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+class Workbench:
+    """One job at work: turns requests into calls of the method's aggregator."""
+
+    def __init__(self, job: Job, settings: WorkerSettings, device: str, send: Send) -> None:
+        self._job = job
+        self._settings = settings
+        self._device = device
+        self._send = send
+        self._store = ArtifactStore(settings.artifacts)
+        self._failed = not self._guarded(self._open)
+
+    def serve(self, request: AddUpdate | FinishJob) -> None:
+        """Do what is asked and reply; a failure is replied once and ends the job."""
+        if self._failed:
+            return
+        work = partial(self._add, request) if isinstance(request, AddUpdate) else partial(self._finish, request)
+        self._failed = not self._guarded(work)
+
+    def _guarded(self, work: Callable[[], None]) -> bool:
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 - the run loop of this process; the reason goes to the operator
+            reason = f"{type(error).__name__}: {error}"[:280]
+            self._send(JobFailed(self._job.round, self._job.attempt, reason))
+            return False
+        return True
+
+    def _open(self) -> None:
+        from coordinator.server_state import decode_extras, unpack_aggregate
+        from fedcg.learning.method import RoundContext, ServerState
+        from fedcg.learning.registry import get_method
+        from fedcg.learning.seeds import Streams
+        from fedcg.learning.spec import FederationSpec
+
+        job = self._job
+        self._spec = FederationSpec.parse(self._store.get(job.spec))
+        self._method = get_method(self._spec.method)
+        aggregate = unpack_aggregate(self._store.get(job.base), self._spec, self._method)
+        state = ServerState(aggregate, decode_extras(self._store.get(job.server_state)))
+        context = RoundContext(
+            spec=self._spec,
+            round=job.round,
+            attempt=job.attempt,
+            horizon=self._spec.rounds,
+            streams=Streams(self._settings.secret).at(job.federation, job.round, job.attempt),
+            device=self._device,
+            progress=Throttle(job, self._send),
+        )
+        self._spill = DirectorySpill(spill_directory(self._settings.spill, job))
+        self._aggregator = self._method.aggregator(state, context, self._spill)
+
+    def _add(self, request: AddUpdate) -> None:
+        job = self._job
+        if not self._spill.has(request.client):
+            self._send(PhaseStarted(os.getpid(), job.round, job.attempt, "teacher", request.client))
+        self._aggregator.add(self._update(request.client, request.artifact))
+        self._send(UpdateAdded(job.round, job.attempt, request.client))
+
+    def _finish(self, request: FinishJob) -> None:
+        from coordinator.server_state import check_parts, encode_extras, pack_aggregate
+
+        job = self._job
+        self._send(PhaseStarted(os.getpid(), job.round, job.attempt, "distil", ""))
+        updates = {client: partial(self._update, client, artifact) for client, artifact in request.updates}
+        aggregate, state = self._aggregator.finish(updates)
+        check_parts(aggregate.parts, self._spec, self._method)
+        packed = pack_aggregate(self._spec, aggregate, job.round, job.attempt, job.base, self._device)
+        stored, extras = self._store.put(packed), self._store.put(encode_extras(state))
+        self._send(JobDone(job.round, job.attempt, stored, len(packed), extras))
+
+    def _update(self, client: str, artifact: str) -> Update:
+        from coordinator.server_state import tensors_of
+        from fedcg.learning.method import Update
+
+        decoded = unpack(self._store.get(artifact), upload_layouts(self._spec))
+        report = decoded.header.report
+        return Update(
+            client=client,
+            parts=tensors_of(decoded),
+            examples=1 if report is None or report.examples is None else report.examples,
+            label_counts=None if report is None else report.label_counts,
+        )
+
+
+class Throttle:
+    """A progress callback that reports a phase's first step, its last, and one every fifth of a second between."""
+
+    def __init__(self, job: Job, send: Send, clock: Callable[[], float] = time.monotonic) -> None:
+        self._job = job
+        self._send = send
+        self._clock = clock
+        self._phase = ""
+        self._sent_at = 0.0
+
+    def __call__(self, phase: str, step: int, steps: int) -> None:
+        """Take note of a step."""
+        now = self._clock()
+        first = step > 0 and phase != self._phase
+        if not first and step != steps and now - self._sent_at < PROGRESS_EVERY_S:
+            return
+        if step > 0:
+            self._phase = "" if step == steps else phase
+        self._sent_at = now
+        self._send(Progressed(os.getpid(), self._job.round, self._job.attempt, phase, step, steps))
+
+
+class DirectorySpill:
+    """Rows of teacher passes, one file per client; a file that is there is complete."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        directory.mkdir(parents=True, exist_ok=True)
+
+    def put(self, client: str, tensors: Weights) -> None:
+        """Keep a client's rows durably: temporary file, fsync, rename, fsync of the directory."""
+        from safetensors.torch import save
+
+        temporary = self._path(client).with_suffix(f".{os.getpid()}.partial")
+        rows = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+        with temporary.open("wb") as stream:
+            stream.write(save(rows))
+            stream.flush()
+            os.fsync(stream.fileno())
+        temporary.replace(self._path(client))
+        descriptor = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def get(self, client: str) -> Weights:
+        """A client's rows."""
+        from safetensors.torch import load
+
+        rows: Weights = load(self._path(client).read_bytes())
+        return rows
+
+    def has(self, client: str) -> bool:
+        """Whether a client's rows are complete."""
+        return self._path(client).is_file()
+
+    def _path(self, client: str) -> Path:
+        return self._directory / f"{client}.safetensors"
+
+
+def spill_directory(root: Path, job: Job) -> Path:
+    """Where an attempt's rows lie."""
+    return root / job.federation / f"{job.round}-{job.attempt}"

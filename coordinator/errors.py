@@ -1,0 +1,60 @@
+"""Errors of the coordinator.
+
+CoordinatorError
+├── HomeError           a coordinator's directory that is missing, in use, or not what it should be
+├── ConfigError         a configuration file with errors; all of them are named
+├── PlanError           a federation plan that can't be opened
+├── EnrolmentError      a device that can't be added
+├── StoreError          the database refused, or has another version
+├── AggregationError    the updates of an attempt could not be merged
+├── BrokerError         no broker could be started
+└── ValidationError     an update that must not be merged; `reason` goes into the receipt
+"""
+
+from __future__ import annotations
+
+
+class CoordinatorError(Exception):
+    """Base of everything the coordinator raises."""
+
+
+class HomeError(CoordinatorError):
+    """A coordinator's directory that is missing, in use, or not what it should be."""
+
+
+class ConfigError(CoordinatorError):
+    """A configuration file with errors; all of them are named."""
+
+
+class PlanError(CoordinatorError):
+    """A federation plan that can't be opened."""
+
+
+class EnrolmentError(CoordinatorError):
+    """A device that can't be added."""
+
+
+class StoreError(CoordinatorError):
+    """The database refused, or has another version."""
+
+
+class AggregationError(CoordinatorError):
+    """The updates of an attempt could not be merged."""
+
+
+class BrokerError(CoordinatorError):
+    """No broker could be started."""
+
+
+class ValidationError(CoordinatorError):
+    """An update that must not be merged.
+
+    Attributes:
+        client: who sent it.
+        reason: a short text for the receipt.
+    """
+
+    def __init__(self, client: str, reason: str) -> None:
+        super().__init__(f"update of {client}: {reason}")
+        self.client = client
+        self.reason = reason

@@ -1,0 +1,162 @@
+"""From bytes on a topic to a message that may be acted on: topic, signature, addressee, session, order.
+
+Everything else is refused and counted with its reason. Keeps the sessions; decides nothing about rounds.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from fedcg.wire.channel import Session, session_id
+from fedcg.wire.errors import MalformedError, OrderError, SignatureError, WireError
+from fedcg.wire.messages import (
+    COORDINATOR,
+    PROTOCOL_VERSION,
+    Accept,
+    AnyMessage,
+    Decline,
+    DeviceStatus,
+    Hello,
+    Manifest,
+    Need,
+)
+from fedcg.wire.signing import VerifyKey, open_envelope
+from fedcg.wire.topics import TopicKind, Topics
+from fedcg.wire.transfer import Chunk, parse_chunk
+from fedcg.wire.transport import Delivery
+
+log = logging.getLogger(__name__)
+
+MessageT = TypeVar("MessageT", bound=AnyMessage)
+
+
+@dataclass(frozen=True)
+class FromDevice:
+    """A message of a device that passed every check."""
+
+    device: str
+    message: Hello | DeviceStatus | Accept | Decline | Manifest | Need
+
+
+@dataclass(frozen=True)
+class ChunkFrom:
+    """A piece of an artifact on a device's own chunk topic."""
+
+    device: str
+    chunk: Chunk
+
+
+@dataclass
+class _OpenSession:
+    device_nonce: str
+    nonce: str
+    session: Session
+
+
+class Sessions:
+    """The open session of every device; a new hello replaces the session, a repeated one does not."""
+
+    def __init__(self, make_nonce: Callable[[], str] = lambda: secrets.token_hex(16)) -> None:
+        self._make_nonce = make_nonce
+        self._open: dict[str, _OpenSession] = {}
+
+    def greet(self, device: str, nonce: str) -> str:
+        """Open a session for a hello and return the coordinator's nonce for the welcome."""
+        known = self._open.get(device)
+        if known is not None and known.device_nonce == nonce:
+            return known.nonce
+        ours = self._make_nonce()
+        self._open[device] = _OpenSession(nonce, ours, Session(session_id(nonce, ours)))
+        return ours
+
+    def has(self, device: str) -> bool:
+        """Whether a device can be spoken to."""
+        return device in self._open
+
+    def admit(self, device: str, message: AnyMessage) -> None:
+        """Check that a message continues the device's session.
+
+        Raises:
+            OrderError: no session, another one, or a repeated counter.
+        """
+        known = self._open.get(device)
+        if known is None:
+            raise OrderError(f"a {message.kind} message without a session")
+        known.session.admit(message)
+
+    def stamp(self, device: str, message: MessageT) -> MessageT:
+        """The message with the device's session and the next counter."""
+        return self._open[device].session.stamp(message)
+
+
+class Ingest:
+    """Checks deliveries.
+
+    Args:
+        topics: of the federation.
+        sessions: shared with whoever sends.
+    """
+
+    def __init__(self, topics: Topics, sessions: Sessions) -> None:
+        self._topics = topics
+        self._sessions = sessions
+        self._keys: dict[str, VerifyKey] = {}
+        self.refused: Counter[str] = Counter()
+
+    def learn_keys(self, keys: Iterable[tuple[str, str]]) -> None:
+        """Replace the register of public keys: (device, hex) pairs."""
+        self._keys = {device: VerifyKey.from_hex(text) for device, text in keys}
+
+    def knows(self, device: str) -> bool:
+        """Whether a device's key is in the register."""
+        return device in self._keys
+
+    def device_of(self, delivery: Delivery) -> str | None:
+        """Whose topic a delivery came on."""
+        parsed = self._topics.parse(delivery.topic)
+        return None if parsed is None else parsed.device
+
+    def open(self, delivery: Delivery) -> FromDevice | ChunkFrom | None:
+        """What a delivery says, or None when it is refused (and counted)."""
+        try:
+            return self._open(delivery)
+        except WireError as error:
+            self.refused[type(error).__name__] += 1
+            log.warning("refused a message on %s: %s", delivery.topic, error)
+            return None
+
+    def _open(self, delivery: Delivery) -> FromDevice | ChunkFrom:
+        parsed = self._topics.parse(delivery.topic)
+        if parsed is None or parsed.device is None:
+            raise MalformedError("not a topic that devices speak on")
+        if parsed.kind is TopicKind.UP_CHUNK:
+            if not self._sessions.has(parsed.device):
+                raise OrderError("a chunk without a session")
+            return ChunkFrom(parsed.device, parse_chunk(delivery.payload))
+        message = open_envelope(delivery.payload, self._keys.get)
+        self._check_address(message, parsed.device)
+        status_topic = parsed.kind is TopicKind.STATUS
+        if isinstance(message, DeviceStatus) != status_topic:
+            raise MalformedError(f"a {message.kind} message on a topic that is not for it")
+        if isinstance(message, Hello):
+            if PROTOCOL_VERSION not in message.versions:
+                raise MalformedError(f"the device speaks protocol versions {message.versions}, not {PROTOCOL_VERSION}")
+        elif isinstance(message, Accept | Decline | Manifest | Need):
+            self._sessions.admit(parsed.device, message)
+        elif not isinstance(message, DeviceStatus):
+            raise MalformedError(f"a {message.kind} message is not for the coordinator")
+        return FromDevice(parsed.device, message)
+
+    def _check_address(self, message: AnyMessage, device: str) -> None:
+        if message.sender != device:
+            raise SignatureError(f"a {message.kind} message of {message.sender!r} on the topic of {device!r}")
+        if message.federation != self._topics.federation:
+            raise MalformedError(f"a message for federation {message.federation!r}")
+        wanted = {COORDINATOR, "*"} if isinstance(message, DeviceStatus) else {COORDINATOR}
+        if message.recipient not in wanted:
+            raise MalformedError(f"a message for {message.recipient!r}")

@@ -1,0 +1,196 @@
+"""What the coordinator says: builds, stamps, signs and publishes messages and chunks. Decides nothing.
+
+A message that can't be handed to the broker now is dropped and logged: every one of them is repeated by the protocol
+(offers and status when the link is back, invites and grants by timer, receipts on the repeated manifest).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+
+from coordinator.ingest import Sessions
+from fedcg.wire.errors import TransportError
+from fedcg.wire.messages import (
+    COORDINATOR,
+    EVERYONE,
+    PROTOCOL_VERSION,
+    AnyMessage,
+    ArtifactRef,
+    CoordinatorStatus,
+    Finished,
+    Invite,
+    Manifest,
+    Need,
+    Offer,
+    Outcome,
+    Receipt,
+    Welcome,
+)
+from fedcg.wire.signing import SigningKey, seal
+from fedcg.wire.topics import Topics
+from fedcg.wire.transfer import FRAME_OVERHEAD_BYTES, Ranges
+from fedcg.wire.transport import Transport, Will
+
+BURST_CHUNKS = 16
+BROADCAST_BYTES_PER_S = 40e6
+"""Pace of a broadcast: a broker that has to keep up with many slow devices drops QoS 0 messages when it is flooded."""
+
+log = logging.getLogger(__name__)
+
+
+def status_message(federation: str, epoch: int, *, online: bool) -> CoordinatorStatus:
+    """What the coordinator's retained status says."""
+    return CoordinatorStatus(federation=federation, sender=COORDINATOR, recipient=EVERYONE, epoch=epoch, online=online)
+
+
+def status_will(topics: Topics, epoch: int, key: SigningKey) -> Will:
+    """What the broker publishes when the coordinator vanishes; signed in advance."""
+    return Will(topics.coordinator, seal(status_message(topics.federation, epoch, online=False), key))
+
+
+class Publisher:
+    """The coordinator's voice in one federation and one epoch."""
+
+    def __init__(self, transport: Transport, topics: Topics, key: SigningKey, epoch: int, sessions: Sessions) -> None:
+        self._transport = transport
+        self._topics = topics
+        self._key = key
+        self._epoch = epoch
+        self._sessions = sessions
+
+    @property
+    def max_payload(self) -> int:
+        """What the link takes."""
+        return self._transport.max_payload
+
+    def status(self, *, online: bool) -> bool:
+        """Retained: whether a coordinator speaks."""
+        message = status_message(self._topics.federation, self._epoch, online=online)
+        return self._publish(self._topics.coordinator, seal(message, self._key), retain=True)
+
+    def offer(
+        self, position: tuple[int, int], spec: ArtifactRef, aggregate: ArtifactRef, rounds: int, deadline_at: float
+    ) -> bool:
+        """Retained: the open (round, attempt)."""
+        message = Offer(
+            federation=self._topics.federation,
+            sender=COORDINATOR,
+            recipient=EVERYONE,
+            epoch=self._epoch,
+            round=position[0],
+            attempt=position[1],
+            spec=spec,
+            aggregate=aggregate,
+            rounds=rounds,
+            deadline_at=deadline_at,
+        )
+        return self._publish(self._topics.offer, seal(message, self._key), retain=True)
+
+    def finished(self, position: tuple[int, int], spec: ArtifactRef, aggregate: ArtifactRef) -> bool:
+        """Retained: the federation is over."""
+        message = Finished(
+            federation=self._topics.federation,
+            sender=COORDINATOR,
+            recipient=EVERYONE,
+            epoch=self._epoch,
+            round=position[0],
+            attempt=position[1],
+            spec=spec,
+            aggregate=aggregate,
+        )
+        return self._publish(self._topics.offer, seal(message, self._key), retain=True)
+
+    def welcome(self, device: str, device_nonce: str, nonce: str, server_time: float) -> bool:
+        """Answer a hello."""
+        message = Welcome(
+            federation=self._topics.federation,
+            sender=COORDINATOR,
+            recipient=device,
+            epoch=self._epoch,
+            version=PROTOCOL_VERSION,
+            device_nonce=device_nonce,
+            nonce=nonce,
+            server_time=server_time,
+        )
+        return self._publish(self._topics.down_control(device), seal(message, self._key))
+
+    def invite(self, device: str, position: tuple[int, int]) -> bool:
+        """Ask a device to take part in (round, attempt)."""
+        return self._tell(
+            device,
+            Invite(
+                federation=self._topics.federation,
+                sender=COORDINATOR,
+                recipient=device,
+                epoch=self._epoch,
+                round=position[0],
+                attempt=position[1],
+            ),
+        )
+
+    def need(self, device: str, manifest: Manifest, ranges: Ranges) -> bool:
+        """Grant chunks of an announced update."""
+        return self._tell(
+            device,
+            Need(
+                federation=self._topics.federation,
+                sender=COORDINATOR,
+                recipient=device,
+                epoch=self._epoch,
+                round=manifest.round,
+                attempt=manifest.attempt,
+                artifact=manifest.artifact.id,
+                ranges=ranges,
+            ),
+        )
+
+    def receipt(self, device: str, manifest: Manifest, outcome: Outcome, reason: str) -> bool:
+        """End an update."""
+        return self._tell(
+            device,
+            Receipt(
+                federation=self._topics.federation,
+                sender=COORDINATOR,
+                recipient=device,
+                epoch=self._epoch,
+                round=manifest.round,
+                attempt=manifest.attempt,
+                artifact=manifest.artifact.id,
+                outcome=outcome,
+                reason=reason[:300],
+            ),
+        )
+
+    async def chunks(self, device: str, frames: Iterable[bytes]) -> None:
+        """Send what one device asked for; stops when the link has enough, the device asks again."""
+        for frame in frames:
+            if not self._publish(self._topics.down_chunk(device), frame):
+                return
+            await asyncio.sleep(0)
+
+    async def broadcast(self, frames: Iterable[bytes], is_current: Callable[[], bool]) -> None:
+        """Send an aggregate to everybody, paced, at most once; who misses a chunk asks for it."""
+        burst = 0
+        for count, frame in enumerate(frames, start=1):
+            if not is_current() or not self._publish(self._topics.aggregate, frame, qos=0):
+                return
+            burst += len(frame) + FRAME_OVERHEAD_BYTES
+            if count % BURST_CHUNKS == 0:
+                await asyncio.sleep(burst / BROADCAST_BYTES_PER_S)
+                burst = 0
+
+    def _tell(self, device: str, message: AnyMessage) -> bool:
+        if not self._sessions.has(device):
+            return False
+        stamped = self._sessions.stamp(device, message)
+        return self._publish(self._topics.down_control(device), seal(stamped, self._key))
+
+    def _publish(self, topic: str, payload: bytes, *, qos: int = 1, retain: bool = False) -> bool:
+        try:
+            self._transport.publish(topic, payload, qos=qos, retain=retain)
+        except TransportError as error:
+            log.info("not published on %s: %s", topic, error)
+            return False
+        return True

@@ -1,0 +1,140 @@
+"""Tables of the coordinator's database, and opening it. Queries live in `store`.
+
+Every table but the device register and the lease is keyed by federation. The schema's version is in `PRAGMA user_version`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import (
+    Column,
+    Engine,
+    Float,
+    ForeignKey,
+    Integer,
+    MetaData,
+    String,
+    Table,
+    create_engine,
+    event,
+)
+
+from coordinator.errors import StoreError
+
+SCHEMA_VERSION = 1
+BUSY_TIMEOUT_MS = 10_000
+
+metadata = MetaData()
+
+leases = Table(
+    "leases",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("epoch", Integer, nullable=False),
+)
+devices = Table(
+    "devices",
+    metadata,
+    Column("id", String, primary_key=True),
+    Column("public_key", String, nullable=False),
+    Column("enrolled_at", Float, nullable=False),
+    Column("last_seen_at", Float),
+    Column("agent", String),
+)
+federations = Table(
+    "federations",
+    metadata,
+    Column("id", String, primary_key=True),
+    Column("method", String, nullable=False),
+    Column("spec", String, nullable=False),
+    Column("rounds", Integer, nullable=False),
+    Column("min_clients", Integer, nullable=False),
+    Column("max_attempts", Integer, nullable=False),
+    Column("deadline_s", Float, nullable=False),
+    Column("first_attempt", Integer, nullable=False, default=1),
+    Column("created_at", Float, nullable=False),
+)
+attempts = Table(
+    "attempts",
+    metadata,
+    Column("federation", ForeignKey("federations.id"), primary_key=True),
+    Column("round", Integer, primary_key=True),
+    Column("attempt", Integer, primary_key=True),
+    Column("state", String, nullable=False),
+    Column("base", String, nullable=False),
+    Column("opened_at", Float, nullable=False),
+    Column("deadline_at", Float, nullable=False),
+    Column("distilling_at", Float),
+    Column("aggregate_stored_at", Float),
+    Column("closed_at", Float),
+    Column("reason", String, nullable=False, default=""),
+)
+participants = Table(
+    "participants",
+    metadata,
+    Column("federation", ForeignKey("federations.id"), primary_key=True),
+    Column("round", Integer, primary_key=True),
+    Column("attempt", Integer, primary_key=True),
+    Column("client", ForeignKey("devices.id"), primary_key=True),
+    Column("state", String, nullable=False),
+    Column("reason", String, nullable=False, default=""),
+)
+updates = Table(
+    "updates",
+    metadata,
+    Column("federation", ForeignKey("federations.id"), primary_key=True),
+    Column("round", Integer, primary_key=True),
+    Column("attempt", Integer, primary_key=True),
+    Column("client", ForeignKey("devices.id"), primary_key=True),
+    Column("artifact", String, nullable=False),
+    Column("size", Integer, nullable=False),
+    Column("outcome", String, nullable=False),
+    Column("reason", String, nullable=False, default=""),
+    Column("report", String),
+    Column("manifest_at", Float, nullable=False),
+    Column("stored_at", Float, nullable=False),
+)
+aggregates = Table(
+    "aggregates",
+    metadata,
+    Column("federation", ForeignKey("federations.id"), primary_key=True),
+    Column("round", Integer, primary_key=True),
+    Column("attempt", Integer, nullable=False),
+    Column("artifact", String, nullable=False),
+    Column("size", Integer, nullable=False),
+    Column("server_state", String, nullable=False),
+    Column("stored_at", Float, nullable=False),
+)
+
+
+def open_database(path: Path) -> Engine:
+    """Open (and when new, create) the database: SQLite in WAL mode, every commit synced to disk.
+
+    Raises:
+        StoreError: the file is of another version of this program.
+    """
+    engine = create_engine(f"sqlite:///{path}")
+    event.listen(engine, "connect", _configure)
+    with engine.begin() as connection:
+        version = connection.exec_driver_sql("PRAGMA user_version").scalar_one()
+        if version == 0:
+            metadata.create_all(connection)
+            connection.exec_driver_sql(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        elif version != SCHEMA_VERSION:
+            engine.dispose()
+            raise StoreError(
+                f"{path} has schema version {version}; this program reads version {SCHEMA_VERSION}. Use the program that "
+                "wrote it, or start a new coordinator directory"
+            )
+    return engine
+
+
+def _configure(connection: Any, _record: object) -> None:
+    cursor = connection.cursor()
+    cursor.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MS}")
+    cursor.execute("PRAGMA journal_mode = WAL")
+    cursor.execute("PRAGMA synchronous = FULL")
+    cursor.execute("PRAGMA foreign_keys = ON")
+    cursor.close()

@@ -1,0 +1,343 @@
+"""All queries of the coordinator. Synchronous and thread-safe; callers on an event loop use a thread.
+
+Whatever must be true together is one transaction here; a method returns only after its commit is on disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Connection, Select, Table, and_, insert, select, update
+from sqlalchemy.exc import IntegrityError
+
+from coordinator import schema
+from coordinator.errors import EnrolmentError, PlanError, StoreError
+from coordinator.records import (
+    AggregateRecord,
+    AttemptRecord,
+    AttemptState,
+    DeviceRecord,
+    FederationRecord,
+    ParticipantRecord,
+    ParticipantState,
+    UpdateRecord,
+)
+from coordinator.rounds import Phase, RoundState, paused_reason
+from fedcg.wire.messages import Outcome
+
+Key = tuple[str, int, int]
+"""(federation, round, attempt)."""
+
+
+class Store:
+    """The coordinator's memory in one database file."""
+
+    def __init__(self, path: Path) -> None:
+        self._engine = schema.open_database(path)
+
+    def close(self) -> None:
+        """Close every connection."""
+        self._engine.dispose()
+
+    def next_epoch(self) -> int:
+        """Take the lease: a number above every earlier one."""
+        with self._engine.begin() as connection:
+            last = connection.execute(select(schema.leases.c.epoch)).scalar_one_or_none()
+            epoch = (last or 0) + 1
+            if last is None:
+                connection.execute(insert(schema.leases).values(id=1, epoch=epoch))
+            else:
+                connection.execute(update(schema.leases).values(epoch=epoch))
+        return epoch
+
+    def epoch(self) -> int:
+        """The last lease number that was taken; 0 before the first start."""
+        with self._engine.connect() as connection:
+            return connection.execute(select(schema.leases.c.epoch)).scalar_one_or_none() or 0
+
+    # Devices
+
+    def add_device(self, device: str, public_key: str, now: float) -> None:
+        """Enrol a device.
+
+        Raises:
+            EnrolmentError: there is one of that name.
+        """
+        values = {"id": device, "public_key": public_key, "enrolled_at": now}
+        try:
+            with self._engine.begin() as connection:
+                connection.execute(insert(schema.devices).values(**values))
+        except IntegrityError as error:
+            raise EnrolmentError(f"there is a device {device!r} already; choose another id") from error
+
+    def devices(self) -> list[DeviceRecord]:
+        """All enrolled devices, sorted by id."""
+        return [DeviceRecord(**row) for row in self._rows(select(schema.devices).order_by(schema.devices.c.id))]
+
+    def device(self, device: str) -> DeviceRecord | None:
+        """One enrolled device."""
+        row = self._row(select(schema.devices).where(schema.devices.c.id == device))
+        return None if row is None else DeviceRecord(**row)
+
+    def saw_device(self, device: str, agent: str, now: float) -> None:
+        """Remember when a device spoke last and what it runs."""
+        with self._engine.begin() as connection:
+            connection.execute(
+                update(schema.devices).where(schema.devices.c.id == device).values(last_seen_at=now, agent=agent)
+            )
+
+    # Federations
+
+    def add_federation(self, federation: FederationRecord, initial: AggregateRecord) -> None:
+        """Open a federation together with its initial aggregate.
+
+        Raises:
+            PlanError: there is one of that name.
+        """
+        try:
+            with self._engine.begin() as connection:
+                connection.execute(insert(schema.federations).values(**asdict(federation)))
+                connection.execute(insert(schema.aggregates).values(**asdict(initial)))
+        except IntegrityError as error:
+            raise PlanError(f"there is a federation {federation.id!r} already") from error
+
+    def federations(self) -> list[FederationRecord]:
+        """All federations, oldest first."""
+        query = select(schema.federations).order_by(schema.federations.c.created_at)
+        return [FederationRecord(**row) for row in self._rows(query)]
+
+    def federation(self, federation: str) -> FederationRecord:
+        """One federation.
+
+        Raises:
+            StoreError: there is none of that name.
+        """
+        row = self._row(select(schema.federations).where(schema.federations.c.id == federation))
+        if row is None:
+            raise StoreError(f"there is no federation {federation!r}")
+        return FederationRecord(**row)
+
+    def resume(self, federation: str) -> None:
+        """Let a paused federation try its round again, counting failed attempts anew."""
+        last = self.last_attempt(federation)
+        if last is None or last.state is not AttemptState.FAILED:
+            return
+        table = schema.federations
+        with self._engine.begin() as connection:
+            connection.execute(update(table).where(table.c.id == federation).values(first_attempt=last.attempt + 1))
+
+    # Attempts
+
+    def open_attempt(self, key: Key, base: str, clients: frozenset[str], opened_at: float, deadline_at: float) -> None:
+        """Store an attempt that collects from now on, and whom it invited."""
+        attempt = AttemptRecord(
+            *key, AttemptState.COLLECTING, base, opened_at, deadline_at, None, None, None, reason=""
+        )
+        invited = [
+            {**_key_values(key), "client": client, "state": ParticipantState.INVITED.value}
+            for client in sorted(clients)
+        ]
+        with self._engine.begin() as connection:
+            connection.execute(insert(schema.attempts).values(**_plain(asdict(attempt))))
+            connection.execute(insert(schema.participants), invited)
+
+    def move_deadline(self, key: Key, deadline_at: float) -> None:
+        """Change until when an attempt collects."""
+        self._change_attempt(key, {"deadline_at": deadline_at})
+
+    def start_distilling(self, key: Key, now: float) -> None:
+        """The set of updates is final; nothing is accepted any more."""
+        self._change_attempt(key, {"state": AttemptState.DISTILLING.value, "distilling_at": now})
+
+    def fail_attempt(self, key: Key, reason: str, now: float) -> None:
+        """The attempt ended without an aggregate."""
+        self._change_attempt(key, {"state": AttemptState.FAILED.value, "reason": reason[:300], "closed_at": now})
+
+    def close_attempt(self, aggregate: AggregateRecord) -> None:
+        """Store aggregate and server state and close the attempt, in one transaction.
+
+        Raises:
+            StoreError: the round has an aggregate already.
+        """
+        key = (aggregate.federation, aggregate.round, aggregate.attempt)
+        closed = {
+            "state": AttemptState.CLOSED.value,
+            "aggregate_stored_at": aggregate.stored_at,
+            "closed_at": aggregate.stored_at,
+        }
+        table = schema.federations
+        try:
+            with self._engine.begin() as connection:
+                connection.execute(insert(schema.aggregates).values(**asdict(aggregate)))
+                connection.execute(update(schema.attempts).where(_is(schema.attempts, key)).values(**closed))
+                connection.execute(update(table).where(table.c.id == key[0]).values(first_attempt=1))
+        except IntegrityError as error:
+            raise StoreError(f"round {aggregate.round} has an aggregate already") from error
+
+    def attempts(self, federation: str) -> list[AttemptRecord]:
+        """All attempts of a federation, oldest first."""
+        table = schema.attempts
+        query = select(table).where(table.c.federation == federation).order_by(table.c.round, table.c.attempt)
+        return [_attempt(row) for row in self._rows(query)]
+
+    def attempt(self, key: Key) -> AttemptRecord | None:
+        """One attempt."""
+        row = self._row(select(schema.attempts).where(_is(schema.attempts, key)))
+        return None if row is None else _attempt(row)
+
+    def last_attempt(self, federation: str) -> AttemptRecord | None:
+        """The latest attempt of a federation."""
+        table = schema.attempts
+        query = select(table).where(table.c.federation == federation)
+        row = self._row(query.order_by(table.c.round.desc(), table.c.attempt.desc()).limit(1))
+        return None if row is None else _attempt(row)
+
+    # Participants and updates
+
+    def participants(self, key: Key) -> list[ParticipantRecord]:
+        """Whom an attempt invited, sorted by id."""
+        table = schema.participants
+        query = select(table.c.client, table.c.state, table.c.reason).where(_is(table, key)).order_by(table.c.client)
+        return [
+            ParticipantRecord(row["client"], ParticipantState(row["state"]), row["reason"]) for row in self._rows(query)
+        ]
+
+    def answer(self, key: Key, client: str, state: ParticipantState, reason: str = "") -> None:
+        """Store what an invited client answered."""
+        table = schema.participants
+        with self._engine.begin() as connection:
+            _answer(connection, table, key, client, {"state": state.value, "reason": reason})
+
+    def end_update(self, record: UpdateRecord) -> UpdateRecord:
+        """Store how an update ended; a rejected one makes its client a declined participant, in the same transaction.
+
+        Returns:
+            What is stored: `record`, or what was stored for the same client and attempt before.
+        """
+        key = (record.federation, record.round, record.attempt)
+        try:
+            with self._engine.begin() as connection:
+                connection.execute(insert(schema.updates).values(**_plain(asdict(record))))
+                if record.outcome is Outcome.REJECTED:
+                    values = {"state": ParticipantState.DECLINED.value, "reason": record.reason}
+                    _answer(connection, schema.participants, key, record.client, values)
+        except IntegrityError:
+            earlier = self.update(key, record.client)
+            if earlier is None:
+                raise
+            return earlier
+        return record
+
+    def update(self, key: Key, client: str) -> UpdateRecord | None:
+        """How the update of a client to an attempt ended, or None when none ended yet."""
+        table = schema.updates
+        row = self._row(select(table).where(_is(table, key), table.c.client == client))
+        return None if row is None else _update(row)
+
+    def updates(self, key: Key) -> list[UpdateRecord]:
+        """All ended updates of an attempt, sorted by client."""
+        table = schema.updates
+        return [_update(row) for row in self._rows(select(table).where(_is(table, key)).order_by(table.c.client))]
+
+    # Aggregates
+
+    def aggregate(self, federation: str, round_number: int) -> AggregateRecord | None:
+        """The aggregate of a round; round 0 has the initial one."""
+        table = schema.aggregates
+        row = self._row(select(table).where(table.c.federation == federation, table.c.round == round_number))
+        return None if row is None else AggregateRecord(**row)
+
+    def aggregates(self, federation: str) -> list[AggregateRecord]:
+        """All aggregates of a federation, oldest first."""
+        table = schema.aggregates
+        query = select(table).where(table.c.federation == federation).order_by(table.c.round)
+        return [AggregateRecord(**row) for row in self._rows(query)]
+
+    # The round engine
+
+    def round_state(self, federation: str) -> RoundState:
+        """The state of the round engine, rebuilt; nobody is online in it."""
+        record = self.federation(federation)
+        last = self.last_attempt(federation)
+        state = RoundState(policy=record.policy, first_attempt=record.first_attempt)
+        if last is None:
+            return state
+        if last.state is AttemptState.CLOSED:
+            if last.round >= record.rounds:
+                return RoundState(record.policy, Phase.FINISHED, last.round, last.attempt)
+            return RoundState(record.policy, round=last.round + 1)
+        if last.state is AttemptState.FAILED:
+            return _after_failure(record, last)
+        people = self.participants((federation, last.round, last.attempt))
+        stored = self.updates((federation, last.round, last.attempt))
+        return RoundState(
+            record.policy,
+            Phase.COLLECTING if last.state is AttemptState.COLLECTING else Phase.DISTILLING,
+            last.round,
+            last.attempt,
+            participants=frozenset(person.client for person in people),
+            updates=frozenset(ended.client for ended in stored if ended.outcome is Outcome.ACCEPTED),
+            declined=frozenset(person.client for person in people if person.state is ParticipantState.DECLINED),
+            deadline_at=last.deadline_at,
+            first_attempt=record.first_attempt,
+        )
+
+    def _change_attempt(self, key: Key, values: Mapping[str, object]) -> None:
+        with self._engine.begin() as connection:
+            connection.execute(update(schema.attempts).where(_is(schema.attempts, key)).values(**values))
+
+    def _rows(self, query: Select[Any]) -> list[dict[str, Any]]:
+        with self._engine.connect() as connection:
+            return [dict(row) for row in connection.execute(query).mappings()]
+
+    def _row(self, query: Select[Any]) -> dict[str, Any] | None:
+        return next(iter(self._rows(query)), None)
+
+
+def _after_failure(record: FederationRecord, last: AttemptRecord) -> RoundState:
+    failed = last.attempt - record.first_attempt + 1
+    state = RoundState(
+        record.policy,
+        round=last.round,
+        attempt=last.attempt + 1,
+        reason=last.reason,
+        first_attempt=record.first_attempt,
+    )
+    if failed < record.max_attempts:
+        return state
+    return RoundState(
+        record.policy,
+        Phase.PAUSED,
+        state.round,
+        state.attempt,
+        reason=paused_reason(state, failed),
+        first_attempt=state.first_attempt,
+    )
+
+
+def _is(table: Table, key: Key) -> Any:
+    federation, round_number, attempt = key
+    return and_(table.c.federation == federation, table.c.round == round_number, table.c.attempt == attempt)
+
+
+def _key_values(key: Key) -> dict[str, Any]:
+    return dict(zip(("federation", "round", "attempt"), key, strict=True))
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: getattr(value, "value", value) for name, value in values.items()}
+
+
+def _answer(connection: Connection, table: Table, key: Key, client: str, values: Mapping[str, str]) -> None:
+    connection.execute(update(table).where(_is(table, key), table.c.client == client).values(**values))
+
+
+def _attempt(row: dict[str, Any]) -> AttemptRecord:
+    return AttemptRecord(**{**row, "state": AttemptState(row["state"])})
+
+
+def _update(row: dict[str, Any]) -> UpdateRecord:
+    return UpdateRecord(**{**row, "outcome": Outcome(row["outcome"])})

@@ -1,0 +1,104 @@
+"""Whether an update may be merged: header, report, layouts, finite, norm. Torch-free; decides by the spec, never by trust."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from coordinator.errors import ValidationError
+from fedcg.learning.spec import FederationSpec
+from fedcg.wire.artifacts import Artifact, ArtifactHeader, read_header, unpack
+from fedcg.wire.container import MAX_HEADER_BYTES
+from fedcg.wire.errors import WireError
+from fedcg.wire.parts import PartLayouts, Report, ReportField
+from fedcg.wire.tensors import PartArrays, assert_finite, payload_bounds
+
+NORM_BOUND = 1e5
+"""Largest L2 norm of one part: networks of this size have 10 to 1,000, a poisoned or broken one can have anything."""
+REQUIRED_FIELDS = frozenset({ReportField.EXAMPLES, ReportField.LABEL_COUNTS})
+"""Fields that weigh a client in the merge: when the spec lists one, an update without it can't be merged."""
+ZSTD_SLACK_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the header of an update must say."""
+
+    federation: str
+    round: int
+    attempt: int
+    client: str
+    base: str
+
+
+def upload_layouts(spec: FederationSpec) -> PartLayouts:
+    """The tensors that an update of this federation holds."""
+    return {part: spec.layouts[part] for part in spec.upload}
+
+
+def max_update_bytes(spec: FederationSpec) -> int:
+    """No update of this federation is larger; checked before a byte of it is asked for."""
+    payload = payload_bounds(upload_layouts(spec))[1]
+    return payload + payload // 128 + ZSTD_SLACK_BYTES + MAX_HEADER_BYTES
+
+
+def validate_update(data: bytes, spec: FederationSpec, expected: Expected) -> Artifact:
+    """The decoded update, when it may be merged.
+
+    Args:
+        data: the bytes of the artifact, complete and with the announced sha256.
+        spec: the federation's spec.
+        expected: what its header must say.
+
+    Raises:
+        ValidationError: with the reason for the receipt.
+    """
+    try:
+        _check_header(read_header(data), spec, expected)
+        artifact = unpack(data, upload_layouts(spec), max_update_bytes(spec))
+        assert_finite(artifact.parts)
+    except WireError as error:
+        raise ValidationError(expected.client, str(error)[:280]) from error
+    _check_norms(artifact.parts, expected.client)
+    return artifact
+
+
+def _check_header(header: ArtifactHeader, spec: FederationSpec, expected: Expected) -> None:
+    wanted = {
+        "kind": "update",
+        "method": spec.method,
+        "federation": expected.federation,
+        "round": expected.round,
+        "attempt": expected.attempt,
+        "client": expected.client,
+        "base": expected.base,
+        "label_distribution": None,
+    }
+    for name, value in wanted.items():
+        if getattr(header, name) != value:
+            raise ValidationError(expected.client, f"its header says {name} {getattr(header, name)}, not {value}")
+    _check_report(header.report or Report(), spec, expected.client)
+
+
+def _check_report(report: Report, spec: FederationSpec, client: str) -> None:
+    allowed = frozenset(spec.report)
+    strange = sorted(field.value for field in report.fields() - allowed)
+    if strange:
+        raise ValidationError(client, f"it reports {', '.join(strange)}, which the spec does not ask for")
+    missing = sorted(field.value for field in (REQUIRED_FIELDS & allowed) - report.fields())
+    if missing:
+        raise ValidationError(client, f"it does not report {', '.join(missing)}, which the merge needs")
+    if report.label_counts is not None:
+        if len(report.label_counts) != spec.class_count:
+            raise ValidationError(client, f"{len(report.label_counts)} label counts for {spec.class_count} classes")
+        if report.examples is not None and sum(report.label_counts) != report.examples:
+            raise ValidationError(client, "its label counts do not add up to its examples")
+
+
+def _check_norms(parts: PartArrays, client: str) -> None:
+    for part, arrays in parts.items():
+        squares = [float(np.sum(np.square(array, dtype=np.float64))) for array in arrays.values()]
+        norm = float(np.sqrt(sum(squares)))
+        if not norm <= NORM_BOUND:
+            raise ValidationError(client, f"its {part.value} has norm {norm:.3g}; the bound is {NORM_BOUND:.0e}")

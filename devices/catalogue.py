@@ -1,0 +1,111 @@
+"""What is known about each Jetson module: reads `catalogue.toml`, checks it, and looks a module up."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from devices.errors import CatalogueError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+GB = 1_000_000_000
+_PART_NUMBER = re.compile(r"p\d{4}-\d{4}")
+
+
+class Soc(BaseModel):
+    """A generation of Jetson, by its system on chip."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    family: str
+    compute_capability: tuple[int, int]
+    can_train: bool
+    first_l4t_major: Annotated[int, Field(ge=0)]
+    advice: str
+
+
+class Module(BaseModel):
+    """A Jetson module, by its part number."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    soc: str
+    memory_gb: Annotated[int, Field(gt=0)]
+
+    @property
+    def memory_bytes(self) -> int:
+        """Installed memory; what the system reports is less, since firmware keeps some."""
+        return self.memory_gb * GB
+
+
+class Catalogue(BaseModel):
+    """All known systems on chip and modules."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    soc: dict[str, Soc]
+    module: dict[str, Module]
+
+    def identify(self, compatible: tuple[str, ...]) -> KnownJetson | None:
+        """Find the Jetson that a device-tree's `compatible` list names.
+
+        Args:
+            compatible: Entries such as "nvidia,p3768-0000+p3767-0005", most specific first.
+
+        Returns:
+            What is known; without a module when only the system on chip is known; None when it is no known Jetson.
+        """
+        names = [entry.partition(",")[2] for entry in compatible if entry.startswith("nvidia,")]
+        soc_key = next((name for name in names if name in self.soc), None)
+        if soc_key is None:
+            return None
+        numbers = [number for name in names for number in _PART_NUMBER.findall(name)]
+        module = next(
+            (self.module[number] for number in numbers if number in self.module and self.module[number].soc == soc_key),
+            None,
+        )
+        return KnownJetson(self.soc[soc_key], module)
+
+
+@dataclass(frozen=True)
+class KnownJetson:
+    """A looked-up Jetson: its generation, and its module where the device-tree names one that we know."""
+
+    soc: Soc
+    module: Module | None
+
+
+def load_catalogue() -> Catalogue:
+    """Read the catalogue that is part of the package.
+
+    Raises:
+        CatalogueError: When the file is damaged or a module names an unknown system on chip.
+    """
+    text = files("devices").joinpath("catalogue.toml").read_text(encoding="utf-8")
+    return parse_catalogue(text)
+
+
+def parse_catalogue(text: str) -> Catalogue:
+    """Parse and check the text of a catalogue.
+
+    Raises:
+        CatalogueError: When it is not valid, with the reason.
+    """
+    try:
+        catalogue = Catalogue.model_validate(tomllib.loads(text))
+    except (tomllib.TOMLDecodeError, ValidationError) as error:
+        raise CatalogueError(f"the catalogue of Jetson modules is damaged, reinstall the package: {error}") from error
+    for number, module in catalogue.module.items():
+        if module.soc not in catalogue.soc:
+            raise CatalogueError(f"module {number} names the unknown system on chip {module.soc!r}")
+    return catalogue

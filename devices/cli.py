@@ -1,0 +1,75 @@
+"""`fedcg profile`: shows what box this is, and where and how large training would run on it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from devices.detect import detect
+from devices.errors import NotTrainableError
+from devices.profile import GIB, DeviceProfile, Gpu, TrainingPlan, plan_training
+
+UNAVAILABLE = "unavailable"
+
+
+def profile_command(
+    *,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON; null means unavailable.")] = False,
+    root: Annotated[
+        Path,
+        typer.Option("--root", exists=True, file_okay=False, help="Read a recorded file tree instead of this box."),
+    ] = Path("/"),
+) -> None:
+    """Show what box this is and what training on it would use."""
+    profile = detect(root)
+    plan = _plan(profile)
+    if as_json:
+        print(json.dumps({"profile": asdict(profile), "plan": asdict(plan) if plan else None}, indent=2))
+        return
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for name, value in _rows(profile, plan):
+        table.add_row(name, value)
+    Console().print(table)
+
+
+def _plan(profile: DeviceProfile) -> TrainingPlan | None:
+    try:
+        return plan_training(profile)
+    except NotTrainableError:
+        return None
+
+
+def _rows(profile: DeviceProfile, plan: TrainingPlan | None) -> list[tuple[str, str]]:
+    rows = [
+        ("kind", profile.kind.value),
+        ("model", profile.model or UNAVAILABLE),
+        ("processor", profile.cpu_model or UNAVAILABLE),
+        ("architecture", profile.architecture or UNAVAILABLE),
+        ("CPUs", UNAVAILABLE if profile.cpus is None else str(profile.cpus)),
+        ("memory", _gib(profile.memory_bytes)),
+        ("GPU", _describe_gpu(profile.gpu)),
+    ]
+    if profile.kind.value == "jetson":
+        rows.append(("Jetson Linux", str(profile.l4t or UNAVAILABLE)))
+    rows.append(("can train", f"{'yes' if profile.trainable.possible else 'no'}, {profile.trainable.reason}"))
+    if plan is not None:
+        rows.append(("plan", f"{plan.device}, {plan.threads} threads, {plan.batch_scale:.0%} of the batch"))
+    return rows
+
+
+def _gib(memory_bytes: int | None) -> str:
+    return UNAVAILABLE if memory_bytes is None else f"{memory_bytes / GIB:.1f} GiB"
+
+
+def _describe_gpu(gpu: Gpu | None) -> str:
+    if gpu is None:
+        return "none found"
+    capability = ".".join(map(str, gpu.compute_capability)) if gpu.compute_capability else UNAVAILABLE
+    shared = " (shared with the CPU)" if gpu.shares_memory else ""
+    return f"{gpu.name}, memory {_gib(gpu.memory_bytes)}{shared}, compute capability {capability}, driver {gpu.driver or UNAVAILABLE}"

@@ -1,0 +1,113 @@
+"""Finds out what box this is: device-tree, Jetson Linux release, NVIDIA driver, /proc, /sys and control groups.
+
+Needs no root rights and no service; what cannot be read is unavailable (None).
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+from devices import files, limits
+from devices.catalogue import KnownJetson, load_catalogue
+from devices.nvidia import GpuProbe, driver_files_gpu, nvml_gpu
+from devices.profile import (
+    LEAST_TRAINING_BYTES,
+    MIB,
+    DeviceKind,
+    DeviceProfile,
+    Gpu,
+    L4tRelease,
+    Trainable,
+    gpu_obstacle,
+)
+
+LIVE_ROOT = Path("/")
+
+
+def detect(root: Path | str = LIVE_ROOT, *, probe_gpu: GpuProbe | None = None) -> DeviceProfile:
+    """Describe the box.
+
+    Args:
+        root: Where its files are: "/" for the box itself, or a recorded file tree of another one.
+        probe_gpu: Asks the driver for the first GPU. By default NVML, and only for the box itself: a recorded tree
+            must not be mixed with this machine's GPU.
+
+    Returns:
+        The profile; fields that the box does not tell are None.
+    """
+    root = Path(root)
+    live = root == LIVE_ROOT
+    probe = probe_gpu or (nvml_gpu if live else _no_probe)
+    jetson = load_catalogue().identify(files.compatible(root))
+    memory = _least(files.installed_memory(root), limits.memory_limit(root))
+    l4t = files.l4t_release(root)
+    gpu = _jetson_gpu(jetson, probe(), memory) if jetson else probe() or driver_files_gpu(root)
+    return DeviceProfile(
+        kind=_kind(jetson, gpu),
+        model=_model(root, jetson),
+        cpu_model=files.cpuinfo_field(root, "model name"),
+        architecture=files.architecture(root) or (platform.machine() or None if live else None),
+        cpus=_usable_cpus(root, live=live),
+        memory_bytes=memory,
+        gpu=gpu,
+        l4t=l4t if jetson else None,
+        trainable=_trainable(jetson, l4t, memory, gpu),
+    )
+
+
+def _no_probe() -> Gpu | None:
+    return None
+
+
+def _least(*values: int | None) -> int | None:
+    return min((value for value in values if value is not None), default=None)
+
+
+def _usable_cpus(root: Path, *, live: bool) -> int | None:
+    quota = limits.cpu_limit(root)
+    # sched_getaffinity is Linux only; elsewhere the box simply does not say.
+    affinity = len(os.sched_getaffinity(0)) if live and hasattr(os, "sched_getaffinity") else None
+    return _least(files.online_cpus(root), affinity, max(1, int(quota)) if quota is not None else None)
+
+
+def _kind(jetson: KnownJetson | None, gpu: Gpu | None) -> DeviceKind:
+    if jetson is not None:
+        return DeviceKind.JETSON
+    return DeviceKind.CUDA if gpu is not None else DeviceKind.CPU
+
+
+def _model(root: Path, jetson: KnownJetson | None) -> str | None:
+    """The board's own name, with the module where it is known: one developer kit name stands for several modules."""
+    board = files.machine_model(root)
+    if jetson is None or jetson.module is None:
+        return board
+    return f"{board} [{jetson.module.name}]" if board else jetson.module.name
+
+
+def _jetson_gpu(jetson: KnownJetson, told: Gpu | None, memory: int | None) -> Gpu:
+    """The integrated GPU: what the driver tells, completed by the catalogue; its memory is the box's memory."""
+    return Gpu(
+        name=told.name if told else f"{jetson.soc.family} (integrated)",
+        memory_bytes=memory if memory is not None else (jetson.module.memory_bytes if jetson.module else None),
+        compute_capability=(told.compute_capability if told else None) or jetson.soc.compute_capability,
+        driver=told.driver if told else None,
+        shares_memory=True,
+    )
+
+
+def _trainable(jetson: KnownJetson | None, l4t: L4tRelease | None, memory: int | None, gpu: Gpu | None) -> Trainable:
+    if jetson is not None and not jetson.soc.can_train:
+        return Trainable(possible=False, reason=f"Jetson {jetson.soc.family}: {jetson.soc.advice}")
+    if jetson is not None and l4t is not None and l4t.major < jetson.soc.first_l4t_major:
+        return Trainable(possible=False, reason=f"Jetson Linux {l4t} is too old: {jetson.soc.advice}")
+    if memory is not None and memory < LEAST_TRAINING_BYTES:
+        return Trainable(
+            possible=False,
+            reason=f"{memory // MIB} MiB of memory, {LEAST_TRAINING_BYTES // MIB} are needed for training",
+        )
+    obstacle = gpu_obstacle(gpu)
+    if gpu is not None and obstacle is None:
+        return Trainable(possible=True, reason=f"on its GPU ({gpu.name})")
+    return Trainable(possible=True, reason=f"on the CPU: {obstacle}")

@@ -1,0 +1,51 @@
+"""What the container or service around this process allows: memory and CPU limits of control groups v2 and v1."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+from devices.files import read_int, read_text
+
+# Without a limit, v1 reports the largest page-aligned 63-bit number instead of a word.
+_UNLIMITED_V1 = 1 << 60
+
+
+def memory_limit(root: Path) -> int | None:
+    """The tightest memory limit in bytes of this process's group and its parents; None when there is none."""
+    found = [read_int(root, f"{folder}/memory.max") for folder in _folders(root, "")]
+    found += [read_int(root, f"{folder}/memory.limit_in_bytes") for folder in _folders(root, "memory")]
+    limits = [limit for limit in found if limit is not None and 0 < limit < _UNLIMITED_V1]
+    return min(limits, default=None)
+
+
+def cpu_limit(root: Path) -> float | None:
+    """The tightest CPU quota, in CPUs, of this process's group and its parents; None when there is none."""
+    limits = [*_quotas_v2(root), *_quotas_v1(root)]
+    return min(limits, default=None)
+
+
+def _quotas_v2(root: Path) -> Iterator[float]:
+    for folder in _folders(root, ""):
+        quota, _, period = (read_text(root, f"{folder}/cpu.max") or "").partition(" ")
+        if quota.isdigit() and period.isdigit() and int(period) > 0:
+            yield int(quota) / int(period)
+
+
+def _quotas_v1(root: Path) -> Iterator[float]:
+    for folder in _folders(root, "cpu"):
+        quota, period = (read_int(root, f"{folder}/cpu.cfs_{name}_us") for name in ("quota", "period"))
+        if quota is not None and quota > 0 and period is not None and period > 0:
+            yield quota / period
+
+
+def _folders(root: Path, controller: str) -> Iterator[str]:
+    """The process's control group folder and its parents, relative to the root; `controller` is "" for v2."""
+    mount = PurePosixPath("sys/fs/cgroup") / controller
+    group = PurePosixPath("/")
+    for line in (read_text(root, "proc/self/cgroup") or "").splitlines():
+        _, names, path = [*line.split(":", 2), "", ""][:3]
+        if controller in names.split(",") and ".." not in path:
+            group = PurePosixPath("/") / path
+    for folder in (group, *group.parents):
+        yield str(mount / folder.relative_to("/"))

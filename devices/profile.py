@@ -1,0 +1,188 @@
+"""What a box is, as a value, and the plan for training on it. Reads nothing: `detect` fills the values.
+
+A None in any field means "unavailable": the box did not say. It is never replaced by a zero or a guess.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from devices.errors import NotTrainableError
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+# A training process holds torch, the data and an ONNX export: 380 MB measured for the small networks; the agent and the system need the rest.
+LEAST_TRAINING_BYTES = 768 * MIB
+# A CUDA context and its libraries take several hundred MB before the first tensor; below this the CPU is the better place.
+LEAST_GPU_BYTES = 2 * GIB
+# Kernels for older GPUs are not in the PyTorch builds that the `learn` extra accepts.
+LEAST_COMPUTE_CAPABILITY = (5, 0)
+# More threads do not speed up networks of this size at small batches; one core stays free for the network and the system.
+MOST_CPU_THREADS = 4
+# Beside a GPU the CPU only feeds it.
+GPU_FEEDING_THREADS = 2
+
+
+class DeviceKind(str, Enum):
+    """The three kinds of box that the product knows."""
+
+    JETSON = "jetson"
+    CUDA = "cuda"
+    CPU = "cpu"
+
+
+@dataclass(frozen=True)
+class L4tRelease:
+    """Release of Jetson Linux (L4T).
+
+    Attributes:
+        major: 36 in R36.4.3.
+        revision: "4.3" in R36.4.3.
+    """
+
+    major: int
+    revision: str
+
+    def __str__(self) -> str:
+        return f"{self.major}.{self.revision}"
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """The first NVIDIA GPU of the box.
+
+    Attributes:
+        name: As the driver names it.
+        memory_bytes: Its own memory, or the shared one where `shares_memory`.
+        compute_capability: (major, minor).
+        driver: Driver version.
+        shares_memory: True on a Jetson, where CPU and GPU use the same memory.
+    """
+
+    name: str
+    memory_bytes: int | None
+    compute_capability: tuple[int, int] | None
+    driver: str | None
+    shares_memory: bool = False
+
+
+@dataclass(frozen=True)
+class Trainable:
+    """Whether the box can train with us, and why (not)."""
+
+    possible: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class DeviceProfile:
+    """What a box is.
+
+    Attributes:
+        kind: jetson, cuda or cpu.
+        model: Product or board name.
+        cpu_model: Name of the processor.
+        architecture: e.g. "x86_64", "aarch64".
+        cpus: CPUs that this process may use (online, affinity, cgroup quota).
+        memory_bytes: Memory that this process may use (installed, cgroup limit).
+        gpu: The first NVIDIA GPU, None where there is none.
+        l4t: Release of Jetson Linux, Jetson only.
+        trainable: Whether the box can train, with the reason.
+    """
+
+    kind: DeviceKind
+    model: str | None
+    cpu_model: str | None
+    architecture: str | None
+    cpus: int | None
+    memory_bytes: int | None
+    gpu: Gpu | None
+    l4t: L4tRelease | None
+    trainable: Trainable
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """Where and how large to train.
+
+    Attributes:
+        device: "cpu", "cuda" or "cuda:N", as torch names it.
+        threads: Threads for torch on the CPU, at least 1.
+        batch_scale: Share of the batch that fits into memory with room to spare, in (0, 1].
+        reason: Why, for the log and the operator.
+    """
+
+    device: str
+    threads: int
+    batch_scale: float
+    reason: str
+
+
+def plan_training(profile: DeviceProfile, *, device: str = "auto", threads: int | None = None) -> TrainingPlan:
+    """Place and size the training on this box.
+
+    Args:
+        profile: What `detect` found.
+        device: "auto" decides by the profile; "cpu", "cuda" or "cuda:N" is the operator's own decision and is followed.
+        threads: The operator's own number of threads; None or 0 decides by the profile.
+
+    Returns:
+        The plan. The caller still has to fall back to "cpu" when its torch build has no CUDA.
+
+    Raises:
+        NotTrainableError: When `device` is "auto" and the box cannot train.
+    """
+    if device == "auto" and not profile.trainable.possible:
+        raise NotTrainableError(
+            f"this box cannot train: {profile.trainable.reason}. "
+            'If you know better, set device = "cpu" under [training] in the configuration.'
+        )
+    place, reason = _place(profile, device)
+    return TrainingPlan(
+        device=place,
+        threads=threads or _threads(profile, place),
+        batch_scale=_batch_scale(profile, place),
+        reason=reason,
+    )
+
+
+def gpu_obstacle(gpu: Gpu | None) -> str | None:
+    """Why a GPU cannot be trained on, or None when it can."""
+    if gpu is None:
+        return "no NVIDIA GPU was found"
+    if gpu.compute_capability is not None and gpu.compute_capability < LEAST_COMPUTE_CAPABILITY:
+        have, need = (".".join(map(str, pair)) for pair in (gpu.compute_capability, LEAST_COMPUTE_CAPABILITY))
+        return f"{gpu.name} has compute capability {have}, {need} is needed"
+    if gpu.memory_bytes is not None and gpu.memory_bytes < LEAST_GPU_BYTES:
+        return f"{gpu.name} has {gpu.memory_bytes // MIB} MiB of memory, {LEAST_GPU_BYTES // MIB} are needed"
+    return None
+
+
+def _place(profile: DeviceProfile, device: str) -> tuple[str, str]:
+    if device != "auto":
+        return device, f"{device} was asked for in the configuration"
+    obstacle = gpu_obstacle(profile.gpu)
+    if profile.gpu is None or obstacle is not None:
+        return "cpu", str(obstacle)
+    return "cuda", f"{profile.gpu.name} can be trained on"
+
+
+def _threads(profile: DeviceProfile, place: str) -> int:
+    if profile.cpus is None:
+        return 1
+    if place != "cpu":
+        return max(1, min(GPU_FEEDING_THREADS, profile.cpus))
+    return max(1, min(MOST_CPU_THREADS, profile.cpus - 1))
+
+
+def _batch_scale(profile: DeviceProfile, place: str) -> float:
+    memory = profile.gpu.memory_bytes if place != "cpu" and profile.gpu is not None else profile.memory_bytes
+    if memory is None:
+        return 1.0
+    # On a GPU the context, on a Jetson also the whole system, live in the same memory.
+    roomy, tight = (6 * GIB, 3 * GIB) if place != "cpu" else (2 * GIB, 1 * GIB)
+    if memory >= roomy:
+        return 1.0
+    return 0.5 if memory >= tight else 0.25

@@ -1,0 +1,151 @@
+"""The firewall: the only place where an update for the wire is made, and the only judge of what may be in it.
+
+Parts must be allowed by this device's own policy AND asked for by the spec; tensor names, element types and shapes come
+from the spec's layouts, never from what a method returned. Everything is copied, so no hidden view leaves the box.
+Torch-free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from edge_client.config import PolicySection
+from edge_client.errors import FirewallError
+from fedcg.learning.registry import method_names
+from fedcg.learning.spec import FederationSpec
+from fedcg.wire.artifacts import ArtifactHeader, pack
+from fedcg.wire.messages import DeclineReason
+from fedcg.wire.parts import Part, Report, ReportField, TensorLayout
+from fedcg.wire.tensors import Array, PartArrays
+
+# Without these an aggregation can't weight or draw; accuracy, loss and health are only for people.
+NEEDED_FIELDS = frozenset({ReportField.EXAMPLES, ReportField.LABEL_COUNTS})
+
+
+@dataclass(frozen=True)
+class UpdateFacts:
+    """What the header of an update says besides method and federation.
+
+    Attributes:
+        base: sha256 of the aggregate that the round started from, or None.
+        versions, determinism: what a repetition with the same bits needs.
+    """
+
+    device: str
+    round: int
+    attempt: int
+    base: str | None
+    versions: Mapping[str, str] = field(default_factory=dict)
+    determinism: Mapping[str, str] = field(default_factory=dict)
+
+
+def required_fields(spec: FederationSpec) -> frozenset[ReportField]:
+    """The report fields without which the spec's method can't use an update."""
+    return NEEDED_FIELDS & frozenset(spec.report)
+
+
+def check_spec(spec: FederationSpec, policy: PolicySection) -> DeclineReason | None:
+    """Whether this device would take part under a spec: None, or the reason why not."""
+    if spec.method not in method_names():
+        return DeclineReason.UNKNOWN_METHOD
+    if not frozenset(spec.upload) <= policy.allow_upload:
+        return DeclineReason.UPLOAD_NOT_ALLOWED
+    if not required_fields(spec) <= policy.allow_report:
+        return DeclineReason.REPORT_NOT_ALLOWED
+    if not all(spec.layouts.get(part) for part in spec.upload):
+        return DeclineReason.SPEC_REFUSED
+    return None
+
+
+def explain(reason: DeclineReason, spec: FederationSpec, policy: PolicySection) -> str:
+    """What the operator of this device should know about a refusal."""
+    if reason is DeclineReason.UPLOAD_NOT_ALLOWED:
+        parts = ", ".join(sorted(part.value for part in frozenset(spec.upload) - policy.allow_upload))
+        return f"the spec asks for {parts}, which policy.allow_upload of this device does not list"
+    if reason is DeclineReason.REPORT_NOT_ALLOWED:
+        fields = ", ".join(sorted(name.value for name in required_fields(spec) - policy.allow_report))
+        return f"method {spec.method} needs {fields}, which policy.allow_report of this device does not list"
+    if reason is DeclineReason.UNKNOWN_METHOD:
+        return f"method {spec.method} is not installed here (there are {', '.join(method_names())}); update the agent"
+    return "the spec asks for a part without saying which tensors it has"
+
+
+def build_update(
+    shared: PartArrays, report: Report, *, spec: FederationSpec, policy: PolicySection, facts: UpdateFacts
+) -> bytes:
+    """The packed update of one local round.
+
+    Args:
+        shared: what the method wants to share; exactly the parts of `spec.upload`.
+        report: fields that the policy or the spec does not allow are left out.
+        spec: what the federation asks for.
+        policy: what this device allows.
+        facts: the rest of the header.
+
+    Raises:
+        FirewallError: a part or tensor that may not leave, is missing, of another element type or shape, or not finite;
+            or a report field that the method needs and the policy forbids.
+    """
+    _check_parts(frozenset(shared), spec, policy, facts.device)
+    parts = {part: _checked_part(part, shared[part], spec.layouts[part], facts.device) for part in sorted(shared)}
+    header = ArtifactHeader(
+        kind="update",
+        method=spec.method,
+        federation=spec.federation,
+        round=facts.round,
+        attempt=facts.attempt,
+        client=facts.device,
+        base=facts.base,
+        report=_allowed_report(report, spec, policy, facts.device),
+        versions=dict(facts.versions),
+        determinism=dict(facts.determinism),
+    )
+    return pack(header, parts)
+
+
+def _check_parts(parts: frozenset[Part], spec: FederationSpec, policy: PolicySection, device: str) -> None:
+    for part in sorted(parts):
+        if part not in policy.allow_upload:
+            raise FirewallError(device, "policy.allow_upload of this device does not list it", part=part)
+        if part not in spec.upload:
+            raise FirewallError(device, "the spec does not ask for it", part=part)
+        if part not in spec.layouts:
+            raise FirewallError(device, "the spec does not say which tensors it has", part=part)
+    for part in sorted(frozenset(spec.upload) - parts):
+        raise FirewallError(device, "the spec asks for it, and the local round did not return it", part=part)
+
+
+def _checked_part(
+    part: Part, tensors: Mapping[str, Array], layouts: tuple[TensorLayout, ...], device: str
+) -> dict[str, Array]:
+    expected = {layout.name: layout for layout in layouts}
+    for name in sorted(tensors.keys() - expected.keys()):
+        raise FirewallError(device, "the spec's layout has no such tensor", part=part, tensor=name)
+    for name in sorted(expected.keys() - tensors.keys()):
+        raise FirewallError(device, "the tensor is missing", part=part, tensor=name)
+    return {name: _checked_tensor(part, tensors[name], expected[name], device) for name in sorted(tensors)}
+
+
+def _checked_tensor(part: Part, tensor: Array, layout: TensorLayout, device: str) -> Array:
+    if tensor.dtype != np.dtype(layout.dtype):
+        problem = f"element type {tensor.dtype} instead of {layout.dtype}"
+        raise FirewallError(device, problem, part=part, tensor=layout.name)
+    if tensor.shape != layout.shape:
+        raise FirewallError(device, f"shape {tensor.shape} instead of {layout.shape}", part=part, tensor=layout.name)
+    if not np.isfinite(tensor).all():
+        raise FirewallError(device, "it holds NaN or infinity", part=part, tensor=layout.name)
+    copied: Array = np.array(tensor, order="C", copy=True)  # type: ignore[assignment]  # the element type was checked above
+    return copied
+
+
+def _allowed_report(report: Report, spec: FederationSpec, policy: PolicySection, device: str) -> Report:
+    for name in sorted(required_fields(spec)):
+        if name not in policy.allow_report:
+            problem = f"method {spec.method} needs this report field and policy.allow_report does not list it"
+            raise FirewallError(device, problem, tensor=name.value)
+        if name not in report.fields():
+            raise FirewallError(device, f"method {spec.method} needs this report field", tensor=name.value)
+    return report.only(report.fields() & policy.allow_report & frozenset(spec.report))

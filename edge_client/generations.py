@@ -1,0 +1,236 @@
+"""Generations of the private state: written whole, switched to by one atomic rename of `CURRENT`, two of them kept.
+
+    generations/<n>/state.safetensors   tensors named slot/part/name, e.g. personal/extractor/conv1.weight
+    generations/<n>/snapshot.json       the data that the round was trained on
+    generations/<n>/update.bin          the outbox: the packed update of the round, where there is one
+    generations/<n>/state.json          cursor, spec, scores, and the sha256 of each file above
+    CURRENT                             the number of the generation that counts
+
+A crash before the rename leaves the old generation in force; a crash after it leaves the new one. A newest generation
+that fails its checksums falls back to the one before it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import load as load_safetensors
+from safetensors.numpy import save as save_safetensors
+
+from edge_client.durable import file_sha256, fsync_directory, replace_durably, write_durably
+from edge_client.errors import StoreDamagedError
+from edge_client.snapshot import Snapshot
+from fedcg.wire.parts import Part
+from fedcg.wire.tensors import Array, PartArrays
+
+GENERATION_FORMAT = 1
+
+
+@dataclass(frozen=True, order=True)
+class Cursor:
+    """A round attempt; ordered by round, then attempt."""
+
+    round: int
+    attempt: int
+
+
+@dataclass(frozen=True)
+class OutboxEntry:
+    """An update that waits for its receipt.
+
+    Attributes:
+        artifact: sha256 of the update's bytes, in hex.
+    """
+
+    cursor: Cursor
+    artifact: str
+    size: int
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What one generation says about itself, without its tensors.
+
+    Attributes:
+        number: counts up with every commit.
+        cursor: the round attempt that was trained last.
+        spec: digest of the spec it belongs to.
+        scores: figures that outlive the round, e.g. the best validation accuracy.
+    """
+
+    number: int
+    cursor: Cursor
+    spec: str
+    snapshot: str
+    scores: Mapping[str, float]
+    outbox: OutboxEntry | None
+    checksums: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StoredState:
+    """A generation with its tensors, per slot (`personal`, `shadow`, `best`, ...) and part."""
+
+    generation: Generation
+    slots: Mapping[str, PartArrays]
+
+
+@dataclass(frozen=True)
+class NewGeneration:
+    """Everything that one commit makes durable together."""
+
+    cursor: Cursor
+    spec: str
+    slots: Mapping[str, PartArrays]
+    snapshot: Snapshot
+    scores: Mapping[str, float]
+    update: bytes | None
+
+
+class Generations:
+    """The folder `generations` and the file `CURRENT` of one private store."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._folder = root / "generations"
+        self._pointer = root / "CURRENT"
+
+    def current(self) -> tuple[Generation | None, tuple[str, ...]]:
+        """The newest committed generation that passes its checksums, and what was wrong with newer ones.
+
+        Raises:
+            StoreDamagedError: something was committed, and no generation is whole.
+        """
+        if not self._pointer.exists():
+            return None, ()
+        problems: list[str] = []
+        for number in self._candidates():
+            found = self._read(number)
+            if isinstance(found, Generation):
+                return found, tuple(problems)
+            problems.append(f"generation {number} is damaged: {found}")
+        raise StoreDamagedError(
+            f"{self._root}: {'; '.join(problems) or 'CURRENT names nothing'}. Restore the folder from a backup, "
+            "or move it away to let this device start anew."
+        )
+
+    def load(self) -> StoredState | None:
+        """The current generation with its tensors, or None before the first commit.
+
+        Raises:
+            StoreDamagedError: see `current`.
+        """
+        generation, _ = self.current()
+        if generation is None:
+            return None
+        payload = (self._path(generation.number) / "state.safetensors").read_bytes()
+        return StoredState(generation, _split_names(load_safetensors(payload)))
+
+    def update_bytes(self, generation: Generation) -> bytes:
+        """The outbox of a generation."""
+        return (self._path(generation.number) / "update.bin").read_bytes()
+
+    def snapshot(self, generation: Generation) -> Snapshot:
+        """The data snapshot of a generation."""
+        return Snapshot.decode((self._path(generation.number) / "snapshot.json").read_bytes())
+
+    def commit(self, new: NewGeneration) -> Generation:
+        """Make a new generation the current one, in one atomic and durable step."""
+        before, _ = self.current()
+        number = max([*self._numbers(), self._pointed() or 0]) + 1
+        files = {"state.safetensors": _join_names(new.slots), "snapshot.json": new.snapshot.encode()}
+        outbox = None
+        if new.update is not None:
+            files["update.bin"] = new.update
+            outbox = OutboxEntry(new.cursor, hashlib.sha256(new.update).hexdigest(), len(new.update))
+        checksums = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
+        generation = Generation(number, new.cursor, new.spec, new.snapshot.digest, dict(new.scores), outbox, checksums)
+        self._write(generation, files)
+        replace_durably(self._pointer, f"{number}\n".encode())
+        self._prune({number} if before is None else {number, before.number})
+        return generation
+
+    def _write(self, generation: Generation, files: Mapping[str, bytes]) -> None:
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        unfinished = self._folder / ".unfinished"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(mode=0o700)
+        for name, data in files.items():
+            write_durably(unfinished / name, data)
+        described = {"format": GENERATION_FORMAT, **asdict(generation)}
+        body = json.dumps(described, sort_keys=True).encode()
+        check = hashlib.sha256(body).hexdigest()
+        write_durably(unfinished / "state.json", body + b"\n" + check.encode() + b"\n")
+        fsync_directory(unfinished)
+        unfinished.rename(self._path(generation.number))
+        fsync_directory(self._folder)
+
+    def _read(self, number: int) -> Generation | Exception:
+        try:
+            return self._checked(number)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            return error
+
+    def _checked(self, number: int) -> Generation:
+        folder = self._path(number)
+        body, _, check = (folder / "state.json").read_bytes().partition(b"\n")
+        if hashlib.sha256(body).hexdigest().encode() != check.strip():
+            raise ValueError("state.json fails its checksum")
+        values = json.loads(body)
+        if values.pop("format") != GENERATION_FORMAT:
+            raise ValueError("unknown generation format")
+        outbox = values.pop("outbox")
+        cursor = Cursor(**values.pop("cursor"))
+        entry = None if outbox is None else OutboxEntry(Cursor(**outbox["cursor"]), outbox["artifact"], outbox["size"])
+        generation = Generation(**values, cursor=cursor, outbox=entry)
+        for name, expected in generation.checksums.items():
+            if file_sha256(folder / name) != expected:
+                raise ValueError(f"{name} fails its checksum")
+        return generation
+
+    def _candidates(self) -> list[int]:
+        pointed = self._pointed()
+        numbers = sorted(self._numbers(), reverse=True)
+        # Numbers above the pointer were never committed; an unreadable pointer leaves all of them to be tried.
+        return [number for number in numbers if pointed is None or number <= pointed]
+
+    def _pointed(self) -> int | None:
+        try:
+            return int(self._pointer.read_text())
+        except (OSError, ValueError):
+            return None
+
+    def _numbers(self) -> list[int]:
+        return [int(path.name) for path in self._folder.glob("[0-9]*") if path.name.isdecimal()]
+
+    def _path(self, number: int) -> Path:
+        return self._folder / str(number)
+
+    def _prune(self, kept: set[int]) -> None:
+        for number in self._numbers():
+            if number not in kept:
+                shutil.rmtree(self._path(number), ignore_errors=True)
+
+
+def _join_names(slots: Mapping[str, PartArrays]) -> bytes:
+    named = {
+        f"{slot}/{part.value}/{name}": np.asarray(tensor, order="C")
+        for slot, parts in slots.items()
+        for part, tensors in parts.items()
+        for name, tensor in tensors.items()
+    }
+    return save_safetensors(dict(sorted(named.items())))
+
+
+def _split_names(named: Mapping[str, Array]) -> dict[str, dict[Part, dict[str, Array]]]:
+    slots: dict[str, dict[Part, dict[str, Array]]] = {}
+    for key, tensor in named.items():
+        slot, part, name = key.split("/", 2)
+        slots.setdefault(slot, {}).setdefault(Part(part), {})[name] = tensor
+    return slots

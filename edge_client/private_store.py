@@ -1,0 +1,228 @@
+"""The private store: one folder (0700) with all that a box keeps to itself between rounds. Torch-free.
+
+format.json     the format version, and whose store it is
+lock            held by the agent; trainer.lock is held by its training process
+secrets/        device.key (made once), cohort.key (given to all devices of a federation, never to the coordinator)
+specs/          accepted specs by digest           artifacts/   downloads by sha256
+generations/    private state, see `generations`   CURRENT      which one counts
+accepted.json   the data snapshot of the round that was accepted last
+seen.json       highest (epoch, round, attempt) of a broadcast
+delivered.json  receipts that ended outbox entries
+finalised.json  the outcome of the federation      models/      exported models
+events.jsonl    see `events`
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from edge_client.durable import fsync_directory, replace_durably, write_durably
+from edge_client.errors import StoreError, StoreFormatError, StoreLockedError
+from edge_client.generations import Cursor, Generation, Generations, OutboxEntry
+from edge_client.snapshot import Snapshot
+from fedcg.learning.spec import FederationSpec
+from fedcg.wire.artifact_store import ArtifactStore
+from fedcg.wire.channel import START, Position
+
+STORE_FORMAT = 1
+SECRET_BYTES = 32
+RECEIPTS_KEPT = 64
+
+
+@dataclass(frozen=True)
+class DeliveryRecord:
+    """How an update ended."""
+
+    artifact: str
+    round: int
+    attempt: int
+    outcome: str
+    reason: str
+
+
+class PrivateStore:
+    """One device's private folder for one federation."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.generations = Generations(root)
+        self.artifacts = ArtifactStore(root / "artifacts")
+
+    @staticmethod
+    def open(root: Path, federation: str, device: str) -> PrivateStore:
+        """Open the store at `root`, making it when there is none yet.
+
+        Raises:
+            StoreFormatError: it is another device's or federation's, newer than this program, or not a private store.
+        """
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        root.chmod(0o700)
+        expected = {"format": STORE_FORMAT, "federation": federation, "device": device}
+        identity = root / "format.json"
+        if not identity.exists():
+            if (root / "CURRENT").exists() or (root / "generations").exists():
+                raise StoreFormatError(
+                    f"{root} holds private state but no format.json; restore that file from a backup"
+                )
+            replace_durably(identity, json.dumps(expected).encode())
+        found = json.loads(identity.read_bytes())
+        if found.get("format") != STORE_FORMAT:
+            raise StoreFormatError(f"{root} has store format {found.get('format')}; this program reads {STORE_FORMAT}")
+        if found != expected:
+            owner = f"device {found.get('device')!r} of federation {found.get('federation')!r}"
+            raise StoreFormatError(
+                f"{root} belongs to {owner}, not to {device!r} of {federation!r}; set another `store`"
+            )
+        for name in ("secrets", "specs", "artifacts", "generations", "models"):
+            (root / name).mkdir(mode=0o700, exist_ok=True)
+        return PrivateStore(root)
+
+    @contextmanager
+    def locked(
+        self, name: str = "lock", wait_s: float = 0.0, clock: Callable[[], float] = time.monotonic
+    ) -> Iterator[None]:
+        """Hold a lock file of the store; `lock` for the agent, `trainer.lock` for its training process.
+
+        Raises:
+            StoreLockedError: another process holds it for longer than `wait_s`.
+        """
+        deadline = clock() + wait_s
+        with (self.root / name).open("a+") as file:
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except OSError as error:
+                    if clock() >= deadline:
+                        raise StoreLockedError(
+                            f"{self.root / name} is held by another process of this device"
+                        ) from error
+                    time.sleep(0.02)
+            yield
+
+    def device_secret(self) -> bytes:
+        """This device's own root of randomness: made once, never sent."""
+        path = self.root / "secrets" / "device.key"
+        if not path.exists():
+            unfinished = path.with_suffix(".new")
+            write_durably(unfinished, secrets.token_bytes(SECRET_BYTES))
+            unfinished.rename(path)
+            fsync_directory(path.parent)
+        return _secret(path)
+
+    def cohort_secret(self) -> bytes | None:
+        """The secret shared by all devices of the federation, or None when nobody put one there.
+
+        Raises:
+            StoreError: the file is too short to be a secret.
+        """
+        path = self.root / "secrets" / "cohort.key"
+        return _secret(path) if path.exists() else None
+
+    def save_spec(self, payload: bytes) -> FederationSpec:
+        """Keep a spec under its digest.
+
+        Raises:
+            ValueError: the bytes are not a canonical spec.
+        """
+        spec = FederationSpec.parse(payload)
+        path = self.root / "specs" / f"{spec.digest}.json"
+        if not path.exists():
+            replace_durably(path, payload)
+        return spec
+
+    def spec(self, digest: str) -> FederationSpec | None:
+        """A spec that was kept earlier; a damaged file counts as absent."""
+        path = self.root / "specs" / f"{digest}.json"
+        if not path.exists():
+            return None
+        try:
+            spec = FederationSpec.parse(path.read_bytes())
+        except ValueError:
+            return None
+        return spec if spec.digest == digest else None
+
+    def accept_snapshot(self, spec: str, round_number: int, make: Callable[[], Snapshot]) -> Snapshot:
+        """The snapshot of a round: the one kept when it was first accepted, or a new one that is now kept."""
+        path = self.root / "accepted.json"
+        kept = _read_json(path)
+        if kept.get("spec") == spec and kept.get("round") == round_number:
+            return Snapshot.decode(kept["snapshot"].encode())
+        snapshot = make()
+        body = {"format": 1, "spec": spec, "round": round_number, "snapshot": snapshot.encode().decode()}
+        replace_durably(path, json.dumps(body).encode())
+        return snapshot
+
+    def forget_snapshot(self) -> None:
+        """Let the next round attempt take a new snapshot, because files of the kept one are gone or changed."""
+        (self.root / "accepted.json").unlink(missing_ok=True)
+
+    def seen(self) -> Position:
+        """The highest (epoch, round, attempt) of a broadcast admitted so far."""
+        kept = _read_json(self.root / "seen.json").get("highest")
+        if not isinstance(kept, list) or len(kept) != 3:
+            return START
+        return (int(kept[0]), int(kept[1]), int(kept[2]))
+
+    def save_seen(self, highest: Position) -> None:
+        """Remember the highest broadcast admitted."""
+        replace_durably(self.root / "seen.json", json.dumps({"format": 1, "highest": highest}).encode())
+
+    def deliveries(self) -> tuple[DeliveryRecord, ...]:
+        """Receipts so far, oldest first."""
+        return tuple(DeliveryRecord(**entry) for entry in _read_json(self.root / "delivered.json").get("entries", ()))
+
+    def save_delivery(self, record: DeliveryRecord) -> None:
+        """Remember a receipt: this ends the outbox entry."""
+        entries = [asdict(entry) for entry in (*self.deliveries(), record)][-RECEIPTS_KEPT:]
+        replace_durably(self.root / "delivered.json", json.dumps({"format": 1, "entries": entries}).encode())
+
+    def outbox(self, generation: Generation | None) -> OutboxEntry | None:
+        """The update of `generation` that still waits for a receipt."""
+        if generation is None or generation.outbox is None:
+            return None
+        ended = {record.artifact for record in self.deliveries()}
+        return None if generation.outbox.artifact in ended else generation.outbox
+
+    def delivered_cursor(self) -> Cursor | None:
+        """The latest round attempt whose update got a receipt."""
+        return max((Cursor(record.round, record.attempt) for record in self.deliveries()), default=None)
+
+    def finalised(self) -> dict[str, Any]:
+        """What the end of the federation brought; empty before it."""
+        return _read_json(self.root / "finalised.json")
+
+    def save_finalised(self, outcome: dict[str, Any]) -> None:
+        """Remember what the end of the federation brought."""
+        replace_durably(self.root / "finalised.json", json.dumps({"format": 1, **outcome}).encode())
+
+    def prune_artifacts(self, kept: set[str]) -> None:
+        """Delete downloads that nothing refers to any more."""
+        for artifact in self.artifacts.ids():
+            if artifact not in kept:
+                self.artifacts.delete(artifact)
+
+
+def _secret(path: Path) -> bytes:
+    path.chmod(0o600)
+    value = path.read_bytes()
+    if len(value) < SECRET_BYTES:
+        raise StoreError(f"{path} has {len(value)} bytes; a secret needs at least {SECRET_BYTES}")
+    return value
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """A small JSON file of ours; absent or unreadable counts as empty, since each of them can be made again."""
+    try:
+        values = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return values if isinstance(values, dict) else {}

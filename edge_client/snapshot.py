@@ -1,0 +1,65 @@
+"""The data snapshot of a round: which files, with which content, in which split. Torch-free.
+
+Accepting a round fixes its snapshot; the round and every repeat of it use only that, however the folder grows meanwhile.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+
+SPLITS = ("train", "val", "test")
+
+
+@dataclass(frozen=True)
+class SnapshotFile:
+    """One image.
+
+    Attributes:
+        path: relative to the data root.
+        sha256: of the file's bytes, in hex.
+        label: index into the spec's classes.
+        split: train, val or test.
+    """
+
+    path: str
+    sha256: str
+    label: int
+    split: str
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """All images of a round, ordered by path within each split."""
+
+    files: tuple[SnapshotFile, ...]
+
+    def split(self, name: str) -> tuple[SnapshotFile, ...]:
+        """The files of one split."""
+        return tuple(file for file in self.files if file.split == name)
+
+    def counts(self) -> dict[str, int]:
+        """Images per split."""
+        return {name: len(self.split(name)) for name in SPLITS}
+
+    def encode(self) -> bytes:
+        """Canonical JSON; the same snapshot always gives the same bytes."""
+        return json.dumps([asdict(file) for file in self.files], sort_keys=True, separators=(",", ":")).encode()
+
+    @property
+    def digest(self) -> str:
+        """The sha256 of `encode()`, in hex."""
+        return hashlib.sha256(self.encode()).hexdigest()
+
+    @staticmethod
+    def decode(payload: bytes) -> Snapshot:
+        """The snapshot in `payload`.
+
+        Raises:
+            ValueError: not a snapshot.
+        """
+        try:
+            return Snapshot(tuple(SnapshotFile(**entry) for entry in json.loads(payload)))
+        except TypeError as error:
+            raise ValueError(f"not a data snapshot: {error}") from error

@@ -1,0 +1,149 @@
+"""What a person can ask of a demo or a simulation, the plan that follows from it, and the roots of its randomness.
+
+Knows names and numbers only; starts nothing and imports no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from experiments.errors import OptionError
+from experiments.partitions import Partition
+from experiments.sources import DIGITS, Source, folder_source
+from fedcg.learning.spec import ImageForm, ParameterValue
+
+FEDERATION = "demo"
+OPTIONS_FILE = "demo.json"
+DIGIT_CLASSES = tuple("0123456789")
+
+# What the methods' own defaults, made for hours of training, become when somebody waits for the result.
+# Everything else keeps its default; `--set` overrides both.
+QUICK_PARAMS: Mapping[str, Mapping[str, ParameterValue]] = {
+    "fedcg": {"server_iterations": 200, "ramp_rounds": 10},
+}
+
+
+class Setting(BaseModel):
+    """The choices that a demo and a simulation share.
+
+    Attributes:
+        data: `digits`, or a folder of class folders.
+        image_size: images become image_size x image_size pixels.
+        params: parameters of the method, over its own defaults.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    data: str = DIGITS
+    clients: Annotated[int, Field(ge=1, le=1000)] = 4
+    partition: str = "dirichlet:0.5"
+    images_per_client: Annotated[int, Field(ge=10)] | None = None
+    rounds: Annotated[int, Field(ge=1)] = 5
+    local_epochs: Annotated[int, Field(ge=1)] = 4
+    method: str = "fedcg"
+    network: str = "lenet5_relu"
+    generator: str = "mlp"
+    image_size: Annotated[int, Field(ge=4, le=1024)] = 32
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
+    params: dict[str, ParameterValue] = {}
+
+    def checked_partition(self) -> Partition:
+        """The partition, parsed.
+
+        Raises:
+            SourceError: not a partition.
+        """
+        return Partition.parse(self.partition)
+
+    def source(self) -> Source | None:
+        """The folder's images; None for the digits, which still have to be written.
+
+        Raises:
+            SourceError: the folder can't be used.
+        """
+        return None if self.data == DIGITS else folder_source(Path(self.data))
+
+    def plan(self, source: Source | None, quick: bool) -> dict[str, object]:
+        """The federation's plan as plain values (`fedcg.learning.spec.FederationPlan`).
+
+        Args:
+            source: the images, or None for the digits.
+            quick: put `QUICK_PARAMS` under the method's parameters.
+        """
+        if source is None:
+            form = ImageForm(mode="L", height=self.image_size, width=self.image_size, mean=(0.5,), std=(0.5,))
+        else:
+            form = source.image_form(self.image_size)
+        params = dict(QUICK_PARAMS.get(self.method, {})) if quick else {}
+        return {
+            "federation": FEDERATION,
+            "classes": list(DIGIT_CLASSES if source is None else source.classes),
+            "method": self.method,
+            "rounds": self.rounds,
+            "seed": self.seed,
+            "min_clients": self.clients,
+            "image": form.model_dump(mode="json"),
+            "network": {"split": self.network, "generator": self.generator, "discriminator": self.generator},
+            "params": {**params, "epochs": self.local_epochs, **self.params},
+        }
+
+
+def root_secret(seed: int, purpose: str) -> bytes:
+    """32 bytes for one root of randomness; a demo's secrets follow from its seed so that a run can be repeated."""
+    return hashlib.sha256(f"fedcg experiment {seed} {purpose}".encode()).digest()
+
+
+def parse_params(pairs: Sequence[str]) -> dict[str, ParameterValue]:
+    """Read `key=value` pairs; values are JSON where they can be (numbers, true, null), else text.
+
+    Raises:
+        OptionError: a pair without `=`.
+    """
+    params: dict[str, ParameterValue] = {}
+    for pair in pairs:
+        key, equals, text = pair.partition("=")
+        if not equals or not key:
+            raise OptionError(f"--set {pair!r}: write key=value")
+        try:
+            value = json.loads(text)
+        except ValueError:
+            value = text
+        params[key] = value if isinstance(value, (bool, int, float, str)) or value is None else text
+    return params
+
+
+def load_setting(folder: Path) -> Setting:
+    """The choices of the demo that was started in `folder`.
+
+    Raises:
+        OptionError: there was none.
+    """
+    try:
+        return Setting.model_validate(json.loads((folder / OPTIONS_FILE).read_text())["setting"])
+    except (OSError, ValueError, KeyError, TypeError, ValidationError) as error:
+        raise OptionError(f"{folder} holds no demo that could be resumed ({OPTIONS_FILE}: {error})") from error
+
+
+def toml_text(values: Mapping[str, object]) -> str:
+    """TOML of plain values: scalars and lists first, then one table per mapping; None is left out."""
+    lines = [f"{key} = {_toml_value(value)}" for key, value in values.items() if _is_plain(value)]
+    for key, table in values.items():
+        if isinstance(table, Mapping):
+            lines += ["", f"[{key}]"]
+            lines += [f"{inner} = {_toml_value(value)}" for inner, value in table.items() if _is_plain(value)]
+    return "\n".join(lines) + "\n"
+
+
+def _is_plain(value: object) -> bool:
+    return value is not None and not isinstance(value, Mapping)
+
+
+def _toml_value(value: object) -> str:
+    """Booleans, numbers, strings and lists of them are written alike in JSON and TOML."""
+    return json.dumps(value)

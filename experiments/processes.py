@@ -1,0 +1,159 @@
+"""Starts the processes of a demo, keeps their output in log files, and leaves none behind.
+
+Every child leads a process group of its own, so that its own children go with it, and on Linux the kernel ends it when
+this process dies in whatever way (`setpriv --pdeathsig`). Children must be started from the main thread for that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from experiments.errors import ProcessError
+
+STOP_S = 8.0
+POLL_S = 0.03
+TAIL_LINES = 15
+# One torch thread per process: on few cores two threads in one process are slower than one thread in each of two.
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+
+def fedcg(*arguments: str | Path) -> list[str]:
+    """The command line of a `fedcg` command in this very Python."""
+    return [sys.executable, "-m", "fedcg", *map(str, arguments)]
+
+
+def _dying_with_us() -> list[str]:
+    setpriv = shutil.which("setpriv") if sys.platform == "linux" else None
+    return [setpriv, "--pdeathsig", "TERM"] if setpriv else []
+
+
+@dataclass(frozen=True)
+class Child:
+    """A started process and where its output goes."""
+
+    name: str
+    process: asyncio.subprocess.Process
+    log: Path
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has not ended yet."""
+        return self.process.returncode is None
+
+    def tail(self) -> str:
+        """Its last lines of output."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-TAIL_LINES:])
+
+    def ended_too_early(self) -> ProcessError:
+        """The error that tells how it ended."""
+        return ProcessError(f"{self.name} ended with exit code {self.process.returncode}; see {self.log}:\n{self.tail()}")
+
+
+class Children:
+    """The processes of one demo.
+
+    Args:
+        logs: folder for `NAME.log`.
+    """
+
+    def __init__(self, logs: Path) -> None:
+        self._logs = logs
+        self._prefix = _dying_with_us()
+        self._all: list[Child] = []
+        logs.mkdir(parents=True, exist_ok=True)
+
+    async def start(self, name: str, command: Sequence[str], extra_environment: Mapping[str, str] | None = None) -> Child:
+        """Start a process that goes on by itself."""
+        log = self._logs / f"{name}.log"
+        with log.open("ab") as output:
+            process = await asyncio.create_subprocess_exec(
+                *self._prefix,
+                *command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=asyncio.subprocess.STDOUT,
+                env={**os.environ, **ONE_THREAD, "PYTHONUNBUFFERED": "1", **(extra_environment or {})},
+                start_new_session=True,
+            )
+        child = Child(name, process, log)
+        self._all.append(child)
+        return child
+
+    async def run(self, name: str, command: Sequence[str]) -> None:
+        """Run a step to its end.
+
+        Raises:
+            ProcessError: it failed; holds its last lines of output.
+        """
+        child = await self.start(name, command)
+        await child.process.wait()
+        if child.process.returncode != 0:
+            raise child.ended_too_early()
+
+    async def line(self, child: Child, wanted: str, deadline_s: float, *, start_at: int = 0) -> list[str]:
+        """Wait until a process printed a line that starts with `wanted`; returns all its lines from `start_at` on.
+
+        Raises:
+            ProcessError: it ended before, or the deadline passed.
+        """
+        end = time.monotonic() + deadline_s
+        while True:
+            lines = child.log.read_text(errors="replace")[start_at:].splitlines()
+            if any(line.startswith(wanted) for line in lines):
+                return lines
+            if not child.is_running:
+                raise child.ended_too_early()
+            if time.monotonic() > end:
+                raise ProcessError(f"{child.name} did not say {wanted!r} within {deadline_s:.0f} s; see {child.log}")
+            await asyncio.sleep(POLL_S)
+
+    async def stop(self, *children: Child) -> None:
+        """Ask processes to end (SIGTERM to each group), wait, then SIGKILL what is left of their groups."""
+        for child in children:
+            if child.is_running:
+                _signal_group(child, signal.SIGTERM)
+        waits = [asyncio.create_task(child.process.wait()) for child in children]
+        if waits:
+            await asyncio.wait(waits, timeout=STOP_S)
+        for child in children:
+            _signal_group(child, signal.SIGKILL)
+        for child in children:
+            await child.process.wait()
+
+    async def stop_all(self) -> None:
+        """End everything that was started, last started first."""
+        await self.stop(*reversed(self._all))
+
+
+def _signal_group(child: Child, number: signal.Signals) -> None:
+    """Signal what is left of a child's process group; its leader's id stays reserved as long as a member lives."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(child.process.pid, number)
+
+
+@contextlib.asynccontextmanager
+async def children(logs: Path) -> AsyncIterator[Children]:
+    """Processes that are all gone when the block is left, however it is left.
+
+    SIGTERM and SIGHUP leave the block as Ctrl-C does.
+    """
+    started = Children(logs)
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    if task is not None:
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, task.cancel)
+    try:
+        yield started
+    finally:
+        await asyncio.shield(started.stop_all())
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            loop.remove_signal_handler(number)

@@ -1,0 +1,55 @@
+"""Errors of export and inference.
+
+ExportError
+├── InputError            a file that cannot be classified: missing, not an image, over the pixel limit
+├── ModelError            a model directory that cannot be used
+│   ├── ManifestError     no manifest, or one that is not valid
+│   └── TamperedError     the model's bytes are not the ones the manifest names
+├── SlotError             no such version, or nothing to roll back to
+├── ConversionError       the network could not be written as ONNX
+└── VerificationError     the ONNX model does not do what the trained one does
+"""
+
+from __future__ import annotations
+
+
+class ExportError(Exception):
+    """Base of everything this package raises."""
+
+
+class InputError(ExportError):
+    """A file that cannot be classified.
+
+    Attributes:
+        file: the file's name as the caller gave it.
+        reason: what is wrong with it.
+    """
+
+    def __init__(self, file: str, reason: str) -> None:
+        super().__init__(f"{file}: {reason}")
+        self.file = file
+        self.reason = reason
+
+
+class ModelError(ExportError):
+    """A model directory that cannot be used."""
+
+
+class ManifestError(ModelError):
+    """No manifest in the directory, or one that is not valid."""
+
+
+class TamperedError(ModelError):
+    """The model's bytes are not the ones the manifest names."""
+
+
+class SlotError(ExportError):
+    """No such version, or nothing to roll back to."""
+
+
+class ConversionError(ExportError):
+    """The network could not be written as ONNX."""
+
+
+class VerificationError(ExportError):
+    """The ONNX model does not do what the trained model does; it must not be served."""

@@ -1,0 +1,144 @@
+"""The manifest beside a model: what it is, what it takes, what it said when it was verified.
+
+A file format of its own with a version: a box that only predicts reads it without the learning core.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from export.errors import ManifestError, TamperedError
+
+MANIFEST_NAME = "manifest.json"
+MODEL_NAME = "model.onnx"
+MANIFEST_FORMAT = 1
+MAX_MANIFEST_BYTES = 8 * 1024 * 1024
+
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class InputForm(_Frozen):
+    """What the model takes: uint8 [batch, height, width, channels]. `mean` and `std` are for information, they are in the graph."""
+
+    mode: Literal["L", "RGB"]
+    height: Annotated[int, Field(ge=1, le=4096)]
+    width: Annotated[int, Field(ge=1, le=4096)]
+    mean: tuple[Finite, ...]
+    std: tuple[Annotated[Finite, Field(gt=0)], ...]
+
+    @property
+    def channels(self) -> int:
+        """1 for grey, 3 for colour."""
+        return 1 if self.mode == "L" else 3
+
+    @model_validator(mode="after")
+    def _one_statistic_per_channel(self) -> InputForm:
+        if len(self.mean) != self.channels or len(self.std) != self.channels:
+            raise ValueError(f"mode {self.mode} needs {self.channels} means and standard deviations")
+        return self
+
+
+class ModelFile(_Frozen):
+    """The file that holds the model, named by the sha256 of its bytes."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}\.onnx$")] = MODEL_NAME
+    sha256: Sha256
+    size: Annotated[int, Field(ge=1)]
+    opset: Annotated[int, Field(ge=1)]
+
+
+class Verification(_Frozen):
+    """The ONNX model beside the trained one, on the same images, both from the encoded file on.
+
+    Attributes:
+        images: how many images were compared.
+        source: "files" (held-out image files) or "noise" (random pixels: there were no files, so there is no accuracy).
+        max_abs_difference: largest difference of a logit.
+        top1_agreement: share of images for which both name the same class, in [0, 1].
+        accuracy_torch: share that the trained model gets right, in [0, 1].
+        accuracy_onnx: share that the ONNX model gets right, in [0, 1].
+    """
+
+    images: Annotated[int, Field(ge=1)]
+    source: Literal["files", "noise"]
+    max_abs_difference: Annotated[Finite, Field(ge=0)]
+    top1_agreement: Annotated[float, Field(ge=0, le=1)]
+    accuracy_torch: Annotated[float, Field(ge=0, le=1)] | None = None
+    accuracy_onnx: Annotated[float, Field(ge=0, le=1)] | None = None
+
+
+class Manifest(_Frozen):
+    """All that a runtime and a person need to know about an exported model."""
+
+    format: Literal[1] = 1
+    federation: Annotated[str, Field(min_length=1, max_length=63)]
+    round: Annotated[int, Field(ge=0)]
+    spec: Sha256
+    classes: Annotated[tuple[str, ...], Field(min_length=2, max_length=10_000)]
+    image: InputForm
+    model: ModelFile
+    metrics: dict[str, Finite] = {}
+    verification: Verification
+    created: AwareDatetime
+    versions: dict[str, str] = {}
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    """Write the manifest into a model directory."""
+    (directory / MANIFEST_NAME).write_text(manifest.model_dump_json(indent=2) + "\n", encoding="utf-8")
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Read and check a model directory's manifest.
+
+    Raises:
+        ManifestError: there is none, it is of a newer format, or it is not valid; names every bad field.
+    """
+    path = directory / MANIFEST_NAME
+    try:
+        with path.open("rb") as file:
+            payload = file.read(MAX_MANIFEST_BYTES + 1)
+    except OSError as error:
+        raise ManifestError(
+            f"{path}: {error.strerror or error}; is {directory} the directory of an exported model?"
+        ) from error
+    if len(payload) > MAX_MANIFEST_BYTES:
+        raise ManifestError(f"{path}: larger than {MAX_MANIFEST_BYTES} bytes")
+    try:
+        return Manifest.model_validate_json(payload)
+    except ValidationError as error:
+        problems = "; ".join(f"{'.'.join(map(str, one['loc'])) or 'file'}: {one['msg']}" for one in error.errors()[:10])
+        raise ManifestError(f"{path}: not a manifest of format {MANIFEST_FORMAT}: {problems}") from error
+
+
+def digest(content: bytes) -> str:
+    """The sha256 of some bytes, in hex."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def read_model(directory: Path, manifest: Manifest) -> bytes:
+    """The model's bytes, checked against the manifest.
+
+    Raises:
+        ManifestError: the file is not there.
+        TamperedError: other bytes than the manifest names.
+    """
+    path = directory / manifest.model.name
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ManifestError(f"{path}: {error.strerror or error}") from error
+    if len(content) != manifest.model.size or digest(content) != manifest.model.sha256:
+        raise TamperedError(
+            f"{path}: the bytes are not the ones that {MANIFEST_NAME} names; restore it or use another version"
+        )
+    return content

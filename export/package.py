@@ -1,0 +1,113 @@
+"""Personal model to an installed version: exported, verified, described by a manifest, put in use in one atomic step. Uses torch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from export.manifest import (
+    MODEL_NAME,
+    InputForm,
+    Manifest,
+    ModelFile,
+    Verification,
+    digest,
+    read_manifest,
+    write_manifest,
+)
+from export.slots import Slots
+from export.to_onnx import Exported, export_personal
+from export.verify import verify
+from fedcg.learning.spec import FederationSpec
+from fedcg.wire.parts import Part
+
+if TYPE_CHECKING:
+    from fedcg.learning.method import Weights
+
+
+@dataclass(frozen=True)
+class Installed:
+    """A version that was put in use, and how it compared with the trained model."""
+
+    model_dir: Path
+    verification: Verification
+
+
+def package_personal(
+    spec: FederationSpec,
+    parts: Mapping[Part, Weights],
+    slots_root: Path,
+    *,
+    test_files: Sequence[Path],
+    test_labels: Sequence[int],
+    metrics: Mapping[str, float],
+    round_number: int,
+    clock: Callable[[], float] = time.time,
+) -> Installed:
+    """Export a personal model, verify it against torch, and put it in use as the newest version.
+
+    Args:
+        spec: the federation's spec.
+        parts: weights of extractor and classifier; other parts are not looked at.
+        slots_root: root of this box's versions.
+        test_files: held-out image files; without any, random pixels are compared.
+        test_labels: index of the right class per file.
+        metrics: figures to keep beside the model, by name.
+        round_number: the round the weights come from.
+        clock: seconds since 1970, for the manifest.
+
+    Returns:
+        Where it was installed, and its verification.
+
+    Raises:
+        NetworkError: weights that do not fit the spec's networks.
+        ExportError: the network cannot be written as ONNX, or the ONNX model is not the trained one. Nothing was installed then
+            and the version in use stays.
+    """
+
+    def fill(directory: Path) -> None:
+        model_path = directory / MODEL_NAME
+        exported = export_personal(spec, parts, model_path, round_number=round_number)
+        verification = verify(model_path, spec, parts, test_files, test_labels)
+        created = datetime.fromtimestamp(clock(), timezone.utc)
+        write_manifest(directory, _manifest(spec, exported, verification, metrics, round_number, created))
+
+    model_dir = Slots(slots_root).install(fill)
+    return Installed(model_dir, read_manifest(model_dir).verification)
+
+
+def _manifest(
+    spec: FederationSpec,
+    exported: Exported,
+    verification: Verification,
+    metrics: Mapping[str, float],
+    round_number: int,
+    created: datetime,
+) -> Manifest:
+    form = spec.image
+    return Manifest(
+        federation=spec.federation,
+        round=round_number,
+        spec=spec.digest,
+        classes=spec.classes,
+        image=InputForm(mode=form.mode, height=form.height, width=form.width, mean=form.mean, std=form.std),
+        model=ModelFile(
+            name=MODEL_NAME, sha256=digest(exported.content), size=len(exported.content), opset=exported.opset
+        ),
+        metrics=dict(metrics),
+        verification=verification,
+        created=created,
+        versions={
+            "fedcg-edge": version("fedcg-edge"),
+            "torch": str(torch.__version__),
+            "onnx": version("onnx"),
+            "exporter": exported.exporter,
+        },
+    )

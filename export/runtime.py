@@ -1,0 +1,177 @@
+"""Runs an exported model with onnxruntime and numpy; imports neither torch nor paho."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime
+
+from export.errors import ManifestError
+from export.manifest import Manifest, read_manifest, read_model
+from export.preprocess import PixelForm, Pixels
+from export.slots import resolve
+
+Floats = npt.NDArray[np.float32]
+
+PROVIDERS = ("TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider")  # best first
+INPUT_NAME = "images"
+OUTPUT_NAMES = ("logits", "probabilities")
+BATCH = 256
+_LOG_ERRORS_ONLY = 3
+
+
+@dataclass(frozen=True)
+class Guess:
+    """A class name and its probability in [0, 1]."""
+
+    label: str
+    probability: float
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What the model says of N images: `logits` and `probabilities`, both [N, C] float32."""
+
+    logits: Floats
+    probabilities: Floats
+
+
+def available_providers() -> tuple[str, ...]:
+    """The execution providers this onnxruntime has, best first: TensorRT, CUDA, CPU."""
+    present = onnxruntime.get_available_providers()
+    return tuple(name for name in PROVIDERS if name in present)
+
+
+class Predictor:
+    """An ONNX model in onnxruntime, checked to take and give what a form and a number of classes say.
+
+    Args:
+        content: bytes of the ONNX file.
+        form: mode and size of an image.
+        class_count: C, the number of classes.
+        name: what to call the file in errors.
+        providers: execution providers to use; the best available ones when None.
+        threads: threads of one prediction; 0 lets onnxruntime choose.
+
+    Raises:
+        ManifestError: onnxruntime refuses the model, or it takes or gives something else.
+    """
+
+    def __init__(
+        self,
+        content: bytes,
+        form: PixelForm,
+        class_count: int,
+        *,
+        name: str = "model",
+        providers: Sequence[str] | None = None,
+        threads: int = 0,
+    ) -> None:
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = _LOG_ERRORS_ONLY
+        options.intra_op_num_threads = threads
+        try:
+            session = onnxruntime.InferenceSession(content, options, providers=list(providers or available_providers()))
+        except Exception as error:  # onnxruntime's own exception types are not public
+            raise ManifestError(f"{name}: onnxruntime cannot load it ({error})") from error
+        self.shape = (form.height, form.width, 1 if form.mode == "L" else 3)
+        self.class_count = class_count
+        self._session = session
+        self._check_signature(name)
+
+    @property
+    def providers(self) -> tuple[str, ...]:
+        """The execution providers in use."""
+        return tuple(self._session.get_providers())
+
+    def run(self, images: Sequence[Pixels] | Pixels) -> Outputs:
+        """Logits and probabilities of images.
+
+        Args:
+            images: each [height, width, channels] uint8 as `export.preprocess.load_image` gives it.
+
+        Raises:
+            ValueError: an image of another shape or element type.
+        """
+        for position, image in enumerate(images):
+            if image.shape != self.shape or image.dtype != np.uint8:
+                raise ValueError(f"image {position} is {image.dtype} {image.shape}; the model takes uint8 {self.shape}")
+        logits = np.empty((len(images), self.class_count), dtype=np.float32)
+        probabilities = np.empty_like(logits)
+        for start in range(0, len(images), BATCH):
+            rows = slice(start, start + BATCH)
+            batch = np.stack(list(images[rows]))
+            logits[rows], probabilities[rows] = self._session.run(list(OUTPUT_NAMES), {INPUT_NAME: batch})
+        return Outputs(logits, probabilities)
+
+    def _check_signature(self, name: str) -> None:
+        inputs = [(one.name, one.type, tuple(one.shape[1:])) for one in self._session.get_inputs()]
+        outputs = [(one.name, one.type, tuple(one.shape[1:])) for one in self._session.get_outputs()]
+        expected = (
+            [(INPUT_NAME, "tensor(uint8)", self.shape)],
+            [(o, "tensor(float)", (self.class_count,)) for o in OUTPUT_NAMES],
+        )
+        if (inputs, outputs) != expected:
+            raise ManifestError(f"{name}: takes {inputs} and gives {outputs}; expected {expected[0]} and {expected[1]}")
+
+
+@dataclass(frozen=True)
+class Model:
+    """An installed model, ready to run.
+
+    Attributes:
+        manifest: what it is and what it takes.
+        directory: where it was read from.
+        predictor: the model in onnxruntime.
+    """
+
+    manifest: Manifest
+    directory: Path
+    predictor: Predictor
+
+    @staticmethod
+    def load(directory: Path, *, providers: Sequence[str] | None = None, threads: int = 0) -> Model:
+        """Read a model directory, or the version in use under a root of slots, and make it ready.
+
+        The bytes that are checked are the bytes that run.
+
+        Args:
+            directory: holds the manifest and the model, or versions of it.
+            providers: execution providers to use; the best available ones when None.
+            threads: threads of one prediction; 0 lets onnxruntime choose.
+
+        Raises:
+            ModelError: no valid manifest, altered bytes, or a model that onnxruntime refuses.
+            SlotError: slots without a usable version.
+        """
+        directory = resolve(directory)
+        manifest = read_manifest(directory)
+        predictor = Predictor(
+            read_model(directory, manifest),
+            manifest.image,
+            len(manifest.classes),
+            name=str(directory / manifest.model.name),
+            providers=providers,
+            threads=threads,
+        )
+        return Model(manifest, directory, predictor)
+
+    def predict(self, images: Sequence[Pixels] | Pixels) -> Floats:
+        """Probabilities of images, [N, C] float32.
+
+        Args:
+            images: each [height, width, channels] uint8 as `export.preprocess.load_image` gives it.
+
+        Raises:
+            ValueError: an image of another shape or element type.
+        """
+        return self.predictor.run(images).probabilities
+
+    def top(self, probabilities: Floats, count: int) -> tuple[Guess, ...]:
+        """The `count` likeliest classes of one image, likeliest first; of equal ones the earlier class."""
+        order = np.argsort(-probabilities, kind="stable")[:count]
+        return tuple(Guess(self.manifest.classes[index], float(probabilities[index])) for index in order)

@@ -1,0 +1,244 @@
+"""Versions of one box's model: `0001/`, `0002/`, … under a root, and a pointer to the one in use.
+
+A version appears by one rename, and the pointer moves by one rename, so a reader or a power cut sees the old state or the new
+one. Writers take a lock; readers need none. Knows nothing of how a model is made or run.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from export.errors import ManifestError, ModelError, SlotError
+from export.manifest import MANIFEST_NAME, Manifest, read_manifest, read_model
+
+POINTER_NAME = "CURRENT"
+KEEP = 3
+HISTORY = 16
+_LOCK_NAME = ".lock"
+_STAGING_PREFIX = ".staging-"
+
+
+class Pointer(BaseModel):
+    """The pointer file: the version in use, and the ones in use before it, latest first."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format: Literal[1] = 1
+    current: str
+    previous: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Version:
+    """One installed version."""
+
+    name: str
+    directory: Path
+    is_current: bool
+
+
+class Slots:
+    """The versions under one root.
+
+    Args:
+        root: directory of the versions; made on the first install.
+        keep: how many of the newest versions stay. The one in use and the one a rollback would return to stay in any case.
+    """
+
+    def __init__(self, root: Path, keep: int = KEEP) -> None:
+        self.root = root
+        self.keep = keep
+
+    def versions(self) -> tuple[Version, ...]:
+        """All versions, oldest first."""
+        pointer = self._pointer()
+        current = pointer.current if pointer else None
+        return tuple(Version(name, self.root / name, name == current) for name in self._names())
+
+    def current(self) -> Path:
+        """Directory of the version in use.
+
+        Raises:
+            SlotError: nothing is installed.
+        """
+        return self.root / self._required_pointer().current
+
+    def install(self, fill: Callable[[Path], None]) -> Path:
+        """Make a new version and put it in use.
+
+        Args:
+            fill: writes model and manifest into the directory it is given; whatever it raises leaves the slots as they were.
+
+        Returns:
+            Directory of the new version.
+
+        Raises:
+            ModelError: `fill` left a manifest or a model that do not belong together.
+        """
+        self.root.mkdir(parents=True, exist_ok=True)
+        with self._lock():
+            for leftover in self.root.glob(
+                f"{_STAGING_PREFIX}*"
+            ):  # of a writer that was killed: nobody else has the lock
+                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+            staging = Path(tempfile.mkdtemp(prefix=_STAGING_PREFIX, dir=self.root))
+            try:
+                fill(staging)
+                return self._publish(staging)
+            finally:
+                shutil.rmtree(staging, ignore_errors=True)
+
+    def _publish(self, staging: Path) -> Path:
+        read_model(staging, read_manifest(staging))
+        staging.chmod(0o755)
+        for path in (*staging.iterdir(), staging):
+            _sync(path)
+        names = self._names()
+        name = f"{int(names[-1]) + 1 if names else 1:04d}"
+        staging.rename(self.root / name)
+        self._point_to(name)
+        self._prune()
+        return self.root / name
+
+    def use(self, name: str) -> Path:
+        """Put an installed version in use, after checking its bytes.
+
+        Raises:
+            SlotError: no such version.
+            ModelError: the version is damaged; the one in use stays.
+        """
+        with self._lock():
+            self._check(name)
+            self._point_to(name)
+        return self.root / name
+
+    def rollback(self) -> Path:
+        """Return to the version that was in use before, skipping versions that are gone or damaged.
+
+        Raises:
+            SlotError: there is none.
+        """
+        with self._lock():
+            pointer = self._required_pointer()
+            for position, name in enumerate(pointer.previous):
+                try:
+                    self._check(name)
+                except (SlotError, ModelError):
+                    continue
+                self._write_pointer(Pointer(current=name, previous=pointer.previous[position + 1 :]))
+                return self.root / name
+        raise SlotError(f"{self.root}: no earlier version to return to; see `fedcg model list {self.root}`")
+
+    def verify(self, name: str) -> Manifest:
+        """Check a version's manifest and the bytes of its model.
+
+        Raises:
+            SlotError: no such version.
+            ModelError: the version is damaged.
+        """
+        return self._check(name)
+
+    def _check(self, name: str) -> Manifest:
+        if name not in self._names():
+            raise SlotError(f"{self.root}: no version {name!r}; there are {', '.join(self._names()) or 'none'}")
+        manifest = read_manifest(self.root / name)
+        read_model(self.root / name, manifest)
+        return manifest
+
+    def _names(self) -> list[str]:
+        if not self.root.is_dir():
+            return []
+        found = [path.name for path in self.root.iterdir() if path.name.isdecimal() and path.is_dir()]
+        return sorted(found, key=int)
+
+    def _pointer(self) -> Pointer | None:
+        path = self.root / POINTER_NAME
+        try:
+            return Pointer.model_validate_json(path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except ValidationError as error:
+            raise SlotError(
+                f"{path}: not a pointer to a version; choose one with `fedcg model use {self.root} VERSION`"
+            ) from error
+
+    def _required_pointer(self) -> Pointer:
+        pointer = self._pointer()
+        if pointer is None:
+            raise SlotError(f"{self.root}: no model is installed there")
+        if not (self.root / pointer.current).is_dir():
+            raise SlotError(
+                f"{self.root}: version {pointer.current} is gone; choose one with `fedcg model use {self.root} VERSION`"
+            )
+        return pointer
+
+    def _point_to(self, name: str) -> None:
+        try:
+            before = self._pointer()
+        except SlotError:
+            before = None  # a damaged pointer is replaced; its history is lost with it
+        history = (before.current, *before.previous) if before else ()
+        previous = tuple(dict.fromkeys(one for one in history if one != name))
+        self._write_pointer(Pointer(current=name, previous=previous[:HISTORY]))
+
+    def _write_pointer(self, pointer: Pointer) -> None:
+        handle, temporary = tempfile.mkstemp(prefix=_STAGING_PREFIX, dir=self.root)
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(pointer.model_dump_json() + "\n")
+            file.flush()
+            os.fchmod(file.fileno(), 0o644)
+            os.fsync(file.fileno())
+        Path(temporary).replace(self.root / POINTER_NAME)
+        _sync(self.root)
+
+    def _prune(self) -> None:
+        pointer = self._required_pointer()
+        names = self._names()
+        kept = {pointer.current, *pointer.previous[:1], *names[len(names) - self.keep :]}
+        for name in names:
+            if name not in kept:
+                shutil.rmtree(self.root / name, ignore_errors=True)
+
+    @contextmanager
+    def _lock(self) -> Iterator[None]:
+        if not self.root.is_dir():
+            raise SlotError(f"{self.root}: no such folder")
+        with (self.root / _LOCK_NAME).open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+
+def resolve(directory: Path) -> Path:
+    """The model directory that a path means: itself, or the version in use when it is the root of slots.
+
+    Raises:
+        ManifestError: neither a model nor slots.
+        SlotError: slots without a usable version.
+    """
+    if (directory / MANIFEST_NAME).is_file():
+        return directory
+    if (directory / POINTER_NAME).is_file():
+        return Slots(directory).current()
+    if not directory.is_dir():
+        raise ManifestError(f"{directory}: no such folder")
+    raise ManifestError(
+        f"{directory}: holds neither {MANIFEST_NAME} (a model) nor {POINTER_NAME} (versions of a model)"
+    )
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

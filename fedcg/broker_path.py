@@ -1,0 +1,58 @@
+"""Where a Mosquitto binary is on this machine: installed, or unpacked without root into a folder of its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+ENVIRONMENT_VARIABLE = "FEDCG_BROKER_DIR"
+DEFAULT_FOLDER = ".broker"
+
+
+@dataclass(frozen=True)
+class Mosquitto:
+    """A Mosquitto that can be started.
+
+    Attributes:
+        binary: the executable.
+        library_path: folder of the shared libraries that were unpacked with it; None for an installed one.
+    """
+
+    binary: Path
+    library_path: Path | None = None
+
+    def environment(self, base: Mapping[str, str] | None = None) -> dict[str, str]:
+        """The environment to start it in: `base` (default: this process's), plus where its libraries are."""
+        variables = dict(os.environ if base is None else base)
+        if self.library_path is not None:
+            parts = [str(self.library_path), variables.get("LD_LIBRARY_PATH", "")]
+            variables["LD_LIBRARY_PATH"] = os.pathsep.join(part for part in parts if part)
+        return variables
+
+
+def find_installed() -> Mosquitto | None:
+    """A Mosquitto on PATH or in the system's folders."""
+    found = shutil.which("mosquitto") or shutil.which("mosquitto", path="/usr/local/sbin:/usr/sbin:/sbin")
+    return None if found is None else Mosquitto(Path(found))
+
+
+def find_extracted(folder: Path | None = None) -> Mosquitto | None:
+    """A Mosquitto that was unpacked from its package.
+
+    Args:
+        folder: where; by default what FEDCG_BROKER_DIR names, else `.broker` under the working directory.
+    """
+    root = folder or Path(os.environ.get(ENVIRONMENT_VARIABLE) or DEFAULT_FOLDER)
+    binary = (root / "usr" / "sbin" / "mosquitto").resolve()
+    if not (binary.is_file() and os.access(binary, os.X_OK)):
+        return None
+    libraries = sorted(path.parent for path in (root / "usr" / "lib").glob("*/lib*.so*"))
+    return Mosquitto(binary, libraries[0].resolve() if libraries else None)
+
+
+def find_mosquitto() -> Mosquitto | None:
+    """The installed Mosquitto, else the unpacked one, else None."""
+    return find_installed() or find_extracted()

@@ -1,0 +1,27 @@
+"""Errors of the learning core.
+
+LearningError
+├── DataError            a folder, file or array that is not the data the spec describes
+├── NetworkError         a network that cannot be built, or weights that do not fit it
+└── UnknownMethodError   no file of that name in `fedcg/learning/methods/`
+
+`fedcg.learning.method.DivergedError` (NaN or an exploding loss) belongs to the contract of a method and stands there.
+"""
+
+from __future__ import annotations
+
+
+class LearningError(Exception):
+    """Base of what the learning core raises for bad input."""
+
+
+class DataError(LearningError):
+    """A folder, file or array that is not the data the spec describes; the message names the file."""
+
+
+class NetworkError(LearningError):
+    """A network that cannot be built for this spec, or weights that do not fit it."""
+
+
+class UnknownMethodError(LearningError):
+    """No method of that name; the message lists those there are."""

@@ -1,0 +1,223 @@
+"""The local training loop that every method shares: shuffled batches, optimisers, divergence, progress.
+
+Order of steps is a function of the round's streams alone. Everything that does not depend on the step (normalisation, flips,
+noise, a frozen network's outputs) is done for a whole block of batches at once; a step then only slices.
+Optimisers are made afresh in every round: the papers reset them, and a device that missed rounds would bring stale moments.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from fedcg.learning.data import ImageSet, flip_at_random, normalise, usable_rows
+from fedcg.learning.losses import cross_entropy
+from fedcg.learning.method import DivergedError, RoundContext, TrainingParams
+from fedcg.learning.seeds import Streams
+from fedcg.learning.spec import FederationSpec
+
+BLOCK_ROWS = 2048  # rows prepared at once: 25 MB of 3x32x32 float32
+EXPLODED = 1e4  # a mean loss above this is as lost as a NaN: uniform guessing over 10,000 classes costs 9.2
+
+Penalty = Callable[[slice, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some consecutive batches, prepared together.
+
+    Attributes:
+        images: [R, C, H, W] float32, normalised and flipped.
+        labels: [R] int64.
+    """
+
+    images: torch.Tensor
+    labels: torch.Tensor
+
+
+PenaltyMaker = Callable[[Block], Penalty | None]
+
+
+def no_penalty(block: Block) -> Penalty | None:
+    """Nothing beside the cross-entropy."""
+    return None
+
+
+def adam(
+    parameters: Iterable[torch.Tensor], lr: float, weight_decay: float, betas: tuple[float, float] = (0.9, 0.999)
+) -> torch.optim.Optimizer:
+    """Adam with L2 weight decay (FedCG §4.1), fused: one kernel a step."""
+    return torch.optim.Adam(parameters, lr=lr, betas=betas, weight_decay=weight_decay, fused=True)
+
+
+def task_optimiser(parameters: Iterable[torch.Tensor], params: TrainingParams) -> torch.optim.Optimizer:
+    """The optimiser of extractor and classifier that the parameters name."""
+    if params.optimiser == "sgd":
+        return torch.optim.SGD(parameters, lr=params.lr, weight_decay=params.weight_decay)
+    return adam(parameters, params.lr, params.weight_decay)
+
+
+def steps_of(params: TrainingParams, rows: int) -> int:
+    """Local steps of one stage: `params.steps`, or those of `params.epochs` over `rows` rows."""
+    if params.steps:
+        return params.steps
+    return params.epochs * math.ceil(usable_rows(rows, params.batch_size) / params.batch_size)
+
+
+def index_blocks(rows: int, batch_size: int, steps: int, shuffle: torch.Generator) -> Iterator[torch.Tensor]:
+    """Indices of exactly `steps` batches over shuffled epochs, in blocks of whole batches (an epoch's last may be smaller)."""
+    usable = usable_rows(rows, batch_size)
+    block_rows = max(1, BLOCK_ROWS // batch_size) * batch_size
+    done = 0
+    while done < steps:
+        order = torch.randperm(rows, generator=shuffle)[:usable]
+        for block in order.split(block_rows):
+            wanted = block[: (steps - done) * batch_size]
+            if len(wanted):
+                yield wanted
+                done += math.ceil(len(wanted) / batch_size)
+
+
+def slices(rows: int, batch_size: int) -> Iterator[slice]:
+    """The batches of a block of `rows` rows."""
+    return (slice(start, min(start + batch_size, rows)) for start in range(0, rows, batch_size))
+
+
+def flips_for(rows: int, spec: FederationSpec, generator: torch.Generator) -> torch.Tensor | None:
+    """Which of `rows` images to mirror, [rows] bool, half of them at random; None when the spec does not augment."""
+    return torch.rand(rows, generator=generator) < 0.5 if spec.augment_flip else None
+
+
+def image_blocks(
+    data: ImageSet, spec: FederationSpec, batch_size: int, steps: int, streams: Streams
+) -> Iterator[Block]:
+    """Blocks of prepared images; shuffle and flips come from `streams`."""
+    shuffle, mirror = streams.generator("order"), streams.generator("flip")
+    for index in index_blocks(len(data), batch_size, steps, shuffle):
+        flips = flips_for(len(index), spec, mirror)
+        raw = data.rows(index.to(data.labels.device))
+        images = raw.images if flips is None else flip_at_random(raw.images, flips)
+        yield Block(normalise(images, spec.image), raw.labels)
+
+
+class LossMeter:
+    """Sums losses on the device; looks at them (and so waits for the device) only when asked."""
+
+    def __init__(self, what: str, device: str) -> None:
+        self._what = what
+        self._sum = torch.zeros((), device=device)
+        self._steps = 0
+        self.latest = math.nan
+
+    def add(self, loss: torch.Tensor) -> None:
+        """Count one step's loss."""
+        self._sum += loss.detach()
+        self._steps += 1
+
+    def check(self) -> float:
+        """Mean loss since the last check.
+
+        Raises:
+            DivergedError: it is not finite, or over `EXPLODED`.
+        """
+        mean = float(self._sum) / max(self._steps, 1)
+        if not math.isfinite(mean) or mean > EXPLODED:
+            raise DivergedError(f"{self._what}: mean loss {mean}; the state before this round still stands")
+        self._sum.zero_()
+        self._steps = 0
+        self.latest = mean
+        return mean
+
+
+def train_classifier(
+    extractor: nn.Module,
+    classifier: nn.Module,
+    data: ImageSet,
+    params: TrainingParams,
+    ctx: RoundContext,
+    penalty: PenaltyMaker = no_penalty,
+) -> float:
+    """Train extractor and classifier on cross-entropy plus a method's penalty (FedCG alg. 1 lines 3-9; FedMD-CG lines 9-13).
+
+    The order of images and the flips come from the stream "classify" whatever the method, so that a shadow without an aggregate
+    sees the same batches.
+
+    Args:
+        extractor: trained in place.
+        classifier: trained in place.
+        data: the training images, on `ctx.device`.
+        params: epochs or steps, batch size, optimiser.
+        ctx: streams, device, progress.
+        penalty: called per block; what it returns is called per step with (rows of the block, features, logits).
+
+    Returns:
+        Mean cross-entropy over the last block.
+
+    Raises:
+        DivergedError: the loss is not finite or exploded.
+    """
+    extractor.train()
+    classifier.train()
+    optimiser = task_optimiser([*extractor.parameters(), *classifier.parameters()], params)
+    steps, done = steps_of(params, len(data)), 0
+    task, whole = LossMeter("classification", ctx.device), LossMeter("classification with penalties", ctx.device)
+    for block in image_blocks(data, ctx.spec, params.batch_size, steps, ctx.streams.at("classify")):
+        extra = penalty(block)
+        for rows in slices(len(block.labels), params.batch_size):
+            features = extractor(block.images[rows])
+            logits = classifier(features)
+            loss = cross_entropy(logits, block.labels[rows])
+            task.add(loss)
+            if extra is not None:
+                loss = loss + extra(rows, features, logits)
+                whole.add(loss)
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+            done += 1
+            ctx.progress("classify", done, steps)
+        task.check()
+        whole.check()
+    return task.latest
+
+
+@torch.no_grad()
+def extract_features(
+    extractor: nn.Module, data: ImageSet, spec: FederationSpec, *, flipped: bool = False
+) -> torch.Tensor:
+    """Features of every image by a frozen extractor (eval mode), [N, *feature_shape]."""
+    extractor.eval()
+    images = data.images.flip(-1) if flipped else data.images
+    return torch.cat([extractor(normalise(some, spec.image)) for some in images.split(BLOCK_ROWS)])
+
+
+@torch.no_grad()
+def generate(generator: nn.Module, noise: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Features of a frozen generator (eval mode: rows don't see each other), [B, *feature_shape]."""
+    generator.eval()
+    pairs = zip(noise.split(BLOCK_ROWS), labels.split(BLOCK_ROWS), strict=True)
+    return torch.cat([generator(z, y) for z, y in pairs])
+
+
+class FeatureSource:
+    """Real features h = E(x) of a frozen extractor, computed once: both mirror images of a photo where the spec augments."""
+
+    def __init__(self, extractor: nn.Module, data: ImageSet, spec: FederationSpec) -> None:
+        self._spec = spec
+        self.labels = data.labels
+        self.plain = extract_features(extractor, data, spec)
+        self._mirrored = extract_features(extractor, data, spec, flipped=True) if spec.augment_flip else None
+
+    def rows(self, index: torch.Tensor, mirror: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        """Features [R, ...] and labels [R] of some images, mirrored at random where the spec augments."""
+        index = index.to(self.labels.device)
+        features = self.plain[index]
+        flips = flips_for(len(index), self._spec, mirror)
+        if flips is not None and self._mirrored is not None:
+            chosen = flips.to(features.device).view(-1, *[1] * (features.ndim - 1))
+            features = torch.where(chosen, self._mirrored[index], features)
+        return features, self.labels[index]

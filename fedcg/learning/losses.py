@@ -1,0 +1,162 @@
+"""Every loss of both papers, each in one place, with the direction of a divergence in its name.
+
+Shapes: logits [B, C], features [B, *shape], noise [B, q], labels [B] int64. Every loss is a scalar tensor, a mean over the
+batch, and is MINIMISED. Nothing here detaches anything: a caller passes detached targets where a paper trains one side only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the field's name for it
+
+_EPS = 1e-5
+
+
+def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy Ω of logits and labels (FedCG eq. 1; FedMD-CG eq. 1, 3, 6)."""
+    return F.cross_entropy(logits, labels)
+
+
+def feature_mse(features: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Squared distance of features to a target (FedCG eq. 2; FedMD-CG eq. 2 and 5), a MEAN over batch AND elements.
+
+    The papers print the squared norm. FedCG's authors take the mean over elements; the literal sum (400 times the weight at 400
+    features) collapses the features, so it is read as a mean in both papers.
+    """
+    return F.mse_loss(features, target)
+
+
+def discriminator_loss(real_logits: torch.Tensor, fake_logits: torch.Tensor) -> torch.Tensor:
+    """FedCG eq. 4, first line, as minimised: -log D(h) - log(1 - D(ĥ)), with D = sigmoid(logit).
+
+    Printed is log(1 - D(h)) + log D(ĥ); read as MINIMISED so that D tends to 1 on real features. The binary
+    cross-entropy has the same optimum and slope where D is wrong, without the printed form's minus infinity.
+    """
+    return F.softplus(-real_logits).mean() + F.softplus(fake_logits).mean()
+
+
+def generator_loss(fake_logits: torch.Tensor) -> torch.Tensor:
+    """FedCG eq. 4, second line, in the non-saturating form in use: -log D(ĥ) instead of log(1 - D(ĥ))."""
+    return F.softplus(-fake_logits).mean()
+
+
+def mode_seeking(
+    features_a: torch.Tensor, features_b: torch.Tensor, noise_a: torch.Tensor, noise_b: torch.Tensor
+) -> torch.Tensor:
+    """Diversity term of mode-seeking GANs (FedCG §4.1): 1 / (d(ĥ_a, ĥ_b) / d(z_a, z_b) + 1e-5), d = mean absolute difference.
+
+    Args:
+        features_a: features of `noise_a`; row j has the same label as row j of `features_b`.
+        features_b: features of `noise_b`.
+        noise_a: [B, q].
+        noise_b: [B, q].
+    """
+    ratio = (features_a - features_b).abs().mean() / (noise_a - noise_b).abs().mean()
+    return 1.0 / (ratio + _EPS)
+
+
+def kl_rows(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+    """KL(p ‖ q) per row = Σ_k p_k (log p_k - log q_k), from log-probabilities. [B, C], [B, C] -> [B]."""
+    return (log_p.exp() * (log_p - log_q)).sum(dim=1)
+
+
+def kl_teacher_student(teacher_logits: torch.Tensor, student_logits: torch.Tensor) -> torch.Tensor:
+    """KL(teacher ‖ student), mean over rows: FedCG eq. 6, KL(P_c ‖ P_s). Covers every mode of the teacher."""
+    return kl_rows(teacher_logits.log_softmax(1), student_logits.log_softmax(1)).mean()
+
+
+def kl_student_teacher(student_logits: torch.Tensor, teacher_logits: torch.Tensor) -> torch.Tensor:
+    """KL(student ‖ teacher), mean over rows: FedMD-CG eq. 2, 5, 10, 11, whose first argument is the side being trained.
+
+    Eq. 2: student = real branch D_i(F_i(x)), teacher = generated branch. Eq. 5: student = generated branch, teacher = real
+    branch. Eq. 10-11: student = whatever contains the global generator or classifier, teacher = ρ_i.
+    """
+    return kl_rows(student_logits.log_softmax(1), teacher_logits.log_softmax(1)).mean()
+
+
+def kl_student_mean_teacher(student_logits: torch.Tensor, mean_log_teacher: torch.Tensor) -> torch.Tensor:
+    """Σ_i τ_i KL(ρ_s ‖ ρ_i) per row (FedMD-CG eq. 10), from the τ-weighted MEAN of the teachers' log-probabilities.
+
+    Because the τ_i of one label sum to 1: Σ_i τ_i Σ_k s_k (log s_k - log ρ_ik) = Σ_k s_k (log s_k - Σ_i τ_i log ρ_ik).
+
+    Args:
+        student_logits: [B, C].
+        mean_log_teacher: [B, C], Σ_i τ_i log ρ_i; not normalised, and need not be.
+
+    Returns:
+        [B].
+    """
+    return kl_rows(student_logits.log_softmax(1), mean_log_teacher)
+
+
+def _published_diversity(features: torch.Tensor, noise: torch.Tensor, weights: torch.Tensor | float) -> torch.Tensor:
+    exponent = -_distances(features.flatten(1)) * _distances(noise) * weights
+    return exponent.mean().exp()
+
+
+def _distances(rows: torch.Tensor) -> torch.Tensor:
+    return torch.cdist(rows, rows, compute_mode="donot_use_mm_for_euclid_dist")
+
+
+def diversity_0(
+    features: torch.Tensor, noise: torch.Tensor, labels: torch.Tensor, _scale: torch.Tensor
+) -> torch.Tensor:
+    """FedMD-CG eq. 7, L_div^0 = exp(mean over j, k of -‖f_j - f_k‖·‖z_j - z_k‖), as published.
+
+    At 128-dimensional noise the exponent is near -200 and the term underflows to 0 in float32, gradient and all.
+    """
+    return _published_diversity(features, noise, 1.0)
+
+
+def diversity_1(features: torch.Tensor, noise: torch.Tensor, labels: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """FedMD-CG L_div^1: eq. 7 with [z; y] in the place of z, y one-hot; as published (see `diversity_0`)."""
+    one_hot = F.one_hot(labels, scale.shape[0]).to(noise.dtype)
+    return _published_diversity(features, torch.cat([noise, one_hot], dim=1), 1.0)
+
+
+def diversity_2(
+    features: torch.Tensor, noise: torch.Tensor, labels: torch.Tensor, _scale: torch.Tensor
+) -> torch.Tensor:
+    """FedMD-CG eq. 8, L_div^2: eq. 7 weighted by exp(‖y_j - y_k‖_1), which is 1 within a class and e² between; as published."""
+    between = labels[:, None] != labels[None, :]
+    return _published_diversity(features, noise, torch.where(between, 2.0, 0.0).exp())
+
+
+def diversity_normalised(
+    features: torch.Tensor, noise: torch.Tensor, labels: torch.Tensor, scale: torch.Tensor
+) -> torch.Tensor:
+    """A diversity term that works in float32: L_div^0 on NORMALISED distances, over pairs of one class.
+
+    exp(-mean over pairs j < k with y_j = y_k of min(‖f_j - f_k‖ / s_y, 1) · ‖z_j - z_k‖ / √(2q)).
+    s_y is the distance of two real features of the class (root mean square), √(2q) that of two noise vectors, so each factor is
+    about 1 for a generator as spread as the real features, whatever the dimensions. Deviations from eq. 7-8, with reasons: the
+    division keeps the exponent near -1 (no underflow); pairs of different classes are left out, because eq. 5 and 6 already
+    push classes apart while nothing else holds a class's own spread open; and a distance beyond the real one earns nothing, so
+    the term cannot push features out of the real range. Zero when no two rows share a label.
+
+    Args:
+        features: [B, *shape] generated features.
+        noise: [B, q].
+        labels: [B].
+        scale: [C], s_y per class, > 0.
+    """
+    first, second = torch.triu_indices(len(labels), len(labels), offset=1, device=labels.device)
+    same = labels[first] == labels[second]
+    weight = same.to(features.dtype)
+    flat = features.flatten(1)
+    spread = torch.linalg.vector_norm(flat[first] - flat[second], dim=1) / scale[labels[first]]
+    apart = torch.linalg.vector_norm(noise[first] - noise[second], dim=1) / (2.0 * noise.shape[1]) ** 0.5
+    pairs = weight.sum()
+    mean = (spread.clamp(max=1.0) * apart * weight).sum() / pairs.clamp(min=1.0)
+    return torch.where(pairs > 0, (-mean).exp(), torch.zeros_like(mean))
+
+
+DiversityLoss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+DIVERSITIES: Mapping[str, DiversityLoss] = {
+    "normalised": diversity_normalised,
+    "published_0": diversity_0,
+    "published_1": diversity_1,
+    "published_2": diversity_2,
+}

@@ -1,0 +1,190 @@
+"""FedCG (Wu et al., IJCAI-22): share a classifier and a conditional GAN's generator, keep extractor and discriminator.
+
+Local round = algorithm 1 (eq. 1-4), server = algorithm 2 (eq. 5-6). Readings, where the paper leaves room:
+  * eq. 2's squared norm is a mean over elements; the global generator runs in eval mode and has no gradient;
+  * γ(round) = 2 / (1 + exp(-10 p)) - 1 with p = min((round - 1) / ramp_rounds, 1): the authors count rounds from 0 and ramp over
+    50, so the untrained generator of the first round has no weight;
+  * eq. 4 is minimised, with the non-saturating generator loss, one generator pass for both steps; Adam's betas are (0.5, 0.999);
+  * generated rows come in pairs of one label (the first half of the batch's labels, twice), so that the mode-seeking term
+    compares two draws of the SAME class; the batch keeps its size, and its labels their distribution;
+  * eq. 5's softmax is over the weighted SUM of logits; eq. 6 is KL(ensemble ‖ student).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from pydantic import Field
+from torch import nn
+
+from fedcg.learning.data import ImageSet
+from fedcg.learning.distillation import SHARED, Distillation, EnsembleAggregator
+from fedcg.learning.loops import (
+    Block,
+    FeatureSource,
+    LossMeter,
+    Penalty,
+    PenaltyMaker,
+    adam,
+    generate,
+    index_blocks,
+    slices,
+    steps_of,
+    train_classifier,
+)
+from fedcg.learning.losses import discriminator_loss, feature_mse, generator_loss, mode_seeking
+from fedcg.learning.method import (
+    Aggregate,
+    ClientState,
+    LocalResult,
+    Method,
+    RoundContext,
+    ServerState,
+    SharedResult,
+    Spill,
+    TrainingParams,
+    Weights,
+)
+from fedcg.learning.networks import load_part, weights_of
+from fedcg.learning.spec import FederationSpec
+from fedcg.wire.parts import Part, Report
+
+PRIVATE = frozenset({Part.EXTRACTOR, Part.DISCRIMINATOR})
+_GAN_BETAS = (0.5, 0.999)
+
+
+class FedcgParams(TrainingParams):
+    """Parameters of FedCG; the defaults are the paper's, less the number of local epochs of a demo."""
+
+    gan_lr: float = Field(default=3e-4, gt=0, description="learning rate of generator and discriminator (η2)")
+    gamma_max: float = Field(default=1.0, ge=0, description="weight of the feature loss, eq. 3, at the end of its ramp")
+    ramp_rounds: int = Field(default=50, ge=1, description="rounds over which γ rises from 0")
+    diversity: float = Field(default=1.0, ge=0, description="weight of the mode-seeking term in the generator's loss")
+    server_iterations: int = Field(default=2000, ge=1, description="student steps on the server (T)")
+    server_batch: int = Field(default=16, ge=2, description="rows of a student step (B)")
+    server_lr: float = Field(default=3e-4, gt=0, description="learning rate of the student (η3)")
+
+
+def gamma(round_number: int, params: FedcgParams) -> float:
+    """Weight γ of eq. 3 in a round counted from 1: 0 in the first, `gamma_max` times a logistic ramp afterwards."""
+    progress = min((round_number - 1) / params.ramp_rounds, 1.0)
+    return params.gamma_max * (2.0 / (1.0 + math.exp(-10.0 * progress)) - 1.0)
+
+
+def init_client(spec: FederationSpec, initial: Mapping[Part, Weights]) -> ClientState:
+    """A client starts with the initial weights of all four parts."""
+    return ClientState({part: initial[part] for part in Part})
+
+
+def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None, ctx: RoundContext) -> LocalResult:
+    """Algorithm 1: load both shared parts, train E and C on eq. 3, then G and D on eq. 4 with E frozen.
+
+    Without an aggregate the client's own shared parts stand in for the global ones.
+    """
+    params = FedcgParams.model_validate(ctx.spec.params)
+    weights = {**state.parts, **(aggregate.parts if aggregate else {})}
+    nets = {part: load_part(ctx.spec, part, weights[part], ctx.device) for part in Part}
+    data = data.to(ctx.device)
+    penalty = feature_penalty(nets[Part.GENERATOR], gamma(ctx.round, params), ctx)
+    loss = train_classifier(nets[Part.EXTRACTOR], nets[Part.CLASSIFIER], data, params, ctx, penalty)
+    source = FeatureSource(nets[Part.EXTRACTOR], data, ctx.spec)
+    train_gan(nets[Part.GENERATOR], nets[Part.DISCRIMINATOR], source, params, ctx)
+    kept = {part: weights_of(net) for part, net in nets.items()}
+    shared = {part: weights_of(nets[part]) for part in sorted(SHARED)}
+    return LocalResult(SharedResult(shared), ClientState(kept), Report(examples=len(data), loss=loss))
+
+
+def feature_penalty(global_generator: nn.Module, weight: float, ctx: RoundContext) -> PenaltyMaker:
+    """γ · L_dist (eq. 2-3) against the frozen global generator; fresh noise for every image of every epoch."""
+    stream = ctx.streams.generator("classify", "noise")
+
+    def per_block(block: Block) -> Penalty | None:
+        if weight == 0.0:
+            return None
+        noise = torch.randn(len(block.labels), ctx.spec.network.noise_dim, generator=stream).to(ctx.device)
+        target = generate(global_generator, noise, block.labels)
+        return lambda rows, features, logits: weight * feature_mse(features, target[rows])
+
+    return per_block
+
+
+def paired_labels(labels: torch.Tensor) -> torch.Tensor:
+    """Labels of generated rows such that rows j and j + B//2 share one: the batch's first half, twice (an odd row more)."""
+    half = len(labels) // 2
+    return torch.cat([labels[:half], labels[: len(labels) - half]])
+
+
+def train_gan(
+    generator: nn.Module, discriminator: nn.Module, source: FeatureSource, params: FedcgParams, ctx: RoundContext
+) -> None:
+    """Algorithm 1 lines 10-18: alternate one discriminator and one generator step (eq. 4) on features of the frozen extractor.
+
+    Raises:
+        DivergedError: a loss is not finite or exploded.
+    """
+    generator.train()
+    discriminator.train()
+    weights = list(discriminator.parameters())
+    judge = adam(weights, params.gan_lr, params.weight_decay, _GAN_BETAS)
+    forger = adam(generator.parameters(), params.gan_lr, params.weight_decay, _GAN_BETAS)
+    steps, done = steps_of(params, len(source.labels)), 0
+    streams = ctx.streams.at("generate")
+    order, mirror, stream = (streams.generator(name) for name in ("order", "flip", "noise"))
+    meter = LossMeter("generator and discriminator", ctx.device)
+    for index in index_blocks(len(source.labels), params.batch_size, steps, order):
+        real, labels = source.rows(index, mirror)
+        noise = torch.randn(len(labels), ctx.spec.network.noise_dim, generator=stream).to(ctx.device)
+        for rows in slices(len(labels), params.batch_size):
+            asked = paired_labels(labels[rows])
+            fake = generator(noise[rows], asked)
+            size, half = len(asked), len(asked) // 2
+            logits = discriminator(torch.cat([real[rows], fake.detach()]), torch.cat([labels[rows], asked]))
+            loss = discriminator_loss(logits[:size], logits[size:])
+            judge.zero_grad()
+            loss.backward()
+            judge.step()
+            for weight in weights:
+                weight.requires_grad_(False)  # noqa: FBT003 - torch's own signature
+            forged = generator_loss(discriminator(fake, asked))
+            z = noise[rows]
+            forged = forged + params.diversity * mode_seeking(
+                fake[:half], fake[half : 2 * half], z[:half], z[half : 2 * half]
+            )
+            forger.zero_grad()
+            forged.backward()
+            forger.step()
+            for weight in weights:
+                weight.requires_grad_(True)  # noqa: FBT003
+            meter.add(loss + forged)
+            done += 1
+            ctx.progress("generate", done, steps)
+        meter.check()
+
+
+def init_server(spec: FederationSpec, initial: Mapping[Part, Weights]) -> ServerState:
+    """The first aggregate is the initial generator and classifier: everyone starts from the same weights."""
+    return ServerState(Aggregate({part: initial[part] for part in sorted(SHARED)}))
+
+
+def aggregator(state: ServerState, ctx: RoundContext, spill: Spill) -> EnsembleAggregator:
+    """Algorithm 2."""
+    params = FedcgParams.model_validate(ctx.spec.params)
+    settings = Distillation(params.server_iterations, params.server_batch, params.server_lr, params.weight_decay)
+    return EnsembleAggregator(settings, ctx, spill)
+
+
+METHOD = Method(
+    name="fedcg",
+    title="FedCG: shared classifier and GAN generator, ensemble distillation",
+    params_type=FedcgParams,
+    shared_up=SHARED,
+    shared_down=SHARED,
+    private_parts=PRIVATE,
+    needs_label_counts=False,
+    init_client=init_client,
+    local_round=local_round,
+    init_server=init_server,
+    aggregator=aggregator,
+)

@@ -1,0 +1,72 @@
+"""Splits: a network cut into a private extractor and a public classifier.
+
+`lenet5` is FedCG's backbone as its authors' code has it (facts in the paper's README): sigmoid after average pooling, so a
+feature of a 32x32 image is 16x5x5 in (0, 1). `lenet5_relu` is the same cut with ReLU and max pooling: features >= 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from torch import nn
+
+
+class FeatureRange(str, Enum):
+    """The interval that an extractor's features lie in; the generator's last activation follows it."""
+
+    UNIT = "unit"
+    NON_NEGATIVE = "non_negative"
+
+
+@dataclass(frozen=True)
+class Split:
+    """A named split.
+
+    Attributes:
+        extractor: image channels -> module taking [B, C, H, W] to features.
+        classifier: (feature shape, classes) -> module taking features to [B, classes] logits.
+        feature_range: where features lie.
+        smallest_side: the least height and width of an image.
+    """
+
+    extractor: Callable[[int], nn.Module]
+    classifier: Callable[[tuple[int, ...], int], nn.Module]
+    feature_range: FeatureRange
+    smallest_side: int
+
+
+def _extractor_sigmoid(channels: int) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(channels, 6, 5), nn.AvgPool2d(2), nn.Sigmoid(), nn.Conv2d(6, 16, 5), nn.AvgPool2d(2), nn.Sigmoid()
+    )
+
+
+def _extractor_relu(channels: int) -> nn.Module:
+    # Pooling before the activation: max and ReLU commute, and ReLU then works on a quarter of the elements.
+    return nn.Sequential(
+        nn.Conv2d(channels, 6, 5), nn.MaxPool2d(2), nn.ReLU(), nn.Conv2d(6, 16, 5), nn.MaxPool2d(2), nn.ReLU()
+    )
+
+
+def _classifier(activation: Callable[[], nn.Module]) -> Callable[[tuple[int, ...], int], nn.Module]:
+    def build(feature_shape: tuple[int, ...], classes: int) -> nn.Module:
+        return nn.Sequential(
+            nn.Flatten(),
+            nn.Linear(math.prod(feature_shape), 120),
+            activation(),
+            nn.Linear(120, 84),
+            activation(),
+            nn.Linear(84, classes),
+        )
+
+    return build
+
+
+# Two 5x5 convolutions, each followed by halving: ((16 - 4) / 2 - 4) / 2 = 1.
+SPLITS: Mapping[str, Split] = {
+    "lenet5": Split(_extractor_sigmoid, _classifier(nn.Sigmoid), FeatureRange.UNIT, 16),
+    "lenet5_relu": Split(_extractor_relu, _classifier(nn.ReLU), FeatureRange.NON_NEGATIVE, 16),
+}

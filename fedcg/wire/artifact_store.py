@@ -1,0 +1,92 @@
+"""A directory of artifacts, each in a file named by its sha256. Knows nothing of what is inside."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from fedcg.wire.errors import IntegrityError, MalformedError
+
+_ID = re.compile(r"[0-9a-f]{64}")
+
+
+class ArtifactStore:
+    """Artifacts in one directory; what `put` returned survives a power cut."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        root.mkdir(parents=True, exist_ok=True)
+
+    def put(self, data: bytes) -> str:
+        """Keep an artifact durably (temporary file, fsync, rename, fsync of the directory) and return its id."""
+        name = hashlib.sha256(data).hexdigest()
+        target = self._root / name
+        if target.exists() and target.stat().st_size == len(data) and self._is_sound(name):
+            return name
+        descriptor, temporary = tempfile.mkstemp(prefix=".incoming-", dir=self._root)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            Path(temporary).replace(target)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+        self._sync_directory()
+        return name
+
+    def get(self, artifact: str) -> bytes:
+        """The bytes of an artifact.
+
+        Raises:
+            FileNotFoundError: it is not here.
+            IntegrityError: the file's content is not what its name says; delete it and fetch it again.
+        """
+        data = self.path(artifact).read_bytes()
+        if hashlib.sha256(data).hexdigest() != artifact:
+            raise IntegrityError(
+                f"{self.path(artifact)} is damaged: its content does not have the sha256 it is named by"
+            )
+        return data
+
+    def path(self, artifact: str) -> Path:
+        """Where an artifact is or would be.
+
+        Raises:
+            MalformedError: not 64 hex digits.
+        """
+        if not _ID.fullmatch(artifact):
+            raise MalformedError(f"{artifact!r} is not an artifact id (64 hex digits)")
+        return self._root / artifact
+
+    def has(self, artifact: str) -> bool:
+        """Whether an artifact is here (its content is checked by `get`)."""
+        return self.path(artifact).is_file()
+
+    def delete(self, artifact: str) -> None:
+        """Forget an artifact; nothing happens when it is not here."""
+        self.path(artifact).unlink(missing_ok=True)
+        self._sync_directory()
+
+    def ids(self) -> Iterator[str]:
+        """The ids of all artifacts here, sorted."""
+        return iter(sorted(entry.name for entry in self._root.iterdir() if _ID.fullmatch(entry.name)))
+
+    def _is_sound(self, artifact: str) -> bool:
+        try:
+            self.get(artifact)
+        except IntegrityError:
+            return False
+        return True
+
+    def _sync_directory(self) -> None:
+        descriptor = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

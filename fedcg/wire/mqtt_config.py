@@ -1,0 +1,119 @@
+"""How to reach a broker, and what to tell an operator when it can't be reached. Knows nothing of MQTT libraries."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from fedcg.wire.errors import TransportError
+
+Protocol = Literal["5", "3.1.1", "auto"]
+LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
+
+
+@dataclass(frozen=True)
+class TlsFiles:
+    """PEM files of mutual TLS: the authority that signed the broker's certificate, and this side's own pair."""
+
+    ca: Path
+    cert: Path
+    key: Path
+
+    def context(self) -> ssl.SSLContext:
+        """A TLS 1.3 client context that checks the broker's certificate and name and shows our own.
+
+        Raises:
+            TransportError: a file is missing or not usable; says which.
+        """
+        for path in (self.ca, self.cert, self.key):
+            if not path.is_file():
+                raise TransportError(f"the TLS file {path} is missing; enrol the device again or correct the configuration")
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        try:
+            context.load_verify_locations(self.ca)
+            context.load_cert_chain(self.cert, self.key)
+        except (ssl.SSLError, OSError) as error:
+            raise TransportError(f"the TLS files {self.ca}, {self.cert} and {self.key} don't work together: {error}") from error
+        return context
+
+
+@dataclass(frozen=True)
+class MqttConfig:
+    """A broker and this client's identity on it.
+
+    Attributes:
+        identity: MQTT client id; over TLS the certificate's common name must be the same.
+        tls: mutual TLS; None only with `insecure` and a loopback host.
+        protocol: "auto" tries MQTT 5 first and falls back to 3.1.1 when the broker refuses it.
+        queue_max, queue_max_bytes: bound on what waits to be sent or acknowledged.
+        assumed_max_packet: largest packet in bytes for a broker that does not tell its own (any with 3.1.1); the
+            smallest limit among the known brokers is 128 KB.
+    """
+
+    host: str
+    port: int
+    identity: str
+    tls: TlsFiles | None = None
+    insecure: bool = False
+    protocol: Protocol = "auto"
+    keepalive_s: int = 30
+    connect_timeout_s: float = 5.0
+    queue_max: int = 1000
+    queue_max_bytes: int = 64 * 1024 * 1024
+    assumed_max_packet: int = 128 * 1024
+
+    def __post_init__(self) -> None:
+        if self.tls is None and not (self.insecure and self.host in LOOPBACK):
+            raise ValueError(
+                f"no TLS files for the broker at {self.host}:{self.port}: plain text needs insecure=True and a loopback host"
+            )
+        if self.tls is not None and self.insecure:
+            raise ValueError("insecure=True contradicts the TLS files; leave one of them out")
+
+    @property
+    def address(self) -> str:
+        """Host and port for messages to people."""
+        return f"{self.host}:{self.port}"
+
+
+def explain_failure(config: MqttConfig, error: OSError) -> str:
+    """What an operator should look at when connecting failed with `error`."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        cause = (
+            f"its certificate was not accepted ({error.verify_message}): it must be signed by the configured CA, name "
+            f"{config.host} and be valid now; check this machine's clock too"
+        )
+    elif isinstance(error, ssl.SSLError):
+        cause = f"TLS failed ({error.reason or error}): the port may not speak TLS 1.3, or it refuses this certificate"
+    elif isinstance(error, ConnectionRefusedError):
+        cause = "nobody listens there: is the broker running, is the port right, does a firewall refuse?"
+    elif isinstance(error, socket.gaierror):
+        cause = f"the name can't be resolved ({error.strerror}): check the host name and DNS"
+    elif isinstance(error, TimeoutError):
+        cause = "no answer in time: check the address, the route and firewalls"
+    else:
+        cause = f"{error}"
+    return f"no connection to the broker at {config.address}: {cause}"
+
+
+def explain_refusal(config: MqttConfig, reason: str) -> str:
+    """What an operator should look at when the broker answered with a refusal."""
+    return (
+        f"the broker at {config.address} refused {config.identity!r}: {reason}. Likely causes: the identity is not in the "
+        "broker's access list, it is not the certificate's common name, or the protocol version is not supported"
+    )
+
+
+def explain_silence(config: MqttConfig, reason: str) -> str:
+    """What an operator should look at when the broker hung up before it answered; TLS 1.3 shows no better reason."""
+    causes = "the protocol version is not supported"
+    if config.tls is not None:
+        causes = (
+            f"the broker does not accept the certificate {config.tls.cert} (signed by another CA, expired, revoked, or this "
+            "machine's clock is wrong), or " + causes
+        )
+    return f"the broker at {config.address} hung up before answering ({reason}). Likely causes: {causes}"

@@ -1,0 +1,105 @@
+"""SIGKILL each process while its phase is demonstrably under way; the final aggregate must be that of an undisturbed run."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.stack import Stack, wait_for
+
+pytestmark = [pytest.mark.broker, pytest.mark.timeout(280)]
+
+# Small enough for seconds, long enough that a phase can be caught in the middle.
+PARAMS = {"epochs": 6, "server_iterations": 1200, "server_batch": 16, "ramp_rounds": 2}
+VICTIM = "site-2"
+
+
+def _stack(root: Path) -> Stack:
+    return Stack(root=root, params=PARAMS, rounds=2)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The sha256 of the final aggregate of a run that nobody disturbs."""
+    stack = _stack(tmp_path_factory.mktemp("undisturbed"))
+    try:
+        stack.prepare()
+        stack.start_all()
+        stack.wait_finished()
+        return stack.final_aggregate()
+    finally:
+        stack.stop()
+
+
+@pytest.fixture
+def stack(tmp_path: Path) -> Any:
+    stack = _stack(tmp_path)
+    stack.prepare()
+    stack.start_all()
+    yield stack
+    stack.stop()
+
+
+def _under_way(event: dict[str, Any]) -> bool:
+    """Progress inside the generator phase of round 1, after its first step."""
+    return event["event"] == "progress" and event["phase"] == "generate" and event["round"] == 1 and event["step"] > 0
+
+
+def _entries(stack: Stack, of: str, phase: str, round_number: int) -> list[dict[str, Any]]:
+    return [
+        event
+        for event in stack.events(of)
+        if event["event"] == "phase_started" and event["phase"] == phase and event["round"] == round_number
+    ]
+
+
+def _committed(stack: Stack) -> list[tuple[int, int]]:
+    return [(event["round"], event["attempt"]) for event in stack.events(VICTIM) if event["event"] == "committed"]
+
+
+def test_a_killed_trainer_repeats_its_round_and_the_result_is_the_same(stack: Stack, undisturbed: str) -> None:
+    progress = stack.wait_event(VICTIM, _under_way, "training is under way")
+    os.kill(progress["pid"], signal.SIGKILL)
+    stack.wait_finished()
+    assert len({event["pid"] for event in _entries(stack, VICTIM, "classify", 1)}) == 2
+    assert _committed(stack) == [(1, 1), (2, 1)]
+    assert stack.final_aggregate() == undisturbed
+
+
+def test_a_killed_agent_resumes_and_the_result_is_the_same(stack: Stack, undisturbed: str) -> None:
+    progress = stack.wait_event(VICTIM, _under_way, "training is under way")
+    stack.kill(VICTIM)
+    wait_for(lambda: not Path(f"/proc/{progress['pid']}").exists(), "the trainer dies with its agent", 10)
+    assert _committed(stack) == []
+    stack.start_agent(VICTIM)
+    stack.wait_finished()
+    assert len({event["pid"] for event in _entries(stack, VICTIM, "classify", 1)}) == 2
+    assert _committed(stack) == [(1, 1), (2, 1)]
+    assert stack.final_aggregate() == undisturbed
+
+
+def _distilling(event: dict[str, Any]) -> bool:
+    return event["event"] == "progress" and event["phase"] == "distil" and event["round"] == 1 and event["step"] > 0
+
+
+def test_a_killed_aggregation_worker_is_started_again_and_the_result_is_the_same(stack: Stack, undisturbed: str) -> None:
+    progress = stack.wait_event("coordinator", _distilling, "distillation is under way")
+    os.kill(progress["pid"], signal.SIGKILL)
+    stack.wait_finished()
+    assert len({event["pid"] for event in _entries(stack, "coordinator", "distil", 1)}) == 2
+    assert stack.final_aggregate() == undisturbed
+
+
+def test_a_killed_coordinator_resumes_the_same_attempt_and_the_result_is_the_same(stack: Stack, undisturbed: str) -> None:
+    stack.wait_event("coordinator", _distilling, "distillation is under way")
+    stack.kill("coordinator")
+    stack.start_coordinator()
+    stack.wait_finished()
+    entered = _entries(stack, "coordinator", "distil", 1)
+    assert len({event["pid"] for event in entered}) == 2
+    assert {event["attempt"] for event in entered} == {1}
+    assert stack.final_aggregate() == undisturbed

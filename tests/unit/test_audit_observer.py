@@ -1,0 +1,277 @@
+"""The observer sees every part, field and byte that crosses, whether or not it should."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from audit.capture import Capture
+from audit.check import check_recording
+from audit.errors import CaptureError, DecodeError
+from audit.observer import Observer, read_frames
+from fedcg.wire.artifacts import ArtifactHeader, pack
+from fedcg.wire.memory import MemoryBroker, MemoryTransport
+from fedcg.wire.messages import Finished, Manifest, Offer
+from fedcg.wire.parts import Part, Report
+from fedcg.wire.signing import SigningKey, seal
+from fedcg.wire.topics import Topics
+from fedcg.wire.transfer import frames_for, make_ref
+
+TOPICS = Topics("digits")
+KEY = SigningKey.generate()
+EXTRACTOR = np.random.default_rng(0).normal(0, 1, (6, 1, 5, 5)).astype(np.float32)
+
+
+def update(part: Part = Part.CLASSIFIER, value: np.ndarray | None = None, seed: int = 1) -> bytes:
+    header = ArtifactHeader(
+        kind="update",
+        method="fedcg",
+        federation="digits",
+        round=2,
+        attempt=1,
+        client="client-1",
+        report=Report(examples=10, accuracy=0.5),
+    )
+    tensor = np.random.default_rng(seed).normal(0, 1, (6, 1, 5, 5)).astype(np.float32) if value is None else value
+    return pack(header, {part: {"weight": tensor}})
+
+
+def manifest(data: bytes) -> bytes:
+    return seal(
+        Manifest(
+            federation="digits",
+            sender="client-1",
+            recipient="coordinator",
+            round=2,
+            attempt=1,
+            artifact=make_ref(data, 256),
+        ),
+        KEY,
+    )
+
+
+def frames(data: bytes) -> list[bytes]:
+    reference = make_ref(data, 256)
+    return list(frames_for(data, reference, ((0, reference.chunks),)))
+
+
+def test_an_update_is_decoded_and_its_bytes_are_counted_to_its_device_and_round() -> None:
+    capture, data = Capture("digits"), update()
+    capture.feed(TOPICS.up_control("client-1"), manifest(data))
+    completed = [capture.feed(TOPICS.up_chunk("client-1"), frame) for frame in frames(data)]
+    assert [[found.data for found in after] for after in completed] == [[]] * (len(completed) - 1) + [[data]]
+    (seen,) = capture.artifacts.values()
+    assert (seen.kind, seen.sender, seen.round, seen.parts) == ("update", "client-1", 2, ("classifier",))
+    assert seen.report == ("accuracy", "examples")
+    assert seen.tensors == {"classifier/weight": (6, 1, 5, 5)}
+    expected = len(manifest(data)) + sum(map(len, frames(data)))
+    assert capture.bytes_per_round() == {"client-1": {"up": {"2": expected}}}
+
+
+def test_a_planted_extractor_is_seen_by_name() -> None:
+    capture, data = Capture("digits"), update(Part.EXTRACTOR)
+    for frame in frames(data):
+        capture.feed(TOPICS.up_chunk("client-1"), frame)
+    capture.feed(TOPICS.up_control("client-1"), manifest(data))
+    assert capture.record()["parts_on_wire"] == ["extractor"]
+
+
+def test_chunks_in_any_order_repeated_and_before_the_manifest_still_make_the_artifact() -> None:
+    capture, data = Capture("digits"), update()
+    mixed = frames(data)[::-1]
+    for frame in mixed[:2] + mixed:
+        capture.feed(TOPICS.up_chunk("client-1"), frame)
+    assert not capture.artifacts
+    assert capture.feed(TOPICS.up_control("client-1"), manifest(data))
+
+
+def test_a_missing_chunk_is_reported_and_keeps_the_recording_from_being_finished() -> None:
+    capture, data = Capture("digits"), update()
+    capture.feed(TOPICS.up_control("client-1"), manifest(data))
+    for frame in frames(data)[:-1]:
+        capture.feed(TOPICS.up_chunk("client-1"), frame)
+    assert len(capture.record()["incomplete"]) == 1  # type: ignore[arg-type]
+    assert not capture.is_finished
+
+
+def test_damaged_and_foreign_frames_are_counted_and_harmless() -> None:
+    capture = Capture("digits")
+    capture.feed(TOPICS.up_chunk("client-1"), b"not a chunk")
+    capture.feed(TOPICS.offer, b"not an envelope")
+    capture.feed(TOPICS.offer, b"")
+    capture.feed("elsewhere/topic", b"x")
+    record = capture.record()
+    assert (record["damaged_frames"], record["foreign_frames"]) == (2, 1)
+
+
+def test_message_fields_are_listed_even_when_the_protocol_does_not_know_them() -> None:
+    capture = Capture("digits")
+    payload = json.dumps({"kind": "gossip", "sender": "client-1", "round": 1, "faces": ["a"]}).encode()
+    capture.feed(TOPICS.up_control("client-1"), b"FCG1" + bytes(64) + payload)
+    assert capture.record()["messages"] == {"gossip": {"count": 1, "fields": ["faces"], "senders": ["client-1"]}}
+
+
+def until(condition: Callable[[], bool], deadline_s: float = 10.0) -> None:
+    end = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < end, "the condition did not come true in time"
+        threading.Event().wait(0.01)
+
+
+@dataclass
+class Recording:
+    broker: MemoryBroker
+    device: MemoryTransport
+    coordinator: MemoryTransport
+
+
+def rules(identity: str, action: str, topic: str) -> bool:
+    allowed = TOPICS.may_publish if action == "publish" else TOPICS.may_read
+    return allowed(identity, topic)
+
+
+@pytest.fixture
+def wire() -> Recording:
+    broker = MemoryBroker(rules=rules)
+    device, coordinator = MemoryTransport(broker, "client-1"), MemoryTransport(broker, "coordinator")
+    for transport in (device, coordinator):
+        transport.start(lambda _: None, lambda _: None)
+    return Recording(broker, device, coordinator)
+
+
+def send_update(wire: Recording, data: bytes) -> None:
+    wire.device.publish(TOPICS.up_control("client-1"), manifest(data))
+    for frame in frames(data):
+        wire.device.publish(TOPICS.up_chunk("client-1"), frame)
+
+
+def end_federation(wire: Recording) -> bytes:
+    spec = b'{"format":1}'
+    header = ArtifactHeader(
+        kind="aggregate", method="fedcg", federation="digits", round=2, attempt=1, client="coordinator"
+    )
+    final = pack(header, {Part.CLASSIFIER: {"weight": np.ones((2, 2), np.float32)}})
+    for data in (spec, final):
+        for frame in frames(data):
+            wire.coordinator.publish(TOPICS.aggregate, frame)
+    message = Finished(
+        federation="digits",
+        sender="coordinator",
+        recipient="*",
+        spec=make_ref(spec, 256),
+        aggregate=make_ref(final, 256),
+    )
+    wire.coordinator.publish(TOPICS.offer, seal(message, KEY), retain=True)
+    return final
+
+
+def record(wire: Recording, out: Path, traffic: Callable[[], None]) -> dict[str, object]:
+    observer = Observer(MemoryTransport(wire.broker, "observer"), "digits", out, keep_frames=True)
+    ready = threading.Event()
+    observer.start()
+    thread = threading.Thread(
+        target=observer.run, args=(threading.Event(),), kwargs={"until_finished": True, "on_ready": ready.set}
+    )
+    thread.start()
+    assert ready.wait(10)
+    traffic()
+    thread.join(20)
+    assert not thread.is_alive()
+    result: dict[str, object] = json.loads((out / "wire.json").read_text())
+    return result
+
+
+def test_a_whole_recording_ends_with_the_federation_and_is_complete(wire: Recording, tmp_path: Path) -> None:
+    data = update()
+
+    def traffic() -> None:
+        send_update(wire, data)
+        end_federation(wire)
+
+    written = record(wire, tmp_path, traffic)
+    assert written["finished"] is True
+    assert written["parts_on_wire"] == ["classifier"]
+    assert written["fields_on_wire"] == ["accuracy", "examples"]
+    assert sorted(entry["kind"] for entry in written["artifacts"]) == ["aggregate", "spec", "update"]  # type: ignore[attr-defined]
+    stored = {path.read_bytes() for path in (tmp_path / "artifacts").iterdir()}
+    assert data in stored
+    kept = list(read_frames(tmp_path / "frames.bin"))
+    assert (TOPICS.up_control("client-1"), manifest(data)[4:20]) in [(topic, payload[4:20]) for topic, payload in kept]
+    assert all(frame in [payload for _, payload in kept] for frame in frames(data))
+
+
+def test_a_recording_is_continued_where_an_earlier_one_stopped(wire: Recording, tmp_path: Path) -> None:
+    first = Observer(MemoryTransport(wire.broker, "observer"), "digits", tmp_path)
+    first.start()
+    send_update(wire, update(seed=1))
+    stop = threading.Event()
+    thread = threading.Thread(
+        target=first.run, args=(stop,), kwargs={"until_finished": False, "on_ready": lambda: None}
+    )
+    thread.start()
+    until(lambda: len(list((tmp_path / "artifacts").iterdir())) == 1)
+    stop.set()
+    thread.join(10)
+    before = json.loads((tmp_path / "wire.json").read_text())["bytes"]["client-1"]["up"]["2"]
+
+    def traffic() -> None:
+        send_update(wire, update(seed=2))
+        end_federation(wire)
+
+    written = record(wire, tmp_path, traffic)
+    assert len([entry for entry in written["artifacts"] if entry["kind"] == "update"]) == 2  # type: ignore[attr-defined]
+    assert written["bytes"]["client-1"]["up"]["2"] > before  # type: ignore[index]
+
+
+@pytest.mark.parametrize(("planted", "leaks"), [(False, False), (True, True)], ids=["clean", "planted"])
+def test_a_recording_is_checked_against_private_weights(
+    wire: Recording, tmp_path: Path, planted: bool, leaks: bool
+) -> None:
+    save_file(
+        {"personal/extractor/weight": EXTRACTOR, "personal/classifier/weight": EXTRACTOR},
+        tmp_path / "state.safetensors",
+    )
+
+    def traffic() -> None:
+        send_update(wire, update(Part.GENERATOR, EXTRACTOR if planted else None))
+        end_federation(wire)
+
+    record(wire, tmp_path / "seen", traffic)
+    check = check_recording(tmp_path / "seen", [tmp_path / "state.safetensors"])
+    assert check.private_tensors == 1
+    assert {match.how for match in check.matches} == ({"value", "bytes"} if leaks else set())
+
+
+def test_a_check_of_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CaptureError, match="not an observer's folder"):
+        check_recording(tmp_path, [])
+    (tmp_path / "wire.json").write_text(json.dumps({"artifacts": []}))
+    save_file({"classifier/weight": EXTRACTOR}, tmp_path / "state.safetensors")
+    with pytest.raises(DecodeError, match="no tensor of a private part"):
+        check_recording(tmp_path, [tmp_path / "state.safetensors"])
+
+
+def test_the_offers_spec_counts_as_a_spec() -> None:
+    capture, spec = Capture("digits"), b'{"format":1}'
+    offer = Offer(
+        federation="digits",
+        sender="coordinator",
+        recipient="*",
+        round=1,
+        spec=make_ref(spec, 256),
+        aggregate=make_ref(update(), 256),
+        rounds=3,
+        deadline_at=1.0,
+    )
+    capture.feed(TOPICS.offer, seal(offer, KEY))
+    for frame in frames(spec):
+        capture.feed(TOPICS.aggregate, frame)
+    assert [seen.kind for seen in capture.artifacts.values()] == ["spec"]
