@@ -6,7 +6,7 @@ import json
 import signal
 import threading
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -21,7 +21,7 @@ def observe(
     tls: Annotated[Path, typer.Option(help="folder with ca.pem, observer.pem, observer.key")],
     host: Annotated[str, typer.Option(help="the broker's host")] = "127.0.0.1",
     identity: Annotated[str, typer.Option(help="name in the certificate")] = "observer",
-    protocol: Annotated[str, typer.Option(help="auto, 5 or 3.1.1")] = "auto",
+    protocol: Annotated[Literal["auto", "5", "3.1.1"], typer.Option(help="MQTT version")] = "auto",
     until_finished: Annotated[bool, typer.Option("--until-finished", help="end when the federation has ended")] = False,
     frames: Annotated[bool, typer.Option("--frames", help="also keep every frame as it came, in frames.bin")] = False,
 ) -> None:
@@ -29,12 +29,9 @@ def observe(
 
     Prints `ready` once it listens. Ends on SIGTERM or Ctrl-C with the record complete.
     """
+    from audit.observer import Observer
     from fedcg.wire.mqtt import MqttConfig, MqttTransport, TlsFiles
 
-    from audit.observer import Observer
-
-    if protocol not in ("auto", "5", "3.1.1"):
-        raise typer.BadParameter(f"protocol {protocol!r} is none of auto, 5, 3.1.1")
     files = TlsFiles(ca=tls / "ca.pem", cert=tls / f"{identity}.pem", key=tls / f"{identity}.key")
     transport = MqttTransport(MqttConfig(host=host, port=port, identity=identity, tls=files, protocol=protocol))
     observer = Observer(transport, federation, out, keep_frames=frames)

@@ -120,7 +120,7 @@ class Workbench:
             device=self._device,
             progress=Throttle(job, self._send),
         )
-        self._spill = DirectorySpill(spill_directory(self._settings.spill, job))
+        self._spill = DirectorySpill(spill_directory(self._settings.spill, job.federation, job.round, job.attempt))
         self._aggregator = self._method.aggregator(state, context, self._spill)
 
     def _add(self, request: AddUpdate) -> None:
@@ -217,6 +217,6 @@ class DirectorySpill:
         return self._directory / f"{client}.safetensors"
 
 
-def spill_directory(root: Path, job: Job) -> Path:
+def spill_directory(root: Path, federation: str, round_number: int, attempt: int) -> Path:
     """Where an attempt's rows lie."""
-    return root / job.federation / f"{job.round}-{job.attempt}"
+    return root / federation / f"{round_number}-{attempt}"

@@ -42,11 +42,21 @@ class Uploads:
     def __init__(self) -> None:
         self._active: dict[str, _Upload] = {}
 
-    def begin(self, device: str, manifest: Manifest, now: float) -> Grant | None:
-        """Take note of a manifest; a repeated one changes nothing. Returns what to grant at once."""
+    def begin(self, device: str, manifest: Manifest, now: float, manifest_at: float) -> Grant | None:
+        """Take note of a manifest; a repeated one changes nothing.
+
+        Args:
+            device: who sent it.
+            manifest: announces the update.
+            now: monotonic seconds.
+            manifest_at: unix time, for the record.
+
+        Returns:
+            What to grant at once.
+        """
         upload = self._active.get(device)
         if upload is None or upload.manifest.artifact != manifest.artifact:
-            upload = _Upload(manifest, now, Receiver(manifest.artifact))
+            upload = _Upload(manifest, manifest_at, Receiver(manifest.artifact))
             self._active[device] = upload
         return self._grant(device, upload, now)
 

@@ -150,6 +150,11 @@ class PrivateStore:
             return None
         return spec if spec.digest == digest else None
 
+    def spec_digests(self) -> frozenset[str]:
+        """Digests of all kept specs that are whole."""
+        kept = (path.stem for path in (self.root / "specs").glob("*.json"))
+        return frozenset(digest for digest in kept if self.spec(digest) is not None)
+
     def accept_snapshot(self, spec: str, round_number: int, make: Callable[[], Snapshot]) -> Snapshot:
         """The snapshot of a round: the one kept when it was first accepted, or a new one that is now kept."""
         path = self.root / "accepted.json"

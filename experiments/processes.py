@@ -38,24 +38,26 @@ def _dying_with_us() -> list[str]:
 
 @dataclass(frozen=True)
 class Child:
-    """A started process and where its output goes."""
+    """A started process and where its output goes: a log file, from `offset` bytes on."""
 
     name: str
     process: asyncio.subprocess.Process
     log: Path
+    offset: int
 
     @property
     def is_running(self) -> bool:
         """Whether it has not ended yet."""
         return self.process.returncode is None
 
-    def tail(self) -> str:
-        """Its last lines of output."""
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-TAIL_LINES:])
+    def lines(self) -> list[str]:
+        """Its lines of output so far."""
+        return self.log.read_bytes()[self.offset :].decode(errors="replace").splitlines()
 
     def ended_too_early(self) -> ProcessError:
         """The error that tells how it ended."""
-        return ProcessError(f"{self.name} ended with exit code {self.process.returncode}; see {self.log}:\n{self.tail()}")
+        last = "\n".join(self.lines()[-TAIL_LINES:])
+        return ProcessError(f"{self.name} ended with exit code {self.process.returncode}; see {self.log}:\n{last}")
 
 
 class Children:
@@ -71,10 +73,13 @@ class Children:
         self._all: list[Child] = []
         logs.mkdir(parents=True, exist_ok=True)
 
-    async def start(self, name: str, command: Sequence[str], extra_environment: Mapping[str, str] | None = None) -> Child:
+    async def start(
+        self, name: str, command: Sequence[str], extra_environment: Mapping[str, str] | None = None
+    ) -> Child:
         """Start a process that goes on by itself."""
         log = self._logs / f"{name}.log"
         with log.open("ab") as output:
+            offset = output.tell()
             process = await asyncio.create_subprocess_exec(
                 *self._prefix,
                 *command,
@@ -84,7 +89,7 @@ class Children:
                 env={**os.environ, **ONE_THREAD, "PYTHONUNBUFFERED": "1", **(extra_environment or {})},
                 start_new_session=True,
             )
-        child = Child(name, process, log)
+        child = Child(name, process, log, offset)
         self._all.append(child)
         return child
 
@@ -99,15 +104,15 @@ class Children:
         if child.process.returncode != 0:
             raise child.ended_too_early()
 
-    async def line(self, child: Child, wanted: str, deadline_s: float, *, start_at: int = 0) -> list[str]:
-        """Wait until a process printed a line that starts with `wanted`; returns all its lines from `start_at` on.
+    async def line(self, child: Child, wanted: str, deadline_s: float) -> list[str]:
+        """Wait until a process printed a line that starts with `wanted`; returns all its lines.
 
         Raises:
             ProcessError: it ended before, or the deadline passed.
         """
         end = time.monotonic() + deadline_s
         while True:
-            lines = child.log.read_text(errors="replace")[start_at:].splitlines()
+            lines = child.lines()
             if any(line.startswith(wanted) for line in lines):
                 return lines
             if not child.is_running:
@@ -135,9 +140,26 @@ class Children:
 
 
 def _signal_group(child: Child, number: signal.Signals) -> None:
-    """Signal what is left of a child's process group; its leader's id stays reserved as long as a member lives."""
+    """Signal what is left of a child's process group.
+
+    While a member of the group lives, the kernel gives its number to no new process; so when the child is gone and its
+    number is in use again, the group was empty and the number is somebody else's.
+    """
+    pid = child.process.pid
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(child.process.pid, number)
+        if not child.is_running and _exists(pid):
+            return
+        os.killpg(pid, number)
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 @contextlib.asynccontextmanager

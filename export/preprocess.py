@@ -21,7 +21,7 @@ from export.errors import InputError
 
 MAX_PIXELS = 50_000_000
 # Raster formats with a decoder inside Pillow. Others are refused before they are parsed: EPS, for one, starts Ghostscript.
-FORMATS = ("PNG", "JPEG", "MPO", "BMP", "GIF", "TIFF", "WEBP", "PPM")
+FORMATS = ("PNG", "JPEG", "BMP", "GIF", "TIFF", "WEBP", "PPM")
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -91,7 +91,7 @@ def _read(path: Path, label: str) -> bytes:
     if not path.exists():
         raise InputError(label, "no such file")
     if not path.is_file():
-        raise InputError(label, "not a file")
+        raise InputError(label, "a folder without images" if path.is_dir() else "not a file")
     try:
         return path.read_bytes()
     except OSError as error:

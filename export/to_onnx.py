@@ -5,9 +5,10 @@ Normalisation and the softmax are in the graph; class names, image form and orig
 
 from __future__ import annotations
 
-import io
+import importlib
 import json
 import logging
+import tempfile
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 OPSET = 18  # what both exporters write without conversion, and what the TensorRT of JetPack 6 reads
 _TRACED_BATCH = 2  # a batch of one would be taken for a constant
+# Unsupported operators, an exporter that this torch no longer has, a package that it needs and that is not installed.
+_EXPORTER_FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, ImportError)
 _log = logging.getLogger(__name__)
 
 Exporter = Literal["torchscript", "dynamo"]
@@ -115,9 +118,8 @@ def export_personal(
 
 def preload() -> None:
     """Import what an export needs, so that the first one does not wait for it; safe to call from a background thread."""
-    import onnx  # noqa: F401
-    import onnx.checker
-    import torch.onnx
+    for name in ("onnx", "onnx.checker", "torch.onnx", "torch.onnx.utils"):
+        importlib.import_module(name)
 
 
 def _convert(
@@ -132,9 +134,7 @@ def _convert(
             with warnings.catch_warnings(), torch.no_grad():
                 warnings.simplefilter("ignore")  # both exporters warn about torch's own internals
                 return convert(model, example), name
-        except (
-            Exception
-        ) as error:  # an exporter fails in its own ways; the next one may do, and what is written is verified
+        except _EXPORTER_FAILURES as error:
             _log.warning("the %s exporter cannot write %s: %s", name, spec.network.split, error)
             failures.append(f"{name}: {error}")
     raise ConversionError(f"{spec.network.split} cannot be written as ONNX; " + "; ".join(failures))
@@ -143,18 +143,19 @@ def _convert(
 def _with_torchscript(model: PersonalModel, example: torch.Tensor) -> onnx.ModelProto:
     import onnx
 
-    buffer = io.BytesIO()
-    torch.onnx.export(
-        model,
-        (example,),
-        buffer,
-        dynamo=False,
-        opset_version=OPSET,
-        input_names=[INPUT_NAME],
-        output_names=list(OUTPUT_NAMES),
-        dynamic_axes={name: {0: "batch"} for name in (INPUT_NAME, *OUTPUT_NAMES)},
-    )
-    return onnx.load_model_from_string(buffer.getvalue())
+    with tempfile.TemporaryDirectory(prefix="fedcg-export-") as folder:
+        path = Path(folder) / "model.onnx"
+        torch.onnx.export(
+            model,
+            (example,),
+            path,
+            dynamo=False,
+            opset_version=OPSET,
+            input_names=[INPUT_NAME],
+            output_names=list(OUTPUT_NAMES),
+            dynamic_axes={name: {0: "batch"} for name in (INPUT_NAME, *OUTPUT_NAMES)},
+        )
+        return onnx.load_model_from_string(path.read_bytes())
 
 
 def _with_dynamo(model: PersonalModel, example: torch.Tensor) -> onnx.ModelProto:

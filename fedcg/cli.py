@@ -74,7 +74,7 @@ def _show_version(asked: bool) -> None:
         raise typer.Exit
 
 
-def _exit_with(code: object) -> None:
+def _exit_with(code: object, **_options: object) -> None:
     if isinstance(code, int) and code:
         raise typer.Exit(code)
 

@@ -8,6 +8,9 @@ from __future__ import annotations
 from importlib.resources import files
 from pathlib import PurePosixPath
 from string import Template
+from typing import Annotated
+
+import typer
 
 DEFAULT_EXECUTABLE = PurePosixPath("/opt/fedcg/venv/bin/fedcg")
 DEFAULT_CONFIG_ROOT = PurePosixPath("/etc/fedcg")
@@ -34,3 +37,18 @@ def render_agent_unit(
             raise ValueError(f"{path} must be an absolute path without spaces, quotes, % or $")
     text = files("edge_client.provision").joinpath(f"{AGENT_UNIT}.template").read_text(encoding="utf-8")
     return Template(text).substitute(executable=executable, config_root=config_root)
+
+
+def unit_command(
+    executable: Annotated[
+        str, typer.Option("--executable", help="Absolute path of the installed `fedcg` command.")
+    ] = str(DEFAULT_EXECUTABLE),
+    config_root: Annotated[
+        str, typer.Option("--config-root", help="Absolute path of the folder with one bundle per federation.")
+    ] = str(DEFAULT_CONFIG_ROOT),
+) -> None:
+    """Print the systemd unit fedcg-agent@.service."""
+    try:
+        print(render_agent_unit(PurePosixPath(executable), PurePosixPath(config_root)), end="")  # noqa: T201 - its output
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error

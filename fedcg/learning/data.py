@@ -228,7 +228,7 @@ def normalise(images: torch.Tensor, form: ImageForm) -> torch.Tensor:
     """
     mean = torch.tensor(form.mean, dtype=torch.float32, device=images.device).view(1, -1, 1, 1)
     std = torch.tensor(form.std, dtype=torch.float32, device=images.device).view(1, -1, 1, 1)
-    return images.to(torch.float32).div_(255.0).sub_(mean).div_(std)
+    return (images.to(torch.float32) / 255.0 - mean) / std
 
 
 def flip_at_random(images: torch.Tensor, flips: torch.Tensor) -> torch.Tensor:

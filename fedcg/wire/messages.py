@@ -160,7 +160,9 @@ class Need(_Message):
 
     kind: Literal["need"] = "need"
     artifact: Sha256
-    ranges: Annotated[tuple[tuple[Count, Annotated[int, Field(ge=1, le=1 << 20)]], ...], Field(min_length=1, max_length=256)]
+    ranges: Annotated[
+        tuple[tuple[Count, Annotated[int, Field(ge=1, le=1 << 20)]], ...], Field(min_length=1, max_length=256)
+    ]
 
 
 class Receipt(_Message):
@@ -174,12 +176,34 @@ class Receipt(_Message):
 
 Message = Annotated[
     Union[  # noqa: UP007 - pydantic needs a real Union for the discriminator on 3.10
-        Offer, Finished, CoordinatorStatus, DeviceStatus, Hello, Welcome, Invite, Accept, Decline, Manifest, Need, Receipt
+        Offer,
+        Finished,
+        CoordinatorStatus,
+        DeviceStatus,
+        Hello,
+        Welcome,
+        Invite,
+        Accept,
+        Decline,
+        Manifest,
+        Need,
+        Receipt,
     ],
     Field(discriminator="kind"),
 ]
 AnyMessage = (
-    Offer | Finished | CoordinatorStatus | DeviceStatus | Hello | Welcome | Invite | Accept | Decline | Manifest | Need | Receipt
+    Offer
+    | Finished
+    | CoordinatorStatus
+    | DeviceStatus
+    | Hello
+    | Welcome
+    | Invite
+    | Accept
+    | Decline
+    | Manifest
+    | Need
+    | Receipt
 )
 _ADAPTER: TypeAdapter[AnyMessage] = TypeAdapter(Message)
 
@@ -192,7 +216,9 @@ def encode(message: AnyMessage) -> bytes:
     """
     payload = message.model_dump_json().encode()
     if len(payload) > MAX_MESSAGE_BYTES:
-        raise TooLargeError(f"a {message.kind} message of {len(payload)} bytes is over the bound of {MAX_MESSAGE_BYTES}")
+        raise TooLargeError(
+            f"a {message.kind} message of {len(payload)} bytes is over the bound of {MAX_MESSAGE_BYTES}"
+        )
     return payload
 
 

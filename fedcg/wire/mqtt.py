@@ -15,9 +15,6 @@ import socket
 import ssl
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from paho.mqtt import client as paho
@@ -27,6 +24,7 @@ from paho.mqtt.reasoncodes import ReasonCode
 
 from fedcg.wire.errors import TransportError
 from fedcg.wire.mqtt_config import MqttConfig, TlsFiles, explain_failure, explain_refusal, explain_silence
+from fedcg.wire.outgoing import Outgoing, OutgoingQueue
 from fedcg.wire.transport import Delivery, OnDelivery, OnLink, Will, call_out
 
 __all__ = ["MqttConfig", "MqttTransport", "TlsFiles", "probe"]
@@ -36,24 +34,16 @@ BACKOFF_FIRST_S = 0.2
 BACKOFF_CAP_S = 30.0
 STEADY_S = 5.0  # a link that stood so long starts the backoff anew
 DRAIN_S = 2.0  # how long `close` lets queued messages leave
+TICK_MS = 1000  # how often keepalive is looked after when nothing happens
 IN_FLIGHT = 20  # unacknowledged QoS 1 publishes; Mosquitto's own default bound
 HEADER_BYTES = 512  # fixed header, topic (at most 170 bytes for us), properties
 PROTOCOL_MAX_PACKET = 268_435_455
-MAX_SENDS = 3  # a QoS 1 publish that three links broke under is given up: it may be what breaks them
-
-
-@dataclass
-class _Outgoing:
-    topic: str
-    payload: bytes
-    qos: int
-    retain: bool
-    sends: int = 0
+OK = MQTTErrorCode.MQTT_ERR_SUCCESS
 
 
 def backoff_s(failures: int, rng: random.Random) -> float:
-    """Seconds to wait after so many failures in a row: doubling from 0.2 s to 30 s, with half of it as jitter."""
-    ceiling = min(BACKOFF_CAP_S, BACKOFF_FIRST_S * 2.0 ** min(failures, 16))
+    """Seconds to wait after so many failures in a row: doubling from 0.2 s to 30 s, up to half of it taken off as jitter."""
+    ceiling = min(BACKOFF_CAP_S, BACKOFF_FIRST_S * 2.0 ** min(max(failures - 1, 0), 16))
     return ceiling * (0.5 + 0.5 * rng.random())
 
 
@@ -64,6 +54,10 @@ class MqttTransport:
         config: the broker and who we are on it.
         will: what the broker says when we vanish.
         rng: jitter of the backoff.
+
+    Attributes:
+        last_error: why there is no link now, for people; None while there is one.
+        attempts: connections tried so far.
     """
 
     def __init__(self, config: MqttConfig, will: Will | None = None, rng: random.Random | None = None) -> None:
@@ -71,26 +65,26 @@ class MqttTransport:
         self._will = will
         self._rng = rng or random.Random()
         self._lock = threading.Lock()
-        self._outgoing: deque[_Outgoing] = deque()
-        self._unacked: dict[int, _Outgoing] = {}
-        self._queued_bytes = 0
+        self._outgoing = OutgoingQueue(config.queue_max, config.queue_max_bytes)
         self._filters: dict[str, int] = {}
         self._new_filters: list[tuple[str, int]] = []
         self._closing = threading.Event()
         self._wake_in, self._wake_out = socket.socketpair()
-        self._wake_in.setblocking(False)
-        self._wake_out.setblocking(False)
+        self._wake_in.settimeout(0.0)
+        self._wake_out.settimeout(0.0)
         self._thread: threading.Thread | None = None
         self._up = False
+        self._reached = False  # TCP and TLS stood, whatever the broker said then
         self._accepted = False
         self._refusal: str | None = None
         self._in_flight = IN_FLIGHT
         self._subscribing: int | None = None
         self._versions = ["3.1.1", "5"] if config.protocol == "auto" else [config.protocol]
         self._max_payload = config.assumed_max_packet - HEADER_BYTES
-        self._on_delivery: OnDelivery = _nobody
-        self._on_link: OnLink = _nobody
+        self._on_delivery: OnDelivery = _ignore
+        self._on_link: OnLink = _ignore
         self.last_error: str | None = None
+        self.attempts = 0
 
     def start(self, on_delivery: OnDelivery, on_link: OnLink) -> None:
         """Connect in the background and keep connecting until `close`.
@@ -98,8 +92,8 @@ class MqttTransport:
         Raises:
             TransportError: started twice, or TLS files that can't be used.
         """
-        if self._thread is not None:
-            raise TransportError("the transport was started twice")
+        if self._thread is not None or self._closing.is_set():
+            raise TransportError("a transport is started once")
         context = None if self._config.tls is None else self._config.tls.context()
         self._on_delivery, self._on_link = on_delivery, on_link
         self._thread = threading.Thread(
@@ -111,29 +105,24 @@ class MqttTransport:
         """Ask for a topic filter, now and after every reconnect."""
         with self._lock:
             self._filters[topic] = qos
-            if self._up:
-                self._new_filters.append((topic, qos))
+            self._new_filters.append((topic, qos))
         self._wake()
 
     def publish(self, topic: str, payload: bytes, *, qos: int = 1, retain: bool = False) -> None:
         """Queue bytes for the broker.
 
         Raises:
-            TransportError: not connected, the outgoing queue is full, or the payload is over `max_payload`.
+            TransportError: not connected, the outgoing queue is full, no topic, or the payload is over `max_payload`.
         """
+        if not topic or "+" in topic or "#" in topic:
+            raise TransportError(f"{topic!r} is not a topic to publish on")
         if len(payload) > self._max_payload:
-            raise TransportError(f"a payload of {len(payload)} bytes; the broker at {self._config.address} takes {self._max_payload}")
-        with self._lock:
-            if not self._up:
-                raise TransportError(self.last_error or f"not connected to the broker at {self._config.address}")
-            waiting = len(self._outgoing) + len(self._unacked)
-            if waiting >= self._config.queue_max or self._queued_bytes + len(payload) > self._config.queue_max_bytes:
-                raise TransportError(
-                    f"the queue to the broker at {self._config.address} is full ({waiting} messages, "
-                    f"{self._queued_bytes} bytes): the link is slower than what is sent"
-                )
-            self._outgoing.append(_Outgoing(topic, payload, qos, retain))
-            self._queued_bytes += len(payload)
+            raise TransportError(
+                f"a payload of {len(payload)} bytes; the broker at {self._config.address} takes {self._max_payload}"
+            )
+        if not self._up:
+            raise TransportError(self.last_error or f"not connected to the broker at {self._config.address}")
+        self._outgoing.put(Outgoing(topic, payload, qos, retain))
         self._wake()
 
     @property
@@ -143,7 +132,7 @@ class MqttTransport:
 
     @property
     def protocol(self) -> str:
-        """The protocol version in use, or tried next."""
+        """The protocol version in use, or the one that is tried next."""
         return self._versions[-1]
 
     def close(self) -> None:
@@ -160,33 +149,38 @@ class MqttTransport:
         try:
             self._wake_in.send(b"x")
         except OSError:
-            return  # full: it will wake anyway; closed: nobody is left to wake
+            return  # full, so it wakes anyway; or closed, so nobody is left to wake
 
     def _run(self, context: ssl.SSLContext | None) -> None:
         failures = 0
         while not self._closing.is_set():
-            client = self._make_client(context)
             began = time.monotonic()
-            try:
-                client.connect(self._config.host, self._config.port, self._config.keepalive_s)
-                self._serve(client)
-            except OSError as error:
-                self.last_error = explain_failure(self._config, error)
-            except Exception as error:  # the run loop: a broker's broken bytes must not end the transport
-                _LOG.exception("the MQTT client failed; connecting again")
-                self.last_error = f"the broker at {self._config.address} sent something unexpected: {error}"
-            finally:
-                self._link_lost(client)
+            self._connect_once(context)
             if self._closing.is_set():
                 return
-            failures = 0 if self._accepted and time.monotonic() - began > STEADY_S else failures + 1
-            delay = backoff_s(failures - 1, self._rng) if failures else 0.0
+            failures = 1 if self._accepted and time.monotonic() - began > STEADY_S else failures + 1
+            delay = backoff_s(failures, self._rng)
             _LOG.warning("%s; trying again in %.1f s", self.last_error, delay)
             self._closing.wait(delay)
 
+    def _connect_once(self, context: ssl.SSLContext | None) -> None:
+        client = self._make_client(context)
+        try:
+            client.connect(self._config.host, self._config.port, self._config.keepalive_s)
+            self._reached = True
+            self._serve(client)
+        except OSError as error:
+            self.last_error = explain_failure(self._config, error)
+        except Exception as error:  # noqa: BLE001 - the run loop: broken bytes from a broker must not end the transport
+            _LOG.exception("the MQTT client failed; connecting again")
+            self.last_error = f"the broker at {self._config.address} sent something unexpected: {error}"
+        finally:
+            self._link_down(client)
+
     def _make_client(self, context: ssl.SSLContext | None) -> paho.Client:
-        self._accepted, self._refusal, self._subscribing = False, None, None
-        v5 = self._versions[-1] == "5"
+        self.attempts += 1
+        self._reached, self._accepted, self._refusal, self._subscribing = False, False, None, None
+        v5 = self.protocol == "5"
         client = paho.Client(
             CallbackAPIVersion.VERSION2,
             client_id=self._config.identity,
@@ -212,45 +206,41 @@ class MqttTransport:
         while (sock := client.socket()) is not None:
             if self._closing.is_set():
                 close_at = close_at or time.monotonic() + (DRAIN_S if self._up else 0.0)
-                if time.monotonic() >= close_at or not (self._outgoing or self._unacked or client.want_write()):
+                if time.monotonic() >= close_at or not (self._outgoing or client.want_write()):
                     client.disconnect()
                     return
             self._hand_over(client)
-            if self._step(client, sock) is not MQTTErrorCode.MQTT_ERR_SUCCESS:
+            if self._step(client, sock, TICK_MS if close_at is None else TICK_MS // 10) is not OK:
                 return
 
-    def _step(self, client: paho.Client, sock: Any) -> MQTTErrorCode:
+    def _step(self, client: paho.Client, sock: Any, wait_ms: int) -> MQTTErrorCode:
         poll = select.poll()
         poll.register(sock, select.POLLIN | (select.POLLOUT if client.want_write() else 0))
         poll.register(self._wake_out, select.POLLIN)
-        ready = {descriptor for descriptor, _ in poll.poll(0 if _pending(sock) else 200)}
+        ready = dict(poll.poll(0 if _buffered(sock) else wait_ms))
         if self._wake_out.fileno() in ready:
             self._wake_out.recv(65_536)
-        status = MQTTErrorCode.MQTT_ERR_SUCCESS
-        if sock.fileno() in ready or _pending(sock):
+        status = OK
+        if ready.get(sock.fileno(), 0) & ~select.POLLOUT or _buffered(sock):
             status = client.loop_read()
-            if status is MQTTErrorCode.MQTT_ERR_SUCCESS and client.want_write():
-                status = client.loop_write()
-        return status or client.loop_misc()
+        if status is OK and client.want_write():
+            status = client.loop_write()
+        return client.loop_misc() if status is OK else status
 
     def _hand_over(self, client: paho.Client) -> None:
         """Give paho what it can send at once; everything else stays in our bounded queue."""
-        with self._lock:
-            filters, self._new_filters = self._new_filters, []
-        if filters:
-            client.subscribe(filters)
-        while self._up and client.socket() is not None and not client.want_write():
+        if self._accepted:
             with self._lock:
-                if not self._outgoing or (self._outgoing[0].qos > 0 and len(self._unacked) >= self._in_flight):
-                    return
-                message = self._outgoing.popleft()
-                if message.qos == 0:
-                    self._queued_bytes -= len(message.payload)
-            message.sends += 1
+                filters, self._new_filters = self._new_filters, []
+            if filters:
+                client.subscribe(filters)
+        while self._up and client.socket() is not None and not client.want_write():
+            message = self._outgoing.take(self._in_flight)
+            if message is None:
+                return
             info = client.publish(message.topic, message.payload, message.qos, message.retain)
             if message.qos > 0:
-                with self._lock:
-                    self._unacked[info.mid] = message
+                self._outgoing.sent(info.mid, message)
 
     def _connected(
         self, client: paho.Client, _data: Any, _flags: Any, reason: ReasonCode, properties: Properties | None
@@ -259,9 +249,8 @@ class MqttTransport:
             self._refusal = explain_refusal(self._config, str(reason))
             return
         self._accepted = True
-        v5 = self._versions[-1] == "5"
-        assumed = PROTOCOL_MAX_PACKET if v5 else self._config.assumed_max_packet
-        self._max_payload = getattr(properties, "MaximumPacketSize", assumed) - HEADER_BYTES
+        unstated = PROTOCOL_MAX_PACKET if self.protocol == "5" else self._config.assumed_max_packet
+        self._max_payload = getattr(properties, "MaximumPacketSize", unstated) - HEADER_BYTES
         self._in_flight = min(IN_FLIGHT, getattr(properties, "ReceiveMaximum", IN_FLIGHT))
         with self._lock:
             filters, self._new_filters = list(self._filters.items()), []
@@ -270,7 +259,7 @@ class MqttTransport:
         else:
             self._link_up()
 
-    def _subscribed(self, _client: paho.Client, _data: Any, mid: int, reasons: list[ReasonCode], _properties: Any) -> None:
+    def _subscribed(self, _client: Any, _data: Any, mid: int, reasons: list[ReasonCode], _properties: Any) -> None:
         refused = [str(reason) for reason in reasons if reason.is_failure]
         if refused:
             _LOG.error("the broker at %s refused %d subscriptions: %s", self._config.address, len(refused), refused[0])
@@ -278,18 +267,15 @@ class MqttTransport:
             self._subscribing = None
             self._link_up()
 
-    def _published(self, _client: paho.Client, _data: Any, mid: int, reason: ReasonCode, _properties: Any) -> None:
-        with self._lock:
-            message = self._unacked.pop(mid, None)
-            if message is not None:
-                self._queued_bytes -= len(message.payload)
+    def _published(self, _client: Any, _data: Any, mid: int, reason: ReasonCode, _properties: Any) -> None:
+        message = self._outgoing.acknowledged(mid)
         if message is not None and reason.is_failure:
             _LOG.error("the broker at %s refused a publish on %s: %s", self._config.address, message.topic, reason)
 
-    def _arrived(self, _client: paho.Client, _data: Any, message: paho.MQTTMessage) -> None:
+    def _arrived(self, _client: Any, _data: Any, message: paho.MQTTMessage) -> None:
         call_out(self._on_delivery, Delivery(message.topic, bytes(message.payload), message.retain))
 
-    def _disconnected(self, _client: paho.Client, _data: Any, _flags: Any, reason: ReasonCode, _properties: Any) -> None:
+    def _disconnected(self, _client: Any, _data: Any, _flags: Any, reason: ReasonCode, _properties: Any) -> None:
         if self._refusal is not None:
             self.last_error = self._refusal
         elif not self._accepted:
@@ -298,23 +284,46 @@ class MqttTransport:
             self.last_error = f"the link to the broker at {self._config.address} broke: {reason}"
 
     def _link_up(self) -> None:
-        with self._lock:
-            self._up = True
-            # Filters that were added since the batch that was just granted went out.
-            self.last_error = None
-        call_out(self._on_link, True)
+        self.last_error = None
+        self._up = True
+        call_out(self._on_link, argument=True)
 
-    def _link_lost(self, client: paho.Client) -> None:
+    def _link_down(self, client: paho.Client) -> None:
+        was_up, self._up = self._up, False
         sock = client.socket()
         if sock is not None:
             sock.close()
-        with self._lock:
-            was_up, self._up = self._up, False
-            waiting = [*self._unacked.values(), *self._outgoing]
-            self._unacked.clear()
-            self._outgoing = deque(message for message in waiting if message.qos > 0 and message.sends < MAX_SENDS)
-            self._queued_bytes = sum(len(message.payload) for message in self._outgoing)
-            if not self._accepted and self._refused_version():
-                self._versions.reverse()
+        self._outgoing.link_lost()
+        if self._reached and not self._accepted:
+            self._versions.reverse()
         if was_up and not self._closing.is_set():
-            call_out(self._on_link, False)
+            call_out(self._on_link, argument=False)
+
+
+def probe(config: MqttConfig, timeout_s: float = 10.0) -> str:
+    """Connect once and hang up, for a doctor; returns the protocol version that the broker took.
+
+    Raises:
+        TransportError: why it did not work, and what to look at.
+    """
+    transport = MqttTransport(config)
+    linked = threading.Event()
+    transport.start(_ignore, lambda _up: linked.set())
+    tries = 2 if config.protocol == "auto" else 1
+    deadline = time.monotonic() + timeout_s
+    try:
+        while not linked.wait(0.05):
+            if time.monotonic() >= deadline or (transport.attempts > tries):
+                raise TransportError(transport.last_error or f"no answer from the broker at {config.address}")
+        return transport.protocol
+    finally:
+        transport.close()
+
+
+def _ignore(_: object) -> None:
+    """A callback of nobody."""
+
+
+def _buffered(sock: Any) -> bool:
+    """Whether TLS holds decrypted bytes that no poll will announce."""
+    return isinstance(sock, ssl.SSLSocket) and sock.fileno() >= 0 and sock.pending() > 0

@@ -30,14 +30,18 @@ class TlsFiles:
         """
         for path in (self.ca, self.cert, self.key):
             if not path.is_file():
-                raise TransportError(f"the TLS file {path} is missing; enrol the device again or correct the configuration")
+                raise TransportError(
+                    f"the TLS file {path} is missing; enrol the device again or correct the configuration"
+                )
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         try:
             context.load_verify_locations(self.ca)
             context.load_cert_chain(self.cert, self.key)
         except (ssl.SSLError, OSError) as error:
-            raise TransportError(f"the TLS files {self.ca}, {self.cert} and {self.key} don't work together: {error}") from error
+            raise TransportError(
+                f"the TLS files {self.ca}, {self.cert} and {self.key} don't work together: {error}"
+            ) from error
         return context
 
 

@@ -40,7 +40,7 @@ def call_out(callback: Callable[[ArgumentT], None], argument: ArgumentT) -> None
     """Call a user's callback from a transport's thread, which must survive whatever the callback raises."""
     try:
         callback(argument)
-    except Exception:
+    except Exception:  # noqa: BLE001 - the outermost frame of a transport's thread; logged with its traceback
         _LOG.exception("a transport's callback failed; what it was told is lost")
 
 

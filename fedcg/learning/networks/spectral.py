@@ -49,7 +49,8 @@ class SpectralLinear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's own name
         """[B, inputs] -> [B, outputs]."""
-        return F.linear(input, self.weight) / self.vectors(self.weight) + self.bias
+        scale: torch.Tensor = self.vectors(self.weight)
+        return F.linear(input, self.weight) / scale + self.bias
 
 
 class SpectralConv2d(nn.Conv2d):
@@ -62,5 +63,6 @@ class SpectralConv2d(nn.Conv2d):
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's own name
         """[B, inputs, H, W] -> [B, outputs, H', W']."""
         assert self.bias is not None
-        scale = self.vectors(self.weight.flatten(1))
-        return self._conv_forward(input, self.weight, None) / scale + self.bias.view(-1, 1, 1)
+        scale: torch.Tensor = self.vectors(self.weight.flatten(1))
+        convolved: torch.Tensor = self._conv_forward(input, self.weight, None)
+        return convolved / scale + self.bias.view(-1, 1, 1)

@@ -1,0 +1,214 @@
+"""Runs a broker for a coordinator's home in the foreground: Mosquitto when there is one, else amqtt in this process."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from coordinator.config import LOOPBACK_HOSTS
+from coordinator.errors import BrokerError
+from coordinator.home import BROKER_NAME, Home, observers_of
+from coordinator.provision.mosquitto import ACL_NAME, CONFIG_NAME, mosquitto_config, write_access_list
+from coordinator.provision.pki import CA_NAME, credential_of
+from coordinator.store import Store
+from fedcg.broker_path import Mosquitto, find_extracted, find_installed
+from fedcg.wire.messages import COORDINATOR
+from fedcg.wire.topics import Topics
+
+PID_NAME = "broker.pid"
+START_TIMEOUT_S = 15.0
+PR_SET_PDEATHSIG = 1
+
+Say = Callable[[str], None]
+
+
+class BrokerKind(str, Enum):
+    """Which broker to run; `auto` takes the first that there is, in this order."""
+
+    AUTO = "auto"
+    MOSQUITTO = "mosquitto"
+    EXTRACTED = "extracted"
+    AMQTT = "amqtt"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A broker that can be started; `mosquitto` is None for amqtt."""
+
+    kind: BrokerKind
+    mosquitto: Mosquitto | None
+
+    @property
+    def title(self) -> str:
+        """What is told to people."""
+        return self.kind.value if self.mosquitto is None else f"{self.kind.value} ({self.mosquitto.binary})"
+
+
+def choose(kind: BrokerKind) -> Choice:
+    """Find the broker that is asked for.
+
+    Raises:
+        BrokerError: it is not on this machine; says how to get one.
+    """
+    if kind in (BrokerKind.AUTO, BrokerKind.MOSQUITTO) and (installed := find_installed()) is not None:
+        return Choice(BrokerKind.MOSQUITTO, installed)
+    if kind in (BrokerKind.AUTO, BrokerKind.EXTRACTED) and (extracted := find_extracted()) is not None:
+        return Choice(BrokerKind.EXTRACTED, extracted)
+    if kind in (BrokerKind.AUTO, BrokerKind.AMQTT):
+        return Choice(BrokerKind.AMQTT, None)
+    raise BrokerError(f"no {kind.value} broker here; run `make setup-broker`, install mosquitto, or use --broker amqtt")
+
+
+def run_broker(home: Home, kind: BrokerKind, say: Say) -> int:
+    """Run a broker until SIGTERM or SIGINT. The first line said names it, `ready` follows once it accepts connections.
+
+    Returns:
+        The exit code: 0 when it was asked to end.
+
+    Raises:
+        BrokerError: it can't be started.
+    """
+    broker = home.config().broker
+    choice = choose(kind)
+    with _pid_file(home):
+        refresh_access_list(home)
+        say(f"broker: {choice.title}")
+        ready = f"ready on {broker.host}:{broker.port}"
+        if choice.mosquitto is None:
+            return _run_amqtt(home, broker.host, broker.port, lambda: say(ready))
+        return _run_mosquitto(home, choice.mosquitto, broker.port, lambda: say(ready))
+
+
+def refresh_access_list(home: Home) -> None:
+    """Write the access list from the database."""
+    federations, devices = _members(home)
+    write_access_list(home, home.broker / ACL_NAME, federations, devices)
+
+
+def reload_running_broker(home: Home) -> bool:
+    """Make a broker that runs for this home read its access list again; False when none runs."""
+    path = home.broker / PID_NAME
+    if not path.is_file():
+        return False
+    with path.open("r+", encoding="ascii") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.kill(int(stream.read()), signal.SIGHUP)
+            return True
+    return False
+
+
+class Members:
+    """Topic rules for amqtt: who is enrolled and what topics allow; `reload` after a change in the database."""
+
+    def __init__(self, home: Home) -> None:
+        self._home = home
+        self.reload()
+
+    def reload(self) -> None:
+        """Read federations, devices and observers again."""
+        federations, devices = _members(self._home)
+        self._topics = [Topics(federation) for federation in federations]
+        self._identities = frozenset({COORDINATOR, *devices, *observers_of(self._home)})
+
+    def allows(self, identity: str, action: str, topic: str) -> bool:
+        """Whether an identity may do "publish", "subscribe" or "receive" on a topic."""
+        if identity not in self._identities:
+            return False
+        if action == "publish":
+            return any(topics.may_publish(identity, topic) for topics in self._topics)
+        return any(topics.may_read(identity, topic) for topics in self._topics)
+
+
+def _members(home: Home) -> tuple[list[str], list[str]]:
+    store = Store(home.database)
+    try:
+        return [record.id for record in store.federations()], [device.id for device in store.devices()]
+    finally:
+        store.close()
+
+
+def _run_amqtt(home: Home, host: str, port: int, ready: Callable[[], None]) -> int:
+    if host not in LOOPBACK_HOSTS:
+        raise BrokerError(f"amqtt serves this machine only, and broker.host is {host}; install mosquitto")
+    try:
+        from coordinator.provision.amqtt_broker import run_amqtt
+    except ModuleNotFoundError as error:
+        raise BrokerError("no Mosquitto here and amqtt is not installed: pip install 'fedcg-edge[broker]'") from error
+    members = Members(home)
+    signal.signal(signal.SIGHUP, lambda *_: members.reload())
+    server = credential_of(home.pki, BROKER_NAME)
+    ca = credential_of(home.pki, CA_NAME).certificate
+    try:
+        run_amqtt(port, ca, server.certificate, server.key, members.allows, ready)
+    except OSError as error:
+        raise BrokerError(f"amqtt can't listen on port {port}: {error}") from error
+    return 0
+
+
+def _run_mosquitto(home: Home, mosquitto: Mosquitto, port: int, ready: Callable[[], None]) -> int:
+    persistence = home.broker / "data"
+    persistence.mkdir(exist_ok=True)
+    config = home.broker / CONFIG_NAME
+    text = mosquitto_config(home, acl=home.broker / ACL_NAME, persistence=persistence, as_root=os.geteuid() == 0)
+    config.write_text(text, encoding="utf-8")
+    if _accepts(port):
+        raise BrokerError(f"port {port} is in use on this machine; end what listens there or change broker.port")
+    stopping: list[int] = []
+    child = subprocess.Popen(
+        [str(mosquitto.binary), "-c", str(config)],
+        env=mosquitto.environment(),
+        preexec_fn=_die_with_parent if sys.platform == "linux" else None,  # noqa: PLW1509 - one thread, one call
+    )
+
+    def end(number: int, _frame: object) -> None:
+        stopping.append(number)
+        child.terminate()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end)
+    signal.signal(signal.SIGHUP, lambda *_: child.send_signal(signal.SIGHUP))
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while not _accepts(port):
+        if child.poll() is not None or time.monotonic() > deadline:
+            child.kill()
+            raise BrokerError(f"mosquitto did not start (exit code {child.wait()}); its messages are above")
+        time.sleep(0.005)
+    ready()
+    code = child.wait()
+    return 0 if stopping else (code or 1)
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _accepts(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+@contextmanager
+def _pid_file(home: Home) -> Iterator[None]:
+    path: Path = home.broker / PID_NAME
+    with path.open("a+", encoding="ascii") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise BrokerError(f"a broker runs for {home.root} already") from error
+        stream.truncate(0)
+        stream.write(f"{os.getpid()}\n")
+        stream.flush()
+        yield

@@ -1,0 +1,246 @@
+"""Does what the round engine commands: database, worker, broker. Holds the engine's state; decides nothing itself.
+
+Every command is durable before it is told to anybody, so a coordinator that dies between two commands goes on from the
+database (`restart`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+from coordinator.aggregation_messages import Job, JobDone
+from coordinator.aggregation_worker import spill_directory
+from coordinator.errors import StoreError
+from coordinator.library import Library
+from coordinator.publishing import Publisher
+from coordinator.records import AggregateRecord
+from coordinator.rounds import (
+    AggregateStored,
+    Command,
+    Distil,
+    Event,
+    FailAttempt,
+    Finish,
+    Invite,
+    OpenAttempt,
+    Pause,
+    Phase,
+    Restarted,
+    ResumeAttempt,
+    RoundState,
+    transition,
+)
+from coordinator.setup import Setup
+from coordinator.store import Key
+from fedcg.wire.messages import Outcome
+
+log = logging.getLogger(__name__)
+
+
+class Worker(Protocol):
+    """What the conductor needs of the aggregation worker."""
+
+    def open(self, job: Job) -> None:
+        """Begin an attempt."""
+
+    def add(self, client: str, artifact: str) -> None:
+        """Have a teacher pass done."""
+
+    def finish(self, updates: tuple[tuple[str, str], ...]) -> None:
+        """Have the updates merged."""
+
+
+class Uploading(Protocol):
+    """What the conductor needs of the uplink."""
+
+    def close(self, outcome: Outcome, reason: str) -> None:
+        """End whatever is under way."""
+
+
+class Conductor:
+    """Drives the rounds of one federation.
+
+    Args:
+        setup: what the service was given.
+        publisher: the coordinator's voice.
+        library: what devices may fetch.
+        worker: merges.
+    """
+
+    def __init__(self, setup: Setup, publisher: Publisher, library: Library, worker: Worker) -> None:
+        self._setup = setup
+        self._store = setup.store
+        self._events = setup.events
+        self._id = setup.federation.id
+        self._publisher = publisher
+        self._library = library
+        self._worker = worker
+        self._uplink: Uploading | None = None
+        self._state = RoundState(setup.federation.policy)
+        self._base = ""
+        self._background: set[asyncio.Task[Any]] = set()
+        self._do_what: dict[type[Any], Callable[[Any], Awaitable[None]]] = {
+            OpenAttempt: self._open_attempt,
+            ResumeAttempt: self._resume_attempt,
+            Invite: self._invite,
+            Distil: self._distil,
+            FailAttempt: self._fail_attempt,
+            Pause: self._pause,
+            Finish: self._finish,
+        }
+
+    @property
+    def state(self) -> RoundState:
+        """Where the federation stands."""
+        return self._state
+
+    @property
+    def base(self) -> str:
+        """Artifact id of the aggregate that the open attempt starts from."""
+        return self._base
+
+    def use_uplink(self, uplink: Uploading) -> None:
+        """Say who holds the updates that are under way."""
+        self._uplink = uplink
+
+    async def restart(self) -> None:
+        """Rebuild the state from the database and go on where it was left."""
+        self._state = await asyncio.to_thread(self._store.round_state, self._id)
+        for aggregate in await asyncio.to_thread(self._store.aggregates, self._id):
+            self._library.allow(aggregate.artifact)
+        self._library.allow(self._setup.federation.spec)
+        self._events.write("resumed", phase=self._state.phase.value, round=self._state.round)
+        await self.apply(Restarted())
+
+    async def apply(self, event: Event) -> None:
+        """Tell the engine what happened and do what it commands."""
+        self._state, commands = transition(self._state, event, self._setup.clock())
+        for command in commands:
+            await self._do(command)
+
+    async def job_done(self, done: JobDone) -> None:
+        """Close the attempt with the aggregate that the worker stored."""
+        current = (self._state.round, self._state.attempt)
+        if self._state.phase is not Phase.DISTILLING or current != (done.round, done.attempt):
+            return
+        now = self._setup.clock()
+        record = AggregateRecord(self._id, *current, done.aggregate, done.size, done.server_state, now)
+        await asyncio.to_thread(self._store.close_attempt, record)
+        self._library.allow(done.aggregate)
+        self._events.write(
+            "aggregate_stored", round=done.round, attempt=done.attempt, artifact=done.aggregate, size=done.size
+        )
+        spilled = spill_directory(self._setup.worker.spill, self._id, done.round, done.attempt)
+        await asyncio.to_thread(shutil.rmtree, spilled, ignore_errors=True)
+        await self.apply(AggregateStored(done.round, done.attempt))
+
+    async def announce(self) -> None:
+        """Publish what the retained offer topic must say now; while the link is down this does nothing."""
+        state = self._state
+        if state.phase in (Phase.WAITING, Phase.PAUSED):
+            return
+        finished = state.phase is Phase.FINISHED
+        aggregate = (await self._aggregate(state.round)).artifact if finished else self._base
+        spec_ref = await asyncio.to_thread(self._library.ref, self._setup.federation.spec)
+        aggregate_ref = await asyncio.to_thread(self._library.ref, aggregate)
+        position = (state.round, state.attempt)
+        if finished:
+            self._publisher.finished(position, spec_ref, aggregate_ref)
+        else:
+            self._publisher.offer(position, spec_ref, aggregate_ref, state.policy.rounds, state.deadline_at)
+
+    def close(self) -> None:
+        """Stop broadcasting."""
+        for task in self._background:
+            task.cancel()
+
+    async def _do(self, command: Command) -> None:
+        await self._do_what[type(command)](command)
+
+    async def _open_attempt(self, command: OpenAttempt) -> None:
+        base = await self._aggregate(command.round - 1)
+        self._base = base.artifact
+        key = self._key(command)
+        now = self._setup.clock()
+        await asyncio.to_thread(
+            self._store.open_attempt, key, base.artifact, command.participants, now, command.deadline_at
+        )
+        self._events.write(
+            "attempt_opened",
+            round=command.round,
+            attempt=command.attempt,
+            participants=sorted(command.participants),
+            aggregate=base.artifact,
+        )
+        self._worker.open(self._job(command, base))
+        await self.announce()
+        frames = await asyncio.to_thread(self._library.frames, base.artifact, None)
+        broadcast = self._publisher.broadcast(frames, lambda: self._state.is_open(command.round, command.attempt))
+        task = asyncio.create_task(broadcast)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def _resume_attempt(self, command: ResumeAttempt) -> None:
+        base = await self._aggregate(command.round - 1)
+        self._base = base.artifact
+        key = self._key(command)
+        await asyncio.to_thread(self._store.move_deadline, key, command.deadline_at)
+        stored = await asyncio.to_thread(self._store.updates, key)
+        accepted = [update for update in stored if update.outcome is Outcome.ACCEPTED]
+        self._events.write(
+            "attempt_resumed",
+            round=command.round,
+            attempt=command.attempt,
+            stored=[update.client for update in accepted],
+        )
+        self._worker.open(self._job(command, base))
+        for update in accepted:
+            self._worker.add(update.client, update.artifact)
+
+    async def _invite(self, command: Invite) -> None:
+        self._publisher.invite(command.client, (command.round, command.attempt))
+
+    async def _distil(self, command: Distil) -> None:
+        key = self._key(command)
+        await asyncio.to_thread(self._store.start_distilling, key, self._setup.clock())
+        self._end_uploads(Outcome.LATE, "the round was closed without this update")
+        updates = await asyncio.to_thread(self._store.updates, key)
+        chosen = tuple((update.client, update.artifact) for update in updates if update.client in command.clients)
+        self._events.write("distilling", round=command.round, attempt=command.attempt, clients=list(command.clients))
+        self._worker.finish(chosen)
+
+    async def _fail_attempt(self, command: FailAttempt) -> None:
+        await asyncio.to_thread(self._store.fail_attempt, self._key(command), command.reason, self._setup.clock())
+        self._end_uploads(Outcome.CLOSED, "the attempt ended without an aggregate")
+        self._events.write("attempt_failed", round=command.round, attempt=command.attempt, reason=command.reason)
+        spilled = spill_directory(self._setup.worker.spill, self._id, command.round, command.attempt)
+        await asyncio.to_thread(shutil.rmtree, spilled, ignore_errors=True)
+
+    async def _pause(self, command: Pause) -> None:
+        log.error("federation %s is paused: %s", self._id, command.reason)
+        self._events.write("paused", reason=command.reason)
+
+    async def _finish(self, command: Finish) -> None:
+        self._events.write("finished", round=self._state.round, attempt=self._state.attempt)
+        await self.announce()
+
+    def _end_uploads(self, outcome: Outcome, reason: str) -> None:
+        if self._uplink is not None:
+            self._uplink.close(outcome, reason)
+
+    async def _aggregate(self, round_number: int) -> AggregateRecord:
+        record = await asyncio.to_thread(self._store.aggregate, self._id, round_number)
+        if record is None:
+            raise StoreError(f"the aggregate of round {round_number} is missing from the database")
+        return record
+
+    def _job(self, command: OpenAttempt | ResumeAttempt, base: AggregateRecord) -> Job:
+        spec = self._setup.federation.spec
+        return Job(self._id, command.round, command.attempt, spec, base.artifact, base.server_state)
+
+    def _key(self, command: OpenAttempt | ResumeAttempt | Distil | FailAttempt) -> Key:
+        return (self._id, command.round, command.attempt)

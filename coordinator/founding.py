@@ -1,0 +1,115 @@
+"""Opens a federation: completes the operator's plan to a spec and makes the initial aggregate. A process of its own, with torch.
+
+`found` (torch-free) starts the process; `python -m coordinator.founding ARTIFACTS` is the process: plan as JSON in, ids out.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from coordinator.config import explain
+from coordinator.errors import PlanError
+from fedcg.learning.registry import method_names
+from fedcg.learning.spec import FederationPlan, plan_from_mapping
+from fedcg.wire.artifacts import ArtifactStore
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+from pydantic import ValidationError
+
+BAD_PLAN = 3
+
+
+@dataclass(frozen=True)
+class Founded:
+    """Artifact ids of a new federation, and the size of its initial aggregate."""
+
+    spec: str
+    aggregate: str
+    aggregate_bytes: int
+    server_state: str
+
+
+def read_plan(path: Path) -> FederationPlan:
+    """Read an operator's plan.
+
+    Raises:
+        PlanError: not TOML, or values that are wrong; names every one.
+    """
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        plan = plan_from_mapping(values)
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise PlanError(f"{path}: {error}") from error
+    except ValidationError as error:
+        raise PlanError(explain(path, error)) from error
+    if plan.method not in method_names():
+        raise PlanError(f"{path}: no method {plan.method!r}; there are {', '.join(method_names())}")
+    return plan
+
+
+def found(plan: FederationPlan, artifacts: Path) -> Founded:
+    """Complete the plan and store spec, initial aggregate and initial server state.
+
+    Raises:
+        PlanError: the method or the networks refuse the plan.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", "coordinator.founding", str(artifacts)],
+        input=plan.model_dump_json(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines()
+        told = done.stderr.strip() if done.returncode == BAD_PLAN else (lines[-1] if lines else "no reason given")
+        raise PlanError(f"the plan can't be completed: {told}")
+    return Founded(**json.loads(done.stdout))
+
+
+def _found_here(plan: FederationPlan, store: ArtifactStore) -> Founded:
+    import torch
+
+    from coordinator.server_state import check_parts, encode_extras, pack_aggregate
+    from fedcg.learning.initial import complete_spec, initial_parts
+    from fedcg.learning.registry import get_method
+    from fedcg.learning.seeds import spec_root
+
+    torch.set_num_threads(1)
+    spec = complete_spec(plan)
+    method = get_method(spec.method)
+    state = method.init_server(spec, initial_parts(spec, spec_root(spec.seed)))
+    check_parts(state.aggregate.parts, spec, method)
+    packed = pack_aggregate(spec, state.aggregate, round_number=0, attempt=0, base=None, device="cpu")
+    return Founded(
+        spec=store.put(spec.canonical()),
+        aggregate=store.put(packed),
+        aggregate_bytes=len(packed),
+        server_state=store.put(encode_extras(state)),
+    )
+
+
+def main() -> int:
+    """The process: a plan on standard input, the ids on standard output."""
+    from fedcg.learning.errors import LearningError
+
+    try:
+        plan = FederationPlan.model_validate_json(sys.stdin.read())
+        founded = _found_here(plan, ArtifactStore(Path(sys.argv[1])))
+    except (ValueError, LearningError) as error:
+        sys.stderr.write(f"{error}\n")
+        return BAD_PLAN
+    sys.stdout.write(json.dumps(asdict(founded)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,60 @@
+"""Mosquitto's configuration and access list for a coordinator's home."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+
+from coordinator.config import LOOPBACK_HOSTS
+from coordinator.home import BROKER_NAME, Home, observers_of
+from coordinator.provision.pki import CA_NAME, credential_of
+from fedcg.wire.topics import Topics
+
+ACL_NAME = "acl"
+CONFIG_NAME = "mosquitto.conf"
+NOBODY = "# No federation yet: nobody may read or write anything.\n"
+
+
+def mosquitto_config(home: Home, *, acl: Path, persistence: Path, as_root: bool) -> str:
+    """The text of mosquitto.conf.
+
+    Args:
+        home: whose certificates and port to use.
+        acl: path of the access list.
+        persistence: directory for the broker's database.
+        as_root: keep the superuser's rights; else Mosquitto started as root drops to a user that can't read the keys.
+
+    Raises:
+        ConfigError: the home's configuration is not usable.
+    """
+    broker = home.config().broker
+    server = credential_of(home.pki, BROKER_NAME)
+    only_here = broker.host in LOOPBACK_HOSTS
+    template = files("coordinator.provision").joinpath(f"{CONFIG_NAME}.template").read_text(encoding="utf-8")
+    return Template(template).substitute(
+        listener=f"{broker.port} 127.0.0.1" if only_here else str(broker.port),
+        ca=credential_of(home.pki, CA_NAME).certificate.resolve(),
+        certificate=server.certificate.resolve(),
+        key=server.key.resolve(),
+        acl=acl.resolve(),
+        persistence=persistence.resolve(),
+        extra="user root" if as_root else "",
+    )
+
+
+def access_list(federations: Sequence[str], devices: Iterable[str], observers: Iterable[str]) -> str:
+    """Mosquitto's access list: one `user` section per device, nothing for anybody else."""
+    if not federations:
+        return NOBODY
+    people = sorted(devices)
+    return "\n".join(Topics(federation).mosquitto_acl(people, observers) for federation in federations)
+
+
+def write_access_list(home: Home, target: Path, federations: Sequence[str], devices: Iterable[str]) -> None:
+    """Replace the access list at `target` in one step, readable by its owner only."""
+    temporary = target.with_suffix(".new")
+    temporary.write_text(access_list(federations, devices, observers_of(home)), encoding="utf-8")
+    temporary.chmod(0o600)
+    temporary.replace(target)

@@ -1,0 +1,346 @@
+"""The coordinator at work: one task takes everything from one inbox, in order, and lets the round engine decide.
+
+Database calls, checks of updates and disk reads run on threads; torch runs in the aggregation worker. A failure in here
+ends the service: the database holds all that matters, and a restarted coordinator goes on with the same attempt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from coordinator.aggregation import AggregationWorker
+from coordinator.aggregation_messages import (
+    JobDone,
+    JobFailed,
+    PhaseStarted,
+    Progressed,
+    UpdateAdded,
+    WorkerDied,
+    WorkerEvent,
+    WorkerReady,
+)
+from coordinator.conductor import Conductor
+from coordinator.inbox import Inbox
+from coordinator.ingest import ChunkFrom, FromDevice, Ingest, Sessions
+from coordinator.library import Library
+from coordinator.publishing import Publisher, status_will
+from coordinator.records import ParticipantState
+from coordinator.rounds import (
+    AggregationFailed,
+    CameOnline,
+    Phase,
+    RoundState,
+    Tick,
+    UpdateRefused,
+    UpdateStored,
+    WentOffline,
+)
+from coordinator.setup import Setup
+from coordinator.uplink import Checked, Uplink
+from coordinator.uploads import Received
+from fedcg.learning.spec import FederationSpec
+from fedcg.wire.errors import IntegrityError
+from fedcg.wire.messages import Accept, Decline, DeviceStatus, Hello, Manifest, Need
+from fedcg.wire.topics import Topics
+from fedcg.wire.transfer import chunk_bytes_for
+from fedcg.wire.transport import Delivery
+
+TICK_S = 0.25
+REINVITE_S = 5.0
+KEY_REFRESH_S = 1.0
+LEAVE_AFTER_S = 5.0
+LEAVE_AT_LATEST_S = 60.0
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _LinkChanged:
+    up: bool
+
+
+@dataclass(frozen=True)
+class _Broken:
+    error: BaseException
+
+
+@dataclass(frozen=True)
+class _Stop:
+    pass
+
+
+_Item = Delivery | WorkerEvent | Checked | _LinkChanged | _Broken | _Stop
+
+
+class Service:
+    """Serves one federation. Make it with `start_service`."""
+
+    def __init__(self, setup: Setup, epoch: int) -> None:
+        topics = Topics(setup.federation.id)
+        self.epoch = epoch
+        self.finished_and_left = asyncio.Event()
+        self._setup = setup
+        self._events = setup.events
+        self._inbox: Inbox[_Item] = Inbox(asyncio.get_running_loop())
+        self._sessions = Sessions()
+        self._ingest = Ingest(topics, self._sessions)
+        self._transport = setup.connect(status_will(topics, epoch, setup.key))
+        self._publisher = Publisher(self._transport, topics, setup.key, epoch, self._sessions)
+        self._library = Library(setup.artifacts, chunk_bytes_for(self._transport.max_payload))
+        self._worker = AggregationWorker(setup.worker, self._inbox.put)
+        self._conductor = Conductor(setup, self._publisher, self._library, self._worker)
+        self._uplink = Uplink(setup, self._publisher, lambda: self._conductor.state)
+        self._conductor.use_uplink(self._uplink)
+        self._topics = topics
+        self._worker_pid: int | None = None
+        self._accepted: set[tuple[str, int, int]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._link_up = False
+        self._keys_read_at = 0.0
+        self._invited_at = 0.0
+        self._finished_at: float | None = None
+
+    @property
+    def state(self) -> RoundState:
+        """Where the federation stands."""
+        return self._conductor.state
+
+    @property
+    def spec(self) -> FederationSpec:
+        """The federation's spec."""
+        return self._setup.spec
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the link to the broker stands."""
+        return self._link_up
+
+    @property
+    def worker_pid(self) -> int | None:
+        """The process of the aggregation worker, once it is ready."""
+        return self._worker_pid
+
+    @property
+    def refusals(self) -> dict[str, int]:
+        """Messages refused since the start, by reason, and messages dropped because too many came."""
+        return {**self._ingest.refused, "Dropped": self._inbox.dropped}
+
+    async def start(self) -> None:
+        """Start the worker, rebuild the state, connect."""
+        self._worker.start()
+        await self._read_keys()
+        await self._conductor.restart()
+        for topic in (self._topics.all_up_control(), self._topics.all_up_chunk(), self._topics.all_status()):
+            self._transport.subscribe(topic)
+        self._transport.start(
+            lambda delivery: self._inbox.put(delivery, max(1, len(delivery.payload))),
+            lambda up: self._inbox.put(_LinkChanged(up)),
+        )
+        self._events.write("started", epoch=self.epoch)
+
+    async def run(self) -> None:
+        """Work until `stop` is called. Whatever it raises must end the process: a restart goes on from the database."""
+        ticked_at = time.monotonic()
+        while True:
+            item = await self._inbox.get(TICK_S)
+            if isinstance(item, _Stop):
+                return
+            if item is not None:
+                await self._handle(item)
+            if time.monotonic() - ticked_at >= TICK_S:
+                ticked_at = time.monotonic()
+                await self._tick()
+
+    def stop(self) -> None:
+        """Make `run` return."""
+        self._inbox.put(_Stop())
+
+    async def close(self) -> None:
+        """Say goodbye and end worker and transport; call it after `run` returned."""
+        self._conductor.close()
+        for task in self._tasks:
+            task.cancel()
+        self._publisher.status(online=False)
+        await asyncio.gather(asyncio.to_thread(self._transport.close), asyncio.to_thread(self._worker.stop))
+        self._events.write("stopped", epoch=self.epoch)
+
+    async def _handle(self, item: _Item) -> None:
+        if isinstance(item, Delivery):
+            await self._delivered(item)
+        elif isinstance(item, _LinkChanged):
+            await self._link_changed(item)
+        elif isinstance(item, Checked):
+            await self._checked(item)
+        elif isinstance(item, _Broken):
+            raise item.error
+        elif not isinstance(item, _Stop):
+            await self._worker_said(item)
+
+    async def _delivered(self, delivery: Delivery) -> None:
+        device = self._ingest.device_of(delivery)
+        is_stranger = device is not None and not self._ingest.knows(device)
+        if is_stranger and time.monotonic() - self._keys_read_at >= KEY_REFRESH_S:
+            await self._read_keys()  # enrolled since the start, perhaps
+        incoming = self._ingest.open(delivery)
+        if isinstance(incoming, ChunkFrom):
+            received = self._uplink.chunk(incoming.device, incoming.chunk)
+            if received is not None:
+                self._spawn(self._check(received, self._conductor.base))
+        elif incoming is not None:
+            await self._message(incoming)
+
+    async def _message(self, incoming: FromDevice) -> None:
+        device, message = incoming.device, incoming.message
+        if isinstance(message, DeviceStatus):
+            if not message.online and device in self.state.online:
+                self._events.write("offline", client=device)
+                await self._conductor.apply(WentOffline(device))
+        elif isinstance(message, Hello):
+            await self._hello(device, message)
+        else:
+            if device not in self.state.online:
+                await self._came_online(device)
+            await self._in_session(device, message)
+
+    async def _in_session(self, device: str, message: Accept | Decline | Manifest | Need) -> None:
+        if isinstance(message, Accept):
+            await self._answered(device, message, ParticipantState.ACCEPTED, "")
+        elif isinstance(message, Decline):
+            await self._answered(device, message, ParticipantState.DECLINED, message.reason.value)
+        elif isinstance(message, Manifest):
+            ended = await self._uplink.manifest(device, message)
+            if ended is not None:
+                await self._conductor.apply(ended)
+        elif self._library.allows(message.artifact):
+            self._spawn(self._serve(device, message))
+
+    async def _hello(self, device: str, hello: Hello) -> None:
+        nonce = self._sessions.greet(device, hello.nonce)
+        self._accepted = {entry for entry in self._accepted if entry[0] != device}
+        now = self._setup.clock()
+        await asyncio.to_thread(self._setup.store.saw_device, device, hello.agent, now)
+        self._publisher.welcome(device, hello.nonce, nonce, now)
+        await self._came_online(device)
+
+    async def _came_online(self, device: str) -> None:
+        if device not in self.state.online:
+            self._events.write("online", client=device)
+        await self._conductor.apply(CameOnline(device))
+
+    async def _answered(
+        self, device: str, answer: Accept | Decline, participant: ParticipantState, reason: str
+    ) -> None:
+        if not self.state.is_open(answer.round, answer.attempt) or device not in self.state.outstanding:
+            return
+        entry = (device, answer.round, answer.attempt)
+        if entry in self._accepted and participant is ParticipantState.ACCEPTED:
+            return
+        key = (self._setup.federation.id, answer.round, answer.attempt)
+        await asyncio.to_thread(self._setup.store.answer, key, device, participant, reason)
+        self._events.write(participant.value, client=device, round=answer.round, attempt=answer.attempt, reason=reason)
+        if participant is ParticipantState.ACCEPTED:
+            self._accepted.add(entry)
+        else:
+            await self._conductor.apply(UpdateRefused(answer.round, answer.attempt, device))
+
+    async def _check(self, received: Received, base: str) -> None:
+        self._inbox.put(await asyncio.to_thread(self._uplink.check, received, base))
+
+    async def _checked(self, checked: Checked) -> None:
+        ended = await self._uplink.ended(checked)
+        if isinstance(ended, UpdateStored):
+            self._worker.add(ended.client, checked.received.manifest.artifact.id)
+        if ended is not None:
+            await self._conductor.apply(ended)
+
+    async def _serve(self, device: str, need: Need) -> None:
+        try:
+            frames = await asyncio.to_thread(self._library.frames, need.artifact, need.ranges)
+        except (IntegrityError, OSError):
+            log.exception("%s asked for artifact %s, which can't be read", device, need.artifact)
+            return
+        await self._publisher.chunks(device, frames)
+
+    async def _link_changed(self, change: _LinkChanged) -> None:
+        self._link_up = change.up
+        self._events.write("link", up=change.up)
+        if not change.up:
+            return
+        self._library.change_chunk_bytes(chunk_bytes_for(self._publisher.max_payload))
+        self._publisher.status(online=True)
+        await self._conductor.announce()
+        self._reinvite()
+
+    async def _tick(self) -> None:
+        self._uplink.tick()
+        await self._conductor.apply(Tick())
+        now = time.monotonic()
+        if now - self._invited_at >= REINVITE_S:
+            self._reinvite()
+        if self.state.phase is not Phase.FINISHED:
+            return
+        self._finished_at = self._finished_at or now
+        since = now - self._finished_at
+        if since >= LEAVE_AT_LATEST_S or (since >= LEAVE_AFTER_S and not self.state.online):
+            self.finished_and_left.set()
+
+    def _reinvite(self) -> None:
+        """Invite again who has not answered: an invite may be lost with the link."""
+        state = self.state
+        self._invited_at = time.monotonic()
+        if state.phase is not Phase.COLLECTING:
+            return
+        for device in sorted(state.outstanding & state.online):
+            answered = (device, state.round, state.attempt) in self._accepted
+            if not answered and not self._uplink.is_busy(device):
+                self._publisher.invite(device, (state.round, state.attempt))
+
+    async def _worker_said(self, event: WorkerEvent) -> None:
+        if isinstance(event, WorkerReady):
+            self._worker_pid = event.pid
+            self._events.write("worker_ready", pid=event.pid, threads=event.threads, device=event.device)
+        elif isinstance(event, WorkerDied):
+            self._worker_pid = None
+            self._events.write("worker_died", pid=event.pid, deaths=event.deaths)
+        elif isinstance(event, PhaseStarted):
+            self._write_progress("phase_started", event, client=event.client)
+        elif isinstance(event, Progressed):
+            self._write_progress("aggregate_step", event, step=event.step, steps=event.steps)
+        elif isinstance(event, UpdateAdded):
+            self._events.write("teacher_done", client=event.client, round=event.round, attempt=event.attempt)
+        elif isinstance(event, JobFailed):
+            await self._conductor.apply(AggregationFailed(event.round, event.attempt, event.reason))
+        elif isinstance(event, JobDone):
+            await self._conductor.job_done(event)
+
+    def _write_progress(self, name: str, event: PhaseStarted | Progressed, **values: str | int) -> None:
+        self._events.write(name, phase=event.phase, round=event.round, attempt=event.attempt, pid=event.pid, **values)
+
+    async def _read_keys(self) -> None:
+        self._keys_read_at = time.monotonic()
+        devices = await asyncio.to_thread(self._setup.store.devices)
+        self._ingest.learn_keys((device.id, device.public_key) for device in devices)
+
+    def _spawn(self, work: Coroutine[Any, Any, object]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_done)
+
+    def _task_done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._inbox.put(_Broken(error))
+
+
+async def start_service(setup: Setup) -> Service:
+    """Take the lease and start to serve; `run` must follow."""
+    epoch = await asyncio.to_thread(setup.store.next_epoch)
+    service = Service(setup, epoch)
+    await service.start()
+    return service

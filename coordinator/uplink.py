@@ -1,0 +1,222 @@
+"""The way of an update into the coordinator: manifest, grants, chunks, check, durable, receipt.
+
+Order that matters: artifact on disk, then the database's commit, then the receipt. Says to the round engine what happened;
+decides only what becomes of an update.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from coordinator.errors import ValidationError
+from coordinator.publishing import Publisher
+from coordinator.records import AttemptState, UpdateRecord
+from coordinator.rounds import Phase, RoundState, UpdateRefused, UpdateStored
+from coordinator.setup import Setup
+from coordinator.uploads import Grant, Received, Uploads
+from coordinator.validation import Expected, max_update_bytes, validate_update
+from fedcg.wire.errors import WireError
+from fedcg.wire.messages import Manifest, Outcome
+from fedcg.wire.transfer import Chunk
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Checked:
+    """The outcome of checking a received update, off the event loop; `reason` is empty when it may be merged."""
+
+    received: Received
+    report: str | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How an update ends without being looked into."""
+
+    outcome: Outcome
+    reason: str
+
+
+Ended = UpdateStored | UpdateRefused
+
+
+class Uplink:
+    """Takes updates of one federation.
+
+    Args:
+        setup: what the service was given.
+        publisher: sends grants and receipts.
+        state: asks for the round engine's state.
+        monotonic: seconds, for stalls.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        publisher: Publisher,
+        state: Callable[[], RoundState],
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._spec = setup.spec
+        self._store = setup.store
+        self._artifacts = setup.artifacts
+        self._events = setup.events
+        self._clock = setup.clock
+        self._publisher = publisher
+        self._state = state
+        self._monotonic = monotonic
+        self._max_bytes = max_update_bytes(setup.spec)
+        self._uploads = Uploads()
+
+    def is_busy(self, device: str) -> bool:
+        """Whether an update of a device is under way."""
+        return self._uploads.has(device)
+
+    async def manifest(self, device: str, manifest: Manifest) -> Ended | None:
+        """Answer a manifest: the receipt it had before, a verdict, or a grant."""
+        earlier = await asyncio.to_thread(self._store.update, self._key(manifest), device)
+        if earlier is not None:
+            same = earlier.artifact == manifest.artifact.id
+            reason = earlier.reason if same else "another update of this round and attempt was ended before"
+            self._publisher.receipt(device, manifest, earlier.outcome if same else Outcome.CONFLICT, reason)
+            return None
+        verdict = await self._verdict(device, manifest)
+        if verdict is not None:
+            self._end_with(device, manifest, verdict)
+            return None
+        if manifest.artifact.size > self._max_bytes:
+            reason = (
+                f"it has {manifest.artifact.size} bytes; an update of this federation has at most {self._max_bytes}"
+            )
+            return await self._reject(device, manifest, self._clock(), reason)
+        self._send(self._uploads.begin(device, manifest, self._monotonic(), self._clock()))
+        return None
+
+    def chunk(self, device: str, chunk: Chunk) -> Received | None:
+        """Take a chunk; returns the update when it is complete."""
+        try:
+            taken = self._uploads.feed(device, chunk, self._monotonic())
+        except WireError as error:
+            log.warning("chunk of %s refused: %s", device, error)
+            return None
+        if isinstance(taken, Received):
+            return taken
+        self._send(taken)
+        return None
+
+    def check(self, received: Received, base: str) -> Checked:
+        """Validate a received update and, when it is good, make it durable. Blocking: call it on a thread."""
+        manifest = received.manifest
+        expected = Expected(self._spec.federation, manifest.round, manifest.attempt, received.device, base)
+        try:
+            artifact = validate_update(received.data, self._spec, expected)
+        except ValidationError as error:
+            return Checked(received, None, error.reason)
+        self._artifacts.put(received.data)
+        report = artifact.header.report
+        return Checked(received, None if report is None else report.model_dump_json(exclude_none=True), "")
+
+    async def ended(self, checked: Checked) -> Ended | None:
+        """Commit how a checked update ended and send its receipt."""
+        received = checked.received
+        device, manifest = received.device, received.manifest
+        verdict = await self._verdict(device, manifest)
+        if verdict is not None:  # the attempt moved on while the update was checked
+            self._end_with(device, manifest, verdict)
+            return None
+        if checked.reason:
+            return await self._reject(device, manifest, received.manifest_at, checked.reason)
+        record = self._record(device, manifest, received.manifest_at, Outcome.ACCEPTED, report=checked.report)
+        await asyncio.to_thread(self._store.end_update, record)
+        self._uploads.end(device)
+        self._events.write(
+            "update_stored",
+            client=device,
+            round=manifest.round,
+            attempt=manifest.attempt,
+            artifact=manifest.artifact.id,
+            size=manifest.artifact.size,
+            seconds=round(record.stored_at - record.manifest_at, 4),
+        )
+        self._publisher.receipt(device, manifest, Outcome.ACCEPTED, "")
+        return UpdateStored(manifest.round, manifest.attempt, device)
+
+    def tick(self) -> None:
+        """Grant again what stalled."""
+        for grant in self._uploads.stalled(self._monotonic()):
+            self._send(grant)
+
+    def close(self, outcome: Outcome, reason: str) -> None:
+        """The attempt takes nothing any more: end whatever is under way."""
+        for device, manifest in self._uploads.clear().items():
+            self._publisher.receipt(device, manifest, outcome, reason)
+
+    async def _verdict(self, device: str, manifest: Manifest) -> Verdict | None:
+        state = self._state()
+        if state.is_open(manifest.round, manifest.attempt):
+            if device not in state.participants:
+                return Verdict(Outcome.REJECTED, "the device was not invited to this attempt")
+            if device in state.declined:
+                return Verdict(Outcome.REJECTED, "the device declined this attempt")
+            return None
+        attempt = await asyncio.to_thread(self._store.attempt, self._key(manifest))
+        if attempt is None:
+            return Verdict(Outcome.REJECTED, "there is no such round and attempt")
+        if attempt.state is AttemptState.FAILED:
+            return Verdict(Outcome.CLOSED, "the attempt ended without an aggregate")
+        if state.phase is Phase.FINISHED:
+            return Verdict(Outcome.CLOSED, "the federation is finished")
+        return Verdict(Outcome.LATE, "the round was closed without this update")
+
+    def _end_with(self, device: str, manifest: Manifest, verdict: Verdict) -> None:
+        self._uploads.end(device)
+        self._events.write(
+            "update_refused",
+            client=device,
+            round=manifest.round,
+            attempt=manifest.attempt,
+            outcome=verdict.outcome.value,
+            reason=verdict.reason,
+        )
+        self._publisher.receipt(device, manifest, verdict.outcome, verdict.reason)
+
+    async def _reject(self, device: str, manifest: Manifest, manifest_at: float, reason: str) -> UpdateRefused:
+        record = self._record(device, manifest, manifest_at, Outcome.REJECTED, reason=reason[:300])
+        await asyncio.to_thread(self._store.end_update, record)
+        self._end_with(device, manifest, Verdict(Outcome.REJECTED, reason))
+        return UpdateRefused(manifest.round, manifest.attempt, device)
+
+    def _record(
+        self,
+        device: str,
+        manifest: Manifest,
+        manifest_at: float,
+        outcome: Outcome,
+        *,
+        reason: str = "",
+        report: str | None = None,
+    ) -> UpdateRecord:
+        return UpdateRecord(
+            *self._key(manifest),
+            client=device,
+            artifact=manifest.artifact.id,
+            size=manifest.artifact.size,
+            outcome=outcome,
+            reason=reason,
+            report=report,
+            manifest_at=manifest_at,
+            stored_at=self._clock(),
+        )
+
+    def _key(self, manifest: Manifest) -> tuple[str, int, int]:
+        return (self._spec.federation, manifest.round, manifest.attempt)
+
+    def _send(self, grant: Grant | None) -> None:
+        if grant is not None:
+            self._publisher.need(grant.device, grant.manifest, grant.ranges)

@@ -1,0 +1,175 @@
+"""What the agent does when the state machine gives a command: publish, fetch, judge, start training, remember. Never imports torch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from edge_client.config import AgentConfig
+from edge_client.downloads import Downloads
+from edge_client.events import EventLog
+from edge_client.firewall import check_spec, explain
+from edge_client.outgoing import Outgoing
+from edge_client.private_store import DeliveryRecord, PrivateStore
+from edge_client.session_events import (
+    ArtifactLost,
+    CheckSpec,
+    Command,
+    Done,
+    Event,
+    Finalise,
+    Note,
+    RecordDelivery,
+    Send,
+    SendChunks,
+    SendHello,
+    SpecChecked,
+    StartRound,
+    StartTrainer,
+    Want,
+)
+from edge_client.session_state import SessionState
+from edge_client.trainer_process import ChooseModel, TrainerHandle, TrainRound
+from fedcg.wire.errors import IntegrityError, WireError
+from fedcg.wire.messages import ArtifactRef, DeclineReason
+from fedcg.wire.transfer import make_ref
+
+_log = logging.getLogger(__name__)
+
+
+class Actions:
+    """Carries out commands.
+
+    Args:
+        config: of this device.
+        store: its private store.
+        outgoing: publishes.
+        downloads: what is being fetched.
+        trainer: the training process.
+        events: the event log.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        store: PrivateStore,
+        outgoing: Outgoing,
+        downloads: Downloads,
+        trainer: TrainerHandle,
+        events: EventLog,
+        clock: Callable[[], float],
+    ) -> None:
+        self._config = config
+        self._store = store
+        self._outgoing = outgoing
+        self._downloads = downloads
+        self._trainer = trainer
+        self._events = events
+        self._clock = clock
+        self._update: tuple[ArtifactRef, bytes] | None = None
+        self.outcome: bool | None = None
+        self._handlers: dict[type[Any], Callable[[Any, SessionState], Event | None]] = {
+            SendHello: self._send_hello,
+            Send: self._send,
+            SendChunks: self._send_chunks,
+            Want: self._want,
+            CheckSpec: self._check_spec,
+            StartTrainer: self._start_trainer,
+            StartRound: self._start_round,
+            Finalise: self._finalise,
+            RecordDelivery: self._record_delivery,
+            Note: self._note,
+            Done: self._done,
+        }
+
+    def carry_out(self, command: Command, state: SessionState) -> Event | None:
+        """Do what a command says; returns what the state machine has to hear about at once."""
+        return self._handlers[type(command)](command, state)
+
+    def load_update(self) -> ArtifactRef:
+        """Read the outbox of the current generation and cut it for the link."""
+        generation, _ = self._store.generations.current()
+        assert generation is not None
+        data = self._store.generations.update_bytes(generation)
+        ref = make_ref(data, self._outgoing.chunk_bytes())
+        known = self._update
+        if known is not None and known[0].id == ref.id and known[0].chunk_bytes < ref.chunk_bytes:
+            ref = known[0]  # an announced chunk size is kept for as long as the link takes it
+        self._update = (ref, data)
+        return ref
+
+    def _send_hello(self, command: SendHello, state: SessionState) -> None:
+        self._outgoing.hello(state.epoch)
+
+    def _send(self, command: Send, state: SessionState) -> None:
+        self._outgoing.send(command.message)
+
+    def _send_chunks(self, command: SendChunks, state: SessionState) -> None:
+        if self._update is not None and self._update[0] == command.update:
+            self._outgoing.chunks(self._update[1], command.update, command.ranges)
+
+    def _want(self, command: Want, state: SessionState) -> None:
+        try:
+            self._downloads.want(command.downloads, self._clock())
+        except WireError as error:
+            self._events.write("refused", what="offer", detail=str(error))
+
+    def _check_spec(self, command: CheckSpec, state: SessionState) -> Event:
+        spec = self._store.spec(command.digest)
+        refusal: DeclineReason | None = DeclineReason.SPEC_REFUSED
+        detail = "not a spec of this federation"
+        if spec is not None and spec.federation == self._config.federation:
+            refusal = check_spec(spec, self._config.policy)
+            detail = "" if refusal is None else explain(refusal, spec, self._config.policy)
+        if refusal is not None:
+            self._events.write("refused", what="spec", detail=detail)
+            _log.warning("%s does not take part: %s", self._config.device, detail)
+        return SpecChecked(command.digest, refusal)
+
+    def _start_trainer(self, command: StartTrainer, state: SessionState) -> None:
+        self._events.write("trainer_started", pid=self._trainer.start())
+
+    def _start_round(self, command: StartRound, state: SessionState) -> Event | None:
+        if not self._is_sound(command.aggregate):
+            return ArtifactLost(command.aggregate)
+        self._trainer.send(TrainRound(command.cursor, command.spec, command.aggregate))
+        return None
+
+    def _finalise(self, command: Finalise, state: SessionState) -> Event | None:
+        if not self._is_sound(command.aggregate):
+            return ArtifactLost(command.aggregate)
+        self._trainer.send(ChooseModel(command.spec, command.aggregate))
+        return None
+
+    def _is_sound(self, artifact: str) -> bool:
+        try:
+            self._store.artifacts.get(artifact)
+        except (IntegrityError, FileNotFoundError) as error:
+            self._events.write("refused", what="aggregate", detail=str(error))
+            self._store.artifacts.delete(artifact)
+            return False
+        return True
+
+    def _record_delivery(self, command: RecordDelivery, state: SessionState) -> None:
+        cursor, outcome = command.cursor, command.outcome.value
+        record = DeliveryRecord(command.artifact, cursor.round, cursor.attempt, outcome, command.reason)
+        self._store.save_delivery(record)
+        self._update = None
+        self._events.write(
+            "receipt",
+            round=cursor.round,
+            attempt=cursor.attempt,
+            artifact=command.artifact,
+            outcome=outcome,
+            reason=command.reason,
+        )
+
+    def _note(self, command: Note, state: SessionState) -> None:
+        reason = {"reason": command.reason} if command.reason else {}
+        self._events.write(command.event, round=command.cursor.round, attempt=command.cursor.attempt, **reason)
+
+    def _done(self, command: Done, state: SessionState) -> None:
+        self.outcome = command.succeeded
+        self._events.write("finished", succeeded=command.succeeded)

@@ -1,0 +1,110 @@
+"""Commands of a device: `fedcg agent run|status` and `fedcg doctor`. Importing this loads neither torch nor paho."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+app = typer.Typer(help="Run this device's agent, or look at its private store.", no_args_is_help=True)
+
+ConfigOption = Annotated[Path, typer.Option("--config", help="the device's agent.toml")]
+JsonOption = Annotated[bool, typer.Option("--json", help="machine-readable output on stdout")]
+BAD_INPUT = 2
+_MARKS = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "failed": "[red]failed[/]"}
+
+
+@app.command("run")
+def run_command(
+    config: ConfigOption = Path("agent.toml"),
+    until_finished: Annotated[
+        bool, typer.Option("--until-finished", help="exit once the federation is over and the model is exported")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Take part in the federation until SIGTERM or Ctrl-C.
+
+    Exit codes: 0 ended in order; 1 failed; 2 the configuration is wrong.
+    """
+    from edge_client.config import load_config
+    from edge_client.errors import ConfigError, EdgeError
+    from edge_client.launch import run_agent
+    from fedcg.wire.errors import WireError
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    try:
+        settings = load_config(config, os.environ)
+    except ConfigError as error:
+        raise _bad_input(error) from error
+    if as_json:
+        print(json.dumps({"event": "agent", "device": settings.device, "store": str(settings.store)}), flush=True)
+    else:
+        place = f"{settings.broker.host}:{settings.broker.port}"
+        print(f"agent {settings.device} of {settings.federation}, broker {place}, store {settings.store}", flush=True)
+    try:
+        code = run_agent(settings, until_finished=until_finished)
+    except (EdgeError, WireError) as error:
+        Console(stderr=True, highlight=False).print(f"Error: {error}", markup=False)
+        raise typer.Exit(1) from error
+    if as_json:
+        print(json.dumps({"event": "ended", "device": settings.device, "exit_code": code}), flush=True)
+    raise typer.Exit(code)
+
+
+@app.command("status")
+def status_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOption = False) -> None:
+    """Show what the private store says: round, outbox, receipts, whether an agent runs."""
+    from edge_client.config import load_config
+    from edge_client.errors import ConfigError, EdgeError
+    from edge_client.status import read_status
+
+    try:
+        status = read_status(load_config(config, os.environ))
+    except ConfigError as error:
+        raise _bad_input(error) from error
+    except EdgeError as error:
+        Console(stderr=True, highlight=False).print(f"Error: {error}", markup=False)
+        raise typer.Exit(1) from error
+    if as_json:
+        print(json.dumps(status))
+        return
+    table = Table(show_header=False, box=None)
+    for name, value in status.items():
+        table.add_row(name.replace("_", " "), "-" if value is None or value == "" else str(value))
+    Console(highlight=False).print(table)
+
+
+def doctor_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOption = False) -> None:
+    """Check clock, disk, keys, certificate, broker, data and training on this device, and say what to do.
+
+    Exit codes: 0 nothing failed; 1 a check failed.
+    """
+    from edge_client.config import load_config
+    from edge_client.doctor import config_finding, examine, failed, utc_now
+    from edge_client.errors import ConfigError
+
+    try:
+        findings = examine(load_config(config, os.environ), utc_now())
+    except ConfigError as error:
+        findings = (config_finding(config, str(error)),)
+    if as_json:
+        print(json.dumps({"ok": not failed(findings), "findings": [asdict(finding) for finding in findings]}))
+    else:
+        table = Table("check", "state", "what", "what to do")
+        for finding in findings:
+            table.add_row(finding.check, _MARKS[finding.state], finding.detail, finding.advice)
+        Console(highlight=False).print(table)
+    raise typer.Exit(1 if failed(findings) else 0)
+
+
+def _bad_input(error: Exception) -> typer.Exit:
+    Console(stderr=True, highlight=False).print(f"Error: {error}", markup=False)
+    return typer.Exit(BAD_INPUT)

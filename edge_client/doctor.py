@@ -1,0 +1,196 @@
+"""Checks of a device before (or after) something went wrong, each with what to do about it. Never imports torch."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import ssl
+import stat
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
+from importlib.util import find_spec
+from pathlib import Path
+
+from cryptography import x509
+
+from devices.detect import detect
+from devices.errors import DeviceError
+from devices.profile import plan_training
+from edge_client.config import AgentConfig
+from edge_client.errors import EdgeError
+from edge_client.launch import load_keys, mqtt_config
+from edge_client.private_store import PrivateStore
+from fedcg.wire.errors import TransportError
+from fedcg.wire.mqtt_config import explain_failure
+
+LEAST_FREE_BYTES = 1 << 30
+EXPIRES_SOON = timedelta(days=14)
+EARLIEST_YEAR = 2025  # no release of this program is older: a clock before it was never set
+CONNECT_TIMEOUT_S = 5.0
+IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".webp"})
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The outcome of one check.
+
+    Attributes:
+        state: "ok", "warning" (works, but look at it) or "failed".
+        advice: what to do, where there is something to do.
+    """
+
+    check: str
+    state: str
+    detail: str
+    advice: str = ""
+
+
+def examine(config: AgentConfig, now: datetime) -> tuple[Finding, ...]:
+    """All checks of a device, in the order in which one would repair them."""
+    checks: tuple[Callable[[AgentConfig, datetime], Finding], ...] = (
+        _clock,
+        _disk,
+        _keys,
+        _certificate,
+        _broker,
+        _data,
+        _cohort_secret,
+        _training,
+        _export,
+    )
+    return tuple(check(config, now) for check in checks)
+
+
+def _clock(config: AgentConfig, now: datetime) -> Finding:
+    if now.year < EARLIEST_YEAR:
+        return Finding(
+            "clock", "failed", f"it says {now:%Y-%m-%d}", "set the time (timedatectl set-ntp true): TLS needs it"
+        )
+    return Finding("clock", "ok", f"{now:%Y-%m-%d %H:%M} UTC")
+
+
+def _disk(config: AgentConfig, now: datetime) -> Finding:
+    place = config.store
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    told = f"{free / (1 << 30):.1f} GiB free at {place}"
+    if free < LEAST_FREE_BYTES:
+        return Finding("disk", "failed", told, f"make room: at least {LEAST_FREE_BYTES >> 30} GiB is needed")
+    return Finding("disk", "ok", told)
+
+
+def _keys(config: AgentConfig, now: datetime) -> Finding:
+    try:
+        load_keys(config)
+    except EdgeError as error:
+        return Finding("keys", "failed", str(error), "copy the device's bundle from the coordinator again")
+    secrets = [config.keys.signing] + ([config.tls.key] if config.tls is not None else [])
+    for path in secrets:
+        if path.exists() and path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+            return Finding("keys", "warning", f"{path} can be read by other users", f"chmod 600 {path}")
+    return Finding("keys", "ok", "signing key and coordinator's key are there")
+
+
+def _certificate(config: AgentConfig, now: datetime) -> Finding:
+    if config.tls is None:
+        return Finding("certificate", "warning", "no TLS", "only for trials on one machine")
+    try:
+        certificate = x509.load_pem_x509_certificate(config.tls.cert.read_bytes())
+    except (OSError, ValueError) as error:
+        return Finding("certificate", "failed", f"{config.tls.cert}: {error}", "copy the device's bundle again")
+    name = certificate.subject.get_attributes_for_oid(x509.NameOID.COMMON_NAME)
+    if not name or name[0].value != config.device:
+        told = f"it is for {str(name[0].value) if name else 'nobody'}, not for {config.device}"
+        return Finding("certificate", "failed", told, "use this device's own bundle, or correct `device`")
+    first, last = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+    if not first <= now <= last:
+        return Finding(
+            "certificate", "failed", f"valid {first:%Y-%m-%d} to {last:%Y-%m-%d}", "issue a new one; check the clock"
+        )
+    if last - now < EXPIRES_SOON:
+        return Finding("certificate", "warning", f"expires {last:%Y-%m-%d}", "issue a new one soon")
+    return Finding("certificate", "ok", f"{config.device}, valid until {last:%Y-%m-%d}")
+
+
+def _broker(config: AgentConfig, now: datetime) -> Finding:
+    try:
+        mqtt = mqtt_config(config)
+        context = None if mqtt.tls is None else mqtt.tls.context()
+    except (TransportError, ValueError) as error:
+        return Finding("broker", "failed", str(error), "correct the [tls] files first")
+    try:
+        with socket.create_connection((mqtt.host, mqtt.port), CONNECT_TIMEOUT_S) as plain:
+            if context is not None:
+                with context.wrap_socket(plain, server_hostname=mqtt.host) as secured:
+                    return Finding("broker", "ok", f"{mqtt.address} answers, {secured.version()}")
+    except (OSError, ssl.SSLError) as error:
+        return Finding("broker", "failed", explain_failure(mqtt, error), "ask whoever runs the broker")
+    return Finding("broker", "ok", f"{mqtt.address} answers, without TLS")
+
+
+def _data(config: AgentConfig, now: datetime) -> Finding:
+    root = config.data.root
+    if root.suffix == ".npz" and root.is_file():
+        return Finding("data", "ok", f"{root}, {root.stat().st_size / (1 << 20):.1f} MiB")
+    expected = f"{root}/CLASS/*.png or .jpg, or {root}/train and {root}/test of such"
+    if not root.is_dir():
+        return Finding("data", "failed", f"{root} is no folder", f"expected {expected}")
+    count = sum(path.suffix.lower() in IMAGE_SUFFIXES for path in root.glob("**/*"))
+    if count == 0:
+        return Finding("data", "failed", f"{root} holds no images", f"expected {expected}")
+    return Finding("data", "ok", f"{count} images in {root}")
+
+
+def _cohort_secret(config: AgentConfig, now: datetime) -> Finding:
+    path = config.store / "secrets" / "cohort.key"
+    if not path.exists():
+        told = "none: private networks start from the public spec seed, so a coordinator knows where they started"
+        return Finding(
+            "cohort secret",
+            "warning",
+            told,
+            f"put the same 32 random bytes into {path} on every device of the federation",
+        )
+    try:
+        PrivateStore(config.store).cohort_secret()
+    except EdgeError as error:
+        return Finding(
+            "cohort secret", "failed", str(error), "replace the file by 32 random bytes, the same on every device"
+        )
+    return Finding("cohort secret", "ok", "there")
+
+
+def _training(config: AgentConfig, now: datetime) -> Finding:
+    if find_spec("torch") is None:
+        return Finding("training", "failed", "PyTorch is not installed", "pip install 'fedcg-edge[edge]'")
+    try:
+        plan = plan_training(detect(), device=config.training.device, threads=config.training.threads)
+    except DeviceError as error:
+        return Finding("training", "failed", str(error), "this box can run a model, but not take part")
+    return Finding("training", "ok", f"{plan.device}, {plan.threads} threads: {plan.reason}")
+
+
+def _export(config: AgentConfig, now: datetime) -> Finding:
+    if not config.export.enabled:
+        return Finding("export", "ok", "not asked for")
+    missing = [name for name in ("onnx", "onnxruntime") if find_spec(name) is None]
+    if missing:
+        return Finding("export", "failed", f"{' and '.join(missing)} not installed", "pip install 'fedcg-edge[edge]'")
+    return Finding("export", "ok", "onnx and onnxruntime are there")
+
+
+def failed(findings: tuple[Finding, ...]) -> bool:
+    """Whether any check failed."""
+    return any(finding.state == "failed" for finding in findings)
+
+
+def utc_now() -> datetime:
+    """The current time, aware."""
+    return datetime.now(timezone.utc)
+
+
+def config_finding(path: Path, problem: str) -> Finding:
+    """The finding for a configuration that can't even be read."""
+    return Finding("configuration", "failed", problem, f"correct {path}")

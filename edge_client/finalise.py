@@ -1,0 +1,162 @@
+"""The end of a federation on one box: choose the personal model by validation, export it, say how good it is. Uses torch.
+
+Three candidates: `own`, the personal model of the best validation round; `downloaded`, the box's extractor under the final
+aggregate's classifier; `tuned`, the latter after one local pass. The best by validation is exported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from edge_client.events import EventValue
+from edge_client.generations import StoredState
+from edge_client.local_data import RoundData
+from edge_client.measures import Measured, measure, personal_parts
+from edge_client.trainer_process import ChooseModel
+from edge_client.training import Workplace, load_aggregate, load_spec
+from edge_client.weights import to_weights
+from fedcg.learning.data import ImageSet
+from fedcg.learning.initial import shadow_spec
+from fedcg.learning.method import ClientState, DivergedError, Method, RoundContext, Weights
+from fedcg.learning.registry import get_method
+from fedcg.learning.spec import FederationSpec
+from fedcg.wire.parts import Part
+
+Outcome = dict[str, EventValue]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A personal model that could be served."""
+
+    name: str
+    parts: Mapping[Part, Weights]
+    measured: Measured
+
+
+def choose_model(work: Workplace, command: ChooseModel) -> Outcome:
+    """Choose, export and describe the personal model; repeats nothing that was done before.
+
+    Raises:
+        RoundError: there are no usable images any more.
+        WireError: the final aggregate is not usable.
+        ExportError: the chosen model can't be exported; none is installed.
+    """
+    kept = work.store.finalised()
+    if kept.get("aggregate") == command.aggregate:
+        return kept
+    outcome: Outcome = {"aggregate": command.aggregate, "spec": command.spec, "candidate": None}
+    stored = work.store.generations.load()
+    if stored is not None and stored.generation.spec == command.spec:
+        outcome |= _choose(work, command, stored)
+    work.store.save_finalised(outcome)
+    return outcome
+
+
+def _choose(work: Workplace, command: ChooseModel, stored: StoredState) -> Outcome:
+    spec, method = load_spec(work.store, command.spec)
+    store = work.store
+    # The round after the last one: the same snapshot as before unless images came or went since.
+    data = work.data.for_round(spec, spec.rounds + 1, store.accept_snapshot, store.forget_snapshot)
+    common = work.data.common_test(spec)
+    candidates = _candidates(work, command, stored, spec, method, data, common)
+    chosen = candidates[0]
+    for candidate in candidates[1:]:
+        if candidate.measured.val is not None and candidate.measured.beats(chosen.measured):
+            chosen = candidate
+    scores = stored.generation.scores
+    shadow = Measured.from_scores(scores, "best_shadow")
+    outcome: Outcome = {
+        "candidate": chosen.name,
+        "round": stored.generation.cursor.round,
+        "best_round": int(scores["best.round"]),
+        "accuracy_personal": chosen.measured.test,
+        "accuracy_common_personal": chosen.measured.common,
+        "accuracy_val_personal": chosen.measured.val,
+        "accuracy_local": shadow.test,
+        "accuracy_common_local": shadow.common,
+        **{f"{split}_images": count for split, count in data.snapshot.counts().items()},
+        **{f"accuracy_{candidate.name}": candidate.measured.test for candidate in candidates},
+        **{f"accuracy_common_{candidate.name}": candidate.measured.common for candidate in candidates},
+    }
+    if work.settings.export:
+        outcome |= _export(work, spec, stored.generation.cursor.round, chosen, data)
+    return outcome
+
+
+def _candidates(
+    work: Workplace,
+    command: ChooseModel,
+    stored: StoredState,
+    spec: FederationSpec,
+    method: Method,
+    data: RoundData,
+    common: ImageSet | None,
+) -> list[Candidate]:
+    def weighed(name: str, parts: Mapping[Part, Weights]) -> Candidate:
+        return Candidate(name, parts, measure(spec, parts, data, common, work.place))
+
+    candidates = [weighed("own", to_weights(stored.slots["best"]))]
+    aggregate = load_aggregate(work.store, spec, method, command.aggregate)
+    if Part.CLASSIFIER not in aggregate.parts:
+        return candidates
+    latest = personal_parts(to_weights(stored.slots["personal"]))
+    downloaded = {**latest, Part.CLASSIFIER: aggregate.parts[Part.CLASSIFIER]}
+    candidates.append(weighed("downloaded", downloaded))
+    try:
+        candidates.append(weighed("tuned", _one_pass(work, spec, downloaded, data)))
+    except DivergedError:
+        work.events.write("refused", what="tuned", detail="the local pass over the downloaded model diverged")
+    return candidates
+
+
+def _one_pass(
+    work: Workplace, spec: FederationSpec, parts: Mapping[Part, Weights], data: RoundData
+) -> Mapping[Part, Weights]:
+    alone = shadow_spec(work.sized(spec))
+    alone = alone.model_copy(update={"params": {**alone.params, "epochs": 1, "steps": 0}})
+    ctx = RoundContext(
+        spec=alone,
+        round=spec.rounds + 1,
+        attempt=0,
+        horizon=spec.rounds,
+        streams=work.streams(spec, spec.rounds + 1, 0),
+        device=work.place,
+    )
+    return get_method(alone.method).local_round(ClientState(parts), data.train, None, ctx).private.parts
+
+
+def _export(work: Workplace, spec: FederationSpec, round_number: int, chosen: Candidate, data: RoundData) -> Outcome:
+    from export.package import package_personal
+
+    files, labels = work.data.files(data.snapshot, "test")
+    installed = package_personal(
+        spec,
+        chosen.parts,
+        work.store.root / "models",
+        test_files=files,
+        test_labels=labels,
+        metrics={f"accuracy_{name}": value for name, value in chosen.measured.as_scores("personal").items()},
+        round_number=round_number,
+    )
+    return {
+        "model_dir": str(installed.model_dir),
+        "onnx_model": str(installed.model_dir / "model.onnx"),
+        "accuracy_onnx": installed.verification.accuracy_onnx,
+        "accuracy_common_onnx": _common_accuracy(work, spec, installed.model_dir),
+        "onnx_top1_agreement": installed.verification.top1_agreement,
+    }
+
+
+def _common_accuracy(work: Workplace, spec: FederationSpec, model_dir: Path) -> float | None:
+    from export.preprocess import load_image
+    from export.runtime import Model
+
+    files, labels = work.data.common_files(spec)
+    if not files:
+        return None
+    model = Model.load(model_dir, threads=work.threads)
+    predicted = model.predict([load_image(file, model.manifest.image) for file in files]).argmax(axis=1)
+    return float((predicted == labels).mean())

@@ -1,0 +1,97 @@
+"""The device's side of hello and welcome: nonces, and the session that stamps and admits control messages.
+
+One nonce serves a hello and its repetitions, so an answer that took long still counts; a coordinator's nonce is taken once,
+so a recorded welcome can't bring back an old session.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from typing import TypeVar
+
+from fedcg.wire.channel import Session, session_id
+from fedcg.wire.errors import OrderError
+from fedcg.wire.messages import COORDINATOR, PROTOCOL_VERSION, AnyMessage, Hello, Welcome
+
+MessageT = TypeVar("MessageT", bound=AnyMessage)
+
+
+class Handshake:
+    """Keeps the nonces and the open session of one device.
+
+    Args:
+        federation: the federation's id.
+        device: this device's id.
+        agent: program version for the hello.
+        make_nonce: 32 hex digits of randomness.
+    """
+
+    def __init__(
+        self, federation: str, device: str, agent: str, make_nonce: Callable[[], str] = lambda: secrets.token_hex(16)
+    ) -> None:
+        self._federation = federation
+        self._device = device
+        self._agent = agent
+        self._make_nonce = make_nonce
+        self._nonce: str | None = None
+        self._answers: set[str] = set()
+        self._session: Session | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a session stands."""
+        return self._session is not None
+
+    def close(self) -> None:
+        """Forget the session; the next hello opens a new one."""
+        if self._session is not None:
+            self._session, self._nonce = None, None
+
+    def hello(self, epoch: int) -> Hello:
+        """The hello to send now."""
+        self.close()
+        if self._nonce is None:
+            self._nonce, self._answers = self._make_nonce(), set()
+        return Hello(
+            federation=self._federation,
+            sender=self._device,
+            recipient=COORDINATOR,
+            epoch=epoch,
+            nonce=self._nonce,
+            versions=(PROTOCOL_VERSION,),
+            agent=self._agent,
+        )
+
+    def welcome(self, message: Welcome) -> None:
+        """Open the session that a welcome answers.
+
+        Raises:
+            OrderError: it answers no hello of ours, was used before, or picks a version that we did not offer.
+        """
+        if message.device_nonce != self._nonce or message.nonce in self._answers:
+            raise OrderError("a welcome that answers no hello of this device, or answers one again")
+        if message.version != PROTOCOL_VERSION:
+            raise OrderError(f"a welcome for protocol version {message.version}; only {PROTOCOL_VERSION} was offered")
+        self._answers.add(message.nonce)
+        self._session = Session(session_id(message.device_nonce, message.nonce))
+
+    def stamp(self, message: MessageT) -> MessageT:
+        """The message with session and counter.
+
+        Raises:
+            OrderError: there is no session.
+        """
+        if self._session is None:
+            raise OrderError(f"a {message.kind} message can't be sent without a session")
+        return self._session.stamp(message)
+
+    def admit(self, message: AnyMessage) -> None:
+        """Check that a message belongs to the session and is new.
+
+        Raises:
+            OrderError: it does not, is not, or there is no session.
+        """
+        if self._session is None:
+            raise OrderError(f"a {message.kind} message came without a session")
+        self._session.admit(message)

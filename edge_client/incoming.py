@@ -1,0 +1,125 @@
+"""From bytes on a topic to an event of the state machine: signature, addressee, topic, session and order are checked here.
+
+Whatever fails a check is refused with its reason and changes nothing.
+"""
+
+from __future__ import annotations
+
+from edge_client.downloads import Downloaded, Downloads
+from edge_client.generations import Cursor
+from edge_client.handshake import Handshake
+from edge_client.session_events import (
+    CoordinatorSeen,
+    Ended,
+    Event,
+    Granted,
+    Invited,
+    Offered,
+    Receipted,
+    Welcomed,
+)
+from fedcg.wire.channel import BroadcastOrder
+from fedcg.wire.errors import MalformedError, OrderError, SignatureError
+from fedcg.wire.messages import (
+    COORDINATOR,
+    EVERYONE,
+    AnyMessage,
+    CoordinatorStatus,
+    Finished,
+    Invite,
+    Need,
+    Offer,
+    Receipt,
+    Welcome,
+)
+from fedcg.wire.signing import VerifyKey, open_envelope
+from fedcg.wire.topics import TopicKind, Topics
+from fedcg.wire.transfer import parse_chunk
+from fedcg.wire.transport import Delivery
+
+
+class Incoming:
+    """Checks what the broker delivers to one device.
+
+    Args:
+        federation: the federation's id.
+        device: this device's id.
+        coordinator: the coordinator's public key, the only one that is listened to.
+        order: the highest broadcast admitted so far; the caller makes it durable.
+        handshake: the open session.
+        downloads: where chunks go.
+    """
+
+    def __init__(
+        self,
+        federation: str,
+        device: str,
+        coordinator: VerifyKey,
+        order: BroadcastOrder,
+        handshake: Handshake,
+        downloads: Downloads,
+    ) -> None:
+        self._topics = Topics(federation)
+        self._federation = federation
+        self._device = device
+        self._coordinator = coordinator
+        self._order = order
+        self._handshake = handshake
+        self._downloads = downloads
+
+    def open(self, delivery: Delivery, now: float) -> Event | Downloaded | None:
+        """What a delivery means: an event, a finished download, or nothing yet.
+
+        Raises:
+            WireError: it is refused; says why.
+        """
+        parsed = self._topics.parse(delivery.topic)
+        if parsed is None:
+            raise MalformedError(f"{delivery.topic!r} is no topic of this federation")
+        if parsed.kind in (TopicKind.AGGREGATE, TopicKind.DOWN_CHUNK):
+            return self._downloads.feed(parse_chunk(delivery.payload), now)
+        message = open_envelope(delivery.payload, lambda sender: self._coordinator if sender == COORDINATOR else None)
+        self._check_address(message)
+        if parsed.kind in (TopicKind.OFFER, TopicKind.COORDINATOR):
+            return self._broadcast(message, parsed.kind, live=not delivery.retained)
+        if parsed.kind is TopicKind.DOWN_CONTROL:
+            return self._direct(message)
+        raise MalformedError(f"a {message.kind} message on a topic that a device does not read")
+
+    def _check_address(self, message: AnyMessage) -> None:
+        if message.sender != COORDINATOR:
+            raise SignatureError(
+                f"a {message.kind} message from {message.sender!r}; a device listens to the coordinator only"
+            )
+        if message.federation != self._federation:
+            raise MalformedError(f"a {message.kind} message of federation {message.federation!r}")
+        is_broadcast = isinstance(message, Offer | Finished | CoordinatorStatus)
+        if message.recipient != (EVERYONE if is_broadcast else self._device):
+            raise MalformedError(f"a {message.kind} message for {message.recipient!r}")
+
+    def _broadcast(self, message: AnyMessage, kind: TopicKind, *, live: bool) -> Event:
+        if isinstance(message, CoordinatorStatus) != (kind is TopicKind.COORDINATOR):
+            raise MalformedError(f"a {message.kind} message on the topic {kind.value}")
+        self._order.admit(message)
+        if isinstance(message, CoordinatorStatus):
+            return CoordinatorSeen(message.epoch, message.online)
+        if isinstance(message, Offer):
+            return Offered(message, live)
+        if isinstance(message, Finished):
+            return Ended(message, live)
+        raise MalformedError(f"a {message.kind} message on the topic {kind.value}")
+
+    def _direct(self, message: AnyMessage) -> Event:
+        if isinstance(message, Welcome):
+            if message.epoch < self._order.highest[0]:
+                raise OrderError(f"a welcome of epoch {message.epoch} after epoch {self._order.highest[0]}")
+            self._handshake.welcome(message)
+            return Welcomed(message.epoch)
+        self._handshake.admit(message)
+        if isinstance(message, Invite):
+            return Invited(Cursor(message.round, message.attempt))
+        if isinstance(message, Need):
+            return Granted(message)
+        if isinstance(message, Receipt):
+            return Receipted(message)
+        raise MalformedError(f"a {message.kind} message on a device's own topic")

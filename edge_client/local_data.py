@@ -1,0 +1,144 @@
+"""This box's images for a round: decoded once, split by content, held to the round's snapshot. Uses torch.
+
+Where the folder has `train/` and `test/`, `test/` is the held-out set and `train/` is split 90/10 into train and val;
+otherwise everything is split 80/10/10. The split goes by content hash, so growing data never moves an image.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from edge_client.errors import RoundError
+from edge_client.snapshot import Snapshot, SnapshotFile
+from fedcg.learning.data import FileEntry, ImageSet, list_files, load_folder, split_by_hash
+from fedcg.learning.errors import DataError
+from fedcg.learning.spec import FederationSpec
+from fedcg.wire.messages import DeclineReason
+
+WITH_TEST_FOLDER = {"train": 0.9, "val": 0.1}
+WITHOUT_TEST_FOLDER = {"train": 0.8, "val": 0.1, "test": 0.1}
+
+Keep = Callable[[str, int, Callable[[], Snapshot]], Snapshot]
+
+
+@dataclass(frozen=True)
+class RoundData:
+    """The images of one round, per split, and the snapshot they come from."""
+
+    train: ImageSet
+    val: ImageSet
+    test: ImageSet
+    snapshot: Snapshot
+
+
+class LocalData:
+    """The data folder of one device.
+
+    Args:
+        root: folder (or `.npz` file) with this box's images.
+        common: folder with a balanced test set that all clients of a demo share, or None.
+    """
+
+    def __init__(self, root: Path, common: Path | None) -> None:
+        self._root = root
+        self._common = common
+        self._loaded: tuple[str, RoundData] | None = None
+        self._listing: tuple[object, ...] | None = None
+        self._common_set: tuple[str, ImageSet] | None = None
+
+    def for_round(self, spec: FederationSpec, round_number: int, keep: Keep, forget: Callable[[], None]) -> RoundData:
+        """The data of a round: by the snapshot that was kept when it was accepted, or by a new one.
+
+        Args:
+            spec: names classes and image form.
+            round_number: the round.
+            keep: returns the kept snapshot of (spec, round), or keeps the new one that it is given a maker of.
+            forget: drops the kept snapshot, so that the next attempt can take a new one.
+
+        Raises:
+            RoundError: no usable images, or files of the snapshot are gone or changed.
+        """
+        try:
+            snapshot = keep(spec.digest, round_number, lambda: self._take(spec).snapshot)
+            if self._loaded is None or self._loaded[0] != _key(spec, snapshot):
+                self._loaded = (_key(spec, snapshot), self._load(spec, snapshot))
+        except DataError as error:
+            forget()
+            raise RoundError(DeclineReason.NO_DATA, str(error)) from error
+        return self._loaded[1]
+
+    def common_test(self, spec: FederationSpec) -> ImageSet | None:
+        """The shared balanced test set, where there is one."""
+        if self._common is None:
+            return None
+        if self._common_set is None or self._common_set[0] != spec.digest:
+            self._common_set = (spec.digest, load_folder(self._common, spec.classes, spec.image)[0])
+        return self._common_set[1]
+
+    def files(self, snapshot: Snapshot, split: str) -> tuple[list[Path], list[int]]:
+        """Paths and labels of a split's image files; empty for an `.npz` source, which has none."""
+        if not self._root.is_dir():
+            return [], []
+        chosen = snapshot.split(split)
+        return [self._root / file.path for file in chosen], [file.label for file in chosen]
+
+    def common_files(self, spec: FederationSpec) -> tuple[list[Path], list[int]]:
+        """Paths and labels of the shared balanced test set's image files."""
+        if self._common is None or not self._common.is_dir():
+            return [], []
+        listed = list_files(self._common, spec.classes)
+        return [self._common / path for path, _ in listed], [label for _, label in listed]
+
+    def _take(self, spec: FederationSpec) -> RoundData:
+        listing = self._list(spec)
+        if self._loaded is not None and listing == self._listing:
+            return self._loaded[1]
+        images, entries = load_folder(self._root, spec.classes, spec.image)
+        data = _divide(images, entries, _snapshot_of(entries, has_test=self._has_test_folder(spec)))
+        if len(data.train) < 2:
+            raise DataError(f"{self._root}: {len(data.train)} training images after the split; at least 2 are needed")
+        self._listing, self._loaded = listing, (_key(spec, data.snapshot), data)
+        return data
+
+    def _load(self, spec: FederationSpec, snapshot: Snapshot) -> RoundData:
+        self._listing = None
+        images, entries = load_folder(
+            self._root, spec.classes, spec.image, subset=[file.path for file in snapshot.files]
+        )
+        for entry, file in zip(entries, snapshot.files, strict=True):
+            if entry.sha256 != file.sha256 or entry.label != file.label:
+                raise DataError(f"{self._root / file.path}: changed since this round was accepted")
+        return _divide(images, entries, snapshot)
+
+    def _list(self, spec: FederationSpec) -> tuple[object, ...]:
+        if not self._root.is_dir():
+            status = self._root.stat() if self._root.exists() else None
+            return (spec.digest, status and status.st_size, status and status.st_mtime_ns)
+        paths = [path for path, _ in list_files(self._root, spec.classes)]
+        stats = ((self._root / path).stat() for path in paths)
+        return (spec.digest, *zip(paths, ((one.st_size, one.st_mtime_ns) for one in stats), strict=True))
+
+    def _has_test_folder(self, spec: FederationSpec) -> bool:
+        return "test" not in spec.classes and (self._root / "test").is_dir() and (self._root / "train").is_dir()
+
+
+def _key(spec: FederationSpec, snapshot: Snapshot) -> str:
+    return f"{spec.digest}/{snapshot.digest}"
+
+
+def _snapshot_of(entries: list[FileEntry], *, has_test: bool) -> Snapshot:
+    held_out = {entry.path for entry in entries if has_test and entry.path.startswith("test/")}
+    rest = [entry for entry in entries if entry.path not in held_out]
+    splits = split_by_hash(rest, WITH_TEST_FOLDER if has_test else WITHOUT_TEST_FOLDER)
+    where = {entry.path: name for name, chosen in splits.items() for entry in chosen} | dict.fromkeys(held_out, "test")
+    return Snapshot(tuple(SnapshotFile(one.path, one.sha256, one.label, where[one.path]) for one in entries))
+
+
+def _divide(images: ImageSet, entries: list[FileEntry], snapshot: Snapshot) -> RoundData:
+    row = {entry.path: number for number, entry in enumerate(entries)}
+    train, val, test = (
+        images.rows([row[file.path] for file in snapshot.split(name)]) for name in ("train", "val", "test")
+    )
+    return RoundData(train, val, test, snapshot)

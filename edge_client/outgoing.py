@@ -1,0 +1,82 @@
+"""What the agent publishes: signed messages, chunks, its status. A link that is down swallows it; the protocol repeats it."""
+
+from __future__ import annotations
+
+from edge_client.handshake import Handshake
+from fedcg.wire.errors import TransportError
+from fedcg.wire.messages import COORDINATOR, AnyMessage, ArtifactRef, DeviceStatus
+from fedcg.wire.signing import SigningKey, seal
+from fedcg.wire.topics import Topics
+from fedcg.wire.transfer import chunk_bytes_for, frames_for
+from fedcg.wire.transport import Transport, Will
+
+
+def offline_will(federation: str, device: str, key: SigningKey) -> Will:
+    """What the broker says for this device when it vanishes; signed beforehand."""
+    return Will(Topics(federation).status(device), _status(federation, device, key, online=False), retain=True)
+
+
+def _status(federation: str, device: str, key: SigningKey, *, online: bool) -> bytes:
+    return seal(DeviceStatus(federation=federation, sender=device, recipient=COORDINATOR, online=online), key)
+
+
+class Outgoing:
+    """Publishes for one device.
+
+    Args:
+        federation: the federation's id.
+        device: this device's id.
+        key: signs every message.
+        transport: the link.
+        handshake: stamps messages with session and counter.
+    """
+
+    def __init__(
+        self, federation: str, device: str, key: SigningKey, transport: Transport, handshake: Handshake
+    ) -> None:
+        self._federation = federation
+        self._device = device
+        self._key = key
+        self._transport = transport
+        self._handshake = handshake
+        self._topics = Topics(federation)
+
+    def subscribe(self) -> None:
+        """Ask for everything that a device reads."""
+        topics = self._topics
+        for topic in (topics.down_control(self._device), topics.offer, topics.coordinator):
+            self._transport.subscribe(topic)
+        self._transport.subscribe(topics.down_chunk(self._device), 0)
+        self._transport.subscribe(topics.aggregate, 0)
+
+    def hello(self, epoch: int) -> None:
+        """Open a session."""
+        self._publish(self._topics.up_control(self._device), seal(self._handshake.hello(epoch), self._key))
+
+    def send(self, message: AnyMessage) -> None:
+        """Send a control message inside the session; without one it is dropped, and repeated in the next."""
+        if self._handshake.is_open:
+            stamped = self._handshake.stamp(message)
+            self._publish(self._topics.up_control(self._device), seal(stamped, self._key))
+
+    def chunks(self, data: bytes, ref: ArtifactRef, ranges: tuple[tuple[int, int], ...]) -> None:
+        """Send granted chunks of the update."""
+        for frame in frames_for(data, ref, ranges):
+            if not self._publish(self._topics.up_chunk(self._device), frame):
+                return
+
+    def status(self, *, online: bool) -> None:
+        """Tell whether this device's agent is connected."""
+        payload = _status(self._federation, self._device, self._key, online=online)
+        self._publish(self._topics.status(self._device), payload, retain=True)
+
+    def chunk_bytes(self) -> int:
+        """The chunk size that fits the link."""
+        return chunk_bytes_for(self._transport.max_payload)
+
+    def _publish(self, topic: str, payload: bytes, *, retain: bool = False) -> bool:
+        try:
+            self._transport.publish(topic, payload, retain=retain)
+        except TransportError:
+            return False
+        return True

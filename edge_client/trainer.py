@@ -1,0 +1,137 @@
+"""The training process: owns torch, takes one command at a time, reports how it ended. Everything durable is in the store."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+from multiprocessing.connection import Connection
+
+import torch
+
+from devices.detect import detect
+from devices.errors import NotTrainableError
+from devices.profile import TrainingPlan, plan_training
+from edge_client.errors import FirewallError, RoundError
+from edge_client.events import EventLog
+from edge_client.finalise import choose_model
+from edge_client.local_data import LocalData
+from edge_client.private_store import PrivateStore
+from edge_client.trainer_process import (
+    ChooseModel,
+    Chosen,
+    Committed,
+    Failed,
+    Ready,
+    TrainerCommand,
+    TrainerReport,
+    TrainerSettings,
+    TrainRound,
+)
+from edge_client.training import Workplace, train_round
+from export.errors import ExportError
+from export.to_onnx import preload
+from fedcg.learning.errors import DataError, LearningError
+from fedcg.learning.method import DivergedError
+from fedcg.wire.errors import WireError
+from fedcg.wire.messages import DeclineReason
+
+LOCK_WAIT_S = 30.0
+DIED_WITH_AGENT = 3
+_log = logging.getLogger(__name__)
+
+
+def trainer_main(connection: Connection, settings: TrainerSettings) -> None:
+    """Work until the pipe ends; the pipe's end, while something runs, ends the process at once."""
+    commands: queue.SimpleQueue[TrainerCommand] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(connection, commands), name="commands", daemon=True).start()
+    store = PrivateStore.open(settings.store, settings.federation, settings.device)
+    events = EventLog(settings.store / "events.jsonl", time.time)
+    with store.locked("trainer.lock", wait_s=LOCK_WAIT_S):
+        trainer = Trainer(settings, store, events)
+        connection.send(Ready(os.getpid()))
+        while True:
+            connection.send(trainer.do(commands.get()))
+
+
+def _listen(connection: Connection, commands: queue.SimpleQueue[TrainerCommand]) -> None:
+    try:
+        while True:
+            commands.put(connection.recv())
+    except (EOFError, OSError):
+        # The agent is gone. A half-done round leaves nothing behind; the next agent repeats it.
+        os._exit(DIED_WITH_AGENT)
+
+
+class Trainer:
+    """Carries out commands.
+
+    Args:
+        settings: what the configuration says about training.
+        store: the private store, locked for this process.
+        events: the event log.
+    """
+
+    def __init__(self, settings: TrainerSettings, store: PrivateStore, events: EventLog) -> None:
+        self._obstacle: str | None = None
+        self._events = events
+        self._is_export_ready = False
+        try:
+            plan = plan_training(detect(), device=settings.place, threads=settings.threads)
+        except NotTrainableError as error:
+            self._obstacle = str(error)
+            plan = TrainingPlan("cpu", settings.threads or 1, 1.0, str(error))
+        place = "cuda" if plan.device == "cuda" and torch.cuda.is_available() else "cpu"
+        torch.set_num_threads(plan.threads)
+        events.write("plan", device=place, threads=plan.threads, batch_scale=plan.batch_scale, reason=plan.reason)
+        data = LocalData(settings.data, settings.common_test)
+        self._work = Workplace(settings, store, data, events, place, plan.threads, plan.batch_scale)
+
+    def do(self, command: TrainerCommand) -> TrainerReport:
+        """Carry out one command; every failure becomes a report, and leaves the state before it as it was."""
+        return self._train(command) if isinstance(command, TrainRound) else self._choose(command)
+
+    def _train(self, command: TrainRound) -> TrainerReport:
+        if self._obstacle is not None:
+            return Failed(command.cursor, DeclineReason.NOT_ELIGIBLE, self._obstacle)
+        try:
+            generation = train_round(self._work, command)
+        except Exception as error:  # noqa: BLE001 - a run loop: one round's failure must not end the process
+            reason = reason_for(error)
+            if reason is DeclineReason.TRAINING_FAILED:
+                _log.exception("round %s failed on %s", command.cursor, self._work.settings.device)
+            return Failed(command.cursor, reason, str(error) or type(error).__name__)
+        self._prepare_export()
+        return Committed(generation.cursor)
+
+    def _prepare_export(self) -> None:
+        """Import the exporter while the network is at work, so that the end of the federation does not wait for it."""
+        if self._work.settings.export and not self._is_export_ready:
+            self._is_export_ready = True
+            threading.Thread(target=preload, name="preload-export", daemon=True).start()
+
+    def _choose(self, command: ChooseModel) -> TrainerReport:
+        try:
+            outcome = choose_model(self._work, command)
+        except (RoundError, WireError, ExportError, LearningError) as error:
+            self._events.write("finalise_failed", detail=str(error))
+            return Chosen(command.aggregate, succeeded=False)
+        self._events.write("finalised", **{name: outcome[name] for name in outcome if name != "format"})
+        return Chosen(command.aggregate, succeeded=True)
+
+
+def reason_for(error: Exception) -> DeclineReason:
+    """The closed-set reason that goes to the coordinator; the error's text never leaves the box."""
+    if isinstance(error, RoundError):
+        return error.reason
+    if isinstance(error, DivergedError):
+        return DeclineReason.DIVERGED
+    if isinstance(error, FirewallError):
+        return DeclineReason.UPLOAD_NOT_ALLOWED
+    if isinstance(error, DataError):
+        return DeclineReason.NO_DATA
+    if isinstance(error, LearningError):
+        return DeclineReason.SPEC_REFUSED
+    return DeclineReason.TRAINING_FAILED

@@ -1,0 +1,210 @@
+"""The training process as the agent sees it: started, told what to do, listened to, replaced when it dies. Torch-free.
+
+Only the child imports torch. The child dies with the agent: by the kernel's parent-death signal where there is one, and by
+the end of its pipe everywhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Literal, Protocol
+
+from edge_client.config import AgentConfig, PolicySection
+from edge_client.generations import Cursor
+from fedcg.wire.messages import DeclineReason
+
+_PR_SET_PDEATHSIG = 1
+_STOP_S = 2.0
+
+
+@dataclass(frozen=True)
+class TrainerSettings:
+    """What the training process needs to know of the configuration."""
+
+    federation: str
+    device: str
+    store: Path
+    data: Path
+    common_test: Path | None
+    policy: PolicySection
+    shadow: bool
+    place: Literal["auto", "cpu", "cuda"]
+    threads: int
+    export: bool
+
+    @staticmethod
+    def of(config: AgentConfig) -> TrainerSettings:
+        """The settings in an agent's configuration."""
+        return TrainerSettings(
+            federation=config.federation,
+            device=config.device,
+            store=config.store,
+            data=config.data.root,
+            common_test=config.data.common_test,
+            policy=config.policy,
+            shadow=config.training.shadow,
+            place=config.training.device,
+            threads=config.training.threads,
+            export=config.export.enabled,
+        )
+
+
+@dataclass(frozen=True)
+class TrainRound:
+    """Command: train this round attempt and commit it."""
+
+    cursor: Cursor
+    spec: str
+    aggregate: str
+
+
+@dataclass(frozen=True)
+class ChooseModel:
+    """Command: the federation is over; choose and export the personal model."""
+
+    spec: str
+    aggregate: str
+
+
+@dataclass(frozen=True)
+class Ready:
+    """Report: torch is loaded, work can come."""
+
+    pid: int
+
+
+@dataclass(frozen=True)
+class Committed:
+    """Report: the round is durable; the store says the rest."""
+
+    cursor: Cursor
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Report: the round can't be trained; nothing was changed."""
+
+    cursor: Cursor
+    reason: DeclineReason
+    detail: str
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Report: the personal model is chosen and exported, or not."""
+
+    aggregate: str
+    succeeded: bool
+
+
+@dataclass(frozen=True)
+class Exited:
+    """Report of the handle, not of the child: the process is gone."""
+
+    pid: int
+    exit_code: int | None
+
+
+TrainerCommand = TrainRound | ChooseModel
+TrainerReport = Ready | Committed | Failed | Chosen | Exited
+
+
+class TrainerHandle(Protocol):
+    """A training process, or what a test puts in its place."""
+
+    def start(self) -> int:
+        """Start (again) and return the process id; reports come through the callback given at construction."""
+
+    def send(self, command: TrainerCommand) -> None:
+        """Tell the process what to do next."""
+
+    def stop(self) -> None:
+        """End the process, if it runs; what it had not committed is repeated another time."""
+
+
+class TrainerProcess:
+    """A spawned process that trains.
+
+    Args:
+        settings: for the child.
+        deliver: called from a thread of the handle with every report; must only enqueue.
+    """
+
+    def __init__(self, settings: TrainerSettings, deliver: Callable[[TrainerReport], None]) -> None:
+        self._settings = settings
+        self._deliver = deliver
+        self._process: multiprocessing.process.BaseProcess | None = None
+        self._connection: Connection | None = None
+
+    def start(self) -> int:
+        """Start (again) and return the process id."""
+        self.stop()
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe(duplex=True)
+        process = context.Process(
+            target=run_child, args=(theirs, self._settings, os.getpid()), name="fedcg-trainer", daemon=True
+        )
+        process.start()
+        theirs.close()
+        self._process, self._connection = process, ours
+        listener = threading.Thread(target=self._listen, args=(process, ours), name="trainer-reports", daemon=True)
+        listener.start()
+        assert process.pid is not None
+        return process.pid
+
+    def send(self, command: TrainerCommand) -> None:
+        """Tell the process what to do next; a process that just died reports its end instead."""
+        if self._connection is not None:
+            with contextlib.suppress(OSError):
+                self._connection.send(command)
+
+    def stop(self) -> None:
+        """End the process, if it runs."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.terminate()
+        process.join(_STOP_S)
+        if process.is_alive():
+            process.kill()
+            process.join(_STOP_S)
+
+    def _listen(self, process: multiprocessing.process.BaseProcess, connection: Connection) -> None:
+        while True:
+            try:
+                report: TrainerReport = connection.recv()
+            except (EOFError, OSError):
+                break
+            self._deliver(report)
+        process.join()
+        connection.close()
+        self._deliver(Exited(process.pid or 0, process.exitcode))
+
+
+def run_child(connection: Connection, settings: TrainerSettings, parent: int) -> None:
+    """Entry point of the child: tie its life to the agent's, then load torch and work."""
+    die_with_parent(parent)
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C in a terminal reaches the agent, which ends this process in order
+    from edge_client.trainer import trainer_main
+
+    trainer_main(connection, settings)
+
+
+def die_with_parent(parent: int) -> None:
+    """Ask the kernel to kill this process when its parent ends, however that ends (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the request was made
+        os._exit(1)

@@ -1,0 +1,29 @@
+"""Between torch tensors and the numpy arrays of store and wire; always copies. Uses torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import cast
+
+import numpy as np
+import torch
+
+from fedcg.learning.method import Weights
+from fedcg.wire.parts import Part
+from fedcg.wire.tensors import Array, PartArrays
+
+
+def to_arrays(parts: Mapping[Part, Weights]) -> dict[Part, dict[str, Array]]:
+    """Weights as numpy arrays on the CPU, in memory of their own."""
+    return {
+        part: {name: cast(Array, tensor.detach().cpu().numpy().copy()) for name, tensor in weights.items()}
+        for part, weights in parts.items()
+    }
+
+
+def to_weights(parts: PartArrays) -> dict[Part, Weights]:
+    """Numpy arrays as torch tensors, in memory of their own."""
+    return {
+        part: {name: torch.from_numpy(np.array(array, order="C", copy=True)) for name, array in arrays.items()}
+        for part, arrays in parts.items()
+    }

@@ -1,0 +1,334 @@
+"""The demo: a whole federation on this machine, every member a process of its own, started by its command.
+
+Owns the order of the steps, the folder of a run and its resumption. Talks to the other packages only through their
+commands and the files they write; imports no torch.
+
+    DIR/demo.json      the choices, and which preparing steps are done       DIR/data/       each client's own folder
+    DIR/coordinator/   the coordinator's home                                DIR/devices/    bundle and store per client
+    DIR/observer/      what crossed the broker                               DIR/logs/       output of every process
+    DIR/summary.json, DIR/accuracy.png
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import socket
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from experiments.errors import OptionError, ProcessError
+from experiments.events import AgentStory, CoordinatorStory, Follower
+from experiments.options import FEDERATION, OPTIONS_FILE, Setting, load_setting, root_secret, toml_text
+from experiments.partitions import Prepared, client_names, load_prepared, prepare
+from experiments.processes import POLL_S, Child, Children, children, fedcg
+from experiments.progress import Progress
+from experiments.sources import write_digits
+from experiments.summary import seconds, summarise
+
+READY_S = 30.0
+SETTLE_S = 5.0  # for the observer to write what it heard last
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Run:
+    """The folder of a demo."""
+
+    root: Path
+    setting: Setting
+    broker: str
+    broker_port: int
+    api_port: int
+
+    @property
+    def home(self) -> Path:
+        """The coordinator's home."""
+        return self.root / "coordinator"
+
+    @property
+    def data(self) -> Path:
+        """Each client's own folder, and the common test images."""
+        return self.root / "data"
+
+    @property
+    def observer(self) -> Path:
+        """What crossed the broker."""
+        return self.root / "observer"
+
+    def bundle(self, client: str) -> Path:
+        """A device's bundle: certificates, keys, agent.toml, and its private store."""
+        return self.root / "devices" / client
+
+    def save(self, done: frozenset[str]) -> None:
+        """Remember the choices and which steps are done."""
+        record = {
+            "format": 1,
+            "setting": self.setting.model_dump(mode="json"),
+            "broker": self.broker,
+            "ports": [self.broker_port, self.api_port],
+            "done": sorted(done),
+        }
+        temporary = self.root / f".{OPTIONS_FILE}.new"
+        temporary.write_text(json.dumps(record, indent=1))
+        temporary.replace(self.root / OPTIONS_FILE)
+
+    def done(self) -> frozenset[str]:
+        """The preparing steps that were completed."""
+        return frozenset(json.loads((self.root / OPTIONS_FILE).read_text())["done"])
+
+
+def free_ports(count: int) -> list[int]:
+    """TCP ports on loopback that nobody listens on now."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for listener in sockets:
+            listener.bind((LOOPBACK, 0))
+        return [int(listener.getsockname()[1]) for listener in sockets]
+    finally:
+        for listener in sockets:
+            listener.close()
+
+
+def new_run(root: Path, setting: Setting, broker: str) -> Run:
+    """Lay out the folder of a new demo.
+
+    Raises:
+        OptionError: the folder holds something.
+    """
+    if root.exists() and (not root.is_dir() or any(root.iterdir())):
+        raise OptionError(f"{root} is not an empty folder; choose another --out, or go on with --resume {root}")
+    root.mkdir(parents=True, exist_ok=True)
+    broker_port, api_port = free_ports(2)
+    run = Run(root.resolve(), setting, broker, broker_port, api_port)
+    run.save(frozenset())
+    return run
+
+
+def resumed_run(root: Path) -> Run:
+    """The folder of a demo that was interrupted.
+
+    Raises:
+        OptionError: it holds no demo.
+    """
+    setting = load_setting(root)
+    record = json.loads((root / OPTIONS_FILE).read_text())
+    return Run(root.resolve(), setting, str(record["broker"]), int(record["ports"][0]), int(record["ports"][1]))
+
+
+class Demo:
+    """One run, from nothing or from where an earlier one was interrupted, to the summary.
+
+    Args:
+        run: its folder.
+        console: for what a person should see.
+    """
+
+    def __init__(self, run: Run, console: Console) -> None:
+        self._run = run
+        self._progress = Progress(console, run.setting.rounds)
+        self._clients = client_names(run.setting.clients)
+        self._done = run.done()
+        self._agents = {client: AgentStory(client) for client in self._clients}
+        self._followers = {client: Follower(run.bundle(client) / "store" / "events.jsonl") for client in self._clients}
+        self._coordinator = CoordinatorStory()
+        self._diary = Follower(run.home / "events.jsonl")
+        self._broker_named = run.broker
+
+    async def run(self) -> dict[str, Any]:
+        """Run the federation to its end and write `summary.json` and `accuracy.png`.
+
+        Raises:
+            ProcessError: a step failed, a process ended too early, or the federation paused.
+            SourceError: the data can't be used.
+        """
+        started = time.time()
+        with self._progress.shown():
+            async with children(self._run.root / "logs") as processes:
+                watching = asyncio.create_task(self._watch())
+                try:
+                    agents = await self._start_all(processes)
+                    await self._until_finished(processes, agents)
+                    await self._until_observed()
+                finally:
+                    watching.cancel()
+                self._look()
+                ended = time.time()
+        return await asyncio.to_thread(self._report, started, ended)
+
+    # Start
+
+    async def _step(self, name: str, work: Callable[[], Awaitable[None]], leaves: Path | None = None) -> None:
+        """Do a preparing step, unless an earlier run completed it; what a broken one left is removed first."""
+        if name in self._done:
+            return
+        if leaves is not None:
+            await asyncio.to_thread(shutil.rmtree, leaves, ignore_errors=True)
+        await work()
+        self._done |= {name}
+        self._run.save(self._done)
+
+    async def _start_all(self, processes: Children) -> list[Child]:
+        """Prepare and start everything, what can be at once at once; returns the agents."""
+        run, where = self._run, ("--dir", self._run.home)
+        source = await asyncio.to_thread(run.setting.source)
+        data = asyncio.create_task(self._step("data", lambda: asyncio.to_thread(self._prepare_data), run.data))
+        await self._step("init", lambda: self._initialise(processes), run.home)
+        (run.root / "plan.toml").write_text(toml_text(run.setting.plan(source, quick=True)))
+        create = fedcg("federation", "create", *where, run.root / "plan.toml")
+        federation = asyncio.create_task(self._step("federation", lambda: processes.run("federation", create)))
+        add = fedcg("device", "add", *self._clients, *where, "--out", run.root / "devices")
+        await self._step("devices", lambda: processes.run("devices", add), run.root / "devices")
+        broker = await processes.start("broker", fedcg("broker", "run", *where, "--broker", run.broker))
+        lines = await processes.line(broker, "ready", READY_S)
+        self._broker_named = lines[0].removeprefix("broker:").strip()
+        self._progress.say(f"broker: {self._broker_named}")
+        observer = await self._start_observer(processes)
+        await data
+        agents = [await self._start_agent(processes, client) for client in self._clients]
+        await federation
+        await processes.line(observer, "ready", READY_S)
+        coordinator = await processes.start("coordinator", fedcg("coordinator", "run", *where))
+        self._kept_up = (broker, observer, coordinator)
+        return agents
+
+    def _prepare_data(self) -> None:
+        setting, data = self._run.setting, self._run.data
+        source = setting.source() or write_digits(data / "source")
+        prepare(
+            source,
+            data,
+            clients=setting.clients,
+            partition=setting.checked_partition(),
+            seed=setting.seed,
+            images_per_client=setting.images_per_client,
+        )
+
+    async def _initialise(self, processes: Children) -> None:
+        run = self._run
+        ports = ("--broker-port", str(run.broker_port), "--api-port", str(run.api_port))
+        await processes.run(
+            "init", fedcg("coordinator", "init", "--dir", run.home, "--host", LOOPBACK, *ports, "--observer")
+        )
+        (run.home / "coordinator.secret").write_bytes(root_secret(run.setting.seed, "coordinator"))
+
+    async def _start_observer(self, processes: Children) -> Child:
+        run = self._run
+        return await processes.start(
+            "observer",
+            fedcg(
+                "audit", "observe", "--federation", FEDERATION, "--out", run.observer, "--host", LOOPBACK,
+                "--port", str(run.broker_port), "--tls", run.home / "pki",
+            ),
+        )  # fmt: skip
+
+    async def _start_agent(self, processes: Children, client: str) -> Child:
+        run, bundle = self._run, self._run.bundle(client)
+        write_secrets(bundle / "store" / "secrets", run.setting.seed, client)
+        environment = {
+            "FEDCG_AGENT_DATA_ROOT": str(run.data / client),
+            "FEDCG_AGENT_DATA_COMMON_TEST": str(run.data / "common"),
+            "FEDCG_AGENT_TRAINING_SHADOW": "true",
+            "FEDCG_AGENT_TRAINING_THREADS": "1",
+        }
+        command = fedcg("agent", "run", "--config", bundle / "agent.toml", "--until-finished")
+        return await processes.start(client, command, environment)
+
+    # Watch
+
+    def _look(self) -> None:
+        for client, follower in self._followers.items():
+            self._agents[client].take(follower.new())
+        self._coordinator.take(self._diary.new())
+        self._progress.show(list(self._agents.values()), self._coordinator)
+
+    async def _watch(self) -> None:
+        while True:
+            self._look()
+            await asyncio.sleep(0.2)
+
+    async def _until_finished(self, processes: Children, agents: list[Child]) -> None:
+        """Wait until every agent ended by itself; anybody else's end, or a pause, ends the demo."""
+        while any(agent.is_running for agent in agents):
+            for agent in agents:
+                if not agent.is_running and agent.process.returncode != 0:
+                    raise agent.ended_too_early()
+            for other in self._kept_up:
+                if not other.is_running:
+                    raise other.ended_too_early()
+            if self._coordinator.paused is not None:
+                raise ProcessError(f"the federation paused: {self._coordinator.paused}; see {self._run.root / 'logs'}")
+            await asyncio.sleep(POLL_S)
+
+    async def _until_observed(self) -> None:
+        """Give the observer a moment to write down what crossed last."""
+        end = time.monotonic() + SETTLE_S
+        while not self._wire().get("finished"):
+            if time.monotonic() > end:
+                self._progress.say(
+                    "the observer did not see the end of everything that began to cross: see observer/wire.json"
+                )
+                return
+            await asyncio.sleep(POLL_S)
+
+    def _wire(self) -> Mapping[str, Any]:
+        try:
+            wire: dict[str, Any] = json.loads((self._run.observer / "wire.json").read_text())
+        except FileNotFoundError:
+            return {}
+        return wire
+
+    # Report
+
+    def _report(self, started: float, ended: float) -> dict[str, Any]:
+        from experiments.plots import accuracy_over_rounds
+
+        run, agents = self._run, list(self._agents.values())
+        prepared: Prepared = load_prepared(run.data)
+        summary = summarise(
+            setting=run.setting.model_dump(mode="json"),
+            broker=self._broker_named,
+            times=seconds(agents, self._coordinator, started, ended),
+            prepared=prepared,
+            agents=agents,
+            wire=self._wire(),
+            versions=versions(),
+        )
+        accuracy_over_rounds(
+            summary["curves"],
+            run.root / "accuracy.png",
+            f"{run.setting.method}, {run.setting.data}, seed {run.setting.seed}",
+        )
+        temporary = run.root / ".summary.json.new"
+        temporary.write_text(json.dumps(summary, indent=1))
+        temporary.replace(run.root / "summary.json")
+        return summary
+
+
+def write_secrets(folder: Path, seed: int, client: str) -> None:
+    """Give a device its own secret and the cohort's, from the demo's seed; on a real box both are random."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    for name, purpose in (("device.key", f"device {client}"), ("cohort.key", "cohort")):
+        descriptor = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(root_secret(seed, purpose))
+
+
+def versions() -> dict[str, str]:
+    """Versions of what decides the numbers."""
+    return {name: _version(name) for name in ("fedcg-edge", "torch", "numpy", "onnxruntime")}
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "none"

@@ -1,0 +1,174 @@
+"""Follows the diaries (JSON lines) that agents and the coordinator write, and turns them into what a person asks about.
+
+Knows the names of the events; not how any of them comes about.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+Event = Mapping[str, object]
+
+
+class Follower:
+    """Reads the lines that were added to a file of JSON lines since the last time; a torn last line waits."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._at = 0
+
+    def new(self) -> Iterator[Event]:
+        """The events added since the last call, oldest first."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._at)
+                data = file.read()
+        except FileNotFoundError:
+            return
+        whole = data[: data.rfind(b"\n") + 1]
+        self._at += len(whole)
+        for line in whole.splitlines():
+            try:
+                event = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(event, dict):
+                yield event
+
+
+def number(event: Event, name: str) -> float | None:
+    """A number in an event, or None when it is not there."""
+    value = event.get(name)
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def whole(event: Event, name: str) -> int:
+    """A whole number in an event; 0 when it is not there."""
+    return int(number(event, name) or 0)
+
+
+@dataclass
+class RoundTimes:
+    """When an agent did what in one round (unix seconds)."""
+
+    started: float | None = None
+    committed: float | None = None
+    receipt: float | None = None
+
+
+@dataclass
+class AgentStory:
+    """What one agent's diary tells.
+
+    Attributes:
+        rounds: times by round number; a later attempt of a round overwrites an earlier one.
+        verified: when each artifact was here, complete and checked, by its sha256.
+        curve: the last `committed` event per round, with its accuracies.
+        finalised: the `finalised` event, once there is one.
+    """
+
+    id: str
+    state: str = "starting"
+    round: int = 0
+    step: int = 0
+    steps: int = 0
+    rounds: dict[int, RoundTimes] = field(default_factory=dict)
+    verified: dict[str, float] = field(default_factory=dict)
+    curve: dict[int, Event] = field(default_factory=dict)
+    finalised: Event | None = None
+    problems: list[str] = field(default_factory=list)
+
+    def _times(self, event: Event) -> RoundTimes:
+        return self.rounds.setdefault(whole(event, "round"), RoundTimes())
+
+    def take(self, events: Iterable[Event]) -> None:
+        """Go on with the story."""
+        for event in events:
+            self._take(event)
+
+    def _take(self, event: Event) -> None:
+        name, at = event.get("event"), number(event, "t")
+        if name in _STATES:
+            self.state = _STATES[str(name)]
+        if name in ("accepted", "phase_started", "progress", "committed"):
+            self.round = whole(event, "round")
+        if name == "artifact_stored" and at is not None:
+            self.verified.setdefault(str(event.get("artifact")), at)
+        elif name == "phase_started":
+            self.state, self.step, self.steps = str(event.get("phase")), 0, 0
+            times = self._times(event)
+            times.started = times.started or at
+        elif name == "progress":
+            self.state, self.step, self.steps = str(event.get("phase")), whole(event, "step"), whole(event, "steps")
+        elif name == "committed":
+            self._times(event).committed = at
+            self.curve[whole(event, "round")] = {**event, "generator_spread": event.get("spread")}
+        elif name == "receipt":
+            self._times(event).receipt = at
+            if event.get("outcome") not in ("accepted", "duplicate"):
+                self.problems.append(f"round {event.get('round')}: {event.get('outcome')} {event.get('reason') or ''}")
+        elif name == "finalised":
+            self.finalised = event
+        elif name in ("round_failed", "declined", "refused", "trainer_died", "finalise_failed"):
+            self.problems.append(" ".join(f"{key}={value}" for key, value in event.items() if key != "t"))
+
+
+_STATES = {
+    "agent_started": "connecting",
+    "welcomed": "waiting",
+    "accepted": "accepted",
+    "declined": "declined",
+    "committed": "sending",
+    "receipt": "waiting",
+    "finalised": "done",
+    "agent_stopped": "done",
+}
+
+
+@dataclass
+class CoordinatorStory:
+    """What the coordinator's diary tells.
+
+    Attributes:
+        base: the aggregate that each round started from, by round.
+        produced: the aggregate that each round ended with, by round.
+        available: unix seconds since when each aggregate could be fetched, by its sha256.
+        paused: why the federation stands still, when it does.
+    """
+
+    round: int = 0
+    state: str = "starting"
+    step: int = 0
+    steps: int = 0
+    base: dict[int, str] = field(default_factory=dict)
+    produced: dict[int, str] = field(default_factory=dict)
+    available: dict[str, float] = field(default_factory=dict)
+    paused: str | None = None
+
+    def take(self, events: Iterable[Event]) -> None:
+        """Go on with the story."""
+        for event in events:
+            self._take(event)
+
+    def _take(self, event: Event) -> None:
+        name, at = event.get("event"), number(event, "t")
+        if "round" in event:
+            self.round = whole(event, "round")
+        if name == "aggregate_step":
+            self.state = str(event.get("phase"))
+            self.step, self.steps = whole(event, "step"), whole(event, "steps")
+        elif name == "attempt_opened" and at is not None:
+            self.state, self.step, self.steps = "collecting", 0, 0
+            self.base[self.round] = str(event.get("aggregate"))
+            self.available.setdefault(self.base[self.round], at)
+        elif name == "aggregate_stored" and at is not None:
+            self.state, self.step, self.steps = "stored", 0, 0
+            self.produced[self.round] = str(event.get("artifact"))
+            self.available.setdefault(self.produced[self.round], at)
+        elif name == "paused":
+            self.paused = str(event.get("reason"))
+        elif name in ("distilling", "finished"):
+            self.state = str(name)

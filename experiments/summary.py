@@ -1,0 +1,220 @@
+"""What a demo showed: `summary.json`, and the table for a person. Numbers come from the diaries and from the observer.
+
+What crossed the broker is only ever taken from the observer's record, never from what a device or the coordinator says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.table import Table
+
+from experiments.events import AgentStory, CoordinatorStory, Event, RoundTimes, number
+from experiments.partitions import Prepared
+
+TABLE_WIDTH = 100
+ACCURACIES = (
+    "accuracy_local",
+    "accuracy_personal",
+    "accuracy_onnx",
+    "accuracy_common_local",
+    "accuracy_common_personal",
+    "accuracy_common_onnx",
+)
+# Reported where the agent measured it. `own` is the personal model of the best validation round, before a download;
+# `downloaded` and `tuned` its rivals at the end of the federation; `personal` the one of the three that validation chose.
+EXTRAS = (
+    "accuracy_own",
+    "accuracy_common_own",
+    "accuracy_downloaded",
+    "accuracy_common_downloaded",
+    "accuracy_tuned",
+    "accuracy_common_tuned",
+    "consistency",
+    "generator_spread",
+)
+
+WireRecord = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Where the time of a run went, along its critical path.
+
+    Attributes:
+        startup: until the last agent began its first round.
+        train: for each round, the agent whose receipt came last: from its verified aggregate to its commit.
+        transport: for each round, aggregate stored -> last agent verified it, plus that agent's commit -> its receipt.
+        aggregate: for each round, last receipt -> aggregate stored.
+        export: last agent verified the final aggregate -> last model exported.
+    """
+
+    total: float
+    startup: float
+    train: float
+    transport: float
+    aggregate: float
+    export: float
+
+
+def seconds(agents: Sequence[AgentStory], coordinator: CoordinatorStory, started: float, ended: float) -> Seconds:
+    """Split the time between `started` and `ended` (unix seconds) along the critical path of every round."""
+    train = transport = aggregate = 0.0
+    for round_number, base in sorted(coordinator.base.items()):
+        verified = [agent.verified[base] for agent in agents if base in agent.verified]
+        if verified:
+            transport += max(0.0, max(verified) - coordinator.available[base])
+        last = _last_received(agents, round_number)
+        if last is None or last[1].committed is None or last[1].receipt is None:
+            continue
+        agent, times = last
+        transport += max(0.0, last[1].receipt - last[1].committed)
+        began = max(
+            (at for at in (agent.verified.get(base), times.started) if at is not None), default=last[1].committed
+        )
+        train += max(0.0, last[1].committed - began)
+        produced = coordinator.produced.get(round_number)
+        if produced is not None:
+            aggregate += max(0.0, coordinator.available[produced] - last[1].receipt)
+    final = coordinator.produced[max(coordinator.produced)] if coordinator.produced else ""
+    fetched = [agent.verified[final] for agent in agents if final in agent.verified]
+    if fetched:
+        transport += max(0.0, max(fetched) - coordinator.available[final])
+    exported = [number(agent.finalised, "t") or 0.0 for agent in agents if agent.finalised is not None]
+    return Seconds(
+        total=round(ended - started, 2),
+        startup=round(max(map(_first_start, agents), default=started) - started, 2),
+        train=round(train, 2),
+        transport=round(transport, 2),
+        aggregate=round(aggregate, 2),
+        export=round(max(0.0, max(exported) - max(fetched)), 2) if exported and fetched else 0.0,
+    )
+
+
+def _first_start(agent: AgentStory) -> float:
+    return min((times.started for times in agent.rounds.values() if times.started is not None), default=0.0)
+
+
+def _last_received(agents: Sequence[AgentStory], round_number: int) -> tuple[AgentStory, RoundTimes] | None:
+    """The agent whose receipt came last in a round: the one the round waited for."""
+    known = [(agent, agent.rounds[round_number]) for agent in agents if round_number in agent.rounds]
+    received = [(agent, times) for agent, times in known if times.receipt is not None]
+    return max(received, key=lambda pair: pair[1].receipt or 0.0, default=None)
+
+
+def uplink_bytes_per_round(wire: WireRecord, client: str, rounds: int) -> int:
+    """Mean payload bytes that the observer saw a device publish, per round; whatever it published counts."""
+    up = wire.get("bytes", {}).get(client, {}).get("up", {})
+    return round(sum(map(int, up.values())) / max(1, rounds))
+
+
+def crossed(wire: WireRecord, client: str) -> tuple[list[str], list[str]]:
+    """(parts, report fields) that the observer found in the updates of one client."""
+    updates = [seen for seen in wire.get("artifacts", ()) if seen["kind"] == "update" and seen["sender"] == client]
+    parts = sorted({part for seen in updates for part in seen["parts"]})
+    return parts, sorted({name for seen in updates for name in seen["report"]})
+
+
+def _client_record(agent: AgentStory, prepared: Prepared, wire: WireRecord, rounds: int) -> dict[str, Any]:
+    folder = next(client for client in prepared.clients if client.id == agent.id)
+    final: Event = agent.finalised or {}
+    parts, fields = crossed(wire, agent.id)
+    record: dict[str, Any] = {"id": agent.id, "train_images": sum(folder.train), "test_images": sum(folder.test)}
+    record |= {name: number(final, name) for name in ACCURACIES}
+    record |= {
+        "onnx_model": final.get("model_dir"),
+        "uplink_bytes_per_round": uplink_bytes_per_round(wire, agent.id, rounds),
+    }
+    record |= {"parts_on_wire": parts, "fields_on_wire": fields, "candidate": final.get("candidate")}
+    last = agent.curve[max(agent.curve)] if agent.curve else {}
+    record |= {name: number({**last, **final}, name) for name in EXTRAS}
+    return record
+
+
+def curves(agents: Sequence[AgentStory]) -> dict[str, list[dict[str, Any]]]:
+    """Accuracies by client and round."""
+    names = (*ACCURACIES, *EXTRAS)
+    return {
+        agent.id: [
+            {"round": round_number} | {name: number(event, name) for name in names if number(event, name) is not None}
+            for round_number, event in sorted(agent.curve.items())
+        ]
+        for agent in agents
+    }
+
+
+def summarise(
+    *,
+    setting: Mapping[str, Any],
+    broker: str,
+    times: Seconds,
+    prepared: Prepared,
+    agents: Sequence[AgentStory],
+    wire: WireRecord,
+    versions: Mapping[str, str],
+) -> dict[str, Any]:
+    """The content of `summary.json`."""
+    clients = [_client_record(agent, prepared, wire, setting["rounds"]) for agent in agents]
+    return {
+        "method": setting["method"],
+        "rounds": setting["rounds"],
+        "data": setting["data"],
+        "broker": broker,
+        "seconds": vars(times),
+        "parts_on_wire": list(wire.get("parts_on_wire", ())),
+        "fields_on_wire": list(wire.get("fields_on_wire", ())),
+        "clients": clients,
+        "mean": {name: mean([client[name] for client in clients]) for name in (*ACCURACIES, *EXTRAS)},
+        "observer": {
+            "artifacts": len(wire.get("artifacts", ())),
+            "incomplete": len(wire.get("incomplete", ())),
+            "undecoded": len(wire.get("undecoded", ())),
+            "messages": {kind: entry["count"] for kind, entry in wire.get("messages", {}).items()},
+        },
+        "setting": dict(setting),
+        "versions": dict(versions),
+        "curves": curves(agents),
+    }
+
+
+def mean(values: Sequence[float | None]) -> float | None:
+    """Mean of the values that are there; None without any."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f}"
+
+
+def table(summary: Mapping[str, Any]) -> Table:
+    """The summary for a person, readable at 100 columns; accuracies in percent."""
+    result = Table(title=f"{summary['method']}, {summary['rounds']} rounds, {summary['data']}; accuracy in %")
+    result.add_column("client")
+    result.add_column("train\nimages", justify="right")
+    for where in ("own test", "common"):
+        for what in ("local", "personal", "ONNX"):
+            heading = f"{where}\n{what}"
+            result.add_column(heading, justify="right", style="bold" if what == "personal" else None)
+    result.add_column("up, KB\n/round", justify="right")
+    result.add_column("crossed the broker\n(observed)", max_width=22)
+    for client in summary["clients"]:
+        result.add_row(
+            client["id"],
+            str(client["train_images"]),
+            *(_percent(client[name]) for name in ACCURACIES),
+            f"{client['uplink_bytes_per_round'] / 1000:.0f}",
+            _crossing(client),
+        )
+    result.add_section()
+    average = summary["mean"]
+    result.add_row("mean", "", *(_percent(average[name]) for name in ACCURACIES), "", "")
+    return result
+
+
+def _crossing(client: Mapping[str, Any]) -> str:
+    parts = ", ".join(client["parts_on_wire"]) or "no part"
+    fields = ", ".join(client["fields_on_wire"]) or "no field"
+    return f"{parts};\n{fields}"

@@ -1,0 +1,190 @@
+"""The commands `fedcg infer`, `fedcg model` and `fedcg export`. Only `export` needs torch, and imports it when it runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, NoReturn, TypeVar
+
+import typer
+
+from export.errors import ExportError
+from export.preprocess import MAX_PIXELS
+from export.slots import Slots, Version
+
+BAD_INPUT = 2
+T = TypeVar("T")
+
+model_app = typer.Typer(
+    help="Versions of the model on this box: list, check, choose, go back.", no_args_is_help=True, add_completion=False
+)
+Root = Annotated[Path, typer.Argument(metavar="DIR", help="Root of the versions: the folder with 0001, 0002, … in it.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+
+
+def _fail(error: Exception) -> NoReturn:
+    typer.echo(f"Error: {error}", err=True)
+    raise typer.Exit(BAD_INPUT)
+
+
+def _or_fail(action: Callable[[], T]) -> T:
+    try:
+        return action()
+    except ExportError as error:
+        _fail(error)
+
+
+def infer_command(
+    images: Annotated[list[str], typer.Argument(metavar="IMAGE...", help="Image files, folders of them, or patterns.")],
+    model: Annotated[Path, typer.Option("--model", help="Directory of a model, or root of its versions.")],
+    top: Annotated[int, typer.Option("--top", min=1, help="How many classes to name per image.")] = 3,
+    max_pixels: Annotated[
+        int, typer.Option("--max-pixels", min=1, help="Refuse larger images undecoded.")
+    ] = MAX_PIXELS,
+    threads: Annotated[
+        int, typer.Option("--threads", min=0, help="Threads of one prediction; 0: the runtime chooses.")
+    ] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Classify images with an exported model: class names and probabilities, likeliest first.
+
+    An image that cannot be classified is reported on stderr; the others are still done, and the exit code is 2.
+    """
+    from export.inference import classify_files, expand, table_lines
+    from export.runtime import Model
+
+    loaded = _or_fail(lambda: Model.load(model, threads=threads))
+    results, failures = classify_files(loaded, expand(images), top=top, max_pixels=max_pixels)
+    if as_json:
+        document = {
+            "model": str(loaded.directory),
+            "federation": loaded.manifest.federation,
+            "round": loaded.manifest.round,
+            "results": [one.as_json() for one in results],
+            "errors": [{"file": one.file, "error": one.reason} for one in failures],
+        }
+        typer.echo(json.dumps(document, indent=2, ensure_ascii=False))
+    else:
+        for line in table_lines(results):
+            typer.echo(line)
+    for failure in failures:
+        typer.echo(f"Error: {failure}", err=True)
+    if failures:
+        raise typer.Exit(BAD_INPUT)
+
+
+@model_app.command("list")
+def list_versions(root: Root, as_json: AsJson = False) -> None:
+    """List the versions under DIR; a star marks the one in use."""
+    versions = _or_fail(Slots(root).versions)
+    if not versions:
+        _fail(ExportError(f"{root}: no model is installed there"))
+    rows = [_version_row(version) for version in versions]
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    for row in rows:
+        star = "*" if row["current"] else " "
+        typer.echo(f"{star} {row['version']}  {row['state']}")
+
+
+def _version_row(version: Version) -> dict[str, str | bool | int | float | None]:
+    from export.manifest import read_manifest
+
+    row: dict[str, str | bool | int | float | None] = {"version": version.name, "current": version.is_current}
+    try:
+        manifest = read_manifest(version.directory)
+    except ExportError as error:
+        return row | {"state": f"damaged: {error}"}
+    accuracy = manifest.verification.accuracy_onnx
+    told = f"accuracy {accuracy:.1%}" if accuracy is not None else "accuracy unavailable"
+    created = _local(manifest.created)
+    return row | {
+        "state": f"{manifest.federation}, round {manifest.round}, {told}, {created}",
+        "federation": manifest.federation,
+        "round": manifest.round,
+        "accuracy": accuracy,
+        "created": manifest.created.isoformat(),
+    }
+
+
+def _local(moment: datetime) -> str:
+    return moment.astimezone().strftime("%Y-%m-%d %H:%M")
+
+
+@model_app.command("verify")
+def verify_versions(
+    root: Root, version: Annotated[str | None, typer.Argument(help="One version; all when left out.")] = None
+) -> None:
+    """Check that every model is, byte for byte, the one its manifest names. Exit code 2 when one is not."""
+    slots = Slots(root)
+    names = [version] if version else [one.name for one in _or_fail(slots.versions)]
+    if not names:
+        _fail(ExportError(f"{root}: no model is installed there"))
+    checks = [_check(slots, name) for name in names]
+    for name, damage in zip(names, checks, strict=True):
+        typer.echo(f"Error: {damage}" if damage else f"{name}  as its manifest says", err=damage is not None)
+    if any(checks):
+        raise typer.Exit(BAD_INPUT)
+
+
+def _check(slots: Slots, name: str) -> ExportError | None:
+    try:
+        slots.verify(name)
+    except ExportError as error:
+        return error
+    return None
+
+
+@model_app.command("use")
+def use_version(root: Root, version: Annotated[str, typer.Argument(help="The version, e.g. 0002.")]) -> None:
+    """Put a version in use, after checking it."""
+    typer.echo(f"in use: {_or_fail(lambda: Slots(root).use(version))}")
+
+
+@model_app.command("rollback")
+def roll_back(root: Root) -> None:
+    """Return to the version that was in use before."""
+    typer.echo(f"in use: {_or_fail(Slots(root).rollback)}")
+
+
+def export_command(
+    spec: Annotated[Path, typer.Option("--spec", help="The federation's spec, as an agent keeps it.")],
+    weights: Annotated[Path, typer.Option("--weights", help="safetensors with tensors part/name or slot/part/name.")],
+    out: Annotated[Path, typer.Option("--out", help="Root of the versions; the new one is put in use.")],
+    slot: Annotated[str | None, typer.Option("--slot", help="Which slot of an agent's state, e.g. best.")] = None,
+    images: Annotated[
+        Path | None, typer.Option("--images", help="Test images as CLASS/*.png or .jpg; random pixels when left out.")
+    ] = None,
+    round_number: Annotated[int, typer.Option("--round", min=0, help="The round the weights come from.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Write a personal model as ONNX, check it against the trained one, and put it in use."""
+    from export.checkpoint import labelled_files, read_spec, read_weights
+    from export.package import Installed, package_personal
+    from fedcg.learning.errors import LearningError
+
+    def make() -> Installed:
+        read = read_spec(spec)
+        files, labels = labelled_files(images, read.classes) if images else ([], [])
+        parts = read_weights(weights, slot)
+        return package_personal(
+            read, parts, out, test_files=files, test_labels=labels, metrics={}, round_number=round_number
+        )
+
+    try:
+        made = _or_fail(make)
+    except LearningError as error:
+        _fail(error)
+    checked = made.verification
+    if as_json:
+        document = {"model": str(made.model_dir), "verification": checked.model_dump(mode="json")}
+        typer.echo(json.dumps(document, indent=2))
+        return
+    accuracy = f", accuracy {checked.accuracy_onnx:.1%}" if checked.accuracy_onnx is not None else ""
+    typer.echo(
+        f"{made.model_dir}: verified on {checked.images} images ({checked.source}), largest difference of a logit "
+        f"{checked.max_abs_difference:.1e}, same class for {checked.top1_agreement:.1%}{accuracy}"
+    )

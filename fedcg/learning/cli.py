@@ -1,0 +1,70 @@
+"""`fedcg method`: which methods there are, and what one can be told."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fedcg.learning.registry import method_names
+
+if TYPE_CHECKING:
+    from fedcg.learning.method import Method
+
+method_app = typer.Typer(no_args_is_help=True, add_completion=False, help="The federated methods and their parameters.")
+
+
+@method_app.command("list")
+def list_methods(
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
+) -> None:
+    """Names of all methods."""
+    print(json.dumps(method_names()) if as_json else "\n".join(method_names()))
+
+
+@method_app.command("show")
+def show_method(
+    name: Annotated[str, typer.Argument(help="A name that `fedcg method list` prints.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """What a method shares, what it keeps, and its parameters with their defaults."""
+    from fedcg.learning.errors import UnknownMethodError  # torch comes with a method: not for --help
+    from fedcg.learning.registry import get_method
+
+    try:
+        method = get_method(name)
+    except UnknownMethodError as error:
+        raise typer.BadParameter(str(error)) from error
+    print(json.dumps(_described(method), indent=2) if as_json else _as_text(method))
+
+
+def _described(method: Method) -> dict[str, object]:
+    fields = method.params_type.model_fields
+    return {
+        "name": method.name,
+        "title": method.title,
+        "shared_up": sorted(part.value for part in method.shared_up),
+        "shared_down": sorted(part.value for part in method.shared_down),
+        "private": sorted(part.value for part in method.private_parts),
+        "needs_label_counts": method.needs_label_counts,
+        "params": {key: {"default": field.default, "about": field.description or ""} for key, field in fields.items()},
+    }
+
+
+def _as_text(method: Method) -> str:
+    def names(parts: frozenset[object]) -> str:
+        return ", ".join(sorted(str(getattr(part, "value", part)) for part in parts)) or "nothing"
+
+    fields = method.params_type.model_fields
+    width = max(len(key) for key in fields)
+    lines = [
+        f"{method.name}: {method.title}",
+        f"  goes up: {names(frozenset(method.shared_up))}"
+        + (", and label counts" if method.needs_label_counts else ""),
+        f"  comes down: {names(frozenset(method.shared_down))}",
+        f"  stays on the box: {names(frozenset(method.private_parts))}",
+        "  parameters (--set key=value):",
+    ]
+    lines += [f"    {key:<{width}}  {field.default!s:<10}  {field.description or ''}" for key, field in fields.items()]
+    return "\n".join(lines)

@@ -1,0 +1,260 @@
+"""FedMD-CG: share a classifier and a generator trained by distillation, no discriminator; crossed distillation on the server.
+
+Local round = algorithm 1 lines 7-18 (eq. 1-9), server = lines 19-24 (eq. 10-12, in `fedcg.learning.crossed`). Readings:
+  * squared norms (eq. 2, 5) are means over elements;
+  * eq. 2 trains the REAL branch: KL(ρ(D_i(F_i(x))) ‖ ρ(D_i(G(z, y)))), its generated branch detached. It is the teacher ("make
+    D_i(F_i(x)) close to D_i(G(z, y))"), although D_i, which is trained, occurs in both;
+  * eq. 5 trains the GENERATED branch: KL(ρ(D_i(G_i(z, y))) ‖ ρ(D_i(F_i(x)))); F_i and D_i are frozen, the gradient passes
+    through D_i into G_i;
+  * the global generator G is frozen, in eval mode; it never replaces the client's own G_i (the classifier is loaded);
+  * λ1, λ2, λ3 rise as λ ((r - 1) / R)^d; λ4, λ5, λ6 are constant;
+  * the label counter c_i is the client's number of training images per class, n_i^y;
+  * the default diversity term is not the published one, which underflows: see `losses.diversity_normalised`.
+The published set-up trains 20 steps of 64 images a round with SGD; here both `epochs` and `steps` are parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import nn
+
+from fedcg.learning.averaging import average_updates
+from fedcg.learning.crossed import CrossedAggregator, counts_of, label_distribution
+from fedcg.learning.data import ImageSet
+from fedcg.learning.distillation import SHARED, Distillation, EnsembleAggregator, uniform
+from fedcg.learning.loops import (
+    Block,
+    FeatureSource,
+    LossMeter,
+    Penalty,
+    PenaltyMaker,
+    adam,
+    generate,
+    index_blocks,
+    slices,
+    steps_of,
+    train_classifier,
+)
+from fedcg.learning.losses import DIVERSITIES, cross_entropy, feature_mse, kl_student_teacher
+from fedcg.learning.method import (
+    Aggregate,
+    Aggregator,
+    ClientState,
+    LocalResult,
+    Method,
+    RoundContext,
+    ServerState,
+    SharedResult,
+    Spill,
+    TrainingParams,
+    Update,
+    Weights,
+)
+from fedcg.learning.networks import load_part, weights_of
+from fedcg.learning.spec import FederationSpec
+from fedcg.wire.parts import Part, Report
+
+PRIVATE = frozenset({Part.EXTRACTOR})
+_PARTS = SHARED | PRIVATE
+_LEAST_SCALE = 1e-3  # keeps the normalised diversity finite for a class with one image or dead features
+
+
+class FedmdCgParams(TrainingParams):
+    """Parameters of FedMD-CG; the weights λ are the paper's (all 1)."""
+
+    generator_lr: float = Field(default=3e-4, gt=0, description="learning rate of the local generator")
+    lambda1: float = Field(default=1.0, ge=0, description="weight of replaying generated features, eq. 3")
+    lambda2: float = Field(default=1.0, ge=0, description="weight of the feature loss, eq. 2")
+    lambda3: float = Field(default=1.0, ge=0, description="weight of the logit loss, eq. 2")
+    lambda4: float = Field(default=1.0, ge=0, description="weight of the generator's feature loss, eq. 5")
+    lambda5: float = Field(default=1.0, ge=0, description="weight of the generator's classification loss, eq. 6")
+    lambda6: float = Field(default=1.0, ge=0, description="weight of the diversity term")
+    ramp_power: float = Field(default=1.0, gt=0, description="d of the ramp ((r-1)/R)^d of lambda 1, 2 and 3")
+    diversity: Literal["normalised", "published_0", "published_1", "published_2"] = Field(
+        default="normalised", description="diversity term: one that works, or eq. 7-8 as published"
+    )
+    aggregation: Literal["average", "kd", "crossed_kd"] = Field(
+        default="crossed_kd", description="weighted average, FedCG's distillation on top, or eq. 12 on top"
+    )
+    server_iterations: int = Field(default=50, ge=1, description="student steps on the server (I_s)")
+    server_batch: int = Field(default=64, ge=2, description="rows of a student step")
+    server_lr: float = Field(default=3e-4, gt=0, description="learning rate of the student")
+    bank: Literal["exact", "arrival"] = Field(
+        default="exact", description="server labels from this round's p(y), or from the last one's, weighted"
+    )
+    exact_clients: int = Field(default=32, ge=1, description="above, eq. 11 draws one client per row")
+
+
+def ramp(round_number: int, horizon: int, power: float) -> float:
+    """((r - 1) / R)^d: what λ1, λ2, λ3 are multiplied by in round r of R, counted from 1."""
+    return float(min(max((round_number - 1) / horizon, 0.0), 1.0) ** power)
+
+
+def init_client(spec: FederationSpec, initial: Mapping[Part, Weights]) -> ClientState:
+    """A client starts with the initial extractor, classifier and generator."""
+    return ClientState({part: initial[part] for part in sorted(_PARTS)})
+
+
+def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None, ctx: RoundContext) -> LocalResult:
+    """Algorithm 1 lines 7-18: load the classifier; train F, D on eq. 4 with the global G as teacher; then G_i on eq. 9.
+
+    Without an aggregate the client's own classifier and generator stand in for the global ones, and p(y) is uniform.
+    """
+    params = FedmdCgParams.model_validate(ctx.spec.params)
+    down = aggregate.parts if aggregate else state.parts
+    sources = {**state.parts, Part.CLASSIFIER: down[Part.CLASSIFIER]}
+    nets = {part: load_part(ctx.spec, part, sources[part], ctx.device) for part in sorted(_PARTS)}
+    data = data.to(ctx.device)
+    teacher = load_part(ctx.spec, Part.GENERATOR, down[Part.GENERATOR], ctx.device)
+    published = aggregate.label_distribution if aggregate else None
+    labels = uniform(ctx.spec.class_count) if published is None else torch.tensor(published, dtype=torch.float64)
+    penalty = global_penalty(teacher, nets[Part.CLASSIFIER], labels, params, ctx)
+    loss = train_classifier(nets[Part.EXTRACTOR], nets[Part.CLASSIFIER], data, params, ctx, penalty)
+    source = FeatureSource(nets[Part.EXTRACTOR], data, ctx.spec)
+    train_generator(nets[Part.GENERATOR], nets[Part.CLASSIFIER], source, params, ctx)
+    kept = {part: weights_of(net) for part, net in nets.items()}
+    shared = {part: weights_of(nets[part]) for part in sorted(SHARED)}
+    report = Report(examples=len(data), loss=loss, label_counts=data.label_counts())
+    return LocalResult(SharedResult(shared), ClientState(kept), report)
+
+
+def global_penalty(
+    teacher: nn.Module,
+    classifier: nn.Module,
+    label_probabilities: torch.Tensor,
+    params: FedmdCgParams,
+    ctx: RoundContext,
+) -> PenaltyMaker:
+    """λ1 · eq. 3 + λ2 · MSE + λ3 · KL (eq. 2), ramped, against the frozen global generator; fresh z for every image."""
+    factor = ramp(ctx.round, ctx.horizon, params.ramp_power)
+    replay, pull, agree = (factor * weight for weight in (params.lambda1, params.lambda2, params.lambda3))
+    noise_stream, label_stream = (ctx.streams.generator("classify", name) for name in ("noise", "replay"))
+
+    def per_block(block: Block) -> Penalty | None:
+        if replay == pull == agree == 0.0:
+            return None
+        count, q = len(block.labels), ctx.spec.network.noise_dim
+        asked = torch.multinomial(label_probabilities, count, replacement=True, generator=label_stream).to(ctx.device)
+        noise = torch.randn(2 * count, q, generator=noise_stream).to(ctx.device)
+        features = generate(teacher, noise, torch.cat([block.labels, asked]))
+        matched, replayed = features[:count], features[count:]
+
+        def penalty(rows: slice, real: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+            size = len(logits)
+            generated = classifier(torch.cat([replayed[rows], matched[rows]]))
+            return (
+                replay * cross_entropy(generated[:size], asked[rows])
+                + pull * feature_mse(real, matched[rows])
+                + agree * kl_student_teacher(logits, generated[size:].detach())
+            )
+
+        return penalty
+
+    return per_block
+
+
+def class_scale(features: torch.Tensor, labels: torch.Tensor, classes: int) -> torch.Tensor:
+    """s_y: root mean square distance of two real features of a class, √(2 Σ_d var_d(F | y)), [C]; a floor where unknown."""
+    flat = features.flatten(1)
+    scale = torch.full((classes,), _LEAST_SCALE, device=flat.device)
+    for label in range(classes):
+        rows = flat[labels == label]
+        if len(rows) > 1:
+            scale[label] = (2.0 * rows.var(dim=0).sum()).sqrt().clamp(min=_LEAST_SCALE)
+    return scale
+
+
+def train_generator(
+    generator: nn.Module, classifier: nn.Module, source: FeatureSource, params: FedmdCgParams, ctx: RoundContext
+) -> None:
+    """Algorithm 1 lines 14-17: train G_i on eq. 9, KL + λ4 MSE + λ5 CE + λ6 diversity, with F_i and D_i frozen.
+
+    Raises:
+        DivergedError: the loss is not finite or exploded.
+    """
+    generator.train()
+    classifier.eval().requires_grad_(False)  # noqa: FBT003 - torch's own signature
+    optimiser = adam(generator.parameters(), params.generator_lr, params.weight_decay)
+    diversity, scale = DIVERSITIES[params.diversity], class_scale(source.plain, source.labels, ctx.spec.class_count)
+    steps, done = steps_of(params, len(source.labels)), 0
+    streams = ctx.streams.at("generate")
+    order, mirror, stream = (streams.generator(name) for name in ("order", "flip", "noise"))
+    meter = LossMeter("generator", ctx.device)
+    for index in index_blocks(len(source.labels), params.batch_size, steps, order):
+        real, labels = source.rows(index, mirror)
+        noise = torch.randn(len(labels), ctx.spec.network.noise_dim, generator=stream).to(ctx.device)
+        with torch.no_grad():
+            target = classifier(real)
+        for rows in slices(len(labels), params.batch_size):
+            y = labels[rows]
+            features = generator(noise[rows], y)
+            logits = classifier(features)
+            loss = (
+                kl_student_teacher(logits, target[rows])
+                + params.lambda4 * feature_mse(features, real[rows])
+                + params.lambda5 * cross_entropy(logits, y)
+                + params.lambda6 * diversity(features, noise[rows], y, scale)
+            )
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+            meter.add(loss)
+            done += 1
+            ctx.progress("generate", done, steps)
+        meter.check()
+
+
+def init_server(spec: FederationSpec, initial: Mapping[Part, Weights]) -> ServerState:
+    """The first aggregate is the initial generator and classifier, with a uniform p(y)."""
+    even = tuple(uniform(spec.class_count).tolist())
+    return ServerState(Aggregate({part: initial[part] for part in sorted(SHARED)}, even))
+
+
+class _WithLabels:
+    """Wraps an aggregation that knows no labels (`average`, `kd`): publishes p(y) beside its parts."""
+
+    def __init__(self, distil: EnsembleAggregator | None, spill: Spill) -> None:
+        self._distil = distil
+        self._spill = spill
+
+    def add(self, update: Update) -> None:
+        """The teacher pass, where there is one."""
+        if self._distil is not None:
+            self._distil.add(update)
+        elif not self._spill.has(update.client):
+            self._spill.put(update.client, {"examples": torch.tensor(update.examples)})
+
+    def finish(self, updates: Mapping[str, Callable[[], Update]]) -> tuple[Aggregate, ServerState]:
+        """The weighted average, distilled where asked for, and p(y)."""
+        merged = average_updates(updates, SHARED)
+        parts = merged.parts if self._distil is None else self._distil.finish(updates)[0].parts
+        aggregate = Aggregate(parts, tuple(label_distribution(counts_of(merged)).tolist()))
+        return aggregate, ServerState(aggregate)
+
+
+def aggregator(state: ServerState, ctx: RoundContext, spill: Spill) -> Aggregator:
+    """Algorithm 1 lines 19-24 (`crossed_kd`), or one of the simpler aggregations that the paper compares with."""
+    params = FedmdCgParams.model_validate(ctx.spec.params)
+    settings = Distillation(params.server_iterations, params.server_batch, params.server_lr, params.weight_decay)
+    if params.aggregation == "crossed_kd":
+        return CrossedAggregator(settings, params.bank, params.exact_clients, state, ctx, spill)
+    return _WithLabels(EnsembleAggregator(settings, ctx, spill) if params.aggregation == "kd" else None, spill)
+
+
+METHOD = Method(
+    name="fedmd_cg",
+    title="FedMD-CG: shared classifier and distilled generator, crossed distillation",
+    params_type=FedmdCgParams,
+    shared_up=SHARED,
+    shared_down=SHARED,
+    private_parts=PRIVATE,
+    needs_label_counts=True,
+    init_client=init_client,
+    local_round=local_round,
+    init_server=init_server,
+    aggregator=aggregator,
+)

@@ -1,0 +1,90 @@
+"""What waits to leave over a link: bounded in messages and bytes, in order, until it is sent or acknowledged.
+
+Knows nothing of MQTT libraries; safe to use from several threads.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import dataclass
+
+from fedcg.wire.errors import TransportError
+
+MAX_SENDS = 3  # a QoS 1 publish under which three links broke is given up: it may be what breaks them
+
+
+@dataclass
+class Outgoing:
+    """One publish; `sends` counts how often it was handed to a link."""
+
+    topic: str
+    payload: bytes
+    qos: int
+    retain: bool
+    sends: int = 0
+
+
+class OutgoingQueue:
+    """Publishes that are queued, and QoS 1 publishes that are sent and not acknowledged."""
+
+    def __init__(self, max_messages: int, max_bytes: int) -> None:
+        self._max_messages = max_messages
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._queue: deque[Outgoing] = deque()
+        self._unacked: dict[int, Outgoing] = {}
+        self._bytes = 0
+
+    def __len__(self) -> int:
+        """Messages queued or not acknowledged."""
+        with self._lock:
+            return len(self._queue) + len(self._unacked)
+
+    def put(self, message: Outgoing) -> None:
+        """Queue a publish.
+
+        Raises:
+            TransportError: a bound would be passed.
+        """
+        with self._lock:
+            waiting = len(self._queue) + len(self._unacked)
+            if waiting >= self._max_messages or self._bytes + len(message.payload) > self._max_bytes:
+                raise TransportError(
+                    f"the outgoing queue is full ({waiting} messages, {self._bytes} bytes): the link is slower than what is "
+                    "sent; wait and try again"
+                )
+            self._queue.append(message)
+            self._bytes += len(message.payload)
+
+    def take(self, in_flight: int) -> Outgoing | None:
+        """The next publish to send, or None; a QoS 1 publish waits while `in_flight` of them are not acknowledged."""
+        with self._lock:
+            if not self._queue or (self._queue[0].qos > 0 and len(self._unacked) >= in_flight):
+                return None
+            message = self._queue.popleft()
+            message.sends += 1
+            if message.qos == 0:
+                self._bytes -= len(message.payload)
+            return message
+
+    def sent(self, packet: int, message: Outgoing) -> None:
+        """Remember a QoS 1 publish under its packet id until `acknowledged`."""
+        with self._lock:
+            self._unacked[packet] = message
+
+    def acknowledged(self, packet: int) -> Outgoing | None:
+        """Forget a QoS 1 publish that the broker has; None for an unknown packet id."""
+        with self._lock:
+            message = self._unacked.pop(packet, None)
+            if message is not None:
+                self._bytes -= len(message.payload)
+            return message
+
+    def link_lost(self) -> None:
+        """Queue again, in order, what was QoS 1 and not acknowledged; drop what was QoS 0."""
+        with self._lock:
+            waiting = [*self._unacked.values(), *self._queue]
+            self._unacked.clear()
+            self._queue = deque(message for message in waiting if message.qos > 0 and message.sends < MAX_SENDS)
+            self._bytes = sum(len(message.payload) for message in self._queue)

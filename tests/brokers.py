@@ -1,0 +1,258 @@
+"""Real brokers for tests, links that can be cut, and clients that remember what they heard."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from coordinator.provision.pki import create_ca, credential_of, issue
+from fedcg.broker_path import Mosquitto
+from fedcg.wire.mqtt import MqttConfig, MqttTransport, TlsFiles
+from fedcg.wire.mqtt_config import Protocol
+from fedcg.wire.topics import Topics
+from fedcg.wire.transport import Delivery, Transport, Will
+
+HOST = "127.0.0.1"
+DEVICES = ("a", "b", "c")
+DEADLINE_S = 15.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_until(condition: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> None:
+    """Wait for a condition; AssertionError with `what` after the deadline."""
+    end = time.monotonic() + deadline_s
+    pause = threading.Event()
+    while not condition():
+        assert time.monotonic() < end, f"not within {deadline_s} s: {what}"
+        pause.wait(0.005)
+
+
+@dataclass(frozen=True)
+class Pki:
+    """A throw-away authority with a certificate per identity."""
+
+    directory: Path
+
+    @staticmethod
+    def create(directory: Path, identities: tuple[str, ...]) -> Pki:
+        create_ca(directory)
+        issue(directory, "broker", server=True)
+        for identity in identities:
+            issue(directory, identity)
+        return Pki(directory)
+
+    @property
+    def ca(self) -> Path:
+        return credential_of(self.directory, "ca").certificate
+
+    def tls(self, identity: str) -> TlsFiles:
+        credential = credential_of(self.directory, identity)
+        return TlsFiles(self.ca, credential.certificate, credential.key)
+
+
+@dataclass
+class RunningMosquitto:
+    """One Mosquitto with mutual TLS, as a real deployment configures it."""
+
+    mosquitto: Mosquitto
+    pki: Pki
+    folder: Path
+    acl: str
+    max_packet_size: int = 2_000_000
+    port: int = field(default_factory=free_port)
+    _process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        self.set_acl(self.acl)
+        server = self.pki.tls("broker")
+        lines = [
+            "per_listener_settings false",
+            "allow_anonymous false",
+            f"listener {self.port} {HOST}",
+            f"cafile {server.ca}",
+            f"certfile {server.cert}",
+            f"keyfile {server.key}",
+            "require_certificate true",
+            "use_identity_as_username true",
+            "use_username_as_clientid true",
+            "tls_version tlsv1.3",
+            f"acl_file {self.folder / 'acl'}",
+            f"max_packet_size {self.max_packet_size}",
+            "set_tcp_nodelay true",
+        ]
+        if os.geteuid() == 0:
+            lines.append("user root")  # else it drops to user mosquitto, who can't read our 0600 keys
+        configuration = self.folder / "mosquitto.conf"
+        configuration.write_text("\n".join(lines) + "\n")
+        with (self.folder / "mosquitto.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [str(self.mosquitto.binary), "-c", str(configuration)],
+                stdout=log,
+                stderr=log,
+                env=self.mosquitto.environment(),
+            )
+        wait_until(self._listens, f"mosquitto listens: {(self.folder / 'mosquitto.log').read_text()}")
+
+    def set_acl(self, text: str) -> None:
+        """Write the access list; a running broker reads it at `reload`."""
+        path = self.folder / "acl"
+        path.write_text(text)
+        path.chmod(0o600)
+
+    def reload(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGHUP)
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def config(self, identity: str, protocol: Protocol = "5", port: int | None = None) -> MqttConfig:
+        return MqttConfig(HOST, port or self.port, identity, tls=self.pki.tls(identity), protocol=protocol)
+
+    def _listens(self) -> bool:
+        assert self._process is not None
+        assert self._process.poll() is None, (self.folder / "mosquitto.log").read_text()
+        with socket.socket() as probe:
+            return probe.connect_ex((HOST, self.port)) == 0
+
+
+class Relay:
+    """A TCP relay to a broker whose connections can be cut, as a dead radio would cut them."""
+
+    def __init__(self, target_port: int) -> None:
+        self._target_port = target_port
+        self._server = socket.create_server((HOST, 0))
+        self.port = int(self._server.getsockname()[1])
+        self._lock = threading.Lock()
+        self._sockets: set[socket.socket] = set()
+        self._refusing = False
+        self._threads: list[threading.Thread] = []
+        self._spawn(self._accept)
+
+    def cut(self) -> None:
+        """End all connections and refuse new ones until `mend`."""
+        with self._lock:
+            self._refusing = True
+            self._end_all()
+
+    def mend(self) -> None:
+        with self._lock:
+            self._refusing = False
+
+    def close(self) -> None:
+        self.cut()
+        self._server.shutdown(socket.SHUT_RDWR)
+        for thread in list(self._threads):
+            thread.join()
+        self._server.close()
+
+    def _spawn(self, target: Callable[..., None], *arguments: socket.socket) -> None:
+        thread = threading.Thread(target=target, args=arguments, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _end_all(self) -> None:
+        for sock in self._sockets:
+            try:
+                sock.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                continue
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._server.accept()
+            except OSError:
+                return
+            with self._lock:
+                refusing = self._refusing
+            if refusing:
+                near.close()
+                continue
+            try:
+                far = socket.create_connection((HOST, self._target_port))
+            except OSError:
+                near.close()
+                continue
+            with self._lock:
+                self._sockets |= {near, far}
+                if self._refusing:
+                    self._end_all()
+            self._spawn(self._pump, near, far)
+
+    def _pump(self, near: socket.socket, far: socket.socket) -> None:
+        back = threading.Thread(target=_copy, args=(far, near), daemon=True)
+        back.start()
+        _copy(near, far)
+        back.join()
+        with self._lock:
+            self._sockets -= {near, far}
+        near.close()
+        far.close()
+
+
+def _copy(source: socket.socket, sink: socket.socket) -> None:
+    try:
+        while data := source.recv(65_536):
+            sink.sendall(data)
+    except OSError:
+        pass
+    for sock in (source, sink):
+        try:
+            sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            continue
+
+
+class Client:
+    """A transport and everything it heard."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+        self.deliveries: list[Delivery] = []
+        self.links: list[bool] = []
+        self.threads: set[int] = set()
+
+    def start(self) -> Client:
+        self.transport.start(self._delivered, self._link_changed)
+        return self
+
+    def await_link(self, ups: int = 1) -> Client:
+        wait_until(lambda: self.links.count(True) >= ups, f"link {ups} is up; so far {self.links}")
+        return self
+
+    def payloads(self, topic: str) -> list[bytes]:
+        return [delivery.payload for delivery in list(self.deliveries) if delivery.topic == topic]
+
+    def await_payload(self, topic: str, payload: bytes) -> None:
+        wait_until(lambda: payload in self.payloads(topic), f"{payload[:40]!r} on {topic}")
+
+    def _delivered(self, delivery: Delivery) -> None:
+        self.threads.add(threading.get_ident())
+        self.deliveries.append(delivery)
+
+    def _link_changed(self, up: bool) -> None:  # noqa: FBT001 - the transport's callback form
+        self.links.append(up)
+
+
+def mqtt_client(config: MqttConfig, will: Will | None = None) -> Client:
+    return Client(MqttTransport(config, will))
+
+
+def acl_for(federation: str, devices: tuple[str, ...] = DEVICES) -> str:
+    return Topics(federation).mosquitto_acl(devices, ["observer"])

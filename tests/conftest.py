@@ -1,0 +1,51 @@
+"""What many tests share: a throw-away PKI, and real Mosquitto brokers with mutual TLS."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from fedcg.broker_path import find_mosquitto
+from tests.brokers import DEVICES, Pki, RunningMosquitto
+
+StartMosquitto = Callable[..., RunningMosquitto]
+
+
+@pytest.fixture(scope="session")
+def pki(tmp_path_factory: pytest.TempPathFactory) -> Pki:
+    """An authority with certificates for the broker, the coordinator, an observer and the devices a, b, c."""
+    return Pki.create(tmp_path_factory.mktemp("pki"), ("coordinator", "observer", *DEVICES))
+
+
+@pytest.fixture(scope="session")
+def mosquitto_factory(pki: Pki, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartMosquitto]:
+    """`start(acl, **options)`: a Mosquitto on a free loopback port, stopped at the end of the session.
+
+    Skips visibly where there is no Mosquitto; under CI=true that is an error.
+    """
+    found = find_mosquitto()
+    if found is None:
+        why = "no mosquitto on PATH, in /usr/sbin, or in FEDCG_BROKER_DIR; run `make setup-broker`"
+        if os.environ.get("CI") == "true":
+            pytest.fail(why)
+        pytest.skip(why)
+    started: list[RunningMosquitto] = []
+
+    def start(acl: str, *, folder: Path | None = None, max_packet_size: int = 2_000_000) -> RunningMosquitto:
+        broker = RunningMosquitto(found, pki, folder or tmp_path_factory.mktemp("mosquitto"), acl, max_packet_size)
+        started.append(broker)
+        broker.start()
+        return broker
+
+    yield start
+    for broker in started:
+        broker.stop()
+
+
+@pytest.fixture
+def mosquitto(mosquitto_factory: StartMosquitto) -> StartMosquitto:
+    """The same factory, under the name that tests ask for."""
+    return mosquitto_factory

@@ -1,0 +1,275 @@
+"""The laws of `fedcg.wire.transport.Transport`, on every broker."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from fedcg.wire.errors import TransportError
+from fedcg.wire.mqtt_config import Protocol as MqttVersion
+from fedcg.wire.topics import Topics
+from fedcg.wire.transport import Delivery, Will
+from tests.brokers import Client, Pki, RunningMosquitto, acl_for, wait_until
+from tests.contract.benches import AmqttServer, Bench, MemoryBench, MqttBench
+
+TOPICS = Topics("laws")
+VERSIONS: dict[str, MqttVersion] = {"mosquitto-5": "5", "mosquitto-3.1.1": "3.1.1"}
+_NUMBERS = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def laws_mosquitto(mosquitto_factory: Callable[[str], RunningMosquitto]) -> RunningMosquitto:
+    return mosquitto_factory(acl_for(TOPICS.federation))
+
+
+@pytest.fixture(scope="module")
+def amqtt(pki: Pki) -> Iterator[AmqttServer]:
+    if importlib.util.find_spec("coordinator.provision.amqtt_broker") is None:
+        pytest.fail("coordinator.provision.amqtt_broker is missing")
+    server = AmqttServer(pki, TOPICS)
+    yield server
+    server.close()
+
+
+@pytest.fixture(
+    params=[
+        "memory",
+        pytest.param("mosquitto-5", marks=pytest.mark.broker),
+        pytest.param("mosquitto-3.1.1", marks=pytest.mark.broker),
+        "amqtt-3.1.1",
+    ]
+)
+def bench(request: pytest.FixtureRequest, pki: Pki) -> Iterator[Bench]:
+    made: Bench
+    if request.param == "memory":
+        made = MemoryBench(TOPICS)
+    elif request.param == "amqtt-3.1.1":
+        made = MqttBench(request.getfixturevalue("amqtt").port, pki, "3.1.1")
+    else:
+        made = MqttBench(request.getfixturevalue("laws_mosquitto").port, pki, VERSIONS[request.param])
+    yield made
+    made.close()
+
+
+def unique(text: str) -> bytes:
+    """A payload that no other test has published on a broker that several tests share."""
+    return f"{text} {next(_NUMBERS)}".encode()
+
+
+def listening(bench: Bench, identity: str, *topics: str) -> Client:
+    client = bench.connect(identity)
+    for topic in topics:
+        client.transport.subscribe(topic)
+    return client.start().await_link()
+
+
+def fence(bench: Bench, reader: Client, topic: str, writer: Client) -> None:
+    """Wait until something published now has arrived, so that what was published before has, too, or never will."""
+    mark = unique("fence")
+    writer.transport.publish(topic, mark)
+    reader.await_payload(topic, mark)
+
+
+def test_a_published_message_reaches_every_subscriber_that_may_read_the_topic(bench: Bench) -> None:
+    coordinator = bench.connect("coordinator").start().await_link()
+    readers = [listening(bench, identity, TOPICS.offer) for identity in ("a", "b")]
+    observer = listening(bench, "observer", TOPICS.everything())
+    payload = unique("offer")
+    coordinator.transport.publish(TOPICS.offer, payload)
+    for reader in (*readers, observer):
+        reader.await_payload(TOPICS.offer, payload)
+
+
+@pytest.mark.parametrize("qos", [0, 1])
+def test_many_large_messages_arrive_in_order_and_once(bench: Bench, qos: int) -> None:
+    coordinator = listening(bench, "coordinator", TOPICS.all_up_chunk())
+    device = bench.connect("a").start().await_link()
+    payloads = [unique("chunk").ljust(100_000, b".") for _ in range(40)]
+    for payload in payloads:
+        device.transport.publish(TOPICS.up_chunk("a"), payload, qos=qos)
+    wait_until(lambda: len(coordinator.payloads(TOPICS.up_chunk("a"))) >= 40, "all chunks arrive")
+    assert coordinator.payloads(TOPICS.up_chunk("a")) == payloads
+
+
+def test_a_subscriber_gets_the_retained_message_marked_as_such(bench: Bench) -> None:
+    coordinator = bench.connect("coordinator").start().await_link()
+    witness = listening(bench, "observer", TOPICS.offer)
+    payload = unique("retained offer")
+    coordinator.transport.publish(TOPICS.offer, payload, retain=True)
+    witness.await_payload(TOPICS.offer, payload)
+    late = listening(bench, "a", TOPICS.offer)
+    late.await_payload(TOPICS.offer, payload)
+    assert [delivery.retained for delivery in late.deliveries if delivery.payload == payload] == [True]
+    assert [delivery.retained for delivery in witness.deliveries if delivery.payload == payload] == [False]
+
+
+def test_an_empty_retained_message_clears_the_topic(bench: Bench) -> None:
+    coordinator = listening(bench, "coordinator", TOPICS.offer)
+    coordinator.transport.publish(TOPICS.offer, unique("old offer"), retain=True)
+    coordinator.transport.publish(TOPICS.offer, b"", retain=True)
+    fence(bench, coordinator, TOPICS.offer, coordinator)
+    late = listening(bench, "a", TOPICS.offer)
+    fence(bench, late, TOPICS.offer, coordinator)
+    assert not [delivery for delivery in late.deliveries if delivery.retained]
+
+
+def test_a_subscription_made_while_connected_takes_effect(bench: Bench) -> None:
+    coordinator = bench.connect("coordinator").start().await_link()
+    kept = unique("kept")
+    coordinator.transport.publish(TOPICS.coordinator, kept, retain=True)
+    device = bench.connect("a").start().await_link()
+    device.transport.subscribe(TOPICS.coordinator)
+    device.await_payload(TOPICS.coordinator, kept)
+
+
+def test_a_device_hears_nothing_that_is_for_another_device(bench: Bench) -> None:
+    coordinator = bench.connect("coordinator").start().await_link()
+    eavesdropper = listening(
+        bench, "b", TOPICS.down_control("a"), TOPICS.down_chunk("a"), TOPICS.up_control("a"), TOPICS.offer, "fedcg/1/#"
+    )
+    owner = listening(bench, "a", TOPICS.down_control("a"), TOPICS.down_chunk("a"))
+    secret = unique("for a only")
+    coordinator.transport.publish(TOPICS.down_control("a"), secret)
+    coordinator.transport.publish(TOPICS.down_chunk("a"), secret)
+    owner.transport.publish(TOPICS.up_control("a"), secret)
+    owner.await_payload(TOPICS.down_control("a"), secret)
+    owner.await_payload(TOPICS.down_chunk("a"), secret)
+    fence(bench, eavesdropper, TOPICS.offer, coordinator)
+    assert secret not in [delivery.payload for delivery in eavesdropper.deliveries]
+
+
+def test_nobody_hears_what_a_device_publishes_where_it_may_not(bench: Bench) -> None:
+    listener = listening(bench, "observer", TOPICS.everything())
+    intruder = bench.connect("b").start().await_link()
+    forged = unique("forged")
+    for topic in (TOPICS.offer, TOPICS.aggregate, TOPICS.coordinator, TOPICS.up_control("a"), TOPICS.status("a")):
+        intruder.transport.publish(topic, forged)
+        intruder.transport.publish(topic, forged, retain=True)
+    fence(bench, listener, TOPICS.up_control("b"), intruder)
+    assert forged not in [delivery.payload for delivery in listener.deliveries]
+
+
+def test_an_observer_writes_nothing(bench: Bench) -> None:
+    coordinator = listening(bench, "coordinator", TOPICS.all_up_control(), TOPICS.offer)
+    device = bench.connect("a").start().await_link()
+    observer = listening(bench, "observer", TOPICS.everything())
+    forged = unique("by the observer")
+    observer.transport.publish(TOPICS.offer, forged)
+    observer.transport.publish(TOPICS.up_control("a"), forged)
+    fence(bench, observer, TOPICS.up_control("a"), device)
+    fence(bench, coordinator, TOPICS.up_control("a"), device)
+    assert forged not in [delivery.payload for delivery in coordinator.deliveries]
+
+
+def test_subscriptions_survive_a_broken_link_without_a_new_call(bench: Bench) -> None:
+    coordinator = bench.connect("coordinator").start().await_link()
+    device = listening(bench, "a", TOPICS.down_control("a"))
+    bench.cut("a")
+    wait_until(lambda: device.links == [True, False], f"the loss is told: {device.links}")
+    bench.mend("a")
+    device.await_link(2)
+    payload = unique("after the break")
+    coordinator.transport.publish(TOPICS.down_control("a"), payload)
+    device.await_payload(TOPICS.down_control("a"), payload)
+    assert device.links == [True, False, True]
+
+
+def test_the_link_is_told_up_only_when_the_subscriptions_stand(bench: Bench) -> None:
+    coordinator = bench.connect("coordinator").start().await_link()
+    device = bench.connect("a")
+    device.transport.subscribe(TOPICS.down_control("a"))
+    payload = unique("at link-up")
+
+    def answer_link(up: bool) -> None:  # noqa: FBT001 - the transport's callback form
+        if up:
+            coordinator.transport.publish(TOPICS.down_control("a"), payload)
+
+    device.transport.start(device.deliveries.append, answer_link)
+    device.await_payload(TOPICS.down_control("a"), payload)
+
+
+def test_publishing_without_a_link_is_refused_and_works_again_with_one(bench: Bench) -> None:
+    coordinator = listening(bench, "coordinator", TOPICS.all_up_control())
+    device = bench.connect("a")
+    with pytest.raises(TransportError):
+        device.transport.publish(TOPICS.up_control("a"), b"too early")
+    device.start().await_link()
+    bench.cut("a")
+    wait_until(lambda: device.links == [True, False], "the loss is told")
+    with pytest.raises(TransportError):
+        device.transport.publish(TOPICS.up_control("a"), b"while down")
+    bench.mend("a")
+    device.await_link(2)
+    payload = unique("again")
+    device.transport.publish(TOPICS.up_control("a"), payload)
+    coordinator.await_payload(TOPICS.up_control("a"), payload)
+    assert b"while down" not in coordinator.payloads(TOPICS.up_control("a"))
+
+
+def test_a_payload_of_the_largest_size_passes_and_a_larger_one_is_refused(bench: Bench) -> None:
+    coordinator = listening(bench, "coordinator", TOPICS.all_up_chunk())
+    device = bench.connect("a").start().await_link()
+    largest = device.transport.max_payload
+    assert 120 * 1024 < largest < 2_000_000
+    with pytest.raises(TransportError, match=str(largest)):
+        device.transport.publish(TOPICS.up_chunk("a"), b"x" * (largest + 1))
+    device.transport.publish(TOPICS.up_chunk("a"), b"x" * largest)
+    coordinator.await_payload(TOPICS.up_chunk("a"), b"x" * largest)
+    assert device.links == [True]
+
+
+def test_the_will_is_published_and_kept_when_a_client_vanishes(bench: Bench) -> None:
+    coordinator = listening(bench, "coordinator", TOPICS.all_status())
+    last_words = unique("gone")
+    bench.connect("a", Will(TOPICS.status("a"), last_words)).start().await_link()
+    bench.cut("a")
+    coordinator.await_payload(TOPICS.status("a"), last_words)
+    late = listening(bench, "observer", TOPICS.all_status())
+    late.await_payload(TOPICS.status("a"), last_words)
+
+
+def test_a_client_that_closes_leaves_no_will_and_hears_nothing_more(bench: Bench) -> None:
+    coordinator = listening(bench, "coordinator", TOPICS.all_status(), TOPICS.all_up_control())
+    last_words = unique("should not be heard")
+    device = bench.connect("a", Will(TOPICS.status("a"), last_words))
+    device.transport.subscribe(TOPICS.offer)
+    device.start().await_link()
+    device.transport.publish(TOPICS.up_control("a"), goodbye := unique("goodbye"))
+    device.transport.close()
+    coordinator.await_payload(TOPICS.up_control("a"), goodbye)
+    heard = len(device.deliveries)
+    other = bench.connect("b").start().await_link()
+    coordinator.transport.publish(TOPICS.offer, unique("after close"))
+    fence(bench, coordinator, TOPICS.up_control("b"), other)
+    assert last_words not in coordinator.payloads(TOPICS.status("a"))
+    assert len(device.deliveries) == heard
+
+
+def test_callbacks_run_on_one_thread_of_the_transport_and_may_fail(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    coordinator = bench.connect("coordinator").start().await_link()
+    heard: list[Delivery] = []
+    threads: set[int] = set()
+
+    def stumble(delivery: Delivery) -> None:
+        threads.add(threading.get_ident())
+        heard.append(delivery)
+        raise ValueError("a callback of the user failed")
+
+    device = bench.connect("a")
+    device.transport.subscribe(TOPICS.down_control("a"))
+    up = threading.Event()
+    device.transport.start(stumble, lambda _: up.set())
+    wait_until(up.is_set, "the device is connected")
+    for payload in (first := unique("first"), second := unique("second")):
+        coordinator.transport.publish(TOPICS.down_control("a"), payload)
+    wait_until(lambda: len(heard) >= 2, "both arrive although the callback fails")
+    assert [delivery.payload for delivery in heard] == [first, second]
+    assert len(threads) == 1
+    assert threading.get_ident() not in threads
+    assert "a callback of the user failed" in caplog.text

@@ -1,0 +1,122 @@
+"""A box that only predicts: the `infer` extra alone, in a fresh environment, classifies an image."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from export.package import package_personal
+from export.preprocess import load_image
+from export.runtime import Model
+from tests.export_models import CLASSES, make_parts, make_spec, write_images
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PACKAGES = ("fedcg", "edge_client", "coordinator", "export", "devices", "audit", "experiments")
+FILES = ("pyproject.toml", "README.md", "LICENSE", "constraints.txt")
+
+
+@dataclass(frozen=True)
+class Box:
+    """A fresh environment with the `infer` extra, outside the checkout."""
+
+    python: Path
+    home: Path
+
+    def run(self, *command: str | Path, check: bool = True) -> subprocess.CompletedProcess[str]:
+        clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+        done = subprocess.run(
+            [str(one) for one in command],
+            cwd=self.home,
+            env=clean,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert not check or done.returncode == 0, done.stdout + done.stderr
+        return done
+
+    def fedcg(self, *arguments: str | Path, check: bool = True) -> subprocess.CompletedProcess[str]:
+        return self.run(self.python.parent / "fedcg", *arguments, check=check)
+
+
+@pytest.fixture(scope="module")
+def box(tmp_path_factory: pytest.TempPathFactory) -> Box:
+    home = tmp_path_factory.mktemp("box")
+    source = home / "source"
+    for name in PACKAGES:
+        shutil.copytree(REPOSITORY / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in FILES:
+        if (REPOSITORY / name).is_file():
+            shutil.copy(REPOSITORY / name, source)
+    subprocess.run([sys.executable, "-m", "venv", str(home / "venv")], check=True, timeout=120)
+    made = Box(home / "venv" / "bin" / "python", home)
+    pinned = ("-c", source / "constraints.txt") if (source / "constraints.txt").is_file() else ()
+    made.run(made.python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *pinned, f"{source}[infer]")
+    shutil.rmtree(source)  # from here on only what was installed
+    return made
+
+
+@pytest.fixture(scope="module")
+def model_root(box: Box) -> Path:
+    torch.set_num_threads(1)
+    spec = make_spec()
+    package_personal(
+        spec, make_parts(spec), box.home / "models", test_files=[], test_labels=[], metrics={}, round_number=1
+    )
+    return box.home / "models"
+
+
+def test_a_box_with_only_the_infer_extra_classifies_images_as_the_trained_model_does(
+    box: Box, model_root: Path
+) -> None:
+    images = write_images(box.home / "images")
+    document = json.loads(box.fedcg("infer", "--model", model_root, "--json", "--top", "3", box.home / "images").stdout)
+    model = Model.load(model_root)
+    here = dict(
+        zip(
+            map(str, images.files),
+            model.predict([load_image(f, model.manifest.image) for f in images.files]),
+            strict=True,
+        )
+    )
+    assert len(document["results"]) == len(images.files)
+    for result in document["results"]:
+        told = {one["class"]: one["probability"] for one in result["top"]}
+        assert [told[name] for name in CLASSES] == pytest.approx(here[result["file"]].tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["torch", "paho", "onnx", "safetensors", "cryptography", "sqlalchemy", "fastapi"])
+def test_the_box_has_none_of_what_only_training_or_the_wire_need(box: Box, name: str) -> None:
+    done = box.run(box.python, "-c", f"import {name}", check=False)
+    assert done.returncode == 1
+    assert f"No module named '{name}'" in done.stderr
+
+
+def test_the_versions_of_a_model_can_be_looked_after_there(box: Box, model_root: Path) -> None:
+    assert "0001" in box.fedcg("model", "list", model_root).stdout
+    assert box.fedcg("model", "verify", model_root).returncode == 0
+
+
+def test_a_missing_image_ends_with_exit_code_2_there(box: Box, model_root: Path) -> None:
+    done = box.fedcg("infer", "--model", model_root, "gone.png", check=False)
+    assert (done.returncode, done.stderr.strip()) == (2, "Error: gone.png: no such file")
+
+
+def test_the_help_shows_every_command_and_says_which_are_not_installed(box: Box) -> None:
+    shown = box.fedcg("--help").stdout
+    assert "infer" in shown
+    lines = {line.split()[1]: line for line in shown.splitlines() if line.startswith("│ ") and len(line.split()) > 2}
+    assert "not installed" not in lines["infer"] + lines["model"] + lines["export"]
+    done = box.fedcg("export", "--spec", "s", "--weights", "w", "--out", "o", check=False)
+    assert done.returncode == 1
+    assert "not installed here" in done.stderr
+    assert "Traceback" not in done.stderr

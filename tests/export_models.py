@@ -1,0 +1,89 @@
+"""Specs, weights and image files for the tests of `export`."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+
+from fedcg.learning.networks import build_part, weights_of
+from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice
+from fedcg.wire.parts import Part, ReportField
+
+CLASSES = ("ant", "bee", "cat")
+
+
+def image_form(mode: str = "RGB", height: int = 20, width: int = 24) -> ImageForm:
+    """A form whose channels are normalised differently, so that a mix-up of channels or sides shows."""
+    statistics = {"L": ((0.4,), (0.3,)), "RGB": ((0.5, 0.4, 0.3), (0.2, 0.25, 0.3))}[mode]
+    values = {"mode": mode, "height": height, "width": width, "mean": statistics[0], "std": statistics[1]}
+    return ImageForm.model_validate(values)
+
+
+def make_spec(form: ImageForm | None = None, split: str = "lenet5_relu") -> FederationSpec:
+    """A small federation's spec."""
+    return FederationSpec(
+        federation="garden",
+        classes=CLASSES,
+        image=form or image_form(),
+        network=NetworkChoice(split=split),
+        method="fedcg",
+        params={},
+        rounds=3,
+        seed=7,
+        upload=(Part.CLASSIFIER,),
+        report=(ReportField.EXAMPLES,),
+        layouts={},
+    )
+
+
+def make_parts(spec: FederationSpec, seed: int = 1) -> Mapping[Part, Mapping[str, torch.Tensor]]:
+    """Weights twice the usual size, so that the logits of different images differ clearly."""
+    stream = torch.Generator().manual_seed(seed)
+    parts = {part: weights_of(build_part(spec, part, stream)) for part in (Part.EXTRACTOR, Part.CLASSIFIER)}
+    return {part: {name: tensor * 2 for name, tensor in weights.items()} for part, weights in parts.items()}
+
+
+def picture(seed: int, height: int = 33, width: int = 47) -> Image.Image:
+    """A colourful picture with edges and gradients, of an odd size."""
+    random = np.random.default_rng(seed)
+    rows, columns = np.mgrid[0:height, 0:width]
+    waves = [
+        np.sin(rows * random.uniform(0.05, 0.9) + columns * random.uniform(0.05, 0.9) + shift) for shift in range(3)
+    ]
+    pixels = np.stack(waves, axis=-1) * 100 + 128 + random.normal(0, 12, (height, width, 3))
+    return Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8))
+
+
+def encoded(image: Image.Image, file_format: str, **options: object) -> bytes:
+    """The bytes of an image file."""
+    buffer = io.BytesIO()
+    image.save(buffer, format=file_format, **options)
+    return buffer.getvalue()
+
+
+@dataclass(frozen=True)
+class TestImages:
+    """Files and their labels."""
+
+    __test__ = False
+    files: list[Path]
+    labels: list[int]
+
+
+def write_images(folder: Path, count: int = 12) -> TestImages:
+    """`count` files under folder/CLASS/, PNG and JPEG in turn, of different sizes."""
+    files, labels = [], []
+    for number in range(count):
+        label = number % len(CLASSES)
+        path = folder / CLASSES[label] / f"{number:03d}{'.png' if number % 2 else '.jpg'}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        picture(number, 20 + number % 5 * 9, 24 + number % 3 * 11).save(path)
+        files.append(path)
+        labels.append(label)
+    return TestImages(files, labels)

@@ -1,0 +1,114 @@
+"""A demo's processes: output in logs, failures told with their last words, and nobody left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from experiments.errors import ProcessError
+from experiments.processes import children
+
+SLEEPER = "import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); print('up', p.pid, flush=True); time.sleep(600)"
+STUBBORN = (
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def until(condition: Callable[[], bool], deadline_s: float = 15.0) -> None:
+    end = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < end, "the condition did not come true in time"
+        os.sched_yield()
+
+
+def test_a_child_and_its_own_child_are_gone_when_the_block_is_left(tmp_path: Path) -> None:
+    async def go() -> tuple[int, int]:
+        async with children(tmp_path) as started:
+            child = await started.start("sleeper", [sys.executable, "-c", SLEEPER])
+            lines = await started.line(child, "up", 10)
+            grandchild = int(lines[0].split()[1])
+            assert is_alive(grandchild)
+            return child.process.pid, grandchild
+
+    child, grandchild = asyncio.run(go())
+    until(lambda: not is_alive(child) and not is_alive(grandchild))
+
+
+def test_a_child_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("experiments.processes.STOP_S", 0.3)
+
+    async def go() -> int:
+        async with children(tmp_path) as started:
+            child = await started.start("stubborn", [sys.executable, "-c", STUBBORN])
+            await started.line(child, "up", 10)
+        assert child.process.returncode == -signal.SIGKILL
+        return child.process.pid
+
+    assert not is_alive(asyncio.run(go()))
+
+
+def test_children_are_gone_after_an_error_too(tmp_path: Path) -> None:
+    pids: list[int] = []
+
+    async def go() -> None:
+        async with children(tmp_path) as started:
+            child = await started.start("sleeper", [sys.executable, "-c", SLEEPER])
+            pids.append(child.process.pid)
+            await started.run("failing", [sys.executable, "-c", "print('my last words'); raise SystemExit(3)"])
+
+    with pytest.raises(ProcessError, match=r"failing ended with exit code 3(.|\n)*my last words"):
+        asyncio.run(go())
+    assert not is_alive(pids[0])
+
+
+def test_a_child_that_ends_before_its_line_or_never_says_it_is_an_error(tmp_path: Path) -> None:
+    async def go(code: str, deadline_s: float) -> None:
+        async with children(tmp_path) as started:
+            child = await started.start("talker", [sys.executable, "-c", code])
+            await started.line(child, "ready", deadline_s)
+
+    with pytest.raises(ProcessError, match="ended with exit code 0"):
+        asyncio.run(go("print('hello')", 10))
+    with pytest.raises(ProcessError, match="did not say 'ready'"):
+        asyncio.run(go("import time; time.sleep(600)", 0.2))
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=["Ctrl-C", "SIGTERM", "SIGKILL"]
+)
+def test_no_process_is_left_when_the_parent_is_ended_by(number: signal.Signals, tmp_path: Path) -> None:
+    parent_code = f"""
+import asyncio, sys
+from pathlib import Path
+from experiments.processes import children
+async def go():
+    async with children(Path({str(tmp_path)!r})) as started:
+        child = await started.start("sleeper", [sys.executable, "-c", "import time; time.sleep(600)"])
+        print(child.process.pid, flush=True)
+        await asyncio.sleep(600)
+asyncio.run(go())
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", parent_code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        assert is_alive(child)
+        parent.send_signal(number)
+        parent.wait(15)
+    until(lambda: not is_alive(child))

@@ -1,0 +1,274 @@
+"""Versions appear whole or not at all, and there is a way back."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from datetime import datetime, timezone
+from pathlib import Path
+
+import pytest
+
+from export.errors import ManifestError, ModelError, SlotError, TamperedError
+from export.manifest import (
+    InputForm,
+    Manifest,
+    ModelFile,
+    Verification,
+    digest,
+    read_manifest,
+    read_model,
+    write_manifest,
+)
+from export.slots import POINTER_NAME, Slots, resolve
+
+
+def _manifest(content: bytes, round_number: int = 1) -> Manifest:
+    return Manifest(
+        federation="garden",
+        round=round_number,
+        spec="0" * 64,
+        classes=("ant", "bee"),
+        image=InputForm(mode="L", height=8, width=8, mean=(0.5,), std=(0.5,)),
+        model=ModelFile(sha256=digest(content), size=len(content), opset=18),
+        metrics={"accuracy": 0.5},
+        verification=Verification(images=4, source="noise", max_abs_difference=0.0, top1_agreement=1.0),
+        created=datetime(2026, 1, 2, tzinfo=timezone.utc),
+    )
+
+
+def _filler(content: bytes) -> Callable[[Path], None]:
+    def fill(directory: Path) -> None:
+        (directory / "model.onnx").write_bytes(content)
+        write_manifest(directory, _manifest(content))
+
+    return fill
+
+
+def _names(slots: Slots) -> list[str]:
+    return [version.name for version in slots.versions()]
+
+
+def _damage(directory: Path) -> None:
+    path = directory / "model.onnx"
+    content = bytearray(path.read_bytes())
+    content[0] ^= 1
+    path.write_bytes(bytes(content))
+
+
+@pytest.fixture
+def slots(tmp_path: Path) -> Slots:
+    return Slots(tmp_path / "models")
+
+
+def test_a_manifest_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    manifest = _manifest(b"model")
+    write_manifest(tmp_path, manifest)
+    assert read_manifest(tmp_path) == manifest
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "named"),
+    [
+        ('"format": 1', '"format": 2', "format"),
+        ('"round": 1', '"round": 1, "surprise": 0', "surprise"),
+        ('"round": 1', '"round": -1', "round"),
+        ('"name": "model.onnx"', '"name": "../../etc/model.onnx"', "model.name"),
+        ('"opset": 18', '"opset": 0', "opset"),
+        ('"mode": "L"', '"mode": "RGB"', "means"),
+        ("{", "", "file"),
+    ],
+)
+def test_a_manifest_that_is_not_valid_is_refused_and_the_field_named(
+    tmp_path: Path, old: str, new: str, named: str
+) -> None:
+    write_manifest(tmp_path, _manifest(b"model"))
+    path = tmp_path / "manifest.json"
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+    with pytest.raises(ManifestError, match=named):
+        read_manifest(tmp_path)
+
+
+def test_a_directory_without_manifest_or_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ManifestError, match="exported model"):
+        read_manifest(tmp_path)
+    with pytest.raises(ManifestError, match=r"model\.onnx"):
+        read_model(tmp_path, _manifest(b"model"))
+
+
+def test_installing_puts_the_new_version_in_use(slots: Slots) -> None:
+    first = slots.install(_filler(b"one"))
+    assert (first.name, slots.current()) == ("0001", first)
+    second = slots.install(_filler(b"two"))
+    assert (second.name, slots.current()) == ("0002", second)
+    assert [version.is_current for version in slots.versions()] == [False, True]
+    assert resolve(slots.root) == second
+    assert resolve(first) == first
+
+
+def test_a_fill_that_fails_leaves_everything_as_it_was(slots: Slots) -> None:
+    first = slots.install(_filler(b"one"))
+
+    def fail(directory: Path) -> None:
+        _filler(b"two")(directory)
+        raise RuntimeError("the power went")
+
+    with pytest.raises(RuntimeError, match="the power went"):
+        slots.install(fail)
+    assert slots.current() == first
+    assert sorted(path.name for path in slots.root.iterdir()) == [".lock", "0001", POINTER_NAME]
+
+
+def test_a_fill_whose_model_is_not_the_manifests_is_not_installed(slots: Slots) -> None:
+    def mismatch(directory: Path) -> None:
+        (directory / "model.onnx").write_bytes(b"other")
+        write_manifest(directory, _manifest(b"model"))
+
+    with pytest.raises(TamperedError):
+        slots.install(mismatch)
+    assert _names(slots) == []
+    with pytest.raises(SlotError, match="no model is installed"):
+        slots.current()
+
+
+def test_rolling_back_returns_step_by_step_to_what_was_in_use(slots: Slots) -> None:
+    for content in (b"one", b"two", b"three"):
+        slots.install(_filler(content))
+    assert slots.rollback().name == "0002"
+    assert slots.rollback().name == "0001"
+    with pytest.raises(SlotError, match="no earlier version"):
+        slots.rollback()
+    assert slots.current().name == "0001"
+
+
+def test_rolling_back_skips_a_damaged_version(slots: Slots) -> None:
+    for content in (b"one", b"two", b"three"):
+        slots.install(_filler(content))
+    _damage(slots.root / "0002")
+    assert slots.rollback().name == "0001"
+
+
+def test_a_version_can_be_chosen_and_a_damaged_or_unknown_one_cannot(slots: Slots) -> None:
+    for content in (b"one", b"two", b"three"):
+        slots.install(_filler(content))
+    assert slots.use("0001").name == "0001"
+    assert slots.rollback().name == "0003"
+    _damage(slots.root / "0002")
+    with pytest.raises(TamperedError, match="0002"):
+        slots.use("0002")
+    with pytest.raises(SlotError, match="0001, 0002, 0003"):
+        slots.use("0009")
+    with pytest.raises(SlotError, match="no version"):
+        slots.use("../models/0001")
+    assert slots.current().name == "0003"
+
+
+def test_verifying_tells_a_sound_version_from_a_damaged_one(slots: Slots) -> None:
+    slots.install(_filler(b"one"))
+    assert slots.verify("0001").round == 1
+    _damage(slots.root / "0001")
+    with pytest.raises(ModelError):
+        slots.verify("0001")
+
+
+def test_old_versions_go_but_never_the_one_in_use_or_the_way_back(tmp_path: Path) -> None:
+    slots = Slots(tmp_path, keep=2)
+    for content in (b"one", b"two", b"three"):
+        slots.install(_filler(content))
+    assert _names(slots) == ["0002", "0003"]
+    slots.use("0002")
+    slots.install(_filler(b"four"))
+    assert _names(slots) == ["0002", "0003", "0004"]  # 0002 is where a rollback leads
+    assert slots.rollback().name == "0002"
+    slots.install(_filler(b"five"))
+    assert slots.current().name == "0005"
+    assert _names(slots) == ["0002", "0004", "0005"]
+
+
+def test_numbers_count_on_beyond_four_digits(slots: Slots) -> None:
+    slots.install(_filler(b"one"))
+    (slots.root / "0001").rename(slots.root / "9999")
+    assert slots.install(_filler(b"two")).name == "10000"
+    assert slots.install(_filler(b"three")).name == "10001"
+
+
+def test_a_damaged_pointer_is_explained_and_can_be_replaced(slots: Slots) -> None:
+    slots.install(_filler(b"one"))
+    (slots.root / POINTER_NAME).write_text("{")
+    with pytest.raises(SlotError, match="fedcg model use"):
+        slots.current()
+    assert slots.use("0001") == slots.current()
+
+
+def test_a_pointer_to_a_version_that_is_gone_is_explained(slots: Slots) -> None:
+    slots.install(_filler(b"one"))
+    (slots.root / "0001").rename(slots.root / "0007")
+    with pytest.raises(SlotError, match="0001 is gone"):
+        slots.current()
+
+
+def test_a_folder_that_holds_no_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ManifestError, match="neither"):
+        resolve(tmp_path)
+    with pytest.raises(ManifestError, match="no such folder"):
+        resolve(tmp_path / "gone")
+
+
+def test_writers_at_the_same_time_each_get_a_version_and_readers_always_see_a_sound_one(tmp_path: Path) -> None:
+    slots = Slots(tmp_path, keep=100)
+    slots.install(_filler(b"start"))
+    done = threading.Event()
+    reads = 0
+
+    def read_until_done() -> None:
+        nonlocal reads
+        while not done.is_set() or reads == 0:
+            current = slots.current()
+            read_model(current, read_manifest(current))
+            reads += 1
+
+    def write(writer: int) -> None:
+        for number in range(5):
+            slots.install(_filler(f"{writer} {number}".encode()))
+
+    with ThreadPoolExecutor(max_workers=5) as pool:
+        reader = pool.submit(read_until_done)
+        writers = [pool.submit(write, number) for number in range(4)]
+        wait(writers)
+        done.set()
+        for one in (reader, *writers):
+            one.result()
+    assert reads > 0
+    assert _names(slots) == [f"{number:04d}" for number in range(1, 22)]
+
+
+_INSTALL_AND_HANG = """
+import sys, time
+from pathlib import Path
+from export.slots import Slots
+def fill(directory):
+    (directory / "model.onnx").write_bytes(b"half")
+    print("filling", flush=True)
+    time.sleep(600)
+Slots(Path(sys.argv[1])).install(fill)
+"""
+
+
+def test_a_writer_killed_in_the_middle_leaves_the_old_version_in_use_and_no_rubbish(slots: Slots) -> None:
+    first = slots.install(_filler(b"one"))
+    command = [sys.executable, "-c", _INSTALL_AND_HANG, str(slots.root)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "filling\n"
+        assert len(list(slots.root.glob(".staging-*"))) == 1
+        process.send_signal(signal.SIGKILL)
+    assert slots.current() == first
+    assert _names(slots) == ["0001"]
+    assert slots.install(_filler(b"two")).name == "0002"
+    assert list(slots.root.glob(".staging-*")) == []

@@ -1,0 +1,262 @@
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from safetensors.numpy import save
+
+from fedcg.wire.artifact_store import ArtifactStore
+from fedcg.wire.artifacts import ArtifactHeader, artifact_id, inspect, pack, read_header, unpack
+from fedcg.wire.container import MAX_HEADER_BYTES, join_artifact, split_artifact
+from fedcg.wire.errors import IntegrityError, MalformedError, TooLargeError, WireError
+from fedcg.wire.parts import Health, Part, Report
+from fedcg.wire.tensors import Array, encode_tensors, layouts_of
+
+PARTS: dict[Part, dict[str, Array]] = {
+    Part.CLASSIFIER: {"weight": np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4)},
+    Part.GENERATOR: {"bias": np.ones(5, np.float32), "num_batches_tracked": np.array(4, np.int64)},
+}
+LAYOUTS = layouts_of(PARTS)
+HEADER = ArtifactHeader(
+    kind="update",
+    method="fedcg",
+    federation="casting",
+    round=3,
+    attempt=1,
+    client="site-1",
+    base="a" * 64,
+    report=Report(examples=120, accuracy=0.5, health=Health.OK),
+    versions={"fedcg": "0.1.0"},
+    determinism={"threads": "1"},
+)
+PACKED = pack(HEADER, PARTS)
+
+
+def with_header(**changes: object) -> bytes:
+    head, frame = split_artifact(PACKED)
+    return raw(json.dumps({**json.loads(head), **changes}, sort_keys=True, separators=(",", ":")).encode(), frame)
+
+
+def raw(head: bytes, frame: bytes) -> bytes:
+    return b"FCGA" + len(head).to_bytes(4, "big") + head + frame
+
+
+def test_an_artifact_survives_the_wire() -> None:
+    artifact = unpack(PACKED, LAYOUTS)
+    assert artifact.header.model_copy(update={"codecs": {}}) == HEADER
+    assert artifact.header.report == Report(examples=120, accuracy=0.5, health=Health.OK)
+    for part, arrays in PARTS.items():
+        for name, array in arrays.items():
+            np.testing.assert_array_equal(artifact.parts[part][name], array)
+
+
+def test_the_header_names_the_codec_of_every_tensor() -> None:
+    assert read_header(PACKED).codecs == {
+        "classifier/weight": "f32",
+        "generator/bias": "f32",
+        "generator/num_batches_tracked": "i64",
+    }
+
+
+def test_the_same_content_has_the_same_bytes_and_so_the_same_id() -> None:
+    shuffled = {part: dict(reversed(arrays.items())) for part, arrays in reversed(PARTS.items())}
+    assert pack(HEADER, shuffled) == PACKED
+    assert artifact_id(PACKED) == hashlib.sha256(PACKED).hexdigest()
+
+
+def test_an_update_without_tensors_is_an_artifact_too() -> None:
+    data = pack(HEADER, {})
+    assert unpack(data, {}).parts == {}
+    assert inspect(data).part_names == frozenset()
+    with pytest.raises(IntegrityError):
+        unpack(data, LAYOUTS)
+
+
+def test_codecs_that_are_not_those_of_the_tensors_are_refused_on_both_sides() -> None:
+    wrong = HEADER.model_copy(update={"codecs": {"classifier/weight": "f32"}})
+    with pytest.raises(MalformedError):
+        pack(wrong, PARTS)
+    with pytest.raises(IntegrityError, match="generator/bias"):
+        unpack(with_header(codecs={"classifier/weight": "f32"}), LAYOUTS)
+
+
+def test_a_part_that_was_not_agreed_on_is_refused_and_named() -> None:
+    planted = pack(HEADER, {**PARTS, Part.EXTRACTOR: {"weight": np.ones(2, np.float32)}})
+    with pytest.raises(IntegrityError, match="extractor/weight"):
+        unpack(planted, LAYOUTS)
+
+
+def test_a_header_that_hides_a_part_does_not_get_it_through() -> None:
+    planted = encode_tensors({**PARTS, Part.EXTRACTOR: {"weight": np.ones(2, np.float32)}})
+    with pytest.raises(WireError):
+        unpack(join_artifact(split_artifact(PACKED)[0], planted), LAYOUTS)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"surprise": 1},
+        {"format": 2},
+        {"kind": "other"},
+        {"round": -1},
+        {"round": "3"},
+        {"client": "Site"},
+        {"base": "aa"},
+        {"report": {"free_text": "hello"}},
+        {"codecs": {"classifier/weight": "pickle"}},
+        {"versions": {"fedcg": "ä"}},
+        {"versions": {str(n): "x" for n in range(40)}},
+        {"label_distribution": [2.0]},
+    ],
+)
+def test_a_header_outside_the_schema_is_refused(changes: dict[str, object]) -> None:
+    assert read_header(with_header()) == read_header(PACKED)
+    with pytest.raises(MalformedError):
+        read_header(with_header(**changes))
+
+
+def test_a_header_that_is_not_canonical_could_hide_bits_and_is_refused() -> None:
+    head, frame = split_artifact(PACKED)
+    spaced = json.dumps(json.loads(head), sort_keys=True).encode()
+    with pytest.raises(MalformedError, match="canonical"):
+        read_header(raw(spaced, frame))
+    lax = head.replace(b'"examples":120', b'"examples":"120"')
+    with pytest.raises(MalformedError):
+        read_header(raw(lax, frame))
+
+
+def test_sizes_are_checked_before_anything_is_allocated() -> None:
+    with pytest.raises(TooLargeError):
+        split_artifact(b"FCGA" + (MAX_HEADER_BYTES + 1).to_bytes(4, "big") + b"{}")
+    with pytest.raises(MalformedError):
+        split_artifact(b"FCGA" + (1000).to_bytes(4, "big") + b"{}")
+    with pytest.raises(TooLargeError):
+        unpack(PACKED, LAYOUTS, max_bytes=len(PACKED) - 1)
+
+
+def test_a_decompression_bomb_is_refused_by_what_it_declares() -> None:
+    bomb = zstandard.ZstdCompressor(level=19).compress(bytes(200_000_000))
+    assert len(bomb) < 100_000
+    with pytest.raises(TooLargeError, match="200000000"):
+        unpack(raw(split_artifact(PACKED)[0], bomb), LAYOUTS)
+    with pytest.raises(TooLargeError):
+        inspect(raw(b"{}", bomb), max_bytes=1_000_000)
+
+
+def test_a_frame_that_does_not_declare_its_size_is_refused() -> None:
+    stream = zstandard.ZstdCompressor().compressobj()
+    frame = stream.compress(encode_tensors(PARTS)) + stream.flush()
+    with pytest.raises(MalformedError, match="declare"):
+        unpack(raw(split_artifact(PACKED)[0], frame), LAYOUTS)
+
+
+def test_bytes_behind_the_frame_are_refused() -> None:
+    with pytest.raises(MalformedError):
+        unpack(PACKED + b"hidden", LAYOUTS)
+
+
+@given(st.integers(min_value=0), st.integers(min_value=1, max_value=255))
+def test_a_changed_byte_gives_an_error_of_the_wire_or_another_id(position: int, change: int) -> None:
+    data = bytearray(PACKED)
+    data[position % len(data)] ^= change
+    assert artifact_id(bytes(data)) != artifact_id(PACKED)
+    try:
+        unpack(bytes(data), LAYOUTS)
+    except WireError:
+        return
+
+
+@given(st.binary(max_size=200))
+def test_arbitrary_bytes_give_an_error_of_the_wire(data: bytes) -> None:
+    for candidate in (data, b"FCGA" + data, b"FCGA\0\0\0\2{}" + data):
+        with pytest.raises(WireError):
+            unpack(candidate, LAYOUTS)
+        with pytest.raises(WireError):
+            inspect(candidate)
+
+
+@pytest.mark.parametrize("dtype", ["<f2", "<f8", "<f4", "i1", "<i8"])
+def test_an_observer_sees_every_tensor_whatever_its_type_and_name(dtype: str) -> None:
+    planted = np.array([[1, -2], [3, 4]], dtype=dtype)
+    payload = save({"extractor/conv.weight": planted, "odd": planted})
+    seen = inspect(join_artifact(b'{"report":{"secret":"x","loss":null},"more":1}', payload))
+    assert seen.part_names == {"extractor", "odd"}
+    np.testing.assert_array_equal(seen.tensors["extractor/conv.weight"], planted)
+    assert seen.report_fields == {"secret"}
+    assert seen.header["more"] == 1
+    assert planted.tobytes() in seen.payload
+
+
+def test_an_observer_reads_an_honest_artifact_as_the_receiver_does() -> None:
+    seen = inspect(PACKED)
+    assert seen.part_names == {"classifier", "generator"}
+    assert seen.report_fields == {"examples", "accuracy", "health"}
+    np.testing.assert_array_equal(seen.tensors["generator/bias"], PARTS[Part.GENERATOR]["bias"])
+
+
+def test_an_observer_reads_bfloat16() -> None:
+    head = json.dumps({"extractor/w": {"dtype": "BF16", "shape": [2], "data_offsets": [0, 4]}}).encode()
+    payload = len(head).to_bytes(8, "little") + head + bytes.fromhex("803f00c0")
+    np.testing.assert_array_equal(inspect(join_artifact(b"{}", payload)).tensors["extractor/w"], [1.0, -2.0])
+
+
+def test_a_header_in_python_is_checked_too() -> None:
+    values: dict[str, Any] = {**HEADER.model_dump(), "client": "../x"}
+    with pytest.raises(ValidationError):
+        ArtifactHeader(**values)
+
+
+def test_a_store_gives_back_what_was_put_and_keeps_it_once(tmp_path: Path) -> None:
+    store = ArtifactStore(tmp_path / "artifacts")
+    name = store.put(PACKED)
+    assert name == artifact_id(PACKED) == store.put(PACKED)
+    assert ArtifactStore(tmp_path / "artifacts").get(name) == PACKED
+    assert store.has(name)
+    assert list(store.ids()) == [name] == [entry.name for entry in (tmp_path / "artifacts").iterdir()]
+
+
+def test_a_store_notices_a_damaged_file_and_putting_it_again_repairs_it(tmp_path: Path) -> None:
+    store = ArtifactStore(tmp_path)
+    name = store.put(PACKED)
+    store.path(name).write_bytes(PACKED[:-1] + b"\0")
+    with pytest.raises(IntegrityError, match=name):
+        store.get(name)
+    assert store.put(PACKED) == name
+    assert store.get(name) == PACKED
+
+
+def test_a_store_forgets_and_then_has_nothing(tmp_path: Path) -> None:
+    store = ArtifactStore(tmp_path)
+    name = store.put(PACKED)
+    store.delete(name)
+    store.delete(name)
+    assert not store.has(name)
+    with pytest.raises(FileNotFoundError):
+        store.get(name)
+
+
+def test_a_half_written_file_is_no_artifact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = ArtifactStore(tmp_path)
+
+    def cut_power(_descriptor: int) -> None:
+        raise OSError("power cut")
+
+    monkeypatch.setattr("os.fsync", cut_power)
+    with pytest.raises(OSError, match="power cut"):
+        store.put(PACKED)
+    assert list(store.ids()) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["", "..", "../" * 20 + "etc/passwd", "A" * 64, "0" * 63, "0" * 64 + "\n"])
+def test_a_name_that_is_no_id_never_becomes_a_path(tmp_path: Path, name: str) -> None:
+    with pytest.raises(MalformedError):
+        ArtifactStore(tmp_path).path(name)

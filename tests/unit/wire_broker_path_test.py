@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fedcg.broker_path import Mosquitto, find_extracted, find_installed, find_mosquitto
+
+
+def extracted(root: Path) -> Path:
+    binary = root / "usr" / "sbin" / "mosquitto"
+    library = root / "usr" / "lib" / "x86_64-linux-gnu" / "libwrap.so.0"
+    for path in (binary, library):
+        path.parent.mkdir(parents=True)
+        path.write_bytes(b"")
+    binary.chmod(0o755)
+    return binary
+
+
+def test_an_extracted_broker_is_found_with_its_libraries(tmp_path: Path) -> None:
+    binary = extracted(tmp_path)
+    assert find_extracted(tmp_path) == Mosquitto(binary, tmp_path / "usr" / "lib" / "x86_64-linux-gnu")
+
+
+def test_the_environment_names_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    binary = extracted(tmp_path / "elsewhere")
+    monkeypatch.setenv("FEDCG_BROKER_DIR", str(tmp_path / "elsewhere"))
+    found = find_extracted()
+    assert found is not None
+    assert found.binary == binary
+
+
+def test_the_default_folder_is_dot_broker_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FEDCG_BROKER_DIR", raising=False)
+    monkeypatch.chdir(tmp_path)
+    assert find_extracted() is None
+    binary = extracted(tmp_path / ".broker")
+    found = find_extracted()
+    assert found is not None
+    assert found.binary == binary
+
+
+def test_a_broker_on_path_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    extracted(tmp_path)
+    monkeypatch.setenv("FEDCG_BROKER_DIR", str(tmp_path))
+    on_path = tmp_path / "bin" / "mosquitto"
+    on_path.parent.mkdir()
+    on_path.write_text("#!/bin/sh\n")
+    on_path.chmod(0o755)
+    monkeypatch.setenv("PATH", str(on_path.parent))
+    assert find_installed() == find_mosquitto() == Mosquitto(on_path)
+
+
+def test_libraries_go_before_those_of_the_environment(tmp_path: Path) -> None:
+    broker = Mosquitto(tmp_path / "mosquitto", tmp_path / "lib")
+    assert broker.environment({"LD_LIBRARY_PATH": "/x"})["LD_LIBRARY_PATH"] == f"{tmp_path / 'lib'}:/x"
+    assert broker.environment({})["LD_LIBRARY_PATH"] == str(tmp_path / "lib")
+    assert "LD_LIBRARY_PATH" not in Mosquitto(tmp_path / "mosquitto").environment({})

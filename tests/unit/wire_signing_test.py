@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedcg.wire.errors import MalformedError, SignatureError, TooLargeError, WireError
+from fedcg.wire.messages import MAX_MESSAGE_BYTES, Accept, AnyMessage, Hello, Outcome, Receipt, encode
+from fedcg.wire.signing import DOMAIN, MAGIC, OVERHEAD_BYTES, SigningKey, VerifyKey, open_envelope, seal
+
+KEY = SigningKey.generate()
+OTHER = SigningKey.generate()
+MESSAGE = Accept(federation="casting", sender="a", recipient="coordinator", epoch=1, round=2, attempt=1)
+
+
+def resolve(sender: str) -> VerifyKey | None:
+    return {"a": KEY.public, "b": OTHER.public}.get(sender)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        MESSAGE,
+        Hello(federation="casting", sender="a", recipient="coordinator", nonce="0" * 32, versions=(1,), agent="0.1.0"),
+        Receipt(federation="casting", sender="a", recipient="b", artifact="f" * 64, outcome=Outcome.LATE, reason="ü"),
+    ],
+)
+def test_a_sealed_message_opens_as_it_was(message: AnyMessage) -> None:
+    assert open_envelope(seal(message, KEY), resolve) == message
+
+
+def test_an_envelope_is_magic_signature_and_the_exact_json() -> None:
+    data = seal(MESSAGE, KEY)
+    assert data[:4] == MAGIC == b"FCG1"
+    assert data[OVERHEAD_BYTES:] == encode(MESSAGE)
+    assert KEY.public.verifies(data[4:68], b"fedcg/1 envelope\0" + encode(MESSAGE))
+
+
+def test_a_signature_for_another_purpose_does_not_open_an_envelope() -> None:
+    payload = encode(MESSAGE)
+    assert DOMAIN
+    with pytest.raises(SignatureError):
+        open_envelope(MAGIC + KEY.sign(payload) + payload, resolve)
+
+
+def test_a_message_in_anothers_name_is_refused() -> None:
+    with pytest.raises(SignatureError, match="not signed by it"):
+        open_envelope(seal(MESSAGE, OTHER), resolve)
+
+
+def test_a_sender_nobody_enrolled_is_refused() -> None:
+    stranger = MESSAGE.model_copy(update={"sender": "stranger"})
+    with pytest.raises(SignatureError, match="nobody enrolled"):
+        open_envelope(seal(stranger, KEY), resolve)
+
+
+@given(st.integers(min_value=0), st.integers(min_value=1, max_value=255))
+def test_no_changed_byte_goes_unnoticed(position: int, change: int) -> None:
+    data = bytearray(seal(MESSAGE, KEY))
+    data[position % len(data)] ^= change
+    with pytest.raises(WireError):
+        open_envelope(bytes(data), resolve)
+
+
+@given(st.binary(max_size=300))
+def test_arbitrary_bytes_give_an_error_of_the_wire(data: bytes) -> None:
+    with pytest.raises(WireError):
+        open_envelope(data, resolve)
+    with pytest.raises(WireError):
+        open_envelope(MAGIC + bytes(64) + data, resolve)
+
+
+def test_an_envelope_over_the_bound_is_refused_unread() -> None:
+    with pytest.raises(TooLargeError):
+        open_envelope(MAGIC + bytes(64) + b" " * MAX_MESSAGE_BYTES + b"{", resolve)
+
+
+def test_a_message_at_the_bound_is_not_refused_for_its_signature() -> None:
+    payload = encode(MESSAGE) + b" " * (MAX_MESSAGE_BYTES - len(encode(MESSAGE)))
+    assert open_envelope(MAGIC + KEY.sign(DOMAIN + payload) + payload, resolve) == MESSAGE
+
+
+def test_a_key_survives_its_file_and_only_its_owner_can_read_it(tmp_path: Path) -> None:
+    path = tmp_path / "signing.key"
+    KEY.save(path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert open_envelope(seal(MESSAGE, SigningKey.load(path)), resolve) == MESSAGE
+
+
+def test_a_key_file_is_never_overwritten(tmp_path: Path) -> None:
+    path = tmp_path / "signing.key"
+    KEY.save(path)
+    before = path.read_bytes()
+    with pytest.raises(FileExistsError):
+        OTHER.save(path)
+    assert path.read_bytes() == before
+
+
+def test_a_damaged_key_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "signing.key"
+    path.write_text("nonsense")
+    with pytest.raises(MalformedError, match=r"signing\.key"):
+        SigningKey.load(path)
+
+
+def test_the_secret_is_not_in_the_repr() -> None:
+    assert KEY.public.hex in repr(KEY)
+    assert len(repr(KEY)) < 100
+
+
+def test_a_public_key_goes_through_hex_and_refuses_anything_else() -> None:
+    assert VerifyKey.from_hex(KEY.public.hex + "\n") == KEY.public
+    for text in ("", "zz", "00" * 31, "00" * 33):
+        with pytest.raises(MalformedError):
+            VerifyKey.from_hex(text)

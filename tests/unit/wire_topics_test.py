@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedcg.wire.memory import topic_matches
+from fedcg.wire.topics import BROADCASTS, FROM_DEVICE, TO_DEVICE, ParsedTopic, TopicKind, Topics, check_device_id
+
+TOPICS = Topics("casting")
+PREFIX = "fedcg/1/casting"
+IDENTIFIERS = st.from_regex(r"[a-z0-9][a-z0-9-]{0,62}", fullmatch=True)
+
+
+def test_topics_are_spelled_as_the_protocol_says() -> None:
+    assert TOPICS.offer == f"{PREFIX}/offer"
+    assert TOPICS.coordinator == f"{PREFIX}/coordinator"
+    assert TOPICS.aggregate == f"{PREFIX}/aggregate"
+    assert TOPICS.up_control("a") == f"{PREFIX}/devices/a/up/control"
+    assert TOPICS.up_chunk("a") == f"{PREFIX}/devices/a/up/chunk"
+    assert TOPICS.down_control("a") == f"{PREFIX}/devices/a/down/control"
+    assert TOPICS.down_chunk("a") == f"{PREFIX}/devices/a/down/chunk"
+    assert TOPICS.status("a") == f"{PREFIX}/devices/a/status"
+
+
+def test_no_topic_is_deeper_than_the_seven_levels_that_aws_allows() -> None:
+    topics = [TOPICS.offer, TOPICS.coordinator, TOPICS.aggregate, TOPICS.up_control("a"), TOPICS.up_chunk("a")]
+    topics += [TOPICS.down_control("a"), TOPICS.down_chunk("a"), TOPICS.status("a")]
+    assert max(topic.count("/") + 1 for topic in topics) == 7
+
+
+@given(IDENTIFIERS, IDENTIFIERS, st.sampled_from(FROM_DEVICE + TO_DEVICE))
+def test_a_device_topic_parses_back_to_its_kind_and_device(federation: str, device: str, kind: TopicKind) -> None:
+    topic = f"fedcg/1/{federation}/devices/{device}/{kind.value}"
+    assert Topics(federation).parse(topic) == ParsedTopic(kind, device)
+
+
+@pytest.mark.parametrize("kind", BROADCASTS)
+def test_a_broadcast_parses_back_without_a_device(kind: TopicKind) -> None:
+    assert TOPICS.parse(f"{PREFIX}/{kind.value}") == ParsedTopic(kind, None)
+
+
+@pytest.mark.parametrize(
+    "topic",
+    [
+        "",
+        "fedcg/1/other/offer",
+        "fedcg/2/casting/offer",
+        f"{PREFIX}/offer/x",
+        f"{PREFIX}/up/control",
+        f"{PREFIX}/devices/a",
+        f"{PREFIX}/devices/a/up",
+        f"{PREFIX}/devices/a/up/control/x",
+        f"{PREFIX}/devices/A/status",
+        f"{PREFIX}/devices/+/status",
+        f"{PREFIX}/devices/a/offer",
+        f"{PREFIX}/#",
+        f"{PREFIX}/devices//status",
+    ],
+)
+def test_anything_else_is_not_a_topic_of_ours(topic: str) -> None:
+    assert TOPICS.parse(topic) is None
+    assert not TOPICS.may_publish("a", topic)
+    assert not TOPICS.may_publish("coordinator", topic)
+    assert not TOPICS.may_read("a", topic)
+
+
+def test_a_device_writes_its_own_up_topics_and_status_and_nothing_else() -> None:
+    writable = {TOPICS.up_control("a"), TOPICS.up_chunk("a"), TOPICS.status("a")}
+    assert {topic for topic in every_topic() if TOPICS.may_publish("a", topic)} == writable
+
+
+def test_a_device_reads_its_own_down_topics_and_the_broadcasts_and_nothing_else() -> None:
+    readable = {TOPICS.down_control("a"), TOPICS.down_chunk("a"), TOPICS.offer, TOPICS.coordinator, TOPICS.aggregate}
+    assert {topic for topic in every_topic() if TOPICS.may_read("a", topic)} == readable
+
+
+def test_an_observer_reads_everything_and_writes_nothing() -> None:
+    assert all(TOPICS.may_read("observer", topic) for topic in [*every_topic(), TOPICS.everything()])
+    assert not any(TOPICS.may_publish("observer", topic) for topic in every_topic())
+
+
+def test_the_coordinator_does_not_write_in_a_devices_name() -> None:
+    refused = {topic for topic in every_topic() if not TOPICS.may_publish("coordinator", topic)}
+    assert refused == {f"{PREFIX}/devices/{device}/{kind.value}" for device in ("a", "b") for kind in FROM_DEVICE}
+
+
+def test_the_coordinator_may_subscribe_to_the_filters_over_all_devices_and_a_device_may_not() -> None:
+    for topic_filter in (TOPICS.all_up_control(), TOPICS.all_up_chunk(), TOPICS.all_status()):
+        assert TOPICS.may_read("coordinator", topic_filter)
+        assert not TOPICS.may_read("a", topic_filter)
+    assert not TOPICS.may_read("a", TOPICS.everything())
+    assert topic_matches(TOPICS.all_up_control(), TOPICS.up_control("a"))
+    assert not topic_matches(TOPICS.all_up_control(), TOPICS.up_chunk("a"))
+
+
+def test_the_access_list_says_exactly_what_the_rules_say() -> None:
+    rights = parse_acl(TOPICS.mosquitto_acl(["b", "a"], ["observer"]))
+    assert set(rights) == {"coordinator", "observer", "a", "b"}
+    for identity, (reads, writes) in rights.items():
+        for topic in every_topic():
+            assert any(topic_matches(topic_filter, topic) for topic_filter in reads) == TOPICS.may_read(identity, topic)
+            assert any(topic_matches(topic_filter, topic) for topic_filter in writes) == TOPICS.may_publish(
+                identity, topic
+            )
+
+
+def test_a_device_that_is_not_listed_has_no_section() -> None:
+    assert "user b\n" not in TOPICS.mosquitto_acl(["a"], [])
+
+
+@pytest.mark.parametrize("name", ["coordinator", "observer", "observer-2", "A", "a/b", "+", "#", "", "-a", "a" * 64, "a\n"])
+def test_a_reserved_or_unusable_name_is_no_device_id(name: str) -> None:
+    with pytest.raises(ValueError):
+        check_device_id(name)
+    with pytest.raises(ValueError):
+        TOPICS.mosquitto_acl([name])
+
+
+def test_an_observer_must_be_named_as_one_or_its_rules_would_be_a_devices() -> None:
+    with pytest.raises(ValueError, match="observer"):
+        TOPICS.mosquitto_acl([], ["auditor"])
+
+
+def test_a_federation_name_with_a_wildcard_is_refused() -> None:
+    with pytest.raises(ValueError):
+        Topics("+")
+
+
+def every_topic() -> list[str]:
+    per_device = [
+        f"{PREFIX}/devices/{device}/{kind.value}" for device in ("a", "b") for kind in (*FROM_DEVICE, *TO_DEVICE)
+    ]
+    return [TOPICS.offer, TOPICS.coordinator, TOPICS.aggregate, *per_device]
+
+
+def parse_acl(text: str) -> dict[str, tuple[list[str], list[str]]]:
+    rights: dict[str, tuple[list[str], list[str]]] = {}
+    current: tuple[list[str], list[str]] = ([], [])
+    for line in filter(None, text.splitlines()):
+        words = line.split()
+        if words[0] == "user":
+            current = rights.setdefault(words[1], ([], []))
+            continue
+        assert words[0] == "topic"
+        if "read" in words[1]:
+            current[0].append(words[2])
+        if "write" in words[1]:
+            current[1].append(words[2])
+    return rights

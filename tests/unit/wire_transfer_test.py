@@ -1,0 +1,196 @@
+from __future__ import annotations
+
+import random
+from hashlib import sha256
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedcg.wire.errors import IntegrityError, MalformedError, TooLargeError, TransportError
+from fedcg.wire.messages import MAX_CHUNK_BYTES, ArtifactRef
+from fedcg.wire.transfer import (
+    FRAME_OVERHEAD_BYTES,
+    Chunk,
+    Receiver,
+    Window,
+    chunk_bytes_for,
+    chunk_frame,
+    cut,
+    frames_for,
+    make_ref,
+    parse_chunk,
+)
+
+DATA = random.Random(1).randbytes(256 * 9 + 17)
+REF = make_ref(DATA, 256)
+CHUNKS = [Chunk(REF.id, index, piece) for index, piece in enumerate(cut(DATA, 256))]
+
+
+def test_a_reference_tells_name_size_and_number_of_chunks() -> None:
+    assert (REF.id, REF.size, REF.chunk_bytes, REF.chunks) == (sha256(DATA).hexdigest(), len(DATA), 256, 10)
+    assert b"".join(cut(DATA, 256)) == DATA
+
+
+@pytest.mark.parametrize(("size", "chunks"), [(1, 1), (256, 1), (257, 2), (512, 2)])
+def test_the_last_chunk_may_be_short_and_is_never_empty(size: int, chunks: int) -> None:
+    data = bytes(size)
+    assert make_ref(data, 256).chunks == len(cut(data, 256)) == chunks
+
+
+def test_a_frame_of_the_largest_chunk_is_at_most_120_kb() -> None:
+    assert chunk_bytes_for(2_000_000) + FRAME_OVERHEAD_BYTES == 120 * 1024
+    assert len(chunk_frame(REF.id, 0, bytes(chunk_bytes_for(2_000_000)))) == 120 * 1024
+    assert chunk_bytes_for(100_000) == 100_000 - FRAME_OVERHEAD_BYTES
+    assert chunk_bytes_for(2_000_000, configured=50_000) == 50_000 - FRAME_OVERHEAD_BYTES
+
+
+def test_a_link_that_takes_no_chunk_is_refused_with_what_to_do() -> None:
+    with pytest.raises(TransportError, match="maximum packet"):
+        chunk_bytes_for(300)
+
+
+@given(st.integers(0, 2**32 - 1), st.binary(min_size=1, max_size=400))
+def test_a_frame_parses_back(index: int, data: bytes) -> None:
+    assert parse_chunk(chunk_frame(REF.id, index, data)) == Chunk(REF.id, index, data)
+
+
+@given(st.integers(min_value=0), st.integers(min_value=1, max_value=255))
+def test_no_changed_byte_of_a_frame_goes_unnoticed(position: int, change: int) -> None:
+    frame = bytearray(chunk_frame(REF.id, 3, DATA[:256]))
+    frame[position % len(frame)] ^= change
+    with pytest.raises(MalformedError):
+        parse_chunk(bytes(frame))
+
+
+@given(st.binary(max_size=100))
+def test_arbitrary_bytes_are_no_frame(data: bytes) -> None:
+    for candidate in (data, b"FCGC" + data):
+        with pytest.raises(MalformedError):
+            parse_chunk(candidate)
+
+
+def test_an_oversize_frame_is_refused_unread() -> None:
+    with pytest.raises(TooLargeError):
+        parse_chunk(b"FCGC" + bytes(MAX_CHUNK_BYTES + FRAME_OVERHEAD_BYTES))
+
+
+def test_frames_follow_the_grants_and_ignore_what_is_not_there() -> None:
+    frames = [parse_chunk(frame) for frame in frames_for(DATA, REF, ((8, 99), (2, 1), (50, 3)))]
+    assert frames == [CHUNKS[8], CHUNKS[9], CHUNKS[2]]
+    assert [parse_chunk(frame) for frame in frames_for(DATA, REF)] == CHUNKS
+
+
+def test_grants_stay_within_the_window_and_wait_until_half_of_it_is_free() -> None:
+    receiver = Receiver(REF, Window(chunks=4))
+    assert receiver.next_need(0.0) == ((0, 4),)
+    assert receiver.next_need(0.0) is None
+    receiver.feed(CHUNKS[0], 0.1)
+    assert receiver.next_need(0.1) is None
+    receiver.feed(CHUNKS[1], 0.1)
+    assert receiver.next_need(0.1) == ((4, 2),)
+
+
+def test_the_window_counts_bytes_too_but_always_lets_one_chunk_through() -> None:
+    assert Receiver(REF, Window(chunks=16, bytes=700)).next_need(0.0) == ((0, 2),)
+    assert Receiver(REF, Window(chunks=16, bytes=10)).next_need(0.0) == ((0, 1),)
+
+
+def test_default_window_grants_at_most_16_chunks_and_1_900_000_bytes() -> None:
+    big = ArtifactRef(id="0" * 64, size=100 * 122_832, chunk_bytes=122_832)
+    need = Receiver(big).next_need(0.0)
+    assert need == ((0, 15),)
+    small = ArtifactRef(id="0" * 64, size=100 * 1000, chunk_bytes=1000)
+    assert Receiver(small).next_need(0.0) == ((0, 16),)
+
+
+def test_what_was_granted_and_did_not_come_is_granted_again_after_a_stall() -> None:
+    receiver = Receiver(REF, Window(chunks=4), stall_s=2.0)
+    assert receiver.next_need(0.0) == ((0, 4),)
+    receiver.feed(CHUNKS[1], 1.0)
+    assert receiver.next_need(2.9) is None
+    assert receiver.next_need(3.0) == ((0, 1), (2, 3))
+
+
+def test_a_broadcast_needs_no_grant_and_only_its_gaps_are_asked_for() -> None:
+    receiver = Receiver(REF)
+    for chunk in CHUNKS:
+        if chunk.index not in (0, 4, 5, 9):
+            assert receiver.feed(chunk, 0.0)
+    assert receiver.progress == (6, 10)
+    assert receiver.next_need(0.0) == ((0, 1), (4, 2), (9, 1))
+
+
+def test_a_complete_receiver_asks_for_nothing_and_gives_the_artifact() -> None:
+    receiver = Receiver(REF)
+    for chunk in reversed(CHUNKS):
+        receiver.feed(chunk, 0.0)
+    assert receiver.complete
+    assert receiver.next_need(99.0) is None
+    assert receiver.data() == DATA
+
+
+def test_repeated_and_foreign_chunks_change_nothing() -> None:
+    receiver = Receiver(REF)
+    assert receiver.feed(CHUNKS[0], 0.0)
+    assert not receiver.feed(CHUNKS[0], 0.0)
+    assert not receiver.feed(Chunk("f" * 64, 999, b"other"), 0.0)
+    assert receiver.progress == (1, 10)
+
+
+@pytest.mark.parametrize(
+    "chunk",
+    [
+        Chunk(REF.id, 10, bytes(256)),
+        Chunk(REF.id, 0, bytes(255)),
+        Chunk(REF.id, 0, bytes(257)),
+        Chunk(REF.id, 9, bytes(256)),
+        Chunk(REF.id, 9, b""),
+    ],
+)
+def test_a_chunk_that_the_artifact_cannot_have_is_refused(chunk: Chunk) -> None:
+    receiver = Receiver(REF)
+    with pytest.raises(MalformedError):
+        receiver.feed(chunk, 0.0)
+    assert receiver.progress == (0, 10)
+
+
+def test_chunks_that_do_not_add_up_are_thrown_away_and_fetched_again() -> None:
+    receiver = Receiver(REF)
+    for chunk in CHUNKS:
+        receiver.feed(Chunk(chunk.artifact, chunk.index, bytes(len(chunk.data))), 0.0)
+    with pytest.raises(IntegrityError):
+        receiver.data()
+    assert receiver.progress == (0, 10)
+    assert receiver.next_need(0.0) == ((0, 10),)
+    for chunk in CHUNKS:
+        receiver.feed(chunk, 0.0)
+    assert receiver.data() == DATA
+
+
+def test_reading_too_early_is_an_error() -> None:
+    with pytest.raises(MalformedError):
+        Receiver(REF).data()
+
+
+@given(st.integers(1, 40 * 256), st.integers(1, 20), st.randoms(use_true_random=False), st.floats(0, 0.7))
+def test_any_loss_order_and_repetition_completes_when_grants_are_served(
+    size: int, window: int, rng: random.Random, loss: float
+) -> None:
+    data = rng.randbytes(size)
+    ref = make_ref(data, 256)
+    receiver = Receiver(ref, Window(chunks=window), stall_s=2.0)
+    now, under_way = 0.0, [frame for frame in frames_for(data, ref) if rng.random() < 0.3]
+    for _ in range(10_000):
+        if receiver.complete:
+            break
+        need = receiver.next_need(now)
+        if need is not None:
+            assert sum(count for _, count in need) <= window
+            for frame in frames_for(data, ref, need):
+                under_way += [frame] * rng.choice((1, 1, 2)) if rng.random() >= loss else []
+        if under_way:
+            receiver.feed(parse_chunk(under_way.pop(rng.randrange(len(under_way)))), now)
+        else:
+            now += 0.7
+    assert receiver.data() == data
