@@ -170,7 +170,7 @@ def _run_mosquitto(home: Home, mosquitto: Mosquitto, port: int, ready: Callable[
     child = subprocess.Popen(
         [str(mosquitto.binary), "-c", str(config)],
         env=mosquitto.environment(),
-        preexec_fn=_die_with_parent if sys.platform == "linux" else None,  # noqa: PLW1509 - one thread, one call
+        preexec_fn=_die_with_parent if sys.platform == "linux" else None,
     )
 
     def end(number: int, _frame: object) -> None:

@@ -34,24 +34,11 @@ from coordinator.rounds import (
     RoundState,
     transition,
 )
-from coordinator.setup import Setup
+from coordinator.setup import Setup, Worker
 from coordinator.store import Key
 from fedcg.wire.messages import Outcome
 
 log = logging.getLogger(__name__)
-
-
-class Worker(Protocol):
-    """What the conductor needs of the aggregation worker."""
-
-    def open(self, job: Job) -> None:
-        """Begin an attempt."""
-
-    def add(self, client: str, artifact: str) -> None:
-        """Have a teacher pass done."""
-
-    def finish(self, updates: tuple[tuple[str, str], ...]) -> None:
-        """Have the updates merged."""
 
 
 class Uploading(Protocol):
@@ -225,7 +212,8 @@ class Conductor:
         self._events.write("paused", reason=command.reason)
 
     async def _finish(self, command: Finish) -> None:
-        self._events.write("finished", round=self._state.round, attempt=self._state.attempt)
+        final = await self._aggregate(self._state.round)
+        self._events.write("finished", round=self._state.round, attempt=self._state.attempt, aggregate=final.artifact)
         await self.announce()
 
     def _end_uploads(self, outcome: Outcome, reason: str) -> None:

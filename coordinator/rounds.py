@@ -276,7 +276,8 @@ def _aggregate_stored(state: RoundState, event: AggregateStored, now: float) -> 
 
 
 def _aggregation_failed(state: RoundState, event: AggregationFailed, now: float) -> Step:
-    if state.phase is not Phase.DISTILLING or (event.round, event.attempt) != (state.round, state.attempt):
+    is_under_way = state.phase in (Phase.COLLECTING, Phase.DISTILLING)  # teacher passes run while updates still come
+    if not is_under_way or (event.round, event.attempt) != (state.round, state.attempt):
         return state, ()
     return _fail(state, event.reason, now)
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from coordinator.aggregation import AggregationWorker
 from coordinator.aggregation_messages import (
     JobDone,
     JobFailed,
@@ -55,6 +55,7 @@ REINVITE_S = 5.0
 KEY_REFRESH_S = 1.0
 LEAVE_AFTER_S = 5.0
 LEAVE_AT_LATEST_S = 60.0
+CLOSE_TIMEOUT_S = 2.0
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +93,7 @@ class Service:
         self._transport = setup.connect(status_will(topics, epoch, setup.key))
         self._publisher = Publisher(self._transport, topics, setup.key, epoch, self._sessions)
         self._library = Library(setup.artifacts, chunk_bytes_for(self._transport.max_payload))
-        self._worker = AggregationWorker(setup.worker, self._inbox.put)
+        self._worker = setup.make_worker(setup.worker, self._inbox.put)
         self._conductor = Conductor(setup, self._publisher, self._library, self._worker)
         self._uplink = Uplink(setup, self._publisher, lambda: self._conductor.state)
         self._conductor.use_uplink(self._uplink)
@@ -166,7 +167,8 @@ class Service:
         for task in self._tasks:
             task.cancel()
         self._publisher.status(online=False)
-        await asyncio.gather(asyncio.to_thread(self._transport.close), asyncio.to_thread(self._worker.stop))
+        closing = [_on_daemon(self._transport.close), _on_daemon(self._worker.stop)]
+        await asyncio.wait(closing, timeout=CLOSE_TIMEOUT_S)
         self._events.write("stopped", epoch=self.epoch)
 
     async def _handle(self, item: _Item) -> None:
@@ -336,6 +338,26 @@ class Service:
         error = None if task.cancelled() else task.exception()
         if error is not None:
             self._inbox.put(_Broken(error))
+
+
+def _on_daemon(work: Callable[[], None]) -> asyncio.Future[None]:
+    """Run something that may hang on a thread that nobody waits for at exit."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[None] = loop.create_future()
+
+    def finished() -> None:
+        if not done.done():
+            done.set_result(None)
+
+    def run() -> None:
+        try:
+            work()
+        finally:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(finished)
+
+    threading.Thread(target=run, name="closing", daemon=True).start()
+    return done
 
 
 async def start_service(setup: Setup) -> Service:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
-from coordinator.aggregation_messages import WorkerSettings
+from coordinator.aggregation import AggregationWorker
+from coordinator.aggregation_messages import Job, WorkerEvent, WorkerSettings
 from coordinator.events import EventLog
 from coordinator.records import FederationRecord
 from coordinator.store import Store
@@ -14,6 +16,28 @@ from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts import ArtifactStore
 from fedcg.wire.signing import SigningKey
 from fedcg.wire.transport import Transport, Will
+
+
+class Worker(Protocol):
+    """What merges updates, in a process of its own; every call returns at once."""
+
+    def start(self) -> None:
+        """Start in the background."""
+
+    def open(self, job: Job) -> None:
+        """Begin an attempt."""
+
+    def add(self, client: str, artifact: str) -> None:
+        """Have the teacher pass of a stored update done."""
+
+    def finish(self, updates: tuple[tuple[str, str], ...]) -> None:
+        """Have the updates merged: (client, artifact) pairs."""
+
+    def stop(self) -> None:
+        """End at once."""
+
+
+MakeWorker = Callable[[WorkerSettings, Callable[[WorkerEvent], None]], Worker]
 
 
 @dataclass(frozen=True)
@@ -30,6 +54,7 @@ class Setup:
         worker: what the aggregation worker may use.
         events: the diary.
         clock: unix time.
+        make_worker: makes what merges updates.
     """
 
     federation: FederationRecord
@@ -41,3 +66,4 @@ class Setup:
     worker: WorkerSettings
     events: EventLog
     clock: Callable[[], float] = time.time
+    make_worker: MakeWorker = AggregationWorker

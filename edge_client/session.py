@@ -158,10 +158,7 @@ def _artifact_stored(state: SessionState, event: ArtifactStored, now: float) -> 
 
 
 def _artifact_lost(state: SessionState, event: ArtifactLost, now: float) -> Step:
-    state = replace(state, stored=state.stored - {event.artifact})
-    if state.trainer is Trainer.BUSY:
-        state = replace(state, trainer=Trainer.IDLE, job=None)
-    return state, ()
+    return replace(_idle(state), stored=state.stored - {event.artifact}), ()
 
 
 def _download_silent(state: SessionState, event: DownloadSilent, now: float) -> Step:

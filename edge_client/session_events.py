@@ -83,7 +83,7 @@ class ArtifactStored:
 
 @dataclass(frozen=True)
 class ArtifactLost:
-    """A stored download turned out to be damaged and was deleted."""
+    """The aggregate of the job that was just commanded turned out to be damaged and was deleted; the job did not start."""
 
     artifact: str
 

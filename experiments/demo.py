@@ -37,6 +37,7 @@ from experiments.summary import seconds, summarise
 READY_S = 30.0
 SETTLE_S = 5.0  # for the observer to write what it heard last
 LOOPBACK = "127.0.0.1"
+PROVISIONING = frozenset({"init", "federation", "devices"})
 
 
 @dataclass(frozen=True)
@@ -179,22 +180,24 @@ class Demo:
     async def _start_all(self, processes: Children) -> list[Child]:
         """Prepare and start everything, what can be at once at once; returns the agents."""
         run, where = self._run, ("--dir", self._run.home)
+        if not self._done >= PROVISIONING:
+            self._done -= PROVISIONING  # nothing of it has run yet, so it can simply be made again
         source = await asyncio.to_thread(run.setting.source)
         data = asyncio.create_task(self._step("data", lambda: asyncio.to_thread(self._prepare_data), run.data))
         await self._step("init", lambda: self._initialise(processes), run.home)
+        serve = fedcg("broker", "run", *where, "--broker", run.broker)
+        broker = await processes.start("broker", serve, outlives_others=True)
         (run.root / "plan.toml").write_text(toml_text(run.setting.plan(source, quick=True)))
         create = fedcg("federation", "create", *where, run.root / "plan.toml")
-        federation = asyncio.create_task(self._step("federation", lambda: processes.run("federation", create)))
-        add = fedcg("device", "add", *self._clients, *where, "--out", run.root / "devices")
-        await self._step("devices", lambda: processes.run("devices", add), run.root / "devices")
-        broker = await processes.start("broker", fedcg("broker", "run", *where, "--broker", run.broker))
+        await self._step("federation", lambda: processes.run("federation", create))
         lines = await processes.line(broker, "ready", READY_S)
         self._broker_named = lines[0].removeprefix("broker:").strip()
         self._progress.say(f"broker: {self._broker_named}")
         observer = await self._start_observer(processes)
+        add = fedcg("device", "add", *self._clients, *where, "--out", run.root / "devices")
+        await self._step("devices", lambda: processes.run("devices", add), run.root / "devices")
         await data
         agents = [await self._start_agent(processes, client) for client in self._clients]
-        await federation
         await processes.line(observer, "ready", READY_S)
         coordinator = await processes.start("coordinator", fedcg("coordinator", "run", *where))
         self._kept_up = (broker, observer, coordinator)
@@ -228,6 +231,7 @@ class Demo:
                 "audit", "observe", "--federation", FEDERATION, "--out", run.observer, "--host", LOOPBACK,
                 "--port", str(run.broker_port), "--tls", run.home / "pki",
             ),
+            outlives_others=True,
         )  # fmt: skip
 
     async def _start_agent(self, processes: Children, client: str) -> Child:

@@ -38,12 +38,17 @@ def _dying_with_us() -> list[str]:
 
 @dataclass(frozen=True)
 class Child:
-    """A started process and where its output goes: a log file, from `offset` bytes on."""
+    """A started process and where its output goes: a log file, from `offset` bytes on.
+
+    Attributes:
+        outlives_others: it is stopped after all others, because they say goodbye through it.
+    """
 
     name: str
     process: asyncio.subprocess.Process
     log: Path
     offset: int
+    outlives_others: bool
 
     @property
     def is_running(self) -> bool:
@@ -74,7 +79,12 @@ class Children:
         logs.mkdir(parents=True, exist_ok=True)
 
     async def start(
-        self, name: str, command: Sequence[str], extra_environment: Mapping[str, str] | None = None
+        self,
+        name: str,
+        command: Sequence[str],
+        extra_environment: Mapping[str, str] | None = None,
+        *,
+        outlives_others: bool = False,
     ) -> Child:
         """Start a process that goes on by itself."""
         log = self._logs / f"{name}.log"
@@ -89,7 +99,7 @@ class Children:
                 env={**os.environ, **ONE_THREAD, "PYTHONUNBUFFERED": "1", **(extra_environment or {})},
                 start_new_session=True,
             )
-        child = Child(name, process, log, offset)
+        child = Child(name, process, log, offset, outlives_others)
         self._all.append(child)
         return child
 
@@ -135,8 +145,9 @@ class Children:
             await child.process.wait()
 
     async def stop_all(self) -> None:
-        """End everything that was started, last started first."""
-        await self.stop(*reversed(self._all))
+        """End everything that was started, those that outlive the others last."""
+        for outlives_others in (False, True):
+            await self.stop(*(child for child in self._all if child.outlives_others is outlives_others))
 
 
 def _signal_group(child: Child, number: signal.Signals) -> None:

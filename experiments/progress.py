@@ -64,7 +64,7 @@ class Progress:
         """Print a line that stays, once."""
         if line not in self._told:
             self._told.add(line)
-            self._console.print(line, markup=False, highlight=False)
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def show(self, agents: Sequence[AgentStory], coordinator: CoordinatorStory) -> None:
         """Show where everybody is."""

@@ -9,20 +9,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rich import box
 from rich.table import Table
 
 from experiments.events import AgentStory, CoordinatorStory, Event, RoundTimes, number
 from experiments.partitions import Prepared
 
 TABLE_WIDTH = 100
-ACCURACIES = (
-    "accuracy_local",
-    "accuracy_personal",
-    "accuracy_onnx",
-    "accuracy_common_local",
-    "accuracy_common_personal",
-    "accuracy_common_onnx",
-)
+OWN = ("accuracy_local", "accuracy_personal", "accuracy_onnx")
+COMMON = ("accuracy_common_local", "accuracy_common_personal", "accuracy_common_onnx")
+ACCURACIES = (*OWN, *COMMON)
 # Reported where the agent measured it. `own` is the personal model of the best validation round, before a download;
 # `downloaded` and `tuned` its rivals at the end of the federation; `personal` the one of the three that validation chose.
 EXTRAS = (
@@ -124,7 +120,7 @@ def _client_record(agent: AgentStory, prepared: Prepared, wire: WireRecord, roun
     record: dict[str, Any] = {"id": agent.id, "train_images": sum(folder.train), "test_images": sum(folder.test)}
     record |= {name: number(final, name) for name in ACCURACIES}
     record |= {
-        "onnx_model": final.get("model_dir"),
+        "onnx_model": final.get("onnx_model"),
         "uplink_bytes_per_round": uplink_bytes_per_round(wire, agent.id, rounds),
     }
     record |= {"parts_on_wire": parts, "fields_on_wire": fields, "candidate": final.get("candidate")}
@@ -191,30 +187,33 @@ def _percent(value: float | None) -> str:
 
 def table(summary: Mapping[str, Any]) -> Table:
     """The summary for a person, readable at 100 columns; accuracies in percent."""
-    result = Table(title=f"{summary['method']}, {summary['rounds']} rounds, {summary['data']}; accuracy in %")
-    result.add_column("client")
+    title = f"{summary['method']}, {summary['rounds']} rounds, {summary['data']}; accuracy in %"
+    result = Table(title=title, box=box.SIMPLE_HEAD, show_footer=True, collapse_padding=True)
+    average = summary["mean"]
+    result.add_column("client", "mean")
     result.add_column("train\nimages", justify="right")
-    for where in ("own test", "common"):
-        for what in ("local", "personal", "ONNX"):
-            heading = f"{where}\n{what}"
-            result.add_column(heading, justify="right", style="bold" if what == "personal" else None)
-    result.add_column("up, KB\n/round", justify="right")
-    result.add_column("crossed the broker\n(observed)", max_width=22)
+    result.add_column("own test images\nlocal personal  ONNX", _triple(average, OWN), justify="right")
+    result.add_column("common balanced test\nlocal personal  ONNX", _triple(average, COMMON), justify="right")
+    result.add_column("KB up\n/round", justify="right")
+    result.add_column("crossed the broker\n(observed)", max_width=24)
     for client in summary["clients"]:
         result.add_row(
             client["id"],
             str(client["train_images"]),
-            *(_percent(client[name]) for name in ACCURACIES),
+            _triple(client, OWN),
+            _triple(client, COMMON),
             f"{client['uplink_bytes_per_round'] / 1000:.0f}",
             _crossing(client),
         )
-    result.add_section()
-    average = summary["mean"]
-    result.add_row("mean", "", *(_percent(average[name]) for name in ACCURACIES), "", "")
     return result
+
+
+def _triple(values: Mapping[str, Any], names: Sequence[str]) -> str:
+    local, personal, onnx = (_percent(values[name]) for name in names)
+    return f"{local:>5} {personal:>8} {onnx:>5}"
 
 
 def _crossing(client: Mapping[str, Any]) -> str:
     parts = ", ".join(client["parts_on_wire"]) or "no part"
     fields = ", ".join(client["fields_on_wire"]) or "no field"
-    return f"{parts};\n{fields}"
+    return f"{parts}\n{fields}"

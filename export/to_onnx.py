@@ -91,7 +91,7 @@ def export_personal(
     """Write a personal model as ONNX; the same weights give the same bytes.
 
     The first exporter that can is used. torch's TorchScript exporter comes first: the newer one imports torch's compiler and took
-    5 s and 200 MB more where this one took 0.1 s (torch 2.13, LeNet-5). TorchScript is deprecated, hence the second.
+    5 s at its first call where this one took 0.1 s (torch 2.13, LeNet-5). TorchScript is deprecated, hence the second.
 
     Args:
         spec: the federation's spec.

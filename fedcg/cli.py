@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points, version
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 import typer.main
@@ -21,7 +21,13 @@ INTERRUPTED = 130
 
 
 class MissingExtraError(Exception):
-    """A sub-command of a package whose dependencies are not installed on this machine."""
+    """A command that needs a Python package which is not installed on this machine."""
+
+    def __init__(self, command: str, missing: ModuleNotFoundError) -> None:
+        super().__init__(
+            f"`fedcg {command}` needs the Python package {missing.name!r}, which is not installed here. "
+            "Install the extra for this kind of machine, e.g. pip install 'fedcg-edge[edge]' (or infer, coordinator, demo)."
+        )
 
 
 def _as_command(loaded: typer.Typer | Callable[..., Any], name: str) -> TyperCommand | TyperGroup:
@@ -31,6 +37,7 @@ def _as_command(loaded: typer.Typer | Callable[..., Any], name: str) -> TyperCom
         app.command(name)(loaded)
     command = typer.main.get_command(app)
     assert isinstance(command, (TyperCommand, TyperGroup))
+    command.name = name
     return command
 
 
@@ -57,10 +64,7 @@ class LazyGroup(TyperGroup):
 
 def _unavailable(name: str, error: ModuleNotFoundError) -> TyperCommand | TyperGroup:
     def explain() -> None:
-        raise MissingExtraError(
-            f"`fedcg {name}` needs the Python package {error.name!r}, which is not installed here. "
-            "Install the extra for this kind of machine, e.g. pip install 'fedcg-edge[edge]' (or infer, coordinator, demo)."
-        )
+        raise MissingExtraError(name, error) from error
 
     app = typer.Typer(add_completion=False)
     whatever_follows = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -115,8 +119,14 @@ def main() -> None:
         if stop.code == INTERRUPTED:
             Console(stderr=True).print("Interrupted.")
         raise
-    except Exception as error:  # the outermost boundary: one line for the operator, a traceback with --debug
-        if debug:
-            raise
-        Console(stderr=True, highlight=False).print(f"Error: {error}", markup=False, soft_wrap=True)
-        sys.exit(1)
+    except ModuleNotFoundError as error:
+        _report(MissingExtraError(arguments[0], error), debug)
+    except Exception as error:  # noqa: BLE001 - the outermost boundary: one line for the operator, a traceback with --debug
+        _report(error, debug)
+
+
+def _report(error: Exception, debug: bool) -> NoReturn:
+    if debug:
+        raise error
+    Console(stderr=True, highlight=False).print(f"Error: {error}", markup=False, soft_wrap=True)
+    sys.exit(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -134,9 +135,9 @@ class RunningMosquitto:
 class Relay:
     """A TCP relay to a broker whose connections can be cut, as a dead radio would cut them."""
 
-    def __init__(self, target_port: int) -> None:
+    def __init__(self, target_port: int, host: str = HOST) -> None:
         self._target_port = target_port
-        self._server = socket.create_server((HOST, 0))
+        self._server = socket.create_server((host, 0))
         self.port = int(self._server.getsockname()[1])
         self._lock = threading.Lock()
         self._sockets: set[socket.socket] = set()
@@ -168,10 +169,7 @@ class Relay:
 
     def _end_all(self) -> None:
         for sock in self._sockets:
-            try:
-                sock.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                continue
+            _shut(sock)
 
     def _accept(self) -> None:
         while True:
@@ -212,11 +210,13 @@ def _copy(source: socket.socket, sink: socket.socket) -> None:
             sink.sendall(data)
     except OSError:
         pass
-    for sock in (source, sink):
-        try:
-            sock.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            continue
+    _shut(source)
+    _shut(sink)
+
+
+def _shut(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # the other side was first
+        sock.shutdown(socket.SHUT_RDWR)
 
 
 class Client:
@@ -246,7 +246,7 @@ class Client:
         self.threads.add(threading.get_ident())
         self.deliveries.append(delivery)
 
-    def _link_changed(self, up: bool) -> None:  # noqa: FBT001 - the transport's callback form
+    def _link_changed(self, up: bool) -> None:
         self.links.append(up)
 
 

@@ -43,10 +43,11 @@ def make_spec(form: ImageForm | None = None, split: str = "lenet5_relu") -> Fede
 
 
 def make_parts(spec: FederationSpec, seed: int = 1) -> Mapping[Part, Mapping[str, torch.Tensor]]:
-    """Weights twice the usual size, so that the logits of different images differ clearly."""
+    """Weights larger than usual, so that the logits of different images differ clearly (sigmoids flatten them more)."""
+    scale = 5 if spec.network.split == "lenet5" else 2
     stream = torch.Generator().manual_seed(seed)
     parts = {part: weights_of(build_part(spec, part, stream)) for part in (Part.EXTRACTOR, Part.CLASSIFIER)}
-    return {part: {name: tensor * 2 for name, tensor in weights.items()} for part, weights in parts.items()}
+    return {part: {name: tensor * scale for name, tensor in weights.items()} for part, weights in parts.items()}
 
 
 def picture(seed: int, height: int = 33, width: int = 47) -> Image.Image:

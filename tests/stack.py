@@ -84,7 +84,9 @@ class Stack:
 
     def command(self, *arguments: str) -> str:
         """Run one `fedcg` command to its end."""
-        done = subprocess.run([sys.executable, "-m", "fedcg", *arguments], capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(
+            [sys.executable, "-m", "fedcg", *arguments], capture_output=True, text=True, timeout=120, check=False
+        )
         assert done.returncode == 0, f"fedcg {' '.join(arguments)}: {done.stdout}{done.stderr}"
         return done.stdout
 
@@ -172,7 +174,9 @@ class Stack:
         lines = path.read_text().split("\n")
         return [json.loads(line) for line in lines[:-1] if line.endswith("}")]
 
-    def wait_event(self, of: str, matches: Callable[[dict[str, Any]], bool], what: str, deadline_s: float = 90.0) -> dict[str, Any]:
+    def wait_event(
+        self, of: str, matches: Callable[[dict[str, Any]], bool], what: str, deadline_s: float = 90.0
+    ) -> dict[str, Any]:
         found: list[dict[str, Any]] = []
 
         def seen() -> bool:
@@ -212,7 +216,9 @@ class Stack:
 
     def final_aggregate(self) -> str:
         """The sha256 of the final aggregate, from the coordinator's event log."""
-        return str(next(event for event in reversed(self.events("coordinator")) if event["event"] == "finished")["aggregate"])
+        return str(
+            next(event for event in reversed(self.events("coordinator")) if event["event"] == "finished")["aggregate"]
+        )
 
     def stop(self) -> None:
         for name in reversed(list(self.running)):

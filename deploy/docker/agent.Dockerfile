@@ -1,7 +1,7 @@
 # syntax=docker/dockerfile:1
 # The agent of one box: trains, exports, never needs a port open. Build from the repository's root:
 #   docker build -f deploy/docker/agent.Dockerfile -t fedcg-agent .
-# TORCH_INDEX: where the torch wheel comes from; PyTorch's CPU index by default, its CUDA index (…/whl/cu126) for a box with a GPU.
+# TORCH_INDEX: an index with torch wheels for this kind of machine; by default PyTorch's CPU index, smaller by several GB.
 # Not for a Jetson: there the base image must be NVIDIA's own with torch inside.
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm
 

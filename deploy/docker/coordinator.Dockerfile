@@ -1,7 +1,7 @@
 # syntax=docker/dockerfile:1
 # The coordinator: rounds, aggregation, HTTP interface. Build from the repository's root:
 #   docker build -f deploy/docker/coordinator.Dockerfile -t fedcg-coordinator .
-# TORCH_INDEX: where the torch wheel comes from; PyTorch's CPU index by default, its CUDA index (…/whl/cu126) for a machine with a GPU.
+# TORCH_INDEX: an index with torch wheels for this kind of machine; by default PyTorch's CPU index, smaller by several GB.
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm
 
 FROM ${PYTHON_IMAGE} AS build

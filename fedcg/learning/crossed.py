@@ -177,11 +177,13 @@ class CrossedAggregator:
         p, shares = label_distribution(counts), label_shares(counts)
         bank, q = self._drawn or self._draw(p)
         mean_log, terms = self._teach(updates, bank, shares)
-        importance = (p / q)[bank.labels].to(torch.float32).to(self._ctx.device)
+        row_weights = importance(p, q, bank.labels).to(self._ctx.device)
         student = load_pair(merged.parts, self._ctx)
 
         def loss_of(rows: slice, features: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-            return (importance[rows] * crossed_loss(rows, features, logits, mean_log, terms, student.classifier)).mean()
+            return (
+                row_weights[rows] * crossed_loss(rows, features, logits, mean_log, terms, student.classifier)
+            ).mean()
 
         parts = train_student(student, bank, self._settings, self._ctx, loss_of)
         aggregate = Aggregate(parts, tuple(p.tolist()))
@@ -213,10 +215,20 @@ class CrossedAggregator:
         exact = shares[:, bank.labels]
         if shares.shape[0] <= self._exact_clients:
             return exact
-        # A label that nobody has carries importance 0 (p(y) = 0), but multinomial wants a positive row: any client will do.
-        odds = torch.where(exact.sum(dim=0, keepdim=True) > 0, exact, 1.0).t()
-        drawn = torch.multinomial(odds, 1, generator=self._ctx.streams.generator("bank", "clients")).squeeze(1)
-        return nn.functional.one_hot(drawn, shares.shape[0]).t().to(torch.float64)
+        return sample_clients(exact, self._ctx.streams.generator("bank", "clients"))
+
+
+def sample_clients(shares: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """ONE client per row, drawn i ~ τ(·, y) and given weight 1: eq. 11 in expectation. [N, rows] -> [N, rows] float64."""
+    # A label that nobody has carries importance 0 (p(y) = 0), but multinomial wants a positive row: any client will do.
+    odds = torch.where(shares.sum(dim=0, keepdim=True) > 0, shares, 1.0).t()
+    drawn = torch.multinomial(odds, 1, generator=generator).squeeze(1)
+    return nn.functional.one_hot(drawn, shares.shape[0]).t().to(torch.float64)
+
+
+def importance(p: torch.Tensor, q: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """p(y) / q(y) of each row: what makes rows drawn from q count as drawn from p. [C], [C], [rows] -> [rows] float32."""
+    return (p / q)[labels].to(torch.float32)
 
 
 def counts_of(merged: Merged) -> list[tuple[int, ...]]:

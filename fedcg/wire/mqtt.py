@@ -34,6 +34,7 @@ BACKOFF_FIRST_S = 0.2
 BACKOFF_CAP_S = 30.0
 STEADY_S = 5.0  # a link that stood so long starts the backoff anew
 DRAIN_S = 2.0  # how long `close` lets queued messages leave
+CLOSE_S = 1.0  # how long `close` waits for its thread after that
 TICK_MS = 1000  # how often keepalive is looked after when nothing happens
 IN_FLIGHT = 20  # unacknowledged QoS 1 publishes; Mosquitto's own default bound
 HEADER_BYTES = 512  # fixed header, topic (at most 170 bytes for us), properties
@@ -136,14 +137,16 @@ class MqttTransport:
         return self._versions[-1]
 
     def close(self) -> None:
-        """Let queued messages leave for a moment, disconnect without triggering the will, stop the thread."""
+        """Let queued messages leave for a moment, disconnect without triggering the will, stop the thread.
+
+        A thread that hangs in a handshake nobody answers is not waited for; it ends by itself when that times out.
+        """
         self._closing.set()
         self._wake()
-        if self._thread is not None:
-            self._thread.join(self._config.connect_timeout_s + self._config.keepalive_s + DRAIN_S)
-            self._thread = None
-        self._wake_in.close()
-        self._wake_out.close()
+        if self._thread is None:
+            self._close_wake()
+        else:
+            self._thread.join(DRAIN_S + CLOSE_S)
 
     def _wake(self) -> None:
         try:
@@ -151,7 +154,17 @@ class MqttTransport:
         except OSError:
             return  # full, so it wakes anyway; or closed, so nobody is left to wake
 
+    def _close_wake(self) -> None:
+        self._wake_in.close()
+        self._wake_out.close()
+
     def _run(self, context: ssl.SSLContext | None) -> None:
+        try:
+            self._keep_connecting(context)
+        finally:
+            self._close_wake()
+
+    def _keep_connecting(self, context: ssl.SSLContext | None) -> None:
         failures = 0
         while not self._closing.is_set():
             began = time.monotonic()

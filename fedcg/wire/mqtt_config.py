@@ -11,7 +11,23 @@ from typing import Literal
 from fedcg.wire.errors import TransportError
 
 Protocol = Literal["5", "3.1.1", "auto"]
+HANDSHAKE_S = 10.0
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
+
+
+class _HandshakingSocket(ssl.SSLSocket):
+    """A TLS socket whose handshake has a limit of its own and closes the socket when it fails."""
+
+    def do_handshake(self, block: bool = False) -> None:
+        """Perform the handshake, within the shorter of the socket's timeout and `HANDSHAKE_S`."""
+        before = self.gettimeout()
+        self.settimeout(HANDSHAKE_S if before is None else min(before, HANDSHAKE_S))
+        try:
+            super().do_handshake(block)
+            self.settimeout(before)
+        except BaseException:
+            self.close()
+            raise
 
 
 @dataclass(frozen=True)
@@ -35,6 +51,7 @@ class TlsFiles:
                 )
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.sslsocket_class = _HandshakingSocket
         try:
             context.load_verify_locations(self.ca)
             context.load_cert_chain(self.cert, self.key)
@@ -92,7 +109,7 @@ def explain_failure(config: MqttConfig, error: OSError) -> str:
             f"{config.host} and be valid now; check this machine's clock too"
         )
     elif isinstance(error, ssl.SSLError):
-        cause = f"TLS failed ({error.reason or error}): the port may not speak TLS 1.3, or it refuses this certificate"
+        cause = f"TLS failed ({error}): the port may not speak TLS 1.3, or it refuses this certificate"
     elif isinstance(error, ConnectionRefusedError):
         cause = "nobody listens there: is the broker running, is the port right, does a firewall refuse?"
     elif isinstance(error, socket.gaierror):

@@ -6,9 +6,9 @@ import subprocess
 import sys
 from importlib.metadata import entry_points
 
-import click
 import pytest
 import typer
+from typer.core import TyperGroup
 
 PROBE = """
 import sys
@@ -22,9 +22,9 @@ sys.exit(3 if loaded else 0)
 """
 
 
-def _paths(command: click.Command, prefix: tuple[str, ...]) -> list[tuple[str, ...]]:
+def _paths(command: object, prefix: tuple[str, ...]) -> list[tuple[str, ...]]:
     found = [prefix]
-    if isinstance(command, click.Group):
+    if isinstance(command, TyperGroup):
         for name, child in command.commands.items():
             found += _paths(child, (*prefix, name))
     return found
@@ -34,7 +34,7 @@ def _all_commands() -> list[tuple[str, ...]]:
     found: list[tuple[str, ...]] = [()]
     for entry in sorted(entry_points(group="fedcg.commands"), key=lambda entry: entry.name):
         loaded = entry.load()
-        command = typer.main.get_command(loaded) if isinstance(loaded, typer.Typer) else click.Command(entry.name)
+        command = typer.main.get_command(loaded) if isinstance(loaded, typer.Typer) else None
         found += _paths(command, (entry.name,))
     return found
 

@@ -184,7 +184,7 @@ def test_the_link_is_told_up_only_when_the_subscriptions_stand(bench: Bench) -> 
     device.transport.subscribe(TOPICS.down_control("a"))
     payload = unique("at link-up")
 
-    def answer_link(up: bool) -> None:  # noqa: FBT001 - the transport's callback form
+    def answer_link(up: bool) -> None:
         if up:
             coordinator.transport.publish(TOPICS.down_control("a"), payload)
 

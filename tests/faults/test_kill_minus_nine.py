@@ -86,7 +86,9 @@ def _distilling(event: dict[str, Any]) -> bool:
     return event["event"] == "progress" and event["phase"] == "distil" and event["round"] == 1 and event["step"] > 0
 
 
-def test_a_killed_aggregation_worker_is_started_again_and_the_result_is_the_same(stack: Stack, undisturbed: str) -> None:
+def test_a_killed_aggregation_worker_is_started_again_and_the_result_is_the_same(
+    stack: Stack, undisturbed: str
+) -> None:
     progress = stack.wait_event("coordinator", _distilling, "distillation is under way")
     os.kill(progress["pid"], signal.SIGKILL)
     stack.wait_finished()
@@ -94,7 +96,9 @@ def test_a_killed_aggregation_worker_is_started_again_and_the_result_is_the_same
     assert stack.final_aggregate() == undisturbed
 
 
-def test_a_killed_coordinator_resumes_the_same_attempt_and_the_result_is_the_same(stack: Stack, undisturbed: str) -> None:
+def test_a_killed_coordinator_resumes_the_same_attempt_and_the_result_is_the_same(
+    stack: Stack, undisturbed: str
+) -> None:
     stack.wait_event("coordinator", _distilling, "distillation is under way")
     stack.kill("coordinator")
     stack.start_coordinator()

@@ -8,7 +8,9 @@ import ssl
 import subprocess
 import time
 from collections.abc import Iterator
+from importlib.resources import files
 from pathlib import Path
+from string import Template
 
 import pytest
 
@@ -133,6 +135,25 @@ def wait_until_it_listens(port: int, process: subprocess.Popen[bytes], log: Path
         else:
             return
     pytest.fail(f"Mosquitto did not listen within {DEADLINE_S} s: {log.read_text()}")
+
+
+def test_the_configuration_is_what_the_template_gives() -> None:
+    """So what is tried here is what `fedcg broker run` and `fedcg deploy mosquitto` use, but for the folders."""
+    template = files("coordinator.provision").joinpath("mosquitto.conf.template").read_text(encoding="utf-8")
+    rendered = Template(template).substitute(
+        listener="8883",
+        ca="/etc/mosquitto/fedcg/tls/ca.pem",
+        certificate="/etc/mosquitto/fedcg/tls/broker.pem",
+        key="/etc/mosquitto/fedcg/tls/broker.key",
+        acl="/etc/mosquitto/fedcg/acl/acl",
+        persistence="/var/lib/fedcg-broker",
+        extra="",
+    )
+    assert settings(CONFIG.read_text()) == settings(rendered)
+
+
+def settings(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line and not line.startswith("#")]
 
 
 @pytest.mark.broker

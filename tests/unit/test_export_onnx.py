@@ -24,7 +24,7 @@ from fedcg.learning.data import load_folder, normalise
 from fedcg.learning.errors import NetworkError
 from fedcg.learning.evaluation import evaluate
 from fedcg.learning.networks import load_part
-from fedcg.learning.spec import FederationSpec
+from fedcg.learning.spec import FederationSpec, ImageForm
 from fedcg.wire.parts import Part
 from tests.export_models import CLASSES, TestImages, image_form, make_parts, make_spec, write_images
 
@@ -211,7 +211,7 @@ def test_a_file_that_is_not_the_trained_model_is_refused(
 def test_a_decoder_that_differs_from_training_is_noticed(
     tmp_path: Path, spec: FederationSpec, parts: Parts, images: TestImages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def off_by_a_row(source: Path, form: verify.ImageForm) -> Pixels:
+    def off_by_a_row(source: Path, form: ImageForm) -> Pixels:
         return np.roll(load_image(source, form), 1, axis=0)
 
     path = tmp_path / "model.onnx"

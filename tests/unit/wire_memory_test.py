@@ -22,7 +22,7 @@ from tests.brokers import Client, wait_until
         ("+/b", "a/b", True),
     ],
 )
-def test_filters_match_as_mqtt_says(topic_filter: str, topic: str, matches: bool) -> None:  # noqa: FBT001
+def test_filters_match_as_mqtt_says(topic_filter: str, topic: str, matches: bool) -> None:
     assert topic_matches(topic_filter, topic) is matches
 
 

@@ -89,7 +89,7 @@ def test_only_float32_and_int64_cross_the_wire(dtype: str) -> None:
         classifier(weight=WEIGHT[:1], count=COUNT),
         classifier(weight=np.zeros(3, np.int64), count=COUNT),
         {Part.EXTRACTOR: PAIR[Part.CLASSIFIER]},
-        {**PAIR, **{Part.EXTRACTOR: {"weight": WEIGHT}}},
+        {**PAIR, Part.EXTRACTOR: {"weight": WEIGHT}},
         {},
     ],
 )

@@ -109,7 +109,9 @@ def test_a_device_that_is_not_listed_has_no_section() -> None:
     assert "user b\n" not in TOPICS.mosquitto_acl(["a"], [])
 
 
-@pytest.mark.parametrize("name", ["coordinator", "observer", "observer-2", "A", "a/b", "+", "#", "", "-a", "a" * 64, "a\n"])
+@pytest.mark.parametrize(
+    "name", ["coordinator", "observer", "observer-2", "A", "a/b", "+", "#", "", "-a", "a" * 64, "a\n"]
+)
 def test_a_reserved_or_unusable_name_is_no_device_id(name: str) -> None:
     with pytest.raises(ValueError):
         check_device_id(name)

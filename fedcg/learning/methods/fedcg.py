@@ -61,7 +61,7 @@ class FedcgParams(TrainingParams):
     gan_lr: float = Field(default=3e-4, gt=0, description="learning rate of generator and discriminator (eta_2)")
     gamma_max: float = Field(default=1.0, ge=0, description="weight of the feature loss, eq. 3, at the end of its ramp")
     ramp_rounds: int = Field(default=50, ge=1, description="rounds over which gamma rises from 0")
-    diversity: float = Field(default=1.0, ge=0, description="weight of the mode-seeking term in the generator's loss")
+    diversity: float = Field(default=0.1, ge=0, description="weight of the mode-seeking term in the generator's loss")
     server_iterations: int = Field(default=2000, ge=1, description="student steps on the server (T)")
     server_batch: int = Field(default=16, ge=2, description="rows of a student step (B)")
     server_lr: float = Field(default=3e-4, gt=0, description="learning rate of the student (eta_3)")

@@ -28,8 +28,8 @@ class SingularVectors(nn.Module):
         """σ of [rows, columns], a scalar with gradient; in train mode the estimates improve by one iteration first."""
         if self.training:
             with torch.no_grad():
-                F.normalize(matrix.t().mv(self.left), dim=0, eps=_EPS, out=self.right)
                 F.normalize(matrix.mv(self.right), dim=0, eps=_EPS, out=self.left)
+                F.normalize(matrix.t().mv(self.left), dim=0, eps=_EPS, out=self.right)
         # Copies: a later forward pass overwrites the buffers, and autograd still needs these values.
         return self.left.clone().dot(matrix.mv(self.right.clone()))
 

@@ -1,0 +1,71 @@
+"""The FastAPI application: its lifespan is the service's life, its routes are the read-only interface."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from importlib.metadata import version
+
+from fastapi import FastAPI
+
+from coordinator.api import router
+from coordinator.service import Service, start_service
+from coordinator.setup import Setup
+
+log = logging.getLogger(__name__)
+
+RequestExit = Callable[[int], None]
+
+
+def create_app(setup: Setup, request_exit: RequestExit, *, exit_when_finished: bool = False) -> FastAPI:
+    """The application of one coordinator.
+
+    Args:
+        setup: what the service is given.
+        request_exit: asked to end the process with an exit code, when the service fails or has nothing more to do.
+        exit_when_finished: end after the last round, once the devices have left (or a minute later).
+    """
+    application = FastAPI(
+        title="FedCG Edge coordinator",
+        version=version("fedcg-edge"),
+        lifespan=partial(_life, setup=setup, request_exit=request_exit, exit_when_finished=exit_when_finished),
+        docs_url=None,  # the pages would load scripts from elsewhere; /openapi.json is here
+        redoc_url=None,
+    )
+    application.include_router(router)
+    return application
+
+
+@asynccontextmanager
+async def _life(
+    application: FastAPI, *, setup: Setup, request_exit: RequestExit, exit_when_finished: bool
+) -> AsyncIterator[None]:
+    service = await start_service(setup)
+    application.state.service = service
+    application.state.setup = setup
+    work = asyncio.create_task(service.run(), name="service")
+    work.add_done_callback(partial(_ended, request_exit))
+    leaving = asyncio.create_task(_leave(service, request_exit)) if exit_when_finished else None
+    try:
+        yield
+    finally:
+        if leaving is not None:
+            leaving.cancel()
+        service.stop()
+        await asyncio.wait([work])
+        await service.close()
+
+
+async def _leave(service: Service, request_exit: RequestExit) -> None:
+    await service.finished_and_left.wait()
+    request_exit(0)
+
+
+def _ended(request_exit: RequestExit, work: asyncio.Task[None]) -> None:
+    error = None if work.cancelled() else work.exception()
+    if error is not None:
+        log.critical("the coordinator fails and ends; started again it goes on with the same attempt", exc_info=error)
+        request_exit(1)

@@ -1,0 +1,126 @@
+"""Runs the coordinator of a home: puts the parts together and serves until it is told to end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import uvicorn
+
+from coordinator.aggregation_messages import WorkerSettings
+from coordinator.app import create_app
+from coordinator.config import CoordinatorConfig, check_api_host
+from coordinator.errors import HomeError
+from coordinator.events import EventLog
+from coordinator.home import Home
+from coordinator.provision.pki import CA_NAME, credential_of
+from coordinator.setup import Setup
+from coordinator.store import Store
+from fedcg.learning.spec import FederationSpec
+from fedcg.wire.artifacts import ArtifactStore
+from fedcg.wire.messages import COORDINATOR
+from fedcg.wire.mqtt import MqttTransport
+from fedcg.wire.mqtt_config import MqttConfig, TlsFiles
+from fedcg.wire.signing import SigningKey
+from fedcg.wire.transport import Transport, Will
+
+GRACEFUL_S = 1
+
+
+def run_coordinator(home: Home, *, exit_when_finished: bool = False, say: Callable[[str], None]) -> int:
+    """Serve until SIGTERM or SIGINT.
+
+    Args:
+        home: whose coordinator to run.
+        exit_when_finished: end by itself after the last round.
+        say: gets one line once the HTTP interface listens.
+
+    Returns:
+        The exit code: 0 when it was asked to end or is finished, 1 when it failed.
+
+    Raises:
+        HomeError: another coordinator runs there, or it has no federation yet.
+        ConfigError: the configuration is not usable.
+    """
+    config = home.require().config()
+    check_api_host(config.api.host)
+    with home.locked(), _listening(config) as listener, _setup(home, config) as setup:
+        say(f"coordinator of {setup.federation.id} on http://{config.api.host}:{config.api.port}")
+        return _serve(setup, listener, exit_when_finished=exit_when_finished)
+
+
+def _serve(setup: Setup, listener: socket.socket, *, exit_when_finished: bool) -> int:
+    code = 0
+
+    def request_exit(wanted: int) -> None:
+        nonlocal code
+        code = max(code, wanted)
+        server.should_exit = True
+
+    application = create_app(setup, request_exit, exit_when_finished=exit_when_finished)
+    server = uvicorn.Server(
+        uvicorn.Config(
+            application,
+            log_level=logging.WARNING,
+            log_config=None,
+            lifespan="on",
+            timeout_graceful_shutdown=GRACEFUL_S,
+        )
+    )
+    # uvicorn raises the signal that ended it once more when it is done; ours makes that a normal end
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+    asyncio.run(server.serve(sockets=[listener]))
+    return code if server.started else 1
+
+
+@contextmanager
+def _setup(home: Home, config: CoordinatorConfig) -> Iterator[Setup]:
+    store = Store(home.database)
+    events = EventLog(home.events_file, time.time)
+    try:
+        federations = store.federations()
+        if not federations:
+            raise HomeError(f"{home.root} has no federation yet; open one with `fedcg federation create`")
+        artifacts = ArtifactStore(home.artifacts)
+        yield Setup(
+            federation=federations[0],
+            spec=FederationSpec.parse(artifacts.get(federations[0].spec)),
+            store=store,
+            artifacts=artifacts,
+            connect=lambda will: _connect(home, config, will),
+            key=SigningKey.load(home.signing_key),
+            worker=WorkerSettings(
+                config.aggregation.threads, config.aggregation.device, home.secret(), home.artifacts, home.spill
+            ),
+            events=events,
+        )
+    finally:
+        events.close()
+        store.close()
+
+
+def _connect(home: Home, config: CoordinatorConfig, will: Will) -> Transport:
+    own = credential_of(home.pki, COORDINATOR)
+    tls = TlsFiles(credential_of(home.pki, CA_NAME).certificate, own.certificate, own.key)
+    broker = config.broker
+    return MqttTransport(MqttConfig(broker.host, broker.port, COORDINATOR, tls=tls, protocol=broker.protocol), will)
+
+
+@contextmanager
+def _listening(config: CoordinatorConfig) -> Iterator[socket.socket]:
+    family = socket.AF_INET6 if ":" in config.api.host else socket.AF_INET
+    with socket.socket(family) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((config.api.host, config.api.port))
+        except OSError as error:
+            raise HomeError(
+                f"port {config.api.port} of the HTTP interface is in use; end what listens there or change api.port"
+            ) from error
+        yield listener

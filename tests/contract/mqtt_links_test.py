@@ -1,0 +1,247 @@
+"""What only a real broker shows: certificates, revocation, protocol versions, limits, restarts."""
+
+from __future__ import annotations
+
+import re
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fedcg.wire.errors import TransportError
+from fedcg.wire.mqtt import MqttConfig, TlsFiles, probe
+from fedcg.wire.topics import Topics
+from tests.brokers import HOST, Client, Pki, Relay, RunningMosquitto, acl_for, mqtt_client, wait_until
+from tests.conftest import StartMosquitto
+from tests.contract.benches import AmqttServer
+
+TOPICS = Topics("links")
+
+
+@pytest.fixture
+def broker(mosquitto: StartMosquitto) -> RunningMosquitto:
+    return mosquitto(acl_for(TOPICS.federation))
+
+
+@pytest.fixture
+def amqtt(pki: Pki) -> Iterator[AmqttServer]:
+    server = AmqttServer(pki, TOPICS)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def clients() -> Iterator[list[Client]]:
+    opened: list[Client] = []
+    yield opened
+    for client in opened:
+        client.transport.close()
+
+
+@pytest.mark.broker
+def test_auto_takes_mqtt_5_where_it_is_spoken(broker: RunningMosquitto) -> None:
+    assert probe(broker.config("a", "auto")) == "5"
+
+
+def test_auto_falls_back_to_3_1_1_where_5_is_refused(amqtt: AmqttServer, pki: Pki) -> None:
+    assert probe(MqttConfig(HOST, amqtt.port, "a", tls=pki.tls("a"), protocol="auto")) == "3.1.1"
+
+
+def test_asking_for_5_where_only_3_1_1_is_spoken_is_explained(amqtt: AmqttServer, pki: Pki) -> None:
+    with pytest.raises(TransportError, match="protocol version"):
+        probe(MqttConfig(HOST, amqtt.port, "a", tls=pki.tls("a"), protocol="5"))
+
+
+@pytest.mark.broker
+def test_a_broker_of_another_authority_is_not_trusted(broker: RunningMosquitto, pki: Pki, tmp_path: Path) -> None:
+    other = Pki.create(tmp_path / "other", ("a",))
+    own = pki.tls("a")
+    with pytest.raises(TransportError, match="signed by the configured CA"):
+        probe(MqttConfig(HOST, broker.port, "a", tls=TlsFiles(other.ca, own.cert, own.key), protocol="5"))
+
+
+@pytest.mark.broker
+def test_a_certificate_of_another_authority_is_refused_and_the_causes_are_told(
+    broker: RunningMosquitto, pki: Pki, tmp_path: Path
+) -> None:
+    stranger = Pki.create(tmp_path / "stranger", ("a",)).tls("a")
+    tls = TlsFiles(pki.ca, stranger.cert, stranger.key)
+    with pytest.raises(TransportError, match="another CA, expired, revoked"):
+        probe(MqttConfig(HOST, broker.port, "a", tls=tls, protocol="5"))
+
+
+@pytest.mark.broker
+def test_a_broker_under_another_name_is_not_trusted(broker: RunningMosquitto, pki: Pki) -> None:
+    relay = Relay(broker.port, host="127.0.0.2")
+    with pytest.raises(TransportError, match=re.escape("name 127.0.0.2")):
+        probe(MqttConfig("127.0.0.2", relay.port, "a", tls=pki.tls("a"), protocol="5"))
+    relay.close()
+
+
+@pytest.mark.broker
+def test_a_device_cannot_take_anothers_client_id(broker: RunningMosquitto, pki: Pki, clients: list[Client]) -> None:
+    victim = mqtt_client(broker.config("a"))
+    clients.append(victim)
+    victim.transport.subscribe(TOPICS.down_control("a"))
+    victim.start().await_link()
+    thief = mqtt_client(MqttConfig(HOST, broker.port, "a", tls=pki.tls("b"), protocol="5"))
+    clients.append(thief)
+    thief.transport.subscribe(TOPICS.down_control("a"))
+    thief.start().await_link()
+    coordinator = mqtt_client(broker.config("coordinator"))
+    clients.append(coordinator)
+    coordinator.start().await_link()
+    coordinator.transport.publish(TOPICS.down_control("a"), b"secret")
+    victim.await_payload(TOPICS.down_control("a"), b"secret")
+    assert victim.links == [True]
+    assert thief.deliveries == []
+
+
+@pytest.mark.broker
+def test_a_rewritten_access_list_silences_a_live_device_and_nobody_else(
+    broker: RunningMosquitto, clients: list[Client]
+) -> None:
+    coordinator, revoked, other = (mqtt_client(broker.config(name)) for name in ("coordinator", "a", "b"))
+    clients += [coordinator, revoked, other]
+    coordinator.transport.subscribe(TOPICS.all_up_control())
+    revoked.transport.subscribe(TOPICS.offer)
+    other.transport.subscribe(TOPICS.offer)
+    for client in clients:
+        client.start().await_link()
+    revoked.transport.publish(TOPICS.up_control("a"), b"before")
+    coordinator.await_payload(TOPICS.up_control("a"), b"before")
+    broker.set_acl(acl_for(TOPICS.federation, ("b", "c")))
+    broker.reload()
+    # Until the list is read the device is still heard: publish pairs until only the other device's half arrives.
+    rounds = iter(range(10_000))
+
+    def is_silenced() -> bool:
+        number = next(rounds)
+        revoked.transport.publish(TOPICS.up_control("a"), b"%d" % number)
+        mark = b"mark %d" % number
+        wait_until(lambda: _published(revoked), "the broker took it")
+        other.transport.publish(TOPICS.up_control("b"), mark)
+        coordinator.await_payload(TOPICS.up_control("b"), mark)
+        return b"%d" % number not in coordinator.payloads(TOPICS.up_control("a"))
+
+    wait_until(is_silenced, "the revoked device is silenced")
+    coordinator.transport.publish(TOPICS.offer, b"news")
+    other.await_payload(TOPICS.offer, b"news")
+    assert revoked.deliveries == []
+    assert [client.links for client in clients] == [[True]] * 3
+
+
+@pytest.mark.broker
+def test_the_brokers_own_limit_is_learnt_and_kept(mosquitto: StartMosquitto, clients: list[Client]) -> None:
+    small = mosquitto(acl_for(TOPICS.federation), max_packet_size=50_000)
+    device = mqtt_client(small.config("a", "5"))
+    clients.append(device)
+    device.start().await_link()
+    assert 49_000 < device.transport.max_payload < 50_000
+    with pytest.raises(TransportError, match="takes"):
+        device.transport.publish(TOPICS.up_chunk("a"), bytes(50_000))
+    device.transport.publish(TOPICS.up_chunk("a"), bytes(device.transport.max_payload))
+    wait_until(lambda: _published(device), "the largest payload is acknowledged")
+    assert device.links == [True]
+
+
+@pytest.mark.broker
+def test_a_client_comes_back_to_a_restarted_broker(broker: RunningMosquitto, clients: list[Client]) -> None:
+    coordinator, device = mqtt_client(broker.config("coordinator")), mqtt_client(broker.config("a", "auto"))
+    clients += [coordinator, device]
+    device.transport.subscribe(TOPICS.offer)
+    for client in clients:
+        client.start().await_link()
+    broker.stop()
+    wait_until(lambda: all(client.links == [True, False] for client in clients), "both notice")
+    broker.start()
+    for client in clients:
+        client.await_link(2)
+    coordinator.transport.publish(TOPICS.offer, b"after the restart")
+    device.await_payload(TOPICS.offer, b"after the restart")
+
+
+@pytest.mark.broker
+@pytest.mark.parametrize("protocol", ["5", "3.1.1"])
+def test_what_was_not_acknowledged_when_the_link_broke_arrives_after_it_is_back(
+    broker: RunningMosquitto, clients: list[Client], protocol: str
+) -> None:
+    coordinator = mqtt_client(broker.config("coordinator"))
+    clients.append(coordinator)
+    coordinator.transport.subscribe(TOPICS.all_up_chunk())
+    coordinator.start().await_link()
+    relay = Relay(broker.port)
+    device = mqtt_client(broker.config("a", "5" if protocol == "5" else "3.1.1", port=relay.port))
+    clients.append(device)
+    device.start().await_link()
+    sent: list[bytes] = []
+    for number in range(60):
+        sent.append(b"%d" % number + bytes(90_000))
+        device.transport.publish(TOPICS.up_chunk("a"), sent[-1])
+        if number == 40:
+            relay.cut()
+            break
+    wait_until(lambda: device.links == [True, False], "the loss is told")
+    relay.mend()
+    device.await_link(2)
+    wait_until(lambda: set(coordinator.payloads(TOPICS.up_chunk("a"))) >= set(sent), "every chunk arrives")
+    relay.close()
+
+
+@pytest.mark.broker
+def test_a_full_queue_refuses_instead_of_growing(broker: RunningMosquitto, pki: Pki, clients: list[Client]) -> None:
+    config = MqttConfig(HOST, broker.port, "a", tls=pki.tls("a"), protocol="5", queue_max=30)
+    device = mqtt_client(config)
+    clients.append(device)
+    stuck = threading.Event()
+    refused: list[str] = []
+
+    def flood(up: bool) -> None:
+        for _ in range(31 if up else 0):
+            publish_or_note(device, refused)
+        stuck.set()
+
+    device.transport.start(device.deliveries.append, flood)
+    wait_until(stuck.is_set, "the queue was filled")
+    assert len(refused) == 1
+    assert "queue is full (30 messages" in refused[0]
+    wait_until(lambda: _published(device), "the queue drains")
+    device.transport.publish(TOPICS.up_chunk("a"), b"y", qos=0)
+
+
+@pytest.mark.broker
+def test_a_client_that_a_namesake_threw_out_comes_back(broker: RunningMosquitto, clients: list[Client]) -> None:
+    first, second = mqtt_client(broker.config("a")), mqtt_client(broker.config("a"))
+    clients += [first, second]
+    first.start().await_link()
+    second.start().await_link()
+    wait_until(lambda: first.links[:2] == [True, False], "the first is thrown out")
+    first.await_link(2)
+    wait_until(lambda: second.links[:2] == [True, False], "the second is thrown out in turn")
+
+
+def test_closing_does_not_wait_for_a_broker_that_never_answers(pki: Pki) -> None:
+    with socket.create_server((HOST, 0)) as mute:
+        client = mqtt_client(
+            MqttConfig(HOST, mute.getsockname()[1], "a", tls=pki.tls("a"), protocol="5", keepalive_s=600)
+        )
+        client.start()
+        accepted, _ = mute.accept()
+        closing = threading.Thread(target=client.transport.close, daemon=True)
+        closing.start()
+        wait_until(lambda: not closing.is_alive(), "close returns")
+        accepted.close()
+    wait_until(lambda: "mqtt-a" not in [thread.name for thread in threading.enumerate()], "the thread ends too")
+
+
+def publish_or_note(client: Client, refused: list[str]) -> None:
+    try:
+        client.transport.publish(TOPICS.up_chunk("a"), b"x", qos=0)
+    except TransportError as error:
+        refused.append(str(error))
+
+
+def _published(client: Client) -> bool:
+    return len(client.transport._outgoing) == 0  # type: ignore[attr-defined]

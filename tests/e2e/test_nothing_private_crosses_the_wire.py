@@ -1,0 +1,158 @@
+"""A whole federation over a real broker, recorded by an independent observer: no private tensor is in what crossed it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from audit.check import Check, check_recording
+from fedcg.wire.messages import COORDINATOR, Manifest
+from fedcg.wire.mqtt import MqttConfig, MqttTransport, TlsFiles
+from fedcg.wire.signing import SigningKey, seal
+from fedcg.wire.topics import Topics
+from fedcg.wire.transfer import frames_for, make_ref
+from tests.plant import as_artifact
+from tests.stack import Stack, wait_for
+
+pytestmark = [pytest.mark.broker, pytest.mark.timeout(280)]
+THIEF = "site-1"
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """A finished two-round federation whose observer still listens."""
+    params = {"epochs": 2, "server_iterations": 50, "ramp_rounds": 2}
+    stack = Stack(root=tmp_path_factory.mktemp("recorded"), params=params)
+    stack.prepare()
+    try:
+        stack.start_broker()
+        observe = [
+            "audit",
+            "observe",
+            "--federation",
+            "shapes",
+            "--out",
+            str(stack.root / "wire"),
+            "--port",
+            str(stack.broker_port),
+        ]
+        stack.start("observer", *observe, "--tls", str(stack.home / "pki"))
+        wait_for(lambda: b"ready" in (stack.root / "observer.log").read_bytes(), "the observer listens", 30)
+        stack.start_coordinator()
+        for device in stack.devices:
+            stack.start_agent(device)
+        stack.wait_finished()
+        wait_for(lambda: _recorded(stack) >= 1 + 3 + 2 * 3, "spec, three aggregates and six updates are recorded", 20)
+        yield stack
+    finally:
+        stack.stop()
+
+
+def _recorded(stack: Stack) -> int:
+    path = stack.root / "wire" / "wire.json"
+    return len(json.loads(path.read_text())["artifacts"]) if path.exists() else 0
+
+
+def _private_files(stack: Stack) -> list[Path]:
+    return [
+        path for device in stack.devices for path in sorted(stack.store(device).glob("generations/*/state.safetensors"))
+    ]
+
+
+def _check(stack: Stack) -> Check:
+    return check_recording(stack.root / "wire", _private_files(stack))
+
+
+def _extractor(stack: Stack, device: str, generation: int) -> dict[str, np.ndarray]:
+    path = sorted(stack.store(device).glob("generations/*/state.safetensors"))[generation]
+    tensors = {
+        name: value
+        for name, value in load_file(path).items()
+        if "extractor" in name and "shadow" not in name and "best" not in name
+    }
+    assert tensors, f"{path} holds no extractor"
+    return tensors
+
+
+def test_no_tensor_or_byte_of_a_trained_private_part_crosses_the_wire(recorded: Stack) -> None:
+    check = _check(recorded)
+    assert check.artifacts >= 10
+    assert check.private_tensors >= 3 * 2 * 4, "two generations of each device, extractor and discriminator"
+    assert check.matches == ()
+
+
+def test_only_the_allowed_parts_and_fields_are_seen_by_the_observer(recorded: Stack) -> None:
+    record = json.loads((recorded.root / "wire" / "wire.json").read_text())
+    updates = [entry for entry in record["artifacts"] if entry["kind"] == "update"]
+    assert {part for entry in updates for part in entry["parts"]} == {"classifier", "generator"}
+    assert {field for entry in updates for field in entry["fields"]} <= {"examples", "accuracy", "loss", "health"}
+
+
+@pytest.mark.parametrize("coding", ["f32", "f16", "i8_delta"])
+def test_the_same_check_fails_when_a_device_plants_its_extractor(recorded: Stack, coding: str) -> None:
+    extractor = _extractor(recorded, THIEF, -1)
+    base = _extractor(recorded, THIEF, 0)
+    planted = as_artifact(extractor, base, coding, federation="shapes", client=THIEF)
+    before = _recorded(recorded)
+    _publish(recorded, planted.update, planted.bases)
+    wait_for(lambda: _recorded(recorded) >= before + 1 + len(planted.bases), "the planted artifact is recorded", 20)
+    leaks = [
+        match for match in _check(recorded).matches if match.artifact.startswith(make_ref(planted.update, 4096).id)
+    ]
+    assert {match.owner for match in leaks} >= {
+        str(sorted(recorded.store(THIEF).glob("generations/*/state.safetensors"))[-1])
+    }
+
+
+def _publish(stack: Stack, update: bytes, bases: tuple[bytes, ...]) -> None:
+    """Send artifacts with the real identity of a device: manifest and frames on its own topics."""
+    folder = stack.root / "devices" / THIEF
+    tls = TlsFiles(ca=folder / "tls" / "ca.pem", cert=folder / "tls" / "device.pem", key=folder / "tls" / "device.key")
+    transport = MqttTransport(MqttConfig(host="127.0.0.1", port=stack.broker_port, identity=THIEF, tls=tls))
+    links: list[bool] = []
+    transport.start(lambda delivery: None, links.append)
+    try:
+        wait_for(lambda: True in links, "the thief is connected", 20)
+        topics = Topics("shapes")
+        for data in (*bases, update):
+            ref = make_ref(data, 4096)
+            manifest = Manifest(
+                federation="shapes", sender=THIEF, recipient=COORDINATOR, artifact=ref, round=2, attempt=1
+            )
+            transport.publish(topics.up_control(THIEF), seal(manifest, SigningKey.load(folder / "signing.key")))
+            for frame in frames_for(data, ref):
+                transport.publish(topics.up_chunk(THIEF), frame)
+        ids = {make_ref(data, 4096).id for data in (*bases, update)}
+        seen = stack.root / "wire" / "artifacts"
+        wait_for(lambda: ids <= {path.name for path in seen.iterdir()}, "the frames crossed the broker", 20)
+    finally:
+        transport.close()
+
+
+def test_an_agent_that_is_asked_for_its_extractor_refuses_says_why_and_stays_up(tmp_path: Path) -> None:
+    stack = Stack(root=tmp_path, params={"epochs": 1, "server_iterations": 10}, rounds=1)
+    stack.prepare()
+    try:
+        from tests.plant import ask_for_the_extractor
+
+        ask_for_the_extractor(stack.home)
+        stack.start_all()
+        for device in stack.devices:
+            declined = stack.wait_event(device, lambda event: event["event"] == "declined", "it declines")
+            assert declined["reason"] == "upload_not_allowed"
+            assert "extractor" in str(declined["detail"])
+        wait_for(
+            lambda: any(event["event"] == "paused" for event in stack.events("coordinator")),
+            "the federation pauses",
+            60,
+        )
+        for device in stack.devices:
+            assert stack.running[device].poll() is None, "the agent stays up"
+            assert not any(event["event"] in {"committed", "manifest"} for event in stack.events(device))
+    finally:
+        stack.stop()

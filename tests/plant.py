@@ -1,0 +1,82 @@
+"""Deliberate leaks, for tests that must notice them."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save
+
+from fedcg.learning.spec import FederationSpec
+from fedcg.wire.artifact_store import ArtifactStore
+from fedcg.wire.artifacts import artifact_id
+from fedcg.wire.container import join_artifact
+from fedcg.wire.parts import Part
+
+
+@dataclass(frozen=True)
+class Planted:
+    """An update that hides private tensors, and the artifacts that it is a delta to."""
+
+    update: bytes
+    bases: tuple[bytes, ...]
+
+
+def _artifact(header: Mapping[str, Any], tensors: Mapping[str, np.ndarray[Any, Any]]) -> bytes:
+    return join_artifact(
+        json.dumps(header).encode(), save({name: np.ascontiguousarray(value) for name, value in tensors.items()})
+    )
+
+
+def _per_channel_i8(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    rows = values.reshape(len(values), -1)
+    scale = np.abs(rows).max(axis=1, keepdims=True) / 127.0 + 1e-12
+    return np.rint(rows / scale).astype(np.int8).reshape(values.shape)
+
+
+def as_artifact(
+    private: Mapping[str, np.ndarray[Any, Any]],
+    base: Mapping[str, np.ndarray[Any, Any]],
+    coding: str,
+    federation: str,
+    client: str,
+) -> Planted:
+    """Hide private tensors under innocent names, coded as `f32`, `f16` or `i8_delta` (to another artifact of base values)."""
+    names = {name: f"generator/body.{index}.weight" for index, name in enumerate(sorted(private))}
+    header = {
+        "format": 1,
+        "kind": "update",
+        "method": "fedcg",
+        "federation": federation,
+        "round": 2,
+        "attempt": 1,
+        "client": client,
+    }
+    if coding == "f32":
+        return Planted(_artifact(header, {names[name]: value for name, value in private.items()}), ())
+    if coding == "f16":
+        return Planted(
+            _artifact(header, {names[name]: value.astype(np.float16) for name, value in private.items()}), ()
+        )
+    known = _artifact({**header, "kind": "aggregate"}, {names[name]: value for name, value in base.items()})
+    delta = {names[name]: _per_channel_i8(value - base[name]) for name, value in private.items()}
+    return Planted(_artifact({**header, "base": artifact_id(known)}, delta), (known,))
+
+
+def ask_for_the_extractor(home: Path) -> None:
+    """Change a coordinator's federation so that its spec asks devices for their extractor, as a hostile operator could."""
+    store = ArtifactStore(home / "artifacts")
+    database = sqlite3.connect(home / "database.sqlite")
+    try:
+        (digest,) = database.execute("SELECT spec FROM federations").fetchone()
+        spec = FederationSpec.parse(store.get(digest))
+        hostile = spec.model_copy(update={"upload": (Part.CLASSIFIER, Part.EXTRACTOR, Part.GENERATOR)})
+        database.execute("UPDATE federations SET spec = ?", (store.put(hostile.canonical()),))
+        database.commit()
+    finally:
+        database.close()

@@ -1,0 +1,140 @@
+"""The database: what must be true together is written together, and the engine's state survives a restart."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from coordinator.errors import EnrolmentError, StoreError
+from coordinator.records import AggregateRecord, AttemptState, FederationRecord, ParticipantState, UpdateRecord
+from coordinator.rounds import Phase
+from coordinator.store import Store
+from fedcg.wire.messages import Outcome
+
+FEDERATION = FederationRecord("f", "fedcg", "5" * 64, 2, 2, 2, 100.0, 1, 1.0)
+KEY = ("f", 1, 1)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    opened = Store(tmp_path / "database.sqlite")
+    opened.add_federation(FEDERATION, AggregateRecord("f", 0, 0, "0" * 64, 10, "e" * 64, 1.0))
+    for device in ("a", "b", "c"):
+        opened.add_device(device, device * 64, 1.0)
+    yield opened
+    opened.close()
+
+
+def update(client: str, outcome: Outcome = Outcome.ACCEPTED, artifact: str = "1", attempt: int = 1) -> UpdateRecord:
+    return UpdateRecord("f", 1, attempt, client, artifact * 64, 10, outcome, "", None, 2.0, 3.0)
+
+
+def open_attempt(store: Store, attempt: int = 1) -> None:
+    store.open_attempt(("f", 1, attempt), "0" * 64, frozenset("abc"), 10.0, 110.0)
+
+
+def test_the_lease_number_only_grows(store: Store) -> None:
+    assert [store.next_epoch(), store.next_epoch()] == [1, 2]
+    assert store.epoch() == 2
+
+
+def test_every_commit_reaches_the_disk(store: Store, tmp_path: Path) -> None:
+    with store._engine.connect() as connection:
+        assert connection.exec_driver_sql("PRAGMA synchronous").scalar_one() == 2
+        assert connection.exec_driver_sql("PRAGMA journal_mode").scalar_one() == "wal"
+        assert connection.exec_driver_sql("PRAGMA foreign_keys").scalar_one() == 1
+
+
+def test_a_database_of_another_version_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "other.sqlite"
+    other = sqlite3.connect(path)
+    other.execute("PRAGMA user_version = 99")
+    other.close()
+    with pytest.raises(StoreError, match="schema version 99"):
+        Store(path)
+
+
+def test_a_device_is_enrolled_once(store: Store) -> None:
+    with pytest.raises(EnrolmentError, match="already"):
+        store.add_device("a", "f" * 64, 2.0)
+    found = store.device("a")
+    assert found is not None
+    assert found.public_key == "a" * 64
+
+
+def test_an_update_that_ended_keeps_its_first_end(store: Store) -> None:
+    open_attempt(store)
+    assert store.end_update(update("a")).outcome is Outcome.ACCEPTED
+    second = store.end_update(update("a", Outcome.REJECTED, artifact="2"))
+    assert (second.outcome, second.artifact) == (Outcome.ACCEPTED, "1" * 64)
+    assert [person.state for person in store.participants(KEY)] == [ParticipantState.INVITED] * 3
+
+
+def test_a_rejected_update_makes_its_client_a_declined_participant(store: Store) -> None:
+    open_attempt(store)
+    store.end_update(update("b", Outcome.REJECTED))
+    states = {person.client: person.state for person in store.participants(KEY)}
+    assert states == {
+        "a": ParticipantState.INVITED,
+        "b": ParticipantState.DECLINED,
+        "c": ParticipantState.INVITED,
+    }
+
+
+def test_closing_stores_the_aggregate_or_nothing(store: Store) -> None:
+    open_attempt(store)
+    record = AggregateRecord("f", 1, 1, "a" * 64, 10, "e" * 64, 20.0)
+    store.close_attempt(record)
+    closed = store.attempt(KEY)
+    assert closed is not None
+    assert (closed.state, closed.aggregate_stored_at) == (AttemptState.CLOSED, 20.0)
+    open_attempt(store, attempt=2)
+    with pytest.raises(StoreError, match="already"):
+        store.close_attempt(AggregateRecord("f", 1, 2, "b" * 64, 10, "e" * 64, 30.0))
+    again = store.attempt(("f", 1, 2))
+    assert again is not None
+    assert again.state is AttemptState.COLLECTING
+    stored = store.aggregate("f", 1)
+    assert stored is not None
+    assert stored.artifact == "a" * 64
+
+
+def test_the_engine_state_is_rebuilt_while_collecting_and_while_distilling(store: Store) -> None:
+    assert store.round_state("f").phase is Phase.WAITING
+    open_attempt(store)
+    store.end_update(update("a"))
+    store.end_update(update("b", Outcome.REJECTED))
+    state = store.round_state("f")
+    assert (state.phase, state.round, state.attempt, state.deadline_at) == (Phase.COLLECTING, 1, 1, 110.0)
+    assert (state.participants, state.updates, state.declined) == (frozenset("abc"), {"a"}, {"b"})
+    assert state.online == frozenset()
+    store.start_distilling(KEY, 50.0)
+    assert store.round_state("f").phase is Phase.DISTILLING
+
+
+def test_the_engine_state_is_rebuilt_between_rounds_and_at_the_end(store: Store) -> None:
+    for number in (1, 2):
+        store.open_attempt(("f", number, 1), "0" * 64, frozenset("ab"), 10.0, 110.0)
+        store.close_attempt(AggregateRecord("f", number, 1, str(number) * 64, 10, "e" * 64, 20.0))
+        state = store.round_state("f")
+        assert (state.phase, state.round) == ((Phase.WAITING, 2) if number == 1 else (Phase.FINISHED, 2))
+
+
+def test_failed_attempts_pause_the_federation_until_it_is_resumed(store: Store) -> None:
+    open_attempt(store)
+    store.fail_attempt(KEY, "no quorum", 20.0)
+    assert (store.round_state("f").phase, store.round_state("f").attempt) == (Phase.WAITING, 2)
+    open_attempt(store, attempt=2)
+    store.fail_attempt(("f", 1, 2), "no quorum", 30.0)
+    paused = store.round_state("f")
+    assert paused.phase is Phase.PAUSED
+    assert "no quorum" in paused.reason
+    store.resume("f")
+    resumed = store.round_state("f")
+    assert (resumed.phase, resumed.attempt) == (Phase.WAITING, 3)
+    open_attempt(store, attempt=3)
+    store.fail_attempt(("f", 1, 3), "no quorum", 40.0)
+    assert store.round_state("f").phase is Phase.WAITING

@@ -1,0 +1,492 @@
+"""The agent's state machine: single rules by hand, and its laws under random event orders."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edge_client.generations import Cursor
+from edge_client.session import step
+from edge_client.session_events import (
+    ArtifactLost,
+    ArtifactStored,
+    CheckSpec,
+    Command,
+    CoordinatorSeen,
+    Done,
+    DownloadSilent,
+    Ended,
+    Event,
+    Finalise,
+    Finalised,
+    Granted,
+    Invited,
+    LinkChanged,
+    Offered,
+    OutboxFound,
+    Receipted,
+    RecordDelivery,
+    RoundCommitted,
+    RoundFailed,
+    Send,
+    SendChunks,
+    SendHello,
+    SpecChecked,
+    StartRound,
+    StartTrainer,
+    Tick,
+    TrainerDied,
+    TrainerReady,
+    Want,
+    Welcomed,
+)
+from edge_client.session_state import TRAINER_DEATHS, SessionState, next_deadline
+from fedcg.wire.messages import (
+    Accept,
+    ArtifactRef,
+    Decline,
+    DeclineReason,
+    Finished,
+    Manifest,
+    Need,
+    Offer,
+    Outcome,
+    Receipt,
+)
+
+ADDRESS = {"federation": "shapes", "sender": "coordinator"}
+SPEC = ArtifactRef(id="a" * 64, size=1000, chunk_bytes=500)
+OTHER_SPEC = ArtifactRef(id="b" * 64, size=1000, chunk_bytes=500)
+
+
+def aggregate(round_number: int) -> ArtifactRef:
+    return ArtifactRef(id=f"{round_number:064x}", size=5000, chunk_bytes=500)
+
+
+def update(round_number: int, attempt: int = 1) -> ArtifactRef:
+    return ArtifactRef(id=f"{round_number * 16 + attempt:064x}".replace("0", "f", 1), size=4000, chunk_bytes=500)
+
+
+def offer(
+    round_number: int, attempt: int = 1, *, live: bool = False, spec: ArtifactRef = SPEC, epoch: int = 1
+) -> Offered:
+    message = Offer(
+        federation="shapes",
+        sender="coordinator",
+        recipient="*",
+        epoch=epoch,
+        round=round_number,
+        attempt=attempt,
+        spec=spec,
+        aggregate=aggregate(round_number),
+        rounds=3,
+        deadline_at=0.0,
+    )
+    return Offered(message, live)
+
+
+def ended() -> Ended:
+    message = Finished(
+        federation="shapes",
+        sender="coordinator",
+        recipient="*",
+        epoch=1,
+        round=3,
+        attempt=1,
+        spec=SPEC,
+        aggregate=aggregate(9),
+    )
+    return Ended(message, live=False)
+
+
+def receipt(artifact: str, outcome: Outcome = Outcome.ACCEPTED) -> Receipted:
+    return Receipted(
+        Receipt(federation="shapes", sender="coordinator", recipient="site-1", artifact=artifact, outcome=outcome)
+    )
+
+
+def need(artifact: str) -> Granted:
+    return Granted(
+        Need(federation="shapes", sender="coordinator", recipient="site-1", artifact=artifact, ranges=((0, 4),))
+    )
+
+
+def drive(state: SessionState, *events: Event, now: float = 0.0) -> tuple[SessionState, list[Command]]:
+    """Feed events; returns the last state and all commands."""
+    commands: list[Command] = []
+    for event in events:
+        state, given_now = step(state, event, now)
+        commands += given_now
+    return state, commands
+
+
+def sent(commands: list[Command]) -> list[str]:
+    return [command.message.kind for command in commands if isinstance(command, Send)]
+
+
+@pytest.fixture
+def ready() -> SessionState:
+    """Connected, welcomed, trainer idle, nothing known of any round."""
+    fresh = SessionState(federation="shapes", device="site-1")
+    state, _ = drive(fresh, Tick(), TrainerReady(), LinkChanged(up=True), Welcomed(epoch=1))
+    return state
+
+
+@pytest.fixture
+def training(ready: SessionState) -> SessionState:
+    """Round 1 is being trained."""
+    state, commands = drive(
+        ready,
+        offer(1),
+        Invited(Cursor(1, 1)),
+        ArtifactStored(SPEC.id),
+        SpecChecked(SPEC.id, None),
+        ArtifactStored(aggregate(1).id),
+    )
+    assert StartRound(Cursor(1, 1), SPEC.id, aggregate(1).id) in commands
+    return state
+
+
+def test_the_training_process_is_started_before_anything_else_happens() -> None:
+    fresh = SessionState(federation="shapes", device="site-1")
+    assert drive(fresh, Tick())[1] == [StartTrainer()]
+
+
+def test_hello_is_repeated_every_two_seconds_until_the_welcome() -> None:
+    state, commands = drive(SessionState(federation="shapes", device="site-1"), LinkChanged(up=True))
+    assert SendHello() in commands
+    assert next_deadline(state) == 2.0
+    state, early = drive(state, Tick(), now=1.9)
+    state, due = drive(state, Tick(), now=2.0)
+    assert SendHello() not in early
+    assert due == [SendHello()]
+    state, after = drive(state, Welcomed(epoch=1), Tick(), now=10.0)
+    assert after == []
+
+
+def test_a_new_epoch_asks_for_a_new_session_at_once_and_the_same_epoch_does_not(ready: SessionState) -> None:
+    assert drive(ready, CoordinatorSeen(epoch=1, online=True))[1] == []
+    assert drive(ready, CoordinatorSeen(epoch=2, online=False))[1] == []
+    state, commands = drive(ready, CoordinatorSeen(epoch=2, online=True))
+    assert commands == [SendHello()]
+    assert state.epoch == 2
+
+
+def test_the_spec_is_judged_before_accepting_and_the_aggregate_fetched_meanwhile(ready: SessionState) -> None:
+    state, commands = drive(ready, offer(1), Invited(Cursor(1, 1)))
+    wants = [command for command in commands if isinstance(command, Want)]
+    assert [download.ref for download in wants[-1].downloads] == [SPEC, aggregate(1)]
+    assert [download.ask_after_s for download in wants[-1].downloads] == [0.0, 0.0]
+    assert sent(commands) == []
+    state, commands = drive(state, ArtifactStored(SPEC.id))
+    assert CheckSpec(SPEC.id) in commands
+    state, commands = drive(state, SpecChecked(SPEC.id, None))
+    assert sent(commands) == ["accept"]
+
+
+def test_a_live_offer_waits_for_the_broadcast_before_asking(ready: SessionState) -> None:
+    state, _ = drive(ready, offer(1, live=True), Invited(Cursor(1, 1)))
+    assert [download.ask_after_s for download in state.wanted] == [0.0, 0.5]
+
+
+def test_without_an_invite_chunks_are_only_listened_to(ready: SessionState) -> None:
+    _, commands = drive(ready, offer(1), ArtifactStored(SPEC.id), ArtifactStored(aggregate(1).id))
+    assert not any(isinstance(command, StartRound | CheckSpec | Send) for command in commands)
+    first = next(command for command in commands if isinstance(command, Want))
+    assert [download.ask_after_s for download in first.downloads] == [None, None]
+
+
+def test_an_invite_before_its_offer_is_remembered(ready: SessionState) -> None:
+    state, _ = drive(ready, Invited(Cursor(1, 1)), ArtifactStored(SPEC.id), ArtifactStored(aggregate(1).id))
+    _, commands = drive(state, offer(1), SpecChecked(SPEC.id, None))
+    assert StartRound(Cursor(1, 1), SPEC.id, aggregate(1).id) in commands
+
+
+@pytest.mark.parametrize("reason", [DeclineReason.UPLOAD_NOT_ALLOWED, DeclineReason.REPORT_NOT_ALLOWED])
+def test_a_refused_spec_is_declined_with_its_reason_whenever_the_invite_comes(
+    ready: SessionState, reason: DeclineReason
+) -> None:
+    state, commands = drive(
+        ready,
+        offer(1),
+        Invited(Cursor(1, 1)),
+        ArtifactStored(SPEC.id),
+        SpecChecked(SPEC.id, reason),
+        ArtifactStored(aggregate(1).id),
+    )
+    _, again = drive(state, Invited(Cursor(1, 1)))
+    for given_commands in (commands, again):
+        declines = [command.message for command in given_commands if isinstance(command, Send)]
+        assert [decline.reason for decline in declines if isinstance(decline, Decline)] == [reason]
+    assert not any(isinstance(command, StartRound) for command in commands + again)
+
+
+def test_an_offer_with_another_spec_than_the_private_state_has_is_declined(training: SessionState) -> None:
+    state, _ = drive(training, RoundCommitted(Cursor(1, 1), SPEC.id, update(1)), receipt(update(1).id))
+    _, commands = drive(state, offer(2, spec=OTHER_SPEC), Invited(Cursor(2, 1)))
+    messages = [command.message for command in commands if isinstance(command, Send)]
+    assert [message.reason for message in messages if isinstance(message, Decline)] == [DeclineReason.SPEC_REFUSED]
+
+
+def test_an_invite_while_training_is_answered_and_starts_nothing(training: SessionState) -> None:
+    _, commands = drive(training, Invited(Cursor(1, 1)))
+    assert sent(commands) == ["accept"]
+    assert not any(isinstance(command, StartRound) for command in commands)
+
+
+def test_the_manifest_backs_off_and_any_grant_resets_it(training: SessionState) -> None:
+    state, commands = drive(training, RoundCommitted(Cursor(1, 1), SPEC.id, update(1)))
+    assert sent(commands) == ["manifest"]
+    times = []
+    for tenth in range(1, 50):
+        state, commands = drive(state, Tick(), now=tenth / 10)
+        times += [tenth / 10] * sent(commands).count("manifest")
+    assert times == [1.0, 3.0]  # after 1 s, then 2 s
+    state, commands = drive(state, need(update(1).id), now=4.0)
+    assert commands == [SendChunks(update(1), ((0, 4),))]
+    assert next_deadline(state) == 6.0
+
+
+def test_a_manifest_that_nobody_answers_for_six_seconds_opens_a_new_session(training: SessionState) -> None:
+    state, _ = drive(training, RoundCommitted(Cursor(1, 1), SPEC.id, update(1)))
+    for tenth in range(1, 60):
+        state, commands = drive(state, Tick(), now=tenth / 10)
+        assert SendHello() not in commands
+    state, commands = drive(state, Tick(), now=6.0)
+    assert commands == [SendHello()]
+    _, commands = drive(state, Welcomed(epoch=1), now=6.5)
+    assert sent(commands) == ["manifest"]
+
+
+def test_silence_while_downloading_opens_a_new_session(ready: SessionState) -> None:
+    assert drive(ready, DownloadSilent())[1] == [SendHello()]
+
+
+@pytest.mark.parametrize("outcome", list(Outcome))
+def test_every_outcome_of_a_receipt_ends_the_outbox_entry(training: SessionState, outcome: Outcome) -> None:
+    state, _ = drive(training, RoundCommitted(Cursor(1, 1), SPEC.id, update(1)))
+    state, commands = drive(state, receipt(update(1).id, outcome))
+    assert commands == [RecordDelivery(Cursor(1, 1), update(1).id, outcome, "")]
+    assert state.delivery is None
+
+
+def test_a_receipt_for_another_artifact_ends_nothing(training: SessionState) -> None:
+    state, _ = drive(training, RoundCommitted(Cursor(1, 1), SPEC.id, update(1)))
+    state, commands = drive(state, receipt("e" * 64))
+    assert commands == []
+    assert state.delivery is not None
+
+
+def test_the_next_round_waits_for_the_receipt_of_the_one_before(training: SessionState) -> None:
+    state, commands = drive(
+        training,
+        RoundCommitted(Cursor(1, 1), SPEC.id, update(1)),
+        offer(2),
+        Invited(Cursor(2, 1)),
+        ArtifactStored(aggregate(2).id),
+    )
+    assert not any(isinstance(command, StartRound) for command in commands)
+    _, commands = drive(state, receipt(update(1).id, Outcome.LATE))
+    assert StartRound(Cursor(2, 1), SPEC.id, aggregate(2).id) in commands
+
+
+def test_an_invite_to_an_attempt_that_was_trained_and_receipted_is_declined_not_trained(training: SessionState) -> None:
+    state, _ = drive(training, RoundCommitted(Cursor(1, 1), SPEC.id, update(1)), receipt(update(1).id))
+    _, commands = drive(state, Invited(Cursor(1, 1)))
+    messages = [command.message for command in commands if isinstance(command, Send)]
+    assert [message.reason for message in messages if isinstance(message, Decline)] == [DeclineReason.NOT_ELIGIBLE]
+
+
+def test_a_training_process_that_dies_once_is_replaced_at_once_and_repeats_the_round(training: SessionState) -> None:
+    state, commands = drive(training, TrainerDied())
+    assert commands == [StartTrainer()]
+    _, commands = drive(state, TrainerReady())
+    assert commands == [StartRound(Cursor(1, 1), SPEC.id, aggregate(1).id)]
+
+
+def test_a_training_process_that_keeps_dying_is_given_ever_more_time_and_then_up(training: SessionState) -> None:
+    state, now, pauses = training, 0.0, []
+    for death in range(TRAINER_DEATHS):
+        state, commands = drive(state, TrainerDied(), now=now)
+        if death < TRAINER_DEATHS - 1:
+            due = next_deadline(state) if StartTrainer() not in commands else now
+            assert due is not None
+            pauses.append(due - now)
+            now = due
+            state, _ = drive(state, Tick(), TrainerReady(), now=now)
+    assert pauses == [0.0, 0.5, 1.0, 2.0]
+    declines = [command.message for command in commands if isinstance(command, Send)]
+    assert [decline.reason for decline in declines if isinstance(decline, Decline)] == [DeclineReason.TRAINING_FAILED]
+
+
+def test_a_damaged_aggregate_is_fetched_again_before_the_round_starts_again(training: SessionState) -> None:
+    state, commands = drive(training, ArtifactLost(aggregate(1).id))
+    wants = [command for command in commands if isinstance(command, Want)]
+    assert [download.ref for download in wants[-1].downloads] == [aggregate(1)]
+    _, commands = drive(state, ArtifactStored(aggregate(1).id))
+    assert StartRound(Cursor(1, 1), SPEC.id, aggregate(1).id) in commands
+
+
+def test_the_end_is_finalised_once_and_done_only_when_the_outbox_is_empty(training: SessionState) -> None:
+    state, _ = drive(training, RoundCommitted(Cursor(1, 1), SPEC.id, update(1)), ended())
+    state, commands = drive(state, ArtifactStored(aggregate(9).id))
+    assert Finalise(SPEC.id, aggregate(9).id) in commands
+    state, commands = drive(state, Finalised(aggregate(9).id, succeeded=True))
+    assert not any(isinstance(command, Done | Finalise) for command in commands)
+    state, commands = drive(state, receipt(update(1).id, Outcome.CLOSED))
+    assert Done(succeeded=True) in commands
+    assert drive(state, ended(), Tick())[1] == []
+
+
+def test_an_outbox_of_an_earlier_run_is_announced_after_the_welcome() -> None:
+    fresh = SessionState(federation="shapes", device="site-1", committed=Cursor(1, 1), bound_spec=SPEC.id)
+    state, commands = drive(fresh, OutboxFound(Cursor(1, 1), update(1)), LinkChanged(up=True))
+    assert sent(commands) == []
+    _, commands = drive(state, Welcomed(epoch=3))
+    messages = [command.message for command in commands if isinstance(command, Send)]
+    assert [(message.artifact, message.epoch) for message in messages if isinstance(message, Manifest)] == [
+        (update(1), 3)
+    ]
+
+
+CURSORS = [Cursor(round_number, attempt) for round_number in (1, 2, 3) for attempt in (1, 2)]
+cursors = st.sampled_from(CURSORS)
+network_events: st.SearchStrategy[Event] = st.one_of(
+    st.just(Tick()),
+    st.builds(LinkChanged, st.booleans()),
+    st.builds(CoordinatorSeen, st.integers(1, 3), st.booleans()),
+    st.builds(Welcomed, st.integers(1, 3)),
+    cursors.map(lambda cursor: offer(cursor.round, cursor.attempt)),
+    st.just(ended()),
+    st.builds(Invited, cursors),
+    st.just(ArtifactStored(SPEC.id)),
+    st.integers(1, 3).map(lambda number: ArtifactStored(aggregate(number).id)),
+    st.just(ArtifactStored(aggregate(9).id)),
+    st.just(SpecChecked(SPEC.id, None)),
+    st.just(DownloadSilent()),
+    st.just(TrainerReady()),
+    cursors.map(lambda cursor: need(update(cursor.round, cursor.attempt).id)),
+    st.builds(
+        lambda cursor, outcome: receipt(update(cursor.round, cursor.attempt).id, outcome),
+        cursors,
+        st.sampled_from(Outcome),
+    ),
+)
+trainer_events = st.sampled_from(["commit", "fail", "die", "die after commit", "lose"])
+
+
+class Shell:
+    """Carries out commands against a model of store and training process, and checks the laws at every step."""
+
+    def __init__(self) -> None:
+        self.state = SessionState(federation="shapes", device="site-1")
+        self.running: Cursor | str | None = None
+        self.committed: list[Cursor] = []
+        self.outbox: ArtifactRef | None = None
+        self.now = 0.0
+
+    def feed(self, event: Event) -> None:
+        self.now += 0.7
+        self.state, commands = step(self.state, event, self.now)
+        for command in commands:
+            self._obey(command, event)
+
+    def trainer(self, what: str) -> None:
+        job = self.running
+        if job is None:
+            return
+        self.running = None
+        if what == "lose":
+            self.feed(ArtifactLost(job if isinstance(job, str) else aggregate(job.round).id))
+        elif isinstance(job, str):
+            self.feed(TrainerDied() if what.startswith("die") else Finalised(job, succeeded=True))
+        elif what == "fail":
+            self.feed(RoundFailed(job, DeclineReason.DIVERGED))
+        elif what == "die":
+            self.feed(TrainerDied())
+        else:
+            assert self.outbox is None, "an update that had no receipt would be overwritten"
+            self.committed.append(job)
+            self.outbox = update(job.round, job.attempt)
+            self.feed(RoundCommitted(job, SPEC.id, self.outbox))
+            if what == "die after commit":
+                self.feed(TrainerDied())
+
+    def _obey(self, command: Command, event: Event) -> None:
+        if isinstance(command, StartRound):
+            assert self.running is None
+            assert self.outbox is None
+            assert not self.committed or command.cursor > self.committed[-1], "trained twice"
+            self.running = command.cursor
+        elif isinstance(command, Finalise):
+            assert self.running is None
+            self.running = command.aggregate
+        elif isinstance(command, StartTrainer):
+            self.running = None
+        elif isinstance(command, RecordDelivery):
+            assert self.outbox is not None
+            assert isinstance(event, Receipted)
+            assert event.receipt.artifact == self.outbox.id == command.artifact
+            self.outbox = None
+        elif isinstance(command, Send):
+            assert self.state.up
+            if isinstance(command.message, Manifest):
+                assert self.outbox is not None
+                assert command.message.artifact == self.outbox
+            elif isinstance(command.message, Accept):
+                cursor = Cursor(command.message.round, command.message.attempt)
+                assert cursor == self.state.invited
+        elif isinstance(command, SendChunks):
+            assert command.update == self.outbox
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.one_of(network_events, trainer_events), max_size=80))
+def test_the_laws_hold_under_every_order_of_events(events: list[Event | str]) -> None:
+    shell = Shell()
+    for event in events:
+        if isinstance(event, str):
+            shell.trainer(event)
+        else:
+            shell.feed(event)
+    assert (shell.state.delivery is not None) == (shell.outbox is not None)
+    assert len(set(shell.committed)) == len(shell.committed)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.one_of(network_events, trainer_events), max_size=40))
+def test_whatever_happened_before_a_quiet_coordinator_brings_the_device_to_the_end(events: list[Event | str]) -> None:
+    shell = Shell()
+    for event in events:
+        if isinstance(event, str):
+            shell.trainer(event)
+        else:
+            shell.feed(event)
+    for event in (
+        LinkChanged(up=True),
+        Welcomed(epoch=9),
+        ended(),
+        ArtifactStored(SPEC.id),
+        ArtifactStored(aggregate(9).id),
+    ):
+        shell.feed(event)
+    for _ in range(60):
+        shell.feed(ArtifactStored(aggregate(9).id))
+        shell.feed(TrainerReady())
+        if shell.outbox is not None:
+            shell.feed(Welcomed(epoch=9))
+            shell.feed(receipt(shell.outbox.id))
+        if isinstance(shell.running, str) or shell.running is not None:
+            shell.trainer("commit")
+    assert shell.state.done
+
+
+def test_the_laws_would_notice_a_machine_that_forgets_its_commits(training: SessionState) -> None:
+    """The checks above bite: the same machine with its memory of commits taken away trains twice."""
+    state, _ = drive(training, RoundCommitted(Cursor(1, 1), SPEC.id, update(1)), receipt(update(1).id))
+    amnesic = replace(state, committed=None)
+    _, commands = drive(amnesic, Invited(Cursor(1, 1)))
+    assert any(isinstance(command, StartRound) for command in commands)

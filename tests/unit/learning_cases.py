@@ -1,0 +1,61 @@
+"""Small federations for the tests of the learning core: 16x16 grey images of three classes that differ in brightness."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from fedcg.learning.data import ImageSet
+from fedcg.learning.initial import complete_spec
+from fedcg.learning.method import RoundContext, Weights
+from fedcg.learning.seeds import Streams
+from fedcg.learning.spec import FederationPlan, FederationSpec, ImageForm, NetworkChoice, ParameterValue
+
+CLASSES = ("dark", "grey", "light")
+GREY = ImageForm(mode="L", height=16, width=16, mean=(0.5,), std=(0.25,))
+QUICK: dict[str, dict[str, ParameterValue]] = {
+    "fedcg": {"server_iterations": 6, "server_batch": 4, "ramp_rounds": 2},
+    "fedmd_cg": {"server_iterations": 6, "server_batch": 4},
+}
+
+
+def plan(
+    method: str, network: NetworkChoice | None = None, image: ImageForm = GREY, **params: ParameterValue
+) -> FederationPlan:
+    """A plan of a quick federation; `params` overrides."""
+    values = {"epochs": 2, "batch_size": 8, **QUICK.get(method, {}), **params}
+    choice = network or NetworkChoice(noise_dim=8)
+    return FederationPlan(
+        federation="tests", classes=CLASSES, image=image, network=choice, method=method, params=values, rounds=4, seed=5
+    )
+
+
+def quick_spec(method: str, *, augment_flip: bool = False, **params: ParameterValue) -> FederationSpec:
+    """A complete spec of a quick federation."""
+    return complete_spec(plan(method, **params).model_copy(update={"augment_flip": augment_flip}))
+
+
+def bright_images(count: int, seed: int, classes: tuple[str, ...] = CLASSES) -> ImageSet:
+    """Noisy images whose brightness tells their class."""
+    stream = torch.Generator().manual_seed(seed)
+    labels = torch.arange(count) % len(classes)
+    level = 40 + 80 * labels.view(-1, 1, 1, 1)
+    noise = torch.randint(-30, 31, (count, 1, 16, 16), generator=stream)
+    return ImageSet((level + noise).to(torch.uint8), labels, classes)
+
+
+def context(spec: FederationSpec, round_number: int = 2, root: bytes = b"device") -> RoundContext:
+    """A round's context, scoped as the trainer scopes it."""
+    streams = Streams(root).at(spec.federation, round_number, 1)
+    return RoundContext(spec, round_number, 1, spec.rounds, streams)
+
+
+def with_params(ctx: RoundContext, **params: ParameterValue) -> RoundContext:
+    """The same context with other parameters."""
+    return replace(ctx, spec=ctx.spec.model_copy(update={"params": {**ctx.spec.params, **params}}))
+
+
+def same(first: Weights, second: Weights) -> bool:
+    """Whether two parts are equal bit for bit."""
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)

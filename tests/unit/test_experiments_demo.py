@@ -1,0 +1,297 @@
+"""The demo's bookkeeping: diaries become times, accuracies and a table; options become a plan; the order of the steps."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from experiments.demo import Run, free_ports, new_run, resumed_run, write_secrets
+from experiments.errors import OptionError
+from experiments.events import AgentStory, CoordinatorStory, Follower
+from experiments.options import Setting, load_setting, parse_params, root_secret, toml_text
+from experiments.partitions import ClientFolder, Prepared
+from experiments.plots import accuracy_over_rounds
+from experiments.progress import Progress
+from experiments.summary import seconds, summarise, table
+from fedcg.learning.spec import plan_from_mapping
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+FIRST, SECOND, FINAL = "a" * 64, "b" * 64, "c" * 64
+
+
+def event(at: float, name: str, **values: object) -> dict[str, object]:
+    return {"t": at, "event": name, **values}
+
+
+def agent_events(delay: float, accuracy: float) -> list[dict[str, object]]:
+    """Two rounds of an agent that is `delay` seconds later than an ideal one at every step of round 1."""
+    events = [event(101, "agent_started")]
+    for number, base, at in ((1, FIRST, 103.0), (2, SECOND, 113.0)):
+        late = delay if number == 1 else 0.0
+        events += [
+            event(at + late, "artifact_stored", artifact=base, what="aggregate", round=number),
+            event(at + late + 0.5, "phase_started", phase="classify", round=number, attempt=1),
+            event(at + late + 0.6, "progress", phase="classify", step=5, steps=10, round=number, attempt=1),
+            event(at + late + 4, "committed", round=number, attempt=1, accuracy_personal=accuracy, accuracy_local=0.5,
+                  accuracy_common_personal=accuracy, accuracy_common_local=0.4, consistency=0.9, spread=0.3),
+            event(at + late + 4.25, "receipt", round=number, attempt=1, outcome="accepted"),
+        ]  # fmt: skip
+    return [
+        *events,
+        event(121, "artifact_stored", artifact=FINAL, what="aggregate", round=2),
+        event(124 + delay, "finalised", candidate="own", accuracy_personal=accuracy, accuracy_local=0.5,
+              accuracy_onnx=accuracy, accuracy_common_personal=accuracy, accuracy_common_local=0.4,
+              accuracy_common_onnx=accuracy, model_dir="/m/0001", onnx_model="/m/0001/model.onnx"),
+    ]  # fmt: skip
+
+
+def coordinator_events() -> list[dict[str, object]]:
+    return [
+        event(102.5, "attempt_opened", round=1, attempt=1, aggregate=FIRST),
+        event(110.25, "aggregate_step", round=1, phase="distil", step=3, steps=4),
+        event(112, "aggregate_stored", round=1, attempt=1, artifact=SECOND),
+        event(112.1, "attempt_opened", round=2, attempt=1, aggregate=SECOND),
+        event(120, "aggregate_stored", round=2, attempt=1, artifact=FINAL),
+        event(120, "finished", round=2),
+    ]
+
+
+@pytest.fixture
+def stories() -> tuple[list[AgentStory], CoordinatorStory]:
+    agents = [AgentStory("client-1"), AgentStory("client-2")]
+    agents[0].take(agent_events(0.0, 0.75))
+    agents[1].take(agent_events(2.0, 0.85))
+    coordinator = CoordinatorStory()
+    coordinator.take(coordinator_events())
+    return agents, coordinator
+
+
+def test_seconds_follow_the_critical_path_by_hand(stories: tuple[list[AgentStory], CoordinatorStory]) -> None:
+    # Round 1: available 102.5, last verified 105 (2.5); client-2's commit 109, receipt 109.25 (0.25); stored 112 (2.75).
+    # Round 2: available 112, verified 113 (1.0); commit 117, receipt 117.25 (0.25); stored 120 (2.75).
+    # Final: available 120, verified 121 (1.0); last export 126 (5.0). Train: 105.5..109 and 113.5..117.
+    times = seconds(*stories, started=100.0, ended=130.0)
+    assert times.total == 30.0
+    assert times.startup == 5.5
+    assert times.transport == pytest.approx(2.5 + 0.25 + 1.0 + 0.25 + 1.0)
+    assert times.train == pytest.approx(3.5 + 3.5)
+    assert times.aggregate == pytest.approx(2.75 + 2.75)
+    assert times.export == pytest.approx(5.0)
+
+
+def test_seconds_of_a_run_in_which_nothing_happened_are_zero() -> None:
+    times = seconds([AgentStory("client-1")], CoordinatorStory(), started=100.0, ended=101.0)
+    assert (times.train, times.transport, times.aggregate, times.export) == (0, 0, 0, 0)
+
+
+WIRE: dict[str, Any] = {
+    "finished": True,
+    "parts_on_wire": ["classifier", "generator"],
+    "fields_on_wire": ["accuracy", "examples"],
+    "bytes": {"client-1": {"up": {"0": 1000, "1": 500_000, "2": 499_000}, "down": {"1": 7}}},
+    "artifacts": [
+        {
+            "id": FIRST,
+            "kind": "update",
+            "sender": "client-1",
+            "parts": ["classifier", "generator"],
+            "report": ["examples"],
+        },
+        {"id": FINAL, "kind": "aggregate", "sender": "coordinator", "parts": ["classifier"], "report": []},
+    ],
+    "messages": {"hello": {"count": 2}},
+}
+
+
+def summary_of(stories: tuple[list[AgentStory], CoordinatorStory], tmp_path: Path) -> dict[str, Any]:
+    folders = tuple(ClientFolder(name, tmp_path / name, (10, 20), (3, 4)) for name in ("client-1", "client-2"))
+    return summarise(
+        setting=Setting(rounds=2).model_dump(mode="json"),
+        broker="mosquitto",
+        times=seconds(*stories, started=100.0, ended=130.0),
+        prepared=Prepared(("a", "b"), folders, tmp_path / "common", 5),
+        agents=stories[0],
+        wire=WIRE,
+        versions={"torch": "2"},
+    )
+
+
+def test_the_summary_has_the_promised_keys(stories: tuple[list[AgentStory], CoordinatorStory], tmp_path: Path) -> None:
+    summary = json.loads(json.dumps(summary_of(stories, tmp_path)))
+    promised = {"method", "rounds", "data", "broker", "seconds", "parts_on_wire", "fields_on_wire", "clients"}
+    assert promised <= set(summary)
+    assert set(summary["seconds"]) == {"total", "startup", "train", "transport", "aggregate", "export"}
+    of_client = {
+        "id", "train_images", "test_images", "accuracy_local", "accuracy_personal", "accuracy_onnx",
+        "accuracy_common_local", "accuracy_common_personal", "onnx_model", "uplink_bytes_per_round",
+    }  # fmt: skip
+    first = summary["clients"][0]
+    assert of_client <= set(first)
+    assert (first["train_images"], first["test_images"], first["onnx_model"]) == (30, 7, "/m/0001/model.onnx")
+    assert (first["accuracy_personal"], first["accuracy_local"], first["accuracy_common_local"]) == (0.75, 0.5, 0.4)
+    assert first["uplink_bytes_per_round"] == 500_000
+    assert summary["mean"]["accuracy_common_personal"] == pytest.approx(0.8)
+
+
+def test_what_crossed_is_taken_from_the_observer_alone(
+    stories: tuple[list[AgentStory], CoordinatorStory], tmp_path: Path
+) -> None:
+    first, second = summary_of(stories, tmp_path)["clients"]
+    assert (first["parts_on_wire"], first["fields_on_wire"]) == (["classifier", "generator"], ["examples"])
+    assert (second["parts_on_wire"], second["uplink_bytes_per_round"]) == ([], 0)
+
+
+def test_the_table_is_readable_at_100_columns(
+    stories: tuple[list[AgentStory], CoordinatorStory], tmp_path: Path
+) -> None:
+    console = Console(file=io.StringIO(), width=100)
+    console.print(table(summary_of(stories, tmp_path)))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert max(map(len, text.splitlines())) <= 100
+    for word in ("client-1", "75.0", "80.0", "personal", "ONNX", "classifier", "generator", "examples", "500"):
+        assert word in text
+    assert "…" not in text
+
+
+def test_the_live_table_and_the_lines_show_where_everybody_is(
+    stories: tuple[list[AgentStory], CoordinatorStory],
+) -> None:
+    console = Console(file=io.StringIO(), width=100)
+    progress = Progress(console, 2)
+    agents, coordinator = stories
+    agents[1].problems.append("round 2: rejected because")
+    with progress.shown():
+        progress.show(agents, coordinator)
+        progress.show(agents, coordinator)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert text.count("round 1/2") == 1
+    assert "50.0 / 80.0" in text
+    assert "client-2: round 2: rejected because" in text
+    console.print(progress.render(agents, coordinator))
+    assert "50.0 / 75.0" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_diary_is_followed_line_by_line_and_a_torn_line_waits(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    follower = Follower(path)
+    assert list(follower.new()) == []
+    path.write_text('{"t": 1, "event": "a"}\n{"t": 2, "ev')
+    assert [found["event"] for found in follower.new()] == ["a"]
+    with path.open("a") as file:
+        file.write('ent": "b"}\nnot json\n')
+    assert [found["event"] for found in follower.new()] == ["b"]
+    assert list(follower.new()) == []
+
+
+def test_a_pause_and_a_refusal_are_noticed() -> None:
+    coordinator, agent = CoordinatorStory(), AgentStory("client-1")
+    coordinator.take([event(1, "paused", reason="quorum missed")])
+    agent.take([event(1, "receipt", round=1, outcome="rejected", reason="norm"), event(2, "trainer_died", pid=3)])
+    assert coordinator.paused == "quorum missed"
+    assert len(agent.problems) == 2
+
+
+def test_the_plan_is_a_valid_plan_and_survives_toml() -> None:
+    setting = Setting(method="fedcg", params={"gan_lr": 0.001, "server_iterations": 77}, local_epochs=3)
+    values = setting.plan(None, quick=True)
+    plan = plan_from_mapping(tomllib.loads(toml_text(values)))
+    assert plan == plan_from_mapping(dict(values))
+    assert plan.params["epochs"] == 3
+    assert plan.params["server_iterations"] == 77
+    assert (plan.network.generator, plan.network.discriminator, plan.image.mode, plan.min_clients) == (
+        "mlp",
+        "mlp",
+        "L",
+        4,
+    )
+
+
+def test_parameters_are_read_as_json_or_text() -> None:
+    assert parse_params(["lr=0.01", "steps=3", "flag=true", "kind=min", "x=a=b"]) == {
+        "lr": 0.01, "steps": 3, "flag": True, "kind": "min", "x": "a=b",
+    }  # fmt: skip
+    with pytest.raises(OptionError, match="key=value"):
+        parse_params(["lr"])
+
+
+def test_the_roots_differ_by_purpose_and_seed_and_are_private_files(tmp_path: Path) -> None:
+    assert len({root_secret(0, "cohort"), root_secret(0, "device a"), root_secret(1, "cohort")}) == 3
+    write_secrets(tmp_path / "secrets", 0, "client-1")
+    write_secrets(tmp_path / "other", 0, "client-2")
+    key = tmp_path / "secrets" / "device.key"
+    assert key.stat().st_mode & 0o077 == 0
+    assert len(key.read_bytes()) == 32
+    assert key.read_bytes() != (tmp_path / "other" / "device.key").read_bytes()
+    assert (tmp_path / "secrets" / "cohort.key").read_bytes() == (tmp_path / "other" / "cohort.key").read_bytes()
+
+
+def test_a_run_is_resumed_with_its_own_options_ports_and_steps(tmp_path: Path) -> None:
+    run = new_run(tmp_path / "run", Setting(seed=5, clients=3), "auto")
+    run.save(frozenset({"init"}))
+    again = resumed_run(tmp_path / "run")
+    assert again == run
+    assert again.done() == {"init"}
+    assert load_setting(tmp_path / "run").seed == 5
+    with pytest.raises(OptionError, match="--resume"):
+        new_run(tmp_path / "run", Setting(), "auto")
+    with pytest.raises(OptionError, match="no demo"):
+        resumed_run(tmp_path)
+
+
+def test_free_ports_are_different_and_free() -> None:
+    assert len(set(free_ports(4))) == 4
+
+
+def test_the_picture_is_a_png(stories: tuple[list[AgentStory], CoordinatorStory], tmp_path: Path) -> None:
+    summary = summary_of(stories, tmp_path)
+    accuracy_over_rounds(summary["curves"], tmp_path / "accuracy.png", "fedcg")
+    assert (tmp_path / "accuracy.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--partition", "domain"], "neither"),
+        (["--data", "/nowhere/at/all"], "not a folder"),
+        (["--clients", "0"], "clients"),
+        (["--set", "lr"], "key=value"),
+    ],
+)
+def test_bad_options_end_with_code_2_before_anything_starts(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import typer
+
+    from experiments.cli import demo_command
+
+    monkeypatch.chdir(tmp_path)
+    app = typer.Typer()
+    app.command()(demo_command)
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    assert message in result.output.replace("\n", " ")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_demo_and_its_help_import_no_torch() -> None:
+    code = "import experiments.demo, experiments.cli, experiments.plots, audit.cli, sys; print('torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "False"
+
+
+def test_run_folders_are_named_in_one_place(tmp_path: Path) -> None:
+    run = Run(tmp_path, Setting(), "auto", 1, 2)
+    places = {run.home, run.data, run.observer, run.bundle("client-1"), run.root}
+    assert len(places) == 5

@@ -1,0 +1,286 @@
+"""Server halves against hand-worked numbers: ensembles, shares, directions of divergence, crossed terms."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import pytest
+import torch
+from torch import nn
+
+from fedcg.learning import crossed, distillation
+from fedcg.learning.crossed import (
+    CrossedAggregator,
+    FrozenFeatures,
+    Term,
+    crossed_loss,
+    label_distribution,
+    label_shares,
+    sample_clients,
+    term_of,
+)
+from fedcg.learning.distillation import (
+    Bank,
+    Distillation,
+    EnsembleAggregator,
+    Pair,
+    draw_bank,
+    ensemble_logits,
+    teacher_logits,
+    train_student,
+    uniform,
+)
+from fedcg.learning.initial import initial_parts
+from fedcg.learning.method import Aggregate, DivergedError, RoundContext, ServerState, Update, Weights
+from fedcg.learning.seeds import Streams
+from fedcg.learning.simulation import MemorySpill
+from fedcg.wire.parts import Part
+from tests.unit.learning_cases import context, quick_spec
+
+SHARED = (Part.GENERATOR, Part.CLASSIFIER)
+
+
+def test_the_ensemble_is_a_data_size_weighted_sum_of_logits() -> None:
+    # sizes 1 and 3: (1/4) (4, 0) + (3/4) (0, 4) = (1, 3)
+    logits = ensemble_logits(iter([(1, torch.tensor([[4.0, 0.0]])), (3, torch.tensor([[0.0, 4.0]]))]))
+    assert logits.tolist() == [[1.0, 3.0]]
+
+
+def test_a_bank_repeats_from_its_streams_and_follows_the_label_distribution() -> None:
+    streams = Streams(b"coordinator").at("f", 1, 1)
+    bank = draw_bank(streams, 4000, 3, torch.tensor([0.25, 0.75, 0.0]))
+    again = draw_bank(streams, 4000, 3, torch.tensor([0.25, 0.75, 0.0]))
+    assert torch.equal(bank.noise, again.noise)
+    assert torch.equal(bank.labels, again.labels)
+    counts = torch.bincount(bank.labels, minlength=3)
+    assert counts[2].item() == 0
+    assert counts[0].item() == pytest.approx(1000, abs=120)
+    assert bank.noise.std().item() == pytest.approx(1.0, abs=0.05)
+
+
+def test_label_shares_and_distribution_come_from_counts() -> None:
+    # class 0: 1 of 4 and 3 of 4; class 1: 3 of 3 and 0 of 3; class 2: nobody
+    counts = [(1, 3, 0), (3, 0, 0)]
+    assert label_shares(counts).tolist() == [[0.25, 1.0, 0.0], [0.75, 0.0, 0.0]]
+    assert label_distribution(counts).tolist() == pytest.approx([4 / 7, 3 / 7, 0.0])
+
+
+class Constant(nn.Module):
+    """A generator whose features are the same whatever it is asked: it can match no two targets at once."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.value = nn.Parameter(torch.zeros(width))
+
+    def forward(self, noise: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.value.expand(len(labels), -1)
+
+
+class Identity(nn.Module):
+    """A classifier whose logits are the features, with a parameter that does nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Parameter(torch.zeros(1))
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        return features + 0.0 * self.unused
+
+
+class Shift(nn.Module):
+    """A classifier that adds a constant to the features."""
+
+    def __init__(self, shift: Sequence[float]) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.tensor(shift))
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        return features + self.shift
+
+
+FIRST, SECOND = (0.9, 0.05, 0.05), (0.1, 0.45, 0.45)
+# A student that must answer three rows of FIRST and one of SECOND with one distribution settles
+#   under KL(teacher || student) at the arithmetic mean: 3/4 FIRST + 1/4 SECOND = (0.7, 0.15, 0.15);
+#   under KL(student || teacher) at the normalised geometric mean: 0.9^0.75 * 0.1^0.25 = 0.51962 and
+#   0.05^0.75 * 0.45^0.25 = 0.08660 (twice), over their sum 0.69282: (0.75, 0.125, 0.125).
+ARITHMETIC, GEOMETRIC = (0.7, 0.15, 0.15), (0.75, 0.125, 0.125)
+PATTERN = torch.tensor([FIRST, FIRST, FIRST, SECOND]).log()
+SETTINGS = Distillation(iterations=600, batch=4, lr=0.02, weight_decay=0.0)
+
+
+def settled(student: Pair) -> list[float]:
+    out: torch.Tensor = student.generator(torch.zeros(1, 1), torch.zeros(1, dtype=torch.int64))
+    return out.softmax(1)[0].tolist()
+
+
+def stub_context() -> RoundContext:
+    return context(quick_spec("fedcg", server_iterations=600, server_batch=4))
+
+
+def update(client: str, examples: int = 1, counts: tuple[int, ...] = (1, 1, 1)) -> Update:
+    parts: Mapping[Part, Weights] = {part: {"w": torch.zeros(1)} for part in SHARED}
+    return Update(client, parts, examples, counts)
+
+
+def test_fedcg_student_settles_where_the_divergence_from_teacher_to_student_is_least(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    student = Pair(Constant(3), Identity())
+    monkeypatch.setattr(distillation, "load_pair", lambda parts, ctx: student)
+    spill = MemorySpill()
+    spill.put("a", {"logits": PATTERN.repeat(600, 1)})
+    aggregator = EnsembleAggregator(SETTINGS, stub_context(), spill)
+    monkeypatch.setattr(Pair, "weights", lambda self: {})
+    aggregator.finish({"a": lambda: update("a")})
+    assert settled(student) == pytest.approx(ARITHMETIC, abs=0.02)
+
+
+def test_fedmd_cg_student_settles_where_the_divergence_from_student_to_teacher_is_least() -> None:
+    student = Pair(Constant(3), Identity())
+    mean_log = PATTERN.repeat(600, 1)
+
+    def loss_of(rows: slice, features: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        return crossed_loss(rows, features, logits, mean_log, [], student.classifier).mean()
+
+    bank = Bank(torch.zeros(2400, 1), torch.zeros(2400, dtype=torch.int64))
+    train_student(student, bank, SETTINGS, stub_context(), loss_of)
+    assert settled(student) == pytest.approx(GEOMETRIC, abs=0.02)
+
+
+def crossed_by_hand(student: Pair, teachers: Sequence[Pair], bank: Bank, shares: torch.Tensor) -> list[float]:
+    """Eq. 10-11 row by row, straight from the paper, with no algebra."""
+
+    def kl(p: torch.Tensor, q: torch.Tensor) -> float:
+        return float((p.softmax(0) * (p.softmax(0).log() - q.softmax(0).log())).sum())
+
+    losses = []
+    for row in range(len(bank)):
+        z, y = bank.noise[row : row + 1], bank.labels[row : row + 1]
+        total = 0.0
+        for number, teacher in enumerate(teachers):
+            tau = float(shares[number, int(y)])
+            made, theirs = student.generator(z, y), teacher.generator(z, y)
+            rho_i = teacher.classifier(theirs)[0]
+            total += tau * kl(student.classifier(made)[0], rho_i)
+            total += tau * kl(student.classifier(theirs)[0], rho_i)
+            total += tau * kl(teacher.classifier(made)[0], rho_i)
+        losses.append(total)
+    return losses
+
+
+def real_pairs(count: int) -> tuple[RoundContext, list[Pair]]:
+    spec = quick_spec("fedmd_cg", server_iterations=2, server_batch=6)
+    ctx = context(spec)
+    pairs = []
+    for seed in range(count):
+        parts = initial_parts(spec.model_copy(update={"seed": seed}), b"x")
+        pairs.append(distillation.load_pair({part: parts[part] for part in SHARED}, ctx))
+        for half in (pairs[-1].generator, pairs[-1].classifier):
+            half.eval()
+    return ctx, pairs
+
+
+def terms_of(teachers: Sequence[Pair], bank: Bank, weights: torch.Tensor, ctx: RoundContext) -> list[Term]:
+    logs = [teacher_logits(teacher, bank, ctx).log_softmax(1) for teacher in teachers]
+    return [
+        term_of(teacher, bank, log, weight, "cpu") for teacher, log, weight in zip(teachers, logs, weights, strict=True)
+    ]
+
+
+def test_the_crossed_loss_equals_the_papers_sums_row_by_row() -> None:
+    ctx, (student, *teachers) = real_pairs(3)
+    bank = draw_bank(Streams(b"c"), 12, ctx.spec.network.noise_dim, uniform(3))
+    shares = label_shares([(1, 3, 0), (3, 0, 2)])
+    mean_log = sum(
+        shares[i][bank.labels].unsqueeze(1) * teacher_logits(teacher, bank, ctx).log_softmax(1).double()
+        for i, teacher in enumerate(teachers)
+    )
+    assert isinstance(mean_log, torch.Tensor)
+    terms = terms_of(teachers, bank, shares[:, bank.labels], ctx)
+    got = []
+    for rows in (slice(0, 6), slice(6, 12)):
+        features = student.generator(bank.noise[rows], bank.labels[rows])
+        logits = student.classifier(features)
+        got += crossed_loss(rows, features, logits, mean_log.float(), terms, student.classifier).tolist()
+    assert got == pytest.approx(crossed_by_hand(student, teachers, bank, shares), rel=1e-3, abs=1e-6)
+
+
+def test_the_third_crossed_term_moves_the_generator_through_the_frozen_teacher() -> None:
+    teacher = Pair(Constant(2), Shift((0.5, 0.0)))
+    bank = Bank(torch.zeros(1, 1), torch.zeros(1, dtype=torch.int64))
+    log_teacher = torch.tensor([[0.9, 0.1]]).log()
+    term = term_of(teacher, bank, log_teacher, torch.ones(1), "cpu")
+    features = torch.zeros(1, 2, requires_grad=True)
+    student = Identity()
+    loss = crossed_loss(slice(0, 1), features, torch.zeros(1, 2), log_teacher, [term], student)
+    # KL_1: (1/2, 1/2) from (0.9, 0.1) = 1/2 ln(0.5/0.9) + 1/2 ln(0.5/0.1) = 0.510826; KL_2: the same (teacher features are 0)
+    # KL_3: softmax(0.5, 0) = (0.622459, 0.377541): 0.622459 ln(0.622459/0.9) + 0.377541 ln(0.377541/0.1) = 0.272071
+    assert loss.item() == pytest.approx(0.510826 + 0.510826 + 0.272071, abs=1e-5)
+    loss.sum().backward()
+    assert features.grad is not None
+    assert features.grad.abs().max().item() > 0.0
+    assert all(parameter.grad is None for parameter in teacher.classifier.parameters())
+
+
+def test_above_the_bound_each_row_draws_one_client_by_its_share_of_the_label() -> None:
+    labels = torch.arange(9000) % 3
+    weights = sample_clients(label_shares([(1, 3, 0), (3, 0, 0)])[:, labels], torch.Generator().manual_seed(0))
+    assert torch.equal(weights.sum(dim=0), torch.ones(9000, dtype=torch.float64))
+    first = weights[0].reshape(-1, 3).mean(dim=0)
+    assert first[0].item() == pytest.approx(0.25, abs=0.03)
+    assert first[1].item() == 1.0
+
+
+def test_features_are_made_a_block_ahead_and_equal_those_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, (pair,) = real_pairs(1)
+    noise, labels = torch.randn(10, 8), torch.arange(10) % 3
+    monkeypatch.setattr(crossed, "BLOCK_ROWS", 4)
+    lazy = FrozenFeatures(pair.generator, noise, labels)
+    pieces = torch.cat([lazy.rows(start, min(start + 3, 10)) for start in range(0, 10, 3)])
+    with torch.no_grad():
+        expected = pair.generator(noise, labels)
+    assert torch.allclose(pieces, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("bank", ["exact", "arrival"])
+def test_the_published_label_distribution_is_that_of_this_rounds_counts(bank: str) -> None:
+    ctx, _ = real_pairs(1)
+    parts = {part: initial_parts(ctx.spec, b"x")[part] for part in SHARED}
+    updates = {"a": Update("a", parts, 4, (4, 0, 0)), "b": Update("b", parts, 4, (0, 3, 1))}
+    aggregator = CrossedAggregator(
+        Distillation(2, 6, 1e-3, 0.0), bank, 32, ServerState(Aggregate(parts, (1.0, 0.0, 0.0))), ctx, MemorySpill()
+    )
+    for one in updates.values():
+        aggregator.add(one)
+    aggregate, _ = aggregator.finish({name: (lambda name=name: updates[name]) for name in updates})
+    assert aggregate.label_distribution == pytest.approx((0.5, 0.375, 0.125))
+
+
+def test_rows_of_an_arrival_bank_weigh_as_much_as_their_label_does_now() -> None:
+    weights = crossed.importance(torch.tensor([0.75, 0.25]), torch.tensor([0.5, 0.5]), torch.tensor([0, 1, 1]))
+    assert weights.tolist() == [1.5, 0.5, 0.5]
+
+
+def test_fedmd_cg_refuses_a_client_that_does_not_tell_its_label_counts() -> None:
+    ctx, _ = real_pairs(1)
+    parts = {part: initial_parts(ctx.spec, b"x")[part] for part in SHARED}
+    silent = Update("quiet", parts, 4)
+    aggregator = CrossedAggregator(
+        Distillation(2, 6, 1e-3, 0.0), "exact", 32, ServerState(Aggregate(parts)), ctx, MemorySpill()
+    )
+    with pytest.raises(ValueError, match="none from quiet"):
+        aggregator.finish({"quiet": lambda: silent})
+
+
+def test_a_student_that_explodes_is_not_returned() -> None:
+    student = Pair(Constant(3), Identity())
+    bank = Bank(torch.zeros(8, 1), torch.zeros(8, dtype=torch.int64))
+    with pytest.raises(DivergedError, match="nan"):
+        train_student(
+            student,
+            bank,
+            Distillation(2, 4, 0.1, 0.0),
+            stub_context(),
+            lambda rows, features, logits: logits.sum() * math.nan,
+        )

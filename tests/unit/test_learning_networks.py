@@ -1,0 +1,205 @@
+"""Shapes, published sizes and initial weights of every network."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from fedcg.learning.errors import NetworkError
+from fedcg.learning.initial import complete_spec, initial_parts, shadow_spec
+from fedcg.learning.networks import build, build_part, feature_shape, layout_of, layouts, load_part, weights_of
+from fedcg.learning.networks.generators import spread_growth
+from fedcg.learning.networks.spectral import SpectralConv2d, SpectralLinear
+from fedcg.learning.seeds import Streams, spec_root
+from fedcg.learning.spec import FederationPlan, FederationSpec, ImageForm, NetworkChoice
+from fedcg.wire.parts import Part, ReportField
+from tests.unit.learning_cases import CLASSES, GREY, plan, quick_spec, same
+
+CIFAR = ImageForm(mode="RGB", height=32, width=32, mean=(0.5,) * 3, std=(0.25,) * 3)
+TEN = tuple("abcdefghij")
+
+
+def cifar(**network: object) -> FederationPlan:
+    return FederationPlan(
+        federation="cifar",
+        classes=TEN,
+        image=CIFAR,
+        network=NetworkChoice.model_validate(network),
+        method="fedcg",
+        rounds=1,
+    )
+
+
+def parameter_bytes(spec: FederationPlan, part: Part) -> int:
+    return sum(4 * parameter.numel() for parameter in build_part(spec, part).parameters())
+
+
+def test_lenet_has_the_published_sizes() -> None:
+    for split in ("lenet5", "lenet5_relu"):
+        assert parameter_bytes(cifar(split=split), Part.EXTRACTOR) == 11_488
+        assert parameter_bytes(cifar(split=split), Part.CLASSIFIER) == 236_536
+        assert feature_shape(cifar(split=split)) == (16, 5, 5)
+
+
+def test_generators_have_the_published_sizes() -> None:
+    assert parameter_bytes(cifar(generator="conv", noise_dim=100), Part.GENERATOR) == 3_562_896
+    assert parameter_bytes(cifar(generator="mlp", noise_dim=64), Part.GENERATOR) == 489_424
+
+
+def test_the_published_generator_grows_by_two_by_two_kernels() -> None:
+    assert spread_growth(5, 4) == [2, 2, 2, 2]
+    for size in range(1, 20):
+        assert sum(kernel - 1 for kernel in spread_growth(size, 4)) == size - 1
+
+
+@pytest.mark.parametrize("split", ["lenet5", "lenet5_relu"])
+@pytest.mark.parametrize("kind", ["conv", "mlp"])
+@pytest.mark.parametrize(("height", "width"), [(16, 16), (28, 28), (20, 36)])
+def test_every_network_fits_every_feature_shape(split: str, kind: str, height: int, width: int) -> None:
+    image = ImageForm(mode="L", height=height, width=width, mean=(0.5,), std=(0.5,))
+    network = NetworkChoice(split=split, generator=kind, discriminator=kind, noise_dim=7)
+    nets = build(plan("fedcg", network, image))
+    features = nets.extractor(torch.randn(4, 1, height, width))
+    labels = torch.tensor([0, 1, 2, 0])
+    made = nets.generator(torch.randn(4, 7), labels)
+    assert made.shape == features.shape
+    assert nets.classifier(features).shape == (4, len(CLASSES))
+    assert nets.discriminator(features, labels).shape == (4,)
+
+
+@pytest.mark.parametrize("kind", ["conv", "mlp"])
+def test_generated_features_lie_in_the_range_of_the_extractors(kind: str) -> None:
+    for split, upper in (("lenet5", 1.0), ("lenet5_relu", math.inf)):
+        spec = cifar(split=split, generator=kind)
+        made = build_part(spec, Part.GENERATOR)(torch.randn(64, 100), torch.arange(64) % 10)
+        real = build_part(spec, Part.EXTRACTOR)(torch.randn(64, 3, 32, 32))
+        for features in (made, real):
+            assert 0.0 <= features.min().item() <= features.max().item() <= upper
+
+
+@pytest.mark.parametrize("kind", ["conv", "mlp"])
+def test_the_label_changes_what_a_generator_makes_and_a_discriminator_says(kind: str) -> None:
+    nets = build(cifar(generator=kind, discriminator=kind))
+    noise, first, second = torch.randn(8, 100), torch.zeros(8, dtype=torch.int64), torch.ones(8, dtype=torch.int64)
+    assert not torch.allclose(nets.generator(noise, first), nets.generator(noise, second))
+    features = torch.rand(8, 16, 5, 5)
+    assert not torch.allclose(nets.discriminator(features, first), nets.discriminator(features, second))
+
+
+def test_an_image_too_small_for_the_split_and_an_unknown_name_are_explained() -> None:
+    small = GREY.model_copy(update={"height": 8, "width": 8})
+    with pytest.raises(NetworkError, match="at least 16x16, not 8x8"):
+        complete_spec(plan("fedcg", image=small))
+    with pytest.raises(NetworkError, match="no split named 'lenet9'; there are lenet5"):
+        complete_spec(plan("fedcg", NetworkChoice(split="lenet9")))
+    with pytest.raises(NetworkError, match="no generator named 'gru'"):
+        complete_spec(plan("fedcg", NetworkChoice(generator="gru")))
+
+
+def test_spectral_layers_equal_torchs_parametrisation_in_value_and_gradient() -> None:
+    from torch.nn.utils.parametrizations import spectral_norm
+
+    torch.manual_seed(0)
+    pairs: list[tuple[nn.Module, nn.Module, torch.Tensor]] = [
+        (SpectralLinear(6, 5), spectral_norm(nn.Linear(6, 5)), torch.randn(3, 6)),
+        (SpectralConv2d(2, 3, (2, 2)), spectral_norm(nn.Conv2d(2, 3, 2)), torch.randn(3, 2, 4, 4)),
+    ]
+    for ours, theirs, inputs in pairs:
+        state = theirs.state_dict()
+        values = {"weight": state["parametrizations.weight.original"], "bias": state["bias"]}
+        values |= {
+            f"vectors.{new}": state[f"parametrizations.weight.0.{old}"]
+            for new, old in (("left", "_u"), ("right", "_v"))
+        }
+        ours.load_state_dict(values)
+        for mode in (True, True, False):
+            ours.train(mode)
+            theirs.train(mode)
+            expected = theirs(inputs)
+            assert torch.allclose(ours(inputs), expected, atol=1e-5)
+        ours(inputs).square().sum().backward()
+        theirs(inputs).square().sum().backward()
+        wanted = dict(theirs.named_parameters())["parametrizations.weight.original"].grad
+        got = dict(ours.named_parameters())["weight"].grad
+        assert wanted is not None
+        assert got is not None
+        assert torch.allclose(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_layouts_come_from_shapes_and_equal_those_of_real_weights() -> None:
+    spec = quick_spec("fedcg")
+    drawn = initial_parts(spec, b"cohort")
+    assert spec.layouts == {part: layout_of(weights) for part, weights in drawn.items()}
+    assert layouts(spec, frozenset(Part)) == spec.layouts
+    names = {tensor.name: tensor.dtype for tensor in spec.layouts[Part.GENERATOR]}
+    assert "int64" in names.values()
+
+
+def test_shared_parts_start_from_the_public_seed_and_private_ones_from_the_cohort_secret() -> None:
+    spec = quick_spec("fedcg")
+    ours, theirs = initial_parts(spec, b"cohort"), initial_parts(spec, spec_root(spec.seed))
+    for part in Part:
+        assert same(ours[part], theirs[part]) == (part in {Part.CLASSIFIER, Part.GENERATOR})
+        assert same(ours[part], initial_parts(spec, b"cohort")[part])
+    other_seed = spec.model_copy(update={"seed": 6})
+    assert not same(initial_parts(other_seed, b"cohort")[Part.GENERATOR], ours[Part.GENERATOR])
+
+
+def test_initial_weights_have_torchs_default_bounds() -> None:
+    weights = initial_parts(quick_spec("fedcg"), b"cohort")[Part.EXTRACTOR]
+    first = weights["0.weight"]
+    assert first.abs().max().item() <= 1 / math.sqrt(25)
+    assert first.std().item() == pytest.approx(1 / math.sqrt(25) / math.sqrt(3), rel=0.1)
+
+
+def test_building_and_drawing_leave_the_global_random_state_alone() -> None:
+    before = torch.get_rng_state()
+    initial_parts(quick_spec("fedcg"), b"cohort")
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_loading_copies_and_refuses_weights_that_do_not_fit() -> None:
+    spec = quick_spec("fedcg")
+    weights = initial_parts(spec, b"cohort")[Part.CLASSIFIER]
+    module = load_part(spec, Part.CLASSIFIER, weights)
+    assert same(weights_of(module), weights)
+    with torch.no_grad():
+        next(module.parameters()).add_(1.0)
+    assert not same(weights_of(module), weights)
+    with pytest.raises(NetworkError, match="do not fit the classifier"):
+        load_part(spec, Part.CLASSIFIER, {**weights, "extra": torch.zeros(1)})
+
+
+def test_a_plan_becomes_a_spec_with_defaults_payload_and_needed_report_fields() -> None:
+    spec = complete_spec(plan("fedmd_cg"))
+    assert spec.params["lambda1"] == 1.0
+    assert spec.params["epochs"] == 2
+    assert spec.upload == (Part.CLASSIFIER, Part.GENERATOR)
+    assert ReportField.LABEL_COUNTS in spec.report
+    assert ReportField.LABEL_COUNTS not in complete_spec(plan("fedcg")).report
+    assert complete_spec(plan("local")).upload == ()
+    assert FederationSpec.parse(spec.canonical()) == spec
+
+
+def test_every_unknown_parameter_is_named() -> None:
+    with pytest.raises(ValueError, match=r"(?s)gama.*lerning"):
+        complete_spec(plan("fedcg", gama=1, lerning=2))
+
+
+def test_a_shadow_keeps_training_parameters_and_drops_the_methods_own() -> None:
+    shadow = shadow_spec(quick_spec("fedcg", epochs=3))
+    assert shadow.method == "local"
+    assert shadow.params["epochs"] == 3
+    assert "gan_lr" not in shadow.params
+    assert set(shadow.layouts) == {Part.EXTRACTOR, Part.CLASSIFIER}
+
+
+def test_streams_differ_by_purpose_and_repeat_from_their_start() -> None:
+    streams = Streams(b"root").at("f", 1, 1)
+    first = torch.rand(3, generator=streams.generator("noise"))
+    assert torch.equal(first, torch.rand(3, generator=streams.generator("noise")))
+    assert not torch.equal(first, torch.rand(3, generator=streams.generator("order")))
+    assert not torch.equal(first, torch.rand(3, generator=Streams(b"root").at("f", 2, 1).generator("noise")))
