@@ -206,6 +206,7 @@ class MqttTransport:
             client.tls_set_context(context)
         if self._will is not None:
             client.will_set(self._will.topic, self._will.payload, qos=1, retain=self._will.retain)
+        client.on_socket_open = _send_at_once
         client.on_connect = self._connected
         client.on_subscribe = self._subscribed
         client.on_publish = self._published
@@ -335,6 +336,11 @@ def probe(config: MqttConfig, timeout_s: float = 10.0) -> str:
 
 def _ignore(_: object) -> None:
     """A callback of nobody."""
+
+
+def _send_at_once(_client: Any, _data: Any, sock: Any) -> None:
+    """Turn off Nagle's algorithm: a grant that waits for a delayed ACK stalls a whole window."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def _buffered(sock: Any) -> bool:

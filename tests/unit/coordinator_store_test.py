@@ -109,7 +109,7 @@ def test_the_engine_state_is_rebuilt_while_collecting_and_while_distilling(store
     store.end_update(update("b", Outcome.REJECTED))
     state = store.round_state("f")
     assert (state.phase, state.round, state.attempt, state.deadline_at) == (Phase.COLLECTING, 1, 1, 110.0)
-    assert (state.participants, state.updates, state.declined) == (frozenset("abc"), {"a"}, {"b"})
+    assert (state.participants, state.updates, state.declined) == (frozenset("abc"), frozenset("a"), frozenset("b"))
     assert state.online == frozenset()
     store.start_distilling(KEY, 50.0)
     assert store.round_state("f").phase is Phase.DISTILLING

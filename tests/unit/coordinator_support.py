@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from typing_extensions import Self
 
 from coordinator.aggregation_messages import Job, JobDone, UpdateAdded, WorkerEvent, WorkerReady, WorkerSettings
 from coordinator.events import EventLog
@@ -248,7 +249,7 @@ class FakeDevice:
     def _status(self, *, online: bool) -> DeviceStatus:
         return DeviceStatus(**self._addressed(), online=online)
 
-    def _link(self, up: bool) -> None:  # noqa: FBT001
+    def _link(self, up: bool) -> None:
         if up:
             self.transport.publish(
                 self.topics.status(self.name), seal(self._status(online=True), self.key), retain=True
@@ -420,7 +421,7 @@ class RunningService:
         self._up = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), daemon=True)
 
-    def __enter__(self) -> RunningService:
+    def __enter__(self) -> Self:
         self._thread.start()
         assert self._up.wait(DEADLINE_S)
         self._reraise()

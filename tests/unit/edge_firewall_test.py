@@ -184,7 +184,9 @@ field_sets = st.sets(st.sampled_from(ReportField)).map(frozenset)
 
 
 @settings(max_examples=200, deadline=None)
-@given(offered=parts_sets, asked=parts_sets, allowed=parts_sets, told=field_sets, wanted=field_sets, permitted=field_sets)
+@given(
+    offered=parts_sets, asked=parts_sets, allowed=parts_sets, told=field_sets, wanted=field_sets, permitted=field_sets
+)
 def test_nothing_leaves_that_is_not_asked_for_and_allowed(
     offered: frozenset[Part],
     asked: frozenset[Part],

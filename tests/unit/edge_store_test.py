@@ -21,7 +21,7 @@ from edge_client.generations import Cursor, Generations
 from edge_client.private_store import RECEIPTS_KEPT, DeliveryRecord, PrivateStore
 from edge_client.snapshot import Snapshot, SnapshotFile
 from fedcg.wire.parts import Part
-from tests.edge_worlds import DEVICE, FEDERATION, toy_generation, toy_parts, toy_snapshot, toy_spec
+from tests.edge_worlds import DEVICE, FEDERATION, toy_generation, toy_snapshot, toy_spec
 
 SPEC = toy_spec()
 
@@ -52,7 +52,11 @@ def test_a_commit_gives_back_exactly_what_was_put_in(store: PrivateStore) -> Non
     count = state.slots["personal"][Part.GENERATOR]["count"]
     assert (count.shape, count.dtype) == ((), np.dtype(np.int64))
     generation = state.generation
-    assert (generation.cursor, generation.spec, dict(generation.scores)) == (Cursor(3, 2), SPEC.digest, dict(new.scores))
+    assert (generation.cursor, generation.spec, dict(generation.scores)) == (
+        Cursor(3, 2),
+        SPEC.digest,
+        dict(new.scores),
+    )
     assert store.generations.update_bytes(generation) == b"update"
     assert store.generations.snapshot(generation) == toy_snapshot()
 
@@ -73,7 +77,9 @@ def test_two_generations_are_kept_and_older_ones_deleted(store: PrivateStore) ->
 
 
 @pytest.mark.parametrize("damaged", ["state.safetensors", "state.json", "update.bin", "snapshot.json"])
-def test_a_damaged_newest_generation_falls_back_to_the_one_before_and_says_so(store: PrivateStore, damaged: str) -> None:
+def test_a_damaged_newest_generation_falls_back_to_the_one_before_and_says_so(
+    store: PrivateStore, damaged: str
+) -> None:
     store.generations.commit(toy_generation(SPEC, Cursor(1, 1)))
     newest = store.generations.commit(toy_generation(SPEC, Cursor(2, 1)))
     path = store.root / "generations" / str(newest.number) / damaged
@@ -161,7 +167,9 @@ def test_what_a_cut_commit_left_behind_never_counts(monkeypatch: pytest.MonkeyPa
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 50), st.integers(1, 3), st.binary(min_size=1, max_size=64)), max_size=5))
-def test_the_last_commit_always_counts(tmp_path_factory: pytest.TempPathFactory, commits: list[tuple[int, int, bytes]]) -> None:
+def test_the_last_commit_always_counts(
+    tmp_path_factory: pytest.TempPathFactory, commits: list[tuple[int, int, bytes]]
+) -> None:
     generations = Generations(tmp_path_factory.mktemp("store"))
     for round_number, attempt, update in commits:
         generations.commit(toy_generation(SPEC, Cursor(round_number, attempt), update))
@@ -311,5 +319,3 @@ def test_only_downloads_that_something_refers_to_are_kept(store: PrivateStore) -
     store.prune_artifacts({kept})
     assert store.artifacts.has(kept)
     assert not store.artifacts.has(dropped)
-
-

@@ -1,0 +1,130 @@
+"""agent.toml: all problems at once, with their line; the environment wins; paths are relative to the file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from edge_client.config import AgentConfig, environment_names, load_config
+from edge_client.errors import ConfigError
+from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, DEFAULT_ALLOW_UPLOAD, Part, ReportField
+
+GOOD = """\
+federation = "shapes"
+device = "site-1"
+
+[broker]
+host = "broker.example"
+port = 8884
+
+[tls]
+ca = "tls/ca.pem"
+cert = "tls/device.pem"
+key = "/etc/device.key"
+
+[data]
+root = "images"
+"""
+
+
+def load(tmp_path: Path, text: str, environment: dict[str, str] | None = None) -> AgentConfig:
+    path = tmp_path / "agent.toml"
+    path.write_text(text)
+    return load_config(path, environment or {})
+
+
+def problems(tmp_path: Path, text: str, environment: dict[str, str] | None = None) -> dict[str, str]:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, text, environment)
+    return {problem.key: f"{problem.where}: {problem.message} ({problem.hint})" for problem in caught.value.problems}
+
+
+def test_paths_are_relative_to_the_file_and_absolute_ones_stay(tmp_path: Path) -> None:
+    config = load(tmp_path, GOOD)
+    assert config.tls is not None
+    assert config.tls.ca == tmp_path / "tls/ca.pem"
+    assert config.tls.key == Path("/etc/device.key")
+    assert config.data.root == tmp_path / "images"
+    assert config.data.common_test is None
+    assert config.store == tmp_path / "store"
+    assert config.keys.signing == tmp_path / "signing.key"
+
+
+def test_by_default_only_classifier_generator_and_harmless_fields_may_leave_and_no_shadow_is_trained(
+    tmp_path: Path,
+) -> None:
+    config = load(tmp_path, GOOD)
+    assert config.policy.allow_upload == DEFAULT_ALLOW_UPLOAD == {Part.CLASSIFIER, Part.GENERATOR}
+    assert config.policy.allow_report == DEFAULT_ALLOW_REPORT
+    assert ReportField.LABEL_COUNTS not in config.policy.allow_report
+    assert not config.training.shadow
+    assert config.export.enabled
+
+
+def test_all_problems_are_listed_at_once_with_their_lines(tmp_path: Path) -> None:
+    text = GOOD.replace('"shapes"', '"Shapes!"').replace("8884", "70000").replace('ca = "tls/ca.pem"\n', "")
+    text = text.replace('root = "images"', 'root = "images"\nsplt = 0.2') + '\n[policy]\nallow_upload = ["extracter"]\n'
+    found = problems(tmp_path, text)
+    assert found["federation"].startswith("line 1:")
+    assert found["broker.port"].startswith("line 6:")
+    assert found["tls.ca"].startswith("line 8:")
+    assert "add `ca` to [tls]" in found["tls.ca"]
+    assert found["data.splt"].startswith("line 14:")
+    upload = next(value for key, value in found.items() if key.startswith("policy.allow_upload"))
+    assert upload.startswith("line 17:")
+    assert "'generator'" in upload
+    assert len(found) == 5
+
+
+def test_a_misspelt_key_is_an_error_that_names_the_right_one(tmp_path: Path) -> None:
+    found = problems(tmp_path, GOOD.replace("port =", "prot ="))
+    assert "did you mean `port`?" in found["broker.prot"]
+
+
+def test_broken_toml_is_told_with_its_line(tmp_path: Path) -> None:
+    assert "line 5" in problems(tmp_path, GOOD.replace('"broker.example"', '"broker.example'))["(syntax)"]
+
+
+def test_a_missing_file_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="can't be read"):
+        load_config(tmp_path / "nowhere.toml", {})
+
+
+def test_without_tls_only_a_broker_on_this_machine_and_only_when_asked_for(tmp_path: Path) -> None:
+    plain = GOOD[: GOOD.index("[tls]")] + GOOD[GOOD.index("[data]") :]
+    assert "[tls]" in problems(tmp_path, plain)["(file)"]
+    insecure = plain.replace("port = 8884", "insecure = true")
+    assert "another one" in problems(tmp_path, insecure)["broker"]
+    local = insecure.replace("broker.example", "127.0.0.1")
+    assert load(tmp_path, local).broker.insecure
+
+
+def test_the_environment_wins_over_the_file(tmp_path: Path) -> None:
+    environment = {
+        "FEDCG_AGENT_BROKER_PORT": "1234",
+        "FEDCG_AGENT_STORE": "/var/lib/fedcg",
+        "FEDCG_AGENT_TRAINING_SHADOW": "true",
+        "FEDCG_AGENT_POLICY_ALLOW_UPLOAD": "classifier, generator, extractor",
+        "UNRELATED": "x",
+    }
+    config = load(tmp_path, GOOD, environment)
+    assert (config.broker.port, config.store, config.training.shadow) == (1234, Path("/var/lib/fedcg"), True)
+    assert config.policy.allow_upload == {Part.CLASSIFIER, Part.GENERATOR, Part.EXTRACTOR}
+
+
+def test_an_empty_list_in_the_environment_allows_nothing(tmp_path: Path) -> None:
+    assert load(tmp_path, GOOD, {"FEDCG_AGENT_POLICY_ALLOW_UPLOAD": ""}).policy.allow_upload == frozenset()
+
+
+def test_problems_of_the_environment_name_the_variable(tmp_path: Path) -> None:
+    found = problems(tmp_path, GOOD, {"FEDCG_AGENT_BROKER_PORT": "many", "FEDCG_AGENT_BROKER_PROT": "1"})
+    assert found["broker.port"].startswith("$FEDCG_AGENT_BROKER_PORT")
+    assert "FEDCG_AGENT_BROKER_PORT" in found["FEDCG_AGENT_BROKER_PROT"]
+
+
+def test_every_setting_has_a_variable() -> None:
+    names = environment_names()
+    assert names["FEDCG_AGENT_DEVICE"] == ("device",)
+    assert names["FEDCG_AGENT_DATA_COMMON_TEST"] == ("data", "common_test")
+    assert len(names) == len(set(names.values())) >= 20
