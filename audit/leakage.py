@@ -15,7 +15,7 @@ Integer tensors are quantised per channel with scales of their own, so they are 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -28,6 +28,7 @@ MIN_ROW_ELEMENTS = 6
 EARLIER_VERSION = 0.5  # a base that correlates this much with a private tensor is taken for an earlier version of it
 NEEDLE_BYTES = 32  # a run of 8 float32 numbers does not occur by chance
 NEEDLES_PER_TENSOR = 8
+_HASH_BITS = 20
 
 Array = NDArray[Any]
 
@@ -85,20 +86,19 @@ class Match:
         )
 
 
-def _centred(values: Array) -> tuple[NDArray[np.float64], float]:
+def _unit(values: Array) -> NDArray[np.float64]:
+    """The values, flattened, centred, and scaled to length 1; zeros where all are the same."""
     flat = np.asarray(values, dtype=np.float64).ravel()
     if not np.isfinite(flat).all():
         flat = np.nan_to_num(flat, nan=0.0, posinf=0.0, neginf=0.0)
-    centred = flat - flat.mean()
-    return centred, float(np.sqrt(centred @ centred))
+    centred: NDArray[np.float64] = flat - flat.mean()
+    length = float(np.sqrt(centred @ centred))
+    return centred / length if length > 1e-12 else np.zeros_like(centred)
 
 
 def correlation(left: Array, right: Array) -> float:
     """Absolute Pearson correlation of two tensors with equally many elements; 0 where one is constant."""
-    (a, a_norm), (b, b_norm) = _centred(left), _centred(right)
-    if a_norm <= 1e-12 or b_norm <= 1e-12:
-        return 0.0
-    return min(1.0, abs(float(a @ b)) / (a_norm * b_norm))
+    return min(1.0, abs(float(_unit(left) @ _unit(right))))
 
 
 def row_correlation(left: Array, right: Array) -> float:
@@ -113,36 +113,40 @@ def row_correlation(left: Array, right: Array) -> float:
     return float(np.mean([correlation(a, b) for a, b in rows]))
 
 
-def likeness(value: Array, private: Array) -> float:
-    """How much `value` shows of `private`: correlation over all, for integer values also row by row."""
-    overall = correlation(value, private)
-    if np.issubdtype(value.dtype, np.integer):
-        return max(overall, row_correlation(value, np.asarray(private, dtype=np.float64)))
-    return overall
+def _by_rows(value: Array, private: Array) -> float:
+    return row_correlation(value, private) if np.issubdtype(value.dtype, np.integer) else 0.0
 
 
-def _delta_likeness(value: Array, base: Array, private: Array, threshold: float) -> float:
-    flat_value = np.asarray(value, dtype=np.float64).ravel()
-    flat_base = np.asarray(base, dtype=np.float64).ravel()
-    flat_private = np.asarray(private, dtype=np.float64).ravel()
-    alone = correlation(flat_base, flat_private)
-    by_sum = correlation(flat_value + flat_base, flat_private) if alone < threshold else 0.0
-    if alone < EARLIER_VERSION:
-        return by_sum
-    change = (flat_private - flat_base).reshape(np.shape(private))
-    return max(by_sum, likeness(value, change))
+@dataclass(frozen=True)
+class _SameSize:
+    """Private tensors of one flattened size, each also as a centred row of length 1, so that a product correlates all."""
 
+    tensors: tuple[PrivateTensor, ...]
+    rows: NDArray[np.float64]
 
-def _compare_pair(seen: WireTensor, private: PrivateTensor, threshold: float) -> Iterator[Match]:
-    found = likeness(seen.value, private.value)
-    if found >= threshold:
-        yield Match(seen.artifact, seen.name, private.owner, private.name, "value", None, found)
-    for name, base in seen.bases.items():
-        if np.size(base) != np.size(private.value):
-            continue
-        found = _delta_likeness(seen.value, base, private.value, threshold)
-        if found >= threshold:
-            yield Match(seen.artifact, seen.name, private.owner, private.name, "delta", name, found)
+    @staticmethod
+    def of(tensors: Sequence[PrivateTensor]) -> _SameSize:
+        return _SameSize(tuple(tensors), np.stack([_unit(tensor.value) for tensor in tensors]))
+
+    def correlations(self, values: Array) -> NDArray[np.float64]:
+        """Absolute correlation of `values` with every tensor."""
+        return np.abs(self.rows @ _unit(values))
+
+    def by_value(self, value: Array) -> Iterator[tuple[PrivateTensor, float]]:
+        for tensor, overall in zip(self.tensors, self.correlations(value), strict=True):
+            yield tensor, max(float(overall), _by_rows(value, tensor.value))
+
+    def by_delta(self, value: Array, base: Array, threshold: float) -> Iterator[tuple[PrivateTensor, float]]:
+        total = np.asarray(value, dtype=np.float64).ravel() + np.asarray(base, dtype=np.float64).ravel()
+        both = zip(self.tensors, self.correlations(base), self.correlations(total), strict=True)
+        for tensor, alone, by_sum in both:
+            found = float(by_sum) if alone < threshold else 0.0
+            if alone >= EARLIER_VERSION:
+                change = np.asarray(tensor.value, dtype=np.float64) - np.asarray(base, np.float64).reshape(
+                    tensor.value.shape
+                )
+                found = max(found, correlation(value, change), _by_rows(value, change))
+            yield tensor, found
 
 
 def compare(
@@ -162,12 +166,22 @@ def compare(
     for tensor in private:
         if tensor.value.size >= MIN_ELEMENTS:
             by_size.setdefault(tensor.value.size, []).append(tensor)
-    return [
-        match
-        for seen in artifacts
-        for tensor in by_size.get(seen.value.size, ())
-        for match in _compare_pair(seen, tensor, threshold)
-    ]
+    groups = {size: _SameSize.of(tensors) for size, tensors in by_size.items()}
+    matches: list[Match] = []
+    for seen in artifacts:
+        group = groups.get(seen.value.size)
+        if group is None:
+            continue
+        for tensor, found in group.by_value(seen.value):
+            if found >= threshold:
+                matches.append(Match(seen.artifact, seen.name, tensor.owner, tensor.name, "value", None, found))
+        for name, base in seen.bases.items():
+            if np.size(base) != seen.value.size:
+                continue
+            for tensor, found in group.by_delta(seen.value, base, threshold):
+                if found >= threshold:
+                    matches.append(Match(seen.artifact, seen.name, tensor.owner, tensor.name, "delta", name, found))
+    return matches
 
 
 def _needles(value: Array) -> Iterator[bytes]:
@@ -192,10 +206,36 @@ def find_bytes(payloads: Mapping[str, bytes], private: Iterable[PrivateTensor]) 
         payloads: name -> bytes; give the frames as recorded and the decompressed tensors, as compression hides bytes.
         private: the truth; tensors shorter than 32 bytes (8 float32 numbers) can't be told from chance and are skipped.
     """
-    matches = []
+    owners: dict[bytes, list[PrivateTensor]] = {}
     for tensor in private:
-        needles = list(_needles(tensor.value))
-        for name, data in payloads.items():
-            if any(needle in data for needle in needles):
-                matches.append(Match(name, "(bytes)", tensor.owner, tensor.name, "bytes", None, 1.0))
-    return matches
+        for needle in _needles(tensor.value):
+            owners.setdefault(needle, []).append(tensor)
+    matches: dict[tuple[str, str, str], Match] = {}
+    for name, data in payloads.items():
+        for needle in _occurring(data, owners):
+            for tensor in owners[needle]:
+                match = Match(name, "(bytes)", tensor.owner, tensor.name, "bytes", None, 1.0)
+                matches.setdefault((name, tensor.owner, tensor.name), match)
+    return list(matches.values())
+
+
+def _occurring(data: bytes, needles: Collection[bytes]) -> Iterator[bytes]:
+    """Which of many needles of equal length occur in `data`, at any offset, in one pass.
+
+    The first four bytes of each position go through a table of hashes; the few positions that pass are compared whole.
+    """
+    if not needles or len(data) < NEEDLE_BYTES:
+        return
+    table = np.zeros(1 << _HASH_BITS, dtype=bool)
+    table[_hashes(np.frombuffer(b"".join(needle[:4] for needle in needles), dtype="<u4"))] = True
+    for offset in range(4):
+        words = np.frombuffer(data, dtype="<u4", offset=offset, count=(len(data) - offset) // 4)
+        for at in np.flatnonzero(table[_hashes(words)]) * 4 + offset:
+            found = data[at : at + NEEDLE_BYTES]
+            if found in needles:
+                yield found
+
+
+def _hashes(words: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    """Knuth's multiplicative hash of 32-bit words, in `_HASH_BITS` bits."""
+    return (words * np.uint32(2654435761)) >> np.uint32(32 - _HASH_BITS)

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import click
 import typer
 
 from coordinator.errors import CoordinatorError, StoreError
@@ -31,6 +30,7 @@ deploy_app = typer.Typer(help="Write configuration for programs that are run by 
 
 Directory = Annotated[Path, typer.Option("--dir", help="The coordinator's directory.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
+FAILED, BAD_INPUT = 1, 2
 BROKERS = ("auto", "mosquitto", "extracted", "amqtt")
 
 
@@ -44,24 +44,15 @@ def _deploy() -> None:
     """Write configuration for programs that are run by others."""
 
 
-class _BadInput(click.ClickException):
-    exit_code = 2
-
-
-class _Failed(click.ClickException):
-    exit_code = 1
-
-
 @contextmanager
 def _explained() -> Iterator[None]:
     from fedcg.wire.errors import WireError
 
     try:
         yield
-    except StoreError as error:
-        raise _Failed(str(error)) from error
     except (CoordinatorError, WireError) as error:
-        raise _BadInput(str(error)) from error
+        print(f"Error: {error}", file=sys.stderr)
+        raise typer.Exit(FAILED if isinstance(error, StoreError) else BAD_INPUT) from error
 
 
 @contextmanager
@@ -240,14 +231,15 @@ def broker_run(
 ) -> None:
     """Run a broker with mutual TLS for a coordinator, in the foreground, until SIGTERM or Ctrl-C."""
     from coordinator.brokers import BrokerKind, run_broker
+    from coordinator.errors import BrokerError
     from coordinator.home import Home
 
-    if broker not in BROKERS:
-        raise _BadInput(f"--broker {broker}: choose one of {', '.join(BROKERS)}")
     logging.basicConfig(
         level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
     with _explained():
+        if broker not in BROKERS:
+            raise BrokerError(f"--broker {broker}: choose one of {', '.join(BROKERS)}")
         code = run_broker(Home(directory).require(), BrokerKind(broker), _say)
     raise typer.Exit(code)
 

@@ -106,7 +106,7 @@ class Incoming:
         if isinstance(message, Offer):
             return Offered(message, live)
         if isinstance(message, Finished):
-            return Ended(message, live)
+            return Ended(message)
         raise MalformedError(f"a {message.kind} message on the topic {kind.value}")
 
     def _direct(self, message: AnyMessage) -> Event:

@@ -121,7 +121,7 @@ def _offered(state: SessionState, event: Offered, now: float) -> Step:
 
 def _ended(state: SessionState, event: Ended, now: float) -> Step:
     epoch = max(state.epoch, event.finished.epoch)
-    return replace(state, finished=event.finished, offer=None, live=event.live, epoch=epoch), ()
+    return replace(state, finished=event.finished, offer=None, live=False, epoch=epoch), ()
 
 
 def _invited(state: SessionState, event: Invited, now: float) -> Step:
@@ -312,9 +312,9 @@ def _advance_wanted(state: SessionState, now: float) -> Step:
 def _downloads(state: SessionState) -> tuple[Wanted, ...]:
     patience = BROADCAST_PATIENCE_S if state.live else 0.0
     if state.finished is not None:
-        ask = None if state.finalised == state.finished.aggregate.id else patience
-        both = (("spec", state.finished.spec, 0.0), ("aggregate", state.finished.aggregate, ask))
-        return tuple(Wanted(*download) for download in both) if ask is not None else ()
+        if state.finalised == state.finished.aggregate.id:
+            return ()
+        return (Wanted("spec", state.finished.spec, 0.0), Wanted("aggregate", state.finished.aggregate, 0.0))
     cursor = state.offered
     if state.offer is None or cursor is None:
         return ()

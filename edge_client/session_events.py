@@ -47,10 +47,9 @@ class Offered:
 
 @dataclass(frozen=True)
 class Ended:
-    """The federation is over."""
+    """The federation is over; the final aggregate is not broadcast, every device asks for it."""
 
     finished: Finished
-    live: bool
 
 
 @dataclass(frozen=True)

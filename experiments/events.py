@@ -52,8 +52,10 @@ def whole(event: Event, name: str) -> int:
 
 @dataclass
 class RoundTimes:
-    """When an agent did what in one round (unix seconds)."""
+    """When an agent did what in one round (unix seconds); a repetition after a crash, or another attempt, starts anew."""
 
+    attempt: object = None
+    pid: object = None
     started: float | None = None
     committed: float | None = None
     receipt: float | None = None
@@ -100,7 +102,8 @@ class AgentStory:
         elif name == "phase_started":
             self.state, self.step, self.steps = str(event.get("phase")), 0, 0
             times = self._times(event)
-            times.started = times.started or at
+            if times.attempt != event.get("attempt") or times.pid != event.get("pid"):
+                times.started, times.attempt, times.pid = at, event.get("attempt"), event.get("pid")
         elif name == "progress":
             self.state, self.step, self.steps = str(event.get("phase")), whole(event, "step"), whole(event, "steps")
         elif name == "committed":
@@ -112,7 +115,7 @@ class AgentStory:
                 self.problems.append(f"round {event.get('round')}: {event.get('outcome')} {event.get('reason') or ''}")
         elif name == "finalised":
             self.finalised = event
-        elif name in ("round_failed", "declined", "refused", "trainer_died", "finalise_failed"):
+        elif name in ("round_failed", "declined", "trainer_died", "finalise_failed"):
             self.problems.append(" ".join(f"{key}={value}" for key, value in event.items() if key != "t"))
 
 

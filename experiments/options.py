@@ -25,7 +25,9 @@ DIGIT_CLASSES = tuple("0123456789")
 # What the methods' own defaults, made for hours of training, become when somebody waits for the result.
 # Everything else keeps its default; `--set` overrides both.
 QUICK_PARAMS: Mapping[str, Mapping[str, ParameterValue]] = {
-    "fedcg": {"server_iterations": 200, "ramp_rounds": 10},
+    "fedcg": {"lr": 1e-3, "gan_lr": 1e-3, "server_lr": 1e-3, "server_iterations": 200, "ramp_rounds": 10},
+    "fedmd_cg": {"lr": 1e-3},
+    "local": {"lr": 1e-3},
 }
 
 

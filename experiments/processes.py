@@ -132,15 +132,16 @@ class Children:
             await asyncio.sleep(POLL_S)
 
     async def stop(self, *children: Child) -> None:
-        """Ask processes to end (SIGTERM to each group), wait, then SIGKILL what is left of their groups."""
+        """Ask processes to end (SIGTERM; they end their own children), wait, then SIGKILL what is left of their groups."""
         for child in children:
             if child.is_running:
-                _signal_group(child, signal.SIGTERM)
+                with contextlib.suppress(ProcessLookupError):
+                    child.process.terminate()
         waits = [asyncio.create_task(child.process.wait()) for child in children]
         if waits:
             await asyncio.wait(waits, timeout=STOP_S)
         for child in children:
-            _signal_group(child, signal.SIGKILL)
+            _kill_group(child)
         for child in children:
             await child.process.wait()
 
@@ -150,8 +151,8 @@ class Children:
             await self.stop(*(child for child in self._all if child.outlives_others is outlives_others))
 
 
-def _signal_group(child: Child, number: signal.Signals) -> None:
-    """Signal what is left of a child's process group.
+def _kill_group(child: Child) -> None:
+    """Kill what is left of a child's process group.
 
     While a member of the group lives, the kernel gives its number to no new process; so when the child is gone and its
     number is in use again, the group was empty and the number is somebody else's.
@@ -160,7 +161,7 @@ def _signal_group(child: Child, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         if not child.is_running and _exists(pid):
             return
-        os.killpg(pid, number)
+        os.killpg(pid, signal.SIGKILL)
 
 
 def _exists(pid: int) -> bool:

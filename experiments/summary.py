@@ -56,21 +56,20 @@ class Seconds:
 
 
 def seconds(agents: Sequence[AgentStory], coordinator: CoordinatorStory, started: float, ended: float) -> Seconds:
-    """Split the time between `started` and `ended` (unix seconds) along the critical path of every round."""
+    """Split the time between `started` and `ended` (unix seconds) along the critical path of every round.
+
+    Of a resumed run only the rounds that ended after `started` count.
+    """
     train = transport = aggregate = 0.0
     for round_number, base in sorted(coordinator.base.items()):
-        verified = [agent.verified[base] for agent in agents if base in agent.verified]
-        if verified:
-            transport += max(0.0, max(verified) - coordinator.available[base])
         last = _last_received(agents, round_number)
-        if last is None or last[1].committed is None or last[1].receipt is None:
+        if last is None or last[1].committed is None or last[1].receipt is None or last[1].receipt < started:
             continue
-        agent, times = last
-        transport += max(0.0, last[1].receipt - last[1].committed)
-        began = max(
-            (at for at in (agent.verified.get(base), times.started) if at is not None), default=last[1].committed
-        )
-        train += max(0.0, last[1].committed - began)
+        agent, times = last[0], last[1]
+        available, committed = max(started, coordinator.available[base]), max(started, last[1].committed)
+        verified = max((other.verified[base] for other in agents if base in other.verified), default=available)
+        transport += max(0.0, verified - available) + last[1].receipt - committed
+        train += committed - min(committed, max(started, agent.verified.get(base, 0.0), times.started or 0.0))
         produced = coordinator.produced.get(round_number)
         if produced is not None:
             aggregate += max(0.0, coordinator.available[produced] - last[1].receipt)
@@ -81,7 +80,7 @@ def seconds(agents: Sequence[AgentStory], coordinator: CoordinatorStory, started
     exported = [number(agent.finalised, "t") or 0.0 for agent in agents if agent.finalised is not None]
     return Seconds(
         total=round(ended - started, 2),
-        startup=round(max(map(_first_start, agents), default=started) - started, 2),
+        startup=round(max((_first_start(agent, started) for agent in agents), default=started) - started, 2),
         train=round(train, 2),
         transport=round(transport, 2),
         aggregate=round(aggregate, 2),
@@ -89,8 +88,10 @@ def seconds(agents: Sequence[AgentStory], coordinator: CoordinatorStory, started
     )
 
 
-def _first_start(agent: AgentStory) -> float:
-    return min((times.started for times in agent.rounds.values() if times.started is not None), default=0.0)
+def _first_start(agent: AgentStory, since: float) -> float:
+    """When an agent began to train for the first time after `since`; `since` when it never did."""
+    begun = [times.started for times in agent.rounds.values() if times.started is not None and times.started >= since]
+    return min(begun, default=since)
 
 
 def _last_received(agents: Sequence[AgentStory], round_number: int) -> tuple[AgentStory, RoundTimes] | None:

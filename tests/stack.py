@@ -9,13 +9,15 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
+
+from tests.toml_edit import set_values
 
 CLASSES = ("circle", "cross", "stripe")
 
@@ -124,8 +126,6 @@ class Stack:
 
     def adapt_config(self, device: str, data: Path) -> None:
         """Point the generated agent.toml at the data of this test."""
-        from tests.toml_edit import set_values
-
         set_values(
             self.config(device),
             {
@@ -226,17 +226,13 @@ class Stack:
             if process.poll() is None:
                 process.terminate()
         for process in self.running.values():
-            try:
-                process.wait(timeout=10)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait(timeout=10)
+            _end(process)
 
 
-def running_stack(stack: Stack) -> Iterator[Stack]:
-    """Prepare a stack, hand it out, stop everything."""
-    stack.prepare()
+def _end(process: subprocess.Popen[bytes]) -> None:
     try:
-        yield stack
-    finally:
-        stack.stop()
+        process.wait(timeout=10)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait(timeout=10)
+

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import threading
 from collections.abc import Callable, Iterator
@@ -28,8 +27,6 @@ def laws_mosquitto(mosquitto_factory: Callable[[str], RunningMosquitto]) -> Runn
 
 @pytest.fixture(scope="module")
 def amqtt(pki: Pki) -> Iterator[AmqttServer]:
-    if importlib.util.find_spec("coordinator.provision.amqtt_broker") is None:
-        pytest.fail("coordinator.provision.amqtt_broker is missing")
     server = AmqttServer(pki, TOPICS)
     yield server
     server.close()

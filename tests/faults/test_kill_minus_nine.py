@@ -83,7 +83,7 @@ def test_a_killed_agent_resumes_and_the_result_is_the_same(stack: Stack, undistu
 
 
 def _distilling(event: dict[str, Any]) -> bool:
-    return event["event"] == "progress" and event["phase"] == "distil" and event["round"] == 1 and event["step"] > 0
+    return event["event"] == "aggregate_step" and event["phase"] == "distil" and event["round"] == 1 and event["step"] > 0
 
 
 def test_a_killed_aggregation_worker_is_started_again_and_the_result_is_the_same(

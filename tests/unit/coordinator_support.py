@@ -49,7 +49,8 @@ from fedcg.wire.transfer import Receiver, frames_for, make_ref, parse_chunk
 from fedcg.wire.transport import Delivery, Will
 
 FEDERATION = "tiny"
-DEADLINE_S = 60.0
+DEADLINE_S = 30.0
+REPEAT_S = 1.0
 LAYOUTS: dict[Part, tuple[TensorLayout, ...]] = {
     Part.CLASSIFIER: (TensorLayout(name="weight", dtype="float32", shape=(40, 50)),),
     Part.GENERATOR: (
@@ -188,6 +189,9 @@ class FakeDevice:
         self.offer: Offer | Finished | None = None
         self.receivers: dict[str, Receiver] = {}
         self.pending: tuple[Manifest, bytes] | None = None
+        self.sent_at = 0.0
+        self.lock = threading.RLock()
+        self.stopped = threading.Event()
         self.trained: set[tuple[int, int]] = set()
 
     def start(self) -> FakeDevice:
@@ -202,10 +206,29 @@ class FakeDevice:
         ):
             self.transport.subscribe(topic)
         self.transport.start(self._delivered, self._link)
+        threading.Thread(target=self._repeat, daemon=True).start()
         return self
 
     def stop(self) -> None:
+        self.stopped.set()
         self.transport.close()
+
+    def act(self) -> None:
+        """Do what can be done now, as after a message."""
+        with self.lock:
+            self._train()
+
+    def _repeat(self) -> None:
+        """What was not answered is sent again, as a real device does."""
+        while not self.stopped.wait(REPEAT_S):
+            with self.lock:
+                if self.session is None or not self.broker.is_attached(self.transport):
+                    continue
+                for artifact in list(self.receivers):
+                    self._ask(artifact)
+                if self.pending is not None and time.monotonic() - self.sent_at >= REPEAT_S:
+                    self.sent_at = time.monotonic()
+                    self.tell(self.pending[0])
 
     def receipts(self) -> list[Receipt]:
         return [message for message in list(self.received) if isinstance(message, Receipt)]
@@ -229,6 +252,7 @@ class FakeDevice:
             Manifest(**self._addressed(round_number, attempt), artifact=make_ref(data, 1024)),
             data,
         )
+        self.sent_at = time.monotonic()
         self.tell(self.pending[0])
         return self.pending[0]
 
@@ -257,6 +281,10 @@ class FakeDevice:
             self.hello()
 
     def _delivered(self, delivery: Delivery) -> None:
+        with self.lock:
+            self._take(delivery)
+
+    def _take(self, delivery: Delivery) -> None:
         if delivery.topic in (self.topics.aggregate, self.topics.down_chunk(self.name)):
             self._chunk(delivery.payload)
             return

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import numpy as np
 import pytest
+import typer
 from PIL import Image
 from typer.testing import CliRunner, Result
 
-from edge_client.cli import app
+from edge_client.cli import app, doctor_command
 from edge_client.config import AgentConfig, load_config
 from edge_client.doctor import Finding, examine
 from edge_client.generations import Cursor
 from edge_client.private_store import DeliveryRecord, PrivateStore
-from fedcg.cli import app as fedcg
 from fedcg.wire.signing import SigningKey
-from tests.brokers import Pki, RunningMosquitto
+from tests.brokers import Pki, RunningMosquitto, acl_for
 from tests.conftest import StartMosquitto
 from tests.edge_worlds import toy_generation, toy_spec
 
@@ -46,6 +45,12 @@ def device(tmp_path: Path, pki: Pki) -> Path:
 
 def run(*arguments: str) -> Result:
     return CliRunner().invoke(app, arguments)
+
+
+def doctor(*arguments: str) -> Result:
+    single = typer.Typer()
+    single.command()(doctor_command)
+    return CliRunner().invoke(single, arguments)
 
 
 def findings(config: Path, now: datetime = NOW) -> dict[str, Finding]:
@@ -90,10 +95,8 @@ def test_status_shows_round_outbox_and_receipts_without_stopping_an_agent(device
 
 
 @pytest.mark.broker
-def test_the_doctor_finds_nothing_to_repair_on_a_sound_device(
-    device: Path, mosquitto: StartMosquitto, acl: Callable[[], str]
-) -> None:
-    server: RunningMosquitto = mosquitto(acl())
+def test_the_doctor_finds_nothing_to_repair_on_a_sound_device(device: Path, mosquitto: StartMosquitto) -> None:
+    server: RunningMosquitto = mosquitto(acl_for("shapes"))
     device.write_text(device.read_text().replace("port = 1\n", f"port = {server.port}\n"))
     found = findings(device)
     assert {finding.check for finding in found.values() if finding.state == "failed"} == set()
@@ -101,7 +104,7 @@ def test_the_doctor_finds_nothing_to_repair_on_a_sound_device(
 
 
 def test_the_doctor_ends_with_code_1_and_says_what_to_do(device: Path) -> None:
-    result = CliRunner().invoke(fedcg, ["doctor", "--config", str(device), "--json"])
+    result = doctor("--config", str(device), "--json")
     assert result.exit_code == 1
     told = json.loads(result.stdout)
     failed = {finding["check"]: finding for finding in told["findings"] if finding["state"] == "failed"}
@@ -111,7 +114,7 @@ def test_the_doctor_ends_with_code_1_and_says_what_to_do(device: Path) -> None:
 
 
 def test_the_doctor_tells_of_a_configuration_that_cannot_be_read(tmp_path: Path) -> None:
-    result = CliRunner().invoke(fedcg, ["doctor", "--config", str(tmp_path / "nowhere.toml"), "--json"])
+    result = doctor("--config", str(tmp_path / "nowhere.toml"), "--json")
     assert result.exit_code == 1
     assert json.loads(result.stdout)["findings"][0]["check"] == "configuration"
 

@@ -97,7 +97,7 @@ def planted(change: str) -> Parts:
     elif change == "shape":
         generator["weight"] = extractor
     elif change == "dtype":
-        generator["weight"] = generator["weight"].astype(np.float64)
+        generator["weight"] = generator["weight"].astype(np.float64)  # type: ignore[assignment]
     elif change == "nan":
         generator["weight"][0, 0] = np.nan
     elif change == "infinity":

@@ -99,7 +99,7 @@ def ended() -> Ended:
         spec=SPEC,
         aggregate=aggregate(9),
     )
-    return Ended(message, live=False)
+    return Ended(message)
 
 
 def receipt(artifact: str, outcome: Outcome = Outcome.ACCEPTED) -> Receipted:

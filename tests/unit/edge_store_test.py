@@ -165,7 +165,7 @@ def test_what_a_cut_commit_left_behind_never_counts(monkeypatch: pytest.MonkeyPa
     assert store.generations.update_bytes(generation) == b"whole"
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 50), st.integers(1, 3), st.binary(min_size=1, max_size=64)), max_size=5))
 def test_the_last_commit_always_counts(
     tmp_path_factory: pytest.TempPathFactory, commits: list[tuple[int, int, bytes]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
 
 import torch
 
@@ -12,6 +12,8 @@ from fedcg.learning.method import RoundContext, Weights
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationPlan, FederationSpec, ImageForm, NetworkChoice, ParameterValue
 
+torch.set_num_threads(1)  # several test processes share the cores, and idle threads spin
+
 CLASSES = ("dark", "grey", "light")
 GREY = ImageForm(mode="L", height=16, width=16, mean=(0.5,), std=(0.25,))
 QUICK: dict[str, dict[str, ParameterValue]] = {
@@ -20,20 +22,33 @@ QUICK: dict[str, dict[str, ParameterValue]] = {
 }
 
 
-def plan(
-    method: str, network: NetworkChoice | None = None, image: ImageForm = GREY, **params: ParameterValue
+def plan_of(
+    method: str, network: NetworkChoice, image: ImageForm, params: Mapping[str, ParameterValue]
 ) -> FederationPlan:
-    """A plan of a quick federation; `params` overrides."""
-    values = {"epochs": 2, "batch_size": 8, **QUICK.get(method, {}), **params}
-    choice = network or NetworkChoice(noise_dim=8)
+    """A plan of a quick federation; `params` overrides its parameters."""
     return FederationPlan(
-        federation="tests", classes=CLASSES, image=image, network=choice, method=method, params=values, rounds=4, seed=5
+        federation="tests",
+        classes=CLASSES,
+        image=image,
+        network=network,
+        method=method,
+        params={"epochs": 2, "batch_size": 8, **QUICK.get(method, {}), **params},
+        rounds=4,
+        seed=5,
     )
 
 
-def quick_spec(method: str, *, augment_flip: bool = False, **params: ParameterValue) -> FederationSpec:
+def plan(
+    method: str, network: NetworkChoice | None = None, image: ImageForm = GREY, **params: ParameterValue
+) -> FederationPlan:
+    """The same, with parameters as keywords."""
+    return plan_of(method, network or NetworkChoice(noise_dim=8), image, params)
+
+
+def quick_spec(method: str, *, augment_flip: ParameterValue = False, **params: ParameterValue) -> FederationSpec:
     """A complete spec of a quick federation."""
-    return complete_spec(plan(method, **params).model_copy(update={"augment_flip": augment_flip}))
+    quick = plan_of(method, NetworkChoice(noise_dim=8), GREY, params)
+    return complete_spec(quick.model_copy(update={"augment_flip": augment_flip}))
 
 
 def bright_images(count: int, seed: int, classes: tuple[str, ...] = CLASSES) -> ImageSet:
@@ -49,11 +64,6 @@ def context(spec: FederationSpec, round_number: int = 2, root: bytes = b"device"
     """A round's context, scoped as the trainer scopes it."""
     streams = Streams(root).at(spec.federation, round_number, 1)
     return RoundContext(spec, round_number, 1, spec.rounds, streams)
-
-
-def with_params(ctx: RoundContext, **params: ParameterValue) -> RoundContext:
-    """The same context with other parameters."""
-    return replace(ctx, spec=ctx.spec.model_copy(update={"params": {**ctx.spec.params, **params}}))
 
 
 def same(first: Weights, second: Weights) -> bool:

@@ -160,7 +160,7 @@ def test_shares_that_do_not_sum_to_one_are_refused() -> None:
 
 def test_a_pixel_is_scaled_then_normalised_per_channel() -> None:
     raw = torch.tensor([255, 0, 51], dtype=torch.uint8).view(1, 3, 1, 1)
-    # (1 - 0.5) / 0.5, (0 - 0.4) / 0.25, (0.2 - 0.3) / 0.2
+    # 255 / 255 = 1 is 0.5 above its mean of 0.5; 0 is 0.4 below; 51 / 255 = 0.2 is 0.1 below: over 0.5, 0.25 and 0.2
     assert normalise(raw, COLOUR).flatten().tolist() == pytest.approx([1.0, -1.6, -0.5])
 
 

@@ -261,7 +261,8 @@ def test_the_generated_branch_of_equation_2_is_a_detached_teacher() -> None:
     )
     assert penalty is not None
     penalty(slice(0, 2), torch.zeros(2, 2), torch.zeros(2, 2, requires_grad=True)).backward()
-    assert classifier.weight.grad is None
+    # The replayed rows share its pass, so there may be a gradient, but of zero.
+    assert classifier.weight.grad is None or classifier.weight.grad.item() == 0.0
 
 
 class StillSource:

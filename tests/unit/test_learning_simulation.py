@@ -76,9 +76,9 @@ def test_roots_of_a_seed_differ_between_parties_and_seeds() -> None:
     assert all(len(secret) == 32 for secret in secrets)
 
 
-def trained(name: str = "fedmd_cg") -> tuple[RoundContext, dict[Part, Weights]]:
-    spec = quick_spec(name, epochs=40, lr=3e-3, **({"generator_lr": 3e-3} if name == "fedmd_cg" else {}))
-    method, ctx = get_method(name), context(spec, 1)
+def trained() -> tuple[RoundContext, dict[Part, Weights]]:
+    spec = quick_spec("fedmd_cg", epochs=20, lr=3e-3, generator_lr=3e-3)
+    method, ctx = get_method("fedmd_cg"), context(spec, 1)
     state = method.init_client(spec, initial_parts(spec, b"cohort"))
     return ctx, dict(method.local_round(state, bright_images(48, 1), None, ctx).private.parts)
 
