@@ -133,7 +133,12 @@ class Uplink:
         if checked.reason:
             return await self._reject(device, manifest, received.manifest_at, checked.reason)
         record = self._record(device, manifest, received.manifest_at, Outcome.ACCEPTED, report=checked.report)
-        await asyncio.to_thread(self._store.end_update, record)
+        stored = await asyncio.to_thread(self._store.end_update, record)
+        if stored is not record:  # the device announced twice before the first one was through
+            same = stored.artifact == record.artifact
+            outcome = Outcome.DUPLICATE if same else Outcome.CONFLICT
+            self._end_with(device, manifest, Verdict(outcome, "an update of this round and attempt is stored already"))
+            return None
         self._uploads.end(device)
         self._events.write(
             "update_stored",

@@ -19,7 +19,7 @@ from fedcg.wire.mqtt import MqttTransport
 from fedcg.wire.mqtt_config import MqttConfig, TlsFiles
 from fedcg.wire.signing import SigningKey, VerifyKey
 
-STORE_WAIT_S = 10.0  # a predecessor that was just killed may still hold the locks for a moment
+STORE_WAIT_S = 5.0  # a predecessor that was just killed may still hold the locks for a moment
 _log = logging.getLogger(__name__)
 
 

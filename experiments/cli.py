@@ -25,6 +25,10 @@ Network = Annotated[str, typer.Option(help="lenet5 or lenet5_relu")]
 Generator = Annotated[str, typer.Option(help="conv or mlp")]
 ImageSize = Annotated[int, typer.Option(help="images become SIZE x SIZE pixels")]
 Seed = Annotated[int, typer.Option(help="root of all randomness: split, weights, order, noise")]
+Quick = Annotated[
+    bool,
+    typer.Option("--quick/--no-quick", help="larger steps and a shorter server loop than the method's own defaults"),
+]
 Params = Annotated[
     list[str] | None, typer.Option("--set", help="a parameter of the method, key=value; repeat for more")
 ]
@@ -67,6 +71,7 @@ def demo_command(
     generator: Generator = "mlp",
     image_size: ImageSize = 32,
     seed: Seed = 0,
+    quick: Quick = True,
     params: Params = None,
     broker: Annotated[str, typer.Option(help="auto, mosquitto, extracted or amqtt")] = "auto",
     out: Annotated[
@@ -98,6 +103,7 @@ def demo_command(
             "generator": generator,
             "image_size": image_size,
             "seed": seed,
+            "quick": quick,
         }
         run = new_run(out or _free_folder("demo-out"), _checked(_setting(values, params)), broker)
     try:
@@ -135,6 +141,12 @@ def _tell(summary: dict[str, Any], root: Path, console: Console) -> None:
     if models and example is not None:
         say("classify an image with one of them:")
         say(f"  fedcg infer --model {Path(models[0]).parent} {example}")
+    say("compare everything that crossed the broker with the private weights of one client:")
+    states = sorted(
+        (root / "devices" / summary["clients"][0]["id"] / "store" / "generations").glob("*/state.safetensors")
+    )
+    private = " ".join(f"--private {state}" for state in states)
+    say(f"  fedcg audit compare --observed {root / 'observer'} {private}")
 
 
 def simulate_command(
@@ -150,9 +162,7 @@ def simulate_command(
     image_size: ImageSize = 32,
     seed: Seed = 0,
     params: Params = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="the demo's shorter server loop instead of the method's own")
-    ] = False,
+    quick: Quick = False,
     threads: Annotated[int, typer.Option(help="torch threads; other numbers give other last digits")] = 1,
     out: Annotated[Path | None, typer.Option(help="write the run's JSON here")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the run's JSON")] = False,
@@ -170,11 +180,12 @@ def simulate_command(
         "generator": generator,
         "image_size": image_size,
         "seed": seed,
+        "quick": quick,
     }
     setting = _checked(_setting(values, params))
     from experiments.simulate import run_simulation
 
-    record = run_simulation(setting, quick=quick, threads=threads, console=Console(stderr=True))
+    record = run_simulation(setting, threads=threads, console=Console(stderr=True))
     text = json.dumps(record, indent=1)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -187,7 +187,7 @@ class Demo:
         await self._step("init", lambda: self._initialise(processes), run.home)
         serve = fedcg("broker", "run", *where, "--broker", run.broker)
         broker = await processes.start("broker", serve, outlives_others=True)
-        (run.root / "plan.toml").write_text(toml_text(run.setting.plan(source, quick=True)))
+        (run.root / "plan.toml").write_text(toml_text(run.setting.plan(source)))
         create = fedcg("federation", "create", *where, run.root / "plan.toml")
         await self._step("federation", lambda: processes.run("federation", create))
         lines = await processes.line(broker, "ready", READY_S)

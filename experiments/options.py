@@ -37,7 +37,8 @@ class Setting(BaseModel):
     Attributes:
         data: `digits`, or a folder of class folders.
         image_size: images become image_size x image_size pixels.
-        params: parameters of the method, over its own defaults.
+        quick: put `QUICK_PARAMS` over the method's own defaults.
+        params: parameters of the method, over both.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -53,6 +54,7 @@ class Setting(BaseModel):
     generator: str = "mlp"
     image_size: Annotated[int, Field(ge=4, le=1024)] = 32
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
+    quick: bool = True
     params: dict[str, ParameterValue] = {}
 
     def checked_partition(self) -> Partition:
@@ -71,18 +73,17 @@ class Setting(BaseModel):
         """
         return None if self.data == DIGITS else folder_source(Path(self.data))
 
-    def plan(self, source: Source | None, quick: bool) -> dict[str, object]:
+    def plan(self, source: Source | None) -> dict[str, object]:
         """The federation's plan as plain values (`fedcg.learning.spec.FederationPlan`).
 
         Args:
             source: the images, or None for the digits.
-            quick: put `QUICK_PARAMS` under the method's parameters.
         """
         if source is None:
             form = ImageForm(mode="L", height=self.image_size, width=self.image_size, mean=(0.5,), std=(0.5,))
         else:
             form = source.image_form(self.image_size)
-        params = dict(QUICK_PARAMS.get(self.method, {})) if quick else {}
+        params = dict(QUICK_PARAMS.get(self.method, {})) if self.quick else {}
         return {
             "federation": FEDERATION,
             "classes": list(DIGIT_CLASSES if source is None else source.classes),

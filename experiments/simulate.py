@@ -57,7 +57,7 @@ def roots_of(seed: int, clients: tuple[str, ...]) -> Roots:
     return Roots(root_secret(seed, "cohort"), root_secret(seed, "coordinator"), devices)
 
 
-def run_simulation(setting: Setting, *, quick: bool, threads: int, console: Console) -> dict[str, Any]:
+def run_simulation(setting: Setting, *, threads: int, console: Console) -> dict[str, Any]:
     """Prepare the data, simulate, and return the run's record.
 
     Raises:
@@ -66,7 +66,7 @@ def run_simulation(setting: Setting, *, quick: bool, threads: int, console: Cons
     """
     torch.set_num_threads(threads)
     source = setting.source()
-    spec = complete_spec(plan_from_mapping(setting.plan(source, quick)))
+    spec = complete_spec(plan_from_mapping(setting.plan(source)))
     with tempfile.TemporaryDirectory(prefix="fedcg-simulate-") as folder:
         root = Path(folder)
         prepared = prepare(

@@ -6,6 +6,7 @@ Knows file names and classes only; decodes nothing but a few first images, to le
 from __future__ import annotations
 
 import itertools
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from experiments.errors import SourceError
 from fedcg.learning.spec import ImageForm
 
 DIGITS = "digits"
-SUFFIXES = frozenset({".png", ".jpg", ".jpeg"})
+SUFFIXES = (".png", ".jpg", ".jpeg")
 _GREY_MODES = frozenset({"1", "L", "LA", "I", "I;16", "F"})
 _LOOKED_AT = 16
 
@@ -56,7 +57,9 @@ def _is_grey(path: Path) -> bool:
 
 
 def _files(folder: Path) -> tuple[Path, ...]:
-    return tuple(sorted(path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES and path.is_file()))
+    with os.scandir(folder) as entries:
+        names = sorted(entry.name for entry in entries if entry.is_file())
+    return tuple(folder / name for name in names if name.lower().endswith(SUFFIXES))
 
 
 def _class_folders(root: Path) -> list[str]:
@@ -83,7 +86,7 @@ def folder_source(root: Path) -> Source:
     for part, folders in (("train" if split else ".", train), ("test", test or ())):
         for name, files in zip(classes, folders, strict=False):
             if not files:
-                raise SourceError(f"{root / part / name} holds no image ({', '.join(sorted(SUFFIXES))})")
+                raise SourceError(f"{root / part / name} holds no image ({', '.join(SUFFIXES)})")
     return Source(root.name, classes, train, test)
 
 

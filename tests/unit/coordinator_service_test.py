@@ -411,7 +411,7 @@ def test_a_device_may_fetch_the_spec_and_aggregates_and_nothing_else(make_world:
         world.start_devices()
         wait_until(lambda: bool(a.receipts()), "an update is stored")
         update, spec = a.receipts()[0].artifact, world.spec.digest
-        wait_until(lambda: b.session is not None, "a session")
+        wait_until(lambda: b.session is not None and world.base_id in b.artifacts, "nothing else is on its way to b")
         sent.clear()
         b.tell(Need(**b._addressed(), artifact=update, ranges=((0, 5),)))
         b.tell(Need(**b._addressed(), artifact=spec, ranges=((0, 5),)))

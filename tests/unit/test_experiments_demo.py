@@ -205,7 +205,7 @@ def test_a_pause_and_a_refusal_are_noticed() -> None:
 
 def test_the_plan_is_a_valid_plan_and_survives_toml() -> None:
     setting = Setting(method="fedcg", params={"gan_lr": 0.001, "server_iterations": 77}, local_epochs=3)
-    values = setting.plan(None, quick=True)
+    values = setting.plan(None)
     plan = plan_from_mapping(tomllib.loads(toml_text(values)))
     assert plan == plan_from_mapping(dict(values))
     assert plan.params["epochs"] == 3

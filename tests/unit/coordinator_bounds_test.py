@@ -1,0 +1,145 @@
+"""Bounds and corners: queues that fill, requests that ask for too much, updates that race each other, the end of it all."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator import inbox as inbox_module
+from coordinator.inbox import Inbox
+from coordinator.library import MAX_SERVED_CHUNKS, Library
+from coordinator.rounds import CameOnline, RoundState, UpdateStored, transition
+from coordinator.uplink import Checked, Uplink
+from coordinator.uploads import Grant, Received, Uploads
+from fedcg.wire.artifacts import ArtifactStore
+from fedcg.wire.messages import Manifest, Outcome
+from fedcg.wire.transfer import frames_for, make_ref, parse_chunk
+from tests.unit.coordinator_support import RunningService, World, aggregate_bytes, tiny_spec, wait_until
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    spec = tiny_spec(rounds=1)
+    made = World(tmp_path / "home", spec, aggregate_bytes(spec, 0, 0, seed=1))
+    yield made
+    made.close()
+
+
+def test_the_inbox_keeps_order_drops_what_does_not_fit_and_never_drops_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inbox_module, "MAX_BYTES", 10)
+
+    async def scenario() -> tuple[list[str | None], int]:
+        box: Inbox[str] = Inbox(asyncio.get_running_loop())
+        for name, size in (("a", 6), ("b", 6), ("ours", 0), ("c", 4)):
+            box.put(name, size)
+        taken = [await box.get(0.01) for _ in range(3)]
+        box.put("d", 10)
+        return [*taken, await box.get(0.01), await box.get(0.01)], box.dropped
+
+    assert asyncio.run(scenario()) == (["a", "ours", "c", "d", None], 1)
+
+
+def test_the_inbox_wakes_its_reader_from_any_thread() -> None:
+    async def scenario() -> list[int]:
+        box: Inbox[int] = Inbox(asyncio.get_running_loop())
+        threads = [threading.Thread(target=lambda: [box.put(number, 1) for number in range(500)]) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        taken: list[int] = []
+        while len(taken) < 1000:
+            item = await box.get(10.0)
+            if item is not None:
+                taken.append(item)
+        return taken
+
+    assert sorted(asyncio.run(scenario())) == sorted([*range(500), *range(500)])
+
+
+def test_one_request_is_served_at_most_so_many_chunks(tmp_path: Path) -> None:
+    store = ArtifactStore(tmp_path)
+    artifact = store.put(bytes(300 * 1000))
+    library = Library(store, 300)
+    assert len(library.frames(artifact, ((0, 5), (10, 1 << 20)))) == MAX_SERVED_CHUNKS
+    assert [parse_chunk(frame).index for frame in library.frames(artifact, ((998, 50),))] == [998, 999]
+    assert len(library.frames(artifact, None)) == 1000
+
+
+def manifest_of(world: World, data: bytes) -> Manifest:
+    return Manifest(**world.devices["a"]._addressed(1, 1), artifact=make_ref(data, 1024))
+
+
+def test_an_upload_is_handed_over_once_and_a_repeated_manifest_does_not_start_it_again(world: World) -> None:
+    data = world.devices["a"].make_update(1, 1, world.base_id)
+    manifest, uploads = manifest_of(world, data), Uploads()
+    grant = uploads.begin("a", manifest, 0.0, 100.0)
+    assert isinstance(grant, Grant)
+    frames = [parse_chunk(frame) for frame in frames_for(data, manifest.artifact)]
+    assert uploads.begin("a", manifest, 0.1, 101.0) is None
+    handed = [uploads.feed("a", chunk, 0.2) for chunk in (*frames, *frames)]
+    complete = [item for item in handed if isinstance(item, Received)]
+    assert [(item.data, item.manifest_at) for item in complete] == [(data, 100.0)]
+    assert uploads.begin("a", manifest, 9.0, 109.0) is None
+    assert list(uploads.stalled(99.0)) == []
+
+
+class Silent:
+    """A publisher that only remembers the receipts."""
+
+    def __init__(self) -> None:
+        self.receipts: list[tuple[str, Outcome]] = []
+
+    def receipt(self, device: str, manifest: Manifest, outcome: Outcome, reason: str) -> bool:
+        self.receipts.append((manifest.artifact.id, outcome))
+        return True
+
+
+def test_of_two_updates_of_one_device_that_race_each_other_only_the_first_counts(world: World) -> None:
+    state = RoundState(world.store.federation("tiny").policy)
+    for client in world.clients:
+        state, _ = transition(state, CameOnline(client), 0.0)
+    world.store.open_attempt(("tiny", 1, 1), world.base_id, frozenset(world.clients), 0.0, 600.0)
+    publisher: Any = Silent()
+    uplink = Uplink(world.setup(), publisher, lambda: state)
+    first = world.devices["a"].make_update(1, 1, world.base_id)
+    second = world.devices["b"].make_update(1, 1, world.base_id)
+    checked = [Checked(Received("a", manifest_of(world, data), 1.0, data), None, "") for data in (first, second, first)]
+
+    async def scenario() -> list[object]:
+        return [await uplink.ended(item) for item in checked]
+
+    assert asyncio.run(scenario()) == [UpdateStored(1, 1, "a"), None, None]
+    assert [outcome for _, outcome in publisher.receipts] == [Outcome.ACCEPTED, Outcome.CONFLICT, Outcome.DUPLICATE]
+
+
+def test_a_finished_coordinator_may_leave_when_its_devices_have_left(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coordinator.service.LEAVE_AFTER_S", 0.0)
+    with RunningService(world) as running:
+        world.start_devices()
+        final = world.wait_event("finished")["aggregate"]
+        for device in world.devices.values():
+            wait_until(lambda device=device: final in device.artifacts, "the final aggregate is fetched")  # type: ignore[misc]
+        assert not running.service.finished_and_left.is_set()
+        for name in world.clients:
+            world.broker.drop(name)
+        wait_until(running.service.finished_and_left.is_set, "nobody is left")
+
+
+def test_a_service_that_fails_says_so_instead_of_going_on(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(ArtifactStore, "put", broken)
+    running = RunningService(world)
+    with pytest.raises(AssertionError, match="the service failed") as failed, running:
+        world.start_devices()
+        wait_until(lambda: not running._thread.is_alive(), "the service ends")
+    assert isinstance(failed.value.__cause__, OSError)
+    assert world.store.updates(("tiny", 1, 1)) == []
+    assert all(device.receipts() == [] for device in world.devices.values())
