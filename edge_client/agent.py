@@ -58,7 +58,6 @@ from fedcg.wire.transport import Delivery, Transport
 INBOX_MAX = 2048  # at most 250 MB of chunks; what does not fit is asked for again
 IDLE_S = 0.25
 DOWNLOADING_S = 0.05
-TRAINER_LOCK_WAIT_S = 10.0
 REFUSALS_TOLD = 50  # per connection: a flood must not fill the disk
 _log = logging.getLogger(__name__)
 
@@ -166,7 +165,12 @@ class Agent:
             self._dropped += 1  # every sender repeats what was not answered
 
     def _on_link(self, up: bool) -> None:
-        self._inbox.put(LinkReport(up))
+        while not self._stopping:  # unlike a delivery, nobody repeats this: wait for room
+            try:
+                self._inbox.put(LinkReport(up), timeout=IDLE_S)
+            except queue.Full:
+                continue
+            return
 
     # -------------------------------------------------------------- the loop
 

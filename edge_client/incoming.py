@@ -100,7 +100,7 @@ class Incoming:
     def _broadcast(self, message: AnyMessage, kind: TopicKind, *, live: bool) -> Event:
         if isinstance(message, CoordinatorStatus) != (kind is TopicKind.COORDINATOR):
             raise MalformedError(f"a {message.kind} message on the topic {kind.value}")
-        pass
+        self._order.admit(message)
         if isinstance(message, CoordinatorStatus):
             return CoordinatorSeen(message.epoch, message.online)
         if isinstance(message, Offer):

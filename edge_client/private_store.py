@@ -26,7 +26,7 @@ from typing import Any
 
 from edge_client.durable import fsync_directory, replace_durably, write_durably
 from edge_client.errors import StoreError, StoreFormatError, StoreLockedError
-from edge_client.generations import Cursor, Generation, Generations, OutboxEntry
+from edge_client.generations import Generation, Generations, OutboxEntry
 from edge_client.snapshot import Snapshot
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifact_store import ArtifactStore
@@ -196,10 +196,6 @@ class PrivateStore:
             return None
         ended = {record.artifact for record in self.deliveries()}
         return None if generation.outbox.artifact in ended else generation.outbox
-
-    def delivered_cursor(self) -> Cursor | None:
-        """The latest round attempt whose update got a receipt."""
-        return max((Cursor(record.round, record.attempt) for record in self.deliveries()), default=None)
 
     def finalised(self) -> dict[str, Any]:
         """What the end of the federation brought; empty before it."""

@@ -33,6 +33,8 @@ from experiments.processes import POLL_S, Child, Children, children, fedcg
 from experiments.progress import Progress
 from experiments.sources import write_digits
 from experiments.summary import seconds, summarise
+from fedcg.learning.spec import FederationSpec
+from fedcg.wire.parts import DEFAULT_ALLOW_REPORT
 
 READY_S = 30.0
 SETTLE_S = 5.0  # for the observer to write what it heard last
@@ -188,7 +190,7 @@ class Demo:
         serve = fedcg("broker", "run", *where, "--broker", run.broker)
         broker = await processes.start("broker", serve, outlives_others=True)
         (run.root / "plan.toml").write_text(toml_text(run.setting.plan(source)))
-        create = fedcg("federation", "create", *where, run.root / "plan.toml")
+        create = fedcg("federation", "create", *where, run.root / "plan.toml", "--json")
         await self._step("federation", lambda: processes.run("federation", create))
         lines = await processes.line(broker, "ready", READY_S)
         self._broker_named = lines[0].removeprefix("broker:").strip()
@@ -242,9 +244,21 @@ class Demo:
             "FEDCG_AGENT_DATA_COMMON_TEST": str(run.data / "common"),
             "FEDCG_AGENT_TRAINING_SHADOW": "true",
             "FEDCG_AGENT_TRAINING_THREADS": "1",
+            "FEDCG_AGENT_POLICY_ALLOW_REPORT": ",".join(self._allowed_report()),
         }
         command = fedcg("agent", "run", "--config", bundle / "agent.toml", "--until-finished")
         return await processes.start(client, command, environment)
+
+    def _allowed_report(self) -> list[str]:
+        """What the demo's devices may report: all that the spec asks for, told when that is more than the default."""
+        founded = json.loads((self._run.root / "logs" / "federation.log").read_text().splitlines()[-1])
+        spec = FederationSpec.parse((self._run.home / "artifacts" / founded["spec"]).read_bytes())
+        more = sorted(field.value for field in set(spec.report) - DEFAULT_ALLOW_REPORT)
+        if more:
+            self._progress.say(
+                f"{spec.method} asks for {', '.join(more)}: the demo's devices allow it, a real one must be told to"
+            )
+        return sorted(field.value for field in spec.report)
 
     # Watch
 

@@ -26,7 +26,7 @@ DIGIT_CLASSES = tuple("0123456789")
 # Everything else keeps its default; `--set` overrides both.
 QUICK_PARAMS: Mapping[str, Mapping[str, ParameterValue]] = {
     "fedcg": {"lr": 1e-3, "gan_lr": 1e-3, "server_lr": 1e-3, "server_iterations": 200, "ramp_rounds": 10},
-    "fedmd_cg": {"lr": 1e-3},
+    "fedmd_cg": {"lr": 1e-3, "generator_lr": 1e-3, "server_lr": 1e-3},
     "local": {"lr": 1e-3},
 }
 

@@ -36,7 +36,8 @@ def _artifact(header: Mapping[str, Any], tensors: Mapping[str, np.ndarray[Any, A
 def _per_channel_i8(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     rows = values.reshape(len(values), -1)
     scale = np.abs(rows).max(axis=1, keepdims=True) / 127.0 + 1e-12
-    return np.rint(rows / scale).astype(np.int8).reshape(values.shape)
+    coded: np.ndarray[Any, Any] = np.rint(rows / scale).astype(np.int8).reshape(values.shape)
+    return coded
 
 
 def as_artifact(

@@ -104,9 +104,7 @@ def test_the_same_check_fails_when_a_device_plants_its_extractor(recorded: Stack
     leaks = [
         match for match in _check(recorded).matches if match.artifact.startswith(make_ref(planted.update, 4096).id)
     ]
-    assert {match.owner for match in leaks} >= {
-        str(max(recorded.store(THIEF).glob("generations/*/state.safetensors")))
-    }
+    assert {match.owner for match in leaks} >= {str(max(recorded.store(THIEF).glob("generations/*/state.safetensors")))}
 
 
 def _publish(stack: Stack, update: bytes, bases: tuple[bytes, ...]) -> None:

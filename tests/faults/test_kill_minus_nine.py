@@ -46,7 +46,9 @@ def stack(tmp_path: Path) -> Any:
 
 def _under_way(event: dict[str, Any]) -> bool:
     """Progress inside the generator phase of round 1, after its first step."""
-    return event["event"] == "progress" and event["phase"] == "generate" and event["round"] == 1 and event["step"] > 0
+    return bool(
+        event["event"] == "progress" and event["phase"] == "generate" and event["round"] == 1 and event["step"] > 0
+    )
 
 
 def _entries(stack: Stack, of: str, phase: str, round_number: int) -> list[dict[str, Any]]:
@@ -83,7 +85,9 @@ def test_a_killed_agent_resumes_and_the_result_is_the_same(stack: Stack, undistu
 
 
 def _distilling(event: dict[str, Any]) -> bool:
-    return event["event"] == "aggregate_step" and event["phase"] == "distil" and event["round"] == 1 and event["step"] > 0
+    return bool(
+        event["event"] == "aggregate_step" and event["phase"] == "distil" and event["round"] == 1 and event["step"] > 0
+    )
 
 
 def test_a_killed_aggregation_worker_is_started_again_and_the_result_is_the_same(

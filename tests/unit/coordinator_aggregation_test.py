@@ -138,6 +138,7 @@ def test_a_worker_killed_while_it_distils_is_started_again_and_ends_with_the_sam
     assert {attempt.attempt for attempt in world.store.attempts("tiny")} == {1}
 
 
+@pytest.mark.slow
 def test_a_coordinator_that_vanishes_while_it_distils_ends_with_the_same_bytes(
     tmp_path: Path, founded: tuple[Founded, ArtifactStore], undisturbed: str
 ) -> None:
@@ -182,6 +183,7 @@ def test_what_makes_every_worker_fail_ends_as_a_failed_job_not_as_a_loop(tmp_pat
     assert not any(isinstance(event, WorkerDied) for event in said)
 
 
+@pytest.mark.slow
 def test_a_worker_that_keeps_dying_gives_its_job_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("coordinator.aggregation.worker_main", _die_at_once)
     monkeypatch.setattr("coordinator.aggregation.MAX_BACKOFF_S", 0.01)

@@ -47,7 +47,12 @@ def test_the_inbox_keeps_order_drops_what_does_not_fit_and_never_drops_our_own(m
 def test_the_inbox_wakes_its_reader_from_any_thread() -> None:
     async def scenario() -> list[int]:
         box: Inbox[int] = Inbox(asyncio.get_running_loop())
-        threads = [threading.Thread(target=lambda: [box.put(number, 1) for number in range(500)]) for _ in range(2)]
+
+        def fill() -> None:
+            for number in range(500):
+                box.put(number, 1)
+
+        threads = [threading.Thread(target=fill) for _ in range(2)]
         for thread in threads:
             thread.start()
         taken: list[int] = []
@@ -104,7 +109,8 @@ def test_of_two_updates_of_one_device_that_race_each_other_only_the_first_counts
         state, _ = transition(state, CameOnline(client), 0.0)
     world.store.open_attempt(("tiny", 1, 1), world.base_id, frozenset(world.clients), 0.0, 600.0)
     publisher: Any = Silent()
-    uplink = Uplink(world.setup(), publisher, lambda: state)
+    setup = world.setup()
+    uplink = Uplink(setup, publisher, lambda: state)
     first = world.devices["a"].make_update(1, 1, world.base_id)
     second = world.devices["b"].make_update(1, 1, world.base_id)
     checked = [Checked(Received("a", manifest_of(world, data), 1.0, data), None, "") for data in (first, second, first)]
@@ -113,6 +119,7 @@ def test_of_two_updates_of_one_device_that_race_each_other_only_the_first_counts
         return [await uplink.ended(item) for item in checked]
 
     assert asyncio.run(scenario()) == [UpdateStored(1, 1, "a"), None, None]
+    setup.events.close()
     assert [outcome for _, outcome in publisher.receipts] == [Outcome.ACCEPTED, Outcome.CONFLICT, Outcome.DUPLICATE]
 
 
@@ -136,10 +143,11 @@ def test_a_service_that_fails_says_so_instead_of_going_on(world: World, monkeypa
         raise OSError("no space left on device")
 
     monkeypatch.setattr(ArtifactStore, "put", broken)
-    running = RunningService(world)
-    with pytest.raises(AssertionError, match="the service failed") as failed, running:
-        world.start_devices()
-        wait_until(lambda: not running._thread.is_alive(), "the service ends")
+    running = RunningService(world).__enter__()
+    world.start_devices()
+    wait_until(lambda: not running._thread.is_alive(), "the service ends")
+    with pytest.raises(AssertionError, match="the service failed") as failed:
+        running.__exit__()
     assert isinstance(failed.value.__cause__, OSError)
     assert world.store.updates(("tiny", 1, 1)) == []
     assert all(device.receipts() == [] for device in world.devices.values())

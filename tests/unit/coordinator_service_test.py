@@ -117,6 +117,7 @@ def test_the_worker_gets_each_teacher_pass_on_arrival_and_the_merge_of_all(make_
     with RunningService(world):
         world.start_devices()
         world.wait_event("teacher_done")
+        wait_until(lambda: bool(world.devices["a"].receipts()), "a's receipt")
         update = world.devices["a"].receipts()[0].artifact
         assert world.workers[0].asked == [("open", 1, 1), ("add", "a", update)]
         world.devices["b"].silent = False

@@ -289,6 +289,85 @@ def test_equation_5_trains_the_generator_by_the_divergence_from_generated_to_rea
     assert generator.value.softmax(0).tolist() == pytest.approx([0.75, 0.125, 0.125], abs=0.02)
 
 
+def settled_answer(**weights: float) -> list[float]:
+    """What a generator with one answer learns from real features (2, 0) and (0, 0) of class 0, under eq. 9 with these λ."""
+    values = {"lambda4": 0.0, "lambda5": 0.0, "lambda6": 0.0, **weights}
+    params = fedmd_cg.FedmdCgParams(steps=400, batch_size=2, generator_lr=0.05, weight_decay=0.0, **values)
+    generator = Answer(5.0, 5.0)
+    source = cast("FeatureSource", StillSource(torch.tensor([[2.0, 0.0], [0.0, 0.0]])))
+    fedmd_cg.train_generator(generator, Scale(), source, params, context(quick_spec("fedmd_cg")))
+    made: list[float] = generator.value.detach().tolist()
+    return made
+
+
+def test_equation_5_pulls_generated_features_to_the_mean_of_the_real_ones() -> None:
+    # The divergence alone fixes only the difference of the two logits; with the mean square the answer itself becomes (1, 0).
+    assert settled_answer(lambda4=100.0) == pytest.approx([1.0, 0.0], abs=0.05)
+
+
+def test_equation_6_raises_the_asked_class_above_what_the_divergence_asks_for() -> None:
+    alone, asked = settled_answer(), settled_answer(lambda5=1.0)
+    assert alone[0] - alone[1] == pytest.approx(1.0, abs=0.1)
+    assert asked[0] - asked[1] > alone[0] - alone[1] + 0.5
+
+
+class Linear(nn.Module):
+    """A generator that maps the noise linearly: its features spread as its weight is large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((8, 2), 0.1))
+
+    def forward(self, noise: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return noise @ self.weight
+
+
+def test_the_diversity_term_of_fedmd_cg_opens_the_generator() -> None:
+    def spread(lambda6: float) -> float:
+        generator = Linear()
+        params = fedmd_cg.FedmdCgParams(steps=60, batch_size=8, generator_lr=0.02, lambda6=lambda6)
+        real = torch.randn(16, 2, generator=torch.Generator().manual_seed(0))
+        source = cast("FeatureSource", StillSource(real))
+        fedmd_cg.train_generator(generator, Scale(), source, params, context(quick_spec("fedmd_cg")))
+        return float(generator.weight.detach().norm())
+
+    assert spread(10.0) > 2 * spread(0.0)
+
+
+class Undecided(nn.Module):
+    """A discriminator that cannot tell anything apart, so that only the diversity term moves the generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(1))
+
+    def forward(self, features: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return 0.0 * features.sum(dim=1) + self.bias
+
+
+def test_the_mode_seeking_term_opens_the_generator_of_fedcg() -> None:
+    def spread(diversity: float) -> float:
+        generator = Linear()
+        params = fedcg.FedcgParams(steps=60, batch_size=8, gan_lr=0.01, diversity=diversity, weight_decay=0.0)
+        source = cast("FeatureSource", StillSource(torch.zeros(16, 2)))
+        fedcg.train_gan(generator, Undecided(), source, params, context(quick_spec("fedcg")))
+        return float(generator.weight.detach().norm())
+
+    assert spread(1.0) > spread(0.0) + 0.5
+
+
+def test_the_replayed_classes_follow_the_published_label_distribution() -> None:
+    # Only class 1 is left in the federation: replay asks for it alone, whatever the batch holds. Logits (0, ln 3) give class 1
+    # a probability of 3/4: ln(4/3), where class 0 would cost ln 4.
+    params = fedmd_cg.FedmdCgParams(lambda2=0.0, lambda3=0.0)
+    spec = quick_spec("fedmd_cg")
+    make = fedmd_cg.global_penalty(Answer(0.0, LN3), Scale(), torch.tensor([0.0, 1.0]), params, context(spec, 3))
+    penalty = make(block([0, 0]))
+    assert penalty is not None
+    logits = torch.zeros(2, 2)
+    assert penalty(slice(0, 2), logits, logits).item() == pytest.approx(0.5 * math.log(4 / 3), abs=1e-6)
+
+
 def test_the_class_scale_is_the_distance_of_two_real_features() -> None:
     # class 0: dimensions (0, 2) and (0, 4): variances 2 and 8: sqrt(2 * 10); class 1: one image, the floor
     features = torch.tensor([[0.0, 0.0], [2.0, 4.0], [1.0, 1.0]])
@@ -310,7 +389,7 @@ def test_the_two_gan_networks_pull_in_opposite_directions() -> None:
             return out
 
     real = torch.tensor([[3.0, -3.0]]).repeat(16, 1)
-    generator, judge = Answer(0.0, 0.0), Judge()
+    generator, judge = Answer(1.0, 1.0), Judge()
     with torch.no_grad():
         judge.line.weight.zero_()
         judge.line.bias.zero_()
@@ -319,8 +398,8 @@ def test_the_two_gan_networks_pull_in_opposite_directions() -> None:
     made = generator.value.detach()
     zeros = torch.zeros(1, dtype=torch.int64)
     assert judge(real[:1], zeros).item() > judge(made.unsqueeze(0), zeros).item()
-    assert made[0].item() > 0.1
-    assert made[1].item() < -0.1
+    assert made[0].item() > 1.1
+    assert made[1].item() < 0.9
     assert all(parameter.requires_grad for parameter in judge.parameters())
 
 
