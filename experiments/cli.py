@@ -85,7 +85,8 @@ def demo_command(
     By default scikit-learn's handwritten digits are split over four clients with a skewed choice of classes. At the end:
     accuracies beside the local-only baseline, what crossed the broker, and an ONNX model per client.
     """
-    from experiments.demo import Demo, new_run, resumed_run
+    from experiments.demo import Demo
+    from experiments.run import new_run, resumed_run
 
     console = Console(stderr=as_json)
     if resume is not None:

@@ -78,6 +78,7 @@ def seconds(agents: Sequence[AgentStory], coordinator: CoordinatorStory, started
     if fetched:
         transport += max(0.0, max(fetched) - coordinator.available[final])
     exported = [number(agent.finalised, "t") or 0.0 for agent in agents if agent.finalised is not None]
+    exported = [at for at in exported if at >= started]
     return Seconds(
         total=round(ended - started, 2),
         startup=round(max((_first_start(agent, started) for agent in agents), default=started) - started, 2),

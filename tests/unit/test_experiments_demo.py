@@ -13,13 +13,13 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from experiments.demo import Run, free_ports, new_run, resumed_run, write_secrets
 from experiments.errors import OptionError
 from experiments.events import AgentStory, CoordinatorStory, Follower
 from experiments.options import Setting, load_setting, parse_params, root_secret, toml_text
 from experiments.partitions import ClientFolder, Prepared
 from experiments.plots import accuracy_over_rounds
 from experiments.progress import Progress
+from experiments.run import Run, free_ports, new_run, resumed_run, write_secrets
 from experiments.summary import seconds, summarise, table
 from fedcg.learning.spec import plan_from_mapping
 
@@ -89,6 +89,14 @@ def test_seconds_follow_the_critical_path_by_hand(stories: tuple[list[AgentStory
     assert times.train == pytest.approx(3.5 + 3.5)
     assert times.aggregate == pytest.approx(2.75 + 2.75)
     assert times.export == pytest.approx(5.0)
+
+
+def test_of_a_resumed_run_only_the_later_rounds_count(stories: tuple[list[AgentStory], CoordinatorStory]) -> None:
+    # Resumed at 112.5: round 1 is over; round 2's aggregate was there before, so its transport counts from 112.5 on.
+    times = seconds(*stories, started=112.5, ended=130.0)
+    assert times.train == pytest.approx(3.5)
+    assert times.transport == pytest.approx(0.5 + 0.25 + 1.0)
+    assert times.startup == pytest.approx(1.0)
 
 
 def test_seconds_of_a_run_in_which_nothing_happened_are_zero() -> None:

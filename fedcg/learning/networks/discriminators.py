@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import nn
 
-from fedcg.learning.networks.generators import spread_growth
+from fedcg.learning.networks.generators import empty_embedding, spread_growth
 from fedcg.learning.networks.spectral import SpectralConv2d, SpectralLinear
 
 DiscriminatorBuilder = Callable[[tuple[int, ...], int], nn.Module]
@@ -32,7 +32,7 @@ class ProjectionDiscriminator(nn.Module):
         super().__init__()
         self.body = body
         self.head = SpectralLinear(width, 1)
-        self.embedding = nn.Embedding(classes, width)
+        self.embedding = empty_embedding(classes, width)
         self.input_shape = input_shape
 
     def forward(self, features: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
