@@ -24,6 +24,9 @@ MethodName = Annotated[str, typer.Option(help="fedcg, fedmd_cg, local, ...: see 
 Network = Annotated[str, typer.Option(help="lenet5 or lenet5_relu")]
 Generator = Annotated[str, typer.Option(help="conv or mlp")]
 ImageSize = Annotated[int, typer.Option(help="images become SIZE x SIZE pixels")]
+Flip = Annotated[
+    bool, typer.Option("--flip/--no-flip", help="augment by horizontal flips: for photographs, not for digits")
+]
 Seed = Annotated[int, typer.Option(help="root of all randomness: split, weights, order, noise")]
 Quick = Annotated[
     bool,
@@ -70,6 +73,7 @@ def demo_command(
     network: Network = "lenet5_relu",
     generator: Generator = "mlp",
     image_size: ImageSize = 32,
+    flip: Flip = False,
     seed: Seed = 0,
     quick: Quick = True,
     params: Params = None,
@@ -103,6 +107,7 @@ def demo_command(
             "network": network,
             "generator": generator,
             "image_size": image_size,
+            "flip": flip,
             "seed": seed,
             "quick": quick,
         }
@@ -161,6 +166,7 @@ def simulate_command(
     network: Network = "lenet5_relu",
     generator: Generator = "mlp",
     image_size: ImageSize = 32,
+    flip: Flip = False,
     seed: Seed = 0,
     params: Params = None,
     quick: Quick = False,
@@ -180,6 +186,7 @@ def simulate_command(
         "network": network,
         "generator": generator,
         "image_size": image_size,
+        "flip": flip,
         "seed": seed,
         "quick": quick,
     }

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from experiments.errors import OptionError
 from experiments.partitions import Partition
 from experiments.sources import DIGITS, Source, folder_source
-from fedcg.learning.spec import ImageForm, ParameterValue
+from fedcg.learning.spec import ImageForm, NetworkChoice, ParameterValue
 
 FEDERATION = "demo"
 OPTIONS_FILE = "demo.json"
@@ -30,6 +30,8 @@ QUICK_PARAMS: Mapping[str, Mapping[str, ParameterValue]] = {
     "local": {"lr": 1e-3},
 }
 
+NOISE_DIMS: Mapping[str, int] = {"conv": 100, "mlp": 64}
+
 
 class Setting(BaseModel):
     """The choices that a demo and a simulation share.
@@ -37,6 +39,7 @@ class Setting(BaseModel):
     Attributes:
         data: `digits`, or a folder of class folders.
         image_size: images become image_size x image_size pixels.
+        flip: augment training images by horizontal flips, as FedCG does; wrong for digits.
         quick: put `QUICK_PARAMS` over the method's own defaults.
         params: parameters of the method, over both.
     """
@@ -53,6 +56,7 @@ class Setting(BaseModel):
     network: str = "lenet5_relu"
     generator: str = "mlp"
     image_size: Annotated[int, Field(ge=4, le=1024)] = 32
+    flip: bool = False
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
     quick: bool = True
     params: dict[str, ParameterValue] = {}
@@ -90,9 +94,15 @@ class Setting(BaseModel):
             "method": self.method,
             "rounds": self.rounds,
             "seed": self.seed,
+            "augment_flip": self.flip,
             "min_clients": self.clients,
             "image": form.model_dump(mode="json"),
-            "network": {"split": self.network, "generator": self.generator, "discriminator": self.generator},
+            "network": {
+                "split": self.network,
+                "generator": self.generator,
+                "discriminator": self.generator,
+                "noise_dim": NOISE_DIMS.get(self.generator, NetworkChoice().noise_dim),
+            },
             "params": {**params, "epochs": self.local_epochs, **self.params},
         }
 

@@ -14,9 +14,19 @@ from torch import nn
 from fedcg.learning.data import ImageSet
 from fedcg.learning.errors import DataError, UnknownMethodError
 from fedcg.learning.initial import initial_parts, shadow_spec
-from fedcg.learning.loops import Block, FeatureSource, image_blocks, index_blocks, steps_of
+from fedcg.learning.loops import (
+    Block,
+    FeatureSource,
+    Penalty,
+    extract_features,
+    image_blocks,
+    index_blocks,
+    steps_of,
+    train_classifier,
+)
 from fedcg.learning.method import Aggregate, DivergedError, LocalResult, TrainingParams
 from fedcg.learning.methods import fedcg, fedmd_cg
+from fedcg.learning.networks import load_part
 from fedcg.learning.registry import get_method, method_names
 from fedcg.learning.seeds import Streams
 from fedcg.learning.simulation import MemorySpill, update_of
@@ -368,6 +378,22 @@ def test_the_replayed_classes_follow_the_published_label_distribution() -> None:
     assert penalty(slice(0, 2), logits, logits).item() == pytest.approx(0.5 * math.log(4 / 3), abs=1e-6)
 
 
+def test_a_penalty_is_minimised_beside_the_cross_entropy() -> None:
+    spec = quick_spec("local", epochs=5, lr=1e-2)
+    ctx, data = context(spec), bright_images(24, 0)
+    sizes = []
+    for weight in (0.0, 10.0):
+        parts = initial_parts(spec, b"cohort")
+        extractor, classifier = (load_part(spec, part, parts[part]) for part in (Part.EXTRACTOR, Part.CLASSIFIER))
+
+        def shrink(_: Block, weight: float = weight) -> Penalty:
+            return lambda rows, features, logits: weight * features.square().mean()
+
+        train_classifier(extractor, classifier, data, TrainingParams.model_validate(spec.params), ctx, shrink)
+        sizes.append(float(extract_features(extractor, data, spec).square().mean()))
+    assert sizes[1] < 0.5 * sizes[0]
+
+
 def test_the_class_scale_is_the_distance_of_two_real_features() -> None:
     # class 0: dimensions (0, 2) and (0, 4): variances 2 and 8: sqrt(2 * 10); class 1: one image, the floor
     features = torch.tensor([[0.0, 0.0], [2.0, 4.0], [1.0, 1.0]])
@@ -388,7 +414,7 @@ def test_the_two_gan_networks_pull_in_opposite_directions() -> None:
             out: torch.Tensor = self.line(features).squeeze(1)
             return out
 
-    real = torch.tensor([[3.0, -3.0]]).repeat(16, 1)
+    real = torch.tensor([[0.0, 3.0]]).repeat(16, 1)
     generator, judge = Answer(1.0, 1.0), Judge()
     with torch.no_grad():
         judge.line.weight.zero_()
@@ -398,8 +424,8 @@ def test_the_two_gan_networks_pull_in_opposite_directions() -> None:
     made = generator.value.detach()
     zeros = torch.zeros(1, dtype=torch.int64)
     assert judge(real[:1], zeros).item() > judge(made.unsqueeze(0), zeros).item()
-    assert made[0].item() > 1.1
-    assert made[1].item() < 0.9
+    assert made[0].item() < 0.9
+    assert made[1].item() > 1.1
     assert all(parameter.requires_grad for parameter in judge.parameters())
 
 
