@@ -14,6 +14,7 @@ from rich.table import Table
 from devices.detect import detect
 from devices.errors import NotTrainableError
 from devices.profile import GIB, DeviceProfile, Gpu, TrainingPlan, plan_training
+from devices.telemetry import Telemetry, read_telemetry
 
 UNAVAILABLE = "unavailable"
 
@@ -29,11 +30,13 @@ def profile_command(
     """Show what box this is and what training on it would use."""
     profile = detect(root)
     plan = _plan(profile)
+    live = read_telemetry(Path.cwd(), root)
     if as_json:
-        print(json.dumps({"profile": asdict(profile), "plan": asdict(plan) if plan else None}, indent=2))
+        now = {**asdict(live), "condition": live.condition.value}
+        print(json.dumps({"profile": asdict(profile), "plan": asdict(plan) if plan else None, "now": now}, indent=2))
         return
     table = Table(show_header=False, box=None, pad_edge=False)
-    for name, value in _rows(profile, plan):
+    for name, value in [*_rows(profile, plan), ("now", _describe_now(live))]:
         table.add_row(name, value)
     Console().print(table)
 
@@ -61,6 +64,12 @@ def _rows(profile: DeviceProfile, plan: TrainingPlan | None) -> list[tuple[str, 
     if plan is not None:
         rows.append(("plan", f"{plan.device}, {plan.threads} threads, {plan.batch_scale:.0%} of the batch"))
     return rows
+
+
+def _describe_now(live: Telemetry) -> str:
+    hottest = UNAVAILABLE if live.hottest_c is None else f"{live.hottest_c:.0f} °C"
+    battery = "none found" if live.battery_percent is None else f"{live.battery_percent} %"
+    return f"{live.condition.value}: temperature {hottest}, battery {battery}, free disk {_gib(live.free_disk_bytes)}"
 
 
 def _gib(memory_bytes: int | None) -> str:

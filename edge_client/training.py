@@ -15,6 +15,7 @@ from importlib.metadata import version
 
 import torch
 
+from devices.telemetry import read_telemetry
 from edge_client.errors import RoundError
 from edge_client.events import EventLog
 from edge_client.firewall import UpdateFacts, build_update
@@ -182,7 +183,8 @@ def _commit(work: Workplace, command: TrainRound, spec: FederationSpec, done: _O
     own = measure(spec, personal, done.data, common, work.place)
     shadow = None if done.shadow is None else measure(spec, done.shadow.parts, done.data, common, work.place)
     figures = generator_figures(spec, personal, done.data.train, done.ctx.streams)
-    report = done.result.report.model_copy(update={"accuracy": own.test, "health": Health.OK})
+    health = Health(read_telemetry(work.store.root).condition.value)
+    report = done.result.report.model_copy(update={"accuracy": own.test, "health": health})
     facts = UpdateFacts(
         device=work.settings.device,
         round=cursor.round,

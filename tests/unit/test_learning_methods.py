@@ -414,18 +414,17 @@ def test_the_two_gan_networks_pull_in_opposite_directions() -> None:
             out: torch.Tensor = self.line(features).squeeze(1)
             return out
 
-    real = torch.tensor([[0.0, 3.0]]).repeat(16, 1)
+    real = torch.zeros(16, 2)
     generator, judge = Answer(1.0, 1.0), Judge()
     with torch.no_grad():
         judge.line.weight.zero_()
         judge.line.bias.zero_()
-    params = fedcg.FedcgParams.model_validate({**spec.params, "epochs": 10})
+    params = fedcg.FedcgParams.model_validate({**spec.params, "epochs": 10, "weight_decay": 0.0})
     fedcg.train_gan(generator, judge, cast("FeatureSource", StillSource(real)), params, ctx)
     made = generator.value.detach()
     zeros = torch.zeros(1, dtype=torch.int64)
     assert judge(real[:1], zeros).item() > judge(made.unsqueeze(0), zeros).item()
-    assert made[0].item() < 0.9
-    assert made[1].item() > 1.1
+    assert made.max().item() < 0.9
     assert all(parameter.requires_grad for parameter in judge.parameters())
 
 

@@ -126,7 +126,7 @@ def test_the_profile_command_prints_json_with_the_plan() -> None:
 
 def test_the_profile_command_says_unavailable_for_what_the_box_does_not_tell(tmp_path: Path) -> None:
     shown = run_profile("--root", str(tmp_path))
-    assert shown.count("unavailable") == 5  # model, processor, architecture, CPUs, memory
+    assert shown.count("unavailable") == 6  # model, processor, architecture, CPUs, memory, temperature
     assert " 0 " not in shown
 
 
