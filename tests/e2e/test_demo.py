@@ -1,0 +1,147 @@
+"""`fedcg demo` as a newcomer runs it: separate processes, a real broker, a summary, models that classify."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.stack import wait_for
+
+pytestmark = [pytest.mark.broker, pytest.mark.timeout(280)]
+
+SMALL = ["--rounds", "2", "--local-epochs", "1", "--clients", "3", "--set", "server_iterations=20"]
+SUMMARY_KEYS = {"method", "rounds", "data", "broker", "seconds", "parts_on_wire", "fields_on_wire", "clients"}
+SECONDS_KEYS = {"total", "startup", "train", "transport", "aggregate", "export"}
+CLIENT_KEYS = {
+    "id",
+    "train_images",
+    "test_images",
+    "accuracy_local",
+    "accuracy_personal",
+    "accuracy_onnx",
+    "accuracy_common_local",
+    "accuracy_common_personal",
+    "onnx_model",
+    "uplink_bytes_per_round",
+}
+
+
+def _fedcg(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "fedcg", *arguments], capture_output=True, text=True, cwd=cwd, timeout=200, check=False
+    )
+
+
+def _summary(out: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((out / "summary.json").read_text())
+    return content
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a small finished demo."""
+    root = tmp_path_factory.mktemp("demo")
+    done = _fedcg("demo", *SMALL, "--out", "run", cwd=root)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "crossed the broker" in done.stdout
+    return root / "run"
+
+
+def test_the_summary_tells_what_was_observed_on_the_wire(demo: Path) -> None:
+    summary = _summary(demo)
+    assert summary.keys() >= SUMMARY_KEYS
+    assert summary["seconds"].keys() >= SECONDS_KEYS
+    assert summary["parts_on_wire"] == ["classifier", "generator"]
+    assert summary["fields_on_wire"] == ["accuracy", "examples", "health", "loss"]
+    assert len(summary["clients"]) == 3
+    for client in summary["clients"]:
+        assert client.keys() >= CLIENT_KEYS
+        assert client["accuracy_onnx"] == client["accuracy_personal"], "ONNX decides like the trained model"
+        assert 500_000 < client["uplink_bytes_per_round"] < 1_000_000
+    assert (demo / "accuracy.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_client_has_a_model_that_classifies_its_test_images(demo: Path) -> None:
+    for client in _summary(demo)["clients"]:
+        images = sorted((demo / "data" / client["id"] / "test").glob("*/*.png"))
+        done = _fedcg("infer", "--model", str(Path(client["onnx_model"]).parent), *map(str, images), "--json", cwd=demo)
+        assert done.returncode == 0, done.stderr
+        predictions = json.loads(done.stdout)["results"]
+        right = sum(entry["class"] == path.parent.name for entry, path in zip(predictions, images, strict=True))
+        assert right / len(images) == pytest.approx(client["accuracy_onnx"])
+
+
+def test_no_private_tensor_is_in_the_recording_of_the_demo(demo: Path) -> None:
+    private = [
+        argument
+        for path in sorted(demo.glob("devices/*/store/generations/*/state.safetensors"))
+        for argument in ("--private", str(path))
+    ]
+    assert len(private) == 2 * 3 * 2
+    done = _fedcg("audit", "compare", "--observed", str(demo / "observer"), *private, cwd=demo)
+    assert done.returncode == 0, done.stdout
+    assert "0 leaks" in done.stdout
+
+
+def test_fedmd_cg_runs_over_the_python_broker_and_says_that_label_counts_cross_it(tmp_path: Path) -> None:
+    arguments = ["--method", "fedmd_cg", "--broker", "amqtt", "--rounds", "1", "--local-epochs", "1", "--clients", "2"]
+    done = _fedcg("demo", *arguments, "--out", "run", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = _summary(tmp_path / "run")
+    assert summary["broker"].startswith("amqtt")
+    assert "label_counts" in summary["fields_on_wire"]
+    assert summary["parts_on_wire"] == ["classifier", "generator"]
+
+
+def test_an_unusable_data_folder_is_named_before_anything_starts(tmp_path: Path) -> None:
+    done = _fedcg("demo", "--data", "nowhere", "--out", "run", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "nowhere" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_an_interrupted_demo_leaves_no_process_and_resumes_to_the_same_aggregate(demo: Path, tmp_path: Path) -> None:
+    started = subprocess.Popen(
+        [sys.executable, "-m", "fedcg", "demo", *SMALL, "--out", "run"],
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    events = tmp_path / "run" / "devices" / "client-1" / "store" / "events.jsonl"
+    wait_for(lambda: events.exists() and '"committed"' in events.read_text(), "a round is committed", 120)
+    os.kill(started.pid, signal.SIGINT)
+    assert started.wait(timeout=30) == 130
+    deadline = time.monotonic() + 10
+    while _processes_with(str(tmp_path)):
+        assert time.monotonic() < deadline, _processes_with(str(tmp_path))
+        time.sleep(0.05)
+    done = _fedcg("demo", "--resume", "run", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert _final_aggregate(tmp_path / "run") == _final_aggregate(demo)
+
+
+def _processes_with(text: str) -> list[str]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if text in command:
+            found.append(command)
+    return found
+
+
+def _final_aggregate(run: Path) -> str:
+    lines = (run / "coordinator" / "events.jsonl").read_text().splitlines()
+    return str(next(entry["aggregate"] for entry in map(json.loads, reversed(lines)) if entry["event"] == "finished"))
