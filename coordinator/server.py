@@ -16,11 +16,11 @@ from coordinator.aggregation_messages import WorkerSettings
 from coordinator.app import create_app
 from coordinator.config import CoordinatorConfig, check_api_host
 from coordinator.errors import HomeError
-from coordinator.events import EventLog
 from coordinator.home import Home
 from coordinator.provision.pki import CA_NAME, credential_of
 from coordinator.setup import Setup
 from coordinator.store import Store
+from fedcg.event_log import EventLog
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts import ArtifactStore
 from fedcg.wire.messages import COORDINATOR
@@ -101,7 +101,6 @@ def _setup(home: Home, config: CoordinatorConfig) -> Iterator[Setup]:
             events=events,
         )
     finally:
-        events.close()
         store.close()
 
 

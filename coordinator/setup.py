@@ -9,9 +9,9 @@ from typing import Protocol
 
 from coordinator.aggregation import AggregationWorker
 from coordinator.aggregation_messages import Job, WorkerEvent, WorkerSettings
-from coordinator.events import EventLog
 from coordinator.records import FederationRecord
 from coordinator.store import Store
+from fedcg.event_log import EventLog
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts import ArtifactStore
 from fedcg.wire.signing import SigningKey

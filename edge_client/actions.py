@@ -8,7 +8,6 @@ from typing import Any
 
 from edge_client.config import AgentConfig
 from edge_client.downloads import Downloads
-from edge_client.events import EventLog
 from edge_client.firewall import check_spec, explain
 from edge_client.outgoing import Outgoing
 from edge_client.private_store import DeliveryRecord, PrivateStore
@@ -31,6 +30,7 @@ from edge_client.session_events import (
 )
 from edge_client.session_state import SessionState
 from edge_client.trainer_process import ChooseModel, TrainerHandle, TrainRound
+from fedcg.event_log import EventLog
 from fedcg.wire.errors import IntegrityError, WireError
 from fedcg.wire.messages import ArtifactRef, DeclineReason
 from fedcg.wire.transfer import make_ref

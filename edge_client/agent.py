@@ -17,7 +17,6 @@ from importlib.metadata import version
 from edge_client.actions import Actions
 from edge_client.config import AgentConfig
 from edge_client.downloads import Downloaded, Downloads
-from edge_client.events import EventLog
 from edge_client.handshake import Handshake
 from edge_client.incoming import Incoming
 from edge_client.outgoing import Outgoing
@@ -49,6 +48,7 @@ from edge_client.trainer_process import (
     TrainerHandle,
     TrainerReport,
 )
+from fedcg.event_log import EventLog
 from fedcg.wire.channel import BroadcastOrder
 from fedcg.wire.errors import WireError
 from fedcg.wire.messages import COORDINATOR, Need

@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from edge_client.events import EventValue
 from edge_client.generations import StoredState
 from edge_client.local_data import RoundData
 from edge_client.measures import Measured, measure, personal_parts
 from edge_client.trainer_process import ChooseModel
 from edge_client.training import Workplace, load_aggregate, load_spec
 from edge_client.weights import to_weights
+from fedcg.event_log import EventValue
 from fedcg.learning.data import ImageSet
 from fedcg.learning.initial import shadow_spec
 from fedcg.learning.method import ClientState, DivergedError, Method, RoundContext, Weights

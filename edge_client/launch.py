@@ -10,10 +10,10 @@ from types import FrameType
 from edge_client.agent import Agent, AgentKeys
 from edge_client.config import AgentConfig
 from edge_client.errors import EdgeError
-from edge_client.events import EventLog
 from edge_client.outgoing import offline_will
 from edge_client.private_store import PrivateStore
 from edge_client.trainer_process import TrainerProcess, TrainerSettings
+from fedcg.event_log import EventLog
 from fedcg.wire.errors import WireError
 from fedcg.wire.mqtt import MqttTransport
 from fedcg.wire.mqtt_config import MqttConfig, TlsFiles

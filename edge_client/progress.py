@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from edge_client.events import EventLog
 from edge_client.generations import Cursor
+from fedcg.event_log import EventLog
 
 EVERY_S = 0.2
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from edge_client.config import AgentConfig
 from edge_client.errors import StoreDamagedError, StoreFormatError
-from edge_client.events import EventValue, read_events
 from edge_client.private_store import PrivateStore
+from fedcg.event_log import EventValue, read_events
 
 Status = dict[str, EventValue]
 

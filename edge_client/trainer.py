@@ -15,7 +15,6 @@ from devices.detect import detect
 from devices.errors import NotTrainableError
 from devices.profile import TrainingPlan, plan_training
 from edge_client.errors import FirewallError, RoundError
-from edge_client.events import EventLog
 from edge_client.finalise import choose_model
 from edge_client.local_data import LocalData
 from edge_client.private_store import PrivateStore
@@ -33,6 +32,7 @@ from edge_client.trainer_process import (
 from edge_client.training import Workplace, train_round
 from export.errors import ExportError
 from export.to_onnx import preload
+from fedcg.event_log import EventLog
 from fedcg.learning.errors import DataError, LearningError
 from fedcg.learning.method import DivergedError
 from fedcg.wire.errors import WireError

@@ -17,7 +17,6 @@ import torch
 
 from devices.telemetry import read_telemetry
 from edge_client.errors import RoundError
-from edge_client.events import EventLog
 from edge_client.firewall import UpdateFacts, build_update
 from edge_client.generations import Generation, NewGeneration, StoredState
 from edge_client.local_data import LocalData, RoundData
@@ -26,6 +25,7 @@ from edge_client.private_store import PrivateStore
 from edge_client.progress import ProgressEvents
 from edge_client.trainer_process import TrainerSettings, TrainRound
 from edge_client.weights import to_arrays, to_weights
+from fedcg.event_log import EventLog
 from fedcg.learning.initial import initial_parts, shadow_spec
 from fedcg.learning.method import Aggregate, ClientState, LocalResult, Method, RoundContext, Weights
 from fedcg.learning.networks import layouts

@@ -15,12 +15,12 @@ from PIL import Image
 
 from edge_client.agent import Agent, AgentKeys
 from edge_client.config import AgentConfig, BrokerSection, DataSection, ExportSection, PolicySection, TrainingSection
-from edge_client.events import EventLog, EventValue, read_events
 from edge_client.generations import Cursor, NewGeneration
 from edge_client.outgoing import offline_will
 from edge_client.private_store import PrivateStore
 from edge_client.snapshot import Snapshot, SnapshotFile
 from edge_client.trainer_process import ChooseModel, Chosen, Committed, Ready, TrainerCommand, TrainerReport, TrainRound
+from fedcg.event_log import EventLog, EventValue, read_events
 from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice, ParameterValue
 from fedcg.wire.artifacts import ArtifactHeader, pack
 from fedcg.wire.channel import Session, session_id

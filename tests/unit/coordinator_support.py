@@ -15,11 +15,11 @@ import numpy as np
 from typing_extensions import Self
 
 from coordinator.aggregation_messages import Job, JobDone, UpdateAdded, WorkerEvent, WorkerReady, WorkerSettings
-from coordinator.events import EventLog
 from coordinator.records import AggregateRecord, FederationRecord
 from coordinator.service import Service, start_service
 from coordinator.setup import MakeWorker, Setup
 from coordinator.store import Store
+from fedcg.event_log import EventLog
 from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice
 from fedcg.wire.artifacts import ArtifactHeader, ArtifactStore, pack, unpack
 from fedcg.wire.channel import Session, session_id
@@ -490,4 +490,3 @@ class RunningService:
             self._failure = error
         finally:
             self._up.set()
-            setup.events.close()

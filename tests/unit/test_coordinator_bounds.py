@@ -119,7 +119,6 @@ def test_of_two_updates_of_one_device_that_race_each_other_only_the_first_counts
         return [await uplink.ended(item) for item in checked]
 
     assert asyncio.run(scenario()) == [UpdateStored(1, 1, "a"), None, None]
-    setup.events.close()
     assert [outcome for _, outcome in publisher.receipts] == [Outcome.ACCEPTED, Outcome.CONFLICT, Outcome.DUPLICATE]
 
 

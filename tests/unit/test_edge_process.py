@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from edge_client.events import read_events
+from fedcg.event_log import read_events
 from fedcg.wire.signing import SigningKey
 from tests.brokers import free_port
 from tests.edge_worlds import wait_until

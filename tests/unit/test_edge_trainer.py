@@ -18,7 +18,6 @@ import pytest
 import torch
 
 from edge_client import training
-from edge_client.events import EventLog, read_events
 from edge_client.generations import Cursor, StoredState
 from edge_client.measures import Measured
 from edge_client.private_store import PrivateStore
@@ -36,6 +35,7 @@ from edge_client.trainer_process import (
     TrainRound,
 )
 from edge_client.weights import to_arrays
+from fedcg.event_log import EventLog, read_events
 from fedcg.learning.initial import complete_spec, initial_parts
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import spec_root

@@ -1,7 +1,9 @@
-"""The agent's event log: one JSON object per line in the private store, written by the agent and by its trainer.
+"""Event logs: append-only JSON lines, one object per event, for people, the demo and tests on THIS machine; never sent.
 
-For people, dashboards and tests on THIS box; nothing in it is ever sent. Every line has `t` (unix seconds) and `event`:
+Every line has `t` (unix seconds) and `event`. The agent and its trainer write `events.jsonl` in the private store, the
+coordinator and its worker that in the coordinator's directory.
 
+Agent:
   agent_started {pid, device, federation, cohort_secret}   link {up}   welcomed {epoch}   offer {round, attempt}
   invited / accepted / declined {round, attempt, reason}   artifact_stored {artifact, bytes, what, round, seconds}
   trainer_started / trainer_died {pid, exit_code}          phase_started {phase, round, attempt, pid}
@@ -9,6 +11,13 @@ For people, dashboards and tests on THIS box; nothing in it is ever sent. Every 
   round_failed {round, attempt, reason, detail}            manifest {round, attempt, artifact}
   receipt {round, attempt, artifact, outcome, reason}      finalised {candidate, model_dir, ...accuracies}
   refused {what, detail}                                   agent_stopped {pid}
+
+Coordinator:
+  started {epoch}   stopped   link {up}   online / offline {client}   accepted / declined {client, round, attempt}
+  attempt_opened {round, attempt, participants, aggregate}   attempt_resumed / attempt_failed   paused {reason}
+  update_stored {client, artifact, size, seconds}   update_refused {outcome, reason}
+  worker_ready / worker_died {pid}   phase_started {phase, pid}   aggregate_step {phase, step, steps, pid}   teacher_done
+  distilling {clients}   aggregate_stored {artifact, size}   finished {round, attempt, aggregate}
 """
 
 from __future__ import annotations
@@ -19,7 +28,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 ROTATE_BYTES = 32 * 1024 * 1024
-EventValue = str | int | float | bool | None
+EventValue = str | int | float | bool | None | list[str] | dict[str, int]
 
 
 class EventLog:
@@ -30,7 +39,7 @@ class EventLog:
         self._clock = clock
 
     def write(self, event: str, **fields: EventValue) -> None:
-        """Append one event; a full disk never stops the agent from running."""
+        """Append one event; a full disk never stops the program."""
         line = json.dumps({"t": round(self._clock(), 3), "event": event, **fields}) + "\n"
         try:
             descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
@@ -44,7 +53,7 @@ class EventLog:
             os.close(descriptor)
 
     def rotate(self) -> None:
-        """Keep one old file once the log is large; only the agent calls this, before its trainer runs."""
+        """Keep one old file once the log is large; only for a file that no other process writes at the moment."""
         if self._path.exists() and self._path.stat().st_size > ROTATE_BYTES:
             self._path.replace(self._path.with_suffix(".old.jsonl"))
 
