@@ -82,6 +82,9 @@ def demo_command(
         Path | None, typer.Option(help="folder of the run; default: ./demo-out, or the next free name")
     ] = None,
     resume: Annotated[Path | None, typer.Option(help="go on with an interrupted run; its own options count")] = None,
+    record: Annotated[
+        Path | None, typer.Option(help="also write the run here as one JSON without paths of this machine")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print summary.json instead of a table")] = False,
 ) -> None:
     """Run a whole federation on this machine: broker, coordinator and one agent per client, each a process of its own.
@@ -90,6 +93,7 @@ def demo_command(
     accuracies beside the local-only baseline, what crossed the broker, and an ONNX model per client.
     """
     from experiments.demo import Demo
+    from experiments.record import write_record
     from experiments.run import new_run, resumed_run
 
     console = Console(stderr=as_json)
@@ -112,13 +116,16 @@ def demo_command(
             "quick": quick,
         }
         run = new_run(out or _free_folder("demo-out"), _checked(_setting(values, params)), broker)
+    finished = run.root / "summary.json"
     try:
-        summary = asyncio.run(Demo(run, console).run())
+        summary = json.loads(finished.read_text()) if finished.exists() else asyncio.run(Demo(run, console).run())
     except (KeyboardInterrupt, asyncio.CancelledError):
         console.print(
             f"Interrupted; every process is stopped. Go on with: fedcg demo --resume {run.root}", soft_wrap=True
         )
         raise typer.Exit(130) from None
+    if record is not None:
+        write_record(summary, run.root, record)
     if as_json:
         typer.echo(json.dumps(summary))
     else:

@@ -19,6 +19,7 @@ from experiments.options import Setting, load_setting, parse_params, root_secret
 from experiments.partitions import ClientFolder, Prepared
 from experiments.plots import accuracy_over_rounds
 from experiments.progress import Progress
+from experiments.record import write_record
 from experiments.run import Run, free_ports, new_run, resumed_run, write_secrets
 from experiments.summary import seconds, summarise, table
 from fedcg.learning.spec import plan_from_mapping
@@ -303,3 +304,28 @@ def test_run_folders_are_named_in_one_place(tmp_path: Path) -> None:
     run = Run(tmp_path, Setting(), "auto", 1, 2)
     places = {run.home, run.data, run.observer, run.bundle("client-1"), run.root}
     assert len(places) == 5
+
+
+def test_a_published_record_names_no_path_of_the_machine(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    root.mkdir()
+    model = root / "devices" / "client-1" / "store" / "models" / "0001" / "model.onnx"
+    summary = {
+        "method": "fedcg",
+        "data": "/home/someone/photographs",
+        "broker": "mosquitto (/usr/sbin/mosquitto)",
+        "setting": {"data": "/home/someone/photographs", "seed": 3},
+        "clients": [{"id": "client-1", "accuracy_personal": 0.5, "onnx_model": str(model)}],
+    }
+    (root / "summary.json").write_text(json.dumps(summary))
+    out = tmp_path / "runs" / "record.json"
+    write_record(summary, root, out)
+    text = out.read_text()
+    record = json.loads(text)
+    assert str(tmp_path) not in text
+    assert "/home" not in text
+    assert record["data"] == record["setting"]["data"] == "photographs"
+    assert record["clients"][0]["onnx_model"] == "devices/client-1/store/models/0001/model.onnx"
+    assert record["clients"][0]["accuracy_personal"] == 0.5
+    assert record["machine"]["cpus"] >= 1
+    assert len(record["date"]) == len("2000-01-01")

@@ -1,0 +1,64 @@
+"""The record of a run that may be published: what was asked, on which machine and day, what came out; no path of that machine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from devices.detect import detect
+from experiments.sources import DIGITS
+
+RECORD_FORMAT = 1
+
+
+def machine() -> dict[str, object]:
+    """Processor, CPUs, memory and GPU of this machine; None where it does not say."""
+    profile = detect()
+    return {
+        "kind": profile.kind.value,
+        "model": profile.model,
+        "processor": profile.cpu_model,
+        "cpus": profile.cpus,
+        "memory_bytes": profile.memory_bytes,
+        "gpu": None if profile.gpu is None else profile.gpu.name,
+    }
+
+
+def record_of_summary(summary: Mapping[str, Any], root: Path) -> dict[str, Any]:
+    """A demo's summary as a record: paths become relative to the run's folder, the data set is named by its folder.
+
+    Args:
+        summary: the content of `summary.json`.
+        root: the folder of the run.
+    """
+    finished_at = datetime.fromtimestamp((root / "summary.json").stat().st_mtime, tz=timezone.utc)
+    data = summary["data"] if summary["data"] == DIGITS else Path(summary["data"]).name
+    clients = [
+        {**client, "onnx_model": _relative(client["onnx_model"], root) if client["onnx_model"] else None}
+        for client in summary["clients"]
+    ]
+    return {
+        "format": RECORD_FORMAT,
+        "date": finished_at.date().isoformat(),
+        "machine": machine(),
+        **summary,
+        "data": data,
+        "broker": str(summary["broker"]).partition(" ")[0],
+        "setting": {**summary["setting"], "data": data},
+        "clients": clients,
+    }
+
+
+def _relative(path: str, root: Path) -> str:
+    return str(Path(path).relative_to(root))
+
+
+def write_record(summary: Mapping[str, Any], root: Path, out: Path) -> None:
+    """Write the record of a run to a file."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = out.with_name(f".{out.name}.new")
+    temporary.write_text(json.dumps(record_of_summary(summary, root), indent=1) + "\n")
+    temporary.replace(out)
