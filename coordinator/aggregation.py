@@ -1,6 +1,7 @@
 """The coordinator's handle on its aggregation worker: starts it, tells it what is wanted, starts it again when it dies.
 
-Torch-free and never blocking: what is wanted is remembered here and told again to every new worker process.
+Torch-free and never blocking: what is wanted is remembered here and told again to every new worker process. One thread
+listens to the worker and another one tells it: in a long teacher pass it reads nothing, and its pipe may be full both ways.
 """
 
 from __future__ import annotations
@@ -47,11 +48,12 @@ class AggregationWorker:
     def __init__(self, settings: WorkerSettings, notify: Callable[[WorkerEvent], None]) -> None:
         self._settings = settings
         self._notify = notify
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._wanted: list[Request] = []
+        self._told = 0  # so many of them were sent to the worker that is there now
         self._process: SpawnProcess | None = None
         self._connection: Connection | None = None
-        self._ready = False
+        self._teller: threading.Thread | None = None
         self._stopping = threading.Event()
         self._deaths = 0
         self._thread = threading.Thread(target=self._supervise, name="aggregation", daemon=True)
@@ -63,7 +65,7 @@ class AggregationWorker:
     def open(self, job: Job) -> None:
         """Begin an attempt; whatever was wanted before is forgotten."""
         with self._lock:
-            self._wanted = []
+            self._forget()
             self._deaths = 0
             self._ask(job)
 
@@ -90,15 +92,23 @@ class AggregationWorker:
         if self._wanted and request in self._wanted:
             return
         self._wanted.append(request)
-        if self._ready:
-            self._send(request)
+        self._lock.notify_all()
 
-    def _send(self, request: Request) -> None:
-        assert self._connection is not None
-        try:
-            self._connection.send(request)
-        except OSError:
-            self._ready = False  # the supervising thread sees the end of the pipe and starts another worker
+    def _forget(self) -> None:
+        self._wanted, self._told = [], 0
+
+    def _tell(self, connection: Connection) -> None:
+        while True:
+            with self._lock:
+                self._lock.wait_for(lambda: self._connection is not connection or self._told < len(self._wanted))
+                if self._connection is not connection:
+                    return
+                request = self._wanted[self._told]
+                self._told += 1
+            try:
+                connection.send(request)
+            except OSError:
+                return  # the supervising thread sees the end of the pipe and starts another worker
 
     def _supervise(self) -> None:
         while not self._stopping.is_set():
@@ -128,13 +138,16 @@ class AggregationWorker:
     def _take(self, reply: Reply) -> None:
         with self._lock:
             if isinstance(reply, WorkerReady):
-                self._ready = True
-                for request in self._wanted:
-                    self._send(request)
+                assert self._connection is not None
+                self._told = 0
+                self._teller = threading.Thread(
+                    target=self._tell, args=(self._connection,), name="aggregation-requests", daemon=True
+                )
+                self._teller.start()
             elif isinstance(reply, UpdateAdded | JobDone):
                 self._deaths = 0
             if isinstance(reply, JobDone | JobFailed) and self._is_about_current_job(reply):
-                self._wanted = []
+                self._forget()
         self._notify(reply)
 
     def _is_about_current_job(self, reply: JobDone | JobFailed) -> bool:
@@ -146,15 +159,20 @@ class AggregationWorker:
 
     def _bury(self) -> None:
         with self._lock:
-            self._ready = False
             process, self._process = self._process, None
-            if self._connection is not None:
-                self._connection.close()
+            connection, self._connection = self._connection, None
+            teller, self._teller = self._teller, None
+            self._lock.notify_all()
             self._deaths += 1
             deaths, job = self._deaths, self._job()
             given_up = deaths >= MAX_DEATHS and job is not None
             if given_up:
-                self._wanted, self._deaths = [], 0
+                self._forget()
+                self._deaths = 0
+        if teller is not None:
+            teller.join()  # nobody reads at the other end, so it does not wait for room
+        if connection is not None:
+            connection.close()
         if process is not None:
             process.join(STOP_TIMEOUT_S)
         if self._stopping.is_set():

@@ -69,6 +69,7 @@ class Conductor:
         self._uplink: Uploading | None = None
         self._state = RoundState(setup.federation.policy)
         self._base = ""
+        self._is_announced = True
         self._background: set[asyncio.Task[Any]] = set()
         self._do_what: dict[type[Any], Callable[[Any], Awaitable[None]]] = {
             OpenAttempt: self._open_attempt,
@@ -89,6 +90,11 @@ class Conductor:
     def base(self) -> str:
         """Artifact id of the aggregate that the open attempt starts from."""
         return self._base
+
+    @property
+    def is_announced(self) -> bool:
+        """Whether the broker was handed what the offer topic must say now; when not, `announce` has to be repeated."""
+        return self._is_announced
 
     def use_uplink(self, uplink: Uploading) -> None:
         """Say who holds the updates that are under way."""
@@ -127,6 +133,7 @@ class Conductor:
 
     async def announce(self) -> None:
         """Publish what the retained offer topic must say now; while the link is down this does nothing."""
+        self._is_announced = True
         state = self._state
         if state.phase in (Phase.WAITING, Phase.PAUSED):
             return
@@ -136,9 +143,10 @@ class Conductor:
         aggregate_ref = await asyncio.to_thread(self._library.ref, aggregate)
         position = (state.round, state.attempt)
         if finished:
-            self._publisher.finished(position, spec_ref, aggregate_ref)
+            self._is_announced = self._publisher.finished(position, spec_ref, aggregate_ref)
         else:
-            self._publisher.offer(position, spec_ref, aggregate_ref, state.policy.rounds, state.deadline_at)
+            rounds, deadline_at = state.policy.rounds, state.deadline_at
+            self._is_announced = self._publisher.offer(position, spec_ref, aggregate_ref, rounds, deadline_at)
 
     def close(self) -> None:
         """Stop broadcasting."""

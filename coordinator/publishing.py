@@ -1,7 +1,7 @@
 """What the coordinator says: builds, stamps, signs and publishes messages and chunks. Decides nothing.
 
 A message that can't be handed to the broker now is dropped and logged: every one of them is repeated by the protocol
-(offers and status when the link is back, invites and grants by timer, receipts on the repeated manifest).
+(offers and status when the link is back, offers by timer too, invites and grants by timer, receipts on the repeated manifest).
 """
 
 from __future__ import annotations

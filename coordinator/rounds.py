@@ -222,7 +222,7 @@ def paused_reason(state: RoundState, attempts: int) -> str:
     """Why a federation pauses after `attempts` failed attempts, with what to do about it."""
     return (
         f"round {state.round} failed {attempts} times (last: {state.reason}); "
-        "look at the devices, then run `fedcg federation resume`"
+        "look at the devices, stop the coordinator, run `fedcg federation resume` and start it again"
     )
 
 

@@ -281,6 +281,8 @@ class Service:
     async def _tick(self) -> None:
         self._uplink.tick()
         await self._conductor.apply(Tick())
+        if self._link_up and not self._conductor.is_announced:
+            await self._conductor.announce()  # the queue was full: a lost offer would cost the round
         now = time.monotonic()
         if now - self._invited_at >= REINVITE_S:
             self._reinvite()

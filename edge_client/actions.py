@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +27,7 @@ from edge_client.session_events import (
     SpecChecked,
     StartRound,
     StartTrainer,
+    TrainerDied,
     Want,
 )
 from edge_client.session_state import SessionState
@@ -128,8 +130,14 @@ class Actions:
             _log.warning("%s does not take part: %s", self._config.device, detail)
         return SpecChecked(command.digest, refusal)
 
-    def _start_trainer(self, command: StartTrainer, state: SessionState) -> None:
-        self._events.write("trainer_started", pid=self._trainer.start())
+    def _start_trainer(self, command: StartTrainer, state: SessionState) -> Event | None:
+        try:
+            pid = self._trainer.start()
+        except OSError as error:  # no memory or no process left: tried again, ever more slowly
+            self._events.write("agent_error", detail=f"the training process can't be started: {error}")
+            return TrainerDied()
+        self._events.write("trainer_started", pid=pid)
+        return None
 
     def _start_round(self, command: StartRound, state: SessionState) -> Event | None:
         if not self._is_sound(command.aggregate):
@@ -146,9 +154,10 @@ class Actions:
     def _is_sound(self, artifact: str) -> bool:
         try:
             self._store.artifacts.get(artifact)
-        except (IntegrityError, FileNotFoundError) as error:
+        except (IntegrityError, OSError) as error:
             self._events.write("refused", what="aggregate", detail=str(error))
-            self._store.artifacts.delete(artifact)
+            with contextlib.suppress(OSError):  # fetching it again replaces it
+                self._store.artifacts.delete(artifact)
             return False
         return True
 

@@ -17,13 +17,16 @@ from importlib.metadata import version
 from edge_client.actions import Actions
 from edge_client.config import AgentConfig
 from edge_client.downloads import Downloaded, Downloads
+from edge_client.errors import FirewallError
+from edge_client.firewall import check_kept
 from edge_client.handshake import Handshake
 from edge_client.incoming import Incoming
 from edge_client.outgoing import Outgoing
-from edge_client.private_store import PrivateStore
+from edge_client.private_store import DeliveryRecord, PrivateStore
 from edge_client.session import step
 from edge_client.session_events import (
     ArtifactStored,
+    Command,
     DownloadSilent,
     Event,
     Finalised,
@@ -58,6 +61,7 @@ from fedcg.wire.transport import Delivery, Transport
 INBOX_MAX = 2048  # at most 250 MB of chunks; what does not fit is asked for again
 IDLE_S = 0.25
 DOWNLOADING_S = 0.05
+WITHHELD = "withheld"  # how an update ended that its owner forbade after it was made
 REFUSALS_TOLD = 50  # per connection: a flood must not fill the disk
 _log = logging.getLogger(__name__)
 
@@ -208,9 +212,16 @@ class Agent:
             self._tell(due)
             self._state, commands = step(self._state, due, self._clock())
             for command in commands:
-                follows = self._actions.carry_out(command, self._state)
-                if follows is not None:
-                    self._events_due.append(follows)
+                self._carry_out(command)
+
+    def _carry_out(self, command: Command) -> None:
+        try:
+            follows = self._actions.carry_out(command, self._state)
+        except OSError as error:  # a full disk must not take the commands after this one along: nobody gives them again
+            self._stumble(type(command).__name__, error)
+            return
+        if follows is not None:
+            self._events_due.append(follows)
 
     def _receive(self, delivery: Delivery) -> None:
         highest = self._order.highest
@@ -220,7 +231,10 @@ class Agent:
             self._refuse(delivery.topic, str(error))
             return
         if self._order.highest != highest:
-            self._store.save_seen(self._order.highest)
+            try:
+                self._store.save_seen(self._order.highest)
+            except OSError as error:  # the message counts all the same: a broadcast is not repeated
+                self._stumble("seen.json", error)
         if isinstance(meaning, Downloaded):
             self._keep(meaning)
         elif meaning is not None:
@@ -254,14 +268,28 @@ class Agent:
         self._events.write("link", up=up)
         if up:
             self._outgoing.status(online=True)
-            self._find_outbox()
+            try:
+                self._find_outbox()
+            finally:
+                self._handle(LinkChanged(up))
+            return
         self._handle(LinkChanged(up))
 
     def _find_outbox(self) -> None:
         generation, _ = self._store.generations.current()
         entry = self._store.outbox(generation)
-        if generation is not None and entry is not None:
-            self._handle(OutboxFound(entry.cursor, self._actions.load_update()))
+        if generation is None or entry is None:
+            return
+        try:
+            check_kept(self._store.generations.update_bytes(generation), self._config.policy, self._config.device)
+        except FirewallError as error:
+            self._refuse("outbox", str(error))
+            cursor = entry.cursor
+            self._store.save_delivery(
+                DeliveryRecord(entry.artifact, cursor.round, cursor.attempt, WITHHELD, str(error))
+            )
+            return
+        self._handle(OutboxFound(entry.cursor, self._actions.load_update()))
 
     def _hear_trainer(self, report: TrainerReport) -> None:
         if isinstance(report, Ready):
@@ -276,8 +304,10 @@ class Agent:
             self._handle(Finalised(report.aggregate, report.succeeded))
         elif isinstance(report, Exited):
             self._events.write("trainer_died", pid=report.pid, exit_code=report.exit_code)
-            self._adopt_commit()  # it may have died between its commit and its report
-            self._handle(TrainerDied())
+            try:
+                self._adopt_commit()  # it may have died between its commit and its report
+            finally:
+                self._handle(TrainerDied())
 
     def _adopt_commit(self) -> None:
         generation, _ = self._store.generations.current()
@@ -331,6 +361,12 @@ class Agent:
             self._events.write("offer", round=event.offer.round, attempt=event.offer.attempt, live=event.live)
         elif isinstance(event, Invited):
             self._events.write("invited", round=event.cursor.round, attempt=event.cursor.attempt)
+
+    def _stumble(self, what: str, error: OSError) -> None:
+        _log.error(
+            "%s: %s failed: %s. Free space on, or repair, %s", self._config.device, what, error, self._store.root
+        )
+        self._events.write("agent_error", detail=f"{what}: {error}")
 
     def _refuse(self, what: str, detail: str) -> None:
         self._refusals += 1

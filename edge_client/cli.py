@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 app = typer.Typer(help="Run this device's agent, or look at its private store.", no_args_is_help=True)
 
@@ -98,7 +98,7 @@ def doctor_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOptio
     if as_json:
         print(json.dumps({"ok": not failed(findings), "findings": [asdict(finding) for finding in findings]}))
     else:
-        table = Table("check", "state", "what", "what to do")
+        table = Table("check", "state", Column("what", overflow="fold"), Column("what to do", overflow="fold"))
         for finding in findings:
             table.add_row(finding.check, _MARKS[finding.state], finding.detail, finding.advice)
         Console(highlight=False).print(table)

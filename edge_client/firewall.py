@@ -16,13 +16,16 @@ from edge_client.config import PolicySection
 from edge_client.errors import FirewallError
 from fedcg.learning.registry import method_names
 from fedcg.learning.spec import FederationSpec
-from fedcg.wire.artifacts import ArtifactHeader, pack
+from fedcg.wire.artifacts import ArtifactHeader, pack, read_header
+from fedcg.wire.errors import WireError
 from fedcg.wire.messages import DeclineReason
 from fedcg.wire.parts import Part, Report, ReportField, TensorLayout
 from fedcg.wire.tensors import Array, PartArrays
 
 # Without these an aggregation can't weight or draw; accuracy, loss and health are only for people.
 NEEDED_FIELDS = frozenset({ReportField.EXAMPLES, ReportField.LABEL_COUNTS})
+# All that a header may say of the box beside the report: what a repetition with the same bits needs.
+FACTS = frozenset({"batch_size", "cpu", "device", "fedcg-edge", "threads", "torch"})
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,8 @@ def build_update(
             or a report field that the method needs and the policy forbids.
     """
     _check_parts(frozenset(shared), spec, policy, facts.device)
+    for name in sorted((facts.versions.keys() | facts.determinism.keys()) - FACTS):
+        raise FirewallError(facts.device, "the header of an update has no place for it", tensor=name)
     parts = {part: _checked_part(part, shared[part], spec.layouts[part], facts.device) for part in sorted(shared)}
     header = ArtifactHeader(
         kind="update",
@@ -104,6 +109,25 @@ def build_update(
         determinism=dict(facts.determinism),
     )
     return pack(header, parts)
+
+
+def check_kept(data: bytes, policy: PolicySection, device: str) -> None:
+    """Judge an update that was made earlier by the policy of now: its owner may have become stricter meanwhile.
+
+    Raises:
+        FirewallError: it holds a part or a report field that may not leave any more, or is no update at all.
+    """
+    try:
+        header = read_header(data)
+    except WireError as error:
+        raise FirewallError(device, f"what waits in the outbox is no update: {error}") from error
+    allowed = {part.value for part in policy.allow_upload}
+    for name in sorted({key.partition("/")[0] for key in header.codecs} - allowed):
+        raise FirewallError(device, "policy.allow_upload of this device does not list it any more", part=name)
+    reported = frozenset() if header.report is None else header.report.fields()
+    for field_name in sorted(reported - policy.allow_report):
+        problem = "policy.allow_report of this device does not list it any more"
+        raise FirewallError(device, problem, tensor=field_name.value)
 
 
 def _check_parts(parts: frozenset[Part], spec: FederationSpec, policy: PolicySection, device: str) -> None:

@@ -67,7 +67,6 @@ def run_agent(config: AgentConfig, *, until_finished: bool) -> int:
         with store.locked("trainer.lock", wait_s=STORE_WAIT_S):
             pass  # the trainer of a killed agent is gone: nothing in the store changes under us any more
         events = EventLog(config.store / "events.jsonl", time.time)
-        events.rotate()
         transport = MqttTransport(mqtt_config(config), offline_will(config.federation, config.device, keys.signing))
         settings = TrainerSettings.of(config)
         agent = Agent(config, store, keys, transport, lambda deliver: TrainerProcess(settings, deliver), events)

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from experiments.errors import ExperimentError, OptionError
 from experiments.options import Setting, parse_params
+from fedcg.learning.registry import method_names
 
 Data = Annotated[str, typer.Option(help="`digits`, or a folder: CLASS/*.png|jpg, or train/ and test/ of such")]
 Clients = Annotated[int, typer.Option(help="number of clients")]
@@ -49,6 +50,8 @@ def _setting(values: dict[str, Any], params: list[str] | None) -> Setting:
 
 def _checked(setting: Setting) -> Setting:
     """Fail before anything is started when the data or the partition can't be used."""
+    if setting.method not in method_names():
+        raise typer.BadParameter(f"no method {setting.method!r}; there are {', '.join(method_names())}")
     try:
         setting.checked_partition()
         setting.source()

@@ -22,6 +22,7 @@ Coordinator:
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -47,22 +48,30 @@ class EventLog:
             return
         try:
             os.write(descriptor, line.encode())
+            is_full = os.fstat(descriptor).st_size > ROTATE_BYTES
         except OSError:
             return
         finally:
             os.close(descriptor)
+        if is_full:
+            self._rotate()
 
-    def rotate(self) -> None:
-        """Keep one old file once the log is large; only for a file that no other process writes at the moment."""
-        if self._path.exists() and self._path.stat().st_size > ROTATE_BYTES:
-            self._path.replace(self._path.with_suffix(".old.jsonl"))
+    def _rotate(self) -> None:
+        """Keep one old file; another process that writes here opens the new one with its next line."""
+        with contextlib.suppress(OSError):
+            if self._path.stat().st_size > ROTATE_BYTES:  # else that other process was first
+                self._path.replace(self._path.with_suffix(".old.jsonl"))
 
 
 def read_events(path: Path) -> Iterator[dict[str, EventValue]]:
-    """All complete events of a log, oldest first; a torn last line is left out."""
+    """All complete events of a log, oldest first; lines that a full disk or a power cut tore are left out."""
     if not path.exists():
         return
-    with path.open(encoding="utf-8") as lines:
+    with path.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
-            if line.endswith("\n"):
-                yield json.loads(line)
+            try:
+                event = json.loads(line) if line.endswith("\n") else None
+            except ValueError:
+                continue
+            if isinstance(event, dict):
+                yield event

@@ -44,7 +44,7 @@ from fedcg.wire.messages import (
     Receipt,
     Welcome,
 )
-from fedcg.wire.parts import Part, ReportField, TensorLayout
+from fedcg.wire.parts import Part, Report, ReportField, TensorLayout
 from fedcg.wire.signing import SigningKey, open_envelope, seal
 from fedcg.wire.tensors import Array
 from fedcg.wire.topics import Topics
@@ -142,6 +142,20 @@ def aggregate_of(parts: Mapping[Part, Mapping[str, Array]], spec: FederationSpec
         client=COORDINATOR,
     )
     return pack(header, parts)
+
+
+def update_of(spec: FederationSpec, cursor: Cursor) -> bytes:
+    """The packed update that the fake trainer makes of a round attempt."""
+    header = ArtifactHeader(
+        kind="update",
+        method=spec.method,
+        federation=spec.federation,
+        round=cursor.round,
+        attempt=cursor.attempt,
+        client=DEVICE,
+        report=Report(examples=3, accuracy=0.5),
+    )
+    return pack(header, toy_parts(cursor.round, (Part.CLASSIFIER, Part.GENERATOR)))
 
 
 def draw_images(root: Path, per_class: int, seed: int) -> None:
@@ -359,7 +373,7 @@ class FakeTrainer:
         self.deliver(Committed(command.cursor))
 
     def commit(self, command: TrainRound) -> None:
-        update = b"update of %d.%d " % (command.cursor.round, command.cursor.attempt) * 60
+        update = update_of(self.spec, command.cursor)
         self.store.generations.commit(toy_generation(self.spec, command.cursor, update, seed=command.cursor.round))
 
     def stop(self) -> None:

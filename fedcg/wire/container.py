@@ -80,7 +80,7 @@ def header_fields(data: bytes) -> Mapping[str, object]:
     """
     try:
         fields = json.loads(split_artifact(data)[0])
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # nested too deeply for Python's parser
         raise MalformedError("an artifact header is not JSON") from error
     if not isinstance(fields, dict):
         raise MalformedError("an artifact header is not a JSON object")

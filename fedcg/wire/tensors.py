@@ -171,7 +171,7 @@ def _check_header(data: bytes, layouts: PartLayouts) -> None:
     length = int.from_bytes(data[:_LENGTH_BYTES], "little")
     try:
         header = json.loads(data[_LENGTH_BYTES : _LENGTH_BYTES + length])
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # nested too deeply for Python's parser
         raise MalformedError("the header of a tensor payload is not JSON") from error
     if not isinstance(header, dict) or not all(isinstance(entry, dict) for entry in header.values()):
         raise MalformedError("the header of a tensor payload is not a table of tensors")

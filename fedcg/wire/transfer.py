@@ -18,6 +18,9 @@ MAGIC = b"FCGC"
 _HEAD = struct.Struct(">4s32sI8s")
 FRAME_OVERHEAD_BYTES = _HEAD.size
 MIN_CHUNK_BYTES = 256
+MAX_STALL_S = 60.0
+GAP_FACTOR = 2.0  # a link is given this many times the pause between two chunks before its grants count as lost
+CALMING = 0.75  # how fast that patience shrinks again, per chunk
 Ranges = tuple[tuple[int, int], ...]
 
 
@@ -111,7 +114,8 @@ class Receiver:
     Args:
         ref: the announced artifact; the caller has checked that its size is acceptable.
         window: how much may be under way.
-        stall_s: with nothing new for so long, granted chunks that did not come are granted again.
+        stall_s: with nothing for so long, granted chunks that did not come are granted again. On a slow link, which
+            shows by the pauses between chunks, it takes longer: granted twice, they would go over the link twice.
     """
 
     def __init__(self, ref: ArtifactRef, window: Window | None = None, stall_s: float = 2.0) -> None:
@@ -119,6 +123,7 @@ class Receiver:
         limits = window or Window()
         self._credit = max(1, min(limits.chunks, limits.bytes // ref.chunk_bytes))
         self._stall_s = stall_s
+        self._patience_s = stall_s
         self._have: dict[int, bytes] = {}
         self._granted: set[int] = set()
         self._next = 0  # every chunk below was received or granted since the last stall
@@ -154,11 +159,11 @@ class Receiver:
         expected = min(self._ref.chunk_bytes, self._ref.size - chunk.index * self._ref.chunk_bytes)
         if len(chunk.data) != expected:
             raise MalformedError(f"chunk {chunk.index} has {len(chunk.data)} bytes instead of {expected}")
+        self._arrived(now)
         if chunk.index in self._have:
             return False
         self._have[chunk.index] = chunk.data
         self._granted.discard(chunk.index)
-        self._moved_at = now
         return True
 
     def next_need(self, now: float) -> Ranges | None:
@@ -168,8 +173,9 @@ class Receiver:
         """
         if self.complete:
             return None
-        if self._granted and self._moved_at is not None and now - self._moved_at >= self._stall_s:
+        if self._granted and self._moved_at is not None and now - self._moved_at >= self._patience_s:
             self._granted.clear()
+            self._patience_s = min(2.0 * self._patience_s, MAX_STALL_S)
         if not self._granted:
             self._next = 0
         room = self._credit - len(self._granted)
@@ -200,6 +206,11 @@ class Receiver:
                 f"the chunks of artifact {self._ref.id} don't have its sha256; it must be fetched again"
             )
         return data
+
+    def _arrived(self, now: float) -> None:
+        gap = 0.0 if self._moved_at is None else now - self._moved_at
+        self._patience_s = min(MAX_STALL_S, max(self._stall_s, GAP_FACTOR * gap, CALMING * self._patience_s))
+        self._moved_at = now
 
     def _take(self, room: int) -> list[int]:
         fresh: list[int] = []

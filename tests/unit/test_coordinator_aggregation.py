@@ -8,13 +8,24 @@ import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from coordinator.aggregation import MAX_DEATHS, AggregationWorker
-from coordinator.aggregation_messages import Job, JobFailed, Progressed, WorkerDied, WorkerEvent, WorkerSettings
+from coordinator.aggregation_messages import (
+    AddUpdate,
+    Job,
+    JobDone,
+    JobFailed,
+    Progressed,
+    WorkerDied,
+    WorkerEvent,
+    WorkerReady,
+    WorkerSettings,
+)
 from coordinator.aggregation_worker import Throttle
 from coordinator.errors import PlanError
 from coordinator.founding import Founded, found, read_plan
@@ -202,6 +213,39 @@ def test_a_worker_that_keeps_dying_gives_its_job_up(tmp_path: Path, monkeypatch:
 
 def _die_at_once(*_: object) -> None:
     os._exit(9)
+
+
+def test_a_worker_that_talks_much_and_reads_late_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coordinator.aggregation.worker_main", _talk_before_reading)
+    said: list[WorkerEvent] = []
+    settings = WorkerSettings(1, "cpu", b"s" * 32, tmp_path / "artifacts", tmp_path / "spill")
+    worker = AggregationWorker(settings, said.append)
+    worker.open(Job("tiny", 1, 1, "0" * 64, "1" * 64, "2" * 64))
+    for number in range(MANY):
+        worker.add(f"device-{number}", "3" * 64)
+    worker.start()
+    try:
+        wait_until(lambda: any(isinstance(event, WorkerReady) for event in said), "the worker is there")
+        worker.finish(())  # returns at once, whatever the worker does
+        wait_until(lambda: any(isinstance(event, JobDone) for event in said), "everything was told and answered")
+    finally:
+        worker.stop()
+    assert next(event for event in said if isinstance(event, JobDone)).size == MANY
+
+
+MANY = 3000
+
+
+def _talk_before_reading(connection: Connection, _settings: WorkerSettings) -> None:
+    connection.send(WorkerReady(os.getpid(), 1, "cpu"))
+    for number in range(MANY):
+        connection.send(Progressed(os.getpid(), 1, 1, "teacher", number, MANY))
+    requests = [connection.recv() for _ in range(MANY + 2)]
+    added = sum(isinstance(request, AddUpdate) for request in requests)
+    connection.send(JobDone(1, 1, "4" * 64, added, "5" * 64))
+    connection.recv()
 
 
 def test_progress_is_told_at_the_first_step_then_sparsely_and_at_the_last() -> None:

@@ -17,6 +17,8 @@ from coordinator.rounds import CameOnline, RoundState, UpdateStored, transition
 from coordinator.uplink import Checked, Uplink
 from coordinator.uploads import Grant, Received, Uploads
 from fedcg.wire.artifacts import ArtifactStore
+from fedcg.wire.errors import TransportError
+from fedcg.wire.memory import MemoryTransport
 from fedcg.wire.messages import Manifest, Outcome
 from fedcg.wire.transfer import frames_for, make_ref, parse_chunk
 from tests.unit.coordinator_support import RunningService, World, aggregate_bytes, tiny_spec, wait_until
@@ -135,6 +137,24 @@ def test_a_finished_coordinator_may_leave_when_its_devices_have_left(
         for name in world.clients:
             world.broker.drop(name)
         wait_until(running.service.finished_and_left.is_set, "nobody is left")
+
+
+def test_an_offer_that_finds_the_queue_full_is_published_later(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish = MemoryTransport.publish
+    offers: list[bytes] = []
+
+    def full_at_first(self: MemoryTransport, topic: str, payload: bytes, *, qos: int = 1, retain: bool = False) -> None:
+        if topic.endswith("/offer"):
+            offers.append(payload)
+            if len(offers) == 1:
+                raise TransportError("the outgoing queue is full")
+        publish(self, topic, payload, qos=qos, retain=retain)
+
+    monkeypatch.setattr(MemoryTransport, "publish", full_at_first)
+    with RunningService(world):
+        world.start_devices()
+        world.wait_event("finished")
+    assert len(offers) >= 3  # refused, repeated, and the end of the federation
 
 
 def test_a_service_that_fails_says_so_instead_of_going_on(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,11 +11,22 @@ import pytest
 
 from edge_client.config import PolicySection
 from edge_client.generations import Cursor
+from edge_client.private_store import PrivateStore
 from edge_client.trainer_process import Exited, Failed, TrainRound
 from fedcg.wire.messages import Accept, Decline, DeclineReason, DeviceStatus, Hello, Manifest, Need, Outcome, Receipt
-from fedcg.wire.parts import Part
+from fedcg.wire.parts import Part, ReportField
 from fedcg.wire.signing import SigningKey
-from tests.edge_worlds import DEVICE, World, aggregate_of, toy_parts, toy_spec, wait_until
+from tests.edge_worlds import (
+    DEVICE,
+    FakeTrainer,
+    World,
+    aggregate_of,
+    make_config,
+    toy_parts,
+    toy_spec,
+    update_of,
+    wait_until,
+)
 
 SHARED = (Part.CLASSIFIER, Part.GENERATOR)
 MakeWorld = Callable[..., World]
@@ -61,7 +72,7 @@ def test_a_whole_federation_of_two_rounds_ends_with_a_chosen_model(make_world: M
         accept = coordinator.wait(Accept)
         assert (accept.round, accept.attempt) == (round_number, 1)
         manifest = coordinator.wait(Manifest)
-        assert coordinator.collect(manifest) == b"update of %d.1 " % round_number * 60
+        assert coordinator.collect(manifest) == update_of(world.spec, Cursor(round_number, 1))
         coordinator.receipt(manifest)
         wait_until(lambda: len(world.events("receipt")) == round_number, "the receipt is recorded")  # noqa: B023
     coordinator.finish(world.spec, aggregate(world, 2), 2)
@@ -160,7 +171,7 @@ def test_a_restarted_agent_delivers_its_outbox_and_does_not_train_again(make_wor
     again = world.coordinator.wait(Manifest)
     assert again.artifact == before.artifact
     world.coordinator.invite(1)  # the real one invites whoever has not delivered
-    assert world.coordinator.collect(world.coordinator.wait(Manifest)) == b"update of 1.1 " * 60
+    assert world.coordinator.collect(world.coordinator.wait(Manifest)) == update_of(world.spec, Cursor(1, 1))
     world.coordinator.receipt(again)
     wait_until(lambda: len(world.events("receipt")) == 1, "the receipt is recorded")
     assert world.trainer.rounds() == []
@@ -177,7 +188,7 @@ def test_a_trainer_that_dies_after_its_commit_is_not_asked_to_train_again(make_w
     world.trainer.commit(command)
     world.trainer.deliver(Exited(1001, -9))
     manifest = world.coordinator.wait(Manifest)
-    assert world.coordinator.collect(manifest) == b"update of 1.1 " * 60
+    assert world.coordinator.collect(manifest) == update_of(world.spec, Cursor(1, 1))
     wait_until(lambda: world.trainer.starts == 2, "the training process is replaced")
     assert world.trainer.rounds() == [Cursor(1, 1)]
 
@@ -294,6 +305,83 @@ def test_a_damaged_download_is_fetched_again(make_world: MakeWorld) -> None:
         lambda: world.coordinator.step() is None and len(world.trainer.rounds()) == 2, "it is fetched and trained"
     )
     assert world.store.artifacts.get(command.aggregate) == aggregate(world)
+
+
+@pytest.mark.parametrize(
+    ("stricter", "told"),
+    [
+        (PolicySection(allow_upload=frozenset({Part.CLASSIFIER})), "generator"),
+        (PolicySection(allow_report=frozenset({ReportField.EXAMPLES})), "accuracy"),
+    ],
+)
+def test_an_update_that_its_owner_forbade_after_it_was_made_never_leaves(
+    make_world: MakeWorld, stricter: PolicySection, told: str
+) -> None:
+    world = make_world()
+    welcomed(world)
+    open_round(world)
+    world.coordinator.wait(Manifest)
+    world.stop_agent()
+    world.coordinator.session = None
+    while world.coordinator.step() is not None:
+        pass  # what the first agent said
+    world.coordinator.heard.clear()
+    world.config = make_config(world.root, policy=stricter)
+    world.start_agent()
+    world.coordinator.wait(Hello)
+    world.coordinator.invite(1)
+    assert world.coordinator.wait(Decline).reason is DeclineReason.NOT_ELIGIBLE
+    assert not any(isinstance(message, Manifest) for message in world.coordinator.heard)
+    assert told in str(world.events("refused")[-1]["detail"])
+    assert world.store.deliveries()[-1].outcome == "withheld"
+
+
+def test_a_disk_that_is_full_when_the_receipt_comes_does_not_lose_the_next_round(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make_world(is_automatic=False)
+    welcomed(world)
+    open_round(world)
+    world.coordinator.work_until(lambda: len(world.trainer.rounds()) == 1, "training starts")
+    world.trainer.work(world.trainer.commands[-1])
+    manifest = world.coordinator.wait(Manifest)
+    open_round(world, 2)
+    world.coordinator.wait(Accept)
+    monkeypatch.setattr(PrivateStore, "save_delivery", full_disk)
+    world.coordinator.receipt(manifest)
+    world.coordinator.work_until(lambda: len(world.trainer.rounds()) == 2, "round 2 is trained")
+    assert "No space left" in str(world.events("agent_error")[0]["detail"])
+
+
+def test_a_disk_that_is_full_when_the_offer_comes_does_not_lose_the_round(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make_world()
+    welcomed(world)
+    monkeypatch.setattr(PrivateStore, "save_seen", full_disk)
+    open_round(world)
+    assert world.coordinator.wait(Accept).round == 1
+
+
+def test_a_training_process_that_cannot_be_started_is_tried_again(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, failures = FakeTrainer.start, iter([OSError(11, "Resource temporarily unavailable")] * 2)
+
+    def scarce(trainer: FakeTrainer) -> int:
+        for failure in failures:
+            raise failure
+        return start(trainer)
+
+    monkeypatch.setattr(FakeTrainer, "start", scarce)
+    world = make_world(clock_speed=8.0)
+    welcomed(world)
+    open_round(world)
+    world.coordinator.wait(Manifest)
+
+
+def full_disk(*_: object) -> None:
+    raise OSError(28, "No space left on device")
 
 
 def test_the_agent_and_everything_it_needs_import_no_torch() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from edge_client.config import PolicySection
 from edge_client.errors import FirewallError
-from edge_client.firewall import UpdateFacts, build_update, check_spec, explain
+from edge_client.firewall import UpdateFacts, build_update, check_kept, check_spec, explain
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts import unpack
 from fedcg.wire.inspection import inspect
@@ -52,6 +52,25 @@ def test_the_update_holds_the_shared_parts_and_a_header_that_says_what_it_is() -
     for part in SHARED:
         for name, tensor in shared[part].items():
             assert np.array_equal(artifact.parts[part][name], tensor)
+
+
+def test_what_a_header_may_say_of_the_box_is_a_closed_list() -> None:
+    talkative = UpdateFacts(DEVICE, 3, 2, None, {"torch": "2.13.0"}, {"hostname": "ward-7"})
+    with pytest.raises(FirewallError, match="hostname"):
+        build_update(toy_parts(1, SHARED), REPORT, spec=toy_spec(), policy=PolicySection(), facts=talkative)
+
+
+def test_an_update_made_earlier_is_judged_by_the_policy_of_now() -> None:
+    kept = built()
+    check_kept(kept, PolicySection(), DEVICE)
+    with pytest.raises(FirewallError, match="allow_upload") as caught:
+        check_kept(kept, PolicySection(allow_upload=frozenset({Part.GENERATOR})), DEVICE)
+    assert caught.value.part == "classifier"
+    with pytest.raises(FirewallError, match="allow_report") as caught:
+        check_kept(kept, PolicySection(allow_report=DEFAULT_ALLOW_REPORT - {ReportField.LOSS}), DEVICE)
+    assert caught.value.tensor == "loss"
+    with pytest.raises(FirewallError, match="no update"):
+        check_kept(b"anything", EVERYTHING, DEVICE)
 
 
 def test_the_same_round_gives_the_same_bytes() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 import pytest
 import torch
@@ -137,6 +139,20 @@ def test_fedcg_student_settles_where_the_divergence_from_teacher_to_student_is_l
     assert settled(student) == pytest.approx(ARITHMETIC, abs=0.02)
 
 
+def test_fedcg_ensemble_of_a_round_weights_logits_by_the_examples_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    # sizes 1 and 3, logits (4, 0, 0) and (0, 4, 0): softmax (1, 3, 0) = (e, e^3, 1) / (e + e^3 + 1)
+    # = (2.7183, 20.0855, 1) / 23.8038 = (0.1142, 0.8438, 0.0420); unweighted (0.4683, 0.4683, 0.0634)
+    student = Pair(Constant(3), Identity())
+    monkeypatch.setattr(distillation, "load_pair", lambda parts, ctx: student)
+    monkeypatch.setattr(Pair, "weights", lambda self: {})
+    spill = MemorySpill()
+    spill.put("a", {"logits": torch.tensor([[4.0, 0.0, 0.0]]).expand(2400, -1)})
+    spill.put("b", {"logits": torch.tensor([[0.0, 4.0, 0.0]]).expand(2400, -1)})
+    aggregator = EnsembleAggregator(SETTINGS, stub_context(), spill)
+    aggregator.finish({"a": lambda: update("a", 1), "b": lambda: update("b", 3)})
+    assert settled(student) == pytest.approx((0.1142, 0.8438, 0.0420), abs=0.02)
+
+
 def test_fedmd_cg_student_settles_where_the_divergence_from_student_to_teacher_is_least() -> None:
     student = Pair(Constant(3), Identity())
     mean_log = PATTERN.repeat(600, 1)
@@ -245,6 +261,108 @@ def test_features_are_made_a_block_ahead_and_equal_those_made_at_once(monkeypatc
     assert torch.allclose(pieces, expected, atol=1e-6)
 
 
+class PerLabel(nn.Module):
+    """A generator that answers each label with its own given features, and remembers what it was asked for."""
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        super().__init__()
+        self.features = rows
+        self.asked = torch.zeros(len(rows), dtype=torch.int64)
+
+    def forward(self, noise: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        self.asked += torch.bincount(labels, minlength=len(self.asked))
+        return self.features[labels]
+
+
+class Counting(Identity):
+    """Logits = features; counts the rows of eq. 11's third divergence: those through which a gradient passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.third = 0
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        self.third += len(features) if features.requires_grad else 0
+        return super().forward(features)
+
+
+@dataclass(frozen=True)
+class StubRound:
+    """A FedMD-CG round of two clients a and b; each teacher says given log-probabilities for each label."""
+
+    student: Pair
+    teachers: tuple[Pair, Pair]
+    rows: int
+
+    @property
+    def asked(self) -> list[float]:
+        """Share of each label among the rows that the first teacher was asked for."""
+        labels = cast("PerLabel", self.teachers[0].generator).asked
+        return (labels / labels.sum()).tolist()
+
+
+def stub_round(
+    monkeypatch: pytest.MonkeyPatch,
+    said: Sequence[torch.Tensor],
+    counts: Sequence[tuple[int, ...]],
+    *,
+    bank: str = "exact",
+    exact_clients: int = 32,
+    last: tuple[float, ...] = (1 / 3, 1 / 3, 1 / 3),
+) -> StubRound:
+    teachers = (Pair(PerLabel(said[0]), Counting()), Pair(PerLabel(said[1]), Counting()))
+    student, settings = Pair(Constant(3), Identity()), Distillation(iterations=400, batch=64, lr=0.02, weight_decay=0.0)
+    loaded = {1.0: teachers[0], 2.0: teachers[1]}
+    monkeypatch.setattr(
+        crossed, "load_pair", lambda parts, ctx: loaded.get(parts[Part.CLASSIFIER]["w"].item(), student)
+    )
+    monkeypatch.setattr(Pair, "weights", lambda self: {})
+    updates = {
+        name: Update(name, {part: {"w": torch.tensor([tag])} for part in SHARED}, sum(mine), mine)
+        for name, tag, mine in (("a", 1.0, counts[0]), ("b", 2.0, counts[1]))
+    }
+    aggregator = CrossedAggregator(
+        settings, bank, exact_clients, ServerState(Aggregate({}, last)), stub_context(), MemorySpill()
+    )
+    for one in updates.values():
+        aggregator.add(one)
+    aggregator.finish({name: partial(updates.__getitem__, name) for name in updates})
+    return StubRound(student, teachers, settings.rows)
+
+
+@pytest.mark.parametrize("bank", ["exact", "arrival"])
+@pytest.mark.parametrize("exact_clients", [1, 2])
+def test_every_crossed_term_weights_a_client_by_its_share_of_the_label(
+    monkeypatch: pytest.MonkeyPatch, bank: str, exact_clients: int
+) -> None:
+    # Client a has 3 of 4 images of every class and says FIRST, b has the rest and says SECOND. Every classifier is the identity,
+    # so eq. 10 and the third divergence both settle at FIRST^(3/4) SECOND^(1/4), normalised.
+    said = [torch.tensor([one] * 3).log() for one in (FIRST, SECOND)]
+    done = stub_round(monkeypatch, said, [(3, 3, 3), (1, 1, 1)], bank=bank, exact_clients=exact_clients)
+    assert settled(done.student) == pytest.approx(GEOMETRIC, abs=0.04)
+    # Two clients: exact up to a bound of two (each teacher judges every row), one client per row above it.
+    judged = [cast("Counting", teacher.classifier).third for teacher in done.teachers]
+    if exact_clients == 2:
+        assert judged == [done.rows, done.rows]
+    else:
+        assert sum(judged) == done.rows
+        assert judged[0] / done.rows == pytest.approx(0.75, abs=0.02)
+
+
+@pytest.mark.parametrize("bank", ["exact", "arrival"])
+def test_a_round_weighs_labels_as_its_clients_have_them_whatever_was_published_last(
+    monkeypatch: pytest.MonkeyPatch, bank: str
+) -> None:
+    # Both teachers say FIRST for class 0 and SECOND for class 1, and p(y) = (3/4, 1/4, 0): the geometric mean again. The bank of
+    # arrival is drawn from nearly the opposite, (0.11, 0.87, 0.02): unweighted the student would settle close to SECOND.
+    said = torch.tensor([FIRST, SECOND, (0.01, 0.01, 0.98)]).log()
+    done = stub_round(monkeypatch, [said, said], [(4, 1, 0), (2, 1, 0)], bank=bank, last=(0.1, 0.9, 0.0))
+    assert settled(done.student) == pytest.approx(GEOMETRIC, abs=0.04)
+    drawn_from = (0.75, 0.25, 0.0) if bank == "exact" else (0.1117, 0.8717, 0.0167)
+    assert done.asked == pytest.approx(drawn_from, abs=0.02)
+    assert (done.asked[2] > 0.0) == (bank == "arrival")
+
+
 @pytest.mark.parametrize("bank", ["exact", "arrival"])
 def test_the_published_label_distribution_is_that_of_this_rounds_counts(bank: str) -> None:
     ctx, _ = real_pairs(1)
@@ -273,6 +391,22 @@ def test_fedmd_cg_refuses_a_client_that_does_not_tell_its_label_counts() -> None
     )
     with pytest.raises(ValueError, match="none from quiet"):
         aggregator.finish({"quiet": lambda: silent})
+
+
+def test_both_networks_of_a_student_are_trained_and_its_batch_norm_sees_its_own_batches() -> None:
+    ctx, (student,) = real_pairs(1)
+    before = student.weights()
+    bank = draw_bank(Streams(b"c"), 12, ctx.spec.network.noise_dim, uniform(3))
+    after = train_student(
+        student, bank, Distillation(2, 6, 1e-2, 0.0), ctx, lambda rows, features, logits: logits.square().mean()
+    )
+    for part, name in (
+        (Part.GENERATOR, "body.0.weight"),
+        (Part.GENERATOR, "body.1.running_mean"),
+        (Part.CLASSIFIER, "1.weight"),
+    ):
+        assert not torch.equal(before[part][name], after[part][name])
+    assert after[Part.GENERATOR]["body.1.num_batches_tracked"].item() == 2
 
 
 def test_a_student_that_explodes_is_not_returned() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from fedcg.learning.averaging import average_updates
 from fedcg.learning.data import ImageSet
 from fedcg.learning.errors import DataError, UnknownMethodError
 from fedcg.learning.initial import initial_parts, shadow_spec
@@ -176,6 +177,65 @@ def test_fedcg_loads_both_shared_parts_and_fedmd_cg_only_the_classifier() -> Non
         assert moved.abs().max().item() < 0.02
 
 
+def taught(name: str, round_number: int, incoming: Aggregate, **params: ParameterValue) -> LocalResult:
+    spec = quick_spec(name, **params)
+    method, initial = get_method(name), initial_parts(spec, b"cohort")
+    return method.local_round(
+        method.init_client(spec, initial), bright_images(24, 0), incoming, context(spec, round_number)
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [("fedcg", {}), ("fedmd_cg", {"lambda1": 0.0, "lambda3": 0.0}), ("fedmd_cg", {"lambda2": 0.0, "lambda3": 0.0})],
+)
+def test_the_downloaded_generator_teaches_from_the_second_round_on(
+    name: str, params: dict[str, ParameterValue]
+) -> None:
+    spec = quick_spec(name)
+    one, other = (initial_parts(spec.model_copy(update={"seed": seed}), b"cohort") for seed in (5, 99))
+    even = (1 / 3, 1 / 3, 1 / 3)
+    incoming = [
+        Aggregate({Part.CLASSIFIER: one[Part.CLASSIFIER], Part.GENERATOR: source[Part.GENERATOR]}, even)
+        for source in (one, other)
+    ]
+    for round_number, expected in ((1, True), (2, False)):
+        first, second = (taught(name, round_number, some, **params).private.parts for some in incoming)
+        for part in (Part.EXTRACTOR, Part.CLASSIFIER):
+            assert same(first[part], second[part]) == expected
+
+
+def test_fedmd_cg_replays_the_label_distribution_that_came_down() -> None:
+    initial = initial_parts(quick_spec("fedmd_cg"), b"cohort")
+    down = {part: initial[part] for part in (Part.GENERATOR, Part.CLASSIFIER)}
+    for replay, expected in ((0.0, True), (1.0, False)):
+        first, second = (
+            taught("fedmd_cg", 2, Aggregate(down, published), lambda1=replay).private.parts[Part.CLASSIFIER]
+            for published in ((1.0, 0.0, 0.0), (0.0, 0.0, 1.0))
+        )
+        assert same(first, second) == expected
+
+
+class Echo(nn.Module):
+    """A generator whose three features all are the label it was asked for."""
+
+    def forward(self, noise: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return labels.to(torch.float32).unsqueeze(1).expand(-1, 3)
+
+
+def test_each_image_is_compared_with_a_generated_feature_of_its_own_label() -> None:
+    labels = [2, 0, 1, 2, 2]
+    features = Echo()(torch.zeros(5, 1), torch.tensor(labels))
+    of_fedcg = fedcg.feature_penalty(Echo(), 1.0, context(quick_spec("fedcg")))(block(labels))
+    params = fedmd_cg.FedmdCgParams(lambda1=0.0, lambda3=0.0)
+    ctx, only_class_1 = context(quick_spec("fedmd_cg"), 3), torch.tensor([0.0, 1.0, 0.0])
+    of_fedmd_cg = fedmd_cg.global_penalty(Echo(), Scale(), only_class_1, params, ctx)(block(labels))
+    for penalty in (of_fedcg, of_fedmd_cg):
+        assert penalty is not None
+        for rows in (slice(0, 3), slice(3, 5)):
+            assert penalty(rows, features[rows], torch.zeros(rows.stop - rows.start, 3)).item() == 0.0
+
+
 def test_gamma_rises_from_zero_on_a_logistic_ramp() -> None:
     params = fedcg.FedcgParams()
     assert fedcg.gamma(1, params) == 0.0
@@ -185,6 +245,23 @@ def test_gamma_rises_from_zero_on_a_logistic_ramp() -> None:
     assert fedcg.gamma(3, params.model_copy(update={"ramp_rounds": 2, "gamma_max": 0.5})) == pytest.approx(
         0.499955, abs=1e-6
     )
+
+
+def test_the_aggregations_of_fedmd_cg_are_the_average_and_two_distillations_of_it() -> None:
+    updates = {f"c{seed}": update_of(f"c{seed}", one_round("fedmd_cg", seed)) for seed in range(2)}
+    loaders = {client: (lambda client=client: updates[client]) for client in updates}
+    average = average_updates(loaders, frozenset({Part.GENERATOR, Part.CLASSIFIER})).parts
+    merged = {}
+    for kind in ("average", "kd", "crossed_kd"):
+        spec, method = quick_spec("fedmd_cg", aggregation=kind), get_method("fedmd_cg")
+        server = method.init_server(spec, initial_parts(spec, b"cohort"))
+        merge = method.aggregator(server, context(spec, root=b"coordinator"), MemorySpill())
+        merged[kind] = merge.finish(loaders)[0].parts
+    for part, weights in average.items():
+        assert same(merged["average"][part], weights)
+        assert not same(merged["kd"][part], weights)
+        assert not same(merged["crossed_kd"][part], weights)
+        assert not same(merged["crossed_kd"][part], merged["kd"][part])
 
 
 def test_the_ramp_of_fedmd_cg_is_a_power_of_the_rounds_behind() -> None:
@@ -319,6 +396,36 @@ def test_equation_6_raises_the_asked_class_above_what_the_divergence_asks_for() 
     alone, asked = settled_answer(), settled_answer(lambda5=1.0)
     assert alone[0] - alone[1] == pytest.approx(1.0, abs=0.1)
     assert asked[0] - asked[1] > alone[0] - alone[1] + 0.5
+
+
+class Table(nn.Module):
+    """A generator with one answer per label."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers = nn.Parameter(torch.zeros(3, 3))
+
+    def forward(self, noise: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.answers[labels]
+
+
+class MixedSource(StillSource):
+    """Real features of three classes."""
+
+    def __init__(self, features: torch.Tensor, labels: torch.Tensor) -> None:
+        super().__init__(features)
+        self.labels = labels
+
+
+def test_a_generator_of_fedmd_cg_learns_each_class_from_that_classs_features() -> None:
+    real = torch.tensor([[1.0, 0.0, 0.5], [0.0, 1.0, 0.0], [-1.0, -1.0, 2.0]])
+    source = cast("FeatureSource", MixedSource(real.repeat(4, 1), torch.arange(12) % 3))
+    params = fedmd_cg.FedmdCgParams(
+        steps=200, batch_size=4, generator_lr=0.05, weight_decay=0.0, lambda5=0.0, lambda6=0.0
+    )
+    generator = Table()
+    fedmd_cg.train_generator(generator, Scale(), source, params, context(quick_spec("fedmd_cg")))
+    assert torch.allclose(generator.answers.detach(), real, atol=0.05)
 
 
 class Linear(nn.Module):

@@ -121,6 +121,15 @@ def test_a_header_that_lies_about_its_length_is_refused() -> None:
             decode_tensors(length.to_bytes(8, "little") + data[8:], LAYOUTS)
 
 
+def test_a_header_nested_too_deeply_for_the_parser_is_refused() -> None:
+    layouts: PartLayouts = {
+        Part.CLASSIFIER: tuple(TensorLayout(name=f"w{n}", dtype="float32", shape=(1,)) for n in range(999))
+    }
+    head = b"[" * 200_000
+    with pytest.raises(MalformedError, match="not JSON"):
+        decode_tensors(len(head).to_bytes(8, "little") + head + bytes(4 * 999), layouts)
+
+
 def test_overlapping_tensors_are_refused() -> None:
     layouts: PartLayouts = {
         Part.CLASSIFIER: tuple(TensorLayout(name=name, dtype="float32", shape=(2,)) for name in ("a", "b"))

@@ -112,6 +112,24 @@ def test_what_was_granted_and_did_not_come_is_granted_again_after_a_stall() -> N
     assert receiver.next_need(3.0) == ((0, 1), (2, 3))
 
 
+@pytest.mark.parametrize("seconds_per_chunk", [0.01, 1.0, 4.0, 8.0])
+def test_a_slow_link_is_not_flooded_with_chunks_that_are_still_on_their_way(seconds_per_chunk: float) -> None:
+    data = bytes(range(256)) * 64
+    receiver = Receiver(make_ref(data, 256), Window(chunks=16), stall_s=2.0)
+    frames = list(frames_for(data, receiver.ref))
+    queued: list[int] = []
+    sent, now = 0, 0.0
+    while not receiver.complete:
+        for first, count in receiver.next_need(now) or ():
+            queued += range(first, first + count)
+        now += 0.25
+        while queued and (sent + 1) * seconds_per_chunk <= now:  # first in, first out, like every queue on the way
+            receiver.feed(parse_chunk(frames[queued.pop(0)]), now)
+            sent += 1
+        assert now < 10_000
+    assert sent + len(queued) <= 2 * receiver.ref.chunks
+
+
 def test_a_broadcast_needs_no_grant_and_only_its_gaps_are_asked_for() -> None:
     receiver = Receiver(REF)
     for chunk in CHUNKS:

@@ -1,0 +1,36 @@
+"""The event log: bounded, shared by several processes, and readable after a full disk or a power cut."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fedcg import event_log
+from fedcg.event_log import EventLog, read_events
+
+
+def test_torn_lines_are_left_out_and_the_others_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    log = EventLog(path, lambda: 1.0)
+    log.write("first")
+    with path.open("ab") as file:
+        file.write(b'{"t": 1.0, "eve')  # the disk was full in the middle of a line
+    log.write("glued")
+    log.write("second", step=2)
+    with path.open("ab") as file:
+        file.write(b'{"t": 1.0')
+    assert [event["event"] for event in read_events(path)] == ["first", "second"]
+
+
+def test_a_log_that_is_written_for_ever_keeps_one_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_log, "ROTATE_BYTES", 1000)
+    path = tmp_path / "events.jsonl"
+    writers = [EventLog(path, lambda: 1.0), EventLog(path, lambda: 1.0)]
+    for step in range(200):
+        writers[step % 2].write("progress", step=step)
+    sizes = [file.stat().st_size for file in tmp_path.iterdir()]
+    assert len(sizes) == 2
+    assert max(sizes) < 1100
+    kept = [event["step"] for name in ("events.old.jsonl", "events.jsonl") for event in read_events(tmp_path / name)]
+    assert kept == list(range(200 - len(kept), 200))
