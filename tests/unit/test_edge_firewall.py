@@ -67,8 +67,8 @@ def test_an_update_made_earlier_is_judged_by_the_policy_of_now() -> None:
         check_kept(kept, PolicySection(allow_upload=frozenset({Part.GENERATOR})), DEVICE)
     assert caught.value.part == "classifier"
     with pytest.raises(FirewallError, match="allow_report") as caught:
-        check_kept(kept, PolicySection(allow_report=DEFAULT_ALLOW_REPORT - {ReportField.LOSS}), DEVICE)
-    assert caught.value.tensor == "loss"
+        check_kept(kept, PolicySection(allow_report=DEFAULT_ALLOW_REPORT - {ReportField.EXAMPLES}), DEVICE)
+    assert caught.value.tensor == "examples"
     with pytest.raises(FirewallError, match="no update"):
         check_kept(b"anything", EVERYTHING, DEVICE)
 
