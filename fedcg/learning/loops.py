@@ -2,7 +2,7 @@
 
 Order of steps is a function of the round's streams alone. Everything that does not depend on the step (normalisation, flips,
 noise, a frozen network's outputs) is done for a whole block of batches at once; a step then only slices.
-Optimisers are made afresh in every round: the papers reset them, and a device that missed rounds would bring stale moments.
+Optimisers are made afresh in every round (the papers don't say): a device that missed rounds would bring stale moments.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationSpec
 
 BLOCK_ROWS = 2048  # rows prepared at once: 25 MB of 3x32x32 float32
-EXPLODED = 1e4  # a mean loss above this is as lost as a NaN: uniform guessing over 10,000 classes costs 9.2
+# A mean loss above this is as lost as a NaN: uniform guessing over 10,000 classes costs 9.2. Mode seeking at exact collapse is
+# 1e5 times its weight, so a generator whose output is constant counts as diverged at the default weight.
+EXPLODED = 1e4
 
 Penalty = Callable[[slice, torch.Tensor, torch.Tensor], torch.Tensor]
 

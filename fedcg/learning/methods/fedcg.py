@@ -2,7 +2,7 @@
 
 Local round = algorithm 1 (eq. 1-4), server = algorithm 2 (eq. 5-6). Readings, where the paper leaves room:
   * eq. 2's squared norm is a mean over elements; the global generator runs in eval mode and has no gradient;
-  * γ(round) = 2 / (1 + exp(-10 p)) - 1 with p = min((round - 1) / ramp_rounds, 1): the authors count rounds from 0 and ramp over
+  * γ(round) = 2 / (1 + exp(-10 p)) - 1 with p = min((round - 1) / ramp_rounds, 1): read with rounds counted from 0, and a ramp over
     50, so the untrained generator of the first round has no weight;
   * eq. 4 is minimised, with the non-saturating generator loss, one generator pass for both steps; Adam's betas are (0.5, 0.999);
   * generated rows come in pairs of one label (the first half of the batch's labels, twice), so that the mode-seeking term
@@ -56,7 +56,7 @@ _GAN_BETAS = (0.5, 0.999)
 
 
 class FedcgParams(TrainingParams):
-    """Parameters of FedCG; the defaults are the paper's, less the number of local epochs of a demo."""
+    """Parameters of FedCG; the defaults are the paper's, except for `diversity`: the paper gives no weight, 0.1 is ours."""
 
     gan_lr: float = Field(default=3e-4, gt=0, description="learning rate of generator and discriminator (eta_2)")
     gamma_max: float = Field(default=1.0, ge=0, description="weight of the feature loss, eq. 3, at the end of its ramp")

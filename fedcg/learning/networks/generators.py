@@ -85,7 +85,8 @@ def _conv(feature_shape: tuple[int, ...], classes: int, noise_dim: int, feature_
 def _mlp(feature_shape: tuple[int, ...], classes: int, noise_dim: int, feature_range: FeatureRange) -> nn.Module:
     """A fully connected generator: (noise + label) - 256 - features, batch norm on the hidden layer.
 
-    With 64-dimensional noise this is the "64-256-features" network.
+    With 64-dimensional noise this is the "64-256-features" network. FedMD-CG uses three fully connected layers (widths not
+    given); this has two.
     """
     body = nn.Sequential(
         nn.Linear(noise_dim + classes, _HIDDEN, bias=False),
