@@ -106,6 +106,8 @@ def _coordinator_seen(state: SessionState, event: CoordinatorSeen, now: float) -
 
 
 def _welcomed(state: SessionState, event: Welcomed, now: float) -> Step:
+    if not state.up:  # it was still queued when the link broke; the next link says hello again
+        return state, ()
     delivery = state.delivery
     if delivery is not None:
         delivery = replace(delivery, manifest_at=now, delay_s=MANIFEST_FIRST_S, silent_since=None)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from pydantic import ValidationError
@@ -14,6 +15,9 @@ from rich.console import Console
 from experiments.errors import ExperimentError, OptionError
 from experiments.options import Setting, parse_params
 from fedcg.learning.registry import method_names
+
+if TYPE_CHECKING:
+    from experiments.run import Run
 
 Data = Annotated[str, typer.Option(help="`digits`, or a folder: CLASS/*.png|jpg, or train/ and test/ of such")]
 Clients = Annotated[int, typer.Option(help="number of clients")]
@@ -38,26 +42,39 @@ Params = Annotated[
 ]
 
 
+def _bad_input(why: str) -> typer.Exit:
+    """Exit code 2, with the reason on one line: a path in a box would be broken in the middle."""
+    Console(stderr=True, highlight=False).print(f"Error: {why}", markup=False, soft_wrap=True)
+    return typer.Exit(2)
+
+
 def _setting(values: dict[str, Any], params: list[str] | None) -> Setting:
     try:
         return Setting.model_validate({**values, "params": parse_params(params or [])})
     except ValidationError as error:
         lines = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors(include_url=False)]
-        raise typer.BadParameter("; ".join(lines)) from error
+        raise _bad_input("; ".join(lines)) from error
     except OptionError as error:
-        raise typer.BadParameter(str(error)) from error
+        raise _bad_input(str(error)) from error
 
 
 def _checked(setting: Setting) -> Setting:
     """Fail before anything is started when the data or the partition can't be used."""
     if setting.method not in method_names():
-        raise typer.BadParameter(f"no method {setting.method!r}; there are {', '.join(method_names())}")
+        raise _bad_input(f"no method {setting.method!r}; there are {', '.join(method_names())}")
     try:
         setting.checked_partition()
         setting.source()
     except ExperimentError as error:
-        raise typer.BadParameter(str(error)) from error
+        raise _bad_input(str(error)) from error
     return setting
+
+
+def _usable(open_run: Callable[[], Run]) -> Run:
+    try:
+        return open_run()
+    except OptionError as error:
+        raise _bad_input(str(error)) from error
 
 
 def _free_folder(stem: str) -> Path:
@@ -101,7 +118,7 @@ def demo_command(
 
     console = Console(stderr=as_json)
     if resume is not None:
-        run = resumed_run(resume)
+        run = _usable(lambda: resumed_run(resume))
     else:
         values = {
             "data": data if data == "digits" else str(Path(data).resolve()),
@@ -118,7 +135,8 @@ def demo_command(
             "seed": seed,
             "quick": quick,
         }
-        run = new_run(out or _free_folder("demo-out"), _checked(_setting(values, params)), broker)
+        setting = _checked(_setting(values, params))
+        run = _usable(lambda: new_run(out or _free_folder("demo-out"), setting, broker))
     finished = run.root / "summary.json"
     try:
         summary = json.loads(finished.read_text()) if finished.exists() else asyncio.run(Demo(run, console).run())

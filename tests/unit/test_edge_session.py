@@ -167,6 +167,14 @@ def test_hello_is_repeated_every_two_seconds_until_the_welcome() -> None:
     assert after == []
 
 
+def test_a_welcome_that_was_queued_when_the_link_broke_opens_no_session(ready: SessionState) -> None:
+    down, _ = step(ready, LinkChanged(up=False), 10.0)
+    down, _ = step(down, Invited(Cursor(1, 1)), 10.0)
+    still, commands = step(down, Welcomed(1), 10.0)
+    assert not still.welcomed
+    assert not any(isinstance(command, Send) for command in commands)
+
+
 def test_a_new_epoch_asks_for_a_new_session_at_once_and_the_same_epoch_does_not(ready: SessionState) -> None:
     assert drive(ready, CoordinatorSeen(epoch=1, online=True))[1] == []
     assert drive(ready, CoordinatorSeen(epoch=2, online=False))[1] == []
