@@ -39,6 +39,7 @@ check: setup  ## format, lint, types, import contracts
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
+	@$(BIN)/mypy --python-version 3.10 fedcg edge_client export devices
 	@PATH="$(BIN):$$PATH" $(BIN)/lint-imports
 
 check-deploy: setup  ## lint the units, the compose file, the Dockerfiles and the YAML

@@ -150,8 +150,9 @@ def _dtype_name(key: str, array: Array) -> TensorDtype:
 
 
 def _array(data: bytes, layout: TensorLayout) -> Array:
-    array: npt.NDArray[Any] = np.frombuffer(data, dtype=_DTYPES[layout.dtype][1])
-    return array.reshape(layout.shape).copy()
+    flat: npt.NDArray[Any] = np.frombuffer(data, dtype=_DTYPES[layout.dtype][1])
+    array: Array = flat.reshape(layout.shape).copy()
+    return array
 
 
 def _check_size(data: bytes, layouts: PartLayouts) -> None:
