@@ -1,4 +1,4 @@
-"""Commands of a device: `fedcg agent run|status` and `fedcg doctor`. Importing this loads neither torch nor paho."""
+"""Commands of a device: `fedcg agent run|status|unit` and `fedcg doctor`. Importing this loads neither torch nor paho."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ import typer
 from rich.console import Console
 from rich.table import Column, Table
 
+from edge_client.provision.units import unit_command
+
 app = typer.Typer(help="Run this device's agent, or look at its private store.", no_args_is_help=True)
 
 ConfigOption = Annotated[Path, typer.Option("--config", help="the device's agent.toml")]
 JsonOption = Annotated[bool, typer.Option("--json", help="machine-readable output on stdout")]
 BAD_INPUT = 2
+app.command("unit")(unit_command)
 _MARKS = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "failed": "[red]failed[/]"}
 
 

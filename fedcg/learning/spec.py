@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from fedcg.wire.parts import Part, PartLayouts, ReportField, TensorLayout
+from fedcg.wire.parts import Part, ReportField, TensorLayout
 
 SPEC_FORMAT = 1
 ParameterValue = bool | int | float | str | None
@@ -77,11 +77,6 @@ class FederationSpec(_Frozen):
     def digest(self) -> str:
         """The sha256 of `canonical()`, in hex."""
         return hashlib.sha256(self.canonical()).hexdigest()
-
-    @property
-    def part_layouts(self) -> PartLayouts:
-        """Tensor layouts per part."""
-        return self.layouts
 
     @property
     def class_count(self) -> int:

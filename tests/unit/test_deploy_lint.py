@@ -13,16 +13,15 @@ from typing import Any, cast
 
 import pytest
 import tomllib
-import typer
 from ruamel.yaml import YAML
 from typer.testing import CliRunner
 
+from edge_client.cli import app as agent_app
 from edge_client.provision.units import (
     AGENT_UNIT,
     DEFAULT_CONFIG_ROOT,
     DEFAULT_EXECUTABLE,
     render_agent_unit,
-    unit_command,
 )
 from fedcg.learning.spec import plan_from_mapping
 from fedcg.wire.topics import Topics
@@ -119,12 +118,10 @@ def test_a_path_that_systemd_would_interpret_is_refused(path: str) -> None:
 
 
 def test_the_unit_command_prints_the_unit_and_refuses_a_bad_path_with_exit_code_2() -> None:
-    command = typer.Typer()
-    command.command()(unit_command)
-    printed = CliRunner().invoke(command, ["--executable", "/srv/fedcg"])
+    printed = CliRunner().invoke(agent_app, ["unit", "--executable", "/srv/fedcg"])
     assert printed.exit_code == 0
     assert printed.stdout == render_agent_unit(PurePosixPath("/srv/fedcg"))
-    assert CliRunner().invoke(command, ["--executable", "srv/fedcg"]).exit_code == 2
+    assert CliRunner().invoke(agent_app, ["unit", "--executable", "srv/fedcg"]).exit_code == 2
 
 
 @pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda file: file.name)
