@@ -44,12 +44,14 @@ def _as_command(loaded: typer.Typer | Callable[..., Any], name: str) -> TyperCom
 class LazyGroup(TyperGroup):
     """A group whose sub-commands are entry points, loaded on demand."""
 
+    entry_point_group = "fedcg.commands"
+
     def _entry(self, name: str) -> EntryPoint | None:
-        return next((entry for entry in entry_points(group="fedcg.commands") if entry.name == name), None)
+        return next((entry for entry in entry_points(group=self.entry_point_group) if entry.name == name), None)
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Names of all registered sub-commands."""
-        return sorted(entry.name for entry in entry_points(group="fedcg.commands"))
+        return sorted(entry.name for entry in entry_points(group=self.entry_point_group))
 
     def get_command(self, ctx: Any, cmd_name: str) -> TyperCommand | TyperGroup | None:
         """Load one sub-command."""

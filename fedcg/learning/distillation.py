@@ -6,7 +6,7 @@ arrives; the student loop then never touches a teacher. That is exact: a teacher
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -115,10 +115,46 @@ def ensemble_logits(clients: Iterator[tuple[int, torch.Tensor]]) -> torch.Tensor
 StudentLoss = Callable[[slice, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
+def distil(
+    modules: Sequence[nn.Module],
+    loss_at: Callable[[slice], torch.Tensor],
+    rows: int,
+    settings: Distillation,
+    ctx: RoundContext,
+) -> None:
+    """Train some modules together, in train mode, with Adam: one step per batch of rows, in order.
+
+    Args:
+        modules: trained in place.
+        loss_at: loss of the bank's (or public set's) rows in a slice.
+        rows: how many rows there are.
+        settings: batch, learning rate, weight decay.
+        ctx: device, progress.
+
+    Raises:
+        DivergedError: the loss is not finite or exploded.
+    """
+    for module in modules:
+        module.train()
+    weights = [parameter for module in modules for parameter in module.parameters()]
+    optimiser = adam(weights, settings.lr, settings.weight_decay)
+    meter = LossMeter("distillation", ctx.device)
+    for step, some in enumerate(slices(rows, settings.batch), start=1):
+        loss = loss_at(some)
+        meter.add(loss)
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        if step % _CHECK_STEPS == 0:
+            meter.check()
+        ctx.progress("distil", step, settings.iterations)
+    meter.check()
+
+
 def train_student(
     student: Pair, bank: Bank, settings: Distillation, ctx: RoundContext, loss_of: StudentLoss
 ) -> dict[Part, Weights]:
-    """Train generator and classifier together over the bank, in train mode, with Adam.
+    """Train generator and classifier together over the bank.
 
     Args:
         student: trained in place; starts from the average of the clients.
@@ -133,24 +169,13 @@ def train_student(
     Raises:
         DivergedError: the loss is not finite or exploded.
     """
-    student.generator.train()
-    student.classifier.train()
-    optimiser = adam(
-        [*student.generator.parameters(), *student.classifier.parameters()], settings.lr, settings.weight_decay
-    )
     noise, labels = bank.noise.to(ctx.device), bank.labels.to(ctx.device)
-    meter = LossMeter("distillation", ctx.device)
-    for step, rows in enumerate(slices(len(bank), settings.batch), start=1):
+
+    def loss_at(rows: slice) -> torch.Tensor:
         features = student.generator(noise[rows], labels[rows])
-        loss = loss_of(rows, features, student.classifier(features))
-        meter.add(loss)
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
-        if step % _CHECK_STEPS == 0:
-            meter.check()
-        ctx.progress("distil", step, settings.iterations)
-    meter.check()
+        return loss_of(rows, features, student.classifier(features))
+
+    distil([student.generator, student.classifier], loss_at, len(bank), settings, ctx)
     return student.weights()
 
 

@@ -61,6 +61,7 @@ class RoundContext:
         spec: the federation's spec; `round` counts from 1; `horizon` is the number of rounds ramps are spread over.
         streams: scoped to (federation, round, attempt) already.
         device: torch device string.
+        public: unlabelled images, [N, C, H, W] uint8, that the server half may use; None where there are none.
         progress: called with (phase, step, steps); phases are "classify", "generate", "teacher", "distil", "evaluate".
     """
 
@@ -71,6 +72,7 @@ class RoundContext:
     streams: Streams
     device: str = "cpu"
     progress: Progress = silent
+    public: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
