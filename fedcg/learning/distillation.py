@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from fedcg.learning.averaging import average_updates
+from fedcg.learning.layer_noise import seeded_layers
 from fedcg.learning.loops import BLOCK_ROWS, LossMeter, adam, slices
 from fedcg.learning.losses import kl_teacher_student
 from fedcg.learning.method import Aggregate, RoundContext, ServerState, Spill, Update, Weights
@@ -139,15 +140,16 @@ def distil(
     weights = [parameter for module in modules for parameter in module.parameters()]
     optimiser = adam(weights, settings.lr, settings.weight_decay)
     meter = LossMeter("distillation", ctx.device)
-    for step, some in enumerate(slices(rows, settings.batch), start=1):
-        loss = loss_at(some)
-        meter.add(loss)
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
-        if step % _CHECK_STEPS == 0:
-            meter.check()
-        ctx.progress("distil", step, settings.iterations)
+    with seeded_layers(ctx, "distil"):
+        for step, some in enumerate(slices(rows, settings.batch), start=1):
+            loss = loss_at(some)
+            meter.add(loss)
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+            if step % _CHECK_STEPS == 0:
+                meter.check()
+            ctx.progress("distil", step, settings.iterations)
     meter.check()
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from fedcg.learning.data import ImageSet, flip_at_random, normalise, usable_rows
+from fedcg.learning.layer_noise import seeded_layers
 from fedcg.learning.losses import cross_entropy
 from fedcg.learning.method import DivergedError, RoundContext, TrainingParams
 from fedcg.learning.seeds import Streams
@@ -167,23 +168,24 @@ def train_classifier(
     optimiser = task_optimiser([*extractor.parameters(), *classifier.parameters()], params)
     steps, done = steps_of(params, len(data)), 0
     task, whole = LossMeter("classification", ctx.device), LossMeter("classification with penalties", ctx.device)
-    for block in image_blocks(data, ctx.spec, params.batch_size, steps, ctx.streams.at("classify")):
-        extra = penalty(block)
-        for rows in slices(len(block.labels), params.batch_size):
-            features = extractor(block.images[rows])
-            logits = classifier(features)
-            loss = cross_entropy(logits, block.labels[rows])
-            task.add(loss)
-            if extra is not None:
-                loss = loss + extra(rows, features, logits)
-                whole.add(loss)
-            optimiser.zero_grad()
-            loss.backward()
-            optimiser.step()
-            done += 1
-            ctx.progress("classify", done, steps)
-        task.check()
-        whole.check()
+    with seeded_layers(ctx, "classify"):
+        for block in image_blocks(data, ctx.spec, params.batch_size, steps, ctx.streams.at("classify")):
+            extra = penalty(block)
+            for rows in slices(len(block.labels), params.batch_size):
+                features = extractor(block.images[rows])
+                logits = classifier(features)
+                loss = cross_entropy(logits, block.labels[rows])
+                task.add(loss)
+                if extra is not None:
+                    loss = loss + extra(rows, features, logits)
+                    whole.add(loss)
+                optimiser.zero_grad()
+                loss.backward()
+                optimiser.step()
+                done += 1
+                ctx.progress("classify", done, steps)
+            task.check()
+            whole.check()
     return task.latest
 
 

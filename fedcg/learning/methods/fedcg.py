@@ -21,6 +21,7 @@ from torch import nn
 
 from fedcg.learning.data import ImageSet
 from fedcg.learning.distillation import SHARED, Distillation, EnsembleAggregator
+from fedcg.learning.layer_noise import seeded_layers
 from fedcg.learning.loops import (
     Block,
     FeatureSource,
@@ -90,7 +91,8 @@ def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None,
     penalty = feature_penalty(nets[Part.GENERATOR], gamma(ctx.round, params), ctx)
     loss = train_classifier(nets[Part.EXTRACTOR], nets[Part.CLASSIFIER], data, params, ctx, penalty)
     source = FeatureSource(nets[Part.EXTRACTOR], data, ctx.spec)
-    train_gan(nets[Part.GENERATOR], nets[Part.DISCRIMINATOR], source, params, ctx)
+    with seeded_layers(ctx, "generate"):
+        train_gan(nets[Part.GENERATOR], nets[Part.DISCRIMINATOR], source, params, ctx)
     kept = {part: weights_of(net) for part, net in nets.items()}
     shared = {part: weights_of(nets[part]) for part in sorted(SHARED)}
     return LocalResult(SharedResult(shared), ClientState(kept), Report(examples=len(data), loss=loss))

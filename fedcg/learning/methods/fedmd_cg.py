@@ -26,6 +26,7 @@ from fedcg.learning.averaging import average_updates
 from fedcg.learning.crossed import CrossedAggregator, counts_of, label_distribution
 from fedcg.learning.data import ImageSet
 from fedcg.learning.distillation import SHARED, Distillation, EnsembleAggregator, uniform
+from fedcg.learning.layer_noise import seeded_layers
 from fedcg.learning.loops import (
     Block,
     FeatureSource,
@@ -115,7 +116,8 @@ def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None,
     penalty = global_penalty(teacher, nets[Part.CLASSIFIER], labels, params, ctx)
     loss = train_classifier(nets[Part.EXTRACTOR], nets[Part.CLASSIFIER], data, params, ctx, penalty)
     source = FeatureSource(nets[Part.EXTRACTOR], data, ctx.spec)
-    train_generator(nets[Part.GENERATOR], nets[Part.CLASSIFIER], source, params, ctx)
+    with seeded_layers(ctx, "generate"):
+        train_generator(nets[Part.GENERATOR], nets[Part.CLASSIFIER], source, params, ctx)
     kept = {part: weights_of(net) for part, net in nets.items()}
     shared = {part: weights_of(nets[part]) for part in sorted(SHARED)}
     report = Report(examples=len(data), loss=loss, label_counts=data.label_counts())
