@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from edge_client.local_data import RoundData
+from fedcg.learning.choice import is_preferred
 from fedcg.learning.data import ImageSet
 from fedcg.learning.errors import DataError
 from fedcg.learning.evaluation import consistency, evaluate, generator_spread
@@ -34,9 +35,7 @@ class Measured:
 
     def beats(self, other: Measured | None) -> bool:
         """Whether validation prefers this model; without validation images the newer one, this, is preferred."""
-        if other is None or self.val is None or other.val is None:
-            return True
-        return (self.val, -(self.val_loss or 0.0)) > (other.val, -(other.val_loss or 0.0))
+        return other is None or is_preferred(self.val, self.val_loss, other.val, other.val_loss)
 
     def as_scores(self, prefix: str) -> dict[str, float]:
         """The known figures, by name, to be kept with a generation."""

@@ -9,6 +9,7 @@ import platform
 import tempfile
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from experiments.sources import write_digits
 from experiments.summary import mean
 from fedcg.learning.data import load_folder, split_by_hash
 from fedcg.learning.initial import complete_spec
-from fedcg.learning.simulation import ClientData, Roots, RoundRecord, Simulation, simulate
+from fedcg.learning.simulation import ClientData, Party, Roots, Simulation, simulate
 from fedcg.learning.spec import FederationSpec, plan_from_mapping
 
 FIGURES = (
@@ -83,12 +84,11 @@ def run_simulation(setting: Setting, *, threads: int, console: Console) -> dict[
     with Progress(console=console, transient=True) as bar:
         task = bar.add_task(f"{spec.method}, seed {setting.seed}", total=spec.rounds * len(datasets))
 
-        def advance(client: str, record: RoundRecord) -> None:
-            bar.update(task, advance=1, description=f"{spec.method}, round {record.round} of {spec.rounds}, {client}")
+        def advance(now: Simulation) -> None:
+            bar.update(task, advance=len(datasets), description=f"{spec.method}, round {now.rounds} of {spec.rounds}")
 
-        result = simulate(
-            spec, datasets, roots_of(setting.seed, tuple(sorted(datasets))), common=common, on_record=advance
-        )
+        party = Party(spec, datasets, roots_of(setting.seed, tuple(sorted(datasets))), common)
+        result = simulate(party, on_round=advance)
     return record_of(setting, spec, prepared, result, time.perf_counter() - started)
 
 
@@ -119,7 +119,9 @@ def record_of(
         "seconds": {
             "total": round(seconds, 2),
             "aggregate": [round(value, 3) for value in result.aggregate_seconds],
-            "local_round_mean": mean([record.seconds for curve in result.curves.values() for record in curve]),
+            "local_round_mean": mean(
+                [record.seconds for curve in result.curves.values() for record in curve if record.seconds is not None]
+            ),
         },
         "versions": versions(),
         "machine": {"cpu": platform.processor() or platform.machine(), "threads": torch.get_num_threads()},
@@ -128,7 +130,10 @@ def record_of(
 
 def _accuracies(result: Simulation, client: str) -> Mapping[str, float | None]:
     """A client's figures at its best validation round, before the download, and its shadow's at the shadow's best."""
-    best, local, last = result.best(client), result.best_local(client), result.curves[client][-1]
+    best, last = result.best(client), result.curves[client][-1]
+    if client not in result.shadows:
+        best = replace(best, local_accuracy=best.accuracy, local_common=best.common)
+    local = result.best_local(client) if client in result.shadows else best
     return {
         "accuracy_local": local.local_accuracy,
         "accuracy_personal": best.accuracy,

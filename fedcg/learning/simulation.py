@@ -1,107 +1,126 @@
-"""Many clients and the server in one process, calling exactly the functions that agents and coordinator call.
+"""Many clients and the server, round after round, calling exactly the functions that agents and coordinator call.
 
-Order of execution never changes results: every client's streams are its own, and aggregation runs in client-id order.
+Order of execution never changes results: every client's streams are its own, and aggregation runs in client-id order. What a
+round consists of is in `simulation_tasks`, who runs it in `runners`.
 """
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 
+import torch
+
+from fedcg.learning.averaging import weighted_average
+from fedcg.learning.choice import is_preferred
 from fedcg.learning.data import ImageSet
-from fedcg.learning.evaluation import consistency, evaluate, generator_spread
+from fedcg.learning.evaluation import evaluate
 from fedcg.learning.initial import initial_parts, shadow_spec
-from fedcg.learning.method import (
-    Aggregate,
-    ClientState,
-    LocalResult,
-    Progress,
-    RoundContext,
-    ServerState,
-    Update,
-    Weights,
-    silent,
-)
+from fedcg.learning.method import Aggregate, ClientState, DivergedError, LocalResult, ServerState, Update, Weights
 from fedcg.learning.registry import get_method
-from fedcg.learning.seeds import Streams
-from fedcg.learning.spec import FederationSpec
+from fedcg.learning.runners import Runner, SerialRunner
+from fedcg.learning.simulation_party import ATTEMPT, ClientData, Party, Roots
+from fedcg.learning.simulation_tasks import (
+    LocalOutcome,
+    LocalTask,
+    MeasureTask,
+    MemorySpill,
+    RoundRecord,
+    local_task,
+    measure_task,
+    teacher_task,
+)
 from fedcg.wire.parts import Part
 
-ATTEMPT = 1
+__all__ = [
+    "ATTEMPT",
+    "ClientData",
+    "Failure",
+    "LocalOutcome",
+    "LocalTask",
+    "MeasureTask",
+    "MemorySpill",
+    "Party",
+    "Roots",
+    "RoundRecord",
+    "Runner",
+    "Schedule",
+    "SerialRunner",
+    "Simulation",
+    "local_task",
+    "measure_task",
+    "participants",
+    "simulate",
+    "teacher_task",
+    "update_of",
+]
+
+_PERSONAL = (Part.EXTRACTOR, Part.CLASSIFIER)
 
 
 @dataclass(frozen=True)
-class ClientData:
-    """One client's images: what it trains on, chooses its best round by, and is measured on."""
-
-    train: ImageSet
-    val: ImageSet
-    test: ImageSet
-
-
-@dataclass(frozen=True)
-class Roots:
-    """The roots of randomness (design §5): one secret per device, the cohort's, the coordinator's."""
-
-    cohort: bytes
-    coordinator: bytes
-    devices: Mapping[str, bytes]
-
-    @staticmethod
-    def from_seed(seed: int, clients: tuple[str, ...]) -> Roots:
-        """All roots from one public seed: for simulations and demos, not for a deployment."""
-        streams = Streams(f"fedcg simulation {seed}".encode())
-
-        def secret(*purpose: object) -> bytes:
-            return b"".join(streams.seed(*purpose, part).to_bytes(8, "big") for part in range(4))
-
-        return Roots(secret("cohort"), secret("coordinator"), {name: secret("device", name) for name in clients})
-
-
-@dataclass(frozen=True)
-class RoundRecord:
-    """One client after one round.
+class Schedule:
+    """How long a simulation runs and what is done beside the training.
 
     Attributes:
-        round: counted from 1.
-        accuracy: on its own test images, before the download. `validation`, `common` likewise on other images.
-        accuracy_after: on its own test images, with this round's aggregate loaded; None without shared parts.
-        local_accuracy: the shadow's on its own test images (None without a shadow); `local_validation`, `local_common` likewise.
-        consistency: share of own generated features that its classifier recognises; None without a generator.
-        spread: mean std(G) / std(F) of its own generator.
-        loss: mean training cross-entropy.
-        seconds: of the local round, without shadow and evaluation.
+        rounds: the spec's number when None.
+        shadow: train a local-only shadow of every client too; the method `local` has none, it is its own.
+        evaluate_every: clients are measured after every so many rounds, and after the last.
+        participation: share of the clients that take part in a round, in (0, 1].
+        early_stop: end after so many rounds without a better validation of any client; None: never.
     """
 
+    rounds: int | None = None
+    shadow: bool = True
+    evaluate_every: int = 1
+    participation: float = 1.0
+    early_stop: int | None = None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A client that could not train in a round, or the server that could not merge, and why."""
+
     round: int
-    accuracy: float
-    validation: float
-    common: float | None
-    accuracy_after: float | None
-    local_accuracy: float | None
-    local_validation: float | None
-    local_common: float | None
-    consistency: float | None
-    spread: float | None
-    loss: float
-    seconds: float
+    reason: str
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """The outcome: one curve per client, seconds of each aggregation, everybody's last state and the last aggregate."""
+    """Where a simulation stands after some rounds; at its end, the outcome.
 
-    curves: Mapping[str, tuple[RoundRecord, ...]]
-    aggregate_seconds: tuple[float, ...]
+    Attributes:
+        rounds: how many are done.
+        server: what the server keeps; `states` and `shadows` what the clients keep.
+        curves: one record per client and measured round.
+        failures: rounds in which a client could not train; `shadow_failures` its shadow; `server_failures` the student.
+        aggregate_seconds: of each round.
+        global_accuracy: (round, accuracy) of the average of all clients' models, for measured rounds.
+        ended_early: validation stood still for as long as the schedule allows.
+    """
+
+    rounds: int
+    server: ServerState
     states: Mapping[str, ClientState]
-    aggregate: Aggregate
+    shadows: Mapping[str, ClientState]
+    curves: Mapping[str, tuple[RoundRecord, ...]]
+    failures: Mapping[str, tuple[Failure, ...]] = field(default_factory=dict)
+    shadow_failures: Mapping[str, tuple[Failure, ...]] = field(default_factory=dict)
+    server_failures: tuple[Failure, ...] = ()
+    aggregate_seconds: tuple[float, ...] = ()
+    global_accuracy: tuple[tuple[int, float], ...] = ()
+    ended_early: bool = False
+
+    @property
+    def aggregate(self) -> Aggregate:
+        """The last aggregate."""
+        return self.server.aggregate
 
     def best(self, client: str) -> RoundRecord:
-        """A client's record at its best validation round (the first of equals)."""
-        return max(self.curves[client], key=lambda record: (record.validation, -record.round))
+        """A client's record at its best validation round: by accuracy, then loss, the first of equals."""
+        return _best(self.curves[client], lambda record: (record.validation, record.validation_loss))
 
     def best_local(self, client: str) -> RoundRecord:
         """A client's record at its shadow's best validation round.
@@ -109,103 +128,57 @@ class Simulation:
         Raises:
             ValueError: the simulation ran without shadows.
         """
-        if any(record.local_validation is None for record in self.curves[client]):
+        if client not in self.shadows:
             raise ValueError("this simulation ran without shadows")
-        return max(self.curves[client], key=lambda record: (record.local_validation or 0.0, -record.round))
+        return _best(self.curves[client], lambda record: (record.local_validation, record.local_validation_loss))
 
 
-class MemorySpill:
-    """A spill that keeps tensors in memory."""
-
-    def __init__(self) -> None:
-        self._kept: dict[str, Weights] = {}
-
-    def put(self, client: str, tensors: Weights) -> None:
-        """Keep tensors of a client."""
-        self._kept[client] = tensors
-
-    def get(self, client: str) -> Weights:
-        """The tensors of a client."""
-        return self._kept[client]
-
-    def has(self, client: str) -> bool:
-        """Whether the client's tensors are there."""
-        return client in self._kept
-
-
-@dataclass(frozen=True)
-class _Party:
-    """What a simulation holds fixed: the spec, everybody's secrets and data, the device."""
-
-    spec: FederationSpec
-    datasets: Mapping[str, ClientData]
-    roots: Roots
-    common: ImageSet | None
-    device: str
-    progress: Progress
-
-    def context(self, root: bytes, number: int, spec: FederationSpec | None = None) -> RoundContext:
-        """The context of one party in a round."""
-        streams = Streams(root).at(self.spec.federation, number, ATTEMPT)
-        return RoundContext(spec or self.spec, number, ATTEMPT, self.spec.rounds, streams, self.device, self.progress)
+def _best(
+    curve: Sequence[RoundRecord], figures: Callable[[RoundRecord], tuple[float | None, float | None]]
+) -> RoundRecord:
+    best = curve[0]
+    for record in curve[1:]:
+        if is_preferred(*figures(record), *figures(best)):
+            best = record
+    return best
 
 
 def simulate(
-    spec: FederationSpec,
-    datasets: Mapping[str, ClientData],
-    roots: Roots,
+    party: Party,
+    schedule: Schedule = Schedule(),
     *,
-    rounds: int | None = None,
-    common: ImageSet | None = None,
-    shadow: bool = True,
-    device: str = "cpu",
-    progress: Progress = silent,
-    on_record: Callable[[str, RoundRecord], None] | None = None,
+    runner: Runner | None = None,
+    resume: Simulation | None = None,
+    on_round: Callable[[Simulation], None] | None = None,
 ) -> Simulation:
-    """Run a federation in this process.
+    """Run a federation.
 
     Args:
-        spec: complete spec.
-        datasets: per client.
-        roots: secrets of all parties.
-        rounds: the spec's number when None.
-        common: one test set for everybody, where there is one.
-        shadow: train the local-only shadow too.
-        device: torch device of all training.
-        progress: told about steps inside a round.
-        on_record: called as soon as a client's record of a round is complete.
-
-    Raises:
-        DivergedError: a client or the student diverged.
+        party: spec, data and secrets.
+        schedule: how long, and what beside the training.
+        runner: who trains; this process when None. The caller closes it.
+        resume: where an interrupted run of the same party and schedule stood; from the start when None.
+        on_round: called after every round with where the simulation stands.
     """
-    party = _Party(spec, datasets, roots, common, device, progress)
-    method, alone = get_method(spec.method), get_method("local")
-    initial = initial_parts(spec, roots.cohort)
-    server = method.init_server(spec, initial)
-    states = {name: method.init_client(spec, initial) for name in sorted(datasets)}
-    shadows = {name: alone.init_client(spec, initial) for name in states} if shadow else {}
-    curves: dict[str, list[RoundRecord]] = {name: [] for name in states}
-    timings: list[float] = []
-    for number in range(1, (rounds or spec.rounds) + 1):
-        results: dict[str, tuple[LocalResult, float]] = {}
-        for name, state in states.items():
-            started = time.perf_counter()
-            ctx = party.context(roots.devices[name], number)
-            result = method.local_round(state, datasets[name].train, server.aggregate, ctx)
-            results[name] = (result, time.perf_counter() - started)
-            if shadow:
-                ctx = party.context(roots.devices[name], number, shadow_spec(spec))
-                shadows[name] = alone.local_round(shadows[name], datasets[name].train, None, ctx).private
-        states = {name: result.private for name, (result, _) in results.items()}
-        started = time.perf_counter()
-        server = _aggregate(party, number, server, {name: result for name, (result, _) in results.items()})
-        timings.append(time.perf_counter() - started)
-        for name, (result, seconds) in results.items():
-            record = _record(party, name, number, result, seconds, shadows.get(name), server.aggregate)
-            curves[name].append(record)
-            if on_record is not None:
-                on_record(name, record)
-    return Simulation({name: tuple(curve) for name, curve in curves.items()}, tuple(timings), states, server.aggregate)
+    runner = runner or SerialRunner()
+    runner.start(party)
+    total = schedule.rounds or party.spec.rounds
+    now = resume or _beginning(party, schedule)
+    while now.rounds < total and not now.ended_early:
+        now = _after_round(party, schedule, runner, now, last=now.rounds + 1 == total)
+        if on_round is not None:
+            on_round(now)
+    return now
+
+
+def participants(party: Party, schedule: Schedule, number: int) -> tuple[str, ...]:
+    """Who takes part in a round, sorted: a share of the clients, at least one, drawn from the coordinator's stream."""
+    names = sorted(party.datasets)
+    count = max(1, round(schedule.participation * len(names)))
+    if count >= len(names):
+        return tuple(names)
+    order = torch.randperm(len(names), generator=party.server_context(number).streams.generator("participants"))
+    return tuple(sorted(names[int(index)] for index in order[:count]))
 
 
 def update_of(client: str, result: LocalResult) -> Update:
@@ -219,45 +192,117 @@ def update_of(client: str, result: LocalResult) -> Update:
     return Update(client, result.shared.parts, result.report.examples, result.report.label_counts)
 
 
-def _aggregate(party: _Party, number: int, server: ServerState, results: Mapping[str, LocalResult]) -> ServerState:
-    updates = {name: update_of(name, result) for name, result in results.items()}
-    ctx = party.context(party.roots.coordinator, number)
-    merge = get_method(party.spec.method).aggregator(server, ctx, MemorySpill())
-    for update in updates.values():
-        merge.add(update)
-    return merge.finish({name: partial(updates.__getitem__, name) for name in updates})[1]
-
-
-def _record(
-    party: _Party,
-    name: str,
-    number: int,
-    result: LocalResult,
-    seconds: float,
-    shadow: ClientState | None,
-    aggregate: Aggregate,
-) -> RoundRecord:
-    spec, data, parts = party.spec, party.datasets[name], result.private.parts
-
-    def accuracy(weights: Mapping[Part, Weights] | None, images: ImageSet | None) -> float | None:
-        if weights is None or images is None or len(images) == 0:
-            return None
-        return evaluate(spec, weights, images, party.device).accuracy
-
-    alone = shadow.parts if shadow is not None else None
-    streams = party.context(party.roots.devices[name], number).streams.at("measure")
-    generator = parts.get(Part.GENERATOR)
-    return RoundRecord(
-        round=number,
-        accuracy=accuracy(parts, data.test) or 0.0,
-        validation=accuracy(parts, data.val) or 0.0,
-        common=accuracy(parts, party.common),
-        accuracy_after=accuracy({**parts, **aggregate.parts}, data.test) if aggregate.parts else None,
-        local_accuracy=accuracy(alone, data.test),
-        local_validation=accuracy(alone, data.val),
-        local_common=accuracy(alone, party.common),
-        consistency=consistency(spec, parts[Part.CLASSIFIER], generator, streams) if generator else None,
-        spread=generator_spread(spec, parts[Part.EXTRACTOR], generator, data.train, streams) if generator else None,
-        loss=result.report.loss if result.report.loss is not None else math.nan,
-        seconds=seconds,
+def _beginning(party: Party, schedule: Schedule) -> Simulation:
+    spec = party.spec
+    method, alone = get_method(spec.method), get_method("local")
+    initial = initial_parts(spec, party.roots.cohort)
+    names = sorted(party.datasets)
+    shadowed = names if schedule.shadow and method.name != alone.name else []
+    return Simulation(
+        rounds=0,
+        server=method.init_server(spec, initial),
+        states={name: method.init_client(spec, initial) for name in names},
+        shadows={name: alone.init_client(shadow_spec(spec), initial) for name in shadowed},
+        curves=dict.fromkeys(names, ()),
     )
+
+
+def _after_round(party: Party, schedule: Schedule, runner: Runner, now: Simulation, *, last: bool) -> Simulation:
+    number = now.rounds + 1
+    tasks = [
+        LocalTask(name, number, now.states[name], now.shadows.get(name))
+        for name in participants(party, schedule, number)
+    ]
+    outcomes = {outcome.client: outcome for outcome in runner.local(tasks, now.aggregate)}
+    results = {name: outcomes[name].result for name in sorted(outcomes)}
+    present = {name: result for name, result in results.items() if result is not None}
+    started = time.perf_counter()
+    server, server_failure = _aggregate(party, runner, number, now.server, present)
+    seconds = time.perf_counter() - started
+    shadows = {name: outcome.shadow for name, outcome in outcomes.items() if outcome.shadow is not None}
+    after = replace(
+        now,
+        rounds=number,
+        server=server,
+        states={**now.states, **{name: result.private for name, result in present.items()}},
+        shadows={**now.shadows, **shadows},
+        failures=_noted(now.failures, {name: outcome.failure for name, outcome in outcomes.items()}, number),
+        shadow_failures=_noted(
+            now.shadow_failures, {name: outcome.shadow_failure for name, outcome in outcomes.items()}, number
+        ),
+        server_failures=now.server_failures + (() if server_failure is None else (Failure(number, server_failure),)),
+        aggregate_seconds=(*now.aggregate_seconds, seconds),
+    )
+    if last or number % schedule.evaluate_every == 0:
+        after = _measured(party, runner, after, outcomes)
+    return replace(after, ended_early=_stands_still(after, schedule))
+
+
+def _noted(
+    failures: Mapping[str, tuple[Failure, ...]], reasons: Mapping[str, str | None], number: int
+) -> Mapping[str, tuple[Failure, ...]]:
+    new = {name: Failure(number, reason) for name, reason in sorted(reasons.items()) if reason is not None}
+    return {**failures, **{name: (*failures.get(name, ()), failure) for name, failure in new.items()}}
+
+
+def _aggregate(
+    party: Party, runner: Runner, number: int, server: ServerState, results: Mapping[str, LocalResult]
+) -> tuple[ServerState, str | None]:
+    """The server's state after a round, and why it stayed what it was, if it did."""
+    if not results:
+        return server, "no client of this round could train"
+    updates = {name: update_of(name, result) for name, result in results.items()}
+    spill = MemorySpill()
+    try:
+        for client, rows in runner.teach(number, server, list(updates.values())):
+            spill.put(client, rows)
+        merge = get_method(party.spec.method).aggregator(server, party.server_context(number), spill)
+        return merge.finish({name: partial(updates.__getitem__, name) for name in updates})[1], None
+    except DivergedError as error:
+        return server, str(error)
+
+
+def _measured(party: Party, runner: Runner, now: Simulation, outcomes: Mapping[str, LocalOutcome]) -> Simulation:
+    tasks = [
+        MeasureTask(name, now.rounds, state.parts, now.shadows[name].parts if name in now.shadows else None)
+        for name, state in now.states.items()
+    ]
+    found = dict(runner.measure(tasks, now.aggregate))
+    curves = dict(now.curves)
+    for name, record in found.items():
+        outcome = outcomes.get(name)
+        if outcome is not None and outcome.result is not None:
+            record = replace(record, loss=outcome.result.report.loss, seconds=outcome.seconds)
+        curves[name] = (*curves[name], record)
+    return replace(
+        now, curves=curves, global_accuracy=(*now.global_accuracy, (now.rounds, _global_accuracy(party, now.states)))
+    )
+
+
+def _global_accuracy(party: Party, states: Mapping[str, ClientState]) -> float:
+    """FedMD-CG's global test accuracy: of the average of the clients' whole models, extractors too, by number of images.
+
+    Measured on the common test set, or on everybody's own test images together where there is none.
+    """
+    names = sorted(states)
+    weights = {name: float(len(party.datasets[name].train)) for name in names}
+    average: dict[Part, Weights] = {
+        part: weighted_average((weights[name], states[name].parts[part]) for name in names if weights[name] > 0)
+        for part in _PERSONAL
+    }
+    images = party.common if party.common is not None and len(party.common) else _together(party, names)
+    return evaluate(party.spec, average, images, party.device).accuracy
+
+
+def _together(party: Party, names: Sequence[str]) -> ImageSet:
+    tests = [party.datasets[name].test for name in names]
+    return ImageSet(
+        torch.cat([test.images for test in tests]), torch.cat([test.labels for test in tests]), tests[0].classes
+    )
+
+
+def _stands_still(now: Simulation, schedule: Schedule) -> bool:
+    """Whether no client's best validation is younger than the schedule's patience."""
+    if schedule.early_stop is None or not any(now.curves.values()):
+        return False
+    return now.rounds - max(now.best(name).round for name in now.curves) >= schedule.early_stop

@@ -13,7 +13,7 @@ from fedcg.learning import methods, registry
 from fedcg.learning.initial import initial_parts
 from fedcg.learning.method import Aggregate, Method, Update
 from fedcg.learning.registry import get_method, method_names
-from fedcg.learning.simulation import ClientData, MemorySpill, Roots, simulate
+from fedcg.learning.simulation import ClientData, MemorySpill, Party, Roots, Schedule, simulate
 from fedcg.wire.parts import Part
 from tests.unit.learning_cases import bright_images, context, quick_spec, same
 
@@ -69,6 +69,6 @@ def test_the_documented_method_runs_a_federation(documented: Method) -> None:
         name: ClientData(*(bright_images(count, 10 * number + count) for count in (24, 9, 9)))
         for number, name in enumerate(clients)
     }
-    done = simulate(quick_spec(NAME), data, Roots.from_seed(0, clients), rounds=2)
+    done = simulate(Party(quick_spec(NAME), data, Roots.from_seed(0, clients)), Schedule(rounds=2))
     assert set(done.aggregate.parts) == {Part.CLASSIFIER}
     assert done.curves["a"][-1].accuracy_after is not None

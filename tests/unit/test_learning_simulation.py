@@ -16,7 +16,7 @@ from fedcg.learning.initial import initial_parts
 from fedcg.learning.method import RoundContext, Weights
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import Streams
-from fedcg.learning.simulation import ClientData, Roots, Simulation, simulate
+from fedcg.learning.simulation import ClientData, Party, Roots, Schedule, Simulation, simulate
 from fedcg.wire.parts import Part
 from tests.unit.learning_cases import bright_images, context, quick_spec, same
 
@@ -32,7 +32,8 @@ def clients(order: tuple[str, ...] = NAMES) -> dict[str, ClientData]:
 
 
 def run(name: str, order: tuple[str, ...] = NAMES, *, shadow: bool = True) -> Simulation:
-    return simulate(quick_spec(name), clients(order), Roots.from_seed(0, NAMES), rounds=2, shadow=shadow)
+    party = Party(quick_spec(name), clients(order), Roots.from_seed(0, NAMES))
+    return simulate(party, Schedule(rounds=2, shadow=shadow))
 
 
 @pytest.mark.parametrize("name", ["fedcg", "fedmd_cg", "local"])
@@ -60,7 +61,7 @@ def test_a_record_says_what_there_is_to_say() -> None:
     assert curve[0].accuracy_after is None
     shadowed = run("fedmd_cg")
     record = shadowed.best("b")
-    assert record.validation == max(r.validation for r in shadowed.curves["b"])
+    assert record.validation == max(r.validation or 0.0 for r in shadowed.curves["b"])
     assert record.consistency is not None
     assert record.spread is not None
     assert record.local_accuracy is not None
