@@ -15,8 +15,8 @@ from types import ModuleType
 import torch
 
 from fedcg.learning.errors import LearningError
+from fedcg.learning.split_names import INSTALL_VISION
 
-INSTALL = "install torchvision: pip install 'fedcg-edge[vision]'"
 _SCHEMAS = tuple(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor" for name in ("nms", "qnms"))
 
 
@@ -33,12 +33,14 @@ def vision(submodule: str) -> ModuleType:
         LearningError: torchvision is not installed, or does not fit this torch; says what to install.
     """
     if not is_installed():
-        raise LearningError(f"this needs torchvision, which is not installed here; {INSTALL}")
+        raise LearningError(f"this needs torchvision, which is not installed here; {INSTALL_VISION}")
     try:
         return importlib.import_module(f"torchvision.{submodule}")
     except RuntimeError as error:
         if "torchvision::" not in str(error):
-            raise LearningError(f"torchvision does not fit torch {torch.__version__}: {error}; {INSTALL}") from error
+            raise LearningError(
+                f"torchvision does not fit torch {torch.__version__}: {error}; {INSTALL_VISION}"
+            ) from error
     _declare_schemas()
     return importlib.import_module(f"torchvision.{submodule}")
 

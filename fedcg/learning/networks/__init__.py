@@ -10,5 +10,17 @@ from fedcg.learning.networks.assembly import (
     load_part,
     weights_of,
 )
+from fedcg.learning.networks.split import FeatureRange, Split
 
-__all__ = ["Networks", "build", "build_part", "feature_shape", "layout_of", "layouts", "load_part", "weights_of"]
+__all__ = [
+    "FeatureRange",
+    "Networks",
+    "Split",
+    "build",
+    "build_part",
+    "feature_shape",
+    "layout_of",
+    "layouts",
+    "load_part",
+    "weights_of",
+]

@@ -1,12 +1,13 @@
 """Builds the networks that a spec names, their tensor layouts, and their initial weights.
 
-Modules are built on torch's meta device, where nothing random happens, and then filled: with given weights (`load`), or with
-weights drawn from one explicit stream (`draw_weights`). The global random state is never touched.
+Modules are built on torch's meta device, where nothing random happens, and then filled: with given weights (`load_part`), or
+with weights drawn from one explicit stream (`draw_weights`). A user's own split is built on the CPU as its author wrote it,
+with torch's default generator lent to it. The global random state is never changed.
 """
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -15,11 +16,15 @@ import torch
 from torch import nn
 
 from fedcg.learning.errors import NetworkError
+from fedcg.learning.layer_noise import lent_generators
+from fedcg.learning.networks.backbones import backbone_split
 from fedcg.learning.networks.discriminators import DISCRIMINATORS
 from fedcg.learning.networks.generators import GENERATORS
-from fedcg.learning.networks.spectral import SingularVectors
+from fedcg.learning.networks.initial_values import draw_weights
+from fedcg.learning.networks.own_splits import Rehearsal, load_split, rehearse
 from fedcg.learning.networks.split import SPLITS, Split
 from fedcg.learning.spec import ImageForm, NetworkChoice
+from fedcg.learning.split_names import is_backbone
 from fedcg.wire.parts import Part, TensorLayout
 
 if TYPE_CHECKING:
@@ -68,39 +73,49 @@ def _named(registry: Mapping[str, _Entry], name: str, what: str) -> _Entry:
 
 
 def split_of(spec: NetworkSpec) -> Split:
-    """The split that a spec names.
+    """The split that a spec names; a user's own has been tried on random images of the spec's form.
 
     Raises:
-        NetworkError: unknown name, or an image smaller than the split can take.
+        NetworkError: unknown or not allowed here, torchvision is missing, an image smaller than the split can take, or a
+            user's split that does not do what it says.
     """
-    split = _named(SPLITS, spec.network.split, "split")
-    if min(spec.image.height, spec.image.width) < split.smallest_side:
+    name, image = spec.network.split, spec.image
+    split = SPLITS.get(name) or (backbone_split(name) if is_backbone(name) else load_split(name))
+    if min(image.height, image.width) < split.smallest_side:
         raise NetworkError(
-            f"{spec.network.split} needs images of at least {split.smallest_side}x{split.smallest_side}, "
-            f"not {spec.image.height}x{spec.image.width}: choose a larger image height and width"
+            f"{name} needs images of at least {split.smallest_side}x{split.smallest_side}, "
+            f"not {image.height}x{image.width}: choose a larger image height and width"
         )
+    if split.initialises_itself:
+        rehearse(split, Rehearsal(name, (image.channels, image.height, image.width), len(spec.classes)))
     return split
 
 
 def feature_shape(spec: NetworkSpec) -> tuple[int, ...]:
-    """Shape of one feature h, found by a dry run of the extractor on one empty image.
+    """Shape of one feature h, found by a dry run of the extractor on one empty image, once per split and form of image."""
+    return _feature_shape(split_of(spec), spec.image.channels, spec.image.height, spec.image.width)
 
-    On the CPU: a forward pass on the meta device makes torch import 800 modules, 1.2 s in every process that builds networks.
-    """
-    split = split_of(spec)
-    with torch.device("meta"):
-        extractor = split.extractor(spec.image.channels)
+
+@functools.lru_cache(maxsize=64)
+def _feature_shape(split: Split, channels: int, height: int, width: int) -> tuple[int, ...]:
+    # On the CPU: a forward pass on the meta device makes torch import 800 modules, 1.2 s in every process that builds networks.
+    if split.initialises_itself:
+        with lent_generators(0):
+            extractor = split.extractor(channels)
+    else:
+        with torch.device("meta"):
+            extractor = split.extractor(channels)
+        extractor = extractor.to_empty(device="cpu")
     with torch.no_grad():
-        image = torch.zeros(1, spec.image.channels, spec.image.height, spec.image.width)
-        features = extractor.to_empty(device="cpu").eval()(image)
+        features = extractor.eval()(torch.zeros(1, channels, height, width))
     return tuple(features.shape[1:])
 
 
 def _skeleton(spec: NetworkSpec, part: Part) -> nn.Module:
-    """A part on the meta device: shapes without values."""
+    """A part on the meta device, shapes without values; half of a user's own split on the CPU, with its own values."""
     split, choice, classes = split_of(spec), spec.network, len(spec.classes)
     shape = feature_shape(spec)
-    with torch.device("meta"):
+    with torch.device("cpu" if _fills_itself(split, part) else "meta"):
         if part is Part.EXTRACTOR:
             return split.extractor(spec.image.channels)
         if part is Part.CLASSIFIER:
@@ -111,30 +126,26 @@ def _skeleton(spec: NetworkSpec, part: Part) -> nn.Module:
         return _named(DISCRIMINATORS, choice.discriminator, "discriminator")(shape, classes)
 
 
-def draw_weights(module: nn.Module, generator: torch.Generator) -> None:
-    """Fill a module with initial weights from one stream: torch's default distributions, in module order.
+def _fills_itself(split: Split, part: Part) -> bool:
+    return split.initialises_itself and part in {Part.EXTRACTOR, Part.CLASSIFIER}
 
-    Linear and (transposed) convolution: U(-1/sqrt(fan_in), 1/sqrt(fan_in)) for weights and biases. Embedding: N(0, 1). Batch
-    norm: weight 1, bias 0, mean 0, variance 1. Spectral norm's singular vectors: random directions.
-    """
-    for layer in module.modules():
-        if isinstance(layer, (nn.Linear, nn.Conv2d, nn.ConvTranspose2d)):
-            bound = 1.0 / math.sqrt(layer.weight[0].numel())
-            nn.init.uniform_(layer.weight, -bound, bound, generator=generator)
-            if layer.bias is not None:
-                nn.init.uniform_(layer.bias, -bound, bound, generator=generator)
-        elif isinstance(layer, nn.Embedding):
-            nn.init.normal_(layer.weight, generator=generator)
-        elif isinstance(layer, nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - the base of all batch norms has no other name
-            layer.reset_parameters()
-        elif isinstance(layer, SingularVectors):
-            layer.reset(generator)
+
+def _without_values(spec: NetworkSpec, part: Part, device: str) -> nn.Module:
+    """A part on a device, meant to be overwritten; what a user's own module computes for itself when it is built stands."""
+    if _fills_itself(split_of(spec), part):
+        with lent_generators(0):
+            return _skeleton(spec, part).to(device)
+    return _skeleton(spec, part).to_empty(device=device)
 
 
 def build_part(spec: NetworkSpec, part: Part, generator: torch.Generator | None = None) -> nn.Module:
     """One part on the CPU, with initial weights from `generator` (a fixed stream when None: meant to be overwritten)."""
+    stream = generator or torch.Generator().manual_seed(0)
+    if _fills_itself(split_of(spec), part):
+        with lent_generators(int(torch.randint(1 << 62, (), generator=stream))):
+            return _skeleton(spec, part)
     module = _skeleton(spec, part).to_empty(device="cpu")
-    draw_weights(module, generator or torch.Generator().manual_seed(0))
+    draw_weights(module, stream)
     return module
 
 
@@ -153,7 +164,7 @@ def load_part(spec: NetworkSpec, part: Part, weights: Weights, device: str = "cp
     Raises:
         NetworkError: tensors missing, unexpected or of another shape.
     """
-    module = _skeleton(spec, part).to_empty(device=device)
+    module = _without_values(spec, part, device)
     try:
         module.load_state_dict(dict(weights), strict=True)
     except RuntimeError as error:
@@ -176,4 +187,5 @@ def layout_of(weights: Weights) -> tuple[TensorLayout, ...]:
 
 def layouts(spec: NetworkSpec, parts: frozenset[Part]) -> dict[Part, tuple[TensorLayout, ...]]:
     """Tensor layouts of some parts, from shapes alone: nothing is allocated."""
-    return {part: layout_of(_skeleton(spec, part).state_dict()) for part in sorted(parts)}
+    with lent_generators(0):
+        return {part: layout_of(_skeleton(spec, part).state_dict()) for part in sorted(parts)}

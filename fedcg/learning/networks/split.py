@@ -30,12 +30,15 @@ class Split:
         classifier: (feature shape, classes) -> module taking features to [B, classes] logits.
         feature_range: where features lie.
         smallest_side: the least height and width of an image.
+        initialises_itself: the modules come with initial values of their own, as their author wrote them; the others are made
+            without values and filled by `draw_weights`. Set for the user's own splits, whatever they say.
     """
 
     extractor: Callable[[int], nn.Module]
     classifier: Callable[[tuple[int, ...], int], nn.Module]
     feature_range: FeatureRange
-    smallest_side: int
+    smallest_side: int = 1
+    initialises_itself: bool = False
 
 
 def _extractor_sigmoid(channels: int) -> nn.Module:

@@ -1,0 +1,156 @@
+"""The user's own splits: found by entry point, and rehearsed before anything is trained with them.
+
+The named function takes nothing and returns a `Split`, whose two factories build the user's modules. Which functions may be
+imported at all is decided in `fedcg.learning.split_names`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from fedcg.learning.errors import NetworkError
+from fedcg.learning.layer_noise import lent_generators
+from fedcg.learning.networks.split import FeatureRange, Split
+from fedcg.learning.split_names import own_target
+
+_ROWS = 3
+_DTYPES = (torch.float32, torch.int64)
+_NAME = re.compile(r"[A-Za-z0-9_.]{1,200}", re.ASCII)  # as `TensorLayout` has it
+
+
+def load_split(name: str) -> Split:
+    """The user's split of that name: one that is registered, or a `module:function` that this machine lets in.
+
+    Raises:
+        NetworkError: not let in here, can't be imported, or is not a function that returns a `Split`.
+    """
+    return _imported(own_target(name))
+
+
+@functools.cache
+def _imported(target: str) -> Split:
+    module, _, function = target.partition(":")
+    try:
+        split = getattr(importlib.import_module(module), function)()
+    except Exception as error:
+        raise NetworkError(f"split {target}: {type(error).__name__}: {error}") from error
+    if not isinstance(split, Split):
+        raise NetworkError(f"split {target} must return a fedcg.learning.networks.Split, not a {type(split).__name__}")
+    if not isinstance(split.feature_range, FeatureRange):
+        raise NetworkError(f"split {target}: feature_range must be a FeatureRange, not {split.feature_range!r}")
+    return replace(split, initialises_itself=True)
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What a split is tried with: its name for messages, an image's shape (channels, height, width), and C."""
+
+    name: str
+    image: tuple[int, int, int]
+    classes: int
+
+    def wrong(self, half: str, problem: str) -> NetworkError:
+        """The error that says which half of which split has a problem."""
+        return NetworkError(f"split {self.name}: the {half} {problem}")
+
+
+@functools.cache
+def rehearse(split: Split, asked: Rehearsal) -> None:
+    """Run a user's split on a few random images, in eval and in train mode; once per process and form of image.
+
+    Raises:
+        NetworkError: names the split, which of its halves, and what is wrong with it.
+    """
+    with lent_generators(0):
+        images = torch.randn(_ROWS, *asked.image)
+        extractor = _built(asked, "extractor", lambda: split.extractor(asked.image[0]))
+        features = _output(asked, "extractor", extractor, images)
+        _check_features(asked, features, split.feature_range)
+        shape = tuple(features.shape[1:])
+        classifier = _built(asked, "classifier", lambda: split.classifier(shape, asked.classes))
+        if not list(classifier.parameters()):
+            raise asked.wrong("classifier", "has no parameters: there is nothing to share")
+        logits = _output(asked, "classifier", classifier, features)
+        if logits.shape != (_ROWS, asked.classes):
+            expected = f"[{_ROWS}, {asked.classes}]"
+            raise asked.wrong("classifier", f"makes {list(logits.shape)} of {list(features.shape)}, not {expected}")
+        _check_training(asked, extractor, classifier, images[:2])
+
+
+def _built(asked: Rehearsal, half: str, build: Callable[[], nn.Module]) -> nn.Module:
+    """One half, whose initial values must follow from torch's default generator alone."""
+    first, again = _seeded(asked, half, build), _seeded(asked, half, build)
+    repeated = again.state_dict()
+    for name, tensor in first.state_dict().items():
+        if tensor.dtype not in _DTYPES:
+            raise asked.wrong(half, f"has {name} of type {tensor.dtype}; only float32 and int64 can be stored and sent")
+        if not bool(torch.isfinite(tensor).all()):
+            raise asked.wrong(half, f"starts with values in {name} that are not finite")
+        if not torch.equal(tensor, repeated[name]):
+            raise asked.wrong(half, f"starts with other values in {name} at every build: draw them with torch alone")
+        if not _NAME.fullmatch(name):
+            raise asked.wrong(half, f"has a tensor named {name!r}; a name has letters, digits, _ and . only")
+    return first
+
+
+def _seeded(asked: Rehearsal, half: str, build: Callable[[], nn.Module]) -> nn.Module:
+    with lent_generators(1):
+        try:
+            module = build()
+        except Exception as error:
+            raise asked.wrong(half, f"can't be built: {type(error).__name__}: {error}") from error
+    if not isinstance(module, nn.Module):
+        raise asked.wrong(half, f"is a {type(module).__name__}, not a torch.nn.Module")
+    return module
+
+
+@torch.no_grad()
+def _output(asked: Rehearsal, half: str, module: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+    """What a half makes of a batch in eval mode."""
+    module.eval()
+    output = _run(asked, half, lambda: module(inputs))
+    if not isinstance(output, torch.Tensor):
+        raise asked.wrong(half, f"returns a {type(output).__name__}, not a tensor")
+    if output.ndim < 2 or len(output) != len(inputs) or 0 in output.shape:
+        raise asked.wrong(half, f"makes {list(output.shape)} of {list(inputs.shape)}; the first dimension is the batch")
+    if output.dtype != torch.float32:
+        raise asked.wrong(half, f"gives {output.dtype}, not float32")
+    if not bool(torch.isfinite(output).all()):
+        raise asked.wrong(half, "gives values that are not finite for random inputs")
+    alone = _run(asked, half, lambda: module(inputs[:1]))
+    if alone.shape != output[:1].shape or not torch.allclose(alone, output[:1], rtol=1e-3, atol=1e-4):
+        raise asked.wrong(half, "gives a row other values alone than in a batch, in eval mode")
+    return output
+
+
+def _check_features(asked: Rehearsal, features: torch.Tensor, feature_range: FeatureRange) -> None:
+    low, high = features.min().item(), features.max().item()
+    if low < 0.0 or (feature_range is FeatureRange.UNIT and high > 1.0):
+        raise asked.wrong(
+            "extractor",
+            f"gives features from {low:.3g} to {high:.3g}, but its feature_range is {feature_range.value}: "
+            "end it in a sigmoid (unit) or a ReLU (non_negative), or declare what it does",
+        )
+
+
+def _check_training(asked: Rehearsal, extractor: nn.Module, classifier: nn.Module, images: torch.Tensor) -> None:
+    def step() -> torch.Tensor:
+        loss: torch.Tensor = classifier.train()(extractor.train()(images)).square().mean()
+        loss.backward()
+        return loss
+
+    _run(asked, "pair", step)
+
+
+def _run(asked: Rehearsal, half: str, call: Callable[[], torch.Tensor]) -> torch.Tensor:
+    try:
+        return call()
+    except Exception as error:
+        raise asked.wrong(half, f"can't run on a batch of random images: {type(error).__name__}: {error}") from error

@@ -1,0 +1,143 @@
+"""Which names of splits mean something here, and which code a name may make this process import. Torch-free.
+
+A split's name reaches a device in the spec, from the coordinator. A name is therefore never taken as something to import
+because a spec says so: only what the owner of this machine installed or allowed counts.
+
+  * `lenet5`, `lenet5_relu`: part of this program;
+  * `resnet18`, `mobilenet_v3_small`, or one of them `@` a layer's name: torchvision's, cut after that layer;
+  * a name in the entry-point group `fedcg.splits` of a package that is installed here, or the `module:function` it stands for;
+  * a `module:function` that the environment variable FEDCG_ALLOW_SPLITS lists (commas between several): for experiments
+    with code that is not installed. Child processes inherit it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from types import MappingProxyType
+
+from fedcg.learning.errors import NetworkError
+
+BUILT_IN = ("lenet5", "lenet5_relu")
+ENTRY_POINT_GROUP = "fedcg.splits"
+ALLOW_VARIABLE = "FEDCG_ALLOW_SPLITS"
+INSTALL_VISION = "install torchvision: pip install 'fedcg-edge[vision]'"
+_TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """Where a backbone can be cut.
+
+    Attributes:
+        default: the layer after which the bare name cuts.
+        strides: per layer that can be the extractor's last, how many pixels of an image one position of its output stands for.
+    """
+
+    default: str
+    strides: Mapping[str, int]
+
+    def smallest_side(self, layer: str) -> int:
+        """The least side of an image such that no layer up to the cut halves a map of one position (all but padding)."""
+        return self.strides[layer] // 2 + 1
+
+
+def _resnet_strides() -> dict[str, int]:
+    stages = {f"layer{stage}": 2 ** (stage + 1) for stage in (1, 2, 3, 4)}
+    blocks = {f"{name}.0": stride for name, stride in stages.items()}
+    return {"relu": 2, "maxpool": 4, **stages, **blocks, "avgpool": 32}
+
+
+BACKBONES: Mapping[str, Cuts] = {
+    "resnet18": Cuts("layer2", _resnet_strides()),
+    "mobilenet_v3_small": Cuts(
+        "features.8",
+        {
+            **{f"features.{layer}": 2 ** min(layer + 1, 3) for layer in range(4)},
+            **{f"features.{layer}": 16 for layer in range(4, 9)},
+            **{f"features.{layer}": 32 for layer in range(9, 13)},
+            "avgpool": 32,
+        },
+    ),
+}
+
+
+def is_backbone(name: str) -> bool:
+    """Whether a name asks for one of torchvision's networks, with or without a layer."""
+    return name.partition("@")[0] in BACKBONES
+
+
+def backbone_cut(name: str) -> tuple[str, str]:
+    """Backbone and layer of a name such as `resnet18@layer3`; a bare name means the default layer.
+
+    Raises:
+        NetworkError: a layer that the backbone can't be cut after; lists those it can.
+    """
+    backbone, at, layer = name.partition("@")
+    cuts = BACKBONES[backbone]
+    if not at:
+        return backbone, cuts.default
+    if layer not in cuts.strides:
+        raise NetworkError(f"{backbone} can't be cut after {layer!r}; it can after {', '.join(sorted(cuts.strides))}")
+    return backbone, layer
+
+
+@functools.cache  # reading it takes milliseconds, and what is installed does not change while a process runs
+def registered() -> Mapping[str, str]:
+    """Splits of the user's own that are installed here: name to `module:function`.
+
+    Raises:
+        NetworkError: two installed packages give one name to different functions.
+    """
+    found: dict[str, str] = {}
+    for entry in entry_points(group=ENTRY_POINT_GROUP):
+        if found.setdefault(entry.name, entry.value) != entry.value:
+            raise NetworkError(
+                f"two installed packages register a split named {entry.name!r} in {ENTRY_POINT_GROUP}: "
+                f"{found[entry.name]} and {entry.value}; name it by its module:function"
+            )
+    return MappingProxyType(found)
+
+
+def own_target(name: str) -> str:
+    """The `module:function` that a name of a user's own split stands for, when this machine's owner let it in.
+
+    Raises:
+        NetworkError: neither installed nor allowed here; says how it can be.
+    """
+    installed = registered()
+    allowed = {entry.strip() for entry in os.environ.get(ALLOW_VARIABLE, "").split(",")}
+    if name in installed:
+        return installed[name]
+    if _TARGET.fullmatch(name):
+        if name in installed.values() or name in allowed:
+            return name
+        raise NetworkError(
+            f"the split {name} may not be imported on this machine: install a package that registers it as an entry point "
+            f"in {ENTRY_POINT_GROUP}, or, for an experiment, list it in the environment variable {ALLOW_VARIABLE}"
+        )
+    known = ", ".join([*BUILT_IN, *BACKBONES, *sorted(installed)])
+    raise NetworkError(
+        f"no split named {name!r}; there are {known}, a backbone cut elsewhere (resnet18@layer3), and module:function"
+    )
+
+
+def check_name(name: str) -> None:
+    """Check, without importing any network, that a split of this name can be built here.
+
+    Raises:
+        NetworkError: an unknown name or layer, code that may not be imported here, or torchvision is missing.
+    """
+    if name in BUILT_IN:
+        return
+    if not is_backbone(name):
+        own_target(name)
+        return
+    backbone, _ = backbone_cut(name)
+    if importlib.util.find_spec("torchvision") is None:
+        raise NetworkError(f"{backbone} comes from torchvision, which is not installed here; {INSTALL_VISION}")
