@@ -11,13 +11,11 @@ from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts import Artifact, ArtifactHeader, read_header, unpack
 from fedcg.wire.container import MAX_HEADER_BYTES
 from fedcg.wire.errors import WireError
-from fedcg.wire.parts import PartLayouts, Report, ReportField
+from fedcg.wire.parts import PartLayouts, Report
 from fedcg.wire.tensors import PartArrays, assert_finite, payload_bounds
 
 NORM_BOUND = 1e5
 """Largest L2 norm of one part: networks of this size have 10 to 1,000, a poisoned or broken one can have anything."""
-REQUIRED_FIELDS = frozenset({ReportField.EXAMPLES, ReportField.LABEL_COUNTS})
-"""Fields that weigh a client in the merge: when the spec lists one, an update without it can't be merged."""
 ZSTD_SLACK_BYTES = 4096
 
 
@@ -86,7 +84,7 @@ def _check_report(report: Report, spec: FederationSpec, client: str) -> None:
     strange = sorted(field.value for field in report.fields() - allowed)
     if strange:
         raise ValidationError(client, f"it reports {', '.join(strange)}, which the spec does not ask for")
-    missing = sorted(field.value for field in (REQUIRED_FIELDS & allowed) - report.fields())
+    missing = sorted(field.value for field in spec.required_report - report.fields())
     if missing:
         raise ValidationError(client, f"it does not report {', '.join(missing)}, which the merge needs")
     if report.label_counts is not None:

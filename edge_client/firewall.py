@@ -19,11 +19,9 @@ from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts import ArtifactHeader, pack, read_header
 from fedcg.wire.errors import WireError
 from fedcg.wire.messages import DeclineReason
-from fedcg.wire.parts import Part, Report, ReportField, TensorLayout
+from fedcg.wire.parts import Part, Report, TensorLayout
 from fedcg.wire.tensors import Array, PartArrays
 
-# Without these an aggregation can't weight or draw; accuracy, loss and health are only for people.
-NEEDED_FIELDS = frozenset({ReportField.EXAMPLES, ReportField.LABEL_COUNTS})
 # All that a header may say of the box beside the report: what a repetition with the same bits needs.
 FACTS = frozenset({"batch_size", "cpu", "device", "fedcg-edge", "threads", "torch"})
 
@@ -45,18 +43,13 @@ class UpdateFacts:
     determinism: Mapping[str, str] = field(default_factory=dict)
 
 
-def required_fields(spec: FederationSpec) -> frozenset[ReportField]:
-    """The report fields without which the spec's method can't use an update."""
-    return NEEDED_FIELDS & frozenset(spec.report)
-
-
 def check_spec(spec: FederationSpec, policy: PolicySection) -> DeclineReason | None:
     """Whether this device would take part under a spec: None, or the reason why not."""
     if spec.method not in method_names():
         return DeclineReason.UNKNOWN_METHOD
     if not frozenset(spec.upload) <= policy.allow_upload:
         return DeclineReason.UPLOAD_NOT_ALLOWED
-    if not required_fields(spec) <= policy.allow_report:
+    if not spec.required_report <= policy.allow_report:
         return DeclineReason.REPORT_NOT_ALLOWED
     if not all(spec.layouts.get(part) for part in spec.upload):
         return DeclineReason.SPEC_REFUSED
@@ -69,7 +62,7 @@ def explain(reason: DeclineReason, spec: FederationSpec, policy: PolicySection) 
         parts = ", ".join(sorted(part.value for part in frozenset(spec.upload) - policy.allow_upload))
         return f"the spec asks for {parts}, which policy.allow_upload of this device does not list"
     if reason is DeclineReason.REPORT_NOT_ALLOWED:
-        fields = ", ".join(sorted(name.value for name in required_fields(spec) - policy.allow_report))
+        fields = ", ".join(sorted(name.value for name in spec.required_report - policy.allow_report))
         return f"method {spec.method} needs {fields}, which policy.allow_report of this device does not list"
     if reason is DeclineReason.UNKNOWN_METHOD:
         return f"method {spec.method} is not installed here (there are {', '.join(method_names())}); update the agent"
@@ -166,7 +159,7 @@ def _checked_tensor(part: Part, tensor: Array, layout: TensorLayout, device: str
 
 
 def _allowed_report(report: Report, spec: FederationSpec, policy: PolicySection, device: str) -> Report:
-    for name in sorted(required_fields(spec)):
+    for name in sorted(spec.required_report):
         if name not in policy.allow_report:
             problem = f"method {spec.method} needs this report field and policy.allow_report does not list it"
             raise FirewallError(device, problem, tensor=name.value)

@@ -12,6 +12,12 @@ from fedcg.learning.registry import method_names
 if TYPE_CHECKING:
     from fedcg.learning.method import Method
 
+_LABEL_COUNTS = {
+    "never": "",
+    "optional": ", and label counts where a device allows it",
+    "required": ", and label counts",
+}
+
 method_app = typer.Typer(no_args_is_help=True, add_completion=False, help="The federated methods and their parameters.")
 
 
@@ -47,7 +53,8 @@ def _described(method: Method) -> dict[str, object]:
         "shared_up": sorted(part.value for part in method.shared_up),
         "shared_down": sorted(part.value for part in method.shared_down),
         "private": sorted(part.value for part in method.private_parts),
-        "needs_label_counts": method.needs_label_counts,
+        "label_counts": method.label_counts.value,
+        "needs_public": method.needs_public,
         "params": {key: {"default": field.default, "about": field.description or ""} for key, field in fields.items()},
     }
 
@@ -60,10 +67,10 @@ def _as_text(method: Method) -> str:
     width = max(len(key) for key in fields)
     lines = [
         f"{method.name}: {method.title}",
-        f"  goes up: {names(frozenset(method.shared_up))}"
-        + (", and label counts" if method.needs_label_counts else ""),
+        f"  goes up: {names(frozenset(method.shared_up))}" + _LABEL_COUNTS[method.label_counts.value],
         f"  comes down: {names(frozenset(method.shared_down))}",
         f"  stays on the box: {names(frozenset(method.private_parts))}",
+        *(["  needs unlabelled public images on the coordinator"] if method.needs_public else []),
         "  parameters (--set key=value):",
     ]
     lines += [f"    {key:<{width}}  {field.default!s:<10}  {field.description or ''}" for key, field in fields.items()]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from fedcg.learning.method import TrainingParams, Weights
+from fedcg.learning.method import LabelCounts, TrainingParams, Weights
 from fedcg.learning.networks import build_part, layouts, weights_of
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import Streams, spec_root
@@ -41,7 +41,8 @@ def initial_parts(spec: FederationSpec, private_root: bytes) -> dict[Part, Weigh
 def complete_spec(plan: FederationPlan) -> FederationSpec:
     """Check an operator's plan and fill in what follows from it: defaults, tensor layouts, payload, report fields.
 
-    `report` lists every field a device MAY tell; of these a method needs EXAMPLES, and LABEL_COUNTS where it is listed.
+    `report` lists every field a device MAY tell; of these a method needs EXAMPLES, and LABEL_COUNTS unless it is listed
+    as optional.
 
     Raises:
         ValueError: a parameter that the method does not have, or out of range; names every bad one.
@@ -49,7 +50,7 @@ def complete_spec(plan: FederationPlan) -> FederationSpec:
     """
     method = get_method(plan.method)
     params = method.params_type.model_validate(plan.params)
-    report = (*_REPORT, ReportField.LABEL_COUNTS) if method.needs_label_counts else _REPORT
+    counts = () if method.label_counts is LabelCounts.NEVER else (ReportField.LABEL_COUNTS,)
     return FederationSpec(
         federation=plan.federation,
         classes=plan.classes,
@@ -61,7 +62,8 @@ def complete_spec(plan: FederationPlan) -> FederationSpec:
         seed=plan.seed,
         augment_flip=plan.augment_flip,
         upload=tuple(sorted(method.shared_up)),
-        report=report,
+        report=(*_REPORT, *counts),
+        optional_report=counts if method.label_counts is LabelCounts.OPTIONAL else (),
         layouts=layouts(plan, method.parts),
     )
 
@@ -79,6 +81,7 @@ def shadow_spec(spec: FederationSpec) -> FederationSpec:
             "params": params,
             "upload": (),
             "report": _REPORT,
+            "optional_report": (),
             "layouts": {part: layout for part, layout in spec.layouts.items() if part in parts},
         }
     )

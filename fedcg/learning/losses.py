@@ -57,6 +57,12 @@ def mode_seeking(
     return 1.0 / (ratio + _EPS)
 
 
+def paired_labels(labels: torch.Tensor) -> torch.Tensor:
+    """Labels for `mode_seeking`: rows j and j + B//2 share one; the batch's first half, twice (an odd row more). [B]."""
+    half = len(labels) // 2
+    return torch.cat([labels[:half], labels[: len(labels) - half]])
+
+
 def kl_rows(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
     """KL(p ‖ q) per row = Σ_k p_k (log p_k - log q_k), from log-probabilities. [B, C], [B, C] -> [B]."""
     return (log_p.exp() * (log_p - log_q)).sum(dim=1)

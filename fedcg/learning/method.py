@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -158,15 +159,23 @@ class Aggregator(Protocol):
         """Merge all updates, streamed in client-id order; loads one update at a time through its callable."""
 
 
+class LabelCounts(str, Enum):
+    """Whether a method's updates tell how many images of each class a client has; a device's policy stands above it."""
+
+    NEVER = "never"
+    OPTIONAL = "optional"
+    REQUIRED = "required"
+
+
 @dataclass(frozen=True)
 class Method:
     """A federated method. Both halves, its parameters and its payload in one value.
 
     Attributes:
         private_parts: parts that the client trains and never shares.
+        label_counts: `OPTIONAL` ones are left out where a device does not allow them; without `REQUIRED` ones it declines.
         init_client: (spec, initial) -> ClientState; `initial` gives every part's initial weights.
-        evaluate: (spec, state, data) -> Evaluation of extractor + classifier.
-        loads_down: parts of the aggregate that replace the client's own at the start of a round.
+        needs_public: the server half can't do without `RoundContext.public`.
     """
 
     name: str
@@ -175,11 +184,12 @@ class Method:
     shared_up: frozenset[Part]
     shared_down: frozenset[Part]
     private_parts: frozenset[Part]
-    needs_label_counts: bool
+    label_counts: LabelCounts
     init_client: Callable[[FederationSpec, Mapping[Part, Weights]], ClientState]
     local_round: Callable[[ClientState, ImageSet, Aggregate | None, RoundContext], LocalResult]
     init_server: Callable[[FederationSpec, Mapping[Part, Weights]], ServerState]
     aggregator: Callable[[ServerState, RoundContext, Spill], Aggregator]
+    needs_public: bool = False
 
     @property
     def parts(self) -> frozenset[Part]:

@@ -14,6 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from fedcg.wire.parts import Part, ReportField, TensorLayout
 
 SPEC_FORMAT = 1
+# Fields that weigh a client in the merge; accuracy, loss and health are only for people.
+_WEIGHING = frozenset({ReportField.EXAMPLES, ReportField.LABEL_COUNTS})
 ParameterValue = bool | int | float | str | None
 
 
@@ -52,7 +54,12 @@ class NetworkChoice(_Frozen):
 
 
 class FederationSpec(_Frozen):
-    """Everything that all members of a federation must agree on."""
+    """Everything that all members of a federation must agree on.
+
+    Attributes:
+        report: every field that a device may tell.
+        optional_report: those of them that the method uses when they are told and can do without.
+    """
 
     format: Literal[1] = 1
     federation: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
@@ -66,6 +73,7 @@ class FederationSpec(_Frozen):
     augment_flip: bool = False
     upload: tuple[Part, ...]
     report: tuple[ReportField, ...]
+    optional_report: tuple[ReportField, ...] = ()
     layouts: dict[Part, tuple[TensorLayout, ...]]
     codec: Literal["f32"] = "f32"
 
@@ -82,6 +90,11 @@ class FederationSpec(_Frozen):
     def class_count(self) -> int:
         """C, the number of classes."""
         return len(self.classes)
+
+    @property
+    def required_report(self) -> frozenset[ReportField]:
+        """The report fields without which an update can't be merged."""
+        return (_WEIGHING & frozenset(self.report)) - frozenset(self.optional_report)
 
     @staticmethod
     def parse(payload: bytes) -> FederationSpec:

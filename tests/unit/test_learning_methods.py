@@ -25,7 +25,8 @@ from fedcg.learning.loops import (
     steps_of,
     train_classifier,
 )
-from fedcg.learning.method import Aggregate, DivergedError, LocalResult, TrainingParams
+from fedcg.learning.losses import paired_labels
+from fedcg.learning.method import Aggregate, DivergedError, LabelCounts, LocalResult, TrainingParams
 from fedcg.learning.methods import fedcg, fedmd_cg
 from fedcg.learning.networks import load_part
 from fedcg.learning.registry import get_method, method_names
@@ -71,7 +72,7 @@ def test_shared_and_private_results_hold_what_the_method_says_in_storage_of_thei
     places = [tensor.data_ptr() for tensor in all_tensors(result).values() if tensor.numel()]
     assert len(set(places)) == len(places)
     assert result.report.examples == 25
-    assert (result.report.label_counts is not None) == method.needs_label_counts
+    assert (result.report.label_counts is not None) == (method.label_counts is not LabelCounts.NEVER)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -85,7 +86,9 @@ def test_a_local_round_changes_neither_its_state_nor_the_aggregate_nor_the_data(
     assert all(same(weights, untouched[part]) for part, weights in state.parts.items())
     assert all(same(weights, untouched[part]) for part, weights in incoming.parts.items())
     assert torch.equal(data.images, images)
-    assert not any(same(result.private.parts[part], untouched[part]) for part in method.parts)
+    assert not any(
+        same(result.private.parts[part], untouched[part]) for part in method.shared_up | method.private_parts
+    )
 
 
 @pytest.mark.parametrize(
@@ -271,8 +274,8 @@ def test_the_ramp_of_fedmd_cg_is_a_power_of_the_rounds_behind() -> None:
 
 
 def test_generated_rows_come_in_pairs_of_one_label() -> None:
-    assert fedcg.paired_labels(torch.tensor([3, 1, 2, 0])).tolist() == [3, 1, 3, 1]
-    odd = fedcg.paired_labels(torch.tensor([3, 1, 2, 0, 4]))
+    assert paired_labels(torch.tensor([3, 1, 2, 0])).tolist() == [3, 1, 3, 1]
+    odd = paired_labels(torch.tensor([3, 1, 2, 0, 4]))
     assert odd.tolist() == [3, 1, 3, 1, 2]
 
 

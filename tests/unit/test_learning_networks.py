@@ -178,8 +178,11 @@ def test_a_plan_becomes_a_spec_with_defaults_payload_and_needed_report_fields() 
     assert spec.params["lambda1"] == 1.0
     assert spec.params["epochs"] == 2
     assert spec.upload == (Part.CLASSIFIER, Part.GENERATOR)
-    assert ReportField.LABEL_COUNTS in spec.report
-    assert ReportField.LABEL_COUNTS not in complete_spec(plan("fedcg")).report
+    assert ReportField.LABEL_COUNTS in spec.required_report
+    optional = complete_spec(plan("fedcg"))
+    assert ReportField.LABEL_COUNTS in optional.report
+    assert optional.required_report == complete_spec(plan("local")).required_report == {ReportField.EXAMPLES}
+    assert ReportField.LABEL_COUNTS not in complete_spec(plan("fedavg")).report
     assert complete_spec(plan("local")).upload == ()
     assert FederationSpec.parse(spec.canonical()) == spec
 

@@ -35,10 +35,11 @@ from fedcg.learning.loops import (
     steps_of,
     train_classifier,
 )
-from fedcg.learning.losses import discriminator_loss, feature_mse, generator_loss, mode_seeking
+from fedcg.learning.losses import discriminator_loss, feature_mse, generator_loss, mode_seeking, paired_labels
 from fedcg.learning.method import (
     Aggregate,
     ClientState,
+    LabelCounts,
     LocalResult,
     Method,
     RoundContext,
@@ -95,7 +96,8 @@ def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None,
         train_gan(nets[Part.GENERATOR], nets[Part.DISCRIMINATOR], source, params, ctx)
     kept = {part: weights_of(net) for part, net in nets.items()}
     shared = {part: weights_of(nets[part]) for part in sorted(SHARED)}
-    return LocalResult(SharedResult(shared), ClientState(kept), Report(examples=len(data), loss=loss))
+    report = Report(examples=len(data), loss=loss, label_counts=data.label_counts())
+    return LocalResult(SharedResult(shared), ClientState(kept), report)
 
 
 def feature_penalty(global_generator: nn.Module, weight: float, ctx: RoundContext) -> PenaltyMaker:
@@ -110,12 +112,6 @@ def feature_penalty(global_generator: nn.Module, weight: float, ctx: RoundContex
         return lambda rows, features, logits: weight * feature_mse(features, target[rows])
 
     return per_block
-
-
-def paired_labels(labels: torch.Tensor) -> torch.Tensor:
-    """Labels of generated rows such that rows j and j + B//2 share one: the batch's first half, twice (an odd row more)."""
-    half = len(labels) // 2
-    return torch.cat([labels[:half], labels[: len(labels) - half]])
 
 
 def train_gan(
@@ -184,7 +180,7 @@ METHOD = Method(
     shared_up=SHARED,
     shared_down=SHARED,
     private_parts=PRIVATE,
-    needs_label_counts=False,
+    label_counts=LabelCounts.OPTIONAL,
     init_client=init_client,
     local_round=local_round,
     init_server=init_server,

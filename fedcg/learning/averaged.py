@@ -1,0 +1,136 @@
+"""Methods that train extractor and classifier by classification and average what they share by data size.
+
+Their local half differs in which parts are shared and in a penalty beside the cross-entropy, their server half in what comes
+after the average: `averaging_method` builds the method from that. FedAvg (McMahan et al., 2017) is the pattern.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TypeVar
+
+from torch import nn
+
+from fedcg.learning.averaging import average_updates
+from fedcg.learning.data import ImageSet
+from fedcg.learning.loops import PenaltyMaker, no_penalty, train_classifier
+from fedcg.learning.method import (
+    Aggregate,
+    Aggregator,
+    ClientState,
+    LabelCounts,
+    LocalResult,
+    Method,
+    RoundContext,
+    ServerState,
+    SharedResult,
+    Spill,
+    TrainingParams,
+    Update,
+    Weights,
+)
+from fedcg.learning.networks import load_part, weights_of
+from fedcg.learning.spec import FederationSpec
+from fedcg.wire.parts import Part, Report
+
+PERSONAL = frozenset({Part.EXTRACTOR, Part.CLASSIFIER})
+
+Params = TypeVar("Params", bound=TrainingParams)
+PenaltyOf = Callable[[Mapping[Part, nn.Module], Params, RoundContext], PenaltyMaker]
+"""(networks as loaded at the start of the round, parameters, context) -> the penalty of the round."""
+MakeAggregator = Callable[[ServerState, RoundContext, Spill], Aggregator]
+
+
+def unpenalised(nets: Mapping[Part, nn.Module], params: TrainingParams, ctx: RoundContext) -> PenaltyMaker:
+    """Cross-entropy alone."""
+    return no_penalty
+
+
+class Averager:
+    """θ = Σ_i n_i θ_i / Σ_j n_j over the clients of the round, n_i their number of images (McMahan 2017, algorithm 1)."""
+
+    def __init__(self, parts: frozenset[Part], spill: Spill) -> None:
+        self._parts = parts
+        self._spill = spill
+
+    def add(self, update: Update) -> None:
+        """There is nothing to prepare; note that the client answered."""
+        if not self._spill.has(update.client):
+            self._spill.put(update.client, {})
+
+    def finish(self, updates: Mapping[str, Callable[[], Update]]) -> tuple[Aggregate, ServerState]:
+        """Average, one update in memory at a time; without a shared part there is nothing to merge."""
+        aggregate = Aggregate(average_updates(updates, self._parts).parts if self._parts else {})
+        return aggregate, ServerState(aggregate)
+
+
+def averaging_method(
+    name: str,
+    title: str,
+    params_type: type[Params],
+    shared: frozenset[Part],
+    *,
+    penalty_of: PenaltyOf[Params] = unpenalised,
+    downloads: frozenset[Part] = frozenset(),
+    label_counts: LabelCounts = LabelCounts.NEVER,
+    aggregator: MakeAggregator | None = None,
+    needs_public: bool = False,
+) -> Method:
+    """A method whose clients train extractor and classifier and share some of it.
+
+    Args:
+        name: its file's name.
+        title: one line for people.
+        params_type: its parameters.
+        shared: parts that go up and, merged, come down; the rest of `PERSONAL` stays private.
+        penalty_of: what is added to the cross-entropy.
+        downloads: parts that only come down and that no client trains.
+        label_counts: whether updates tell them.
+        aggregator: the server half; averages the shared parts when None.
+        needs_public: the server half needs public images.
+    """
+    return Method(
+        name=name,
+        title=title,
+        params_type=params_type,
+        shared_up=shared,
+        shared_down=shared | downloads,
+        private_parts=PERSONAL - shared,
+        label_counts=label_counts,
+        init_client=partial(_init_client, PERSONAL | downloads),
+        local_round=_local_half(params_type, shared, penalty_of, label_counts),
+        init_server=partial(_init_server, shared | downloads),
+        aggregator=aggregator or (lambda state, ctx, spill: Averager(shared, spill)),
+        needs_public=needs_public,
+    )
+
+
+def _init_client(parts: frozenset[Part], spec: FederationSpec, initial: Mapping[Part, Weights]) -> ClientState:
+    return ClientState({part: initial[part] for part in sorted(parts)})
+
+
+def _init_server(parts: frozenset[Part], spec: FederationSpec, initial: Mapping[Part, Weights]) -> ServerState:
+    return ServerState(Aggregate({part: initial[part] for part in sorted(parts)}))
+
+
+def _local_half(
+    params_type: type[Params], shared: frozenset[Part], penalty_of: PenaltyOf[Params], label_counts: LabelCounts
+) -> Callable[[ClientState, ImageSet, Aggregate | None, RoundContext], LocalResult]:
+    """Load what came down (the client's own in its place without an aggregate), train E and C, keep all, share some."""
+
+    def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None, ctx: RoundContext) -> LocalResult:
+        params = params_type.model_validate(ctx.spec.params)
+        weights = {**state.parts, **(aggregate.parts if aggregate else {})}
+        nets = {part: load_part(ctx.spec, part, weights[part], ctx.device) for part in sorted(state.parts)}
+        data = data.to(ctx.device)
+        penalty = penalty_of(nets, params, ctx)
+        loss = train_classifier(nets[Part.EXTRACTOR], nets[Part.CLASSIFIER], data, params, ctx, penalty)
+        counts = None if label_counts is LabelCounts.NEVER else data.label_counts()
+        return LocalResult(
+            SharedResult({part: weights_of(nets[part]) for part in sorted(shared)}),
+            ClientState({part: weights_of(net) for part, net in nets.items()}),
+            Report(examples=len(data), loss=loss, label_counts=counts),
+        )
+
+    return local_round

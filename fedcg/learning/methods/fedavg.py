@@ -1,0 +1,18 @@
+"""FedAvg (McMahan et al., AISTATS 2017): the whole model is shared and averaged by data size.
+
+Algorithm 1: every client trains from the global model, w = Σ_k n_k / n · w_k is the next one. Deviations: Adam is the default
+optimiser of every method here (`optimiser=sgd` is the paper's), and all invited clients count that answered in time.
+A device takes part only when its `allow_upload` lists the extractor.
+"""
+
+from __future__ import annotations
+
+from fedcg.learning.averaged import PERSONAL, averaging_method
+from fedcg.learning.method import TrainingParams
+
+
+class FedavgParams(TrainingParams):
+    """Nothing beyond what every method has."""
+
+
+METHOD = averaging_method("fedavg", "FedAvg: extractor and classifier averaged by data size", FedavgParams, PERSONAL)

@@ -1,0 +1,20 @@
+"""FedPer (Arivazhagan et al., 2019): base layers are shared, personalisation layers stay.
+
+Base layers = the extractor, averaged by data size; personalisation layers = the classifier. As in the paper's algorithm 1 both
+are trained together in every local step. A device takes part only when its `allow_upload` lists the extractor.
+"""
+
+from __future__ import annotations
+
+from fedcg.learning.averaged import averaging_method
+from fedcg.learning.method import TrainingParams
+from fedcg.wire.parts import Part
+
+
+class FedperParams(TrainingParams):
+    """Nothing beyond what every method has."""
+
+
+METHOD = averaging_method(
+    "fedper", "FedPer: extractor averaged by data size, private classifier", FedperParams, frozenset({Part.EXTRACTOR})
+)

@@ -1,0 +1,23 @@
+"""FedSplit, as FedCG's tables call it (LG-FedAvg, Liang et al., 2020): the classifier is shared, the extractor private.
+
+Each client's extractor learns a representation of its own, and classifiers are averaged by data size. Deviation from
+LG-FedAvg: no model of the first rounds is shared as a whole beforehand; everybody starts from the same weights instead.
+"""
+
+from __future__ import annotations
+
+from fedcg.learning.averaged import averaging_method
+from fedcg.learning.method import TrainingParams
+from fedcg.wire.parts import Part
+
+
+class FedsplitParams(TrainingParams):
+    """Nothing beyond what every method has."""
+
+
+METHOD = averaging_method(
+    "fedsplit",
+    "FedSplit: classifier averaged by data size, private extractor",
+    FedsplitParams,
+    frozenset({Part.CLASSIFIER}),
+)
