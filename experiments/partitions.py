@@ -1,7 +1,6 @@
-"""Splits a data set among clients and writes each client its own folder: `train/CLASS/*` and `test/CLASS/*`.
+"""Writes each client of a deal its own folder: `train/CLASS/*` and `test/CLASS/*`, and `val/CLASS/*` where it has such images.
 
-Also holds out one balanced `common` test set. A client's train and test images follow the same class proportions.
-Everything is a function of the seed; the order of execution never changes it. Knows nothing of training.
+Also one `common` test set. An agent sees an ordinary data source. Knows nothing of training.
 """
 
 from __future__ import annotations
@@ -12,52 +11,24 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
+from experiments.dealing import (
+    DealOptions,
+    Partition,
+    TestDeal,
+    Validation,
+    client_names,
+    cut,
+    deal_out,
+    limit,
+)
 from experiments.errors import SourceError
-from experiments.sources import FilesPerClass, Source
+from experiments.pictures import Picture
+from experiments.sources import Source
 
-MIN_TRAIN_IMAGES = 40  # two batches of 16 after a validation split, and something to learn from
-MAX_REDRAWS = 1000
-COMMON_PER_CLASS = 200  # a sampling error of about one point with ten classes
+__all__ = ["ClientFolder", "Partition", "Prepared", "client_names", "cut", "limit", "load_prepared", "prepare"]
+
 PARTITION_FILE = "partition.json"
-
-Shares = NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class Partition:
-    """How classes are spread over clients: `iid`, or Dirichlet with concentration `omega` (ω; smaller is more skewed)."""
-
-    kind: Literal["iid", "dirichlet"]
-    omega: float = 0.0
-
-    @staticmethod
-    def parse(text: str) -> Partition:
-        """Read `iid` or `dirichlet:OMEGA`.
-
-        Raises:
-            SourceError: anything else.
-        """
-        kind, _, value = text.partition(":")
-        if text == "iid":
-            return Partition("iid")
-        try:
-            omega = float(value)
-        except ValueError:
-            omega = -1.0
-        if kind != "dirichlet" or not 0 < omega < float("inf"):
-            raise SourceError(f"partition {text!r} is neither `iid` nor `dirichlet:OMEGA` with a positive number")
-        return Partition("dirichlet", omega)
-
-    def shares(self, clients: int, classes: int, generator: np.random.Generator) -> Shares:
-        """Which share of each class each client gets: [clients, classes] float64, every column sums to 1."""
-        if self.kind == "iid":
-            return np.full((clients, classes), 1.0 / clients)
-        return generator.dirichlet(np.full(clients, self.omega), size=classes).T
 
 
 @dataclass(frozen=True)
@@ -72,7 +43,10 @@ class ClientFolder:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What `prepare` wrote: a folder per client, one balanced common test set, and the classes."""
+    """What `prepare` wrote: a folder per client, one common test set, and the classes.
+
+    `common_per_class` is the number of the rarest class there; without domains every class has as many.
+    """
 
     classes: tuple[str, ...]
     clients: tuple[ClientFolder, ...]
@@ -80,88 +54,34 @@ class Prepared:
     common_per_class: int
 
 
-def client_names(clients: int) -> tuple[str, ...]:
-    """Ids `client-1` …, zero-padded so that they sort by number."""
-    width = len(str(clients))
-    return tuple(f"client-{number:0{width}d}" for number in range(1, clients + 1))
-
-
-def cut(count: int, shares: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Cut `count` things by shares that sum to 1: whole numbers that sum to `count`, each within 1 of its share."""
-    edges = np.rint(np.cumsum(shares) * count).astype(np.int64)
-    edges[-1] = count
-    pieces: NDArray[np.int64] = np.diff(edges, prepend=0)
-    return pieces
-
-
-def limit(counts: NDArray[np.int64], most: int) -> NDArray[np.int64]:
-    """Reduce class counts to a total of at most `most`, keeping their proportions (largest remainders)."""
-    total = int(counts.sum())
-    if total <= most:
-        return counts
-    exact = counts * (most / total)
-    kept: NDArray[np.int64] = np.floor(exact).astype(np.int64)
-    largest = np.argsort(kept - exact, kind="stable")[: most - int(kept.sum())]
-    kept[largest] += 1
-    return kept
-
-
-def _draw_shares(
-    partition: Partition, clients: int, pool: NDArray[np.int64], least: int, generator: np.random.Generator
-) -> Shares:
-    for _ in range(MAX_REDRAWS):
-        shares = partition.shares(clients, len(pool), generator)
-        if (shares @ pool).min() >= least:
-            return shares
-    raise SourceError(
-        f"{int(pool.sum())} training images can't be split over {clients} clients with at least {least} each: "
-        "use fewer clients, more images or a larger omega"
-    )
-
-
-def _hold_out(source: Source, generator: np.random.Generator) -> tuple[FilesPerClass, FilesPerClass, FilesPerClass]:
-    """Shuffle, and give (train, test, common) files per class; common has the same number in every class."""
-
-    def shuffled(files: Sequence[Path]) -> tuple[Path, ...]:
-        return tuple(files[index] for index in generator.permutation(len(files)))
-
-    train = tuple(map(shuffled, source.train))
-    if source.test is not None:
-        test = tuple(map(shuffled, source.test))
-        common = min(COMMON_PER_CLASS, max(1, min(map(len, test)) // 5))
-    else:
-        common = min(COMMON_PER_CLASS, max(1, min(map(len, train)) // 6))
-        test = tuple(files[: common + max(1, len(files) // 6)] for files in train)
-        train = tuple(files[len(held) :] for files, held in zip(train, test, strict=True))
-    return train, tuple(files[common:] for files in test), tuple(files[:common] for files in test)
-
-
-def _place(files: Sequence[Path], folder: Path) -> None:
-    """Hard-link files into a folder, or copy them where the file system can't link."""
+def _place(pictures: Sequence[Picture], folder: Path) -> None:
+    """Hard-link image files into a folder, or copy them where the file system can't link; write what is no file."""
     folder.mkdir(parents=True, exist_ok=True)
-    for path in files:
-        target = folder / path.name
+    for picture in pictures:
+        target = folder / picture.name
         try:
-            os.link(path, target)
+            if picture.file is None:
+                target.write_bytes(picture.content())
+            else:
+                os.link(picture.file, target)
         except FileExistsError:
             continue
-        except OSError:
-            shutil.copyfile(path, target)
-
-
-def _hand_out(pool: FilesPerClass, shares: Shares, most: int | None) -> list[list[tuple[Path, ...]]]:
-    """Files per client and class; disjoint, in the proportions of `shares`, at most `most` per client."""
-    counts = np.stack([cut(len(files), shares[:, label]) for label, files in enumerate(pool)], axis=1)
-    starts = np.cumsum(counts, axis=0) - counts
-    kept = np.stack([row if most is None else limit(row, most) for row in counts])
-    return [
-        [files[starts[client, label] :][: kept[client, label]] for label, files in enumerate(pool)]
-        for client in range(len(shares))
-    ]
+        except OSError as error:
+            if picture.file is None:
+                raise SourceError(f"{target} can't be written: {error.strerror or error}") from error
+            shutil.copyfile(picture.file, target)
 
 
 def prepare(
-    source: Source, out: Path, *, clients: int, partition: Partition, seed: int, images_per_client: int | None = None
+    source: Source,
+    out: Path,
+    *,
+    clients: int,
+    partition: Partition,
+    seed: int,
+    images_per_client: int | None = None,
+    validation: Validation = "share",
+    test: TestDeal = "proportional",
 ) -> Prepared:
     """Write `out/CLIENT/{train,test}/CLASS/*`, `out/common/CLASS/*` and `out/partition.json`.
 
@@ -172,30 +92,26 @@ def prepare(
         source: the images.
         out: folder to write to; made if it is not there.
         clients: number of clients.
-        partition: how classes are spread over clients.
+        partition: how images are spread over clients.
         seed: decides everything.
         images_per_client: at most this many training images per client, class proportions kept; None: no bound.
+        validation: see `DealOptions`.
+        test: see `DealOptions`.
 
     Raises:
-        SourceError: too few images for so many clients.
+        SourceError: too few images for so many clients, or a folder that can't be written.
     """
-    generator = np.random.default_rng(seed)
-    train, test, common = _hold_out(source, generator)
-    least = MIN_TRAIN_IMAGES if images_per_client is None else min(MIN_TRAIN_IMAGES, images_per_client)
-    pool = np.array([len(files) for files in train], dtype=np.int64)
-    shares = _draw_shares(partition, clients, pool, least, generator)
-    train_files = _hand_out(train, shares, images_per_client)
-    test_files = _hand_out(test, shares, None)
+    deal = deal_out(source, DealOptions(clients, partition, seed, images_per_client, validation, test))
     folders = []
-    for number, name in enumerate(client_names(clients)):
-        for part, files in (("train", train_files[number]), ("test", test_files[number])):
-            for label, of_class in enumerate(files):
-                _place(of_class, out / name / part / source.classes[label])
-        counts = [tuple(map(len, files)) for files in (train_files[number], test_files[number])]
-        folders.append(ClientFolder(name, out / name, counts[0], counts[1]))
-    for label, of_class in enumerate(common):
-        _place(of_class, out / "common" / source.classes[label])
-    prepared = Prepared(source.classes, tuple(folders), out / "common", len(common[0]))
+    for name, dealt in deal.clients.items():
+        parts = {"train": dealt.train, "val": dealt.val, "test": dealt.test}
+        for part, pictures in parts.items():
+            for label, of_class in enumerate(pictures or ()):
+                _place(of_class, out / name / part / deal.classes[label])
+        folders.append(ClientFolder(name, out / name, tuple(map(len, dealt.train)), tuple(map(len, dealt.test))))
+    for label, of_class in enumerate(deal.common):
+        _place(of_class, out / "common" / deal.classes[label])
+    prepared = Prepared(deal.classes, tuple(folders), out / "common", min(map(len, deal.common)))
     (out / PARTITION_FILE).write_text(json.dumps(_record(prepared), indent=1))
     return prepared
 

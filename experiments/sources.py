@@ -1,18 +1,18 @@
-"""Where the images of an experiment come from: a folder of class folders, or scikit-learn's handwritten digits.
+"""Where the images of an experiment come from: `open_source` reads any of the forms that docs/data.md names.
 
-Knows file names and classes only; decodes nothing but a few first images, to learn their colour mode.
+Knows names, classes and where the images lie; decodes nothing but a few first images, to learn their colour mode.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from PIL import Image
 
 from experiments.errors import SourceError
+from experiments.pictures import FilePicture, Picture, PicturesPerClass, RowPicture, rows_per_class
 from fedcg.learning.spec import ImageForm
 
 DIGITS = "digits"
@@ -20,45 +20,71 @@ SUFFIXES = (".png", ".jpg", ".jpeg")
 _GREY_MODES = frozenset({"1", "L", "LA", "I", "I;16", "F"})
 _LOOKED_AT = 16
 
-FilesPerClass = tuple[tuple[Path, ...], ...]
-
 
 @dataclass(frozen=True)
 class Source:
-    """Image files per class, in name order; `test` is None where the source comes in one piece.
+    """Images per class, in name order; `test` is None where the source comes in one piece.
 
     Attributes:
+        name: what the source is called in records.
         classes: class names in the order of the labels.
-        train: for each class its files (all its files when `test` is None).
-        test: for each class its test files, or None.
+        train: for each class its images (all its images when `test` is None).
+        test: for each class its test images, or None.
+        val: for each class its validation images, where the source brings such.
+        domains: the same images by domain, all with the same classes; empty where there are none.
     """
 
     name: str
     classes: tuple[str, ...]
-    train: FilesPerClass
-    test: FilesPerClass | None
+    train: PicturesPerClass
+    test: PicturesPerClass | None
+    val: PicturesPerClass | None = None
+    domains: tuple[Source, ...] = ()
 
     def image_form(self, size: int) -> ImageForm:
         """The form that fits these images at size x size pixels: grey if the first ones all are, else colour."""
-        firsts = itertools.chain.from_iterable(
-            zip(*(files[:2] for files in self.train if len(files) > 1), strict=False)
+        parts = self.domains or (self,)
+        grey = all(
+            _is_grey(picture)
+            for part in parts
+            for picture in itertools.islice(_firsts(part.train), max(2, _LOOKED_AT // len(parts)))
         )
-        grey = all(_is_grey(path) for path in itertools.islice(firsts, _LOOKED_AT))
         half = (0.5,) if grey else (0.5, 0.5, 0.5)
         return ImageForm(mode="L" if grey else "RGB", height=size, width=size, mean=half, std=half)
 
 
-def _is_grey(path: Path) -> bool:
+def _firsts(pictures: PicturesPerClass) -> itertools.chain[Picture]:
+    return itertools.chain.from_iterable(itertools.zip_longest(*(of_class[:2] for of_class in pictures if of_class)))
+
+
+def _is_grey(picture: Picture | None) -> bool:
+    """A damaged image says nothing about the others: whoever decodes it names and skips it."""
+    if picture is None:
+        return True
+    if isinstance(picture, RowPicture):
+        return picture.images.ndim == 3
     try:
-        with Image.open(path) as image:
+        with Image.open(picture.file or "") as image:
             return image.mode in _GREY_MODES
-    except OSError as error:
-        raise SourceError(f"{path} can't be read as an image: {error}") from error
+    except (OSError, SyntaxError, ValueError):
+        return True
+
+
+def open_source(text: str) -> Source:
+    """Open the images that a person names: `digits` or a folder of class folders.
+
+    Raises:
+        SourceError: nothing usable; names the file or folder and says what was expected.
+    """
+    if text == DIGITS:
+        return digits()
+    return folder_source(Path(text))
 
 
 def _files(folder: Path) -> tuple[Path, ...]:
-    with os.scandir(folder) as entries:
-        names = sorted(entry.name for entry in entries if entry.is_file())
+    if not folder.is_dir():
+        return ()
+    names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
     return tuple(folder / name for name in names if name.lower().endswith(SUFFIXES))
 
 
@@ -67,10 +93,10 @@ def _class_folders(root: Path) -> list[str]:
 
 
 def folder_source(root: Path) -> Source:
-    """The images in `root/class/*.png|jpg`, or in `root/train/class/*` and `root/test/class/*`.
+    """The images in `root/class/*.png|jpg`, or in `root/train/class/*` and `root/test/class/*`, perhaps `root/val/class/*`.
 
     Raises:
-        SourceError: no such folder, fewer than two classes, different classes in train and test, or an empty class.
+        SourceError: no such folder, fewer than two classes, different classes in the parts, or an empty class.
     """
     if not root.is_dir():
         raise SourceError(f"{root} is not a folder")
@@ -79,30 +105,43 @@ def folder_source(root: Path) -> Source:
     classes = tuple(_class_folders(top))
     if len(classes) < 2:
         raise SourceError(f"{top} holds {len(classes)} class folder(s), at least 2 are needed: {top}/CLASS/*.png")
-    if split and _class_folders(root / "test") != list(classes):
-        raise SourceError(f"{root}/train and {root}/test do not hold the same class folders")
-    train = tuple(_files(top / name) for name in classes)
-    test = tuple(_files(root / "test" / name) for name in classes) if split else None
-    for part, folders in (("train" if split else ".", train), ("test", test or ())):
-        for name, files in zip(classes, folders, strict=False):
-            if not files:
-                raise SourceError(f"{root / part / name} holds no image ({', '.join(SUFFIXES)})")
-    return Source(root.name, classes, train, test)
+    parts = {"train": _pictures(top, classes)}
+    for part in ("test", "val") if split else ():
+        if part == "test" or (root / part).is_dir():
+            if _class_folders(root / part) != list(classes):
+                raise SourceError(f"{root}/train and {root}/{part} do not hold the same class folders")
+            parts[part] = _pictures(root / part, classes)
+    return Source(root.name, classes, parts["train"], parts.get("test"), parts.get("val"))
 
 
-def write_digits(root: Path) -> Source:
-    """Write scikit-learn's 1,797 handwritten digits (real scans, 8 x 8 grey) as PNG files `root/DIGIT/NNNN.png`.
+def _pictures(top: Path, classes: tuple[str, ...]) -> PicturesPerClass:
+    pictures = tuple(tuple(map(FilePicture, _files(top / name))) for name in classes)
+    for name, of_class in zip(classes, pictures, strict=True):
+        if not of_class:
+            raise SourceError(f"{top / name} holds no image ({', '.join(SUFFIXES)})")
+    return pictures
 
-    The 17 grey levels (0-16) are spread over 0-255. Nothing is downloaded: the images come with scikit-learn.
+
+def digits() -> Source:
+    """scikit-learn's 1,797 handwritten digits: real scans, 8 x 8 grey; the 17 grey levels (0-16) are spread over 0-255.
+
+    Nothing is downloaded: the images come with scikit-learn.
     """
     import numpy as np
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
     scaled = np.rint(images.reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
-    for label in range(10):
-        (root / str(label)).mkdir(parents=True, exist_ok=True)
-    for index, (image, label) in enumerate(zip(scaled, labels, strict=True)):
-        Image.fromarray(image, mode=None).save(root / str(label) / f"{index:04d}.png", compress_level=1)
-    source = folder_source(root)
-    return Source(DIGITS, source.classes, source.train, source.test)
+    pictures = rows_per_class(scaled, labels.astype(np.int64), 10, DIGITS, compression=1)
+    return Source(DIGITS, tuple("0123456789"), pictures, None)
+
+
+def write_digits(root: Path) -> Source:
+    """Write the digits as PNG files `root/DIGIT/NNNN.png`, to be looked at or used as an ordinary folder."""
+    source = digits()
+    for name, of_class in zip(source.classes, source.train, strict=True):
+        (root / name).mkdir(parents=True, exist_ok=True)
+        for picture in of_class:
+            (root / name / picture.name).write_bytes(picture.content())
+    written = folder_source(root)
+    return Source(DIGITS, written.classes, written.train, written.test)

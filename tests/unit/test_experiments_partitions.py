@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import numpy as np
@@ -40,11 +41,11 @@ def test_the_digits_are_all_1797_real_images_and_grey(digits: Source) -> None:
     assert sum(map(len, digits.train)) == 1797
     assert digits.classes == tuple("0123456789")
     assert digits.image_form(32).mode == "L"
-    with Image.open(digits.train[3][0]) as image:
+    with Image.open(io.BytesIO(digits.train[3][0].content())) as image:
         assert (image.size, image.mode) == ((8, 8), "L")
     brightest = []
-    for path in digits.train[3][:10]:
-        with Image.open(path) as image:
+    for picture in digits.train[3][:10]:
+        with Image.open(io.BytesIO(picture.content())) as image:
             brightest.append(int(np.asarray(image).max()))
     assert max(brightest) == 255
 
@@ -127,7 +128,9 @@ def test_cut_and_limit_by_hand() -> None:
     assert limit(np.array([6, 3, 1]), 10).tolist() == [6, 3, 1]
 
 
-@pytest.mark.parametrize("text", ["dirichlet", "dirichlet:0", "dirichlet:-1", "dirichlet:nan", "domain", "iid:3"])
+@pytest.mark.parametrize(
+    "text", ["dirichlet", "dirichlet:0", "dirichlet:-1", "dirichlet:nan", "domain", "domains:", "domains:a,a", "iid:3"]
+)
 def test_an_unknown_partition_is_refused_by_name(text: str) -> None:
     with pytest.raises(SourceError, match=text):
         Partition.parse(text)
