@@ -35,7 +35,7 @@ from coordinator.validation import upload_layouts
 from fedcg.wire.artifacts import ArtifactStore, unpack
 
 if TYPE_CHECKING:
-    from fedcg.learning.method import Update, Weights
+    from fedcg.learning.method import Update
 
 PROGRESS_EVERY_S = 0.2
 Send = Callable[[Reply], None]
@@ -105,6 +105,7 @@ class Workbench:
         from fedcg.learning.registry import get_method
         from fedcg.learning.seeds import Streams
         from fedcg.learning.spec import FederationSpec
+        from fedcg.learning.spill import DirectorySpill
 
         job = self._job
         self._spec = FederationSpec.parse(self._store.get(job.spec))
@@ -176,45 +177,6 @@ class Throttle:
             self._phase = "" if step == steps else phase
         self._sent_at = now
         self._send(Progressed(os.getpid(), self._job.round, self._job.attempt, phase, step, steps))
-
-
-class DirectorySpill:
-    """Rows of teacher passes, one file per client; a file that is there is complete."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        directory.mkdir(parents=True, exist_ok=True)
-
-    def put(self, client: str, tensors: Weights) -> None:
-        """Keep a client's rows durably: temporary file, fsync, rename, fsync of the directory."""
-        from safetensors.torch import save
-
-        temporary = self._path(client).with_suffix(f".{os.getpid()}.partial")
-        rows = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-        with temporary.open("wb") as stream:
-            stream.write(save(rows))
-            stream.flush()
-            os.fsync(stream.fileno())
-        temporary.replace(self._path(client))
-        descriptor = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-    def get(self, client: str) -> Weights:
-        """A client's rows."""
-        from safetensors.torch import load
-
-        rows: Weights = load(self._path(client).read_bytes())
-        return rows
-
-    def has(self, client: str) -> bool:
-        """Whether a client's rows are complete."""
-        return self._path(client).is_file()
-
-    def _path(self, client: str) -> Path:
-        return self._directory / f"{client}.safetensors"
 
 
 def spill_directory(root: Path, federation: str, round_number: int, attempt: int) -> Path:

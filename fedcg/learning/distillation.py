@@ -8,14 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
-from fedcg.learning.averaging import average_updates
+from fedcg.learning.averaging import Merged, RunningAverage
+from fedcg.learning.cuda_graph import graphed
+from fedcg.learning.exact_sum import ExactSum
+from fedcg.learning.known_labels import row_weights
 from fedcg.learning.layer_noise import seeded_layers
 from fedcg.learning.loops import BLOCK_ROWS, LossMeter, adam, slices
-from fedcg.learning.losses import kl_teacher_student
+from fedcg.learning.losses import kl_rows
 from fedcg.learning.method import Aggregate, RoundContext, ServerState, Spill, Update, Weights
 from fedcg.learning.networks import load_part, weights_of
 from fedcg.learning.seeds import Streams
@@ -91,37 +95,54 @@ def load_pair(parts: Mapping[Part, Weights], ctx: RoundContext) -> Pair:
     )
 
 
+Watch = Callable[[slice, torch.Tensor], None]
+
+
 @torch.no_grad()
-def teacher_logits(teacher: Pair, bank: Bank, ctx: RoundContext) -> torch.Tensor:
-    """A teacher's logits C_i(G_i(z, y)) over the whole bank in eval mode, [rows, C] on the CPU."""
+def generator_blocks(teacher: Pair, bank: Bank, ctx: RoundContext) -> Iterator[tuple[slice, torch.Tensor]]:
+    """(rows, features) of a teacher's generator over the whole bank in eval mode, block by block.
+
+    The blocks are always the same: how rows are put together shows in their last digits.
+    """
     teacher.generator.eval()
+    for rows in slices(len(bank), BLOCK_ROWS):
+        yield rows, teacher.generator(bank.noise[rows].to(ctx.device), bank.labels[rows].to(ctx.device))
+
+
+@torch.no_grad()
+def teacher_logits(teacher: Pair, bank: Bank, ctx: RoundContext, watch: Watch | None = None) -> torch.Tensor:
+    """A teacher's logits C_i(G_i(z, y)) over the whole bank in eval mode, [rows, C] on the CPU.
+
+    Args:
+        teacher: generator and classifier, on `ctx.device`.
+        bank: inputs of the generator.
+        ctx: device, progress.
+        watch: told the features [n, *shape] of each block of rows.
+    """
     teacher.classifier.eval()
-    done, rows = 0, []
-    for noise, labels in zip(bank.noise.split(BLOCK_ROWS), bank.labels.split(BLOCK_ROWS), strict=True):
-        rows.append(teacher.classifier(teacher.generator(noise.to(ctx.device), labels.to(ctx.device))).cpu())
-        done += len(labels)
-        ctx.progress("teacher", done, len(bank))
-    return torch.cat(rows)
+    logits = []
+    for rows, features in generator_blocks(teacher, bank, ctx):
+        logits.append(teacher.classifier(features).cpu())
+        if watch is not None:
+            watch(rows, features)
+        ctx.progress("teacher", rows.stop, len(bank))
+    return torch.cat(logits)
 
 
-def ensemble_logits(clients: Iterator[tuple[int, torch.Tensor]]) -> torch.Tensor:
-    """FedCG eq. 5 before its softmax: Σ_i |X_i| / Σ_j |X_j| · C_i(G_i(y, z)), [rows, C], streamed over (|X_i|, logits)."""
-    total, logits = 0, torch.zeros(())
-    for examples, rows in clients:
-        total += examples
-        logits = logits + rows.to(torch.float64) * examples
-    return (logits / total).to(torch.float32)
+Rows = slice | torch.Tensor
+"""Rows of a bank: a slice, or their indices [B] int64 on the device, which a CUDA graph can be told anew for each step."""
 
-
-StudentLoss = Callable[[slice, torch.Tensor, torch.Tensor], torch.Tensor]
+StudentLoss = Callable[[Rows, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def distil(
     modules: Sequence[nn.Module],
-    loss_at: Callable[[slice], torch.Tensor],
+    loss_at: Callable[[slice], torch.Tensor] | Callable[[Rows], torch.Tensor],
     rows: int,
     settings: Distillation,
     ctx: RoundContext,
+    *,
+    by_index: bool = False,
 ) -> None:
     """Train some modules together, in train mode, with Adam: one step per batch of rows, in order.
 
@@ -131,6 +152,8 @@ def distil(
         rows: how many rows there are.
         settings: batch, learning rate, weight decay.
         ctx: device, progress.
+        by_index: `loss_at` takes indices [B] int64 as well, and computes with tensors alone: on a CUDA device the whole step
+            then runs under a CUDA graph.
 
     Raises:
         DivergedError: the loss is not finite or exploded.
@@ -140,13 +163,20 @@ def distil(
     weights = [parameter for module in modules for parameter in module.parameters()]
     optimiser = adam(weights, settings.lr, settings.weight_decay)
     meter = LossMeter("distillation", ctx.device)
+
+    def take_step(some: Any) -> torch.Tensor:
+        loss = loss_at(some)
+        optimiser.zero_grad(set_to_none=True)
+        loss.backward()
+        optimiser.step()
+        return loss
+
     with seeded_layers(ctx, "distil"):
+        on_graph = by_index and torch.device(ctx.device).type == "cuda"
+        order = torch.arange(rows if on_graph else 0, device=ctx.device)
+        step_at = graphed(take_step, [order[: settings.batch]], modules, [optimiser]) if on_graph else take_step
         for step, some in enumerate(slices(rows, settings.batch), start=1):
-            loss = loss_at(some)
-            meter.add(loss)
-            optimiser.zero_grad()
-            loss.backward()
-            optimiser.step()
+            meter.add(step_at(order[some] if on_graph else some))
             if step % _CHECK_STEPS == 0:
                 meter.check()
             ctx.progress("distil", step, settings.iterations)
@@ -154,7 +184,13 @@ def distil(
 
 
 def train_student(
-    student: Pair, bank: Bank, settings: Distillation, ctx: RoundContext, loss_of: StudentLoss
+    student: Pair,
+    bank: Bank,
+    settings: Distillation,
+    ctx: RoundContext,
+    loss_of: StudentLoss | Callable[[slice, torch.Tensor, torch.Tensor], torch.Tensor],
+    *,
+    by_index: bool = False,
 ) -> dict[Part, Weights]:
     """Train generator and classifier together over the bank.
 
@@ -164,6 +200,7 @@ def train_student(
         settings: batch, learning rate, weight decay.
         ctx: device, progress.
         loss_of: (rows of the bank, generated features, student logits) -> loss.
+        by_index: as in `distil`.
 
     Returns:
         The student's weights, copied.
@@ -173,22 +210,51 @@ def train_student(
     """
     noise, labels = bank.noise.to(ctx.device), bank.labels.to(ctx.device)
 
-    def loss_at(rows: slice) -> torch.Tensor:
+    def loss_at(rows: Any) -> torch.Tensor:
         features = student.generator(noise[rows], labels[rows])
         return loss_of(rows, features, student.classifier(features))
 
-    distil([student.generator, student.classifier], loss_at, len(bank), settings, ctx)
+    distil([student.generator, student.classifier], loss_at, len(bank), settings, ctx, by_index=by_index)
     return student.weights()
 
 
+class Ensemble:
+    """FedCG eq. 5 before its softmax: Σ_i |X_i| / Σ_j |X_j| · C_i(G_i(y, z)), [rows, C], exact in any order of clients."""
+
+    def __init__(self) -> None:
+        self._logits = ExactSum()
+        self._examples = 0
+
+    def add(self, examples: int, logits: torch.Tensor) -> None:
+        """Count a client with |X_i| examples and logits [rows, C].
+
+        Raises:
+            DivergedError: a logit is not finite.
+        """
+        self._logits.add(logits, examples)
+        self._examples += examples
+
+    def logits(self) -> torch.Tensor:
+        """The weighted mean of all logits, [rows, C] float32."""
+        return (self._logits.value() / self._examples).to(torch.float32)
+
+
 class EnsembleAggregator:
-    """FedCG alg. 2: average by data size, then minimise KL(ensemble ‖ student) over the bank."""
+    """FedCG alg. 2: average by data size, then minimise KL(ensemble ‖ student) over the bank.
+
+    When all clients told their label counts, rows of a label that none of them has weigh nothing (`known_labels`).
+    Weights and logits are summed as updates arrive, so that after the last one nothing is left to do but the student's loop.
+    """
 
     def __init__(self, settings: Distillation, ctx: RoundContext, spill: Spill) -> None:
         self._settings = settings
         self._ctx = ctx
         self._spill = spill
         self._bank: Bank | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._average, self._ensemble = RunningAverage(SHARED), Ensemble()
 
     @property
     def bank(self) -> Bank:
@@ -199,24 +265,35 @@ class EnsembleAggregator:
             self._bank = draw_bank(self._ctx.streams, self._settings.rows, spec.network.noise_dim, probabilities)
         return self._bank
 
+    @property
+    def merged(self) -> Merged:
+        """The average of the updates added so far, and what they reported."""
+        return self._average.merged()
+
     def add(self, update: Update) -> None:
-        """Teacher pass of one update over the bank; its logits are spilled."""
+        """Teacher pass of one update over the bank; its logits are spilled and counted."""
+        if update.client in self._average.clients:
+            return
         if not self._spill.has(update.client):
             logits = teacher_logits(load_pair(update.parts, self._ctx), self.bank, self._ctx)
             self._spill.put(update.client, {"logits": logits})
+        self._ensemble.add(update.examples, self._spill.get(update.client)["logits"])
+        self._average.add(update)
 
     def finish(self, updates: Mapping[str, Callable[[], Update]]) -> tuple[Aggregate, ServerState]:
-        """Average, then distil the ensemble of all updates into the average."""
-        for client in sorted(updates):
-            if not self._spill.has(client):
-                self.add(updates[client]())
-        merged = average_updates(updates, SHARED)
-        teachers = ((examples, self._spill.get(client)["logits"]) for client, examples in merged.examples.items())
-        target = ensemble_logits(teachers).to(self._ctx.device)
+        """Distil the ensemble of all updates into their average. What was counted and has no part in this round is left out."""
+        if not self._average.clients <= updates.keys():
+            self._forget()
+        for client in sorted(updates.keys() - self._average.clients):
+            self.add(updates[client]())
+        merged, target = self.merged, self._ensemble.logits().log_softmax(1).to(self._ctx.device)
+        told = [merged.label_counts.get(client) for client in merged.examples]
+        weights = row_weights(told, self._ctx.spec.class_count, self.bank.labels).to(self._ctx.device)
 
-        def loss_of(rows: slice, features: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-            return kl_teacher_student(target[rows], logits)
+        def loss_of(rows: Rows, features: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+            return (weights[rows] * kl_rows(target[rows], logits.log_softmax(1))).mean()
 
         student = load_pair(merged.parts, self._ctx)
-        aggregate = Aggregate(train_student(student, self.bank, self._settings, self._ctx, loss_of))
+        parts = train_student(student, self.bank, self._settings, self._ctx, loss_of, by_index=True)
+        aggregate = Aggregate(parts)
         return aggregate, ServerState(aggregate)

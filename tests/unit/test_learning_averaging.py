@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import permutations
+
 import pytest
 import torch
 
-from fedcg.learning.averaging import average_updates, weighted_average
-from fedcg.learning.method import Update
+from fedcg.learning.averaging import AverageAggregator, average_updates, weighted_average
+from fedcg.learning.method import DivergedError, Update
+from fedcg.learning.simulation import MemorySpill
 from fedcg.wire.parts import Part
 
 
@@ -61,3 +65,47 @@ def test_an_update_counts_by_the_examples_it_reports() -> None:
     merged = average_updates({"a": lambda: updates["a"], "b": lambda: updates["b"]}, frozenset({Part.CLASSIFIER}))
     assert merged.parts[Part.CLASSIFIER]["w"].tolist() == [5.0]
     assert merged.examples == {"a": 1, "b": 3}
+
+
+UPDATES = {
+    name: Update(name, {Part.CLASSIFIER: {"w": torch.tensor([value]), "n": torch.tensor(count)}}, examples)
+    for name, value, count, examples in (("a", 1e8, 4, 3), ("b", 0.1, 9, 5), ("c", -1e8, 2, 3))
+}
+
+
+def averaged(added: tuple[str, ...], present: str) -> tuple[float, int]:
+    merge = AverageAggregator(frozenset({Part.CLASSIFIER}), MemorySpill())
+    for client in added:
+        merge.add(UPDATES[client])
+    asked: list[str] = []
+
+    def load(client: str) -> Update:
+        asked.append(client)
+        return UPDATES[client]
+
+    weights = merge.finish({client: partial(load, client) for client in present})[0].parts[Part.CLASSIFIER]
+    assert asked == ([] if set(added) == set(present) else sorted(set(present) - set(added)) or sorted(present))
+    return weights["w"].item(), int(weights["n"].item())
+
+
+def test_an_average_is_kept_up_as_updates_arrive_and_knows_no_order() -> None:
+    # (3e8 + 0.5 - 3e8) / 11; in float32 0.5 would be lost beside 3e8
+    outcomes = {averaged(order, "abc") for length in range(4) for order in permutations("abc", length)}
+    assert len(outcomes) == 1
+    value, count = outcomes.pop()
+    assert value == pytest.approx(0.5 / 11, rel=1e-6)
+    assert count == 9
+
+
+def test_who_is_not_in_the_round_does_not_count_in_its_average() -> None:
+    assert averaged(("a", "b", "c"), "ac") == (0.0, 4)
+
+
+def test_an_update_that_is_not_finite_is_refused() -> None:
+    with pytest.raises(DivergedError, match="not finite"):
+        weighted_average([(1, {"w": torch.tensor([float("nan")])})])
+
+
+def test_a_method_without_shared_parts_averages_nothing() -> None:
+    merge = AverageAggregator(frozenset(), MemorySpill())
+    assert merge.finish({"a": lambda: UPDATES["a"]})[0].parts == {}

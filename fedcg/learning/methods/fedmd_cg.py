@@ -22,7 +22,7 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from fedcg.learning.averaging import average_updates
+from fedcg.learning.averaging import AverageAggregator
 from fedcg.learning.crossed import CrossedAggregator, counts_of, label_distribution
 from fedcg.learning.data import ImageSet
 from fedcg.learning.distillation import SHARED, Distillation, EnsembleAggregator, uniform
@@ -85,10 +85,11 @@ class FedmdCgParams(TrainingParams):
     server_iterations: int = Field(default=50, ge=1, description="student steps on the server (I_s)")
     server_batch: int = Field(default=64, ge=2, description="rows of a student step")
     server_lr: float = Field(default=3e-4, gt=0, description="learning rate of the student")
-    bank: Literal["exact", "arrival"] = Field(
-        default="exact", description="server labels from this round's p(y), or from the last one's, weighted"
+    bank: Literal["auto", "exact", "arrival"] = Field(
+        default="auto",
+        description="server labels from this round's p(y), or from the last one's, weighted; auto: above exact_clients",
     )
-    exact_clients: int = Field(default=32, ge=1, description="above, eq. 11 draws one client per row")
+    exact_clients: int = Field(default=32, ge=1, description="above, eq. 11 draws one client per batch and label")
 
 
 def ramp(round_number: int, horizon: int, power: float) -> float:
@@ -220,22 +221,17 @@ def init_server(spec: FederationSpec, initial: Mapping[Part, Weights]) -> Server
 class _WithLabels:
     """Wraps an aggregation that knows no labels (`average`, `kd`): publishes p(y) beside its parts."""
 
-    def __init__(self, distil: EnsembleAggregator | None, spill: Spill) -> None:
-        self._distil = distil
-        self._spill = spill
+    def __init__(self, inner: EnsembleAggregator | AverageAggregator) -> None:
+        self._inner = inner
 
     def add(self, update: Update) -> None:
-        """The teacher pass, where there is one."""
-        if self._distil is not None:
-            self._distil.add(update)
-        elif not self._spill.has(update.client):
-            self._spill.put(update.client, {"examples": torch.tensor(update.examples)})
+        """As the inner one."""
+        self._inner.add(update)
 
     def finish(self, updates: Mapping[str, Callable[[], Update]]) -> tuple[Aggregate, ServerState]:
         """The weighted average, distilled where asked for, and p(y)."""
-        merged = average_updates(updates, SHARED)
-        parts = merged.parts if self._distil is None else self._distil.finish(updates)[0].parts
-        aggregate = Aggregate(parts, tuple(label_distribution(counts_of(merged)).tolist()))
+        parts = self._inner.finish(updates)[0].parts
+        aggregate = Aggregate(parts, tuple(label_distribution(counts_of(self._inner.merged)).tolist()))
         return aggregate, ServerState(aggregate)
 
 
@@ -245,7 +241,9 @@ def aggregator(state: ServerState, ctx: RoundContext, spill: Spill) -> Aggregato
     settings = Distillation(params.server_iterations, params.server_batch, params.server_lr, params.weight_decay)
     if params.aggregation == "crossed_kd":
         return CrossedAggregator(settings, params.bank, params.exact_clients, state, ctx, spill)
-    return _WithLabels(EnsembleAggregator(settings, ctx, spill) if params.aggregation == "kd" else None, spill)
+    if params.aggregation == "kd":
+        return _WithLabels(EnsembleAggregator(settings, ctx, spill))
+    return _WithLabels(AverageAggregator(SHARED, spill))
 
 
 METHOD = Method(
