@@ -127,6 +127,16 @@ def own_target(name: str) -> str:
     )
 
 
+def allow_here(name: str) -> None:
+    """Let this process and those it starts import a `module:function` that a person typed as an option; other names need nothing.
+
+    For commands that run a whole experiment on one machine. Never for a name that came from elsewhere.
+    """
+    if _TARGET.fullmatch(name):
+        listed = os.environ.get(ALLOW_VARIABLE, "")
+        os.environ[ALLOW_VARIABLE] = f"{listed},{name}" if listed else name
+
+
 def check_name(name: str) -> None:
     """Check, without importing any network, that a split of this name can be built here.
 
