@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from fedcg.learning.averaging import average_updates
+from fedcg.learning.averaging import AverageAggregator
 from fedcg.learning.data import ImageSet
 from fedcg.learning.loops import PenaltyMaker, no_penalty, train_classifier
 from fedcg.learning.method import (
@@ -27,7 +27,6 @@ from fedcg.learning.method import (
     SharedResult,
     Spill,
     TrainingParams,
-    Update,
     Weights,
 )
 from fedcg.learning.networks import load_part, weights_of
@@ -45,24 +44,6 @@ MakeAggregator = Callable[[ServerState, RoundContext, Spill], Aggregator]
 def unpenalised(nets: Mapping[Part, nn.Module], params: TrainingParams, ctx: RoundContext) -> PenaltyMaker:
     """Cross-entropy alone."""
     return no_penalty
-
-
-class Averager:
-    """θ = Σ_i n_i θ_i / Σ_j n_j over the clients of the round, n_i their number of images (McMahan 2017, algorithm 1)."""
-
-    def __init__(self, parts: frozenset[Part], spill: Spill) -> None:
-        self._parts = parts
-        self._spill = spill
-
-    def add(self, update: Update) -> None:
-        """There is nothing to prepare; note that the client answered."""
-        if not self._spill.has(update.client):
-            self._spill.put(update.client, {})
-
-    def finish(self, updates: Mapping[str, Callable[[], Update]]) -> tuple[Aggregate, ServerState]:
-        """Average, one update in memory at a time; without a shared part there is nothing to merge."""
-        aggregate = Aggregate(average_updates(updates, self._parts).parts if self._parts else {})
-        return aggregate, ServerState(aggregate)
 
 
 def averaging_method(
@@ -101,7 +82,7 @@ def averaging_method(
         init_client=partial(_init_client, PERSONAL | downloads),
         local_round=_local_half(params_type, shared, penalty_of, label_counts),
         init_server=partial(_init_server, shared | downloads),
-        aggregator=aggregator or (lambda state, ctx, spill: Averager(shared, spill)),
+        aggregator=aggregator or (lambda state, ctx, spill: AverageAggregator(shared, spill)),
         needs_public=needs_public,
     )
 
