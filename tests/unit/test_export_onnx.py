@@ -23,7 +23,7 @@ from export.to_onnx import OPSET, Exporter, export_personal, preload
 from fedcg.learning.data import load_folder, normalise
 from fedcg.learning.errors import NetworkError
 from fedcg.learning.evaluation import evaluate
-from fedcg.learning.networks import build_part, load_part, weights_of
+from fedcg.learning.networks import load_part
 from fedcg.learning.spec import FederationSpec, ImageForm
 from fedcg.wire.parts import Part
 from tests.export_models import CLASSES, TestImages, image_form, make_parts, make_spec, write_images
@@ -363,13 +363,12 @@ def test_a_loaded_model_says_what_it_runs_on(model_dir: Path) -> None:
 @pytest.mark.parametrize("split", ["resnet18@layer3", "mobilenet_v3_small"])
 def test_a_backbone_is_exported_and_verified(tmp_path: Path, split: str, images: TestImages) -> None:
     spec = make_spec(image_form(height=32, width=32), split)
-    stream = torch.Generator().manual_seed(1)
-    parts = {part: weights_of(build_part(spec, part, stream)) for part in (Part.EXTRACTOR, Part.CLASSIFIER)}
+    parts = make_parts(spec)
     path = tmp_path / "model.onnx"
     export_personal(spec, parts, path)
     verification = verify.verify(path, spec, parts, images.files, images.labels)
     assert verification.top1_agreement == 1.0
     pixels = _random_pixels(spec, 5)
     [logits] = onnxruntime.InferenceSession(path).run(["logits"], {"images": pixels})
-    np.testing.assert_allclose(logits, _torch_logits(spec, parts, pixels), atol=1e-4)
-    assert np.ptp(logits, axis=0).max() > 1e-3
+    np.testing.assert_allclose(logits, _torch_logits(spec, parts, pixels), rtol=1e-4, atol=1e-4)
+    assert np.ptp(logits, axis=0).max() > 1e-2
