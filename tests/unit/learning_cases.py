@@ -9,6 +9,7 @@ import torch
 from fedcg.learning.data import ImageSet
 from fedcg.learning.initial import complete_spec
 from fedcg.learning.method import RoundContext, Weights
+from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationPlan, FederationSpec, ImageForm, NetworkChoice, ParameterValue
 
@@ -19,6 +20,8 @@ GREY = ImageForm(mode="L", height=16, width=16, mean=(0.5,), std=(0.25,))
 QUICK: dict[str, dict[str, ParameterValue]] = {
     "fedcg": {"server_iterations": 6, "server_batch": 4, "ramp_rounds": 2},
     "fedmd_cg": {"server_iterations": 6, "server_batch": 4},
+    "feddf": {"server_iterations": 6, "server_batch": 4},
+    "fedgen": {"server_iterations": 6, "server_batch": 4},
 }
 
 
@@ -61,9 +64,10 @@ def bright_images(count: int, seed: int, classes: tuple[str, ...] = CLASSES) -> 
 
 
 def context(spec: FederationSpec, round_number: int = 2, root: bytes = b"device") -> RoundContext:
-    """A round's context, scoped as the trainer scopes it."""
+    """A round's context, scoped as the trainer scopes it, with public images for the methods that need some."""
     streams = Streams(root).at(spec.federation, round_number, 1)
-    return RoundContext(spec, round_number, 1, spec.rounds, streams)
+    public = bright_images(10, 77).images if get_method(spec.method).needs_public else None
+    return RoundContext(spec, round_number, 1, spec.rounds, streams, public=public)
 
 
 def same(first: Weights, second: Weights) -> bool:

@@ -1,0 +1,166 @@
+"""FedDF (Lin et al., NeurIPS 2020), as FedCG's tables run it: FedAvg, then ensemble distillation on unlabelled public images.
+
+Algorithm 1 and eq. 1: the student starts from the average and minimises KL(σ(teachers' logits) ‖ σ(student's logits)) on public
+images. Deviations, with reasons: the teachers' logits are a data-size weighted SUM, as in FedCG eq. 5 (the paper's AVGLOGITS is
+unweighted), iterations and batch are FedCG's (the paper: 10,000 of 128, a cosine schedule, early stopping on a validation set
+that a coordinator does not have), and the student is one homogeneous model.
+
+A teacher in eval mode treats images independently: each runs ONCE over the distinct images that the round's batches use, when
+its update arrives, and the student's loop never touches it. Each distinct image costs one row of C numbers a client.
+A device takes part only when its `allow_upload` lists the extractor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cached_property
+
+import torch
+from pydantic import Field
+from torch import nn
+
+from fedcg.learning.averaged import PERSONAL, averaging_method
+from fedcg.learning.averaging import RunningAverage
+from fedcg.learning.data import normalise
+from fedcg.learning.distillation import Distillation, Ensemble, distil
+from fedcg.learning.errors import DataError
+from fedcg.learning.losses import kl_teacher_student
+from fedcg.learning.method import (
+    Aggregate,
+    Aggregator,
+    RoundContext,
+    ServerState,
+    Spill,
+    TrainingParams,
+    Update,
+    Weights,
+)
+from fedcg.learning.networks import load_part, weights_of
+from fedcg.learning.seeds import Streams
+from fedcg.wire.parts import Part
+
+_TEACHER_ROWS = (
+    256  # images in one forward of a teacher; a whole backbone's activations, not only features, live at once
+)
+
+
+class FeddfParams(TrainingParams):
+    """Parameters of FedDF; iterations and batch are those of FedCG's comparison."""
+
+    server_iterations: int = Field(default=2000, ge=1, description="student steps on the server")
+    server_batch: int = Field(default=16, ge=2, description="public images of a student step")
+    server_lr: float = Field(default=3e-4, gt=0, description="learning rate of the student")
+
+
+def public_order(images: int, rows: int, streams: Streams) -> torch.Tensor:
+    """Which public image stands in which row: shuffled epochs, cut after `rows`. [rows] int64 in [0, images)."""
+    stream = streams.generator("public", "order")
+    epochs = [torch.randperm(images, generator=stream) for _ in range(-(-rows // images))]
+    return torch.cat(epochs)[:rows]
+
+
+def public_of(ctx: RoundContext) -> torch.Tensor:
+    """The public images, [N, C, H, W] uint8.
+
+    Raises:
+        DataError: there are none.
+    """
+    if ctx.public is None or not len(ctx.public):
+        raise DataError(
+            f"{ctx.spec.method} distils on unlabelled public images and has none: name a folder or an .npz file as "
+            "aggregation.public_data in coordinator.toml, or give a simulation or a demo --public-images"
+        )
+    return ctx.public
+
+
+class PublicEnsembleAggregator:
+    """The server half: average, then distil the ensemble of the present clients into it.
+
+    Weights and logits are summed as updates arrive; after the last one only the student's loop is left.
+    """
+
+    def __init__(self, settings: Distillation, ctx: RoundContext, spill: Spill) -> None:
+        self._settings = settings
+        self._ctx = ctx
+        self._spill = spill
+        self._public = public_of(ctx)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._average, self._ensemble = RunningAverage(PERSONAL), Ensemble()
+
+    @cached_property
+    def _batches(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(distinct public images in use, [D]; position among them of every row of the loop, [rows])."""
+        order = public_order(len(self._public), self._settings.rows, self._ctx.streams)
+        used, position = torch.unique(order, return_inverse=True)
+        return used, position
+
+    def add(self, update: Update) -> None:
+        """Teacher pass of one update over the public images in use; its logits [D, C] are spilled and counted."""
+        if update.client in self._average.clients:
+            return
+        if not self._spill.has(update.client):
+            self._spill.put(update.client, {"logits": self._teacher_logits(update.parts)})
+        self._ensemble.add(update.examples, self._spill.get(update.client)["logits"])
+        self._average.add(update)
+
+    def finish(self, updates: Mapping[str, Callable[[], Update]]) -> tuple[Aggregate, ServerState]:
+        """Minimise KL(ensemble ‖ student) over the public batches, in order, from the average of exactly these updates."""
+        if not self._average.clients <= updates.keys():
+            self._forget()
+        for client in sorted(updates.keys() - self._average.clients):
+            self.add(updates[client]())
+        target = self._ensemble.logits().to(self._ctx.device)
+        aggregate = Aggregate(self._student(self._average.merged().parts, target))
+        return aggregate, ServerState(aggregate)
+
+    def _student(self, parts: Mapping[Part, Weights], target: torch.Tensor) -> dict[Part, Weights]:
+        extractor, classifier = self._load(parts)
+        used, position = (rows.to(self._ctx.device) for rows in self._batches)
+        images = self._public[used.cpu()].to(self._ctx.device)
+
+        def loss_at(rows: slice) -> torch.Tensor:
+            chosen = position[rows]
+            logits = classifier(extractor(normalise(images[chosen], self._ctx.spec.image)))
+            return kl_teacher_student(target[chosen], logits)
+
+        distil([extractor, classifier], loss_at, self._settings.rows, self._settings, self._ctx)
+        return {Part.CLASSIFIER: weights_of(classifier), Part.EXTRACTOR: weights_of(extractor)}
+
+    @torch.no_grad()
+    def _teacher_logits(self, parts: Mapping[Part, Weights]) -> torch.Tensor:
+        extractor, classifier = (net.eval() for net in self._load(parts))
+        used, logits = self._batches[0], []
+        for some in used.split(_TEACHER_ROWS):
+            images = normalise(self._public[some].to(self._ctx.device), self._ctx.spec.image)
+            logits.append(classifier(extractor(images)).cpu())
+            self._ctx.progress("teacher", sum(map(len, logits)), len(used))
+        return torch.cat(logits)
+
+    def _load(self, parts: Mapping[Part, Weights]) -> tuple[nn.Module, nn.Module]:
+        extractor, classifier = (
+            load_part(self._ctx.spec, part, parts[part], self._ctx.device) for part in (Part.EXTRACTOR, Part.CLASSIFIER)
+        )
+        return extractor, classifier
+
+
+def aggregator(state: ServerState, ctx: RoundContext, spill: Spill) -> Aggregator:
+    """The server half of a round.
+
+    Raises:
+        DataError: there are no public images.
+    """
+    params = FeddfParams.model_validate(ctx.spec.params)
+    settings = Distillation(params.server_iterations, params.server_batch, params.server_lr, params.weight_decay)
+    return PublicEnsembleAggregator(settings, ctx, spill)
+
+
+METHOD = averaging_method(
+    "feddf",
+    "FedDF: FedAvg, distilled on unlabelled public images",
+    FeddfParams,
+    PERSONAL,
+    aggregator=aggregator,
+    needs_public=True,
+)
