@@ -48,9 +48,8 @@ class Cuts:
 
 
 def _resnet_strides() -> dict[str, int]:
-    stages = {f"layer{stage}": 2 ** (stage + 1) for stage in (1, 2, 3, 4)}
-    blocks = {f"{name}.0": stride for name, stride in stages.items()}
-    return {"relu": 2, "maxpool": 4, **stages, **blocks, "avgpool": 32}
+    stages = {f"layer{stage}{block}": 2 ** (stage + 1) for stage in (1, 2, 3, 4) for block in (".0", "")}
+    return {"relu": 2, "maxpool": 4, **stages, "avgpool": 32}
 
 
 BACKBONES: Mapping[str, Cuts] = {
@@ -83,7 +82,7 @@ def backbone_cut(name: str) -> tuple[str, str]:
     if not at:
         return backbone, cuts.default
     if layer not in cuts.strides:
-        raise NetworkError(f"{backbone} can't be cut after {layer!r}; it can after {', '.join(sorted(cuts.strides))}")
+        raise NetworkError(f"{backbone} can't be cut after {layer!r}; it can after {', '.join(cuts.strides)}")
     return backbone, layer
 
 

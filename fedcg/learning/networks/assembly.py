@@ -111,7 +111,7 @@ def _feature_shape(split: Split, channels: int, height: int, width: int) -> tupl
     return tuple(features.shape[1:])
 
 
-def _skeleton(spec: NetworkSpec, part: Part) -> nn.Module:
+def skeleton(spec: NetworkSpec, part: Part) -> nn.Module:
     """A part on the meta device, shapes without values; half of a user's own split on the CPU, with its own values."""
     split, choice, classes = split_of(spec), spec.network, len(spec.classes)
     shape = feature_shape(spec)
@@ -134,8 +134,8 @@ def _without_values(spec: NetworkSpec, part: Part, device: str) -> nn.Module:
     """A part on a device, meant to be overwritten; what a user's own module computes for itself when it is built stands."""
     if _fills_itself(split_of(spec), part):
         with lent_generators(0):
-            return _skeleton(spec, part).to(device)
-    return _skeleton(spec, part).to_empty(device=device)
+            return skeleton(spec, part).to(device)
+    return skeleton(spec, part).to_empty(device=device)
 
 
 def build_part(spec: NetworkSpec, part: Part, generator: torch.Generator | None = None) -> nn.Module:
@@ -143,8 +143,8 @@ def build_part(spec: NetworkSpec, part: Part, generator: torch.Generator | None 
     stream = generator or torch.Generator().manual_seed(0)
     if _fills_itself(split_of(spec), part):
         with lent_generators(int(torch.randint(1 << 62, (), generator=stream))):
-            return _skeleton(spec, part)
-    module = _skeleton(spec, part).to_empty(device="cpu")
+            return skeleton(spec, part)
+    module = skeleton(spec, part).to_empty(device="cpu")
     draw_weights(module, stream)
     return module
 
@@ -188,4 +188,4 @@ def layout_of(weights: Weights) -> tuple[TensorLayout, ...]:
 def layouts(spec: NetworkSpec, parts: frozenset[Part]) -> dict[Part, tuple[TensorLayout, ...]]:
     """Tensor layouts of some parts, from shapes alone: nothing is allocated."""
     with lent_generators(0):
-        return {part: layout_of(_skeleton(spec, part).state_dict()) for part in sorted(parts)}
+        return {part: layout_of(skeleton(spec, part).state_dict()) for part in sorted(parts)}
