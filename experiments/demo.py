@@ -11,7 +11,6 @@ import json
 import shutil
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,9 @@ from experiments.options import FEDERATION, root_secret, toml_text
 from experiments.partitions import Prepared, client_names, load_prepared, prepare
 from experiments.processes import POLL_S, Child, Children, children, fedcg
 from experiments.progress import Progress
+from experiments.record import versions
 from experiments.run import LOOPBACK, Run, write_secrets
-from experiments.sources import write_digits
+from experiments.sources import Source
 from experiments.summary import seconds, summarise
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.parts import DEFAULT_ALLOW_REPORT
@@ -92,7 +92,7 @@ class Demo:
         if not self._done >= PROVISIONING:
             self._done -= PROVISIONING  # nothing of it has run yet, so it can simply be made again
         source = await asyncio.to_thread(run.setting.source)
-        data = asyncio.create_task(self._step("data", lambda: asyncio.to_thread(self._prepare_data), run.data))
+        data = asyncio.create_task(self._step("data", lambda: asyncio.to_thread(self._prepare_data, source), run.data))
         await self._step("init", lambda: self._initialise(processes), run.home)
         serve = fedcg("broker", "run", *where, "--broker", run.broker)
         broker = await processes.start("broker", serve, outlives_others=True)
@@ -112,12 +112,11 @@ class Demo:
         self._kept_up = (broker, observer, coordinator)
         return agents
 
-    def _prepare_data(self) -> None:
-        setting, data = self._run.setting, self._run.data
-        source = setting.source() or write_digits(data / "source")
+    def _prepare_data(self, source: Source) -> None:
+        setting = self._run.setting
         prepare(
             source,
-            data,
+            self._run.data,
             clients=setting.clients,
             partition=setting.checked_partition(),
             seed=setting.seed,
@@ -236,15 +235,3 @@ class Demo:
         temporary.write_text(json.dumps(summary, indent=1))
         temporary.replace(run.root / "summary.json")
         return summary
-
-
-def versions() -> dict[str, str]:
-    """Versions of what decides the numbers."""
-    return {name: _version(name) for name in ("fedcg-edge", "torch", "numpy", "onnxruntime")}
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "none"

@@ -3,7 +3,8 @@
 ExperimentError
 ├── SourceError    a data source that can't be used, or a partition that can't be made of it
 ├── OptionError    options that don't go together, or a folder that is no demo's
-└── ProcessError   a process of the demo ended too early, or a step of it failed
+├── ProcessError   a process of the demo ended too early, or a step of it failed
+└── RunError       a simulated run that came to nothing
 """
 
 from __future__ import annotations
@@ -23,3 +24,7 @@ class OptionError(ExperimentError):
 
 class ProcessError(ExperimentError):
     """A process of the demo ended too early, or a step of it failed."""
+
+
+class RunError(ExperimentError):
+    """A simulated run that came to nothing: no client could train, or its workers kept dying."""

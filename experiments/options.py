@@ -9,28 +9,33 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from experiments.errors import OptionError
 from experiments.partitions import Partition
-from experiments.sources import DIGITS, Source, folder_source
+from experiments.sources import DIGITS, Source, open_source
 from fedcg.learning.spec import ImageForm, NetworkChoice, ParameterValue
 
 FEDERATION = "demo"
 OPTIONS_FILE = "demo.json"
-DIGIT_CLASSES = tuple("0123456789")
 
 # What the methods' own defaults, made for hours of training, become when somebody waits for the result.
 # Everything else keeps its default; `--set` overrides both.
 QUICK_PARAMS: Mapping[str, Mapping[str, ParameterValue]] = {
     "fedcg": {"lr": 1e-3, "gan_lr": 1e-3, "server_lr": 1e-3, "server_iterations": 200, "ramp_rounds": 10},
     "fedmd_cg": {"lr": 1e-3, "generator_lr": 1e-3, "server_lr": 1e-3},
-    "local": {"lr": 1e-3},
 }
 
+QUICK_LR: Mapping[str, ParameterValue] = {"lr": 1e-3}
+
 NOISE_DIMS: Mapping[str, int] = {"conv": 100, "mlp": 64}
+# Mean and standard deviation per channel: [0, 1] to [-1, 1], or what backbones trained on ImageNet expect (grey: their means).
+NORMALISATIONS: Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
+    "half": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
+    "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+}
 
 
 class Setting(BaseModel):
@@ -38,6 +43,13 @@ class Setting(BaseModel):
 
     Attributes:
         data: `digits`, or a folder of class folders.
+        validation: a `share` of a client's training images, or half of its test images (`test-half`, FedCG's protocol).
+        test: a client's test images follow its training images' classes (`proportional`) or are dealt out `even`ly.
+        public_images: images without labels for the server half, held out of the training images.
+        local_steps: local steps per round instead of epochs; 0: epochs count.
+        batch_size: None: the method's default; `lr` likewise.
+        discriminator: None: the one that goes with the generator; `noise_dim` likewise.
+        normalise: `half` or `imagenet`.
         image_size: images become image_size x image_size pixels.
         flip: augment training images by horizontal flips, as FedCG does; wrong for digits.
         quick: put `QUICK_PARAMS` over the method's own defaults.
@@ -50,11 +62,20 @@ class Setting(BaseModel):
     clients: Annotated[int, Field(ge=1, le=1000)] = 4
     partition: str = "dirichlet:0.5"
     images_per_client: Annotated[int, Field(ge=10)] | None = None
+    validation: Literal["share", "test-half"] = "share"
+    test: Literal["proportional", "even"] = "proportional"
+    public_images: Annotated[int, Field(ge=0)] = 0
     rounds: Annotated[int, Field(ge=1)] = 5
     local_epochs: Annotated[int, Field(ge=1)] = 4
+    local_steps: Annotated[int, Field(ge=0)] = 0
+    batch_size: Annotated[int, Field(ge=2)] | None = None
+    lr: Annotated[float, Field(gt=0)] | None = None
     method: str = "fedcg"
     network: str = "lenet5_relu"
     generator: str = "mlp"
+    discriminator: str | None = None
+    noise_dim: Annotated[int, Field(ge=1)] | None = None
+    normalise: Literal["half", "imagenet"] = "half"
     image_size: Annotated[int, Field(ge=4, le=1024)] = 32
     flip: bool = False
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
@@ -69,42 +90,51 @@ class Setting(BaseModel):
         """
         return Partition.parse(self.partition)
 
-    def source(self) -> Source | None:
-        """The folder's images; None for the digits, which still have to be written.
+    def source(self) -> Source:
+        """The images.
 
         Raises:
-            SourceError: the folder can't be used.
+            SourceError: they can't be used.
         """
-        return None if self.data == DIGITS else folder_source(Path(self.data))
+        return open_source(self.data)
 
-    def plan(self, source: Source | None) -> dict[str, object]:
+    def plan(self, source: Source) -> dict[str, object]:
         """The federation's plan as plain values (`fedcg.learning.spec.FederationPlan`).
 
         Args:
-            source: the images, or None for the digits.
+            source: the images.
         """
-        if source is None:
-            form = ImageForm(mode="L", height=self.image_size, width=self.image_size, mean=(0.5,), std=(0.5,))
-        else:
-            form = source.image_form(self.image_size)
-        params = dict(QUICK_PARAMS.get(self.method, {})) if self.quick else {}
         return {
             "federation": FEDERATION,
-            "classes": list(DIGIT_CLASSES if source is None else source.classes),
+            "classes": list(source.classes),
             "method": self.method,
             "rounds": self.rounds,
             "seed": self.seed,
             "augment_flip": self.flip,
             "min_clients": self.clients,
-            "image": form.model_dump(mode="json"),
+            "image": self.image_form(source.image_form(self.image_size).mode).model_dump(mode="json"),
             "network": {
                 "split": self.network,
                 "generator": self.generator,
-                "discriminator": self.generator,
-                "noise_dim": NOISE_DIMS.get(self.generator, NetworkChoice().noise_dim),
+                "discriminator": self.discriminator or self.generator,
+                "noise_dim": self.noise_dim or NOISE_DIMS.get(self.generator, NetworkChoice().noise_dim),
             },
-            "params": {**params, "epochs": self.local_epochs, **self.params},
+            "params": self.all_params(),
         }
+
+    def image_form(self, mode: Literal["L", "RGB"]) -> ImageForm:
+        """Size and normalisation for grey or colour images."""
+        mean, std = NORMALISATIONS[self.normalise]
+        if mode == "L":
+            mean, std = ((round(sum(values) / len(values), 3),) for values in (mean, std))
+        return ImageForm(mode=mode, height=self.image_size, width=self.image_size, mean=mean, std=std)
+
+    def all_params(self) -> dict[str, ParameterValue]:
+        """The method's parameters that differ from its defaults; `params` has the last word."""
+        quick = QUICK_PARAMS.get(self.method, QUICK_LR) if self.quick else {}
+        chosen = {"batch_size": self.batch_size, "lr": self.lr, "steps": self.local_steps or None}
+        given = {name: value for name, value in chosen.items() if value is not None}
+        return {**quick, "epochs": self.local_epochs, **given, **self.params}
 
 
 def root_secret(seed: int, purpose: str) -> bytes:

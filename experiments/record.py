@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,18 @@ def machine() -> dict[str, object]:
         "memory_bytes": profile.memory_bytes,
         "gpu": None if profile.gpu is None else profile.gpu.name,
     }
+
+
+def versions() -> dict[str, str]:
+    """Versions of what decides the numbers."""
+    return {name: _version(name) for name in ("fedcg-edge", "torch", "numpy", "onnxruntime")}
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "none"
 
 
 def record_of_summary(summary: Mapping[str, Any], root: Path) -> dict[str, Any]:

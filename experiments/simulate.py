@@ -1,145 +1,167 @@
-"""A federation in one process: the data of a demo, the functions of agents and coordinator, one JSON per run. Uses torch.
+"""Runs the runs of a batch, one after the other, and keeps what they came to: one JSON per run. Uses torch.
 
-With one seed it trains what a demo of that seed trains: the same folders, the same split, the same roots of randomness.
+A finished run is not run again, an interrupted one goes on after its last finished round, a failed one does not end the batch.
+Knows nothing of options and terminals.
 """
 
 from __future__ import annotations
 
-import platform
-import tempfile
+import json
 import time
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
 
-from experiments.demo import versions
-from experiments.options import Setting, root_secret
-from experiments.partitions import Prepared, prepare
-from experiments.sources import write_digits
-from experiments.summary import mean
-from fedcg.learning.data import load_folder, split_by_hash
+from experiments.batch import STATE_FOLDER, PlannedRun, RunSetting
+from experiments.checkpoints import Checkpoints
+from experiments.cohort import Cohort
+from experiments.errors import OptionError, RunError
+from experiments.simulation_data import Cohorts, party_of
+from experiments.simulation_record import Finished, record_of, write_json
 from fedcg.learning.initial import complete_spec
-from fedcg.learning.simulation import ClientData, Party, Roots, Simulation, simulate
-from fedcg.learning.spec import FederationSpec, plan_from_mapping
+from fedcg.learning.runners import Runner
+from fedcg.learning.simulation import NOBODY_TRAINED, Schedule, Simulation, simulate
+from fedcg.learning.spec import plan_from_mapping
 
-FIGURES = (
-    "accuracy_local",
-    "accuracy_personal",
-    "accuracy_after",
-    "accuracy_common_local",
-    "accuracy_common_personal",
-    "consistency",
-    "generator_spread",
-)
-# As the agent splits a folder that has a test part.
-SPLIT = {"train": 0.9, "val": 0.1}
+FAILURES_FILE = "failures.json"
+
+OnRound = Callable[[PlannedRun, Simulation], None]
 
 
-def client_data(root: Path, spec: FederationSpec) -> ClientData:
-    """Load a client's folder and split it as its agent would."""
-    images, entries = load_folder(root, spec.classes, spec.image)
-    row = {entry.path: number for number, entry in enumerate(entries)}
-    test = [entry for entry in entries if entry.path.startswith("test/")]
-    splits = split_by_hash([entry for entry in entries if not entry.path.startswith("test/")], SPLIT)
-    train, val, held_out = (
-        images.rows([row[entry.path] for entry in chosen]) for chosen in (splits["train"], splits["val"], test)
-    )
-    return ClientData(train, val, held_out)
+@dataclass(frozen=True)
+class FailedRun:
+    """A run that came to nothing, and why."""
+
+    name: str
+    reason: str
 
 
-def roots_of(seed: int, clients: tuple[str, ...]) -> Roots:
-    """The roots that a demo of this seed writes into its processes' folders."""
-    devices = {client: root_secret(seed, f"device {client}") for client in clients}
-    return Roots(root_secret(seed, "cohort"), root_secret(seed, "coordinator"), devices)
+class Runs:
+    """The runs of one folder.
 
-
-def run_simulation(setting: Setting, *, threads: int, console: Console) -> dict[str, Any]:
-    """Prepare the data, simulate, and return the run's record.
-
-    Raises:
-        SourceError: the data can't be used.
-        DivergedError: a client or the student diverged.
+    Args:
+        folder: records go here; checkpoints into a folder below.
+        runner: who trains.
+        on_round: told after every round.
     """
-    torch.set_num_threads(threads)
-    source = setting.source()
-    spec = complete_spec(plan_from_mapping(setting.plan(source)))
-    with tempfile.TemporaryDirectory(prefix="fedcg-simulate-") as folder:
-        root = Path(folder)
-        prepared = prepare(
-            source or write_digits(root / "source"),
-            root,
-            clients=setting.clients,
-            partition=setting.checked_partition(),
-            seed=setting.seed,
-            images_per_client=setting.images_per_client,
-        )
-        datasets = {client.id: client_data(client.root, spec) for client in prepared.clients}
-        common, _ = load_folder(prepared.common, spec.classes, spec.image)
-    started = time.perf_counter()
-    with Progress(console=console, transient=True) as bar:
-        task = bar.add_task(f"{spec.method}, seed {setting.seed}", total=spec.rounds * len(datasets))
 
-        def advance(now: Simulation) -> None:
-            bar.update(task, advance=len(datasets), description=f"{spec.method}, round {now.rounds} of {spec.rounds}")
+    def __init__(self, folder: Path, runner: Runner, on_round: OnRound) -> None:
+        self._folder = folder
+        self._runner = runner
+        self._on_round = on_round
+        self._cohorts = Cohorts()
 
-        party = Party(spec, datasets, roots_of(setting.seed, tuple(sorted(datasets))), common)
-        result = simulate(party, on_round=advance)
-    return record_of(setting, spec, prepared, result, time.perf_counter() - started)
+    def path(self, planned: PlannedRun) -> Path:
+        """Where the record of a run lies."""
+        return self._folder / f"{planned.setting.name}.json"
+
+    def is_done(self, planned: PlannedRun) -> bool:
+        """Whether the record of this very run is there.
+
+        Raises:
+            OptionError: the record of another setting has its name.
+        """
+        path = self.path(planned)
+        if not path.exists():
+            return False
+        if _setting_in(path) != planned.setting.published():
+            raise OptionError(
+                f"{path} is the record of another setting; choose another --out or a --variant, or --force to replace it"
+            )
+        return True
+
+    def forget(self, planned: PlannedRun) -> None:
+        """Drop a run's record and checkpoints."""
+        self.path(planned).unlink(missing_ok=True)
+        self._checkpoints(planned).remove()
+
+    def done_rounds(self, planned: PlannedRun) -> int:
+        """How many rounds of a run a checkpoint holds."""
+        return self._checkpoints(planned).rounds()
+
+    def run(self, planned: PlannedRun) -> dict[str, Any]:
+        """Run or go on with a run; its record.
+
+        Raises:
+            RunError: no client could train in any round.
+            ExperimentError: the data can't be used.
+            LearningError: the networks can't be built, or the data not be read.
+        """
+        setting = planned.setting
+        torch.set_num_threads(setting.threads)
+        source = setting.source()
+        spec = complete_spec(plan_from_mapping(setting.plan(source)))
+        cohort = self._cohorts.get(setting, source, spec)
+        party = party_of(setting, spec, cohort)
+        checkpoints = self._checkpoints(planned)
+        stood, spent = checkpoints.newest() or (None, 0.0)
+        clock = _Clock(spent)
+
+        def keep(now: Simulation) -> None:
+            checkpoints.save(now, clock.seconds())
+            self._on_round(planned, now)
+
+        result = simulate(party, _schedule(setting), runner=self._runner, resume=stood, on_round=keep)
+        _check_worth(result)
+        done = Finished(setting, party, result, _names(cohort), planned.reduced, clock.seconds())
+        record = record_of(done)
+        write_json(record, self.path(planned))
+        checkpoints.remove()
+        return record
+
+    def _checkpoints(self, planned: PlannedRun) -> Checkpoints:
+        return Checkpoints(self._folder / STATE_FOLDER / planned.setting.name, planned.setting.published())
 
 
-def record_of(
-    setting: Setting, spec: FederationSpec, prepared: Prepared, result: Simulation, seconds: float
-) -> dict[str, Any]:
-    """The JSON of one run: what was asked, what came out, and what it takes to repeat it."""
-    clients: list[dict[str, Any]] = [
-        {
-            "id": client.id,
-            "train_images": sum(client.train),
-            "test_images": sum(client.test),
-            **_accuracies(result, client.id),
-            "curve": [vars(record) for record in result.curves[client.id]],
-        }
-        for client in prepared.clients
-    ]
-    return {
-        "format": 1,
-        "method": spec.method,
-        "rounds": spec.rounds,
-        "data": setting.data if setting.data == "digits" else Path(setting.data).name,
-        "setting": setting.model_dump(mode="json", exclude={"data"}),
-        "spec": spec.digest,
-        "params": spec.params,
-        "mean": {name: mean([client[name] for client in clients]) for name in FIGURES},
-        "clients": clients,
-        "seconds": {
-            "total": round(seconds, 2),
-            "aggregate": [round(value, 3) for value in result.aggregate_seconds],
-            "local_round_mean": mean(
-                [record.seconds for curve in result.curves.values() for record in curve if record.seconds is not None]
-            ),
-        },
-        "versions": versions(),
-        "machine": {"cpu": platform.processor() or platform.machine(), "threads": torch.get_num_threads()},
-    }
+class _Clock:
+    """Seconds of a run, those before an interruption included."""
+
+    def __init__(self, before: float) -> None:
+        self._before = before
+        self._started = time.monotonic()
+
+    def seconds(self) -> float:
+        return self._before + time.monotonic() - self._started
 
 
-def _accuracies(result: Simulation, client: str) -> Mapping[str, float | None]:
-    """A client's figures at its best validation round, before the download, and its shadow's at the shadow's best."""
-    best, last = result.best(client), result.curves[client][-1]
-    if client not in result.shadows:
-        best = replace(best, local_accuracy=best.accuracy, local_common=best.common)
-    local = result.best_local(client) if client in result.shadows else best
-    return {
-        "accuracy_local": local.local_accuracy,
-        "accuracy_personal": best.accuracy,
-        "accuracy_after": best.accuracy_after,
-        "accuracy_common_local": local.local_common,
-        "accuracy_common_personal": best.common,
-        "consistency": last.consistency,
-        "generator_spread": last.spread,
-    }
+def _names(cohort: Cohort) -> list[tuple[str, str]]:
+    """(file, reason) of what was skipped; of a path only the class folder and the file are told."""
+    names = (("/".join(Path(skipped.file).parts[-2:]), skipped) for skipped in cohort.skipped)
+    return [(name, skipped.reason.replace(skipped.file, name)) for name, skipped in names]
+
+
+def _schedule(setting: RunSetting) -> Schedule:
+    """How long, and what beside the training."""
+    return Schedule(
+        shadow=setting.shadow,
+        evaluate_every=setting.evaluate_every,
+        participation=setting.participation,
+        early_stop=setting.early_stop,
+    )
+
+
+def _check_worth(result: Simulation) -> None:
+    idle = sum(failure.reason == NOBODY_TRAINED for failure in result.server_failures)
+    if idle == result.rounds:
+        reasons = sorted({failure.reason for failures in result.failures.values() for failure in failures})
+        raise RunError(f"no client could train in any round: {'; '.join(reasons[:3])}")
+
+
+def _setting_in(path: Path) -> Any:
+    try:
+        record = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return record.get("setting") if isinstance(record, dict) else None
+
+
+def write_failures(folder: Path, failed: Sequence[FailedRun]) -> None:
+    """Say in the folder which runs failed; no file when none did."""
+    path = folder / FAILURES_FILE
+    if not failed:
+        path.unlink(missing_ok=True)
+        return
+    write_json({"failures": [{"run": run.name, "reason": run.reason} for run in failed]}, path)

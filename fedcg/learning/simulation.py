@@ -36,6 +36,7 @@ from fedcg.wire.parts import Part
 
 __all__ = [
     "ATTEMPT",
+    "NOBODY_TRAINED",
     "ClientData",
     "Failure",
     "LocalOutcome",
@@ -57,6 +58,7 @@ __all__ = [
     "update_of",
 ]
 
+NOBODY_TRAINED = "no client of this round could train"
 _PERSONAL = (Part.EXTRACTOR, Part.CLASSIFIER)
 
 
@@ -250,7 +252,7 @@ def _aggregate(
 ) -> tuple[ServerState, str | None]:
     """The server's state after a round, and why it stayed what it was, if it did."""
     if not results:
-        return server, "no client of this round could train"
+        return server, NOBODY_TRAINED
     updates = {name: update_of(name, result) for name, result in results.items()}
     spill = MemorySpill()
     try:

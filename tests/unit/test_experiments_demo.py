@@ -214,7 +214,7 @@ def test_a_pause_and_a_refusal_are_noticed() -> None:
 
 def test_the_plan_is_a_valid_plan_and_survives_toml() -> None:
     setting = Setting(method="fedcg", params={"gan_lr": 0.001, "server_iterations": 77}, local_epochs=3)
-    values = setting.plan(None)
+    values = setting.plan(setting.source())
     plan = plan_from_mapping(tomllib.loads(toml_text(values)))
     assert plan == plan_from_mapping(dict(values))
     assert plan.params["epochs"] == 3
@@ -283,7 +283,7 @@ def test_bad_options_end_with_code_2_before_anything_starts(
 ) -> None:
     import typer
 
-    from experiments.cli import demo_command
+    from experiments.demo_cli import demo_command
 
     monkeypatch.chdir(tmp_path)
     app = typer.Typer()
@@ -295,7 +295,7 @@ def test_bad_options_end_with_code_2_before_anything_starts(
 
 
 def test_the_demo_and_its_help_import_no_torch() -> None:
-    code = "import experiments.demo, experiments.cli, experiments.plots, audit.cli, sys; print('torch' in sys.modules)"
+    code = "import experiments.demo, experiments.demo_cli, experiments.simulate_cli, experiments.plots, audit.cli, sys; print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "False"
 

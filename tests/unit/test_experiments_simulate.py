@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 
 from edge_client.local_data import LocalData
 from edge_client.snapshot import Snapshot
-from experiments.options import Setting
+from experiments.batch import PlannedRun, RunSetting
+from experiments.errors import OptionError, RunError
 from experiments.partitions import Partition, prepare
-from experiments.simulate import FIGURES, client_data, roots_of, run_simulation
-from experiments.sources import write_digits
+from experiments.simulate import FAILURES_FILE, FailedRun, Runs, write_failures
+from experiments.simulation_data import Cohorts, roots_of
+from experiments.simulation_record import FIGURES
 from fedcg.learning.initial import complete_spec
+from fedcg.learning.runners import SerialRunner
+from fedcg.learning.simulation import Simulation
 from fedcg.learning.spec import plan_from_mapping
 
-SMALL = Setting(
+SMALL = RunSetting(
     clients=2,
     partition="iid",
     images_per_client=60,
@@ -35,38 +38,78 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def simulated(setting: Setting) -> dict[str, object]:
-    return run_simulation(setting, threads=1, console=Console(file=io.StringIO()))
+def ignore(_planned: PlannedRun, _now: Simulation) -> None:
+    pass
+
+
+def simulated(setting: RunSetting, folder: Path) -> dict[str, Any]:
+    folder.mkdir(exist_ok=True)
+    return Runs(folder, SerialRunner(), ignore).run(PlannedRun(setting=setting))
+
+
+def without_timings(record: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in record.items() if name not in ("seconds", "date", "name")}
 
 
 @pytest.mark.parametrize("method", ["fedcg", "local"])
-def test_a_small_simulation_gives_a_complete_record_that_is_the_same_again(method: str) -> None:
+def test_a_small_simulation_gives_a_complete_record_that_is_the_same_again(method: str, tmp_path: Path) -> None:
     params = SMALL.params if method == "fedcg" else {}
     setting = SMALL.model_copy(update={"method": method, "params": params})
-    record, again = simulated(setting), simulated(setting)
+    record, again = simulated(setting, tmp_path / "one"), simulated(setting, tmp_path / "two")
+    assert without_timings(record) == without_timings(again)
     clients = record["clients"]
-    assert isinstance(clients, list)
     assert [client["id"] for client in clients] == ["client-1", "client-2"]
-    assert all(len(client["curve"]) == 2 and set(FIGURES) <= set(client) for client in clients)
+    assert all(client["curve"]["round"] == [1, 2] and set(FIGURES) <= set(client) for client in clients)
+    assert all(sum(client["label_counts"]) == client["train_images"] for client in clients)
     assert all(0 <= client["accuracy_common_local"] <= 1 for client in clients)
-
-    def curves(run: dict[str, object]) -> str:
-        stripped = json.loads(json.dumps(run["clients"]))
-        for client in stripped:
-            for point in client["curve"]:
-                del point["seconds"]
-        return json.dumps(stripped)
-
-    assert curves(record) == curves(again)
-    assert record["spec"] == again["spec"]
+    assert record["global"]["round"] == [1, 2]
+    assert record["mean"]["global_accuracy_best"] == max(record["global"]["accuracy"])
     assert (clients[0]["consistency"] is None) == (method == "local")
+    assert (clients[0]["below_local"] is None) == (method == "local")
+    assert (record["bytes"]["up"] == 0) == (method == "local")
 
 
-def test_a_simulation_splits_a_clients_folder_exactly_as_its_agent_does(tmp_path: Path) -> None:
-    source = write_digits(tmp_path / "source")
+def test_a_record_is_one_file_without_paths_of_this_machine(tmp_path: Path) -> None:
+    simulated(SMALL, tmp_path)
+    (path,) = tmp_path.glob("*.json")
+    assert path.name == "digits-fedcg-seed0.json"
+    assert json.loads(path.read_text())["setting"]["data"] == "digits"
+    named = SMALL.model_copy(update={"data": "/home/somebody/photos", "variant": "short", "seed": 3})
+    assert named.name == "photos-fedcg-short-seed3"
+    assert "somebody" not in json.dumps(named.published())
+    assert RunSetting(data="torchvision:CIFAR10:/home/somebody").data_name == "torchvision:CIFAR10"
+
+
+def test_the_records_name_belongs_to_one_setting(tmp_path: Path) -> None:
+    runs = Runs(tmp_path, SerialRunner(), ignore)
+    planned = PlannedRun(setting=SMALL)
+    assert not runs.is_done(planned)
+    runs.run(planned)
+    assert runs.is_done(planned)
+    other = PlannedRun(setting=SMALL.model_copy(update={"rounds": 3}))
+    with pytest.raises(OptionError, match="another setting"):
+        runs.is_done(other)
+    runs.forget(other)
+    assert not runs.is_done(planned)
+
+
+def test_a_run_in_which_nobody_can_train_is_an_error_and_leaves_no_record(tmp_path: Path) -> None:
+    hopeless = SMALL.model_copy(update={"method": "fedavg", "params": {"optimiser": "sgd", "lr": 1e18}})
+    with pytest.raises(RunError, match="no client could train in any round"):
+        simulated(hopeless, tmp_path)
+    assert not list(tmp_path.glob("*.json"))
+    write_failures(tmp_path, [FailedRun("digits-fedavg-seed0", "no client")])
+    assert json.loads((tmp_path / FAILURES_FILE).read_text())["failures"][0]["run"] == "digits-fedavg-seed0"
+    write_failures(tmp_path, [])
+    assert not (tmp_path / FAILURES_FILE).exists()
+
+
+def test_a_simulation_splits_a_clients_images_exactly_as_its_agent_does(tmp_path: Path) -> None:
+    setting = SMALL.model_copy(update={"clients": 4, "images_per_client": 100})
+    source = setting.source()
     prepared = prepare(source, tmp_path, clients=4, partition=Partition.parse("iid"), seed=0, images_per_client=100)
-    spec = complete_spec(plan_from_mapping(SMALL.plan(None)))
-    mine = client_data(prepared.clients[0].root, spec)
+    spec = complete_spec(plan_from_mapping(setting.plan(source)))
+    mine = Cohorts().get(setting, source, spec).clients["client-1"]
 
     def keep(_spec: str, _round: int, make: object) -> Snapshot:
         assert callable(make)

@@ -1,4 +1,4 @@
-"""`fedcg demo` and `fedcg simulate`."""
+"""`fedcg demo`."""
 
 from __future__ import annotations
 
@@ -9,77 +9,51 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from pydantic import ValidationError
 from rich.console import Console
 
-from experiments.errors import ExperimentError, OptionError
+from experiments.cli_options import (
+    Clients,
+    Data,
+    Flip,
+    Generator,
+    ImageSize,
+    ImagesPerClient,
+    LocalEpochs,
+    Network,
+    PartitionText,
+    Quick,
+    Rounds,
+    bad_input,
+    check,
+    data_text,
+    free_folder,
+    validated,
+)
+from experiments.errors import OptionError
 from experiments.options import Setting, parse_params
-from fedcg.learning.registry import method_names
 
 if TYPE_CHECKING:
     from experiments.run import Run
 
-Data = Annotated[str, typer.Option(help="`digits`, or a folder: CLASS/*.png|jpg, or train/ and test/ of such")]
-Clients = Annotated[int, typer.Option(help="number of clients")]
-PartitionText = Annotated[str, typer.Option("--partition", help="iid or dirichlet:OMEGA")]
-ImagesPerClient = Annotated[int | None, typer.Option(help="at most so many training images per client")]
-Rounds = Annotated[int, typer.Option(help="rounds of the federation")]
-LocalEpochs = Annotated[int, typer.Option(help="local epochs per round")]
 MethodName = Annotated[str, typer.Option(help="fedcg, fedmd_cg, local, ...: see `fedcg method list`")]
-Network = Annotated[str, typer.Option(help="lenet5 or lenet5_relu")]
-Generator = Annotated[str, typer.Option(help="conv or mlp")]
-ImageSize = Annotated[int, typer.Option(help="images become SIZE x SIZE pixels")]
-Flip = Annotated[
-    bool, typer.Option("--flip/--no-flip", help="augment by horizontal flips: for photographs, not for digits")
-]
 Seed = Annotated[int, typer.Option(help="root of all randomness: split, weights, order, noise")]
-Quick = Annotated[
-    bool,
-    typer.Option("--quick/--no-quick", help="larger steps and a shorter server loop than the method's own defaults"),
-]
 Params = Annotated[
     list[str] | None, typer.Option("--set", help="a parameter of the method, key=value; repeat for more")
 ]
 
 
-def _bad_input(why: str) -> typer.Exit:
-    """Exit code 2, with the reason on one line: a path in a box would be broken in the middle."""
-    Console(stderr=True, highlight=False).print(f"Error: {why}", markup=False, soft_wrap=True)
-    return typer.Exit(2)
-
-
-def _setting(values: dict[str, Any], params: list[str] | None) -> Setting:
+def _parsed(params: list[str] | None) -> dict[str, Any]:
     try:
-        return Setting.model_validate({**values, "params": parse_params(params or [])})
-    except ValidationError as error:
-        lines = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors(include_url=False)]
-        raise _bad_input("; ".join(lines)) from error
+        return dict(parse_params(params or []))
     except OptionError as error:
-        raise _bad_input(str(error)) from error
-
-
-def _checked(setting: Setting) -> Setting:
-    """Fail before anything is started when the data or the partition can't be used."""
-    if setting.method not in method_names():
-        raise _bad_input(f"no method {setting.method!r}; there are {', '.join(method_names())}")
-    try:
-        setting.checked_partition()
-        setting.source()
-    except ExperimentError as error:
-        raise _bad_input(str(error)) from error
-    return setting
+        raise bad_input(str(error)) from error
 
 
 def _usable(open_run: Callable[[], Run]) -> Run:
     try:
         return open_run()
     except OptionError as error:
-        raise _bad_input(str(error)) from error
-
-
-def _free_folder(stem: str) -> Path:
-    names = [stem, *(f"{stem}-{number}" for number in range(2, 10_000))]
-    return next(path for path in map(Path, names) if not path.exists())
+        raise bad_input(str(error)) from error
 
 
 def demo_command(
@@ -121,7 +95,7 @@ def demo_command(
         run = _usable(lambda: resumed_run(resume))
     else:
         values = {
-            "data": data if data == "digits" else str(Path(data).resolve()),
+            "data": data_text(data),
             "clients": clients,
             "partition": partition,
             "images_per_client": images_per_client,
@@ -134,9 +108,11 @@ def demo_command(
             "flip": flip,
             "seed": seed,
             "quick": quick,
+            "params": _parsed(params),
         }
-        setting = _checked(_setting(values, params))
-        run = _usable(lambda: new_run(out or _free_folder("demo-out"), setting, broker))
+        setting = validated(Setting, values)
+        check(setting)
+        run = _usable(lambda: new_run(out or free_folder("demo-out"), setting, broker))
     finished = run.root / "summary.json"
     try:
         summary = json.loads(finished.read_text()) if finished.exists() else asyncio.run(Demo(run, console).run())
@@ -181,50 +157,3 @@ def _tell(summary: dict[str, Any], root: Path, console: Console) -> None:
     )
     private = " ".join(f"--private {state}" for state in states)
     say(f"  fedcg audit compare --observed {root / 'observer'} {private}")
-
-
-def simulate_command(
-    data: Data = "digits",
-    clients: Clients = 4,
-    partition: PartitionText = "dirichlet:0.5",
-    images_per_client: ImagesPerClient = None,
-    rounds: Rounds = 5,
-    local_epochs: LocalEpochs = 4,
-    method: MethodName = "fedcg",
-    network: Network = "lenet5_relu",
-    generator: Generator = "mlp",
-    image_size: ImageSize = 32,
-    flip: Flip = False,
-    seed: Seed = 0,
-    params: Params = None,
-    quick: Quick = False,
-    threads: Annotated[int, typer.Option(help="torch threads; other numbers give other last digits")] = 1,
-    out: Annotated[Path | None, typer.Option(help="write the run's JSON here")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print the run's JSON")] = False,
-) -> None:
-    """Run a federation inside one process, with the very functions the agents and the coordinator call, and no network."""
-    values = {
-        "data": data if data == "digits" else str(Path(data).resolve()),
-        "clients": clients,
-        "partition": partition,
-        "images_per_client": images_per_client,
-        "rounds": rounds,
-        "local_epochs": local_epochs,
-        "method": method,
-        "network": network,
-        "generator": generator,
-        "image_size": image_size,
-        "flip": flip,
-        "seed": seed,
-        "quick": quick,
-    }
-    setting = _checked(_setting(values, params))
-    from experiments.simulate import run_simulation
-
-    record = run_simulation(setting, threads=threads, console=Console(stderr=True))
-    text = json.dumps(record, indent=1)
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(text + "\n")
-    if as_json:
-        typer.echo(text)

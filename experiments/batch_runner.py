@@ -1,0 +1,157 @@
+"""Runs a batch on a terminal: progress over all runs, what is written beside the records, what is told at the end. Uses torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from experiments.batch import Batch, PlannedRun
+from experiments.event_files import EventFiles
+from experiments.simulate import FailedRun, Runs, write_failures
+from experiments.simulation_curves import draw_curves, write_tables
+from fedcg.learning.runners import Runner
+from fedcg.learning.simulation import Simulation
+
+_COLUMNS = {
+    "own test\npersonal": "accuracy_personal",
+    "local\nonly": "accuracy_local",
+    "after\ndownload": "accuracy_after",
+    "common\npersonal": "accuracy_common_personal",
+    "global\nlast": "global_accuracy_last",
+}
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What is written beside the records and tables."""
+
+    events: bool = True
+    picture: bool = True
+
+
+class BatchRunner:
+    """Runs all runs of a batch in its folder.
+
+    Args:
+        folder: of the batch.
+        runner: who trains.
+        console: for progress and lines.
+        beside: what is written beside the records.
+    """
+
+    def __init__(self, folder: Path, runner: Runner, console: Console, beside: Beside) -> None:
+        self._folder = folder
+        self._console = console
+        self._beside = beside
+        self._events = EventFiles(folder)
+        self._runs = Runs(folder, runner, self._after_round)
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("rounds"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("", total=0)
+
+    def run(self, batch: Batch, *, force: bool = False) -> tuple[list[dict[str, Any]], list[FailedRun]]:
+        """Do what is not done yet.
+
+        Args:
+            batch: the runs.
+            force: do finished ones again too.
+
+        Returns:
+            The records of the runs done now, and the runs that failed.
+
+        Raises:
+            OptionError: a record of another setting is in the way; nothing was run.
+        """
+        if force:
+            for planned in batch.runs:
+                self._runs.forget(planned)
+        done = [planned for planned in batch.runs if self._runs.is_done(planned)]
+        todo = [planned for planned in batch.runs if planned not in done]
+        for planned in done:
+            self._say(f"{planned.setting.name}: done before")
+        begun = sum(self._runs.done_rounds(planned) for planned in todo)
+        self._bar.update(self._task, total=sum(planned.setting.rounds for planned in todo), completed=begun)
+        records, failed = [], []
+        with self._bar:
+            for planned in todo:
+                outcome = self._one(planned)
+                if isinstance(outcome, FailedRun):
+                    failed.append(outcome)
+                else:
+                    records.append(outcome)
+        write_failures(self._folder, failed)
+        return records, failed
+
+    def _one(self, planned: PlannedRun) -> dict[str, Any] | FailedRun:
+        setting = planned.setting
+        before = self._bar.tasks[0].completed - self._runs.done_rounds(planned)
+        self._bar.update(self._task, description=setting.name)
+        try:
+            if self._beside.events:
+                self._events.begin(setting.name, self._runs.done_rounds(planned))
+            record = self._runs.run(planned)
+        except Exception as error:  # noqa: BLE001 - one run's end, whatever it was, is not the batch's; it is recorded and told
+            self._say(f"{setting.name}: failed: {error}")
+            return FailedRun(setting.name, f"{type(error).__name__}: {error}")
+        finally:
+            self._events.end()
+            self._bar.update(self._task, completed=before + setting.rounds)
+        self._say(f"{setting.name}: {_figures(record)}")
+        write_tables(self._folder)
+        if self._beside.picture:
+            draw_curves(self._folder)
+        return record
+
+    def _after_round(self, planned: PlannedRun, now: Simulation) -> None:
+        self._events.add(now)
+        self._bar.update(self._task, advance=1, description=f"{planned.setting.name}, round {now.rounds}")
+
+    def _say(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _figures(record: Mapping[str, Any]) -> str:
+    mean, seconds = record["mean"], record["seconds"]["total"]
+    known = [f"{label} {_percent(mean[name])}" for label, name in _told(mean)]
+    return f"accuracy in %: {', '.join(known)}; {record['rounds']} rounds in {seconds:.0f} s"
+
+
+def _told(mean: Mapping[str, Any]) -> list[tuple[str, str]]:
+    return [(label.replace("\n", " "), name) for label, name in _COLUMNS.items() if mean[name] is not None]
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f}"
+
+
+def table(records: Sequence[Mapping[str, Any]]) -> Table:
+    """The runs for a person: means over clients, in percent."""
+    result = Table(title="mean over clients; accuracy in %", box=box.SIMPLE_HEAD)
+    result.add_column("run")
+    for label in _COLUMNS:
+        result.add_column(label, justify="right")
+    result.add_column("below\nlocal", justify="right")
+    result.add_column("seconds", justify="right")
+    for record in records:
+        below = [client["below_local"] for client in record["clients"] if client["below_local"] is not None]
+        name = " ".join(filter(None, (record["method"], record["variant"], f"seed {record['seed']}")))
+        figures = (_percent(record["mean"][figure]) for figure in _COLUMNS.values())
+        counted = f"{sum(below)} of {len(below)}" if below else "-"
+        result.add_row(name, *figures, counted, f"{record['seconds']['total']:.0f}")
+    return result

@@ -1,0 +1,171 @@
+"""`fedcg simulate`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from pydantic import ValidationError
+from rich.console import Console
+
+from experiments.batch import Batch, load_batch, parse_method_params, parse_seeds, plan_batch, save_batch
+from experiments.cli_options import (
+    Clients,
+    Data,
+    Flip,
+    Generator,
+    ImageSize,
+    ImagesPerClient,
+    LocalEpochs,
+    Network,
+    PartitionText,
+    Quick,
+    Rounds,
+    bad_input,
+    check,
+    data_text,
+    free_folder,
+    reasons,
+)
+from experiments.errors import ExperimentError
+from experiments.workers import default_workers, open_runner
+
+# Options that are no field of a run's setting.
+_BESIDE = frozenset(
+    {"ctx", "method", "seed", "seeds", "params", "workers", "out", "resume", "force", "as_json", "tensorboard", "plot"}
+)
+
+
+def simulate_command(
+    ctx: typer.Context,
+    data: Data = "digits",
+    clients: Clients = 4,
+    partition: PartitionText = "dirichlet:0.5",
+    images_per_client: ImagesPerClient = None,
+    validation: Annotated[
+        str, typer.Option(help="share: of the training images; test-half: half of a client's test images")
+    ] = "share",
+    test: Annotated[
+        str, typer.Option(help="proportional: as a client's training images; even: dealt out evenly")
+    ] = "proportional",
+    public_images: Annotated[int, typer.Option(help="images without labels for the server (feddf)")] = 0,
+    rounds: Rounds = 5,
+    local_epochs: LocalEpochs = 4,
+    local_steps: Annotated[int, typer.Option(help="local steps per round instead of epochs; 0: epochs")] = 0,
+    batch_size: Annotated[int | None, typer.Option(help="local batch size; default: the method's")] = None,
+    lr: Annotated[float | None, typer.Option(help="local learning rate; default: the method's")] = None,
+    method: Annotated[
+        list[str] | None,
+        typer.Option(help="fedcg (default), fedmd_cg, local, ...: see `fedcg method list`; repeat for more"),
+    ] = None,
+    params: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", help="a parameter, key=value of every method or METHOD.key=value of one; repeat for more"
+        ),
+    ] = None,
+    seeds: Annotated[
+        str | None, typer.Option(help="roots of all randomness, e.g. 0,1,2 or 0-4: a run with each")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="the same for one run")] = 0,
+    network: Network = "lenet5_relu",
+    generator: Generator = "mlp",
+    discriminator: Annotated[str | None, typer.Option(help="default: the one that goes with the generator")] = None,
+    noise_dim: Annotated[int | None, typer.Option(help="default: the one that goes with the generator")] = None,
+    image_size: ImageSize = 32,
+    normalise: Annotated[
+        str, typer.Option(help="half: to [-1, 1]; imagenet: by ImageNet's mean and deviation")
+    ] = "half",
+    flip: Flip = False,
+    quick: Quick = False,
+    device: Annotated[str, typer.Option(help="torch device: cpu, cuda, cuda:1")] = "cpu",
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="processes; default: one per CPU, at most one per client, 1 on cuda")
+    ] = None,
+    threads: Annotated[int, typer.Option(help="torch threads of each; other numbers give other last digits")] = 1,
+    evaluate_every: Annotated[int, typer.Option(help="measure after every so many rounds, and after the last")] = 1,
+    participation: Annotated[float, typer.Option(help="share of the clients that take part in a round")] = 1.0,
+    early_stop: Annotated[
+        int | None, typer.Option(help="end after so many rounds without a better validation of any client")
+    ] = None,
+    shadow: Annotated[bool, typer.Option("--shadow/--no-shadow", help="train local-only shadows beside")] = True,
+    variant: Annotated[str, typer.Option(help="a free label that tells an ablation's runs apart")] = "",
+    out: Annotated[Path | None, typer.Option(help="folder; default: ./simulate-out, or the next free name")] = None,
+    resume: Annotated[Path | None, typer.Option(help="go on in this folder; its own options count")] = None,
+    force: Annotated[bool, typer.Option("--force", help="do finished runs of this call again")] = False,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard/--no-tensorboard", help="write event files")] = True,
+    plot: Annotated[bool, typer.Option("--plot/--no-plot", help="draw curves.png")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="print the runs' records instead of a table")] = False,
+) -> None:
+    """Run federations on this machine without a network, with the very functions that agents and coordinator call.
+
+    Every method is run with every seed; the folder gets one JSON per run, runs.csv, curves.csv, curves.png and event files for
+    TensorBoard. Finished runs are not run again, an interrupted one goes on after its last finished round. A run that fails does
+    not end the others; the exit code is 1 then.
+    """
+    given = {name for name in ctx.params if getattr(ctx.get_parameter_source(name), "name", "") == "COMMANDLINE"}
+    if resume is not None:
+        stray = sorted(given - {"resume", "workers", "force", "as_json", "tensorboard", "plot"})
+        if stray:
+            raise bad_input(f"--resume goes on with the folder's own options; leave out {', '.join(stray)}")
+        folder, batch = resume, _resumed(resume)
+    else:
+        options = {name: value for name, value in ctx.params.items() if name not in _BESIDE}
+        folder = out or free_folder("simulate-out")
+        batch = _planned({**options, "data": data_text(data)}, method or ["fedcg"], seeds or str(seed), params or [])
+        save_batch(batch, folder)
+    settings = [planned.setting for planned in batch.runs]
+    count = workers or default_workers(max(setting.clients for setting in settings), settings[0].device)
+    _run(batch, folder, count, force=force, tensorboard=tensorboard, plot=plot, as_json=as_json)
+
+
+def _planned(options: dict[str, Any], methods: list[str], seeds: str, params: list[str]) -> Batch:
+    try:
+        return _checked(plan_batch(options, methods, parse_seeds(seeds), parse_method_params(params, tuple(methods))))
+    except ValidationError as error:
+        raise bad_input(reasons(error)) from error
+    except ExperimentError as error:
+        raise bad_input(str(error)) from error
+
+
+def _resumed(folder: Path) -> Batch:
+    try:
+        return _checked(load_batch(folder))
+    except ExperimentError as error:
+        raise bad_input(str(error)) from error
+
+
+def _checked(batch: Batch) -> Batch:
+    """End the command before anything is started when a method, the data or a partition can't be used."""
+    for setting in {
+        (run.setting.method, run.setting.data, run.setting.partition): run.setting for run in batch.runs
+    }.values():
+        check(setting)
+    return batch
+
+
+def _run(
+    batch: Batch, folder: Path, workers: int, *, force: bool, tensorboard: bool, plot: bool, as_json: bool
+) -> None:
+    from experiments.batch_runner import BatchRunner, Beside, table
+
+    console = Console(stderr=True)
+    try:
+        with open_runner(workers, batch.runs[0].setting.threads) as runner:
+            done = BatchRunner(folder, runner, console, Beside(tensorboard, plot))
+            records, failed = done.run(batch, force=force)
+    except KeyboardInterrupt:
+        console.print(f"Interrupted. Go on with: fedcg simulate --resume {folder}", markup=False, soft_wrap=True)
+        raise typer.Exit(130) from None
+    except ExperimentError as error:
+        raise bad_input(str(error)) from error
+    if as_json:
+        failures = [{"run": run.name, "reason": run.reason} for run in failed]
+        typer.echo(json.dumps({"runs": records, "failures": failures}))
+    elif records:
+        Console().print(table(records))
+    console.print(f"records, tables and curves: {folder}", markup=False, highlight=False, soft_wrap=True)
+    if failed:
+        raise typer.Exit(1)

@@ -1,0 +1,64 @@
+"""The data of a simulation, in memory: the very deal that a demo of the same seed writes into its clients' folders. Uses torch."""
+
+from __future__ import annotations
+
+from experiments.batch import RunSetting
+from experiments.cohort import Cohort, build_cohort
+from experiments.options import root_secret
+from experiments.sources import Source
+from fedcg.learning.simulation import Party, Roots
+from fedcg.learning.spec import FederationSpec
+
+# What a cohort depends on, besides the images' form.
+_DECIDING = (
+    "data",
+    "partition",
+    "clients",
+    "seed",
+    "images_per_client",
+    "validation",
+    "test",
+    "public_images",
+)
+
+
+class Cohorts:
+    """Builds cohorts and keeps the last one: the next run is mostly another method on the same images."""
+
+    def __init__(self) -> None:
+        self._last: tuple[str, Cohort] | None = None
+
+    def get(self, run: RunSetting, source: Source, spec: FederationSpec) -> Cohort:
+        """The images of a run's clients.
+
+        Raises:
+            SourceError: the data can't be used, or not in this way.
+        """
+        key = run.model_dump_json(include=set(_DECIDING)) + spec.image.model_dump_json()
+        if self._last is None or self._last[0] != key:
+            self._last = None  # two of them need not fit into memory
+            cohort = build_cohort(
+                source,
+                spec.image,
+                run.checked_partition(),
+                run.clients,
+                run.seed,
+                run.images_per_client,
+                run.validation,
+                run.test,
+                run.public_images,
+            )
+            self._last = key, cohort
+        return self._last[1]
+
+
+def party_of(run: RunSetting, spec: FederationSpec, cohort: Cohort) -> Party:
+    """Everybody who takes part in a run."""
+    roots = roots_of(run.seed, tuple(sorted(cohort.clients)))
+    return Party(spec, cohort.clients, roots, cohort.common, run.device, cohort.public)
+
+
+def roots_of(seed: int, clients: tuple[str, ...]) -> Roots:
+    """The roots that a demo of this seed writes into its processes' folders."""
+    devices = {client: root_secret(seed, f"device {client}") for client in clients}
+    return Roots(root_secret(seed, "cohort"), root_secret(seed, "coordinator"), devices)
