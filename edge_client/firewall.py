@@ -14,8 +14,10 @@ import numpy as np
 
 from edge_client.config import PolicySection
 from edge_client.errors import FirewallError
+from fedcg.learning.errors import NetworkError
 from fedcg.learning.registry import method_names
 from fedcg.learning.spec import FederationSpec
+from fedcg.learning.split_names import check_name
 from fedcg.wire.artifacts import ArtifactHeader, pack, read_header
 from fedcg.wire.errors import WireError
 from fedcg.wire.messages import DeclineReason
@@ -51,9 +53,18 @@ def check_spec(spec: FederationSpec, policy: PolicySection) -> DeclineReason | N
         return DeclineReason.UPLOAD_NOT_ALLOWED
     if not spec.required_report <= policy.allow_report:
         return DeclineReason.REPORT_NOT_ALLOWED
-    if not all(spec.layouts.get(part) for part in spec.upload):
+    if not all(spec.layouts.get(part) for part in spec.upload) or _network_problem(spec):
         return DeclineReason.SPEC_REFUSED
     return None
+
+
+def _network_problem(spec: FederationSpec) -> str:
+    """Why the spec's split can't be built here, or nothing. It names code: only what the owner installed or allowed counts."""
+    try:
+        check_name(spec.network.split)
+    except NetworkError as error:
+        return str(error)
+    return ""
 
 
 def explain(reason: DeclineReason, spec: FederationSpec, policy: PolicySection) -> str:
@@ -66,7 +77,7 @@ def explain(reason: DeclineReason, spec: FederationSpec, policy: PolicySection) 
         return f"method {spec.method} needs {fields}, which policy.allow_report of this device does not list"
     if reason is DeclineReason.UNKNOWN_METHOD:
         return f"method {spec.method} is not installed here (there are {', '.join(method_names())}); update the agent"
-    return "the spec asks for a part without saying which tensors it has"
+    return _network_problem(spec) or "the spec asks for a part without saying which tensors it has"
 
 
 def build_update(

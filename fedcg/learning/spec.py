@@ -44,12 +44,15 @@ class ImageForm(_Frozen):
         return self
 
 
+_NetworkName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:@-]{1,200}$")]
+
+
 class NetworkChoice(_Frozen):
     """Which split, generator and discriminator, by name."""
 
-    split: str = "lenet5_relu"
-    generator: str = "mlp"
-    discriminator: str = "mlp"
+    split: _NetworkName = "lenet5_relu"
+    generator: _NetworkName = "mlp"
+    discriminator: _NetworkName = "mlp"
     noise_dim: Annotated[int, Field(ge=1, le=4096)] = 100
 
 

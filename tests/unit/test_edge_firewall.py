@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from edge_client.config import PolicySection
 from edge_client.errors import FirewallError
 from edge_client.firewall import UpdateFacts, build_update, check_kept, check_spec, explain
-from fedcg.learning.spec import FederationSpec
+from fedcg.learning.spec import FederationSpec, NetworkChoice
 from fedcg.wire.artifacts import unpack
 from fedcg.wire.inspection import inspect
 from fedcg.wire.messages import DeclineReason
@@ -196,6 +197,13 @@ def test_a_spec_is_judged_by_the_owners_policy_with_a_reason_to_tell(
     assert check_spec(spec, policy) is reason
     if reason is not None:
         assert said in explain(reason, spec, policy)
+
+
+def test_a_spec_that_names_code_nobody_installed_or_allowed_here_is_refused_and_nothing_is_imported() -> None:
+    spec = toy_spec().model_copy(update={"network": NetworkChoice(split="antigravity:geohash")})
+    assert check_spec(spec, EVERYTHING) is DeclineReason.SPEC_REFUSED
+    assert "antigravity:geohash may not be imported" in explain(DeclineReason.SPEC_REFUSED, spec, EVERYTHING)
+    assert "antigravity" not in sys.modules
 
 
 parts_sets = st.sets(st.sampled_from(Part)).map(frozenset)
