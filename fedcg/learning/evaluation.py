@@ -9,7 +9,7 @@ import torch.nn.functional as F  # noqa: N812 - the field's name for it
 
 from fedcg.learning.data import ImageSet, normalise
 from fedcg.learning.errors import DataError
-from fedcg.learning.loops import extract_features, generate
+from fedcg.learning.loops import extract_features, generate, images_at_once
 from fedcg.learning.method import Evaluation, Weights
 from fedcg.learning.networks import load_part
 from fedcg.learning.seeds import Streams
@@ -34,7 +34,8 @@ def evaluate(spec: FederationSpec, parts: Mapping[Part, Weights], data: ImageSet
         load_part(spec, part, parts[part], device).eval() for part in (Part.EXTRACTOR, Part.CLASSIFIER)
     )
     loss, hits = 0.0, []
-    for images, labels in zip(data.images.split(_BATCH), data.labels.split(_BATCH), strict=True):
+    at_once = min(_BATCH, images_at_once(spec.image))
+    for images, labels in zip(data.images.split(at_once), data.labels.split(at_once), strict=True):
         logits = classifier(extractor(normalise(images.to(device), spec.image))).cpu()
         loss += float(F.cross_entropy(logits, labels.cpu(), reduction="sum"))
         hits.append(logits.argmax(1) == labels.cpu())

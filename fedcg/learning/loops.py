@@ -19,9 +19,10 @@ from fedcg.learning.layer_noise import seeded_layers
 from fedcg.learning.losses import cross_entropy
 from fedcg.learning.method import DivergedError, RoundContext, TrainingParams
 from fedcg.learning.seeds import Streams
-from fedcg.learning.spec import FederationSpec
+from fedcg.learning.spec import FederationSpec, ImageForm
 
 BLOCK_ROWS = 2048  # rows prepared at once: 25 MB of 3x32x32 float32
+_SMALL_IMAGE = 32 * 32  # pixels of an image of which BLOCK_ROWS go at once; of larger ones fewer, in the same memory
 # A mean loss above this is as lost as a NaN: uniform guessing over 10,000 classes costs 9.2. Mode seeking at exact collapse is
 # 1e5 times its weight, so a generator whose output is constant counts as diverged at the default weight.
 EXPLODED = 1e4
@@ -71,10 +72,25 @@ def steps_of(params: TrainingParams, rows: int) -> int:
     return params.epochs * math.ceil(usable_rows(rows, params.batch_size) / params.batch_size)
 
 
-def index_blocks(rows: int, batch_size: int, steps: int, shuffle: torch.Generator) -> Iterator[torch.Tensor]:
-    """Indices of exactly `steps` batches over shuffled epochs, in blocks of whole batches (an epoch's last may be smaller)."""
+def images_at_once(form: ImageForm) -> int:
+    """How many images are prepared, or run through a frozen extractor, at once: 2,048 of 32x32, 41 of 224x224."""
+    return max(1, BLOCK_ROWS * _SMALL_IMAGE // max(form.height * form.width, _SMALL_IMAGE))
+
+
+def index_blocks(
+    rows: int, batch_size: int, steps: int, shuffle: torch.Generator, at_once: int = BLOCK_ROWS
+) -> Iterator[torch.Tensor]:
+    """Indices of exactly `steps` batches over shuffled epochs, in blocks of whole batches (an epoch's last may be smaller).
+
+    Args:
+        rows: how many rows there are.
+        batch_size: rows of a batch.
+        steps: how many batches.
+        shuffle: the stream of the order.
+        at_once: rows of a block, rounded down to whole batches, at least one.
+    """
     usable = usable_rows(rows, batch_size)
-    block_rows = max(1, BLOCK_ROWS // batch_size) * batch_size
+    block_rows = max(1, at_once // batch_size) * batch_size
     done = 0
     while done < steps:
         order = torch.randperm(rows, generator=shuffle)[:usable]
@@ -100,7 +116,7 @@ def image_blocks(
 ) -> Iterator[Block]:
     """Blocks of prepared images; shuffle and flips come from `streams`."""
     shuffle, mirror = streams.generator("order"), streams.generator("flip")
-    for index in index_blocks(len(data), batch_size, steps, shuffle):
+    for index in index_blocks(len(data), batch_size, steps, shuffle, images_at_once(spec.image)):
         flips = flips_for(len(index), spec, mirror)
         raw = data.rows(index.to(data.labels.device))
         images = raw.images if flips is None else flip_at_random(raw.images, flips)
@@ -196,7 +212,8 @@ def extract_features(
     """Features of every image by a frozen extractor (eval mode), [N, *feature_shape]."""
     extractor.eval()
     images = data.images.flip(-1) if flipped else data.images
-    return torch.cat([extractor(normalise(some, spec.image)) for some in images.split(BLOCK_ROWS)])
+    blocks = images.split(images_at_once(spec.image))
+    return torch.cat([extractor(normalise(some, spec.image)) for some in blocks])
 
 
 @torch.no_grad()

@@ -10,9 +10,12 @@ import pytest
 import torch
 from torch import nn
 
+from fedcg.learning import loops
+from fedcg.learning.data import ImageSet
 from fedcg.learning.errors import NetworkError
 from fedcg.learning.initial import complete_spec, initial_parts
 from fedcg.learning.layer_noise import lent_generators
+from fedcg.learning.loops import extract_features, image_blocks, images_at_once
 from fedcg.learning.method import Aggregate
 from fedcg.learning.networks import build_part, feature_shape, layout_of, load_part, weights_of
 from fedcg.learning.networks.assembly import skeleton, split_of
@@ -246,3 +249,20 @@ def _short_round(split: str, kind: str) -> None:
 )
 def test_a_local_round_on_a_backbone_repeats_bit_for_bit(split: str, kind: str) -> None:
     _short_round(split, kind)
+
+
+def test_large_images_are_prepared_and_extracted_in_blocks_of_the_memory_of_small_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # 2048 * 32 * 32 / (224 * 224) = 41.8
+    assert [images_at_once(plan_for("resnet18", side).image) for side in (16, 32, 64, 224)] == [2048, 2048, 512, 41]
+    monkeypatch.setattr(loops, "BLOCK_ROWS", 4)
+    spec = complete_spec(plan_for("lenet5", 64, "L"))
+    data = ImageSet(torch.zeros(5, 1, 64, 64, dtype=torch.uint8), torch.zeros(5, dtype=torch.int64), CLASSES)
+    seen: list[int] = []
+    extractor = build_part(spec, Part.EXTRACTOR)
+    extractor.register_forward_hook(lambda module, inputs, output: seen.append(len(output)))
+    assert len(extract_features(extractor, data, spec)) == 5
+    assert seen == [1] * 5
+    blocks = image_blocks(data, spec, 2, 4, context(spec).streams)
+    assert [len(block.labels) for block in blocks] == [2, 2, 2, 2]
