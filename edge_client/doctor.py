@@ -21,6 +21,7 @@ from edge_client.config import AgentConfig
 from edge_client.errors import EdgeError
 from edge_client.launch import load_keys, mqtt_config
 from edge_client.private_store import PrivateStore
+from fedcg.learning.formats import dataset_name, is_array_source, stamp
 from fedcg.wire.errors import TransportError
 from fedcg.wire.mqtt_config import explain_failure
 
@@ -132,9 +133,12 @@ def _broker(config: AgentConfig, now: datetime) -> Finding:
 
 def _data(config: AgentConfig, now: datetime) -> Finding:
     root = config.data.root
-    if root.suffix == ".npz" and root.is_file():
-        return Finding("data", "ok", f"{root}, {root.stat().st_size / (1 << 20):.1f} MiB")
-    expected = f"{root}/CLASS/*.png or .jpg, or {root}/train and {root}/test of such"
+    expected = f"{root}/CLASS/*.png or .jpg, {root}/train and {root}/test of such, or another form of docs/data.md"
+    if dataset_name(root) is not None:
+        return Finding("data", "ok", f"{root.name}: a data set of this box's own, read when a round begins")
+    if root.exists() and is_array_source(root):
+        size = sum(size for _, size, _ in stamp(root))
+        return Finding("data", "ok", f"{root}, {size / (1 << 20):.1f} MiB")
     if not root.is_dir():
         return Finding("data", "failed", f"{root} is no folder", f"expected {expected}")
     count = sum(path.suffix.lower() in IMAGE_SUFFIXES for path in root.glob("**/*"))

@@ -1,7 +1,8 @@
 """This box's images for a round: decoded once, split by content, held to the round's snapshot. Uses torch.
 
-Where the folder has `train/` and `test/`, `test/` is the held-out set and `train/` is split 90/10 into train and val;
-otherwise everything is split 80/10/10. The split goes by content hash, so growing data never moves an image.
+Where the source has `train/` and `test/`, `test/` is the held-out set and `train/` is split 90/10 into train and val, unless
+there is a `val/` too; otherwise everything is split 80/10/10. The split goes by content hash, so growing data never moves an
+image. What can't be decoded is in no split and no snapshot.
 """
 
 from __future__ import annotations
@@ -12,13 +13,20 @@ from pathlib import Path
 
 from edge_client.errors import RoundError
 from edge_client.snapshot import Snapshot, SnapshotFile
-from fedcg.learning.data import FileEntry, ImageSet, list_files, load_folder, split_by_hash
+from fedcg.learning.data import FileEntry, ImageSet, given_split, list_files, load_folder, read_images, split_by_hash
 from fedcg.learning.errors import DataError
+from fedcg.learning.formats import is_array_source, stamp
+from fedcg.learning.image_set import SkippedImage
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.messages import DeclineReason
 
-WITH_TEST_FOLDER = {"train": 0.9, "val": 0.1}
-WITHOUT_TEST_FOLDER = {"train": 0.8, "val": 0.1, "test": 0.1}
+# Shares of what the source does not split itself, by the splits that it brings.
+SHARES = {
+    frozenset[str](): {"train": 0.8, "val": 0.1, "test": 0.1},
+    frozenset({"test"}): {"train": 0.9, "val": 0.1},
+    frozenset({"val"}): {"train": 0.9, "test": 0.1},
+    frozenset({"val", "test"}): {"train": 1.0},
+}
 
 Keep = Callable[[str, int, Callable[[], Snapshot]], Snapshot]
 
@@ -37,13 +45,20 @@ class LocalData:
     """The data folder of one device.
 
     Args:
-        root: folder (or `.npz` file) with this box's images.
+        root: this box's images, in any form that `read_images` takes.
         common: folder with a balanced test set that all clients of a demo share, or None.
+        on_skipped: told what could not be decoded, whenever the source was read for a new snapshot.
     """
 
-    def __init__(self, root: Path, common: Path | None) -> None:
+    def __init__(
+        self,
+        root: Path,
+        common: Path | None,
+        on_skipped: Callable[[tuple[SkippedImage, ...]], None] = lambda _: None,
+    ) -> None:
         self._root = root
         self._common = common
+        self._on_skipped = on_skipped
         self._loaded: tuple[str, RoundData] | None = None
         self._listing: tuple[object, ...] | None = None
         self._common_set: tuple[str, ImageSet] | None = None
@@ -78,8 +93,8 @@ class LocalData:
         return self._common_set[1]
 
     def files(self, snapshot: Snapshot, split: str) -> tuple[list[Path], list[int]]:
-        """Paths and labels of a split's image files; empty for an `.npz` source, which has none."""
-        if not self._root.is_dir():
+        """Paths and labels of a split's image files; empty for a source of another form, which has none."""
+        if not self._root.is_dir() or is_array_source(self._root):
             return [], []
         chosen = snapshot.split(split)
         return [self._root / file.path for file in chosen], [file.label for file in chosen]
@@ -95,8 +110,10 @@ class LocalData:
         listing = self._list(spec)
         if self._loaded is not None and listing == self._listing:
             return self._loaded[1]
-        images, entries = load_folder(self._root, spec.classes, spec.image)
-        data = _divide(images, entries, _snapshot_of(entries, has_test=self._has_test_folder(spec)))
+        found = read_images(self._root, spec.classes, spec.image)
+        if found.skipped:
+            self._on_skipped(found.skipped)
+        data = _divide(found.images, found.entries, _snapshot_of(found.entries, self._given(spec, found.entries), spec))
         if len(data.train) < 2:
             raise DataError(f"{self._root}: {len(data.train)} training images after the split; at least 2 are needed")
         self._listing, self._loaded = listing, (_key(spec, data.snapshot), data)
@@ -113,26 +130,30 @@ class LocalData:
         return _divide(images, entries, snapshot)
 
     def _list(self, spec: FederationSpec) -> tuple[object, ...]:
-        if not self._root.is_dir():
-            status = self._root.stat() if self._root.exists() else None
-            return (spec.digest, status and status.st_size, status and status.st_mtime_ns)
+        if not self._root.is_dir() or is_array_source(self._root):
+            return (spec.digest, stamp(self._root))
         paths = [path for path, _ in list_files(self._root, spec.classes)]
         stats = ((self._root / path).stat() for path in paths)
         return (spec.digest, *zip(paths, ((one.st_size, one.st_mtime_ns) for one in stats), strict=True))
 
-    def _has_test_folder(self, spec: FederationSpec) -> bool:
-        return "test" not in spec.classes and (self._root / "test").is_dir() and (self._root / "train").is_dir()
+    def _given(self, spec: FederationSpec, entries: list[FileEntry]) -> frozenset[str]:
+        """Which of `test` and `val` the source brings beside `train`; a folder brings it also when it is empty."""
+        named = (given_split(entry.path, spec.classes) for entry in entries)
+        there = {name for name in named if name is not None}
+        if self._root.is_dir():
+            there |= {name for name in ("train", "val", "test") if (self._root / name).is_dir()} - set(spec.classes)
+        return frozenset({"val", "test"} & there) if "train" in there else frozenset()
 
 
 def _key(spec: FederationSpec, snapshot: Snapshot) -> str:
     return f"{spec.digest}/{snapshot.digest}"
 
 
-def _snapshot_of(entries: list[FileEntry], *, has_test: bool) -> Snapshot:
-    held_out = {entry.path for entry in entries if has_test and entry.path.startswith("test/")}
-    rest = [entry for entry in entries if entry.path not in held_out]
-    splits = split_by_hash(rest, WITH_TEST_FOLDER if has_test else WITHOUT_TEST_FOLDER)
-    where = {entry.path: name for name, chosen in splits.items() for entry in chosen} | dict.fromkeys(held_out, "test")
+def _snapshot_of(entries: list[FileEntry], given: frozenset[str], spec: FederationSpec) -> Snapshot:
+    splits = {entry.path: given_split(entry.path, spec.classes) for entry in entries}
+    where = {path: split for path, split in splits.items() if split is not None and split in given}
+    divided = split_by_hash([entry for entry in entries if entry.path not in where], SHARES[given])
+    where |= {entry.path: name for name, chosen in divided.items() for entry in chosen}
     return Snapshot(tuple(SnapshotFile(one.path, one.sha256, one.label, where[one.path]) for one in entries))
 
 

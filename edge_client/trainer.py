@@ -34,12 +34,14 @@ from export.errors import ExportError
 from export.to_onnx import preload
 from fedcg.event_log import EventLog
 from fedcg.learning.errors import DataError, LearningError
+from fedcg.learning.image_set import SkippedImage
 from fedcg.learning.method import DivergedError
 from fedcg.wire.errors import WireError
 from fedcg.wire.messages import DeclineReason
 
 LOCK_WAIT_S = 30.0
 DIED_WITH_AGENT = 3
+SKIPPED_TOLD = 20  # by name in the event log; their number is always told
 _log = logging.getLogger(__name__)
 
 
@@ -92,8 +94,13 @@ class Trainer:
         place = "cuda" if plan.device == "cuda" and torch.cuda.is_available() else "cpu"
         torch.set_num_threads(plan.threads)
         events.write("plan", device=place, threads=plan.threads, batch_scale=plan.batch_scale, reason=plan.reason)
-        data = LocalData(settings.data, settings.common_test)
+        data = LocalData(settings.data, settings.common_test, self._tell_skipped)
         self._work = Workplace(settings, store, data, events, place, plan.threads, plan.batch_scale)
+
+    def _tell_skipped(self, skipped: tuple[SkippedImage, ...]) -> None:
+        told = [f"{image.file}: {image.reason}" for image in skipped[:SKIPPED_TOLD]]
+        self._events.write("images_skipped", count=len(skipped), images=told)
+        _log.warning("%d image(s) can't be read and are left out; the first: %s", len(skipped), told[0])
 
     def do(self, command: TrainerCommand) -> TrainerReport:
         """Carry out one command; every failure becomes a report, and leaves the state before it as it was."""

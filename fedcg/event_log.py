@@ -11,6 +11,7 @@ Agent:
   round_failed {round, attempt, reason, detail}            manifest {round, attempt, artifact}
   receipt {round, attempt, artifact, outcome, reason}      finalised {candidate, model_dir, ...accuracies}
   refused {what, detail}                                   agent_stopped {pid}
+  images_skipped {count, images}
 
 Coordinator:
   started {epoch}   stopped   link {up}   online / offline {client}   accepted / declined {client, round, attempt}

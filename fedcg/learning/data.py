@@ -1,77 +1,73 @@
-"""Image data as one uint8 tensor: folders and `.npz` files in, batched normalisation and flips out.
+"""Image data as one uint8 tensor: folders, array files and data sets of one's own in, batched normalisation and flips out.
 
-Decodes every image ONCE, exactly as `export.preprocess` does at inference: `convert(mode)`, then a bilinear resize when the
-size differs. Knows nothing of rounds, methods or devices of a federation.
+Decodes every image ONCE, exactly as `export.preprocess` does at inference. Knows nothing of rounds, methods or devices of a
+federation.
 """
 
 from __future__ import annotations
 
 import hashlib
-import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
 
+from fedcg.learning.decoding import MAX_PIXELS, decode_image, fit_pixels
 from fedcg.learning.errors import DataError
+from fedcg.learning.formats import ArrayData, dataset_name, read_arrays
+from fedcg.learning.image_set import FileEntry, ImageSet, SkippedImage
+from fedcg.learning.own_datasets import own_dataset
 from fedcg.learning.spec import ImageForm
 
+__all__ = [
+    "IMAGE_SUFFIXES",
+    "MAX_PIXELS",
+    "FileEntry",
+    "ImageSet",
+    "LocalImages",
+    "SkippedImage",
+    "batches",
+    "decode_image",
+    "flip_at_random",
+    "given_split",
+    "list_files",
+    "load_folder",
+    "normalise",
+    "read_images",
+    "split_by_hash",
+    "usable_rows",
+]
+
 IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".webp"})
-MAX_PIXELS = 50_000_000  # the same bound as at inference: larger files are refused before they are decoded
+SPLITS = ("train", "val", "test")
 
 
 @dataclass(frozen=True)
-class FileEntry:
-    """One image of a data source: its path relative to the root, the sha256 of its content, its label."""
-
-    path: str
-    sha256: str
-    label: int
-
-
-@dataclass(frozen=True)
-class ImageSet:
-    """Decoded images and their labels.
+class LocalImages:
+    """What was read from a data source.
 
     Attributes:
-        images: [N, C, H, W] uint8.
-        labels: [N] int64, indices into `classes`.
-        classes: class names in the spec's order.
+        images: decoded.
+        entries: row by row, where they came from.
+        skipped: what could not be decoded.
     """
 
-    images: torch.Tensor
-    labels: torch.Tensor
-    classes: tuple[str, ...]
-
-    def __len__(self) -> int:
-        return int(self.labels.shape[0])
-
-    def rows(self, indices: torch.Tensor | Sequence[int]) -> ImageSet:
-        """The images at `indices`, in that order."""
-        index = torch.as_tensor(indices, dtype=torch.int64)
-        return ImageSet(self.images[index], self.labels[index], self.classes)
-
-    def to(self, device: str) -> ImageSet:
-        """The same set on another torch device."""
-        return ImageSet(self.images.to(device), self.labels.to(device), self.classes)
-
-    def label_counts(self) -> tuple[int, ...]:
-        """Number of images per class (n_i^y), length C."""
-        return tuple(int(count) for count in torch.bincount(self.labels.cpu(), minlength=len(self.classes)))
+    images: ImageSet
+    entries: list[FileEntry]
+    skipped: tuple[SkippedImage, ...] = ()
 
 
 def list_files(root: Path, classes: Sequence[str]) -> list[tuple[str, int]]:
-    """Relative path and label of every image under `root/class/*` or `root/{train,test}/class/*`, sorted by path.
+    """Relative path and label of every image under `root/class/*` or `root/{train,val,test}/class/*`, sorted by path.
 
     Raises:
         DataError: no folder, a class folder that the spec does not name, or no image at all.
     """
     if not root.is_dir():
         raise DataError(f"{root}: no such folder")
-    splits = [root / name for name in ("train", "test") if (root / name).is_dir() and name not in classes]
+    splits = [root / name for name in SPLITS if (root / name).is_dir() and name not in classes]
     labels = {name: index for index, name in enumerate(classes)}
     found: list[tuple[str, int]] = []
     for base in splits or [root]:
@@ -93,26 +89,47 @@ def list_files(root: Path, classes: Sequence[str]) -> list[tuple[str, int]]:
     return sorted(found)
 
 
+def given_split(path: str, classes: Sequence[str]) -> str | None:
+    """The split that a source itself puts an image in (`train`, `val` or `test`, the first piece of its path), or None."""
+    first = path.partition("/")[0]
+    return first if first in SPLITS and first not in classes else None
+
+
 def load_folder(
     root: Path, classes: Sequence[str], form: ImageForm, *, subset: Sequence[str] | None = None
 ) -> tuple[ImageSet, list[FileEntry]]:
-    """Decode the images of a folder, or of one `.npz` file, once.
+    """`read_images` for who does not ask what was skipped."""
+    found = read_images(root, classes, form, subset=subset)
+    return found.images, found.entries
+
+
+def read_images(
+    root: Path, classes: Sequence[str], form: ImageForm, *, subset: Sequence[str] | None = None
+) -> LocalImages:
+    """Decode the images of a data source once. What can't be decoded is skipped and told.
 
     Args:
-        root: `root/class/*`, `root/train/class/*` + `root/test/class/*` (both are loaded; the paths tell them apart), or an
-            `.npz` file with `images` (uint8, [N, H, W] or [N, H, W, C]) and `labels` (integers).
-        classes: the spec's class names, in order.
+        root: `root/class/*`; `root/train/class/*` and `root/test/class/*`, perhaps `root/val/class/*` (all are loaded, the paths
+            tell them apart); a folder with IDX or CIFAR files; an `.npz`; or `dataset:NAME`, an entry point of the
+            group `fedcg.datasets`.
+        classes: the spec's class names, in order; labels of arrays are indices into them.
         form: the spec's image form.
-        subset: relative paths to load, in this order; all when None.
-
-    Returns:
-        The images and, row by row, their entries.
+        subset: entries' paths to load, in this order, each of which must still be readable; all when None.
 
     Raises:
-        DataError: names the file that is missing, not an image, over the pixel bound, or of an unknown class.
+        DataError: names the file that is missing or of an unknown class; nothing there can be decoded; or an image of
+            `subset` can't be.
     """
-    if root.suffix == ".npz":
-        return _load_npz(root, tuple(classes), form, subset)
+    name = dataset_name(root)
+    if name is not None:
+        return _from_arrays(own_dataset(name, classes), root, tuple(classes), form, subset)
+    arrays = read_arrays(root)
+    if arrays is not None:
+        return _from_arrays(arrays, root, tuple(classes), form, subset)
+    return _from_files(root, tuple(classes), form, subset)
+
+
+def _from_files(root: Path, classes: tuple[str, ...], form: ImageForm, subset: Sequence[str] | None) -> LocalImages:
     listed = list_files(root, classes)
     if subset is not None:
         labels = dict(listed)
@@ -122,73 +139,53 @@ def load_folder(
         listed = [(path, labels[path]) for path in subset]
     pixels = np.empty((len(listed), form.channels, form.height, form.width), dtype=np.uint8)
     entries: list[FileEntry] = []
-    for row, (path, label) in enumerate(listed):
+    skipped: list[SkippedImage] = []
+    for path, label in listed:
         try:
             content = (root / path).read_bytes()
+            pixels[len(entries)] = decode_image(content, form, str(root / path))
         except OSError as error:
             raise DataError(f"{root / path}: {error.strerror or error}") from error
-        pixels[row] = decode_image(content, form, str(root / path))
+        except DataError as error:
+            if subset is not None:
+                raise
+            skipped.append(SkippedImage(path, str(error)))
+            continue
         entries.append(FileEntry(path, hashlib.sha256(content).hexdigest(), label))
-    return _image_set(pixels, [label for _, label in listed], tuple(classes)), entries
+    if not entries:
+        raise DataError(f"{skipped[0].reason}; none of the {len(skipped)} images of {root} can be read")
+    return LocalImages(
+        _image_set(pixels[: len(entries)], [one.label for one in entries], classes), entries, tuple(skipped)
+    )
 
 
-def decode_image(content: bytes, form: ImageForm, name: str) -> np.ndarray:
-    """Bytes of one image file to [C, H, W] uint8 in the spec's form; the first frame, EXIF orientation ignored.
-
-    Raises:
-        DataError: not an image, damaged, or over 50 million pixels; names the file.
-    """
-    try:
-        with Image.open(io.BytesIO(content)) as image:
-            if image.width * image.height > MAX_PIXELS:
-                raise DataError(f"{name}: {image.width}x{image.height} pixels is over the limit of {MAX_PIXELS}")
-            return _fit(image, form)
-    except UnidentifiedImageError as error:
-        raise DataError(f"{name}: not an image") from error
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise DataError(f"{name}: damaged image ({error})") from error
-
-
-def _fit(image: Image.Image, form: ImageForm) -> np.ndarray:
-    fitted = image.convert(form.mode)
-    if fitted.size != (form.width, form.height):
-        fitted = fitted.resize((form.width, form.height), Image.Resampling.BILINEAR)
-    array = np.asarray(fitted, dtype=np.uint8)
-    return array[None] if form.channels == 1 else np.ascontiguousarray(array.transpose(2, 0, 1))
-
-
-def _load_npz(
-    path: Path, classes: tuple[str, ...], form: ImageForm, subset: Sequence[str] | None
-) -> tuple[ImageSet, list[FileEntry]]:
-    try:
-        with np.load(path, allow_pickle=False) as arrays:
-            images, labels = arrays["images"], arrays["labels"]
-    except (OSError, KeyError, ValueError) as error:
-        raise DataError(f"{path}: not an .npz with the arrays `images` and `labels` ({error})") from error
-    if (
-        images.dtype != np.uint8
-        or images.ndim not in (3, 4)
-        or labels.shape != images.shape[:1]
-        or labels.dtype.kind not in "iu"
-    ):
-        raise DataError(f"{path}: images must be uint8 [N, H, W] or [N, H, W, C], labels integers [N]")
-    if len(labels) == 0 or int(labels.min()) < 0 or int(labels.max()) >= len(classes):
-        raise DataError(f"{path}: labels must lie in 0..{len(classes) - 1} and there must be at least one image")
-    names = [f"{path.name}#{row}" for row in range(len(labels))]
-    rows = list(range(len(labels)))
-    if subset is not None:
-        index = {name: row for row, name in enumerate(names)}
-        missing = next((name for name in subset if name not in index), None)
-        if missing is not None:
-            raise DataError(f"{path}: the snapshot names {missing}, which is not there any more")
-        rows = [index[name] for name in subset]
-    raw = [images[row][..., 0] if images[row].ndim == 3 and images[row].shape[2] == 1 else images[row] for row in rows]
-    pixels = np.stack([_fit(Image.fromarray(np.ascontiguousarray(one)), form) for one in raw])
-    entries = [
-        FileEntry(names[row], hashlib.sha256(np.ascontiguousarray(images[row]).tobytes()).hexdigest(), int(labels[row]))
-        for row in rows
-    ]
-    return _image_set(pixels, [entry.label for entry in entries], classes), entries
+def _from_arrays(
+    data: ArrayData, root: Path, classes: tuple[str, ...], form: ImageForm, subset: Sequence[str] | None
+) -> LocalImages:
+    """Rows are named after their file and number, behind their part where the source has several."""
+    parts = data.parts()
+    places: dict[str, tuple[str, int]] = {}
+    for part, found in parts.items():
+        if int(found.labels.max()) >= len(classes):
+            raise DataError(
+                f"{found.file}: label {int(found.labels.max())}; labels must lie in 0..{len(classes) - 1}, "
+                f"for the spec's classes {', '.join(classes[:20])}"
+            )
+        prefix = f"{part}/" if len(parts) > 1 else ""
+        places |= {f"{prefix}{found.file.name}#{row}": (part, row) for row in range(len(found))}
+    names = list(places) if subset is None else list(subset)
+    missing = next((name for name in names if name not in places), None)
+    if missing is not None:
+        raise DataError(f"{root}: the snapshot names {missing}, which is not there any more")
+    pixels = np.empty((len(names), form.channels, form.height, form.width), dtype=np.uint8)
+    entries: list[FileEntry] = []
+    for number, name in enumerate(names):
+        part, row = places[name]
+        image = parts[part].images[row]
+        pixels[number] = fit_pixels(image, form)
+        digest = hashlib.sha256(np.ascontiguousarray(image).tobytes()).hexdigest()
+        entries.append(FileEntry(name, digest, int(parts[part].labels[row])))
+    return LocalImages(_image_set(pixels, [entry.label for entry in entries], classes), entries)
 
 
 def _image_set(pixels: np.ndarray, labels: Sequence[int], classes: tuple[str, ...]) -> ImageSet:

@@ -1,0 +1,56 @@
+"""Decoded images with their labels, the files that they came from, and those that could not be read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One image of a data source: its path relative to the root, the sha256 of its content, its label."""
+
+    path: str
+    sha256: str
+    label: int
+
+
+@dataclass(frozen=True)
+class SkippedImage:
+    """An image that could not be decoded, and why; it is in no split and no snapshot."""
+
+    file: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class ImageSet:
+    """Decoded images and their labels.
+
+    Attributes:
+        images: [N, C, H, W] uint8.
+        labels: [N] int64, indices into `classes`.
+        classes: class names in the spec's order.
+    """
+
+    images: torch.Tensor
+    labels: torch.Tensor
+    classes: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return int(self.labels.shape[0])
+
+    def rows(self, indices: torch.Tensor | Sequence[int]) -> ImageSet:
+        """The images at `indices`, in that order."""
+        index = torch.as_tensor(indices, dtype=torch.int64)
+        return ImageSet(self.images[index], self.labels[index], self.classes)
+
+    def to(self, device: str) -> ImageSet:
+        """The same set on another torch device."""
+        return ImageSet(self.images.to(device), self.labels.to(device), self.classes)
+
+    def label_counts(self) -> tuple[int, ...]:
+        """Number of images per class (n_i^y), length C."""
+        return tuple(int(count) for count in torch.bincount(self.labels.cpu(), minlength=len(self.classes)))

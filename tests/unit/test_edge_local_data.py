@@ -1,0 +1,134 @@
+"""A box's own images: how they are split, what a damaged one does, and that a snapshot is held to."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from edge_client.errors import RoundError
+from edge_client.local_data import LocalData, RoundData
+from edge_client.snapshot import Snapshot
+from edge_client.trainer import Trainer
+from fedcg.event_log import EventLog
+from fedcg.learning.image_set import SkippedImage
+from fedcg.learning.initial import complete_spec
+from fedcg.learning.spec import FederationSpec, plan_from_mapping
+
+CLASSES = ("cat", "dog")
+
+
+@pytest.fixture(scope="module")
+def spec() -> FederationSpec:
+    image = {"mode": "L", "height": 16, "width": 16, "mean": [0.5], "std": [0.5]}
+    plan = {"federation": "pets", "classes": CLASSES, "image": image, "method": "local", "rounds": 1}
+    return complete_spec(plan_from_mapping(plan))
+
+
+def tree(root: Path, count: int, classes: tuple[str, ...] = CLASSES, first: int = 0) -> Path:
+    for label, name in enumerate(classes):
+        (root / name).mkdir(parents=True, exist_ok=True)
+        for number in range(first, first + count):
+            pixels = np.random.default_rng([label, number]).integers(0, 256, (16, 16), dtype=np.uint8)
+            Image.fromarray(pixels).save(root / name / f"{number}.png")
+    return root
+
+
+def taken(data: LocalData, spec: FederationSpec) -> RoundData:
+    def keep(_spec: str, _round: int, make: object) -> Snapshot:
+        assert callable(make)
+        made = make()
+        assert isinstance(made, Snapshot)
+        return made
+
+    return data.for_round(spec, 1, keep, lambda: None)
+
+
+def sizes(data: RoundData) -> tuple[int, int, int]:
+    return len(data.train), len(data.val), len(data.test)
+
+
+def test_a_damaged_image_is_in_no_split_and_no_snapshot_and_is_told(spec: FederationSpec, tmp_path: Path) -> None:
+    root = tree(tmp_path / "d", 20)
+    (root / "cat" / "7.png").write_bytes((root / "cat" / "7.png").read_bytes()[:150])
+    (root / "dog" / "no.jpg").write_bytes(b"a letter")
+    told: list[SkippedImage] = []
+    data = taken(LocalData(root, None, told.extend), spec)
+    assert sum(sizes(data)) == 39
+    assert {"cat/7.png", "dog/no.jpg"}.isdisjoint(file.path for file in data.snapshot.files)
+    assert [image.file for image in told] == ["cat/7.png", "dog/no.jpg"]
+    assert "damaged image" in told[0].reason
+    assert "not an image" in told[1].reason
+
+
+def test_skipped_images_are_named_and_counted_in_the_event_log(tmp_path: Path) -> None:
+    trainer = Trainer.__new__(Trainer)
+    trainer._events = EventLog(tmp_path / "events.jsonl", lambda: 1.0)
+    trainer._tell_skipped(tuple(SkippedImage(f"cat/{number}.png", "damaged image") for number in range(30)))
+    event = json.loads((tmp_path / "events.jsonl").read_text())
+    assert (event["event"], event["count"], len(event["images"])) == ("images_skipped", 30, 20)
+    assert event["images"][0] == "cat/0.png: damaged image"
+
+
+def test_a_folder_in_which_every_image_is_damaged_is_no_data(spec: FederationSpec, tmp_path: Path) -> None:
+    for path in tree(tmp_path / "d", 3).rglob("*.png"):
+        path.write_bytes(b"gone")
+    with pytest.raises(RoundError, match=r"cat/0\.png: not an image.*none of the 6 images"):
+        taken(LocalData(tmp_path / "d", None), spec)
+
+
+def test_one_image_and_a_class_that_the_spec_does_not_name_are_errors_that_say_so(
+    spec: FederationSpec, tmp_path: Path
+) -> None:
+    with pytest.raises(RoundError, match="1 training images after the split; at least 2"):
+        taken(LocalData(tree(tmp_path / "one", 1, ("cat",)), None), spec)
+    with pytest.raises(RoundError, match="no class 'cow'"):
+        taken(LocalData(tree(tmp_path / "cow", 5, ("cat", "cow")), None), spec)
+
+
+def test_a_box_may_lack_classes(spec: FederationSpec, tmp_path: Path) -> None:
+    data = taken(LocalData(tree(tmp_path / "d", 20, ("dog",)), None), spec)
+    assert data.train.label_counts()[0] == 0
+    assert data.train.label_counts()[1] > 10
+
+
+def test_an_empty_class_folder_is_fine(spec: FederationSpec, tmp_path: Path) -> None:
+    (tree(tmp_path / "d", 20, ("dog",)) / "cat").mkdir()
+    assert sum(sizes(taken(LocalData(tmp_path / "d", None), spec))) == 20
+
+
+def test_folders_named_train_val_and_test_are_the_splits(spec: FederationSpec, tmp_path: Path) -> None:
+    for first, (part, count) in enumerate({"train": 9, "val": 4, "test": 5}.items()):
+        tree(tmp_path / part, count, first=100 * first)
+    data = taken(LocalData(tmp_path, None), spec)
+    assert sizes(data) == (18, 8, 10)
+    assert all(file.path.startswith(f"{file.split}/") for file in data.snapshot.files)
+
+
+def test_grey_and_colour_files_in_one_folder_become_the_specs_mode(spec: FederationSpec, tmp_path: Path) -> None:
+    root = tree(tmp_path / "d", 20)
+    Image.new("RGB", (16, 16), (255, 0, 0)).save(root / "cat" / "red.png")
+    data = taken(LocalData(root, None), spec)
+    assert data.train.images.shape[1] == 1
+    assert sum(sizes(data)) == 41
+
+
+def test_idx_files_are_a_boxes_data_and_their_test_part_is_held_out(spec: FederationSpec, tmp_path: Path) -> None:
+    for part, count in (("train", 30), ("t10k", 12)):
+        pixels = np.random.default_rng(count).integers(0, 256, (count, 16, 16), dtype=np.uint8)
+        head = b"\x00\x00\x08\x03" + struct.pack(">3I", count, 16, 16)
+        labels = b"\x00\x00\x08\x01" + struct.pack(">I", count) + bytes(row % 2 for row in range(count))
+        (tmp_path / f"{part}-images-idx3-ubyte").write_bytes(head + pixels.tobytes())
+        (tmp_path / f"{part}-labels-idx1-ubyte.gz").write_bytes(gzip.compress(labels))
+    local = LocalData(tmp_path, None)
+    data = taken(local, spec)
+    assert len(data.test) == 12
+    assert len(data.train) + len(data.val) == 30
+    assert local.files(data.snapshot, "test") == ([], [])
+    # A second look at unchanged files decodes nothing anew.
+    assert taken(local, spec) is data
