@@ -95,6 +95,7 @@ def test_a_local_round_changes_neither_its_state_nor_the_aggregate_nor_the_data(
     ("name", "params"),
     [(name, {}) for name in METHODS]
     + [("fedmd_cg", {"aggregation": kind}) for kind in ("average", "kd")]
+    + [("fedcg", {"aggregation": kind}) for kind in ("average", "crossed_kd")]
     + [("fedmd_cg", {"bank": "arrival"}), ("fedmd_cg", {"exact_clients": 1})],
 )
 def test_the_order_of_arrival_and_a_restart_never_change_the_aggregate(
@@ -250,13 +251,14 @@ def test_gamma_rises_from_zero_on_a_logistic_ramp() -> None:
     )
 
 
-def test_the_aggregations_of_fedmd_cg_are_the_average_and_two_distillations_of_it() -> None:
-    updates = {f"c{seed}": update_of(f"c{seed}", one_round("fedmd_cg", seed)) for seed in range(2)}
+@pytest.mark.parametrize("name", ["fedcg", "fedmd_cg"])
+def test_the_aggregations_are_the_average_and_two_distillations_of_it(name: str) -> None:
+    updates = {f"c{seed}": update_of(f"c{seed}", one_round(name, seed)) for seed in range(2)}
     loaders = {client: (lambda client=client: updates[client]) for client in updates}
     average = average_updates(loaders, frozenset({Part.GENERATOR, Part.CLASSIFIER})).parts
     merged = {}
     for kind in ("average", "kd", "crossed_kd"):
-        spec, method = quick_spec("fedmd_cg", aggregation=kind), get_method("fedmd_cg")
+        spec, method = quick_spec(name, aggregation=kind), get_method(name)
         server = method.init_server(spec, initial_parts(spec, b"cohort"))
         merge = method.aggregator(server, context(spec, root=b"coordinator"), MemorySpill())
         merged[kind] = merge.finish(loaders)[0].parts

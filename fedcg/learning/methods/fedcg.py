@@ -8,17 +8,21 @@ Local round = algorithm 1 (eq. 1-4), server = algorithm 2 (eq. 5-6). Readings, w
   * generated rows come in pairs of one label (the first half of the batch's labels, twice), so that the mode-seeking term
     compares two draws of the SAME class; the batch keeps its size, and its labels their distribution;
   * eq. 5's softmax is over the weighted SUM of logits; eq. 6 is KL(ensemble ‖ student).
+`aggregation` offers the two other server halves that FedMD-CG's table 3 puts beneath FedCG's clients; the default is FedCG's own.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Literal
 
 import torch
 from pydantic import Field
 from torch import nn
 
+from fedcg.learning.averaging import AverageAggregator
+from fedcg.learning.crossed import CrossedAggregator
 from fedcg.learning.data import ImageSet
 from fedcg.learning.distillation import SHARED, Distillation, EnsembleAggregator
 from fedcg.learning.layer_noise import seeded_layers
@@ -38,6 +42,7 @@ from fedcg.learning.loops import (
 from fedcg.learning.losses import discriminator_loss, feature_mse, generator_loss, mode_seeking, paired_labels
 from fedcg.learning.method import (
     Aggregate,
+    Aggregator,
     ClientState,
     LabelCounts,
     LocalResult,
@@ -67,6 +72,12 @@ class FedcgParams(TrainingParams):
     server_iterations: int = Field(default=2000, ge=1, description="student steps on the server (T)")
     server_batch: int = Field(default=16, ge=2, description="rows of a student step (B)")
     server_lr: float = Field(default=3e-4, gt=0, description="learning rate of the student (eta_3)")
+    aggregation: Literal["average", "kd", "crossed_kd"] = Field(
+        default="kd", description="weighted average, eq. 6 on top, or FedMD-CG's eq. 12 on top (it needs label counts)"
+    )
+    exact_clients: int = Field(
+        default=32, ge=1, description="crossed_kd: above, eq. 11 draws one client per batch and label"
+    )
 
 
 def gamma(round_number: int, params: FedcgParams) -> float:
@@ -166,10 +177,14 @@ def init_server(spec: FederationSpec, initial: Mapping[Part, Weights]) -> Server
     return ServerState(Aggregate({part: initial[part] for part in sorted(SHARED)}))
 
 
-def aggregator(state: ServerState, ctx: RoundContext, spill: Spill) -> EnsembleAggregator:
-    """Algorithm 2."""
+def aggregator(state: ServerState, ctx: RoundContext, spill: Spill) -> Aggregator:
+    """Algorithm 2, or an aggregation that FedMD-CG compares it with."""
     params = FedcgParams.model_validate(ctx.spec.params)
     settings = Distillation(params.server_iterations, params.server_batch, params.server_lr, params.weight_decay)
+    if params.aggregation == "average":
+        return AverageAggregator(SHARED, spill)
+    if params.aggregation == "crossed_kd":
+        return CrossedAggregator(settings, "auto", params.exact_clients, state, ctx, spill)
     return EnsembleAggregator(settings, ctx, spill)
 
 

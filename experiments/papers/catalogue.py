@@ -1,0 +1,261 @@
+"""Reads the papers' tables from the TOML files beside this module into presets. Knows nothing of runs.
+
+A preset is one column of a table (`fedcg:table1:cifar10-4`): the published setting and one row per method or variant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib.resources import files
+from typing import Annotated
+
+import tomllib
+from pydantic import BaseModel, ConfigDict, Field
+
+from experiments.errors import OptionError
+from fedcg.learning.spec import ParameterValue
+
+_FILES = ("fedcg.toml", "fedmd_cg.toml")
+_SettingValues = dict[str, ParameterValue]
+_Pair = tuple[float, float]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class _RowEntry(_Strict):
+    label: str
+    params: dict[str, ParameterValue] = {}
+    setting: _SettingValues = {}
+    search: dict[str, tuple[ParameterValue, ...]] = {}
+    same_as: str | None = None
+
+
+class _ScenarioEntry(_Strict):
+    label: str
+    setting: _SettingValues
+    reads: tuple[str, ...] = ()
+    needs: str | None = None
+    stand_in: str | None = None
+    rows: dict[str, _SettingValues] = {}
+
+
+class _TableEntry(_Strict):
+    title: str
+    reads: tuple[str, ...] = ()
+    figures: dict[str, dict[str, tuple[_Pair, ...]]]
+
+
+class _ReducedEntry(_Strict):
+    title: str
+    setting: _SettingValues
+
+
+class _ClaimEntry(_Strict):
+    text: str
+    table: str
+    scenarios: tuple[str, ...]
+    below: tuple[tuple[str, str], ...] = ()
+    about: tuple[tuple[str, str], ...] = ()
+    margin: Annotated[float, Field(gt=0)] = 1.0
+
+
+class _PaperFile(_Strict):
+    id: str
+    title: str
+    seeds: tuple[int, ...]
+    measures: tuple[str, ...]
+    reads: tuple[str, ...]
+    setting: _SettingValues
+    params: dict[str, ParameterValue]
+    search: dict[str, tuple[ParameterValue, ...]] = {}
+    method: dict[str, dict[str, ParameterValue]]
+    row: dict[str, _RowEntry]
+    scenario: dict[str, _ScenarioEntry]
+    table: dict[str, _TableEntry]
+    reduced: dict[str, _ReducedEntry]
+    claim: tuple[_ClaimEntry, ...]
+
+
+@dataclass(frozen=True)
+class Published:
+    """A published figure, in percent."""
+
+    mean: float
+    std: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a table.
+
+    Attributes:
+        key: `method` or `method/variant`, unique in its preset.
+        label: the paper's name for it.
+        setting: fields of the run's setting that this row adds to the preset's.
+        params: every published parameter of the method.
+        search: parameters of which the paper tried several values and reports the best.
+        figures: published figure by measure; empty where the paper has none.
+        home: preset and row under which this very run is recorded: another table's, where the two are the same run.
+    """
+
+    key: str
+    label: str
+    setting: Mapping[str, ParameterValue]
+    params: Mapping[str, ParameterValue]
+    search: Mapping[str, tuple[ParameterValue, ...]]
+    figures: Mapping[str, Published]
+    home: tuple[str, str]
+
+    @property
+    def method(self) -> str:
+        """The method's name."""
+        return self.key.partition("/")[0]
+
+    @property
+    def variant(self) -> str:
+        """The label of an ablation; empty for the method as it is."""
+        return self.key.partition("/")[2]
+
+
+@dataclass(frozen=True)
+class Preset:
+    """One column of a published table.
+
+    Attributes:
+        name: `paper:table:scenario`, with `@budget` for a reduced one.
+        setting: published fields of the run's setting, without method, seed and parameters.
+        changed: what a reduced budget puts over `setting`.
+        measures: names of the figures, the one that the paper argues with first.
+        needs: data that the user has to bring; None where it can be found by name.
+        stand_in: why this preset has no published figures; None for a published one.
+        reads: what the paper leaves open, and how it is read here.
+    """
+
+    name: str
+    title: str
+    setting: Mapping[str, ParameterValue]
+    rows: Mapping[str, Row]
+    seeds: tuple[int, ...]
+    measures: tuple[str, ...]
+    reads: tuple[str, ...]
+    needs: str | None = None
+    stand_in: str | None = None
+    changed: Mapping[str, ParameterValue] = field(default_factory=dict)
+
+    @property
+    def base(self) -> str:
+        """The name without the budget."""
+        return self.name.partition("@")[0]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """An order that a paper states: in `preset`, row `lower` is below row `higher`; with a margin, they are about equal."""
+
+    text: str
+    preset: str
+    lower: str
+    higher: str
+    margin: float | None
+
+
+def _paper_files() -> list[_PaperFile]:
+    texts = [files(__package__).joinpath(name).read_text(encoding="utf-8") for name in _FILES]
+    return [_PaperFile.model_validate(tomllib.loads(text)) for text in texts]
+
+
+@cache
+def presets() -> Mapping[str, Preset]:
+    """All presets with the published budget, by name."""
+    found = {}
+    for paper in _paper_files():
+        for table in paper.table:
+            for scenario in paper.table[table].figures:
+                preset = _preset(paper, table, scenario)
+                found[preset.name] = preset
+    return found
+
+
+@cache
+def claims() -> tuple[Claim, ...]:
+    """Every order the papers state, one by one."""
+    found = []
+    for paper in _paper_files():
+        for entry in paper.claim:
+            for scenario in entry.scenarios:
+                name = f"{paper.id}:{entry.table}:{scenario}"
+                found += [Claim(entry.text, name, lower, higher, None) for lower, higher in entry.below]
+                found += [Claim(entry.text, name, one, other, entry.margin) for one, other in entry.about]
+    return tuple(found)
+
+
+def _preset(paper: _PaperFile, table: str, scenario: str) -> Preset:
+    entry, place = paper.table[table], paper.scenario[scenario]
+    rows = {key: _row(paper, table, scenario, key, pairs) for key, pairs in entry.figures[scenario].items()}
+    return Preset(
+        name=f"{paper.id}:{table}:{scenario}",
+        title=f"{entry.title}; {place.label}",
+        setting={**paper.setting, **place.setting},
+        rows=rows,
+        seeds=paper.seeds,
+        measures=paper.measures,
+        reads=(*paper.reads, *entry.reads, *place.reads),
+        needs=place.needs,
+        stand_in=place.stand_in,
+    )
+
+
+def _row(paper: _PaperFile, table: str, scenario: str, key: str, pairs: Sequence[_Pair]) -> Row:
+    own = paper.row[key]
+    meant = own.same_as or key
+    source = paper.row[meant]
+    # The first table that has this run in this scenario is where it is recorded, so that no run is done twice.
+    first = next(name for name in paper.table if meant in paper.table[name].figures.get(scenario, {}))
+    return Row(
+        key=key,
+        label=own.label,
+        setting={**source.setting, **paper.scenario[scenario].rows.get(meant, {})},
+        params={**paper.params, **paper.method.get(key.partition("/")[0], {}), **source.params},
+        search={**paper.search, **source.search},
+        figures={name: Published(*pair) for name, pair in zip(paper.measures, pairs, strict=False)},
+        home=(f"{paper.id}:{first}:{scenario}", meant),
+    )
+
+
+@cache
+def _budgets() -> Mapping[str, Mapping[str, _ReducedEntry]]:
+    return {paper.id: paper.reduced for paper in _paper_files()}
+
+
+def find_presets(name: str) -> tuple[Preset, ...]:
+    """The presets that a name means: one preset, or all of a group (`fedmd_cg:table1:cifar10`, `fedcg:table1`).
+
+    Args:
+        name: a preset, the beginning of several up to a `:` or a `-`, either with `@budget`.
+
+    Raises:
+        OptionError: there is none of that name.
+    """
+    base, at, budget = name.partition("@")
+    known = presets()
+    found = [known[base]] if base in known else [preset for key, preset in known.items() if _is_in(key, base)]
+    if len(found) > 1:
+        found = [preset for preset in found if preset.stand_in is None]
+    if not found:
+        raise OptionError(f"no table {base!r}; there are {', '.join(known)}")
+    return tuple(_with_budget(preset, budget) for preset in found) if at else tuple(found)
+
+
+def _is_in(name: str, group: str) -> bool:
+    return name.startswith((f"{group}:", f"{group}-"))
+
+
+def _with_budget(preset: Preset, budget: str) -> Preset:
+    budgets = _budgets()[preset.name.partition(":")[0]]
+    if budget not in budgets:
+        raise OptionError(f"no budget {budget!r} for {preset.name}; there are {', '.join(budgets)}")
+    return replace(preset, name=f"{preset.base}@{budget}", changed=budgets[budget].setting)

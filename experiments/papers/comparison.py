@@ -1,0 +1,127 @@
+"""Our runs beside the published tables: one comparison per preset and budget, with what they say of the papers' orders."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from experiments.papers.catalogue import Claim, Preset, claims, presets
+from experiments.papers.lines import Differences, Line, figures_of, key_of, lines_of, row_of, table_differences
+from experiments.papers.orders import Verdict, judge
+from experiments.papers.records import RunRecord
+
+_LOCAL = "local"
+
+
+@dataclass(frozen=True)
+class Order:
+    """A claim and what our runs say of it, in one measure."""
+
+    claim: Claim
+    measure: str
+    published: float | None
+    verdict: Verdict
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A preset beside our runs of it under one budget.
+
+    Attributes:
+        reduced: differences from the published setting that concern the whole table; empty: published settings.
+        data: names of the data that the runs used.
+        strangers: files of runs that fit no row.
+    """
+
+    preset: Preset
+    reduced: Differences
+    data: tuple[str, ...]
+    lines: tuple[Line, ...]
+    orders: tuple[Order, ...]
+    strangers: tuple[str, ...]
+
+
+def compare(runs: Iterable[RunRecord], chosen: Sequence[Preset] | None = None) -> tuple[Comparison, ...]:
+    """One comparison per preset and budget that has runs, in the order of the papers.
+
+    Args:
+        runs: records; those that started from no preset are passed over.
+        chosen: only these presets; all when None.
+    """
+    by_budget: dict[str, dict[str, list[RunRecord]]] = defaultdict(lambda: defaultdict(list))
+    for run in runs:
+        if run.base is not None:
+            by_budget[key_of(table_differences(run))][run.base].append(run)
+    names = list(presets()) if chosen is None else list(dict.fromkeys(preset.base for preset in chosen))
+    found = []
+    for name in names:
+        for budget in sorted(by_budget, key=lambda key: (key != "{}", key)):
+            comparison = _comparison(presets()[name], by_budget[budget])
+            if comparison is not None:
+                found.append(comparison)
+    return tuple(found)
+
+
+def _comparison(preset: Preset, runs: Mapping[str, Sequence[RunRecord]]) -> Comparison | None:
+    used: list[RunRecord] = []
+    lines: list[Line] = []
+    for row in preset.rows.values():
+        home, key = row.home
+        mine = [
+            (run, match[1])
+            for run in runs.get(home, ())
+            if (match := row_of(run, presets()[home])) is not None and match[0].key == key
+        ]
+        used += [run for run, _ in mine]
+        lines += lines_of(row, mine, preset.measures)
+    strangers = [run for run in runs.get(preset.base, ()) if row_of(run, preset) is None]
+    if not any(run.base == preset.base for run in used) and not strangers:
+        return None
+    if preset.measures == ("personal",):
+        lines = _with_shadows(lines, used, preset)
+    shown = used or strangers
+    return Comparison(
+        preset=preset,
+        reduced=table_differences(shown[0]),
+        data=tuple(sorted({run.data for run in shown})),
+        lines=tuple(lines),
+        orders=_orders(preset, lines),
+        strangers=tuple(run.file for run in strangers),
+    )
+
+
+def _with_shadows(lines: Sequence[Line], used: Sequence[RunRecord], preset: Preset) -> list[Line]:
+    """Without runs of `local`, its row shows the shadows: the same data, split, weights and streams, no aggregate."""
+    row = preset.rows.get(_LOCAL)
+    if row is None or any(line.row.key == _LOCAL for line in lines):
+        return list(lines)
+    shadows: dict[int, float] = {}
+    for run in sorted(used, key=lambda run: (run.method, run.file), reverse=True):
+        figure = run.figure("accuracy_local")
+        if figure is not None:
+            shadows[run.seed] = figure
+    if not shadows:
+        return list(lines)
+    by_seed = {"personal": shadows}
+    figures = figures_of(by_seed)
+    return [Line(row, "", 1, 1, {}, by_seed, figures, figures, 0, 0, {}, 0, from_shadow=True), *lines]
+
+
+def _orders(preset: Preset, lines: Sequence[Line]) -> tuple[Order, ...]:
+    first: dict[str, Line] = {}
+    for line in lines:
+        first.setdefault(line.row.key, line)
+    orders = []
+    for claim in claims():
+        if claim.preset == preset.base and claim.lower in first and claim.higher in first:
+            lower, higher = first[claim.lower], first[claim.higher]
+            for measure in preset.measures:
+                verdict = judge(lower.by_seed[measure], higher.by_seed[measure], claim.margin)
+                orders.append(Order(claim, measure, _published_difference(preset, claim, measure), verdict))
+    return tuple(orders)
+
+
+def _published_difference(preset: Preset, claim: Claim, measure: str) -> float | None:
+    lower, higher = (preset.rows[key].figures.get(measure) for key in (claim.lower, claim.higher))
+    return None if lower is None or higher is None else higher.mean - lower.mean

@@ -1,0 +1,177 @@
+"""Our runs of one row of a table: which runs they are, the best of a search, means over seeds, who loses against alone.
+
+FedCG reports a client's accuracy at its best validation round: `personal` is the record's accuracy_personal. FedMD-CG's L.acc and
+G.acc are read as those of the last round: `local` is accuracy_last, `global` is global_accuracy_last. All are means over clients in
+percent (`global`: one model on the whole test set).
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+
+from experiments.papers.catalogue import Preset, Published, Row
+from experiments.papers.plan import variant_text
+from experiments.papers.records import RunRecord
+from fedcg.learning.spec import ParameterValue
+
+FIELDS = {"personal": "accuracy_personal", "local": "accuracy_last", "global": "global_accuracy_last"}
+BEST_FIELDS = {"personal": "accuracy_personal", "local": "accuracy_personal", "global": "global_accuracy_best"}
+FAR_STDS = 2.0
+# Differences that concern only the rows that use a generator, or public images: they mark a row, not the whole table.
+_ROW_FIELDS = frozenset({"generator", "discriminator", "noise_dim", "public_images"})
+Differences = Mapping[str, tuple[object, object]]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Mean and standard deviation over seeds, in percent; `std` is None for one seed."""
+
+    mean: float
+    std: float | None
+    seeds: int
+
+
+@dataclass(frozen=True)
+class Line:
+    """Our runs of one row.
+
+    Attributes:
+        choice: the searched values that won, by validation accuracy; `tried` of `offered` values have runs.
+        reduced: differences from the published setting that concern this row alone.
+        by_seed: measure to seed to percent.
+        figures: measure to mean over seeds; `best` likewise, at each client's (global: the) best round instead of the last.
+        losing: how many of `compared` clients, over all seeds, are below their local-only model.
+        gains: points over local-only for each client, mean over seeds.
+        failures: local rounds that diverged and were undone.
+        from_shadow: the figures are those of the other runs' local-only shadows.
+    """
+
+    row: Row
+    choice: str
+    tried: int
+    offered: int
+    reduced: Differences
+    by_seed: Mapping[str, Mapping[int, float]]
+    figures: Mapping[str, Figure]
+    best: Mapping[str, Figure]
+    losing: int
+    compared: int
+    gains: Mapping[str, float]
+    failures: int
+    from_shadow: bool = False
+
+
+def is_far(ours: Figure, paper: Published) -> bool:
+    """Whether our mean is more than two of the PAPER's standard deviations from the paper's mean."""
+    return abs(ours.mean - paper.mean) > FAR_STDS * paper.std
+
+
+def row_of(run: RunRecord, preset: Preset) -> tuple[Row, str] | None:
+    """The row of its preset that a run belongs to, and its searched values as text; None where it fits none."""
+    for row in preset.rows.values():
+        if row.home != (preset.base, row.key) or row.method != run.method:
+            continue
+        choice = {key: _searched(run, key) for key in row.search}
+        if run.variant == variant_text(row.variant, choice):
+            return row, variant_text("", choice)
+    return None
+
+
+def figure_of(values: Iterable[float]) -> Figure | None:
+    """Mean and sample standard deviation; None without values."""
+    known = list(values)
+    return Figure(fmean(known), stdev(known) if len(known) > 1 else None, len(known)) if known else None
+
+
+def lines_of(row: Row, mine: Sequence[tuple[RunRecord, str]], measures: Sequence[str]) -> list[Line]:
+    """Our runs of a row, one line per set of differences that concern this row alone.
+
+    Args:
+        row: the row as its table shows it.
+        mine: its runs, each with its searched values as text.
+        measures: names of the figures.
+    """
+    groups: dict[str, dict[str, dict[int, RunRecord]]] = defaultdict(lambda: defaultdict(dict))
+    for run, choice in sorted(mine, key=lambda pair: (pair[0].date, pair[0].file)):
+        groups[key_of(row_differences(run))][choice][run.seed] = run  # of a repeated run the last counts
+    offered = 1
+    for values in row.search.values():
+        offered *= len(values)
+    return [_line(row, groups[key], offered, measures) for key in sorted(groups, key=lambda key: (key != "{}", key))]
+
+
+def _line(row: Row, by_choice: Mapping[str, Mapping[int, RunRecord]], offered: int, measures: Sequence[str]) -> Line:
+    choice = _winner(by_choice, last=measures[0] != "personal")
+    runs = by_choice[choice]
+    clients = [client for run in runs.values() for client in run.clients]
+    gains: dict[str, list[float]] = defaultdict(list)
+    for client in clients:
+        if client.accuracy_personal is not None and client.accuracy_local is not None:
+            gains[client.id].append(100.0 * (client.accuracy_personal - client.accuracy_local))
+    by_seed = {measure: _by_seed(runs, FIELDS[measure]) for measure in measures}
+    best = {measure: _by_seed(runs, BEST_FIELDS[measure]) for measure in measures}
+    return Line(
+        row=row,
+        choice=choice,
+        tried=len(by_choice),
+        offered=offered,
+        reduced=row_differences(next(iter(runs.values()))),
+        by_seed=by_seed,
+        figures=figures_of(by_seed),
+        best=figures_of(best),
+        losing=sum(client.below_local is True for client in clients),
+        compared=sum(client.below_local is not None for client in clients),
+        gains={name: fmean(values) for name, values in sorted(gains.items())},
+        failures=sum(len(client.failures) for client in clients),
+    )
+
+
+def _winner(by_choice: Mapping[str, Mapping[int, RunRecord]], *, last: bool) -> str:
+    """Of the searched values with the most seeds, those with the best mean validation accuracy."""
+    most = max(len(runs) for runs in by_choice.values())
+
+    def validation(choice: str) -> float:
+        figures = [run.last_validation() if last else run.best_validation() for run in by_choice[choice].values()]
+        known = [figure for figure in figures if figure is not None]
+        return fmean(known) if known else float("-inf")
+
+    return max((choice for choice, runs in by_choice.items() if len(runs) == most), key=validation)
+
+
+def _by_seed(runs: Mapping[int, RunRecord], field: str) -> dict[int, float]:
+    figures = {seed: run.figure(field) for seed, run in sorted(runs.items())}
+    return {seed: figure for seed, figure in figures.items() if figure is not None}
+
+
+def figures_of(by_seed: Mapping[str, Mapping[int, float]]) -> dict[str, Figure]:
+    """Means over seeds of every measure that has any."""
+    figures = {measure: figure_of(values.values()) for measure, values in by_seed.items()}
+    return {measure: figure for measure, figure in figures.items() if figure is not None}
+
+
+def _searched(run: RunRecord, key: str) -> ParameterValue:
+    value = run.params.get(key, run.setting.get(key))
+    return value if isinstance(value, (bool, int, float, str)) else None
+
+
+def _concerns_row(run: RunRecord, name: str) -> bool:
+    return name in _ROW_FIELDS or name not in run.setting
+
+
+def table_differences(run: RunRecord) -> dict[str, tuple[object, object]]:
+    """Differences from the published setting that make another table of it."""
+    return {name: pair for name, pair in run.reduced.items() if not _concerns_row(run, name)}
+
+
+def row_differences(run: RunRecord) -> dict[str, tuple[object, object]]:
+    """Differences from the published setting that concern the run's row alone: its parameters, its generator."""
+    return {name: pair for name, pair in run.reduced.items() if _concerns_row(run, name)}
+
+
+def key_of(differences: Differences) -> str:
+    """Text that is equal for equal differences; `{}` for none."""
+    return json.dumps(differences, sort_keys=True, default=list)

@@ -1,0 +1,174 @@
+"""Reads the records of simulated runs from a folder, strictly and within bounds. Knows nothing of tables and imports no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from experiments.errors import OptionError
+from fedcg.learning.spec import ParameterValue
+
+# A record of 250 rounds and 20 clients takes about 300 KB.
+MAX_RECORD_BYTES = 8 * 1024 * 1024
+MAX_RECORDS = 50_000
+_Column = list[float | None]
+
+
+class _Part(BaseModel):
+    """A part of a record; fields that are not needed here are passed over."""
+
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
+
+
+class Curve(_Part):
+    """What is needed of a client's curve."""
+
+    validation: _Column = []
+
+
+class ClientRecord(_Part):
+    """One client's figures; accuracies are shares of 1."""
+
+    id: str
+    accuracy_personal: float | None = None
+    accuracy_local: float | None = None
+    below_local: bool | None = None
+    failures: list[object] = []
+    curve: Curve = Curve()
+
+
+class Network(_Part):
+    """What the run's networks were."""
+
+    split: str
+    generator: str
+    discriminator: str
+    noise_dim: int
+
+
+class Bytes(_Part):
+    """Bytes of float32 tensors that a client shares in a round."""
+
+    up: int
+    down: int
+
+
+class RunRecord(_Part):
+    """One simulated run, format 2.
+
+    Attributes:
+        paper: the preset that the run started from; None for a run of its own.
+        reduced: what differs from the published setting: name to [published, run].
+        mean: means over clients; accuracies are shares of 1.
+        file: name of the record's file.
+    """
+
+    format: Literal[2]
+    kind: Literal["simulation"]
+    date: str = ""
+    paper: str | None = None
+    reduced: dict[str, tuple[object, object]] = {}
+    method: str
+    variant: str = ""
+    seed: int
+    data: str
+    partition: str
+    rounds: int
+    setting: dict[str, object]
+    params: dict[str, ParameterValue]
+    network: Network
+    bytes_shared: Bytes = Field(alias="bytes")
+    mean: dict[str, float | None]
+    clients: list[ClientRecord]
+    file: str = ""
+
+    @property
+    def base(self) -> str | None:
+        """The preset without its budget."""
+        return None if self.paper is None else self.paper.partition("@")[0]
+
+    def figure(self, name: str) -> float | None:
+        """A mean over clients in percent."""
+        share = self.mean.get(name)
+        return None if share is None else 100.0 * share
+
+    def best_validation(self) -> float | None:
+        """Mean over clients of the best validation accuracy, in percent."""
+        return self._validation([max(values) for values in self._measured()])
+
+    def last_validation(self) -> float | None:
+        """Mean over clients of the last validation accuracy, in percent."""
+        return self._validation([values[-1] for values in self._measured()])
+
+    def _measured(self) -> list[list[float]]:
+        columns = [[value for value in client.curve.validation if value is not None] for client in self.clients]
+        return [values for values in columns if values]
+
+    @staticmethod
+    def _validation(values: Sequence[float]) -> float | None:
+        return 100.0 * sum(values) / len(values) if values else None
+
+
+@dataclass(frozen=True)
+class Folder:
+    """What a folder of runs holds.
+
+    Attributes:
+        runs: the simulated runs, by file name.
+        older: how many records of format 1 there are (demos); they belong to no table.
+        damaged: (file, reason) of what can't be read.
+    """
+
+    runs: tuple[RunRecord, ...]
+    older: int
+    damaged: tuple[tuple[str, str], ...]
+
+
+def read_folder(folder: Path) -> Folder:
+    """Read every `*.json` of a folder.
+
+    Raises:
+        OptionError: not a folder, or more files than can be runs.
+    """
+    if not folder.is_dir():
+        raise OptionError(f"{folder} is not a folder of runs")
+    paths = sorted(path for path in folder.glob("*.json") if not path.name.startswith("."))
+    if len(paths) > MAX_RECORDS:
+        raise OptionError(f"{folder} holds {len(paths)} files, more than {MAX_RECORDS}: name the folder of the runs")
+    runs, damaged, older = [], [], 0
+    for path in paths:
+        try:
+            run = _read(path)
+        except (OSError, ValueError, RecursionError) as error:
+            damaged.append((path.name, _reason(error)))
+            continue
+        if run is None:
+            older += 1
+        else:
+            runs.append(run)
+    return Folder(tuple(runs), older, tuple(damaged))
+
+
+def _read(path: Path) -> RunRecord | None:
+    """The run in a file; None for a record of format 1."""
+    size = path.stat().st_size
+    if size > MAX_RECORD_BYTES:
+        raise ValueError(f"{size} bytes are too many for a record")
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+        raise ValueError("not a JSON object")  # noqa: TRY004 - bad content, not a bad call
+    if content.get("format") == 1:
+        return None
+    return RunRecord.model_validate({**content, "file": path.name})
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, ValidationError):
+        first = error.errors(include_url=False)[0]
+        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    return str(error) or type(error).__name__

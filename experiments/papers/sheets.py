@@ -1,0 +1,167 @@
+"""What `fedcg tables` shows, as plain sheets of text: a title, columns, rows, notes. Knows nothing of terminals."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from experiments.papers.catalogue import Published, Row
+from experiments.papers.comparison import Comparison, Order
+from experiments.papers.lines import Differences, Figure, Line, is_far
+from experiments.papers.missing import Missing
+from experiments.papers.traffic import Traffic
+
+MEASURE_NAMES = {"personal": "accuracy", "local": "L.acc", "global": "G.acc"}
+_NONE = "-"
+FAR_NOTE = "! differs from the paper by more than 2 of the paper's standard deviations"
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """A table of text; every row has as many cells as there are columns."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    notes: tuple[str, ...] = ()
+
+
+def comparison_sheet(found: Comparison) -> Sheet:
+    """The paper's rows beside ours."""
+    measures = found.preset.measures
+    columns = ["row"]
+    for measure in measures:
+        columns += [f"paper {MEASURE_NAMES[measure]}", f"ours {MEASURE_NAMES[measure]}", "difference"]
+    lines: dict[str, list[Line]] = {}
+    for line in found.lines:
+        lines.setdefault(line.row.key, []).append(line)
+    rows: list[tuple[str, ...]] = []
+    for row in found.preset.rows.values():
+        mine: list[Line | None] = [*lines.get(row.key, ())]
+        for shown in mine or [None]:
+            is_exact = not found.reduced and (shown is None or not shown.reduced)
+            rows.append(_cells(row, shown, measures, is_exact=is_exact))
+    budget = "published settings" if not found.reduced else f"REDUCED: {_differences(found.reduced)}"
+    notes = [f"data: {', '.join(found.data)}", FAR_NOTE]
+    if found.preset.stand_in is not None:
+        notes.append(found.preset.stand_in)
+    notes += [f"{file} fits no row of this table" for file in found.strangers]
+    title = f"{found.preset.base}  {found.preset.title}  [{budget}]"
+    return Sheet(title, (*columns, "alone is better", "remarks"), tuple(rows), tuple(notes))
+
+
+def orders_sheet(comparisons: Sequence[Comparison]) -> Sheet:
+    """Every order the papers state that our runs can speak of."""
+    rows = [_order(found, order) for found in comparisons for order in found.orders]
+    columns = ("table", "claim", "order", "measure", "paper", "ours", "seeds", "judgement")
+    return Sheet("Orders stated by the papers", columns, tuple(rows))
+
+
+def gains_sheet(found: Comparison) -> Sheet:
+    """Points over local-only per client, as FedCG's figure 4 shows them."""
+    clients = sorted({client for line in found.lines for client in line.gains})
+    rows = [
+        (line.row.label, *(f"{line.gains[client]:+.1f}" if client in line.gains else _NONE for client in clients))
+        for line in found.lines
+        if line.gains
+    ]
+    return Sheet(f"{found.preset.base}: points over local-only, per client", ("row", *clients), tuple(rows))
+
+
+def missing_sheet(missing: Sequence[Missing]) -> Sheet:
+    """Runs that nobody has done at published settings."""
+    rows = [(item.paper, item.method, item.variant or _NONE, ", ".join(map(str, item.seeds))) for item in missing]
+    count = sum(len(item.seeds) for item in missing)
+    return Sheet(
+        f"Not run at published settings: {count} runs", ("paper", "method", "variant", "seeds missing"), tuple(rows)
+    )
+
+
+def traffic_sheet(groups: Sequence[Sequence[Traffic]]) -> Sheet:
+    """Bytes per update against accuracy."""
+    rows = [
+        (
+            item.setting,
+            "/".join(part for part in (item.method, item.variant) if part),
+            f"{item.generator}, noise {item.noise_dim}",
+            f"{item.up:,}",
+            figure_text(item.accuracy),
+            figure_text(item.last),
+        )
+        for group in groups
+        for item in group
+    ]
+    columns = ("setting", "method", "generator", "bytes up", "accuracy, best round", "accuracy, last round")
+    return Sheet("Bytes per update against accuracy", columns, tuple(rows))
+
+
+def markdown(sheet: Sheet) -> str:
+    """The sheet as GitHub's Markdown."""
+    lines = [f"### {sheet.title}", "", _markdown_row(sheet.columns), _markdown_row(["---"] * len(sheet.columns))]
+    lines += [_markdown_row(row) for row in sheet.rows]
+    lines += ["", *(f"- {note}" for note in sheet.notes)] if sheet.notes else []
+    return "\n".join(lines) + "\n"
+
+
+def figure_text(figure: Figure | Published | None) -> str:
+    """`47.5 ± 0.7 (3)`: mean, standard deviation and number of seeds; a published figure without the number."""
+    if figure is None:
+        return _NONE
+    if isinstance(figure, Published):
+        return f"{figure.mean:.2f} ± {figure.std:.2f}"
+    spread = "" if figure.std is None else f" ± {figure.std:.2f}"
+    return f"{figure.mean:.2f}{spread} ({figure.seeds})"
+
+
+def _markdown_row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _cells(row: Row, line: Line | None, measures: Sequence[str], *, is_exact: bool) -> tuple[str, ...]:
+    cells = [row.label]
+    for measure in measures:
+        paper, ours = row.figures.get(measure), None if line is None else line.figures.get(measure)
+        difference = _NONE
+        if paper is not None and ours is not None:
+            mark = " !" if is_exact and is_far(ours, paper) else ""
+            difference = f"{ours.mean - paper.mean:+.2f}{mark}"
+        cells += [figure_text(paper), figure_text(ours), difference]
+    if line is None:
+        return (*cells, _NONE, "not run")
+    losing = f"{line.losing} of {line.compared} clients" if line.compared else _NONE
+    return (*cells, losing, _remarks(line))
+
+
+def _remarks(line: Line) -> str:
+    remarks = []
+    if line.from_shadow:
+        remarks.append("from the other runs' shadows")
+    if line.offered > 1:
+        remarks.append(f"best of {line.tried} of {line.offered}: {line.choice}")
+    if line.reduced:
+        remarks.append(_differences(line.reduced))
+    if line.failures:
+        remarks.append(f"{line.failures} local rounds diverged")
+    return "; ".join(remarks)
+
+
+def _differences(differences: Differences) -> str:
+    return ", ".join(f"{name} {run} (published {before})" for name, (before, run) in sorted(differences.items()))
+
+
+def _order(found: Comparison, order: Order) -> tuple[str, ...]:
+    verdict, rows = order.verdict, found.preset.rows
+    sign = "<" if order.claim.margin is None else "≈"
+    ours = _NONE if verdict.difference is None else f"{verdict.difference:+.2f}"
+    if verdict.half_width is not None:
+        ours += f" ± {verdict.half_width:.2f}"
+    return (
+        found.preset.base + (" (reduced)" if found.reduced else ""),
+        order.claim.text,
+        f"{rows[order.claim.lower].label} {sign} {rows[order.claim.higher].label}",
+        MEASURE_NAMES[order.measure],
+        _NONE if order.published is None else f"{order.published:+.2f}",
+        ours,
+        str(verdict.seeds),
+        verdict.judgement.value,
+    )

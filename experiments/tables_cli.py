@@ -1,0 +1,112 @@
+"""`fedcg tables`: the papers' tables beside our runs. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from experiments.errors import OptionError
+from experiments.papers.catalogue import find_presets
+from experiments.papers.comparison import Comparison, compare
+from experiments.papers.missing import missing_runs
+from experiments.papers.orders import CRITERION
+from experiments.papers.records import Folder, read_folder
+from experiments.papers.sheets import (
+    Sheet,
+    comparison_sheet,
+    gains_sheet,
+    markdown,
+    missing_sheet,
+    orders_sheet,
+    traffic_sheet,
+)
+from experiments.papers.traffic import traffic
+
+_WIDTH = 160
+
+
+def tables_command(
+    runs: Annotated[Path, typer.Option(help="folder with the records of runs, one JSON each")] = Path(
+        "docs/benchmarks/runs"
+    ),
+    paper: Annotated[
+        str | None, typer.Option(help="one table or a group, e.g. fedcg:table1:cifar10-4, fedmd_cg:table1:cifar10")
+    ] = None,
+    list_missing: Annotated[
+        bool, typer.Option("--list-missing", help="name the runs that nobody has done at published settings")
+    ] = False,
+    by_bytes: Annotated[
+        bool, typer.Option("--bytes", help="bytes per update against accuracy, where runs differ in the generator")
+    ] = False,
+    by_client: Annotated[bool, typer.Option("--clients", help="add each client's points over local-only")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON with everything")] = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="print Markdown")] = False,
+) -> None:
+    """Print the papers' tables beside our runs: mean ± standard deviation over (seeds), and what the orders come to."""
+    try:
+        chosen = None if paper is None else find_presets(paper)
+        folder = read_folder(runs)
+        if as_json:
+            typer.echo(json.dumps(_everything(folder, paper)))
+            return
+        if list_missing:
+            sheets = [missing_sheet(missing_runs(folder.runs, chosen))]
+        elif by_bytes:
+            sheets = [traffic_sheet(traffic(folder.runs))]
+        else:
+            sheets = _comparison_sheets(compare(folder.runs, chosen), by_client=by_client)
+    except OptionError as error:
+        Console(stderr=True, highlight=False).print(f"Error: {error}", markup=False, soft_wrap=True)
+        raise typer.Exit(2) from error
+    _show(sheets, folder, as_markdown=as_markdown)
+
+
+def _comparison_sheets(found: Sequence[Comparison], *, by_client: bool) -> list[Sheet]:
+    sheets = [comparison_sheet(comparison) for comparison in found]
+    if by_client:
+        sheets += [sheet for comparison in found if (sheet := gains_sheet(comparison)).rows]
+    orders = orders_sheet(found)
+    return [*sheets, Sheet(orders.title, orders.columns, orders.rows, (CRITERION,))] if orders.rows else sheets
+
+
+def _everything(folder: Folder, paper: str | None) -> dict[str, Any]:
+    chosen = None if paper is None else find_presets(paper)
+    return {
+        "tables": [asdict(comparison) for comparison in compare(folder.runs, chosen)],
+        "criterion": CRITERION,
+        "missing": [asdict(item) for item in missing_runs(folder.runs, chosen)],
+        "bytes": [[asdict(item) for item in group] for group in traffic(folder.runs)],
+        "runs": len(folder.runs),
+        "older_records": folder.older,
+        "damaged": [{"file": file, "reason": reason} for file, reason in folder.damaged],
+    }
+
+
+def _show(sheets: Sequence[Sheet], folder: Folder, *, as_markdown: bool) -> None:
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(width=max(_WIDTH, console.width), highlight=False)
+    for sheet in sheets:
+        if as_markdown:
+            typer.echo(markdown(sheet))
+            continue
+        table = Table(*(escape(column) for column in sheet.columns), title=escape(sheet.title), title_justify="left")
+        for row in sheet.rows:
+            table.add_row(*(escape(cell) for cell in row))
+        console.print(table)
+        for note in sheet.notes:
+            console.print(note, markup=False, soft_wrap=True)
+    told = Console(stderr=True, highlight=False)
+    if not any(sheet.rows for sheet in sheets):
+        told.print("No runs here that these tables could show.", markup=False)
+    told.print(f"{len(folder.runs)} simulated runs; {folder.older} older records (format 1) not used.", markup=False)
+    for file, reason in folder.damaged:
+        told.print(f"Damaged: {file}: {reason}", markup=False, soft_wrap=True)

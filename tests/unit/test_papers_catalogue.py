@@ -1,0 +1,167 @@
+"""The published tables: figures, settings, names, and the runs they need."""
+
+from __future__ import annotations
+
+import pytest
+
+from experiments.errors import OptionError
+from experiments.papers.catalogue import Published, claims, find_presets, presets
+from experiments.papers.plan import TableRun, all_published, plan_runs
+from fedcg.learning.registry import get_method, method_names
+
+
+@pytest.mark.parametrize(
+    ("preset", "row", "measure", "figure"),
+    [
+        ("fedcg:table1:fmnist-4", "fedcg", "personal", (83.81, 0.28)),
+        ("fedcg:table1:cifar10-4", "local", "personal", (40.90, 0.92)),
+        ("fedcg:table1:cifar10-8", "fedprox", "personal", (50.76, 0.26)),
+        ("fedcg:table1:digit5", "feddf", "personal", (84.48, 0.28)),
+        ("fedcg:table1:office", "fedcg", "personal", (67.34, 0.83)),
+        ("fedcg:table1:domainnet", "fedgen", "personal", (47.86, 0.64)),
+        ("fedmd_cg:table1:emnist-w0.1", "fedavg", "global", (95.06, 0.46)),
+        ("fedmd_cg:table1:fmnist-w10", "fedmd_cg", "global", (87.18, 0.08)),
+        ("fedmd_cg:table1:cifar10-w10", "fedcg", "local", (39.39, 5.23)),
+        ("fedmd_cg:table1:cifar10-w0.1", "local", "global", (24.33, 3.66)),
+        ("fedmd_cg:table3:cifar10-w1", "fedmd_cg/ave-star", "global", (45.10, 2.32)),
+        ("fedmd_cg:table3:emnist-w1", "fedcg/kdc", "local", (93.17, 0.63)),
+        ("fedmd_cg:table4:cifar10-w10", "fedmd_cg/model-no-ce", "local", (51.53, 1.04)),
+        ("fedmd_cg:table4:emnist-w0.1", "fedmd_cg/generator-no-mse-ce-div", "global", (61.53, 3.55)),
+        ("fedmd_cg:table5:fmnist-w1", "fedmd_cg/div1", "local", (79.03, 1.52)),
+    ],
+)
+def test_a_figure_is_the_papers(preset: str, row: str, measure: str, figure: tuple[float, float]) -> None:
+    assert presets()[preset].rows[row].figures[measure] == Published(*figure)
+
+
+def test_every_column_of_both_papers_has_all_its_rows_and_figures() -> None:
+    sizes = {"fedcg:table1": 7, "fedmd_cg:table1": 7, "fedmd_cg:table3": 7, "fedmd_cg:table4": 15, "fedmd_cg:table5": 3}
+    published = [preset for preset in presets().values() if preset.stand_in is None]
+    assert len(published) == 6 + 9 + 9 + 3 + 9
+    for preset in published:
+        rows = sizes[preset.name.rpartition(":")[0]] - (preset.name == "fedcg:table1:office")  # FedDF was not measured
+        assert len(preset.rows) == rows, preset.name
+        assert all(set(row.figures) == set(preset.measures) for row in preset.rows.values())
+
+
+def test_a_stand_in_has_no_published_figure_and_says_so() -> None:
+    stand_in = presets()["fedcg:table1:digits-domains"]
+    assert stand_in.stand_in is not None
+    assert not any(row.figures for row in stand_in.rows.values())
+
+
+def test_every_claim_names_rows_of_its_table() -> None:
+    assert {claim.text for claim in claims()} >= {"Local < FedSplit < FedCG", "FedMD-CG > FedCG on CIFAR-10"}
+    for claim in claims():
+        assert {claim.lower, claim.higher} <= set(presets()[claim.preset].rows), claim
+
+
+def test_a_group_means_all_its_tables_and_no_stand_in() -> None:
+    assert [preset.name for preset in find_presets("fedmd_cg:table1:cifar10")] == [
+        f"fedmd_cg:table1:cifar10-{omega}" for omega in ("w10", "w1", "w0.1")
+    ]
+    assert all(preset.stand_in is None for preset in find_presets("fedcg:table1"))
+    assert len(find_presets("fedcg:table1")) == 6
+
+
+@pytest.mark.parametrize("name", ["fedcg:table1:cifar", "fedcg:table9", "", "fedcg:table1:cifar10-4@never"])
+def test_an_unknown_name_is_refused_with_those_there_are(name: str) -> None:
+    with pytest.raises(OptionError, match="there are"):
+        find_presets(name)
+
+
+def test_a_published_table_is_planned_exactly_as_published() -> None:
+    runs = plan_runs("fedcg:table1:cifar10-4")
+    assert {run.seed for run in runs} == {0, 1, 2, 3, 4}
+    assert all(run.reduced == {} and run.paper == "fedcg:table1:cifar10-4" for run in runs)
+    assert {run.variant for run in runs if run.method == "fedprox"} == {"mu=0.001", "mu=0.01", "mu=0.1", "mu=1"}
+    fedcg = next(run for run in runs if run.method == "fedcg")
+    assert (fedcg.setting["rounds"], fedcg.setting["local_epochs"], fedcg.setting["batch_size"]) == (100, 20, 16)
+    assert (fedcg.setting["lr"], fedcg.setting["normalise"], fedcg.setting["flip"]) == (3e-4, "imagenet", True)
+    assert (fedcg.params["server_iterations"], fedcg.params["server_batch"]) == (2000, 16)
+    assert next(run for run in runs if run.method == "feddf").setting["public_images"] == 32000
+
+
+def test_fedmd_cg_searches_its_learning_rate_over_both_budgets() -> None:
+    runs = plan_runs("fedmd_cg:table1:cifar10-w10", methods=["fedmd_cg"], seeds=[3])
+    assert [(run.variant, run.setting["lr"]) for run in runs] == [
+        ("lr=0.01", 0.01),
+        ("lr=0.05", 0.05),
+        ("lr=0.08", 0.08),
+    ]
+    assert {(run.setting["rounds"], run.setting["local_steps"], run.params["diversity"]) for run in runs} == {
+        (250, 20, "published_2")
+    }
+    (chosen,) = plan_runs("fedmd_cg:table1:cifar10-w10", methods=["fedmd_cg"], seeds=[3], setting={"lr": 0.05})
+    assert (chosen.variant, chosen.reduced) == ("lr=0.05", {})
+
+
+def test_a_value_outside_the_published_search_is_a_difference() -> None:
+    (run,) = plan_runs("fedcg:table1:cifar10-4", methods=["fedprox"], seeds=[0], params={"fedprox": {"mu": 0.5}})
+    assert run.reduced == {"mu": ([0.001, 0.01, 0.1, 1.0], 0.5)}
+    assert run.variant == "mu=0.5"
+
+
+def test_a_reduced_budget_lists_what_differs() -> None:
+    (run,) = plan_runs("fedcg:table1:cifar10-8@relu6x10", methods=["fedavg"], seeds=[0])
+    assert run.paper == "fedcg:table1:cifar10-8@relu6x10"
+    assert run.reduced == {"network": ("lenet5", "lenet5_relu"), "rounds": (100, 6), "local_epochs": (20, 10)}
+
+
+def test_what_the_user_types_overrides_and_is_listed() -> None:
+    (run,) = plan_runs(
+        "fedcg:table1:cifar10-4",
+        methods=["fedcg"],
+        seeds=[0],
+        setting={"rounds": 12, "data": "/images/cifar10", "device": "cuda"},
+        params={"": {"lr": 0.001}, "fedcg": {"server_iterations": 200}},
+    )
+    assert run.reduced == {"rounds": (100, 12), "lr": (3e-4, 0.001), "server_iterations": (2000, 200)}
+    assert run.setting["lr"] == 0.001
+    assert "lr" not in run.params
+    assert run.params["server_iterations"] == 200
+
+
+def test_another_named_data_set_is_a_difference_and_a_folder_of_the_same_images_is_none() -> None:
+    (run,) = plan_runs("fedcg:table1:cifar10-4", methods=["local"], seeds=[0], setting={"data": "digits"})
+    assert run.reduced == {"data": ("torchvision:CIFAR10", "digits")}
+
+
+def test_data_that_nobody_can_download_has_to_be_brought() -> None:
+    with pytest.raises(OptionError, match="mnist_m, svhn, syn, usps"):
+        plan_runs("fedcg:table1:digit5")
+    (run,) = plan_runs("fedcg:table1:digit5", methods=["local"], seeds=[0], setting={"data": "/images/digit5"})
+    assert run.reduced == {}
+
+
+def test_a_row_that_no_table_has_is_refused() -> None:
+    with pytest.raises(OptionError, match="no row 'fedper'"):
+        plan_runs("fedcg:table1:cifar10-4", methods=["fedper"])
+
+
+def test_one_run_serves_every_table_that_shows_it() -> None:
+    whole, *others = (
+        plan_runs(f"fedmd_cg:table{table}:cifar10-w10", methods=[row], seeds=[0], setting={"lr": 0.05})
+        for table, row in ((1, "fedmd_cg"), (3, "fedmd_cg/kdc"), (4, "fedmd_cg"), (5, "fedmd_cg/div2"))
+    )
+    full = [run for run in others[1] if run.variant == "lr=0.05"]
+    assert list(whole) == list(others[0]) == full == list(others[2])
+
+
+def test_a_variant_can_be_asked_for_by_itself() -> None:
+    (run,) = plan_runs("fedmd_cg:table4:cifar10-w10", methods=["fedmd_cg/model-no-kl"], seeds=[0], setting={"lr": 0.05})
+    assert (run.variant, run.params["lambda3"]) == ("model-no-kl-lr=0.05", 0.0)
+
+
+def _accepted(run: TableRun) -> None:
+    setting = run.planned().setting
+    setting.checked_partition()
+    get_method(run.method).params_type.model_validate(setting.all_params())
+
+
+def test_every_planned_run_is_accepted_by_the_setting_and_by_its_method() -> None:
+    seen = {(run.paper, run.method, run.variant): run for run in all_published()}
+    assert len(seen) * 5 == len(all_published())
+    assert {run.method for run in seen.values()} <= set(method_names())
+    for run in seen.values():
+        _accepted(run)
