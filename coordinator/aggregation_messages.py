@@ -16,6 +16,7 @@ class WorkerSettings:
         secret: root of the coordinator's random streams; never shown, never sent.
         artifacts: directory of the artifact store.
         spill: directory for the rows of teacher passes.
+        public_data: unlabelled images, or None; at most `public_images` of them are read.
     """
 
     threads: int
@@ -23,6 +24,8 @@ class WorkerSettings:
     secret: bytes
     artifacts: Path
     spill: Path
+    public_data: Path | None = None
+    public_images: int = 10_000
 
     def __repr__(self) -> str:
         return f"WorkerSettings(threads={self.threads}, device={self.device!r})"

@@ -35,7 +35,10 @@ from coordinator.validation import upload_layouts
 from fedcg.wire.artifacts import ArtifactStore, unpack
 
 if TYPE_CHECKING:
+    import torch
+
     from fedcg.learning.method import Update
+    from fedcg.learning.spec import ImageForm
 
 PROGRESS_EVERY_S = 0.2
 Send = Callable[[Reply], None]
@@ -54,13 +57,14 @@ def worker_main(connection: Connection, settings: WorkerSettings) -> None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     connection.send(WorkerReady(os.getpid(), settings.threads, device))
     bench: Workbench | None = None
+    shelf = PublicShelf(settings.public_data, settings.public_images)
     while True:
         try:
             request: Request = connection.recv()
         except EOFError:
             return
         if isinstance(request, Job):
-            bench = Workbench(request, settings, device, connection.send)
+            bench = Workbench(request, settings, device, connection.send, shelf)
         elif bench is not None:
             bench.serve(request)
 
@@ -72,14 +76,38 @@ def _die_with_parent() -> None:
         os._exit(1)
 
 
+class PublicShelf:
+    """The public images of this coordinator, read once, when a method asks for them."""
+
+    def __init__(self, data: Path | None, most: int) -> None:
+        self._data = data
+        self._most = most
+        self._read: tuple[ImageForm, torch.Tensor] | None = None
+
+    def images(self, form: ImageForm) -> torch.Tensor | None:
+        """[N, C, H, W] uint8, or None when the configuration names none.
+
+        Raises:
+            DataError: they can't be read.
+        """
+        from fedcg.learning.public_images import read_public
+
+        if self._data is None:
+            return None
+        if self._read is None or self._read[0] != form:
+            self._read = form, read_public(self._data, form, self._most).images
+        return self._read[1]
+
+
 class Workbench:
     """One job at work: turns requests into calls of the method's aggregator."""
 
-    def __init__(self, job: Job, settings: WorkerSettings, device: str, send: Send) -> None:
+    def __init__(self, job: Job, settings: WorkerSettings, device: str, send: Send, shelf: PublicShelf) -> None:
         self._job = job
         self._settings = settings
         self._device = device
         self._send = send
+        self._shelf = shelf
         self._store = ArtifactStore(settings.artifacts)
         self._failed = not self._guarded(self._open)
 
@@ -120,6 +148,7 @@ class Workbench:
             streams=Streams(self._settings.secret).at(job.federation, job.round, job.attempt),
             device=self._device,
             progress=Throttle(job, self._send),
+            public=self._shelf.images(self._spec.image) if self._method.needs_public else None,
         )
         self._spill = DirectorySpill(spill_directory(self._settings.spill, job.federation, job.round, job.attempt))
         self._aggregator = self._method.aggregator(state, context, self._spill)

@@ -83,15 +83,22 @@ def coordinator_init(
     broker_port: Annotated[int, typer.Option(min=1, max=65535)] = 8883,
     api_port: Annotated[int, typer.Option(min=1, max=65535, help="HTTP interface, on loopback only.")] = 8440,
     observer: Annotated[bool, typer.Option("--observer", help="Also make a read-only observer certificate.")] = False,
+    public_data: Annotated[
+        Path | None, typer.Option(help="Unlabelled images for methods that distil on some: a folder or an .npz.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Create a coordinator: authority, certificates, keys, secret, configuration, in an empty directory."""
-    from coordinator.config import ApiSettings, BrokerSettings, CoordinatorConfig
+    from coordinator.config import AggregationSettings, ApiSettings, BrokerSettings, CoordinatorConfig
     from coordinator.home import create_home
     from coordinator.provision.mosquitto import ACL_NAME, write_access_list
     from coordinator.store import Store
 
-    config = CoordinatorConfig(broker=BrokerSettings(host=host, port=broker_port), api=ApiSettings(port=api_port))
+    config = CoordinatorConfig(
+        broker=BrokerSettings(host=host, port=broker_port),
+        api=ApiSettings(port=api_port),
+        aggregation=AggregationSettings(public_data=None if public_data is None else str(public_data.resolve())),
+    )
     with _explained():
         home = create_home(directory, config, observers=("observer",) if observer else ())
         Store(home.database).close()
@@ -125,6 +132,7 @@ def federation_create(
 ) -> None:
     """Open a federation: check the plan, complete it to a spec, make the initial aggregate."""
     from coordinator.brokers import refresh_access_list, reload_running_broker
+    from coordinator.config import load_config
     from coordinator.errors import PlanError
     from coordinator.founding import found, read_plan
     from coordinator.records import AggregateRecord, FederationRecord
@@ -136,7 +144,9 @@ def federation_create(
             raise PlanError(
                 f"{home.root} has a federation already ({existing[0]}); use another directory for another one"
             )
-        founded, now = found(wanted, home.artifacts), time.time()
+        config = load_config(home.config_file)
+        public = home.public_data(config), config.aggregation.public_images
+        founded, now = found(wanted, home.artifacts, *public), time.time()
         record = FederationRecord(
             id=wanted.federation,
             method=wanted.method,

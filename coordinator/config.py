@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -44,10 +45,14 @@ class AggregationSettings(_Section):
     Attributes:
         threads: torch threads; another number gives other bits from the seventh digit on.
         device: "cpu", "cuda", or "auto" for a GPU when there is one.
+        public_data: unlabelled images for methods that distil on some (FedDF): a folder, or an .npz; relative to this file.
+        public_images: at most so many of them are read.
     """
 
     threads: Annotated[int, Field(ge=1, le=1024)] = 1
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    public_data: Annotated[str, Field(min_length=1)] | None = None
+    public_images: Annotated[int, Field(ge=1, le=1_000_000)] = 10_000
 
 
 class CoordinatorConfig(_Section):
@@ -96,6 +101,8 @@ def check_api_host(host: str) -> None:
 
 def render_config(config: CoordinatorConfig) -> str:
     """coordinator.toml with comments."""
+    public = config.aggregation.public_data
+    public_line = f"public_data = {json.dumps(public)}" if public else '# public_data = "public"'
     return f"""# Configuration of a FedCG Edge coordinator.
 
 [broker]
@@ -113,4 +120,7 @@ port = {config.api.port}
 # Results repeat bit for bit only with the same number of threads on the same device.
 threads = {config.aggregation.threads}
 device = "{config.aggregation.device}"
+# Unlabelled images, a folder or an .npz, for methods that distil on some (feddf); must stay as they are while a round runs.
+{public_line}
+public_images = {config.aggregation.public_images}
 """

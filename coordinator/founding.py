@@ -1,6 +1,6 @@
 """Opens a federation: completes the operator's plan to a spec and makes the initial aggregate. A process of its own, with torch.
 
-`found` (torch-free) starts the process; `python -m coordinator.founding ARTIFACTS` is the process: plan as JSON in, ids out.
+`found` (torch-free) starts the process; `python -m coordinator.founding ARTIFACTS [PUBLIC MOST]` is the process: plan as JSON in, ids out.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from coordinator.config import explain
 from coordinator.errors import PlanError
 from fedcg.learning.registry import method_names
-from fedcg.learning.spec import FederationPlan, plan_from_mapping
+from fedcg.learning.spec import FederationPlan, FederationSpec, plan_from_mapping
 from fedcg.wire.artifacts import ArtifactStore
 
 if sys.version_info >= (3, 11):
@@ -55,14 +55,21 @@ def read_plan(path: Path) -> FederationPlan:
     return plan
 
 
-def found(plan: FederationPlan, artifacts: Path) -> Founded:
+def found(plan: FederationPlan, artifacts: Path, public_data: Path | None = None, public_images: int = 1) -> Founded:
     """Complete the plan and store spec, initial aggregate and initial server state.
+
+    Args:
+        plan: what the operator wrote.
+        artifacts: directory of the artifact store.
+        public_data: where unlabelled images lie; a method that needs some is refused without.
+        public_images: at most so many are read.
 
     Raises:
         PlanError: the method or the networks refuse the plan.
     """
+    public = [] if public_data is None else [str(public_data), str(public_images)]
     done = subprocess.run(
-        [sys.executable, "-m", "coordinator.founding", str(artifacts)],
+        [sys.executable, "-m", "coordinator.founding", str(artifacts), *public],
         input=plan.model_dump_json(),
         capture_output=True,
         text=True,
@@ -75,7 +82,18 @@ def found(plan: FederationPlan, artifacts: Path) -> Founded:
     return Founded(**json.loads(done.stdout))
 
 
-def _found_here(plan: FederationPlan, store: ArtifactStore) -> Founded:
+def _check_public(spec: FederationSpec, public_data: Path | None, most: int) -> None:
+    from fedcg.learning.public_images import read_public
+
+    if public_data is None:
+        raise PlanError(
+            f"method {spec.method} distils on unlabelled public images: name a folder or an .npz file as "
+            "aggregation.public_data in coordinator.toml"
+        )
+    read_public(public_data, spec.image, most)
+
+
+def _found_here(plan: FederationPlan, store: ArtifactStore, public_data: Path | None, most: int) -> Founded:
     import torch
 
     from coordinator.server_state import check_parts, encode_extras, pack_aggregate
@@ -86,6 +104,8 @@ def _found_here(plan: FederationPlan, store: ArtifactStore) -> Founded:
     torch.set_num_threads(1)
     spec = complete_spec(plan)
     method = get_method(spec.method)
+    if method.needs_public:
+        _check_public(spec, public_data, most)
     state = method.init_server(spec, initial_parts(spec, spec_root(spec.seed)))
     check_parts(state.aggregate.parts, spec, method)
     packed = pack_aggregate(spec, state.aggregate, round_number=0, attempt=0, base=None, device="cpu")
@@ -99,12 +119,14 @@ def _found_here(plan: FederationPlan, store: ArtifactStore) -> Founded:
 
 def main() -> int:
     """The process: a plan on standard input, the ids on standard output."""
+    artifacts, *public = sys.argv[1:]
     from fedcg.learning.errors import LearningError
 
     try:
         plan = FederationPlan.model_validate_json(sys.stdin.read())
-        founded = _found_here(plan, ArtifactStore(Path(sys.argv[1])))
-    except (ValueError, LearningError) as error:
+        where, most = (Path(public[0]), int(public[1])) if public else (None, 0)
+        founded = _found_here(plan, ArtifactStore(Path(artifacts)), where, most)
+    except (ValueError, LearningError, PlanError) as error:
         sys.stderr.write(f"{error}\n")
         return BAD_PLAN
     sys.stdout.write(json.dumps(asdict(founded)))

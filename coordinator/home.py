@@ -56,6 +56,11 @@ class Home:
         """Specs, updates, aggregates, server states; each named by its sha256."""
         return self.root / "artifacts"
 
+    def public_data(self, config: CoordinatorConfig) -> Path | None:
+        """Where the public images are, when the configuration names some; a relative path starts here."""
+        named = config.aggregation.public_data
+        return None if named is None else self.root / named
+
     @property
     def spill(self) -> Path:
         """Rows of teacher passes, per attempt."""

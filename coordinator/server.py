@@ -96,7 +96,13 @@ def _setup(home: Home, config: CoordinatorConfig) -> Iterator[Setup]:
             connect=lambda will: _connect(home, config, will),
             key=SigningKey.load(home.signing_key),
             worker=WorkerSettings(
-                config.aggregation.threads, config.aggregation.device, home.secret(), home.artifacts, home.spill
+                config.aggregation.threads,
+                config.aggregation.device,
+                home.secret(),
+                home.artifacts,
+                home.spill,
+                home.public_data(config),
+                config.aggregation.public_images,
             ),
             events=events,
         )

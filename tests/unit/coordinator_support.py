@@ -370,6 +370,7 @@ class World:
     min_clients: int = 2
     max_attempts: int = 3
     deadline_s: float = 600.0
+    public_data: Path | None = None
 
     def __post_init__(self) -> None:
         self.broker = MemoryBroker(self._rules)
@@ -410,7 +411,7 @@ class World:
             artifacts=self.artifacts,
             connect=lambda will: MemoryTransport(self.broker, COORDINATOR, will),
             key=self.key,
-            worker=WorkerSettings(1, "cpu", b"s" * 32, self.root / "artifacts", self.root / "spill"),
+            worker=WorkerSettings(1, "cpu", b"s" * 32, self.root / "artifacts", self.root / "spill", self.public_data),
             events=EventLog(self.root / "events.jsonl", time.time),
             make_worker=make_worker,
         )

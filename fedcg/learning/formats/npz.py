@@ -49,6 +49,35 @@ def read_npz(path: Path) -> ArrayData:
     return ArrayData(parts["train"], parts.get("test"), parts.get("val"))
 
 
+def read_unlabelled(path: Path) -> NDArray[np.uint8]:
+    """The images of an `.npz`, whose labels nobody looks at: `images`, `train_images` or `x_train`.
+
+    Raises:
+        DataError: not such a file, no such array, damaged, or over the limit; names it.
+    """
+    names = (_WHOLE[0], *(images for images, _ in _PARTS["train"]))
+    try:
+        with zipfile.ZipFile(path) as archive:
+            there = {name.removesuffix(".npy") for name in archive.namelist()}
+            name = next((name for name in names if name in there), None)
+            if name is None:
+                raise DataError(f"{path}: an .npz without `{'`, `'.join(names)}`")
+            return _pixels(archive, path, name)
+    except (OSError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, KeyError) as error:
+        raise DataError(f"{path}: not an .npz, or damaged ({error})") from error
+
+
+def _pixels(archive: zipfile.ZipFile, path: Path, name: str) -> NDArray[np.uint8]:
+    pixels = _array(archive, path, name)
+    if pixels.dtype != np.uint8:
+        raise DataError(f"{path}: `{name}` must be uint8, not {pixels.dtype}")
+    if pixels.ndim < 3:
+        raise DataError(f"{path}: `{name}` must be [N, H, W] or [N, H, W, 1 or 3], not {list(pixels.shape)}")
+    if pixels.ndim == 4 and pixels.shape[3] == 1:
+        pixels = pixels[..., 0]
+    return pixels.astype(np.uint8, copy=False)
+
+
 def _labelled(archive: zipfile.ZipFile, path: Path, images: str, labels: str) -> LabelledImages:
     pixels = _array(archive, path, images)
     if pixels.dtype != np.uint8:
