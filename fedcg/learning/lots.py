@@ -2,11 +2,12 @@
 
 In a batch all rows of a label share the drawn client, so that a step needs at most as many of the clients' classifiers as the
 batch has labels. The expectation over draws is eq. 11 itself: each row's client is drawn with probability τ_iy, and eq. 11 is a
-sum over rows (that rows of a label share a draw changes the variance alone).
+sum over rows (which rows share a draw changes the variance alone).
 
 Clients are drawn while they arrive, in any order, by a race: client i needs E / n_i^y for (batch, label), with E ~ Exp(1) of its
 own stream; the fastest wins, with probability n_i^y / Σ_j n_j^y = τ_iy (the least of exponentials with rates n_i^y). So only the
-leader's rows need to be kept.
+leader's rows need to be kept. Labels that are equal modulo `HEATS` run on one E: each label's odds stay τ, and where clients
+have similar labels the same one tends to win all of them, so that a batch of many labels needs few classifiers.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from fedcg.learning.distillation import Bank
 from fedcg.learning.opinions import Opinion
 from fedcg.learning.seeds import Streams
 
+HEATS = 4  # classifiers that a batch needs where clients are alike; fewer would make a step one client's opinion
 ClassifierOf = Callable[[str], Callable[[torch.Tensor], torch.Tensor]]
 
 
@@ -36,6 +38,7 @@ class Lots:
         self._streams = streams
         self._race = torch.arange(len(bank)) // batch * classes + bank.labels
         self._labels = torch.arange(int(self._race.max()) + 1) % classes
+        self._heat = torch.arange(len(self._labels)) // classes * HEATS + self._labels % HEATS
         self._best = torch.full((len(self._labels),), torch.inf, dtype=torch.float64)
         self._clients: list[str] = []
         self._leader = torch.full((len(self._labels),), -1)
@@ -53,7 +56,8 @@ class Lots:
             [n] int64, ascending; `keep` these rows before the next client enters.
         """
         stream = self._streams.generator("bank", "race", client)
-        seconds = torch.empty_like(self._best).exponential_(generator=stream) / counts[self._labels]
+        efforts = torch.empty(int(self._heat.max()) + 1, dtype=torch.float64).exponential_(generator=stream)
+        seconds = efforts[self._heat] / counts[self._labels]
         leads = seconds < self._best
         for race in ((seconds == self._best) & seconds.isfinite()).nonzero().squeeze(1).tolist():
             leads[race] = client < self._clients[int(self._leader[race])]

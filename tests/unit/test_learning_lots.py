@@ -12,7 +12,7 @@ from fedcg.learning import distillation
 from fedcg.learning.crossed import CrossedAggregator, Lessons, label_shares
 from fedcg.learning.distillation import Bank, Distillation, Pair, draw_bank, teacher_logits, uniform
 from fedcg.learning.initial import initial_parts
-from fedcg.learning.lots import Lots
+from fedcg.learning.lots import HEATS, Lots
 from fedcg.learning.method import Aggregate, RoundContext, ServerState, Update
 from fedcg.learning.opinions import EveryOpinion, FrozenTeacher, Opinion, crossed_loss
 from fedcg.learning.seeds import Streams
@@ -50,6 +50,14 @@ def test_rows_of_one_label_in_one_batch_have_one_winner_and_other_batches_draw_a
     batches = [{lots.winner(row) for row in range(start, start + 4)} for start in range(0, 400, 4)]
     assert {len(winners) for winners in batches} == {1}
     assert len(set.union(*batches)) == 3
+
+
+def test_clients_with_like_labels_win_few_at_a_time_however_many_labels_there_are() -> None:
+    lots = Lots(labelled(torch.arange(400) % 40), 40, 40, Streams(b"c"))
+    for number in range(64):
+        lots.enter(f"c{number}", torch.full((40,), 7.0, dtype=torch.float64))
+    for start in range(0, 400, 40):
+        assert len({lots.winner(row) for row in range(start, start + 40)}) <= HEATS
 
 
 def test_the_order_of_arrival_changes_no_winner() -> None:
