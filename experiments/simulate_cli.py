@@ -30,6 +30,8 @@ from experiments.cli_options import (
     reasons,
 )
 from experiments.errors import ExperimentError
+from experiments.papers.catalogue import find_presets
+from experiments.papers.plan import table_batch
 from experiments.workers import default_workers, open_runner
 
 # Options that are no field of a run's setting.
@@ -65,6 +67,10 @@ def simulate_command(
         typer.Option(
             "--set", help="a parameter, key=value of every method or METHOD.key=value of one; repeat for more"
         ),
+    ] = None,
+    paper: Annotated[
+        str | None,
+        typer.Option(help="a published table's runs, e.g. fedcg:table1:cifar10-4; options over it: see docs/papers.md"),
     ] = None,
     seeds: Annotated[
         str | None, typer.Option(help="roots of all randomness, e.g. 0,1,2 or 0-4: a run with each")
@@ -113,8 +119,13 @@ def simulate_command(
         folder, batch = resume, _resumed(resume)
     else:
         options = {name: value for name, value in ctx.params.items() if name not in _BESIDE}
+        options["data"] = data_text(data)
         folder = out or free_folder("simulate-out")
-        batch = _planned({**options, "data": data_text(data)}, method or ["fedcg"], seeds or str(seed), params or [])
+        if paper is None:
+            batch = _planned(options, method or ["fedcg"], seeds or str(seed), params or [])
+        else:
+            asked = seeds or (str(seed) if "seed" in given else None)
+            batch = _of_table(paper, options, frozenset(given), method or [], asked, params or [])
         save_batch(batch, folder)
     settings = [planned.setting for planned in batch.runs]
     count = workers or default_workers(max(setting.clients for setting in settings), settings[0].device)
@@ -124,6 +135,21 @@ def simulate_command(
 def _planned(options: dict[str, Any], methods: list[str], seeds: str, params: list[str]) -> Batch:
     try:
         return _checked(plan_batch(options, methods, parse_seeds(seeds), parse_method_params(params, tuple(methods))))
+    except ValidationError as error:
+        raise bad_input(reasons(error)) from error
+    except ExperimentError as error:
+        raise bad_input(str(error)) from error
+
+
+def _of_table(
+    paper: str, options: dict[str, Any], given: frozenset[str], methods: list[str], seeds: str | None, params: list[str]
+) -> Batch:
+    if "variant" in given:
+        raise bad_input("--paper names the variants itself; choose some by --method METHOD/VARIANT")
+    try:
+        numbers = () if seeds is None else parse_seeds(seeds)
+        rows = {row.method for preset in find_presets(paper) for row in preset.rows.values()}
+        return _checked(table_batch(paper, options, given, methods, numbers, parse_method_params(params, tuple(rows))))
     except ValidationError as error:
         raise bad_input(reasons(error)) from error
     except ExperimentError as error:

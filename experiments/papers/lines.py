@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
+from experiments.batch import PARAM_OPTIONS
 from experiments.papers.catalogue import Preset, Published, Row
 from experiments.papers.plan import variant_text
 from experiments.papers.records import RunRecord
@@ -23,6 +24,7 @@ BEST_FIELDS = {"personal": "accuracy_personal", "local": "accuracy_personal", "g
 FAR_STDS = 2.0
 # Differences that concern only the rows that use a generator, or public images: they mark a row, not the whole table.
 _ROW_FIELDS = frozenset({"generator", "discriminator", "noise_dim", "public_images"})
+_PARAMS = "params."  # before a parameter's name in the list of differences
 Differences = Mapping[str, tuple[object, object]]
 
 
@@ -158,18 +160,20 @@ def _searched(run: RunRecord, key: str) -> ParameterValue:
     return value if isinstance(value, (bool, int, float, str)) else None
 
 
-def _concerns_row(run: RunRecord, name: str) -> bool:
-    return name in _ROW_FIELDS or name not in run.setting
+def _concerns_row(name: str) -> bool:
+    return name in _ROW_FIELDS or (
+        name.startswith(_PARAMS) and name.removeprefix(_PARAMS) not in PARAM_OPTIONS.values()
+    )
 
 
 def table_differences(run: RunRecord) -> dict[str, tuple[object, object]]:
     """Differences from the published setting that make another table of it."""
-    return {name: pair for name, pair in run.reduced.items() if not _concerns_row(run, name)}
+    return {name: pair for name, pair in run.reduced.items() if not _concerns_row(name)}
 
 
 def row_differences(run: RunRecord) -> dict[str, tuple[object, object]]:
     """Differences from the published setting that concern the run's row alone: its parameters, its generator."""
-    return {name: pair for name, pair in run.reduced.items() if _concerns_row(run, name)}
+    return {name: pair for name, pair in run.reduced.items() if _concerns_row(name)}
 
 
 def key_of(differences: Differences) -> str:

@@ -6,17 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from experiments.batch import Batch, PlannedRun, RunSetting
+from experiments.batch import PARAM_OPTIONS, Batch, PlannedRun, RunSetting, planned_run
 from experiments.errors import OptionError
 from experiments.papers.catalogue import Preset, Row, find_presets, presets
+from experiments.sources import DIGITS
 from fedcg.learning.spec import ParameterValue
 
 Values = Mapping[str, ParameterValue]
-# Fields of the setting that are parameters of every method: `--set lr=0.1` means what `--lr 0.1` means.
-_SETTING_OF_PARAM = {"epochs": "local_epochs", "steps": "local_steps", "batch_size": "batch_size", "lr": "lr"}
-# They don't decide what is computed, or say so themselves.
-_NO_DIFFERENCE = frozenset({"method", "seed", "params", "paper", "variant", "device", "threads", "shadow"})
-_NAMED_DATA = ("digits", "torchvision:")
+_OPTION_OF_PARAM = {param: option for option, param in PARAM_OPTIONS.items()}
+_NAMED_DATA = (DIGITS, "torchvision:")
 
 
 @dataclass(frozen=True)
@@ -26,28 +24,35 @@ class TableRun:
     Attributes:
         paper: the preset under which it is recorded.
         variant: the row's variant and the searched values, as the record shows them.
-        setting: fields of the run's setting, without method, seed, variant and parameters.
-        params: the method's parameters.
-        reduced: what differs from the published setting: name to (published, run).
+        published: fields of the published setting, without method, seed, variant and parameters.
+        params: the published parameters of the method.
+        given: fields that the budget or the user puts over `published`; `given_params` likewise over `params`.
     """
 
     paper: str
     method: str
     variant: str
     seed: int
-    setting: Values
+    published: Values
     params: Values
-    reduced: Mapping[str, tuple[object, object]]
+    given: Values
+    given_params: Values
 
     def planned(self) -> PlannedRun:
-        """The run as `fedcg simulate` does it.
+        """The run as `fedcg simulate` does it, with what differs from the published setting.
 
         Raises:
             ValidationError: names every bad value.
         """
         named = {"paper": self.paper, "method": self.method, "variant": self.variant, "seed": self.seed}
-        setting = RunSetting.model_validate({**self.setting, **named, "params": self.params})
-        return PlannedRun(setting=setting, reduced=dict(self.reduced))
+        run = planned_run(
+            {**self.published, **named, "params": self.params}, {**self.given, "params": dict(self.given_params)}
+        )
+        before, now = self.published.get("data"), run.setting.data
+        # Where the same images lie is no difference; another data set by name is one.
+        if before is None or now == before or not now.startswith(_NAMED_DATA):
+            return run
+        return run.model_copy(update={"reduced": {**run.reduced, "data": (before, run.setting.data_name)}})
 
 
 def table_batch(
@@ -72,7 +77,7 @@ def table_batch(
         OptionError: no such table or row, or data that the user has to bring and did not.
         ValidationError: names every bad value.
     """
-    typed = {key: value for key, value in options.items() if key in given or key in _NO_DIFFERENCE}
+    typed = {key: value for key, value in options.items() if key in given}
     runs = plan_runs(name, methods=methods, seeds=seeds, setting=typed, params=method_params)
     return Batch(runs=tuple(run.planned() for run in runs))
 
@@ -118,26 +123,26 @@ def plan_runs(
 
 def _runs_of(preset: Preset, row: Row, seed: int, typed: Values, params: Mapping[str, Values]) -> tuple[TableRun, ...]:
     asked = {**params.get("", {}), **params.get(row.method, {})}
-    given = {**typed, **{field: asked.pop(key) for key, field in _SETTING_OF_PARAM.items() if key in asked}}
-    choices = {key: _choices(key, values, {**asked, **given}) for key, values in row.search.items()}
-    published = {**preset.setting, **row.setting}
-    final = {**published, **preset.changed, **given}
+    given = {**typed, **{option: asked.pop(name) for name, option in _OPTION_OF_PARAM.items() if name in asked}}
     home, key = row.home
-    budget = preset.name.removeprefix(preset.base)
     runs = []
-    for values in product(*choices.values()):
-        choice = dict(zip(choices, values, strict=True))
-        fields = {name: value for name, value in choice.items() if name in RunSetting.model_fields}
-        others = {name: value for name, value in choice.items() if name not in fields}
+    for values in product(*(_choices(key, values, {**asked, **given}) for key, values in row.search.items())):
+        choice = dict(zip(row.search, values, strict=True))
+        published = {
+            name: value if value in row.search[name] else row.search[name][0] for name, value in choice.items()
+        }
+        fields = {name: value for name, value in published.items() if name in RunSetting.model_fields}
+        others = {name: value for name, value in published.items() if name not in fields}
         runs.append(
             TableRun(
-                paper=home + budget,
+                paper=home + preset.name.removeprefix(preset.base),
                 method=row.method,
                 variant=variant_text(key.partition("/")[2], choice),
                 seed=seed,
-                setting={**final, **fields},
-                params={**row.params, **asked, **others},
-                reduced=_differences(published, final, row, asked, choice),
+                published={**preset.setting, **row.setting, **fields},
+                params={**row.params, **others},
+                given={**preset.changed, **given},
+                given_params=asked,
             )
         )
     return tuple(runs)
@@ -154,26 +159,6 @@ def variant_text(variant: str, choice: Values) -> str:
 
 def _shown(value: ParameterValue) -> str:
     return f"{value:g}" if isinstance(value, (int, float)) else str(value)
-
-
-def _differences(
-    published: Values, final: Values, row: Row, asked: Values, choice: Values
-) -> dict[str, tuple[object, object]]:
-    """Names to (published, run). Where the images lie is no difference, unless another named data set is taken."""
-    defaults = RunSetting().model_dump()
-    differences: dict[str, tuple[object, object]] = {}
-    for name, value in final.items():
-        before = published.get(name, defaults.get(name))
-        same_images = name == "data" and not str(value).startswith(_NAMED_DATA)
-        if name not in _NO_DIFFERENCE and name not in row.search and value != before and not same_images:
-            differences[name] = (before, value)
-    for name, value in asked.items():
-        if name not in row.search and value != row.params.get(name):
-            differences[name] = (row.params.get(name), value)
-    for name, value in choice.items():
-        if value not in row.search[name]:
-            differences[name] = (list(row.search[name]), value)
-    return differences
 
 
 def all_published() -> tuple[TableRun, ...]:

@@ -6,7 +6,7 @@ import pytest
 
 from experiments.errors import OptionError
 from experiments.papers.catalogue import Published, claims, find_presets, presets
-from experiments.papers.plan import TableRun, all_published, plan_runs
+from experiments.papers.plan import TableRun, all_published, plan_runs, table_batch
 from fedcg.learning.registry import get_method, method_names
 
 
@@ -71,67 +71,75 @@ def test_an_unknown_name_is_refused_with_those_there_are(name: str) -> None:
 
 
 def test_a_published_table_is_planned_exactly_as_published() -> None:
-    runs = plan_runs("fedcg:table1:cifar10-4")
-    assert {run.seed for run in runs} == {0, 1, 2, 3, 4}
-    assert all(run.reduced == {} and run.paper == "fedcg:table1:cifar10-4" for run in runs)
-    assert {run.variant for run in runs if run.method == "fedprox"} == {"mu=0.001", "mu=0.01", "mu=0.1", "mu=1"}
-    fedcg = next(run for run in runs if run.method == "fedcg")
-    assert (fedcg.setting["rounds"], fedcg.setting["local_epochs"], fedcg.setting["batch_size"]) == (100, 20, 16)
-    assert (fedcg.setting["lr"], fedcg.setting["normalise"], fedcg.setting["flip"]) == (3e-4, "imagenet", True)
+    runs = [run.planned() for run in plan_runs("fedcg:table1:cifar10-4")]
+    assert {run.setting.seed for run in runs} == {0, 1, 2, 3, 4}
+    assert all(run.reduced == {} and run.setting.paper == "fedcg:table1:cifar10-4" for run in runs)
+    of = {(run.setting.method, run.setting.variant): run.setting for run in runs}
+    assert {variant for method, variant in of if method == "fedprox"} == {"mu=0.001", "mu=0.01", "mu=0.1", "mu=1"}
+    assert {variant: setting.params["mu"] for (_, variant), setting in of.items() if variant}["mu=0.1"] == 0.1
+    fedcg = of["fedcg", ""]
+    assert (fedcg.rounds, fedcg.local_epochs, fedcg.batch_size, fedcg.lr) == (100, 20, 16, 3e-4)
+    assert (fedcg.normalise, fedcg.flip, fedcg.validation, fedcg.quick) == ("imagenet", True, "test-half", False)
     assert (fedcg.params["server_iterations"], fedcg.params["server_batch"]) == (2000, 16)
-    assert next(run for run in runs if run.method == "feddf").setting["public_images"] == 32000
+    assert (of["feddf", ""].public_images, fedcg.public_images) == (32000, 0)
 
 
-def test_fedmd_cg_searches_its_learning_rate_over_both_budgets() -> None:
-    runs = plan_runs("fedmd_cg:table1:cifar10-w10", methods=["fedmd_cg"], seeds=[3])
-    assert [(run.variant, run.setting["lr"]) for run in runs] == [
-        ("lr=0.01", 0.01),
-        ("lr=0.05", 0.05),
-        ("lr=0.08", 0.08),
-    ]
-    assert {(run.setting["rounds"], run.setting["local_steps"], run.params["diversity"]) for run in runs} == {
-        (250, 20, "published_2")
-    }
+def test_fedmd_cg_searches_its_learning_rate() -> None:
+    runs = [run.planned().setting for run in plan_runs("fedmd_cg:table1:cifar10-w10", methods=["fedmd_cg"], seeds=[3])]
+    assert [(run.variant, run.lr) for run in runs] == [("lr=0.01", 0.01), ("lr=0.05", 0.05), ("lr=0.08", 0.08)]
+    assert {(run.rounds, run.local_steps, run.params["diversity"]) for run in runs} == {(250, 20, "published_2")}
     (chosen,) = plan_runs("fedmd_cg:table1:cifar10-w10", methods=["fedmd_cg"], seeds=[3], setting={"lr": 0.05})
-    assert (chosen.variant, chosen.reduced) == ("lr=0.05", {})
+    assert (chosen.variant, chosen.planned().reduced) == ("lr=0.05", {})
 
 
 def test_a_value_outside_the_published_search_is_a_difference() -> None:
     (run,) = plan_runs("fedcg:table1:cifar10-4", methods=["fedprox"], seeds=[0], params={"fedprox": {"mu": 0.5}})
-    assert run.reduced == {"mu": ([0.001, 0.01, 0.1, 1.0], 0.5)}
+    assert run.planned().reduced == {"params.mu": (0.001, 0.5)}
     assert run.variant == "mu=0.5"
 
 
 def test_a_reduced_budget_lists_what_differs() -> None:
     (run,) = plan_runs("fedcg:table1:cifar10-8@relu6x10", methods=["fedavg"], seeds=[0])
     assert run.paper == "fedcg:table1:cifar10-8@relu6x10"
-    assert run.reduced == {"network": ("lenet5", "lenet5_relu"), "rounds": (100, 6), "local_epochs": (20, 10)}
+    assert run.planned().reduced == {
+        "network": ("lenet5", "lenet5_relu"),
+        "rounds": (100, 6),
+        "params.epochs": (20, 10),
+    }
 
 
 def test_what_the_user_types_overrides_and_is_listed() -> None:
-    (run,) = plan_runs(
+    (run,) = table_batch(
         "fedcg:table1:cifar10-4",
-        methods=["fedcg"],
-        seeds=[0],
-        setting={"rounds": 12, "data": "/images/cifar10", "device": "cuda"},
-        params={"": {"lr": 0.001}, "fedcg": {"server_iterations": 200}},
-    )
-    assert run.reduced == {"rounds": (100, 12), "lr": (3e-4, 0.001), "server_iterations": (2000, 200)}
-    assert run.setting["lr"] == 0.001
-    assert "lr" not in run.params
-    assert run.params["server_iterations"] == 200
+        {"rounds": 12, "data": "/images/cifar10", "device": "cuda", "clients": 77},
+        frozenset({"rounds", "data", "device"}),
+        ["fedcg"],
+        [0],
+        {"": {"lr": 0.001}, "fedcg": {"server_iterations": 200}},
+    ).runs
+    assert run.reduced == {
+        "rounds": (100, 12),
+        "params.lr": (3e-4, 0.001),
+        "params.server_iterations": (2000, 200),
+    }
+    assert (run.setting.rounds, run.setting.lr, run.setting.device) == (12, 0.001, "cuda")
+    assert (run.setting.clients, run.setting.data) == (4, "/images/cifar10")
+    assert run.setting.all_params()["lr"] == 0.001
+    assert run.setting.params["server_iterations"] == 200
 
 
 def test_another_named_data_set_is_a_difference_and_a_folder_of_the_same_images_is_none() -> None:
-    (run,) = plan_runs("fedcg:table1:cifar10-4", methods=["local"], seeds=[0], setting={"data": "digits"})
-    assert run.reduced == {"data": ("torchvision:CIFAR10", "digits")}
+    (digits,) = plan_runs("fedcg:table1:cifar10-4", methods=["local"], seeds=[0], setting={"data": "digits"})
+    assert digits.planned().reduced == {"data": ("torchvision:CIFAR10", "digits")}
+    (folder,) = plan_runs("fedcg:table1:cifar10-4", methods=["local"], seeds=[0], setting={"data": "/images/cifar10"})
+    assert folder.planned().reduced == {}
 
 
 def test_data_that_nobody_can_download_has_to_be_brought() -> None:
     with pytest.raises(OptionError, match="mnist_m, svhn, syn, usps"):
         plan_runs("fedcg:table1:digit5")
     (run,) = plan_runs("fedcg:table1:digit5", methods=["local"], seeds=[0], setting={"data": "/images/digit5"})
-    assert run.reduced == {}
+    assert run.planned().reduced == {}
 
 
 def test_a_row_that_no_table_has_is_refused() -> None:
