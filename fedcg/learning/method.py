@@ -153,10 +153,10 @@ class Aggregator(Protocol):
     """The server half of one round attempt."""
 
     def add(self, update: Update) -> None:
-        """Do the teacher pass of one update and spill its rows. Idempotent per client."""
+        """Do the teacher pass of one update, spill its rows and count it. Idempotent per client."""
 
     def finish(self, updates: Mapping[str, Callable[[], Update]]) -> tuple[Aggregate, ServerState]:
-        """Merge all updates, streamed in client-id order; loads one update at a time through its callable."""
+        """Merge exactly these updates; loads those that were not added, one at a time, through their callables."""
 
 
 class LabelCounts(str, Enum):
