@@ -6,17 +6,19 @@ Knows names, classes and where the images lie; decodes nothing but a few first i
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from PIL import Image
 
-from experiments.errors import SourceError
-from experiments.pictures import FilePicture, Picture, PicturesPerClass, RowPicture, rows_per_class
+from experiments.pictures import Picture, PicturesPerClass, RowPicture, rows_per_class
+from fedcg.learning.formats import is_array_source
 from fedcg.learning.spec import ImageForm
 
 DIGITS = "digits"
-SUFFIXES = (".png", ".jpg", ".jpeg")
+DIGITS_DOMAINS = "digits-domains"
+TORCHVISION = "torchvision:"
 _GREY_MODES = frozenset({"1", "L", "LA", "I", "I;16", "F"})
 _LOOKED_AT = 16
 
@@ -71,55 +73,53 @@ def _is_grey(picture: Picture | None) -> bool:
 
 
 def open_source(text: str) -> Source:
-    """Open the images that a person names: `digits` or a folder of class folders.
+    """Open the images that a person names.
+
+    Args:
+        text: `digits`; `digits-domains`; `torchvision:NAME[:ROOT]`; an `.npz`; or a folder: of class folders, of `train`,
+            `test` and perhaps `val` of such, of domains of either, or with IDX or CIFAR files. See docs/data.md.
 
     Raises:
         SourceError: nothing usable; names the file or folder and says what was expected.
     """
     if text == DIGITS:
         return digits()
-    return folder_source(Path(text))
+    if text == DIGITS_DOMAINS:
+        from experiments.digit_domains import digits_domains
+
+        return digits_domains()
+    if text.startswith(TORCHVISION):
+        from experiments.named_sources import named_source
+
+        return named_source(text.removeprefix(TORCHVISION))
+    path = Path(text)
+    if is_array_source(path):
+        from experiments.array_sources import file_source
+
+        return file_source(path)
+    from experiments.folder_sources import folder_source
+
+    return folder_source(path)
 
 
-def _files(folder: Path) -> tuple[Path, ...]:
-    if not folder.is_dir():
-        return ()
-    names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
-    return tuple(folder / name for name in names if name.lower().endswith(SUFFIXES))
+def by_domain(name: str, domains: Sequence[Source]) -> Source:
+    """The domains as one source: their images together, and each for itself.
 
-
-def _class_folders(root: Path) -> list[str]:
-    return sorted(path.name for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
-
-
-def folder_source(root: Path) -> Source:
-    """The images in `root/class/*.png|jpg`, or in `root/train/class/*` and `root/test/class/*`, perhaps `root/val/class/*`.
-
-    Raises:
-        SourceError: no such folder, fewer than two classes, different classes in the parts, or an empty class.
+    A test or validation part is there when every domain has one; without it, test images are among the training images.
     """
-    if not root.is_dir():
-        raise SourceError(f"{root} is not a folder")
-    split = (root / "train").is_dir() and (root / "test").is_dir()
-    top = root / "train" if split else root
-    classes = tuple(_class_folders(top))
-    if len(classes) < 2:
-        raise SourceError(f"{top} holds {len(classes)} class folder(s), at least 2 are needed: {top}/CLASS/*.png")
-    parts = {"train": _pictures(top, classes)}
-    for part in ("test", "val") if split else ():
-        if part == "test" or (root / part).is_dir():
-            if _class_folders(root / part) != list(classes):
-                raise SourceError(f"{root}/train and {root}/{part} do not hold the same class folders")
-            parts[part] = _pictures(root / part, classes)
-    return Source(root.name, classes, parts["train"], parts.get("test"), parts.get("val"))
+    tests, vals = _together([one.test for one in domains]), _together([one.val for one in domains])
+    trains = _together(
+        [one.train if tests is not None or one.test is None else _together([one.train, one.test]) for one in domains]
+    )
+    return Source(name, domains[0].classes, trains or (), tests, vals, tuple(domains))
 
 
-def _pictures(top: Path, classes: tuple[str, ...]) -> PicturesPerClass:
-    pictures = tuple(tuple(map(FilePicture, _files(top / name))) for name in classes)
-    for name, of_class in zip(classes, pictures, strict=True):
-        if not of_class:
-            raise SourceError(f"{top / name} holds no image ({', '.join(SUFFIXES)})")
-    return pictures
+def _together(parts: Sequence[PicturesPerClass | None]) -> PicturesPerClass | None:
+    """The parts' images per class, or None when a part is missing."""
+    found = [part for part in parts if part is not None]
+    if len(found) < len(parts):
+        return None
+    return tuple(tuple(itertools.chain.from_iterable(of_class)) for of_class in zip(*found, strict=True))
 
 
 def digits() -> Source:
@@ -134,14 +134,3 @@ def digits() -> Source:
     scaled = np.rint(images.reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
     pictures = rows_per_class(scaled, labels.astype(np.int64), 10, DIGITS, compression=1)
     return Source(DIGITS, tuple("0123456789"), pictures, None)
-
-
-def write_digits(root: Path) -> Source:
-    """Write the digits as PNG files `root/DIGIT/NNNN.png`, to be looked at or used as an ordinary folder."""
-    source = digits()
-    for name, of_class in zip(source.classes, source.train, strict=True):
-        (root / name).mkdir(parents=True, exist_ok=True)
-        for picture in of_class:
-            (root / name / picture.name).write_bytes(picture.content())
-    written = folder_source(root)
-    return Source(DIGITS, written.classes, written.train, written.test)

@@ -10,8 +10,9 @@ import pytest
 from PIL import Image
 
 from experiments.errors import SourceError
+from experiments.folder_sources import folder_source
 from experiments.partitions import Partition, Prepared, cut, limit, load_prepared, prepare
-from experiments.sources import Source, folder_source, write_digits
+from experiments.sources import Source, open_source
 
 
 def fake_tree(root: Path, per_class: int, classes: int = 4, mode: str = "L") -> Path:
@@ -25,8 +26,8 @@ def fake_tree(root: Path, per_class: int, classes: int = 4, mode: str = "L") -> 
 
 
 @pytest.fixture(scope="module")
-def digits(tmp_path_factory: pytest.TempPathFactory) -> Source:
-    return write_digits(tmp_path_factory.mktemp("digits"))
+def digits() -> Source:
+    return open_source("digits")
 
 
 def names(root: Path) -> set[str]:
