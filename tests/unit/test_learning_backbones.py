@@ -135,6 +135,21 @@ def test_grey_images_get_a_first_convolution_of_one_channel() -> None:
         assert first.shape[2:] == other.shape[2:]
 
 
+@pytest.mark.parametrize("backbone", BACKBONES)
+def test_running_averages_follow_the_data_within_a_round_of_thirty_steps(backbone: str) -> None:
+    spec = plan_for(backbone, 16)
+    extractor = build_part(spec, Part.EXTRACTOR).train()
+    norm = next(layer for layer in extractor.modules() if isinstance(layer, nn.BatchNorm2d))
+    seen: list[torch.Tensor] = []
+    norm.register_forward_pre_hook(lambda layer, inputs: seen.append(inputs[0].mean(dim=(0, 2, 3))))
+    with torch.no_grad():
+        for _ in range(30):
+            extractor(images_of(spec, 2) + 1.0)
+    assert norm.running_mean is not None
+    # 1 - 0.9 ** 30 = 0.958 of the mean that every step saw
+    assert torch.allclose(norm.running_mean, 0.958 * seen[-1], rtol=1e-3, atol=1e-6)
+
+
 def test_a_wrong_layer_names_those_there_are_and_a_small_image_is_refused() -> None:
     with pytest.raises(NetworkError, match=r"after 'layer5'; it can after relu, maxpool, .*layer4\.0, layer4, avgpool"):
         complete_spec(plan_for("resnet18@layer5"))

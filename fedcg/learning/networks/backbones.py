@@ -18,6 +18,10 @@ from fedcg.learning.networks.split import FeatureRange, Split
 from fedcg.learning.split_names import BACKBONES, backbone_cut, check_name
 from fedcg.learning.vision import vision
 
+# Share of a batch in batch norm's running averages. torchvision gives MobileNetV3 0.01, which suits a million steps: after a client's
+# few hundred, the averages still are what they started as, and the model, right in train mode, is at chance in eval mode.
+_MOMENTUM = 0.1
+
 Chain = OrderedDict[str, nn.Module]
 
 
@@ -87,6 +91,9 @@ def _resnet18(models: ModuleType, channels: int, classes: int) -> Chain:
 def _mobilenet_v3_small(models: ModuleType, channels: int, classes: int) -> Chain:
     net = models.mobilenet_v3_small(weights=None, num_classes=classes)
     _take_channels(net.features[0][0], channels)
+    for layer in net.modules():
+        if isinstance(layer, nn.BatchNorm2d):
+            layer.momentum = _MOMENTUM
     chain = OrderedDict(net.named_children())
     return _flattened_before(chain, "classifier")
 
