@@ -1,0 +1,162 @@
+"""Which runs a call means, what a published setting becomes with options over it, and what a folder of runs is summed up to."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from pydantic import ValidationError
+from typer.testing import CliRunner
+
+from experiments.batch import (
+    RunSetting,
+    load_batch,
+    parse_method_params,
+    parse_seeds,
+    plan_batch,
+    planned_run,
+    save_batch,
+)
+from experiments.errors import OptionError
+from experiments.simulate_cli import simulate_command
+from experiments.simulation_curves import mean_curve
+
+app = typer.Typer()
+app.command()(simulate_command)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def test_every_method_runs_with_every_seed_and_its_own_parameters() -> None:
+    params = {"": {"lr": 0.1}, "fedprox": {"mu": 0.5}}
+    batch = plan_batch({"rounds": 3}, ["fedavg", "fedprox", "fedavg"], [0, 1], params)
+    runs = [(run.setting.method, run.setting.seed, run.setting.params) for run in batch.runs]
+    assert runs == [
+        ("fedavg", 0, {"lr": 0.1}),
+        ("fedprox", 0, {"lr": 0.1, "mu": 0.5}),
+        ("fedavg", 1, {"lr": 0.1}),
+        ("fedprox", 1, {"lr": 0.1, "mu": 0.5}),
+    ]
+    assert all(run.setting.rounds == 3 for run in batch.runs)
+
+
+def test_a_parameter_is_every_methods_or_that_of_one_that_is_run() -> None:
+    assert parse_method_params(["lr=0.1", "fedprox.mu=1"], ("fedprox",)) == {"": {"lr": 0.1}, "fedprox": {"mu": 1}}
+    with pytest.raises(OptionError, match="not one of the methods"):
+        parse_method_params(["fedprox.mu=1"], ("fedavg",))
+
+
+@pytest.mark.parametrize(("text", "seeds"), [("0", (0,)), ("3,1", (3, 1)), ("0-2,7", (0, 1, 2, 7))])
+def test_seeds_are_a_list_with_ranges(text: str, seeds: tuple[int, ...]) -> None:
+    assert parse_seeds(text) == seeds
+
+
+@pytest.mark.parametrize("text", ["", "a", "1,,2", "5-1", "-1", "0-99999999999"])
+def test_what_is_no_list_of_seeds_is_refused(text: str) -> None:
+    with pytest.raises(OptionError, match="seeds"):
+        parse_seeds(text)
+
+
+def test_options_beat_what_is_published_and_the_difference_is_written_down() -> None:
+    published = {"rounds": 100, "local_epochs": 20, "method": "fedprox", "params": {"lr": 3e-4, "mu": 0.1}}
+    plain = planned_run(published, {"device": "cpu", "seed": 4})
+    assert plain.reduced == {}
+    run = planned_run(published, {"rounds": 12, "lr": 0.01, "params": {"mu": 0.5}})
+    assert run.reduced == {"rounds": (100, 12), "params.lr": (3e-4, 0.01), "params.mu": (0.1, 0.5)}
+    assert run.setting.all_params() == {"epochs": 20, "lr": 0.01, "mu": 0.5}
+    with pytest.raises(ValidationError, match="rounds"):
+        planned_run(published, {"rounds": 0})
+
+
+def test_a_batch_is_remembered_by_its_folder(tmp_path: Path) -> None:
+    batch = plan_batch({}, ["fedavg"], [0], {})
+    save_batch(batch, tmp_path)
+    assert load_batch(tmp_path) == batch
+    with pytest.raises(OptionError, match="no simulation that could be resumed"):
+        load_batch(tmp_path / "elsewhere")
+
+
+def test_a_name_of_a_run_is_a_file_name() -> None:
+    assert RunSetting(paper="fedcg:table1:cifar10-4", method="fedavg").name == "fedcg-table1-cifar10-4-fedavg-seed0"
+    with pytest.raises(ValidationError, match="variant"):
+        RunSetting(variant="../elsewhere")
+
+
+def test_a_line_of_the_picture_is_the_mean_over_clients_and_runs() -> None:
+    def client(*accuracies: float | None) -> dict[str, Any]:
+        return {"curve": {"round": [1, 2][: len(accuracies)], "accuracy": list(accuracies)}}
+
+    records = [{"clients": [client(0.5, 0.6), client(0.7, None)]}, {"clients": [client(0.6)]}]
+    # round 1: 50, 70 and 60 have the mean 60 and the variance (100 + 100 + 0) / 3; round 2: one value
+    rounds, means, spreads = mean_curve(records, "accuracy")
+    assert rounds == [1, 2]
+    assert means == pytest.approx([60.0, 60.0])
+    assert spreads == pytest.approx([(200 / 3) ** 0.5, 0.0])
+
+
+TINY = "--clients 2 --partition iid --images-per-client 40 --rounds 1 --local-epochs 1 --image-size 16 --workers 1"
+
+
+def call(folder: Path, text: str) -> Any:
+    return CliRunner().invoke(app, [*TINY.split(), "--out", str(folder), *text.split()])
+
+
+def test_a_batch_fills_its_folder_and_does_nothing_twice(tmp_path: Path) -> None:
+    first = call(tmp_path / "runs", "--method local --method fedavg --seeds 0,1 --json --no-shadow")
+    assert first.exit_code == 0, first.output
+    told = json.loads(first.stdout)
+    assert [(run["method"], run["seed"]) for run in told["runs"]] == [
+        ("local", 0), ("fedavg", 0), ("local", 1), ("fedavg", 1)
+    ]  # fmt: skip
+    folder = tmp_path / "runs"
+    with (folder / "runs.csv").open() as file:
+        assert [line["name"] for line in csv.DictReader(file)] == [
+            f"digits-{method}-seed{seed}" for method in ("fedavg", "local") for seed in (0, 1)
+        ]
+    with (folder / "curves.csv").open() as file:
+        assert len(list(csv.DictReader(file))) == 8
+    assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert len(list((folder / "tensorboard").glob("*/events.out.tfevents.*"))) == 4
+    again = call(folder, "--method local --method fedavg --seeds 0,1 --json --no-shadow")
+    assert json.loads(again.stdout) == {"runs": [], "failures": []}
+    forced = call(folder, "--method local --force --json --no-shadow --no-plot --no-tensorboard")
+    assert len(json.loads(forced.stdout)["runs"]) == 1
+    other = call(folder, "--method local --no-shadow --evaluate-every 2")
+    assert other.exit_code == 2
+    assert "another setting" in other.stderr
+
+
+def test_a_run_that_fails_does_not_end_the_others(tmp_path: Path) -> None:
+    text = "--method fedavg --method local --set fedavg.lr=1e18 --set fedavg.optimiser=sgd --json --no-plot --no-tensorboard"
+    done = call(tmp_path / "runs", text)
+    assert done.exit_code == 1
+    told = json.loads(done.stdout)
+    assert [run["method"] for run in told["runs"]] == ["local"]
+    assert [failure["run"] for failure in told["failures"]] == ["digits-fedavg-seed0"]
+    assert json.loads((tmp_path / "runs" / "failures.json").read_text())["failures"] == told["failures"]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("--method nosuch", "no method 'nosuch'"),
+        ("--method local --set lr", "key=value"),
+        ("--seeds x", "seeds"),
+        ("--validation never", "validation"),
+        ("--participation 0", "participation"),
+        ("--data /nowhere", "nowhere"),
+    ],
+)
+def test_bad_options_end_the_call_before_anything_is_written(text: str, why: str, tmp_path: Path) -> None:
+    done = call(tmp_path / "runs", text)
+    assert done.exit_code == 2
+    assert why in done.stderr
+    assert not (tmp_path / "runs").exists()
