@@ -12,7 +12,9 @@ from rich.console import Console
 from experiments.errors import ExperimentError
 from experiments.options import Setting
 from experiments.sources import DIGITS
+from fedcg.learning.errors import NetworkError
 from fedcg.learning.registry import method_names
+from fedcg.learning.split_names import allow_here, check_name
 
 _Values = TypeVar("_Values", bound=BaseModel)
 
@@ -22,7 +24,10 @@ PartitionText = Annotated[str, typer.Option("--partition", help="iid or dirichle
 ImagesPerClient = Annotated[int | None, typer.Option(help="at most so many training images per client")]
 Rounds = Annotated[int, typer.Option(help="rounds of the federation")]
 LocalEpochs = Annotated[int, typer.Option(help="local epochs per round")]
-Network = Annotated[str, typer.Option(help="split of extractor and classifier: lenet5, lenet5_relu, ...")]
+Network = Annotated[
+    str,
+    typer.Option(help="split of extractor and classifier: a name that `fedcg network list` prints, or module:function"),
+]
 Generator = Annotated[str, typer.Option(help="conv, mlp, ...")]
 ImageSize = Annotated[int, typer.Option(help="images become SIZE x SIZE pixels")]
 Flip = Annotated[
@@ -55,14 +60,19 @@ def reasons(error: ValidationError) -> str:
 
 
 def check(setting: Setting) -> None:
-    """End the command before anything is started when the method, the data or the partition can't be used."""
+    """End the command before anything is started when method, network, data or partition can't be used.
+
+    A `module:function` as network was typed by the person who runs the command: this process and its children may import it.
+    """
     if setting.method not in method_names():
         raise bad_input(f"no method {setting.method!r}; there are {', '.join(method_names())}")
+    allow_here(setting.network)
     try:
+        check_name(setting.network)
         setting.checked_partition()
         if setting.data != DIGITS:
             setting.source()
-    except ExperimentError as error:
+    except (ExperimentError, NetworkError) as error:
         raise bad_input(str(error)) from error
 
 
