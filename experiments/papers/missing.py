@@ -27,7 +27,7 @@ def missing_runs(runs: Iterable[RunRecord], chosen: Sequence[Preset] | None = No
 
     Args:
         runs: records of all kinds.
-        chosen: only what these presets need; None: every published table.
+        chosen: only what these presets need, for a stand-in all its rows; None: every published figure.
     """
     done: set[tuple[str, str, str, int]] = set()
     for run in runs:
@@ -47,6 +47,7 @@ def missing_runs(runs: Iterable[RunRecord], chosen: Sequence[Preset] | None = No
 def _needed(chosen: Sequence[Preset]) -> list[TableRun]:
     plans = {}
     for preset in chosen:
-        for plan in plan_runs(preset.base, setting={"data": "brought"} if preset.needs else None):
+        printed = [row.key for row in preset.rows.values() if row.figures or preset.stand_in is not None]
+        for plan in plan_runs(preset.base, methods=printed, setting={"data": "brought"} if preset.needs else None):
             plans[plan.paper, plan.method, plan.variant, plan.seed] = plan
     return list(plans.values())

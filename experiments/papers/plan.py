@@ -162,11 +162,12 @@ def _shown(value: ParameterValue) -> str:
 
 
 def all_published() -> tuple[TableRun, ...]:
-    """Every run that the published tables need, each once; stand-ins are none of them."""
+    """Every run that the published tables need, each once; stand-ins and rows that we added are none of them."""
     runs: dict[tuple[str, str, str, int], TableRun] = {}
     for preset in presets().values():
         if preset.stand_in is None:
             needed = {"data": "brought"} if preset.needs else None
-            for run in plan_runs(preset.name, setting=needed):
+            printed = [row.key for row in preset.rows.values() if row.figures]
+            for run in plan_runs(preset.name, methods=printed, setting=needed):
                 runs.setdefault((run.paper, run.method, run.variant, run.seed), run)
     return tuple(runs.values())

@@ -32,6 +32,7 @@ def comparison_sheet(found: Comparison) -> Sheet:
     columns = ["row"]
     for measure in measures:
         columns += [f"paper {MEASURE_NAMES[measure]}", f"ours {MEASURE_NAMES[measure]}", "difference"]
+    common = _common(found.lines)
     lines: dict[str, list[Line]] = {}
     for line in found.lines:
         lines.setdefault(line.row.key, []).append(line)
@@ -40,9 +41,11 @@ def comparison_sheet(found: Comparison) -> Sheet:
         mine: list[Line | None] = [*lines.get(row.key, ())]
         for shown in mine or [None]:
             is_exact = not found.reduced and (shown is None or not shown.reduced)
-            rows.append(_cells(row, shown, measures, is_exact=is_exact))
-    budget = "published settings" if not found.reduced else f"REDUCED: {_differences(found.reduced)}"
-    notes = [f"data: {', '.join(found.data)}", FAR_NOTE]
+            rows.append(_cells(row, shown, measures, common, is_exact=is_exact))
+    reduced = {**found.reduced, **common}
+    budget = "published settings" if not reduced else f"REDUCED: {_differences(reduced)}"
+    notes = [f"data: {', '.join(found.data)}"]
+    notes += [FAR_NOTE] if any(cell.endswith(" !") for cells in rows for cell in cells) else []
     if found.preset.stand_in is not None:
         notes.append(found.preset.stand_in)
     notes += [f"{file} fits no row of this table" for file in found.strangers]
@@ -63,7 +66,7 @@ def gains_sheet(found: Comparison) -> Sheet:
     rows = [
         (line.row.label, *(f"{line.gains[client]:+.1f}" if client in line.gains else _NONE for client in clients))
         for line in found.lines
-        if line.gains
+        if line.gains and line.row.key != "local"
     ]
     return Sheet(f"{found.preset.base}: points over local-only, per client", ("row", *clients), tuple(rows))
 
@@ -117,7 +120,16 @@ def _markdown_row(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def _cells(row: Row, line: Line | None, measures: Sequence[str], *, is_exact: bool) -> tuple[str, ...]:
+def _common(lines: Sequence[Line]) -> Differences:
+    """Differences that all rows have; they are told once, above the rows."""
+    ours = [line.reduced for line in lines if not line.from_shadow]
+    first = ours[0] if len(ours) > 1 else {}
+    return {name: pair for name, pair in first.items() if all(other.get(name) == pair for other in ours)}
+
+
+def _cells(
+    row: Row, line: Line | None, measures: Sequence[str], common: Differences, *, is_exact: bool
+) -> tuple[str, ...]:
     cells = [row.label]
     for measure in measures:
         paper, ours = row.figures.get(measure), None if line is None else line.figures.get(measure)
@@ -129,17 +141,18 @@ def _cells(row: Row, line: Line | None, measures: Sequence[str], *, is_exact: bo
     if line is None:
         return (*cells, _NONE, "not run")
     losing = f"{line.losing} of {line.compared} clients" if line.compared else _NONE
-    return (*cells, losing, _remarks(line))
+    return (*cells, losing, _remarks(line, common))
 
 
-def _remarks(line: Line) -> str:
+def _remarks(line: Line, common: Differences) -> str:
     remarks = []
     if line.from_shadow:
         remarks.append("from the other runs' shadows")
     if line.offered > 1:
         remarks.append(f"best of {line.tried} of {line.offered}: {line.choice}")
-    if line.reduced:
-        remarks.append(_differences(line.reduced))
+    own = {name: pair for name, pair in line.reduced.items() if name not in common}
+    if own:
+        remarks.append(_differences(own))
     if line.failures:
         remarks.append(f"{line.failures} local rounds diverged")
     return "; ".join(remarks)

@@ -36,8 +36,10 @@ def test_a_table_without_methods_is_all_its_methods_with_all_its_seeds(asked: li
     code, error = _call("--paper", "fedcg:table1:digits-domains", "--out", str(tmp_path))
     assert code == 0, error
     runs = asked[0].runs
-    assert {run.setting.method for run in runs} == {"local", "fedavg", "fedprox", "fedsplit", "fedgen", "fedcg"}
-    assert len(runs) == 5 * (5 + 4)
+    assert {run.setting.method for run in runs} == {
+        *("local", "fedavg", "fedprox", "feddf", "fedsplit", "fedgen", "fedcg")
+    }
+    assert len(runs) == 5 * (6 + 4)
     assert all(run.setting.rounds == 100 and run.reduced == {} for run in runs)
     assert load_batch(tmp_path) == asked[0]
 

@@ -113,6 +113,14 @@ def test_another_generator_is_a_line_of_its_own_in_the_same_table() -> None:
     ]
 
 
+def test_what_all_rows_have_in_common_is_told_once_above_them() -> None:
+    mlp: dict[str, object] = {"generator": ["conv", "mlp"]}
+    sheet = comparison_sheet(_only(record("fedcg", 0, 0.6, reduced=mlp), record("fedavg", 0, 0.6, reduced=mlp)))
+    assert "REDUCED: generator mlp (published conv)" in sheet.title
+    assert {row[-1] for row in sheet.rows} == {"", "not run"}
+    assert not any("!" in cell for row in sheet.rows for cell in row)
+
+
 def test_clients_below_local_only_are_counted_over_all_seeds_and_gains_are_per_client() -> None:
     # Clients are at 0.49 and 0.51, then 0.59 and 0.61; local-only 0.50 and 0.60: client 1 loses twice by a point.
     found = _only(record("fedcg", 0, 0.50, local=0.50), record("fedcg", 1, 0.60, local=0.60))
