@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from coordinator.validation import Expected, max_update_bytes, validate_update
 from fedcg.learning import loops
 from fedcg.learning.data import ImageSet
 from fedcg.learning.errors import NetworkError
@@ -17,7 +18,7 @@ from fedcg.learning.initial import complete_spec, initial_parts
 from fedcg.learning.layer_noise import lent_generators
 from fedcg.learning.loops import extract_features, image_blocks, images_at_once
 from fedcg.learning.method import Aggregate
-from fedcg.learning.networks import build_part, feature_shape, layout_of, load_part, weights_of
+from fedcg.learning.networks import build_part, feature_shape, load_part, weights_of
 from fedcg.learning.networks.assembly import skeleton, split_of
 from fedcg.learning.networks.backbones import backbone_split
 from fedcg.learning.networks.discriminators import DISCRIMINATORS
@@ -29,7 +30,8 @@ from fedcg.learning.spec import FederationPlan, FederationSpec, ImageForm, Netwo
 from fedcg.learning.split_names import BACKBONES, BUILT_IN, check_name
 from fedcg.learning.vision import vision
 from fedcg.wire.artifacts import ArtifactHeader, pack, unpack
-from fedcg.wire.parts import Part
+from fedcg.wire.messages import MAX_ARTIFACT_BYTES
+from fedcg.wire.parts import Part, Report
 from tests.unit.learning_cases import bright_images, context, same
 
 EVERY_CUT = [f"{backbone}@{layer}" for backbone, cuts in BACKBONES.items() for layer in cuts.strides]
@@ -225,19 +227,36 @@ def test_a_layer_without_known_initial_values_is_an_error_not_uninitialised_memo
     )
 
 
-def test_resnet_parts_cross_the_wire_bit_for_bit_with_their_buffers_and_counters() -> None:
-    spec = plan_for("resnet18", method="local")
-    weights = weights_of(build_part(spec, Part.CLASSIFIER))
-    counter = next(name for name in weights if name.endswith("num_batches_tracked"))
-    weights[counter] = torch.tensor(2**40)
-    layouts = {Part.CLASSIFIER: layout_of(weights)}
-    arrays: dict[str, np.ndarray] = {name: tensor.numpy() for name, tensor in weights.items()}
-    header = ArtifactHeader(kind="update", method="fedcg", federation="f", round=1, attempt=1, client="a")
-    data = pack(header, {Part.CLASSIFIER: arrays})
-    assert 38_000_000 < len(data) < 43_000_000
-    back = unpack(data, layouts).parts[Part.CLASSIFIER]
-    assert same(weights, {name: torch.from_numpy(array) for name, array in back.items()})
-    assert int(load_part(spec, Part.CLASSIFIER, weights).get_buffer(counter)) == 2**40
+def test_an_update_and_an_aggregate_of_resnet_cross_the_wire_bit_for_bit_within_the_bounds() -> None:
+    spec = complete_spec(plan_for("resnet18"))
+    parts = {part: weights_of(build_part(spec, part)) for part in spec.upload}
+    counter = next(name for name in parts[Part.CLASSIFIER] if name.endswith("num_batches_tracked"))
+    parts[Part.CLASSIFIER][counter] = torch.tensor(10**9)  # what years of training count to
+    arrays: dict[Part, dict[str, np.ndarray]] = {
+        part: {name: tensor.numpy() for name, tensor in weights.items()} for part, weights in parts.items()
+    }
+    for kind in ("update", "aggregate"):
+        header = ArtifactHeader.model_validate(
+            {
+                "kind": kind,
+                "method": spec.method,
+                "federation": spec.federation,
+                "round": 1,
+                "attempt": 1,
+                "client": "a",
+                "base": "0" * 64,
+                "report": Report(examples=9) if kind == "update" else None,
+            }
+        )
+        data = pack(header, arrays)
+        assert 38_000_000 < len(data) <= max_update_bytes(spec) < MAX_ARTIFACT_BYTES // 10
+        if kind == "update":
+            back = validate_update(data, spec, Expected(spec.federation, 1, 1, "a", "0" * 64)).parts
+        else:
+            back = unpack(data, {part: spec.layouts[part] for part in spec.upload}).parts
+        for part, weights in parts.items():
+            assert same(weights, {name: torch.from_numpy(array) for name, array in back[part].items()})
+            assert same(weights, weights_of(load_part(spec, part, weights)))
 
 
 def _short_round(split: str, kind: str) -> None:
