@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from experiments.dealing import ClientPictures, DealOptions, Partition, TestDeal, Validation, deal_out
+from experiments.decoded import Decoder
 from experiments.errors import SourceError
 from experiments.pictures import Picture, PicturesPerClass
 from experiments.sources import Source
-from fedcg.learning.data import FileEntry, ImageSet, decode_image, split_by_hash
-from fedcg.learning.errors import DataError
+from fedcg.learning.data import FileEntry, ImageSet, SkippedImage, split_by_hash
 from fedcg.learning.simulation import ClientData
 from fedcg.learning.spec import ImageForm
 
 # As the agent splits a folder that has a test part.
 SPLIT = {"train": 0.9, "val": 0.1}
-
-
-@dataclass(frozen=True)
-class Skipped:
-    """An image that could not be decoded, and why; nobody has it."""
-
-    file: str
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -47,7 +39,7 @@ class Cohort:
     common: ImageSet
     public: torch.Tensor | None
     classes: tuple[str, ...]
-    skipped: tuple[Skipped, ...] = ()
+    skipped: tuple[SkippedImage, ...] = ()
     domains: Mapping[str, str] | None = None
 
 
@@ -61,6 +53,7 @@ def build_cohort(
     validation: Validation = "share",
     test: TestDeal = "proportional",
     public_images: int = 0,
+    cache: Path | None = None,
 ) -> Cohort:
     """Deal a source out and decode what was dealt.
 
@@ -74,31 +67,35 @@ def build_cohort(
         validation: `share` or `test-half`.
         test: `proportional` or `even`.
         public_images: unlabelled images for the server, at most.
+        cache: folder of the decoded copy of a large source; the user's cache folder when None.
 
     Raises:
         SourceError: too few images for so many clients; a client without enough that can be decoded; no such domains.
     """
     deal = deal_out(source, DealOptions(clients, partition, seed, images_per_client, validation, test, public_images))
-    reader = _Reader(form, deal.classes)
+    decoder = Decoder(form)
+    decoder.remember(source, cache)
+    reader = _Reader(form, deal.classes, decoder)
     datasets = {name: _client_data(name, pictures, reader) for name, pictures in deal.clients.items()}
     common = reader.read(deal.common).images
     public = None
     if deal.public:
         public = reader.unlabelled(deal.public)
     domains = {name: one.domain for name, one in deal.clients.items() if one.domain is not None}
-    return Cohort(datasets, common, public, deal.classes, tuple(reader.skipped), domains)
+    return Cohort(datasets, common, public, deal.classes, reader.skipped, domains)
 
 
 def _client_data(name: str, pictures: ClientPictures, reader: _Reader) -> ClientData:
-    train, test = reader.read(pictures.train), reader.read(pictures.test)
+    test = reader.read(pictures.test)
     if pictures.val is None:
+        train = reader.read(pictures.train, is_hashed=True)
         row = {entry.path: number for number, entry in enumerate(train.entries)}
         splits = split_by_hash(train.entries, SPLIT)
         train_set, val_set = (
             train.images.rows([row[entry.path] for entry in splits[part]]) for part in ("train", "val")
         )
     else:
-        train_set, val_set = train.images, reader.read(pictures.val).images
+        train_set, val_set = reader.read(pictures.train).images, reader.read(pictures.val).images
     if len(train_set) < 2:
         raise SourceError(f"{name}: {len(train_set)} training image(s); at least 2 are needed")
     return ClientData(train_set, val_set, test.images)
@@ -111,13 +108,18 @@ class _Read:
 
 
 class _Reader:
-    """Decodes pictures into one form and remembers which it could not."""
+    """Reads pictures into image sets and remembers which it could not read."""
 
-    def __init__(self, form: ImageForm, classes: tuple[str, ...]) -> None:
-        self._form, self._classes = form, classes
-        self.skipped: list[Skipped] = []
+    def __init__(self, form: ImageForm, classes: tuple[str, ...], decoder: Decoder) -> None:
+        self._form, self._classes, self._decoder = form, classes, decoder
+        self._skipped: dict[str, SkippedImage] = {}
 
-    def read(self, pictures: PicturesPerClass) -> _Read:
+    @property
+    def skipped(self) -> tuple[SkippedImage, ...]:
+        """What could not be read, each image once."""
+        return tuple(self._skipped.values())
+
+    def read(self, pictures: PicturesPerClass, *, is_hashed: bool = False) -> _Read:
         """Decode in the order in which an agent reads its folder: by `CLASS/NAME`."""
         named = [
             (f"{self._classes[label]}/{picture.name}", label, picture)
@@ -125,22 +127,21 @@ class _Reader:
             for picture in of_class
         ]
         named.sort(key=lambda one: one[0])
-        return self._decoded(named)
+        return self._decoded(named, is_hashed=is_hashed)
 
     def unlabelled(self, pictures: Sequence[Picture]) -> torch.Tensor:
         """Decode pictures in the order given: [N, C, H, W] uint8."""
-        return self._decoded([(picture.where, 0, picture) for picture in pictures]).images.images
+        return self._decoded([(picture.where, 0, picture) for picture in pictures], is_hashed=False).images.images
 
-    def _decoded(self, named: Sequence[tuple[str, int, Picture]]) -> _Read:
+    def _decoded(self, named: Sequence[tuple[str, int, Picture]], *, is_hashed: bool) -> _Read:
         pixels = np.empty((len(named), self._form.channels, self._form.height, self._form.width), dtype=np.uint8)
         entries: list[FileEntry] = []
         for path, label, picture in named:
-            try:
-                content = picture.content()
-                pixels[len(entries)] = decode_image(content, self._form, picture.where)
-            except (DataError, OSError) as error:
-                self.skipped.append(Skipped(picture.where, str(error)))
+            found = self._decoder(picture, is_hashed=is_hashed)
+            if isinstance(found, SkippedImage):
+                self._skipped[found.file] = found
                 continue
-            entries.append(FileEntry(path, hashlib.sha256(content).hexdigest(), label))
+            pixels[len(entries)] = found.pixels
+            entries.append(FileEntry(path, found.sha256 or "", label))
         labels = torch.tensor([entry.label for entry in entries], dtype=torch.int64)
         return _Read(ImageSet(torch.from_numpy(pixels[: len(entries)]), labels, self._classes), tuple(entries))

@@ -61,7 +61,9 @@ def _domain_source(root: Path, names: list[str]) -> Source:
 
 
 def _read(name: str, tops: dict[str, Path], classes: tuple[str, ...], prefix: str = "") -> Source:
-    parts = {part: _pictures(top, classes, prefix) for part, top in tops.items()}
+    # A domain's test images may end among the training images of all domains: their names stay apart too.
+    prefixes = {part: f"{prefix}{part}-" if prefix and part != "train" else prefix for part in tops}
+    parts = {part: _pictures(top, classes, prefixes[part]) for part, top in tops.items()}
     return Source(name, classes, parts["train"], parts.get("test"), parts.get("val"))
 
 

@@ -1,0 +1,353 @@
+"""Every form in which an experiment's images may come, and what is said of those that can't be used."""
+
+from __future__ import annotations
+
+import shutil
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from experiments import decoded
+from experiments.cohort import Cohort, build_cohort
+from experiments.dealing import Partition, Validation
+from experiments.errors import SourceError
+from experiments.partitions import prepare
+from experiments.pictures import FilePicture, RowPicture
+from experiments.sources import Source, open_source
+from fedcg.learning.data import load_folder
+
+
+def tree(
+    root: Path, per_class: int, classes: tuple[str, ...] = ("cat", "dog"), mode: str = "RGB", seed: int = 0
+) -> Path:
+    generator = np.random.default_rng(seed)
+    for name in classes:
+        (root / name).mkdir(parents=True, exist_ok=True)
+        for number in range(per_class):
+            pixels = generator.integers(0, 256, (6, 6) if mode == "L" else (6, 6, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(root / name / f"{number:03d}.png")
+    return root
+
+
+def cohort_of(
+    source: Source, partition: str = "iid", clients: int = 2, validation: Validation = "test-half", public: int = 0
+) -> Cohort:
+    form = source.image_form(8)
+    return build_cohort(
+        source, form, Partition.parse(partition), clients, 0, validation=validation, public_images=public
+    )
+
+
+def per_class(source: Source) -> list[int]:
+    return [len(of_class) for of_class in source.train]
+
+
+# Folders
+
+
+@pytest.mark.parametrize("names", [("train", "test", "val"), ("train_images", "test_images", "val_images")])
+def test_a_folder_may_bring_its_own_test_and_validation_images(tmp_path: Path, names: tuple[str, ...]) -> None:
+    for count, name in zip((60, 20, 10), names, strict=True):
+        tree(tmp_path / name, count, seed=count)
+    source = open_source(str(tmp_path))
+    assert (per_class(source), source.test and len(source.test[0]), source.val and len(source.val[0])) == (
+        [60, 60],
+        20,
+        10,
+    )
+    cohort = cohort_of(source, validation="share")
+    assert [(len(one.train), len(one.val)) for one in cohort.clients.values()] == [(60, 10), (60, 10)]
+
+
+def domain_tree(root: Path) -> Path:
+    """Office's layout in two domains, Digit5's in the third, whose classes are fewer."""
+    tree(root / "amazon", 40, seed=1)
+    tree(root / "dslr", 40, seed=2)
+    tree(root / "webcam" / "train_images", 30, ("dog",), seed=3)
+    tree(root / "webcam" / "test_images", 12, ("dog",), seed=4)
+    return root
+
+
+def test_a_folder_of_domains_is_one_client_per_domain_halved_unless_it_brings_test_images(tmp_path: Path) -> None:
+    source = open_source(str(domain_tree(tmp_path)))
+    assert [domain.name for domain in source.domains] == ["amazon", "dslr", "webcam"]
+    cohort = cohort_of(source, "domains", 3)
+    assert cohort.domains == {"client-1": "amazon", "client-2": "dslr", "client-3": "webcam"}
+    assert [client.train.label_counts() for client in cohort.clients.values()] == [(20, 20), (20, 20), (0, 30)]
+    # Office: of 40 test images a fifth is at most held out in common; the published split halves the rest
+    sizes = [(len(client.val), len(client.test)) for client in cohort.clients.values()]
+    held = cohort.common.label_counts()
+    assert held == (4, 6)  # 2 of each class and domain: a fifth of the smallest, webcam's 12 dogs
+    assert [sum(pair) for pair in sizes] == [36, 36, 10]
+
+
+def test_domains_that_are_no_clients_give_the_public_images(tmp_path: Path) -> None:
+    source = open_source(str(domain_tree(tmp_path)))
+    cohort = cohort_of(source, "domains:dslr,amazon", public=32_000)
+    assert cohort.domains == {"client-1": "dslr", "client-2": "amazon"}
+    assert cohort.public is not None
+    assert len(cohort.public) == 30
+    with pytest.raises(SourceError, match="every domain is a client"):
+        cohort_of(source, "domains", 3, public=5)
+
+
+def test_domains_may_also_be_mixed_and_dealt_without_losing_a_file_to_another_of_its_name(tmp_path: Path) -> None:
+    source = open_source(str(domain_tree(tmp_path / "in")))
+    assert per_class(source) == [80, 80 + 30 + 12]
+    prepared = prepare(source, tmp_path / "out", clients=2, partition=Partition.parse("iid"), seed=0)
+    assert len(list((tmp_path / "out").rglob("*.png"))) == 202
+    assert sum(sum(client.train) for client in prepared.clients) > 100
+
+
+@pytest.mark.parametrize(
+    ("partition", "clients", "message"),
+    [
+        ("domains", 2, "3 domains .* and 2 clients"),
+        ("domains:amazon,real", 2, "'real': its domains are amazon, dslr, webcam"),
+    ],
+)
+def test_domains_that_do_not_fit_are_named(tmp_path: Path, partition: str, clients: int, message: str) -> None:
+    with pytest.raises(SourceError, match=message):
+        cohort_of(open_source(str(domain_tree(tmp_path))), partition, clients)
+
+
+def test_a_source_without_domains_says_so() -> None:
+    with pytest.raises(SourceError, match="has no domains"):
+        cohort_of(open_source("digits"), "domains", 2)
+
+
+def test_folders_that_cannot_be_understood_are_named(tmp_path: Path) -> None:
+    tree(tmp_path / "mixed" / "amazon", 3)
+    tree(tmp_path / "mixed", 3, ("cat",))
+    tree(tmp_path / "other" / "train", 3)
+    tree(tmp_path / "other" / "test", 3, ("cat", "cow"))
+    tree(tmp_path / "one", 3, ("cat",))
+    tree(tmp_path / "empty", 3)
+    shutil.rmtree(tmp_path / "empty" / "dog")
+    (tmp_path / "empty" / "dog").mkdir()
+    (tmp_path / "nothing" / "amazon" / "cat").mkdir(parents=True)
+    tree(tmp_path / "nothing" / "dslr", 3)
+    messages = {
+        "mixed": "domains or classes",
+        "other": "do not hold the same class folders",
+        "one": "at least 2 are needed",
+        "empty": "dog holds no image",
+        "nothing": "amazon holds no image",
+        "missing": "not a folder",
+    }
+    for name, message in messages.items():
+        with pytest.raises(SourceError, match=message) as caught:
+            open_source(str(tmp_path / name))
+        assert str(tmp_path / name) in str(caught.value)
+
+
+# What is wrong with single images and clients
+
+
+def test_a_damaged_image_is_left_out_named_and_counted_and_in_the_demo_by_the_agent(tmp_path: Path) -> None:
+    tree(tmp_path / "in", 60)
+    for name in ("cat/003.png", "dog/040.png"):
+        (tmp_path / "in" / name).write_bytes(b"not a picture")
+    source = open_source(str(tmp_path / "in"))
+    cohort = cohort_of(source, validation="share")
+    assert sorted(image.file for image in cohort.skipped) == [
+        str(tmp_path / "in" / n) for n in ("cat/003.png", "dog/040.png")
+    ]
+    assert all("not an image" in image.reason for image in cohort.skipped)
+    sets = [part for one in cohort.clients.values() for part in (one.train, one.val, one.test)]
+    assert sum(map(len, sets)) + len(cohort.common) == 118
+    prepared = prepare(source, tmp_path / "out", clients=2, partition=Partition.parse("iid"), seed=0)
+    for client in prepared.clients:
+        mine = cohort.clients[client.id]
+        read, _ = load_folder(client.root, source.classes, source.image_form(8))
+        assert len(read) == len(mine.train) + len(mine.val) + len(mine.test)
+
+
+def test_an_image_over_the_pixel_limit_is_left_out(tmp_path: Path) -> None:
+    tree(tmp_path, 60)
+    Image.new("1", (10_000, 5_001)).save(tmp_path / "cat" / "huge.png")
+    assert "10000x5001 pixels is over the limit" in cohort_of(open_source(str(tmp_path))).skipped[0].reason
+
+
+def test_grey_and_colour_files_together_are_read_as_colour(tmp_path: Path) -> None:
+    tree(tmp_path, 60)
+    Image.new("L", (6, 6), 200).save(tmp_path / "cat" / "000.png")
+    source = open_source(str(tmp_path))
+    assert source.image_form(8).mode == "RGB"
+    assert next(iter(cohort_of(source).clients.values())).train.images.shape[1] == 3
+
+
+def test_a_client_of_one_image_is_refused_and_one_of_a_single_class_is_not(tmp_path: Path) -> None:
+    tree(tmp_path / "amazon", 40)
+    tree(tmp_path / "dslr", 30, ("dog",))
+    cohort = cohort_of(open_source(str(tmp_path)), "domains")
+    assert cohort.clients["client-2"].train.label_counts() == (0, 15)
+    tree(tmp_path / "webcam", 2, ("cat",))
+    with pytest.raises(SourceError, match="client-3: 1 training image"):
+        cohort_of(open_source(str(tmp_path)), "domains", 3)
+
+
+# Arrays
+
+
+def arrays(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    images = np.random.default_rng(seed).integers(0, 256, (count, 8, 8), dtype=np.uint8)
+    return images, np.arange(count) % 3 * 5  # the labels 0, 5 and 10
+
+
+def test_an_npz_is_a_source_whose_occurring_labels_are_the_classes(tmp_path: Path) -> None:
+    images, labels = arrays(150)
+    np.savez(tmp_path / "d.npz", images=images, labels=labels)
+    source = open_source(str(tmp_path / "d.npz"))
+    assert (source.name, source.classes, per_class(source)) == ("d", ("00", "05", "10"), [50, 50, 50])
+    assert source.image_form(8).mode == "L"
+    picture = source.train[1][0]
+    assert isinstance(picture, RowPicture)
+    assert picture.where == "d.npz#1"
+
+
+@pytest.mark.parametrize("validation", ["share", "test-half"])
+def test_arrays_dealt_in_memory_and_written_to_folders_are_the_same_images(
+    tmp_path: Path, validation: Validation
+) -> None:
+    images, labels = arrays(240)
+    np.savez(tmp_path / "d.npz", images=images, labels=labels)
+    source = open_source(str(tmp_path / "d.npz"))
+    cohort = cohort_of(source, validation=validation)
+    prepared = prepare(
+        source, tmp_path / "out", clients=2, partition=Partition.parse("iid"), seed=0, validation=validation
+    )
+    for client in prepared.clients:
+        mine = cohort.clients[client.id]
+        test, _ = load_folder(client.root / "test", source.classes, source.image_form(8))
+        train, _ = load_folder(client.root / "train", source.classes, source.image_form(8))
+        assert torch.equal(mine.test.images, test.images)
+        assert len(train) == len(mine.train) + (len(mine.val) if validation == "share" else 0)
+        if validation == "test-half":
+            assert torch.equal(mine.train.images, train.images)
+
+
+def test_arrays_with_labels_that_do_not_fit_or_damage_are_named(tmp_path: Path) -> None:
+    images, labels = arrays(30)
+    np.savez(tmp_path / "a.npz", images=images, labels=np.zeros(30, dtype=np.int64))
+    np.savez(tmp_path / "b.npz", train_images=images, train_labels=labels, test_images=images, test_labels=labels + 1)
+    (tmp_path / "c.npz").write_bytes((tmp_path / "a.npz").read_bytes()[:99])
+    for name, message in {"a": "same label", "b": "label 1, which no training", "c": "damaged"}.items():
+        with pytest.raises(SourceError, match=message) as caught:
+            open_source(str(tmp_path / f"{name}.npz"))
+        assert f"{name}.npz" in str(caught.value)
+
+
+def write_mnist(root: Path) -> None:
+    root.mkdir(parents=True)
+    for part, count in (("train", 60), ("t10k", 20)):
+        images = np.random.default_rng(count).integers(0, 256, (count, 28, 28), dtype=np.uint8)
+        head = b"\x00\x00\x08\x03" + struct.pack(">3I", *images.shape)
+        (root / f"{part}-images-idx3-ubyte").write_bytes(head + images.tobytes())
+        labels = bytes(row % 10 for row in range(count))
+        (root / f"{part}-labels-idx1-ubyte").write_bytes(b"\x00\x00\x08\x01" + struct.pack(">I", count) + labels)
+
+
+def test_a_public_set_by_name_is_what_its_files_are(tmp_path: Path) -> None:
+    write_mnist(tmp_path / "FashionMNIST" / "raw")
+    by_name = open_source(f"torchvision:FashionMNIST:{tmp_path}")
+    by_folder = open_source(str(tmp_path / "FashionMNIST" / "raw"))
+    assert by_name.classes[0] == "T-shirt-top"  # its name has a slash, which no folder's may
+    for left, right in zip(by_name.train[3], by_folder.train[3], strict=True):
+        assert left.content() == right.content()
+    assert by_name.test is not None
+    assert sum(map(len, by_name.test)) == 20
+
+
+def test_a_public_set_that_is_neither_there_nor_to_be_had_says_where_its_files_belong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_network(*_: object, **__: object) -> None:
+        raise OSError("no network")
+
+    monkeypatch.setattr("torchvision.datasets.usps.download_url", no_network)
+    with pytest.raises(SourceError, match=r"can't be downloaded \(no network\): put usps\.bz2 and usps\.t\.bz2 there"):
+        open_source(f"torchvision:USPS:{tmp_path}")
+    with pytest.raises(SourceError, match="known are MNIST"):
+        open_source("torchvision:ImageNet")
+
+
+# The digits in domains
+
+
+def test_the_digits_in_domains_share_no_scan_and_differ_as_told() -> None:
+    source = open_source("digits-domains")
+    names = [domain.name for domain in source.domains]
+    assert names == ["plain", "inverted", "blended", "thick", "rotated"]
+    assert sum(map(len, source.train)) == 1797
+    assert source.image_form(16).mode == "RGB"
+    first = {}
+    for domain in source.domains:
+        assert min(map(len, domain.train)) >= 34
+        picture = domain.train[0][0]
+        assert isinstance(picture, RowPicture)
+        first[domain.name] = picture.images
+    assert first["plain"].mean() < 100 < 150 < first["inverted"].mean()
+    assert first["thick"].mean() > first["plain"].mean() + 20
+    assert float(np.ptp(first["blended"].astype(int), axis=3).mean()) > 20  # colour, which the others have none of
+    assert float(np.ptp(first["rotated"].astype(int), axis=3).max()) == 0
+
+
+def test_the_digits_in_domains_are_the_same_every_time_and_another_seed_deals_them_otherwise() -> None:
+    one, again = open_source("digits-domains"), open_source("digits-domains")
+    assert one.domains[2].train[4][7].content() == again.domains[2].train[4][7].content()
+    assert [picture.name for picture in one.train[0]] == [picture.name for picture in again.train[0]]
+    sets = [
+        build_cohort(one, one.image_form(16), Partition.parse("domains"), 5, seed).clients["client-3"].train.images
+        for seed in (0, 1)
+    ]
+    assert not torch.equal(sets[0][:20], sets[1][:20])
+
+
+# The decoded copy
+
+
+def test_a_large_source_is_decoded_once_and_read_from_its_copy_until_a_file_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoded, "REMEMBERED_FROM", 100)
+    root = tree(tmp_path / "in", 60)
+    (root / "cat" / "007.png").write_bytes(b"broken")
+    source = open_source(str(root))
+
+    def cohort() -> Cohort:
+        form = source.image_form(8)
+        return build_cohort(source, form, Partition.parse("iid"), 2, 0, cache=tmp_path / "cache")
+
+    first = cohort()
+    content = FilePicture.content
+    monkeypatch.setattr(FilePicture, "content", lambda _: pytest.fail("decoded again"))
+    again = cohort()
+    assert again.skipped == first.skipped
+    assert len(again.skipped) == 1
+    for name, client in first.clients.items():
+        assert torch.equal(client.train.images, again.clients[name].train.images)
+        assert torch.equal(client.val.images, again.clients[name].val.images)
+    monkeypatch.setattr(FilePicture, "content", content)
+    Image.new("RGB", (6, 6)).save(root / "cat" / "007.png")
+    assert cohort().skipped == ()
+    assert len(list((tmp_path / "cache").iterdir())) == 2
+
+
+def test_a_damaged_copy_or_a_folder_that_cannot_be_written_only_costs_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoded, "REMEMBERED_FROM", 100)
+    source = open_source(str(tree(tmp_path / "in", 60)))
+    form = source.image_form(8)
+    plain = cohort_of(source)
+    (tmp_path / "file").write_text("in the way")
+    for cache in (tmp_path / "cache", tmp_path / "cache", tmp_path / "file"):
+        found = build_cohort(source, form, Partition.parse("iid"), 2, 0, validation="test-half", cache=cache)
+        assert torch.equal(found.clients["client-1"].train.images, plain.clients["client-1"].train.images)
+        for copy in (tmp_path / "cache").glob("*/pixels.npy"):
+            copy.write_bytes(copy.read_bytes()[:200])
