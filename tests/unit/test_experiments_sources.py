@@ -308,6 +308,18 @@ def test_the_digits_in_domains_are_the_same_every_time_and_another_seed_deals_th
     assert not torch.equal(sets[0][:20], sets[1][:20])
 
 
+def test_the_demos_folders_of_the_digits_in_domains_are_what_a_simulation_trains_on(tmp_path: Path) -> None:
+    source = open_source("digits-domains")
+    form, partition = source.image_form(16), Partition.parse("domains")
+    cohort = build_cohort(source, form, partition, 5, 0)
+    prepared = prepare(source, tmp_path, clients=5, partition=partition, seed=0)
+    for client in prepared.clients:
+        test, _ = load_folder(client.root / "test", source.classes, form)
+        assert torch.equal(test.images, cohort.clients[client.id].test.images)
+        assert sum(client.train) == len(cohort.clients[client.id].train) + len(cohort.clients[client.id].val)
+    assert prepared.common_per_class == 15
+
+
 # The decoded copy
 
 
@@ -341,10 +353,10 @@ def test_a_large_source_is_decoded_once_and_read_from_its_copy_until_a_file_chan
 def test_a_damaged_copy_or_a_folder_that_cannot_be_written_only_costs_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decoded, "REMEMBERED_FROM", 100)
     source = open_source(str(tree(tmp_path / "in", 60)))
     form = source.image_form(8)
     plain = cohort_of(source)
+    monkeypatch.setattr(decoded, "REMEMBERED_FROM", 100)
     (tmp_path / "file").write_text("in the way")
     for cache in (tmp_path / "cache", tmp_path / "cache", tmp_path / "file"):
         found = build_cohort(source, form, Partition.parse("iid"), 2, 0, validation="test-half", cache=cache)
