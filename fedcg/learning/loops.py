@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from fedcg.learning.data import ImageSet, flip_at_random, normalise, usable_rows
+from fedcg.learning.fused_adam import FusedAdam
 from fedcg.learning.layer_noise import seeded_layers
 from fedcg.learning.losses import cross_entropy
 from fedcg.learning.method import DivergedError, RoundContext, TrainingParams
@@ -55,7 +56,10 @@ def adam(
     parameters: Iterable[torch.Tensor], lr: float, weight_decay: float, betas: tuple[float, float] = (0.9, 0.999)
 ) -> torch.optim.Optimizer:
     """Adam with L2 weight decay (FedCG §4.1), fused: one kernel a step."""
-    return torch.optim.Adam(parameters, lr=lr, betas=betas, weight_decay=weight_decay, fused=True)
+    weights = list(parameters)
+    if all(weight.device.type == "cpu" for weight in weights):
+        return FusedAdam(weights, lr, betas, weight_decay)
+    return torch.optim.Adam(weights, lr=lr, betas=betas, weight_decay=weight_decay, fused=True)
 
 
 def task_optimiser(parameters: Iterable[torch.Tensor], params: TrainingParams) -> torch.optim.Optimizer:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Literal
 
 import torch
@@ -55,6 +56,7 @@ from fedcg.learning.method import (
     Weights,
 )
 from fedcg.learning.networks import load_part, weights_of
+from fedcg.learning.networks.discriminators import rows_are_independent
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.parts import Part, Report
 
@@ -69,6 +71,12 @@ class FedcgParams(TrainingParams):
     gamma_max: float = Field(default=1.0, ge=0, description="weight of the feature loss, eq. 3, at the end of its ramp")
     ramp_rounds: int = Field(default=50, ge=1, description="rounds over which gamma rises from 0")
     diversity: float = Field(default=0.1, ge=0, description="weight of the mode-seeking term in the generator's loss")
+    discriminator_passes: str = Field(
+        default="joint",
+        pattern="^(joint|separate)$",
+        description="whether real and generated rows share a pass, and so one power iteration of spectral norm; a "
+        "discriminator with batch norm always takes one for each, as published",
+    )
     server_iterations: int = Field(default=2000, ge=1, description="student steps on the server (T)")
     server_batch: int = Field(default=16, ge=2, description="rows of a student step (B)")
     server_lr: float = Field(default=3e-4, gt=0, description="learning rate of the student (eta_3)")
@@ -142,6 +150,8 @@ def train_gan(
     streams = ctx.streams.at("generate")
     order, mirror, stream = (streams.generator(name) for name in ("order", "flip", "noise"))
     meter = LossMeter("generator and discriminator", ctx.device)
+    joint = params.discriminator_passes == "joint" and rows_are_independent(discriminator)
+    judge_both = discriminator if joint else partial(discriminator, passes=2)
     for index in index_blocks(len(source.labels), params.batch_size, steps, order):
         real, labels = source.rows(index, mirror)
         noise = torch.randn(len(labels), ctx.spec.network.noise_dim, generator=stream).to(ctx.device)
@@ -149,7 +159,7 @@ def train_gan(
             asked = paired_labels(labels[rows])
             fake = generator(noise[rows], asked)
             size, half = len(asked), len(asked) // 2
-            logits = discriminator(torch.cat([real[rows], fake.detach()]), torch.cat([labels[rows], asked]))
+            logits = judge_both(torch.cat([real[rows], fake.detach()]), torch.cat([labels[rows], asked]))
             loss = discriminator_loss(logits[:size], logits[size:])
             judge.zero_grad()
             loss.backward()

@@ -1,10 +1,11 @@
 """Conditional discriminators: (features, label) -> one logit; D = sigmoid(logit) tends to 1 on real features.
 
-FedCG writes D(h) without the label, but calls the pair a conditional GAN and does not say how the label enters. Here it
+FedCG writes D(h) without the label, but calls the pair a conditional GAN and does not say how the label enters. By default it
 enters by projection: logit = ψ(φ(h)) + <embedding(y), φ(h)>. Concatenated to the features, ten numbers beside 400 are
-easily ignored, and the classifier then recognises few generated rows.
-Every layer with weights on φ and ψ is spectrally normalised, as in the authors' code. No batch norm here, also where the
-published one may have it: real and generated rows go through in ONE forward pass and must not see each other.
+easily ignored, and the classifier then recognises few generated rows. Every layer with weights on φ and ψ is spectrally
+normalised, as in the authors' code. No batch norm: real and generated rows can then go through in ONE pass.
+`conv_published` is the authors' own network: concatenated label, spectral norm AND batch norm, so real and generated rows need
+a pass each, as in their code.
 """
 
 from __future__ import annotations
@@ -16,12 +17,24 @@ import torch
 from torch import nn
 
 from fedcg.learning.networks.generators import empty_embedding, spread_growth
+from fedcg.learning.networks.small_maps import MapBatchNorm2d, Size
 from fedcg.learning.networks.spectral import SpectralConv2d, SpectralLinear
 
 DiscriminatorBuilder = Callable[[tuple[int, ...], int], nn.Module]
 _WIDTHS = (128, 256, 512)
 _HIDDEN = 256
 _SLOPE = 0.2
+_TELLING_PASSES = (SpectralConv2d, SpectralLinear, MapBatchNorm2d)
+
+
+class Passes(nn.Sequential):
+    """A chain of layers some of which tell the passes in a batch apart (spectral norm, batch norm)."""
+
+    def forward(self, input: torch.Tensor, passes: int = 1) -> torch.Tensor:  # noqa: A002 - torch's own name
+        """[passes * B, ...] -> [passes * B, ...], as if the passes had come one after the other."""
+        for layer in self:
+            input = layer(input, passes) if isinstance(layer, _TELLING_PASSES) and passes > 1 else layer(input)  # noqa: A001
+        return input
 
 
 class ProjectionDiscriminator(nn.Module):
@@ -34,30 +47,72 @@ class ProjectionDiscriminator(nn.Module):
         self.embedding = empty_embedding(classes, width)
         self.input_shape = input_shape
 
-    def forward(self, features: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """[B, *feature_shape] float32 and [B] int64 -> [B] logits."""
-        inner: torch.Tensor = self.body(features.reshape(-1, *self.input_shape))
-        logits: torch.Tensor = self.head(inner).squeeze(1) + (self.embedding(labels) * inner).sum(dim=1)
+    def forward(self, features: torch.Tensor, labels: torch.Tensor, passes: int = 1) -> torch.Tensor:
+        """[B, *feature_shape] float32 and [B] int64 -> [B] logits; the batch holds `passes` passes of equal size."""
+        inner: torch.Tensor = self.body(features.reshape(-1, *self.input_shape), passes)
+        logits: torch.Tensor = self.head(inner, passes).squeeze(1) + (self.embedding(labels) * inner).sum(dim=1)
         return logits
+
+
+class ConcatenatingDiscriminator(nn.Module):
+    """FedCG's discriminator as published: the label's embedding enters as C more channels, equal at every position."""
+
+    def __init__(self, body: nn.Module, input_shape: tuple[int, ...], classes: int) -> None:
+        super().__init__()
+        self.body = body
+        self.embedding = empty_embedding(classes, classes)
+        self.input_shape = input_shape
+
+    def forward(self, features: torch.Tensor, labels: torch.Tensor, passes: int = 1) -> torch.Tensor:
+        """[B, *feature_shape] float32 and [B] int64 -> [B] logits; the batch holds `passes` passes of equal size."""
+        maps = features.reshape(-1, *self.input_shape)
+        channels = self.embedding(labels)[:, :, None, None].expand(-1, -1, *self.input_shape[1:])
+        logits: torch.Tensor = self.body(torch.cat([maps, channels], dim=1), passes)
+        return logits.flatten()
+
+
+def _convolutions(channels: int, height: int, width: int) -> list[tuple[int, int, Size]]:
+    """Inputs, outputs and kernels of a mirror of the published generator, down to a single position."""
+    kernels = zip(spread_growth(height, 4)[::-1], spread_growth(width, 4)[::-1], strict=True)
+    widths = (channels, *_WIDTHS, _WIDTHS[-1])
+    return list(zip(widths[:-1], widths[1:], kernels, strict=True))
+
+
+def _as_maps(feature_shape: tuple[int, ...]) -> tuple[int, int, int]:
+    channels, height, width = feature_shape if len(feature_shape) == 3 else (math.prod(feature_shape), 1, 1)
+    return channels, height, width
 
 
 def _conv(feature_shape: tuple[int, ...], classes: int) -> nn.Module:
     """Mirror of the published generator: convolutions 128-256-512 and a last one down to a single position."""
-    channels, height, width = feature_shape if len(feature_shape) == 3 else (math.prod(feature_shape), 1, 1)
-    kernels = list(zip(spread_growth(height, 4)[::-1], spread_growth(width, 4)[::-1], strict=True))
+    shape = _as_maps(feature_shape)
     layers: list[nn.Module] = []
-    before = channels
-    for after, kernel in zip((*_WIDTHS, _WIDTHS[-1]), kernels, strict=True):
+    for before, after, kernel in _convolutions(*shape):
         layers += [SpectralConv2d(before, after, kernel), nn.LeakyReLU(_SLOPE)]
-        before = after
-    return ProjectionDiscriminator(nn.Sequential(*layers, nn.Flatten()), before, (channels, height, width), classes)
+    return ProjectionDiscriminator(Passes(*layers, nn.Flatten()), _WIDTHS[-1], shape, classes)
+
+
+def _conv_published(feature_shape: tuple[int, ...], classes: int) -> nn.Module:
+    """Four convolutions 128-256-512-1 without biases, batch norm between them; rows of one pass see each other."""
+    channels, height, width = _as_maps(feature_shape)
+    *inner, last = _convolutions(channels + classes, height, width)
+    layers: list[nn.Module] = []
+    for before, after, kernel in inner:
+        layers += [SpectralConv2d(before, after, kernel, bias=False), MapBatchNorm2d(after), nn.LeakyReLU(_SLOPE)]
+    layers.append(SpectralConv2d(last[0], 1, last[2], bias=False))
+    return ConcatenatingDiscriminator(Passes(*layers), (channels, height, width), classes)
 
 
 def _mlp(feature_shape: tuple[int, ...], classes: int) -> nn.Module:
     """Features - 256 - 1."""
     width = math.prod(feature_shape)
-    body = nn.Sequential(SpectralLinear(width, _HIDDEN), nn.LeakyReLU(_SLOPE))
+    body = Passes(SpectralLinear(width, _HIDDEN), nn.LeakyReLU(_SLOPE))
     return ProjectionDiscriminator(body, _HIDDEN, (width,), classes)
 
 
-DISCRIMINATORS: Mapping[str, DiscriminatorBuilder] = {"conv": _conv, "mlp": _mlp}
+def rows_are_independent(discriminator: nn.Module) -> bool:
+    """Whether real and generated rows may share one pass: no batch norm, so that no row sees another."""
+    return not any(isinstance(layer, nn.BatchNorm2d) for layer in discriminator.modules())
+
+
+DISCRIMINATORS: Mapping[str, DiscriminatorBuilder] = {"conv": _conv, "conv_published": _conv_published, "mlp": _mlp}

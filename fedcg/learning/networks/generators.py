@@ -12,11 +12,10 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import nn
 
+from fedcg.learning.networks.small_maps import MapBatchNorm2d, SmallConvTranspose2d
 from fedcg.learning.networks.split import FeatureRange
 
 GeneratorBuilder = Callable[[tuple[int, ...], int, int, FeatureRange], nn.Module]
-_WIDTHS = (512, 256, 128)
-_HIDDEN = 256
 
 
 def empty_embedding(classes: int, width: int) -> nn.Embedding:
@@ -52,7 +51,7 @@ class ConditionalGenerator(nn.Module):
         """
         condition = torch.cat([noise, self.embedding(labels)], dim=1)
         features: torch.Tensor = self.body(condition.view(-1, *self.input_shape))
-        return features.view(-1, *self.feature_shape)
+        return features.reshape(-1, *self.feature_shape)
 
 
 def spread_growth(size: int, layers: int) -> list[int]:
@@ -69,33 +68,48 @@ def _last_activation(feature_range: FeatureRange) -> nn.Module:
     return nn.Sigmoid() if feature_range is FeatureRange.UNIT else nn.ReLU()
 
 
-def _conv(feature_shape: tuple[int, ...], classes: int, noise_dim: int, feature_range: FeatureRange) -> nn.Module:
-    """FedCG's generator: four transposed convolutions (512-256-128-c), batch norm, leaky ReLU 0.2; no biases."""
-    channels, height, width = feature_shape if len(feature_shape) == 3 else (math.prod(feature_shape), 1, 1)
-    kernels = list(zip(spread_growth(height, 4), spread_growth(width, 4), strict=True))
-    layers: list[nn.Module] = []
-    before = noise_dim + classes
-    for after, kernel in zip(_WIDTHS, kernels[:3], strict=True):
-        layers += [nn.ConvTranspose2d(before, after, kernel, bias=False), nn.BatchNorm2d(after), nn.LeakyReLU(0.2)]
-        before = after
-    layers += [nn.ConvTranspose2d(before, channels, kernels[3], bias=False), _last_activation(feature_range)]
-    return ConditionalGenerator(nn.Sequential(*layers), (noise_dim + classes, 1, 1), feature_shape, classes)
+def _conv(widths: tuple[int, int, int]) -> GeneratorBuilder:
+    """Four transposed convolutions, batch norm, leaky ReLU 0.2, no biases; FedCG's generator with widths 512-256-128."""
+
+    def build(feature_shape: tuple[int, ...], classes: int, noise_dim: int, feature_range: FeatureRange) -> nn.Module:
+        channels, height, width = feature_shape if len(feature_shape) == 3 else (math.prod(feature_shape), 1, 1)
+        kernels = list(zip(spread_growth(height, 4), spread_growth(width, 4), strict=True))
+        layers: list[nn.Module] = []
+        before = noise_dim + classes
+        for after, kernel in zip(widths, kernels[:3], strict=True):
+            layers += [SmallConvTranspose2d(before, after, kernel), MapBatchNorm2d(after), nn.LeakyReLU(0.2)]
+            before = after
+        layers += [SmallConvTranspose2d(before, channels, kernels[3]), _last_activation(feature_range)]
+        return ConditionalGenerator(nn.Sequential(*layers), (noise_dim + classes, 1, 1), feature_shape, classes)
+
+    return build
 
 
-def _mlp(feature_shape: tuple[int, ...], classes: int, noise_dim: int, feature_range: FeatureRange) -> nn.Module:
-    """A fully connected generator: (noise + label) - 256 - features, batch norm on the hidden layer.
+def _mlp(*widths: int) -> GeneratorBuilder:
+    """Fully connected: (noise + label) - widths - features, batch norm and leaky ReLU 0.2 on the hidden layers."""
 
-    With 64-dimensional noise this is the "64-256-features" network. FedMD-CG uses three fully connected layers (widths not
-    given); this has two.
-    """
-    body = nn.Sequential(
-        nn.Linear(noise_dim + classes, _HIDDEN, bias=False),
-        nn.BatchNorm1d(_HIDDEN),
-        nn.LeakyReLU(0.2),
-        nn.Linear(_HIDDEN, math.prod(feature_shape)),
-        _last_activation(feature_range),
-    )
-    return ConditionalGenerator(body, (noise_dim + classes,), feature_shape, classes)
+    def build(feature_shape: tuple[int, ...], classes: int, noise_dim: int, feature_range: FeatureRange) -> nn.Module:
+        layers: list[nn.Module] = []
+        before = noise_dim + classes
+        for after in widths:
+            layers += [nn.Linear(before, after, bias=False), nn.BatchNorm1d(after), nn.LeakyReLU(0.2)]
+            before = after
+        layers += [nn.Linear(before, math.prod(feature_shape)), _last_activation(feature_range)]
+        return ConditionalGenerator(nn.Sequential(*layers), (noise_dim + classes,), feature_shape, classes)
+
+    return build
 
 
-GENERATORS: Mapping[str, GeneratorBuilder] = {"conv": _conv, "mlp": _mlp}
+# Bytes of the parameters for features of 16x5x5, ten classes, noise of 100 dimensions (of 64):
+#   conv        3,562,896 (3,267,984)  as published in FedCG
+#   conv_small    399,504   (325,776)  a quarter of its channels
+#   mlp3          790,480   (753,616)  FedMD-CG's three fully connected layers; the paper gives no widths, these are ours
+#   mlp           526,288   (489,424)  two layers; with noise of 64, "64-256-features"
+#   mlp_small     264,144   (245,712)  half of its width; with noise of 64, "64-128-features"
+GENERATORS: Mapping[str, GeneratorBuilder] = {
+    "conv": _conv((512, 256, 128)),
+    "conv_small": _conv((128, 64, 32)),
+    "mlp": _mlp(256),
+    "mlp3": _mlp(256, 256),
+    "mlp_small": _mlp(128),
+}

@@ -37,7 +37,9 @@ def draw_weights(module: nn.Module, generator: torch.Generator) -> None:
     for name, layer in module.named_modules():
         if isinstance(layer, (nn.Linear, nn.modules.conv._ConvNd)):  # noqa: SLF001 - the base of all convolutions
             bound = 1.0 / math.sqrt(layer.weight[0].numel())
-            nn.init.uniform_(layer.weight, -bound, bound, generator=generator)
+            # Drawn in the order of the shape, whatever the memory order of the weight.
+            drawn = torch.empty(layer.weight.shape).uniform_(-bound, bound, generator=generator)
+            layer.weight.data.copy_(drawn)
             if layer.bias is not None:
                 nn.init.uniform_(layer.bias, -bound, bound, generator=generator)
         elif isinstance(layer, nn.Embedding):
