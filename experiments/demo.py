@@ -27,7 +27,7 @@ from experiments.run import LOOPBACK, Run, write_secrets
 from experiments.sources import Source
 from experiments.summary import seconds, summarise
 from fedcg.learning.spec import FederationSpec
-from fedcg.wire.parts import DEFAULT_ALLOW_REPORT
+from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, DEFAULT_ALLOW_UPLOAD, Part, ReportField
 
 READY_S = 30.0
 SETTLE_S = 5.0  # for the observer to write what it heard last
@@ -97,6 +97,8 @@ class Demo:
         serve = fedcg("broker", "run", *where, "--broker", run.broker)
         broker = await processes.start("broker", serve, outlives_others=True)
         (run.root / "plan.toml").write_text(toml_text(run.setting.plan(source)))
+        if run.setting.public_images:
+            await data  # a federation is opened only when its public images can be read
         create = fedcg("federation", "create", *where, run.root / "plan.toml", "--json")
         await self._step("federation", lambda: processes.run("federation", create))
         lines = await processes.line(broker, "ready", READY_S)
@@ -106,6 +108,7 @@ class Demo:
         add = fedcg("device", "add", *self._clients, *where, "--out", run.root / "devices")
         await self._step("devices", lambda: processes.run("devices", add), run.root / "devices")
         await data
+        self._allowed = self._policy()
         agents = [await self._start_agent(processes, client) for client in self._clients]
         await processes.line(observer, "ready", READY_S)
         coordinator = await processes.start("coordinator", fedcg("coordinator", "run", *where))
@@ -121,13 +124,15 @@ class Demo:
             partition=setting.checked_partition(),
             seed=setting.seed,
             images_per_client=setting.images_per_client,
+            public_images=setting.public_images,
         )
 
     async def _initialise(self, processes: Children) -> None:
         run = self._run
         ports = ("--broker-port", str(run.broker_port), "--api-port", str(run.api_port))
+        public = ("--public-data", run.data / "public") if run.setting.public_images else ()
         await processes.run(
-            "init", fedcg("coordinator", "init", "--dir", run.home, "--host", LOOPBACK, *ports, "--observer")
+            "init", fedcg("coordinator", "init", "--dir", run.home, "--host", LOOPBACK, *ports, "--observer", *public)
         )
         (run.home / "coordinator.secret").write_bytes(root_secret(run.setting.seed, "coordinator"))
 
@@ -150,21 +155,25 @@ class Demo:
             "FEDCG_AGENT_DATA_COMMON_TEST": str(run.data / "common"),
             "FEDCG_AGENT_TRAINING_SHADOW": "true",
             "FEDCG_AGENT_TRAINING_THREADS": "1",
-            "FEDCG_AGENT_POLICY_ALLOW_REPORT": ",".join(self._allowed_report()),
+            "FEDCG_AGENT_POLICY_ALLOW_UPLOAD": ",".join(sorted(part.value for part in self._allowed[0])),
+            "FEDCG_AGENT_POLICY_ALLOW_REPORT": ",".join(sorted(field.value for field in self._allowed[1])),
         }
         command = fedcg("agent", "run", "--config", bundle / "agent.toml", "--until-finished")
         return await processes.start(client, command, environment)
 
-    def _allowed_report(self) -> list[str]:
-        """What the demo's devices may report: all that the spec asks for, told when that is more than the default."""
+    def _policy(self) -> tuple[frozenset[Part], frozenset[ReportField]]:
+        """What the demo's devices may tell: the defaults and what the spec can't do without; told when that is more."""
         founded = json.loads((self._run.root / "logs" / "federation.log").read_text().splitlines()[-1])
         spec = FederationSpec.parse((self._run.home / "artifacts" / founded["spec"]).read_bytes())
-        more = sorted(field.value for field in set(spec.report) - DEFAULT_ALLOW_REPORT)
-        if more:
-            self._progress.say(
-                f"{spec.method} asks for {', '.join(more)}: the demo's devices allow it, a real one must be told to"
-            )
-        return sorted(field.value for field in spec.report)
+        parts, fields = frozenset(spec.upload) - DEFAULT_ALLOW_UPLOAD, spec.required_report - DEFAULT_ALLOW_REPORT
+        for key, more in (("allow_upload", parts), ("allow_report", fields)):
+            if more:
+                names = ", ".join(sorted(name.value for name in more))
+                self._progress.say(
+                    f"{spec.method} asks for {names}: the demo's devices allow it, a real one must be told to "
+                    f"(policy.{key} in agent.toml)"
+                )
+        return DEFAULT_ALLOW_UPLOAD | parts, DEFAULT_ALLOW_REPORT | fields
 
     # Watch
 

@@ -30,7 +30,7 @@ from experiments.cli_options import (
     validated,
 )
 from experiments.errors import OptionError
-from experiments.options import Setting, parse_params
+from experiments.options import DEMO_PUBLIC_IMAGES, Setting, parse_params
 
 if TYPE_CHECKING:
     from experiments.run import Run
@@ -61,6 +61,10 @@ def demo_command(
     clients: Clients = 4,
     partition: PartitionText = "dirichlet:0.5",
     images_per_client: ImagesPerClient = None,
+    public_images: Annotated[
+        int | None,
+        typer.Option(min=0, help="images without labels, held out for the server; default: what feddf needs"),
+    ] = None,
     rounds: Rounds = 5,
     local_epochs: LocalEpochs = 4,
     method: MethodName = "fedcg",
@@ -99,6 +103,7 @@ def demo_command(
             "clients": clients,
             "partition": partition,
             "images_per_client": images_per_client,
+            "public_images": DEMO_PUBLIC_IMAGES.get(method, 0) if public_images is None else public_images,
             "rounds": rounds,
             "local_epochs": local_epochs,
             "method": method,

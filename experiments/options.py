@@ -26,7 +26,12 @@ OPTIONS_FILE = "demo.json"
 QUICK_PARAMS: Mapping[str, Mapping[str, ParameterValue]] = {
     "fedcg": {"lr": 1e-3, "gan_lr": 1e-3, "server_lr": 1e-3, "server_iterations": 200, "ramp_rounds": 10},
     "fedmd_cg": {"lr": 1e-3, "generator_lr": 1e-3, "server_lr": 1e-3},
+    "feddf": {"lr": 1e-3, "server_lr": 1e-3, "server_iterations": 200},
+    "fedgen": {"lr": 1e-3, "server_lr": 1e-3, "server_iterations": 200},
 }
+
+# How many public images a demo holds out when nobody says: for methods whose server can't do without.
+DEMO_PUBLIC_IMAGES: Mapping[str, int] = {"feddf": 128}
 
 QUICK_LR: Mapping[str, ParameterValue] = {"lr": 1e-3}
 

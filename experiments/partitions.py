@@ -54,11 +54,14 @@ class Prepared:
     common_per_class: int
 
 
-def _place(pictures: Sequence[Picture], folder: Path) -> None:
-    """Hard-link image files into a folder, or copy them where the file system can't link; write what is no file."""
+def _place(pictures: Sequence[Picture], folder: Path, name: str | None = None) -> None:
+    """Hard-link image files into a folder, or copy them where the file system can't link; write what is no file.
+
+    A name other than its own is for a single picture.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for picture in pictures:
-        target = folder / picture.name
+        target = folder / (name or picture.name)
         try:
             if picture.file is None:
                 target.write_bytes(picture.content())
@@ -82,8 +85,9 @@ def prepare(
     images_per_client: int | None = None,
     validation: Validation = "share",
     test: TestDeal = "proportional",
+    public_images: int = 0,
 ) -> Prepared:
-    """Write `out/CLIENT/{train,test}/CLASS/*`, `out/common/CLASS/*` and `out/partition.json`.
+    """Write `out/CLIENT/{train,test}/CLASS/*`, `out/common/CLASS/*`, `out/public/*` and `out/partition.json`.
 
     Every client gets every class folder, also an empty one, so that class lists agree. Without a test part in the
     source, a sixth of each class becomes test and another sixth (at most 200, the same in every class) common test.
@@ -97,11 +101,13 @@ def prepare(
         images_per_client: at most this many training images per client, class proportions kept; None: no bound.
         validation: see `DealOptions`.
         test: see `DealOptions`.
+        public_images: see `DealOptions`; their file names say nothing of their classes.
 
     Raises:
         SourceError: too few images for so many clients, or a folder that can't be written.
     """
-    deal = deal_out(source, DealOptions(clients, partition, seed, images_per_client, validation, test))
+    options = DealOptions(clients, partition, seed, images_per_client, validation, test, public_images)
+    deal = deal_out(source, options)
     folders = []
     for name, dealt in deal.clients.items():
         parts = {"train": dealt.train, "val": dealt.val, "test": dealt.test}
@@ -111,6 +117,8 @@ def prepare(
         folders.append(ClientFolder(name, out / name, tuple(map(len, dealt.train)), tuple(map(len, dealt.test))))
     for label, of_class in enumerate(deal.common):
         _place(of_class, out / "common" / deal.classes[label])
+    for number, picture in enumerate(deal.public):
+        _place([picture], out / "public", f"{number:06d}{Path(picture.name).suffix}")
     prepared = Prepared(deal.classes, tuple(folders), out / "common", min(map(len, deal.common)))
     (out / PARTITION_FILE).write_text(json.dumps(_record(prepared), indent=1))
     return prepared

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from experiments.batch import RunSetting
 from experiments.cohort import Cohort, build_cohort
+from experiments.errors import SourceError
 from experiments.options import root_secret
 from experiments.sources import Source
+from fedcg.learning.registry import get_method
 from fedcg.learning.simulation import Party, Roots
 from fedcg.learning.spec import FederationSpec
 
@@ -53,7 +55,13 @@ class Cohorts:
 
 
 def party_of(run: RunSetting, spec: FederationSpec, cohort: Cohort) -> Party:
-    """Everybody who takes part in a run."""
+    """Everybody who takes part in a run.
+
+    Raises:
+        SourceError: the method's server needs public images, and none were held out.
+    """
+    if cohort.public is None and get_method(spec.method).needs_public:
+        raise SourceError(f"{spec.method} distils on unlabelled public images: hold some out with --public-images N")
     roots = roots_of(run.seed, tuple(sorted(cohort.clients)))
     return Party(spec, cohort.clients, roots, cohort.common, run.device, cohort.public)
 

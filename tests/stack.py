@@ -70,6 +70,8 @@ class Stack:
     rounds: int = 2
     broker: str = "auto"
     allow_report: tuple[str, ...] = ("examples", "accuracy", "loss", "health")
+    allow_upload: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of devices that differ from the default
+    min_clients: int | None = None  # all devices when None
     broker_port: int = field(default_factory=free_port)
     api_port: int = field(default_factory=free_port)
     running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
@@ -118,7 +120,7 @@ class Stack:
         params = "\n".join(f"{name} = {json.dumps(value)}" for name, value in self.params.items())
         return (
             f'federation = "shapes"\nclasses = {json.dumps(list(CLASSES))}\nmethod = "{self.method}"\nrounds = {self.rounds}\n'
-            f"seed = 7\nmin_clients = {len(self.devices)}\n"
+            f"seed = 7\nmin_clients = {self.min_clients or len(self.devices)}\n"
             '[image]\nmode = "L"\nheight = 32\nwidth = 32\nmean = [0.5]\nstd = [0.5]\n'
             '[network]\nsplit = "lenet5_relu"\ngenerator = "mlp"\ndiscriminator = "mlp"\nnoise_dim = 16\n'
             f"[params]\n{params}\n"
@@ -133,6 +135,9 @@ class Stack:
                 ("policy", "allow_report"): list(self.allow_report),
                 ("training", "shadow"): True,
                 ("export", "enabled"): False,
+                **(
+                    {("policy", "allow_upload"): list(self.allow_upload[device])} if device in self.allow_upload else {}
+                ),
             },
         )
 

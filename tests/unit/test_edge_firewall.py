@@ -173,6 +173,20 @@ def test_label_counts_leave_only_when_the_owner_allows_them() -> None:
     assert header.report == Report(examples=12, label_counts=(4, 4, 4))
 
 
+def test_optional_label_counts_stay_on_a_device_that_does_not_allow_them_and_it_takes_part_all_the_same() -> None:
+    wants = toy_spec(report=(ReportField.EXAMPLES, ReportField.LABEL_COUNTS))
+    wants = wants.model_copy(update={"optional_report": (ReportField.LABEL_COUNTS,)})
+    assert check_spec(wants, PolicySection()) is None
+    told = []
+    for policy in (PolicySection(), EVERYTHING):
+        header = unpack(built(spec=wants, policy=policy), {part: LAYOUTS[part] for part in SHARED}).header
+        assert header.report is not None
+        told.append(header.report.label_counts)
+    assert told == [None, (4, 4, 4)]
+    still_needed = PolicySection(allow_report=frozenset({ReportField.LABEL_COUNTS}))
+    assert check_spec(wants, still_needed) is DeclineReason.REPORT_NOT_ALLOWED
+
+
 def test_a_report_without_what_the_method_needs_is_refused() -> None:
     with pytest.raises(FirewallError, match="examples"):
         built(report=Report(accuracy=0.5))
