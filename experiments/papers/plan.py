@@ -77,7 +77,7 @@ def table_batch(
         OptionError: no such table or row, or data that the user has to bring and did not.
         ValidationError: names every bad value.
     """
-    typed = {key: value for key, value in options.items() if key in given}
+    typed = {key: value for key, value in options.items() if key in given and key != "paper"}
     runs = plan_runs(name, methods=methods, seeds=seeds, setting=typed, params=method_params)
     return Batch(runs=tuple(run.planned() for run in runs))
 

@@ -60,6 +60,18 @@ def test_options_over_a_table_override_it_and_are_listed_in_the_record(asked: li
     assert runs[0].setting.network == "lenet5"
 
 
+def test_a_run_that_an_earlier_table_shows_too_is_recorded_under_that_one(asked: list[Batch], tmp_path: Path) -> None:
+    code, error = _call(
+        *("--paper", "fedmd_cg:table3:cifar10-w1@r50", "--data", "digits", "--lr", "0.05", "--seed", "4"),
+        *("--method", "fedmd_cg/kdc", "--method", "fedmd_cg/kd", "--out", str(tmp_path)),
+    )
+    assert code == 0, error
+    assert {(run.setting.paper, run.setting.variant, run.setting.seed) for run in asked[0].runs} == {
+        ("fedmd_cg:table1:cifar10-w1@r50", "lr=0.05", 4),
+        ("fedmd_cg:table3:cifar10-w1@r50", "kd-lr=0.05", 4),
+    }
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
