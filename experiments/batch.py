@@ -79,6 +79,13 @@ class RunSetting(Setting):
         """The setting as a record shows it: no path of this machine in it."""
         return {**self.model_dump(mode="json"), "data": self.data_name}
 
+    def is_same(self, published: object) -> bool:
+        """Whether a setting as a record shows it is this one; what it does not name has its default."""
+        try:
+            return RunSetting.model_validate(published).published() == self.published()
+        except ValidationError:
+            return False
+
 
 class PlannedRun(BaseModel):
     """One run to be done.

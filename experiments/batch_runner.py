@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from experiments.batch import Batch, PlannedRun
+from experiments.batch import STATE_FOLDER, Batch, PlannedRun
 from experiments.event_files import EventFiles
 from experiments.simulate import FailedRun, Runs, write_failures
 from experiments.simulation_curves import draw_curves, write_tables
@@ -107,7 +108,10 @@ class BatchRunner:
                 self._events.begin(setting.name, self._runs.done_rounds(planned))
             record = self._runs.run(planned)
         except Exception as error:  # noqa: BLE001 - one run's end, whatever it was, is not the batch's; it is recorded and told
-            self._say(f"{setting.name}: failed: {error}")
+            trace = self._folder / STATE_FOLDER / f"{setting.name}.traceback.txt"
+            trace.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            trace.write_text(traceback.format_exc())
+            self._say(f"{setting.name}: failed: {error} (where: {trace})")
             return FailedRun(setting.name, f"{type(error).__name__}: {error}")
         finally:
             self._events.end()

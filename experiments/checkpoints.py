@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from experiments.batch import RunSetting
 from fedcg.learning.method import Aggregate, ClientState, ServerState, Weights
 from fedcg.learning.simulation import Failure, RoundRecord, Simulation
 from fedcg.wire.parts import Part
@@ -33,9 +34,9 @@ class Checkpoints:
         setting: what decides the run's numbers; the checkpoint of another setting does not count.
     """
 
-    def __init__(self, folder: Path, setting: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, setting: RunSetting) -> None:
         self._folder = folder
-        self._setting = json.loads(json.dumps(setting))
+        self._setting = setting
 
     def save(self, now: Simulation, seconds: float) -> None:
         """Write a checkpoint, and how long the run has taken so far; a crash leaves the one before it in place."""
@@ -45,7 +46,7 @@ class Checkpoints:
         shutil.rmtree(fresh, ignore_errors=True)
         fresh.mkdir(mode=0o700)
         save_file(dict(_tensors(now)), fresh / _TENSORS)
-        (fresh / _REST).write_text(json.dumps({**_rest(now), "setting": self._setting, "seconds": seconds}))
+        (fresh / _REST).write_text(json.dumps({**_rest(now), "setting": self._setting.published(), "seconds": seconds}))
         for path in (fresh / _TENSORS, fresh / _REST, fresh):
             _sync(path)
         shutil.rmtree(target, ignore_errors=True)
@@ -67,7 +68,7 @@ class Checkpoints:
     def _read(self, folder: Path) -> tuple[Simulation, float] | None:
         try:
             rest = json.loads((folder / _REST).read_text())
-            if rest["setting"] == self._setting:
+            if self._setting.is_same(rest["setting"]):
                 return _simulation(load_file(folder / _TENSORS), rest), float(rest["seconds"])
         except (OSError, ValueError, KeyError, TypeError, SafetensorError):
             return None  # cut off by a power loss: the one before it counts

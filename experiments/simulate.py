@@ -21,6 +21,7 @@ from experiments.cohort import Cohort
 from experiments.errors import OptionError, RunError
 from experiments.simulation_data import Cohorts, party_of
 from experiments.simulation_record import Finished, record_of, write_json
+from experiments.sources import Source
 from fedcg.learning.initial import complete_spec
 from fedcg.learning.runners import Runner
 from fedcg.learning.simulation import NOBODY_TRAINED, Schedule, Simulation, simulate
@@ -53,6 +54,7 @@ class Runs:
         self._runner = runner
         self._on_round = on_round
         self._cohorts = Cohorts()
+        self._opened: tuple[str, Source] | None = None
 
     def path(self, planned: PlannedRun) -> Path:
         """Where the record of a run lies."""
@@ -67,7 +69,7 @@ class Runs:
         path = self.path(planned)
         if not path.exists():
             return False
-        if _setting_in(path) != planned.setting.published():
+        if not planned.setting.is_same(_setting_in(path)):
             raise OptionError(
                 f"{path} is the record of another setting; choose another --out or a --variant, or --force to replace it"
             )
@@ -92,7 +94,7 @@ class Runs:
         """
         setting = planned.setting
         torch.set_num_threads(setting.threads)
-        source = setting.source()
+        source = self._source_of(setting)
         spec = complete_spec(plan_from_mapping(setting.plan(source)))
         cohort = self._cohorts.get(setting, source, spec)
         party = party_of(setting, spec, cohort)
@@ -112,8 +114,14 @@ class Runs:
         checkpoints.remove()
         return record
 
+    def _source_of(self, setting: RunSetting) -> Source:
+        """The data's source; the last one is kept, for listing a large folder takes seconds."""
+        if self._opened is None or self._opened[0] != setting.data:
+            self._opened = setting.data, setting.source()
+        return self._opened[1]
+
     def _checkpoints(self, planned: PlannedRun) -> Checkpoints:
-        return Checkpoints(self._folder / STATE_FOLDER / planned.setting.name, planned.setting.published())
+        return Checkpoints(self._folder / STATE_FOLDER / planned.setting.name, planned.setting)
 
 
 class _Clock:

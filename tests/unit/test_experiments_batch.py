@@ -102,6 +102,16 @@ def test_a_line_of_the_picture_is_the_mean_over_clients_and_runs() -> None:
     assert spreads == pytest.approx([(200 / 3) ** 0.5, 0.0])
 
 
+def test_a_setting_recorded_before_an_option_existed_is_the_same_with_its_default() -> None:
+    setting = RunSetting(data="/home/somebody/photos", rounds=3)
+    recorded = setting.published()
+    del recorded["participation"]
+    assert setting.is_same(recorded)
+    assert not setting.is_same({**recorded, "rounds": 4})
+    assert not setting.is_same({**recorded, "unheard_of": 1})
+    assert not setting.is_same(None)
+
+
 TINY = "--clients 2 --partition iid --images-per-client 40 --rounds 1 --local-epochs 1 --image-size 16 --workers 1"
 
 
@@ -141,6 +151,7 @@ def test_a_run_that_fails_does_not_end_the_others(tmp_path: Path) -> None:
     told = json.loads(done.stdout)
     assert [run["method"] for run in told["runs"]] == ["local"]
     assert [failure["run"] for failure in told["failures"]] == ["digits-fedavg-seed0"]
+    assert "RunError" in (tmp_path / "runs" / ".state" / "digits-fedavg-seed0.traceback.txt").read_text()
     assert json.loads((tmp_path / "runs" / "failures.json").read_text())["failures"] == told["failures"]
 
 

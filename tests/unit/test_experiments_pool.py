@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from experiments import pool_runner
+from experiments.batch import RunSetting
 from experiments.checkpoints import Checkpoints
 from experiments.errors import RunError
 from experiments.pool_runner import PoolRunner
@@ -135,7 +136,7 @@ def test_a_checkpoint_holds_all_that_a_simulation_needs_to_go_on(method: str, tm
     one = party(method)
     stages: list[Simulation] = []
     simulate(one, Schedule(rounds=2, shadow=method != "local"), on_round=stages.append)
-    store = Checkpoints(tmp_path / "run", {"rounds": 2})
+    store = Checkpoints(tmp_path / "run", RunSetting(rounds=2))
     assert store.newest() is None
     assert store.rounds() == 0
     for number, stage in enumerate(stages, start=1):
@@ -148,7 +149,7 @@ def test_a_checkpoint_holds_all_that_a_simulation_needs_to_go_on(method: str, tm
     assert found[0].aggregate.label_distribution == stages[1].aggregate.label_distribution
     assert (found[1], store.rounds()) == (3.0, 2)
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["round-000002"]  # the older one is gone
-    assert Checkpoints(tmp_path / "run", {"rounds": 3}).newest() is None  # another setting's
+    assert Checkpoints(tmp_path / "run", RunSetting(rounds=3)).newest() is None  # another setting's
     store.remove()
     assert store.newest() is None
 
@@ -156,7 +157,7 @@ def test_a_checkpoint_holds_all_that_a_simulation_needs_to_go_on(method: str, tm
 def test_a_checkpoint_cut_off_by_a_power_loss_does_not_count(tmp_path: Path) -> None:
     one, stages = party("fedavg"), list[Simulation]()
     simulate(one, Schedule(rounds=2, shadow=False), on_round=stages.append)
-    store = Checkpoints(tmp_path, {})
+    store = Checkpoints(tmp_path, RunSetting())
     store.save(stages[0], 1.0)
     broken = tmp_path / "round-000002"
     broken.mkdir()
