@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,7 +21,7 @@ from fedcg.learning.layer_noise import lent_generators
 from fedcg.learning.loops import extract_features, image_blocks, images_at_once
 from fedcg.learning.method import Aggregate
 from fedcg.learning.networks import build_part, feature_shape, load_part, weights_of
-from fedcg.learning.networks.assembly import skeleton, split_of
+from fedcg.learning.networks.assembly import allocated, skeleton, split_of
 from fedcg.learning.networks.backbones import backbone_split
 from fedcg.learning.networks.discriminators import DISCRIMINATORS
 from fedcg.learning.networks.generators import GENERATORS
@@ -35,6 +37,7 @@ from fedcg.wire.parts import Part, Report
 from tests.unit.learning_cases import bright_images, context, same
 
 EVERY_CUT = [f"{backbone}@{layer}" for backbone, cuts in BACKBONES.items() for layer in cuts.strides]
+ROOT = Path(__file__).parents[2]
 CLASSES = ("dark", "grey", "light")
 
 
@@ -177,6 +180,15 @@ def test_the_names_known_without_torch_are_the_splits_there_are() -> None:
         check_name(name)
 
 
+def test_building_lenet_imports_neither_torchvision_nor_torchs_compiler() -> None:
+    code = (
+        "import sys; from tests.unit.test_learning_backbones import plan_for; from fedcg.learning.networks import build; "
+        "before = set(sys.modules); build(plan_for('lenet5', kind='conv')); new = set(sys.modules) - before; "
+        "sys.exit(len(new) > 20 or 'torchvision' in sys.modules or 'sympy' in new)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, timeout=120).returncode == 0
+
+
 def _each_network() -> list[tuple[FederationPlan, Part]]:
     splits = [(plan_for(name), part) for name in (*SPLITS, *BACKBONES) for part in (Part.EXTRACTOR, Part.CLASSIFIER)]
     made = [
@@ -192,7 +204,7 @@ def test_every_tensor_of_every_network_gets_its_first_value_from_the_seed() -> N
     for spec, part in _each_network():
         drawn = []
         for _ in range(2):
-            module = skeleton(spec, part).to_empty(device="cpu")
+            module = allocated(skeleton(spec, part), "cpu")
             with torch.no_grad():
                 for tensor in (*module.parameters(), *module.buffers()):
                     tensor.fill_(float("nan") if tensor.is_floating_point() else -1)
