@@ -75,7 +75,10 @@ class KeysSection(_Section):
 
 
 class DataSection(_Section):
-    """Folders with this box's images: `class/*.png|jpg`, or `train/` and `test/` of such; `common_test` is for demos."""
+    """This box's images: `class/*.png|jpg`, `train/` and `test/` of such, IDX or CIFAR files, an `.npz`, or `dataset:NAME`.
+
+    docs/data.md has every form. `common_test` is for demos.
+    """
 
     root: Path
     common_test: Path | None = None

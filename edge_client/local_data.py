@@ -13,7 +13,16 @@ from pathlib import Path
 
 from edge_client.errors import RoundError
 from edge_client.snapshot import Snapshot, SnapshotFile
-from fedcg.learning.data import FileEntry, ImageSet, given_split, list_files, load_folder, read_images, split_by_hash
+from fedcg.learning.data import (
+    FileEntry,
+    ImageSet,
+    LocalImages,
+    given_split,
+    list_files,
+    load_folder,
+    read_images,
+    split_by_hash,
+)
 from fedcg.learning.errors import DataError
 from fedcg.learning.formats import is_array_source, stamp
 from fedcg.learning.image_set import SkippedImage
@@ -61,7 +70,7 @@ class LocalData:
         self._on_skipped = on_skipped
         self._loaded: tuple[str, RoundData] | None = None
         self._listing: tuple[object, ...] | None = None
-        self._common_set: tuple[str, ImageSet] | None = None
+        self._common_set: tuple[str, LocalImages] | None = None
 
     def for_round(self, spec: FederationSpec, round_number: int, keep: Keep, forget: Callable[[], None]) -> RoundData:
         """The data of a round: by the snapshot that was kept when it was accepted, or by a new one.
@@ -86,11 +95,8 @@ class LocalData:
 
     def common_test(self, spec: FederationSpec) -> ImageSet | None:
         """The shared balanced test set, where there is one."""
-        if self._common is None:
-            return None
-        if self._common_set is None or self._common_set[0] != spec.digest:
-            self._common_set = (spec.digest, load_folder(self._common, spec.classes, spec.image)[0])
-        return self._common_set[1]
+        found = self._common_images(spec)
+        return None if found is None else found.images
 
     def files(self, snapshot: Snapshot, split: str) -> tuple[list[Path], list[int]]:
         """Paths and labels of a split's image files; empty for a source of another form, which has none."""
@@ -101,10 +107,17 @@ class LocalData:
 
     def common_files(self, spec: FederationSpec) -> tuple[list[Path], list[int]]:
         """Paths and labels of the shared balanced test set's image files."""
-        if self._common is None or not self._common.is_dir():
+        found = self._common_images(spec)
+        if found is None or self._common is None or not self._common.is_dir() or is_array_source(self._common):
             return [], []
-        listed = list_files(self._common, spec.classes)
-        return [self._common / path for path, _ in listed], [label for _, label in listed]
+        return [self._common / entry.path for entry in found.entries], [entry.label for entry in found.entries]
+
+    def _common_images(self, spec: FederationSpec) -> LocalImages | None:
+        if self._common is None:
+            return None
+        if self._common_set is None or self._common_set[0] != spec.digest:
+            self._common_set = (spec.digest, read_images(self._common, spec.classes, spec.image))
+        return self._common_set[1]
 
     def _take(self, spec: FederationSpec) -> RoundData:
         listing = self._list(spec)

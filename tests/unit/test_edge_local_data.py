@@ -66,6 +66,18 @@ def test_a_damaged_image_is_in_no_split_and_no_snapshot_and_is_told(spec: Federa
     assert "not an image" in told[1].reason
 
 
+def test_a_damaged_image_of_the_common_set_is_in_no_list_of_files(spec: FederationSpec, tmp_path: Path) -> None:
+    common = tree(tmp_path / "common", 5)
+    (common / "dog" / "2.png").write_bytes(b"gone")
+    local = LocalData(tree(tmp_path / "d", 20), common)
+    images = local.common_test(spec)
+    assert images is not None
+    files, labels = local.common_files(spec)
+    assert len(images) == len(files) == 9
+    assert common / "dog" / "2.png" not in files
+    assert labels == images.labels.tolist()
+
+
 def test_skipped_images_are_named_and_counted_in_the_event_log(tmp_path: Path) -> None:
     trainer = Trainer.__new__(Trainer)
     trainer._events = EventLog(tmp_path / "events.jsonl", lambda: 1.0)

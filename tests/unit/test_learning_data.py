@@ -10,6 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
+from export import preprocess
 from fedcg.learning.data import (
     FileEntry,
     ImageSet,
@@ -21,6 +22,7 @@ from fedcg.learning.data import (
     normalise,
     split_by_hash,
 )
+from fedcg.learning.decoding import FORMATS
 from fedcg.learning.errors import DataError
 from fedcg.learning.spec import ImageForm
 
@@ -100,6 +102,14 @@ def test_an_image_over_the_pixel_limit_is_refused_before_it_is_decoded() -> None
     Image.new("1", (10_000, 5_001)).save(buffer, "PNG")
     with pytest.raises(DataError, match="10000x5001 pixels is over the limit"):
         decode_image(buffer.getvalue(), GREY, "big.png")
+
+
+def test_only_the_formats_that_are_read_at_inference_are_read_in_training() -> None:
+    assert FORMATS == preprocess.FORMATS
+    buffer = io.BytesIO()
+    picture(1).save(buffer, "TGA")
+    with pytest.raises(DataError, match="not an image"):
+        decode_image(buffer.getvalue(), COLOUR, "x.png")
 
 
 def test_a_class_that_the_spec_does_not_name_and_an_empty_folder_are_errors(tmp_path: Path) -> None:

@@ -247,6 +247,26 @@ def test_a_truncated_npz_is_named(tmp_path: Path) -> None:
         read_arrays(tmp_path / "gone.npz")
 
 
+@pytest.mark.parametrize("name", ["d.npz", "data_batch_1"])
+def test_whatever_bytes_are_damaged_the_answer_is_data_or_an_error_that_names_the_file(
+    tmp_path: Path, name: str
+) -> None:
+    if name == "d.npz":
+        np.savez_compressed(tmp_path / name, images=pixels(2, 4, 4), labels=np.array([0, 1]))
+    else:
+        (tmp_path / name).write_bytes(pickle.dumps({b"data": pixels(2, 3072), b"labels": [3, 5]}, protocol=2))
+    whole, generator = (tmp_path / name).read_bytes(), np.random.default_rng(0)
+    for _ in range(300):
+        content = bytearray(whole)
+        for at in generator.integers(0, min(len(content), 400), 3):
+            content[at] = generator.integers(256)
+        (tmp_path / name).write_bytes(content)
+        try:
+            read(tmp_path / name if name == "d.npz" else tmp_path)
+        except DataError as error:
+            assert name in str(error)  # noqa: PT017 - some damage leaves a readable file
+
+
 def test_an_agent_reads_arrays_as_files_of_the_same_pixels_part_by_part(tmp_path: Path) -> None:
     train, test = pixels(12, 4, 4), pixels(5, 4, 4, seed=1)
     found = read_images(mnist(tmp_path, train, test), TEN, GREY)

@@ -6,6 +6,7 @@ is unpacked, and never is more unpacked than declared. Objects (pickles) are ref
 
 from __future__ import annotations
 
+import struct
 import zipfile
 import zlib
 from pathlib import Path
@@ -39,7 +40,9 @@ def read_npz(path: Path) -> ArrayData:
                 for names in candidates
                 if there.issuperset(names)
             }
-    except (OSError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, KeyError) as error:
+    # What a damaged archive's directory, names and streams raise.
+    except (OSError, EOFError, ValueError, KeyError, RuntimeError, NotImplementedError, zipfile.BadZipFile, zlib.error,
+            struct.error) as error:  # fmt: skip
         raise DataError(f"{path}: not an .npz, or damaged ({error})") from error
     if "train" not in parts:
         raise DataError(
