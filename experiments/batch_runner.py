@@ -63,6 +63,7 @@ class BatchRunner:
             console=console,
             transient=True,
             disable=not console.is_terminal,
+            speed_estimate_period=3600.0,  # rounds take minutes, and the estimate should look at several
         )
         self._task = self._bar.add_task("", total=0)
 

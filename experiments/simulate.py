@@ -107,7 +107,9 @@ class Runs:
             self._on_round(planned, now)
 
         result = simulate(party, _schedule(setting), runner=self._runner, resume=stood, on_round=keep)
-        _check_worth(result)
+        if (reason := _worthless(result)) is not None:
+            checkpoints.remove()
+            raise RunError(reason)
         done = Finished(setting, party, result, _names(cohort), planned.reduced, clock.seconds())
         record = record_of(done)
         write_json(record, self.path(planned))
@@ -151,11 +153,13 @@ def _schedule(setting: RunSetting) -> Schedule:
     )
 
 
-def _check_worth(result: Simulation) -> None:
+def _worthless(result: Simulation) -> str | None:
+    """Why a run says nothing about its method; None when it does."""
     idle = sum(failure.reason == NOBODY_TRAINED for failure in result.server_failures)
-    if idle == result.rounds:
-        reasons = sorted({failure.reason for failures in result.failures.values() for failure in failures})
-        raise RunError(f"no client could train in any round: {'; '.join(reasons[:3])}")
+    if idle < result.rounds:
+        return None
+    reasons = sorted({failure.reason for failures in result.failures.values() for failure in failures})
+    return f"no client could train in any round: {'; '.join(reasons[:3])}"
 
 
 def _setting_in(path: Path) -> Any:

@@ -173,9 +173,12 @@ def _rounded(value: float | None) -> float | int | None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file in one rename; several processes may do so at once."""
+    """Write a file in one rename, durably; several processes may do so at once."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
-    temporary.write_bytes(content)
+    with temporary.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
     temporary.replace(path)
 
 

@@ -98,6 +98,7 @@ def test_a_run_in_which_nobody_can_train_is_an_error_and_leaves_no_record(tmp_pa
     with pytest.raises(RunError, match="no client could train in any round"):
         simulated(hopeless, tmp_path)
     assert not list(tmp_path.glob("*.json"))
+    assert not list(tmp_path.glob(".state/*/round-*"))
     write_failures(tmp_path, [FailedRun("digits-fedavg-seed0", "no client")])
     assert json.loads((tmp_path / FAILURES_FILE).read_text())["failures"][0]["run"] == "digits-fedavg-seed0"
     write_failures(tmp_path, [])
