@@ -117,6 +117,10 @@ def demo_command(
         }
         setting = validated(Setting, values)
         check(setting)
+        if method in DEMO_PUBLIC_IMAGES and not setting.public_images:
+            raise bad_input(
+                f"{method} distils on unlabelled public images: leave --public-images out, or give a number"
+            )
         run = _usable(lambda: new_run(out or free_folder("demo-out"), setting, broker))
     finished = run.root / "summary.json"
     try:
