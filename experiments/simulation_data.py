@@ -63,7 +63,9 @@ def party_of(run: RunSetting, spec: FederationSpec, cohort: Cohort) -> Party:
     if cohort.public is None and get_method(spec.method).needs_public:
         raise SourceError(f"{spec.method} distils on unlabelled public images: hold some out with --public-images N")
     roots = roots_of(run.seed, tuple(sorted(cohort.clients)))
-    return Party(spec, cohort.clients, roots, cohort.common, run.device, cohort.public)
+    # Test images dealt out evenly are the common set: clients are measured on their own share, the average of them on all.
+    common = None if run.test == "even" else cohort.common
+    return Party(spec, cohort.clients, roots, common, run.device, cohort.public)
 
 
 def roots_of(seed: int, clients: tuple[str, ...]) -> Roots:

@@ -125,6 +125,15 @@ def test_a_simulation_splits_a_clients_images_exactly_as_its_agent_does(tmp_path
     assert len(mine.train) + len(mine.val) == 100
 
 
+def test_test_images_dealt_out_evenly_measure_clients_by_share_and_their_average_as_a_whole(tmp_path: Path) -> None:
+    record = simulated(SMALL.model_copy(update={"method": "fedavg", "params": {}, "test": "even"}), tmp_path)
+    assert record["mean"]["accuracy_common_personal"] is None
+    tests = [client["test_images"] for client in record["clients"]]
+    right = record["global"]["accuracy"][-1] * sum(tests)
+    assert right == pytest.approx(round(right), abs=0.01)  # a share of all of them, and of nothing else
+    assert max(tests) - min(tests) <= 1
+
+
 def test_every_party_of_a_simulation_has_a_root_of_its_own() -> None:
     roots = roots_of(0, ("client-1", "client-2"))
     assert len({roots.cohort, roots.coordinator, *roots.devices.values()}) == 4
