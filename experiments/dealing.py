@@ -13,67 +13,22 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from experiments.errors import SourceError
 from experiments.pictures import Picture, PicturesPerClass
+from experiments.shares import Partition, Shares, cut, draw_shares, limit
 from experiments.sources import Source
 
+__all__ = ["ClientPictures", "Deal", "DealOptions", "Partition", "TestDeal", "Validation", "client_names", "deal_out"]
+
 MIN_TRAIN_IMAGES = 40  # two batches of 16 after a validation split, and something to learn from
-MAX_REDRAWS = 1000
 COMMON_PER_CLASS = 200  # a sampling error of about one point with ten classes
 
-Shares = NDArray[np.float64]
 Validation = Literal["share", "test-half"]
 TestDeal = Literal["proportional", "even"]
 
 # Purposes of the streams that came later than the first one; a stream of its own keeps all other draws where they were.
 _EVEN, _PUBLIC, _DOMAIN = 1, 2, 3
-
-
-@dataclass(frozen=True)
-class Partition:
-    """How images are spread over clients.
-
-    Attributes:
-        kind: `iid`; `dirichlet` with concentration `omega` (ω; smaller is more skewed); `domains`, one client per domain.
-        domains: which domains are clients, in this order; all when empty.
-    """
-
-    kind: Literal["iid", "dirichlet", "domains"]
-    omega: float = 0.0
-    domains: tuple[str, ...] = ()
-
-    @staticmethod
-    def parse(text: str) -> Partition:
-        """Read `iid`, `dirichlet:OMEGA`, `domains` or `domains:NAME,NAME,…`.
-
-        Raises:
-            SourceError: anything else.
-        """
-        kind, colon, value = text.partition(":")
-        if text == "iid":
-            return Partition("iid")
-        if kind == "domains":
-            names = tuple(name.strip() for name in value.split(",")) if colon else ()
-            if not all(names) or len(set(names)) != len(names):
-                raise SourceError(f"partition {text!r}: name different domains, as in `domains:amazon,dslr`")
-            return Partition("domains", domains=names)
-        try:
-            omega = float(value)
-        except ValueError:
-            omega = -1.0
-        if kind != "dirichlet" or not 0 < omega < float("inf"):
-            raise SourceError(
-                f"partition {text!r} is neither `iid`, `domains[:NAME,…]` nor `dirichlet:OMEGA` with a positive number"
-            )
-        return Partition("dirichlet", omega)
-
-    def shares(self, clients: int, classes: int, generator: np.random.Generator) -> Shares:
-        """Which share of each class each client gets: [clients, classes] float64, every column sums to 1."""
-        if self.kind == "iid":
-            return np.full((clients, classes), 1.0 / clients)
-        return generator.dirichlet(np.full(clients, self.omega), size=classes).T
 
 
 @dataclass(frozen=True)
@@ -135,26 +90,6 @@ def client_names(clients: int) -> tuple[str, ...]:
     return tuple(f"client-{number:0{width}d}" for number in range(1, clients + 1))
 
 
-def cut(count: int, shares: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Cut `count` things by shares that sum to 1: whole numbers that sum to `count`, each within 1 of its share."""
-    edges = np.rint(np.cumsum(shares) * count).astype(np.int64)
-    edges[-1] = count
-    pieces: NDArray[np.int64] = np.diff(edges, prepend=0)
-    return pieces
-
-
-def limit(counts: NDArray[np.int64], most: int) -> NDArray[np.int64]:
-    """Reduce class counts to a total of at most `most`, keeping their proportions (largest remainders)."""
-    total = int(counts.sum())
-    if total <= most:
-        return counts
-    exact = counts * (most / total)
-    kept: NDArray[np.int64] = np.floor(exact).astype(np.int64)
-    largest = np.argsort(kept - exact, kind="stable")[: most - int(kept.sum())]
-    kept[largest] += 1
-    return kept
-
-
 def deal_out(source: Source, options: DealOptions) -> Deal:
     """Deal a source's images out; every training image goes to one place at most.
 
@@ -171,7 +106,7 @@ def deal_out(source: Source, options: DealOptions) -> Deal:
         public, train = _draw(train, min(options.public_images, half), options.seed)
     least = MIN_TRAIN_IMAGES if options.images_per_client is None else min(MIN_TRAIN_IMAGES, options.images_per_client)
     pool = np.array([len(pictures) for pictures in train], dtype=np.int64)
-    shares = _draw_shares(options.partition, options.clients, pool, least, generator)
+    shares = draw_shares(options.partition, options.clients, pool, least, generator)
     trains, left = _hand_out(train, shares, options.images_per_client)
     if options.public_images and options.images_per_client is not None:
         public, _ = _draw(left, options.public_images, options.seed)
@@ -227,19 +162,6 @@ def _hold_out(source: Source, generator: np.random.Generator) -> tuple[PicturesP
         tuple(pictures[count:] for pictures, count in parts),
         tuple(pictures[:count] for pictures, count in parts),
         common,
-    )
-
-
-def _draw_shares(
-    partition: Partition, clients: int, pool: NDArray[np.int64], least: int, generator: np.random.Generator
-) -> Shares:
-    for _ in range(MAX_REDRAWS):
-        shares = partition.shares(clients, len(pool), generator)
-        if (shares @ pool).min() >= least:
-            return shares
-    raise SourceError(
-        f"{int(pool.sum())} training images can't be split over {clients} clients with at least {least} each: "
-        "use fewer clients, more images or a larger omega"
     )
 
 

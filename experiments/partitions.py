@@ -12,18 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiments.dealing import (
-    DealOptions,
-    Partition,
-    TestDeal,
-    Validation,
-    client_names,
-    cut,
-    deal_out,
-    limit,
-)
+from experiments.dealing import DealOptions, TestDeal, Validation, client_names, deal_out
 from experiments.errors import SourceError
 from experiments.pictures import Picture
+from experiments.shares import Partition, cut, limit
 from experiments.sources import Source
 
 __all__ = ["ClientFolder", "Partition", "Prepared", "client_names", "cut", "limit", "load_prepared", "prepare"]

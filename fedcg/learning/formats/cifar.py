@@ -26,20 +26,21 @@ PIXELS = SIDE * SIDE * CHANNELS
 class _Layout:
     """Which files make a set, and where its label stands in a record.
 
-    `labels` bytes precede the pixels of a binary record; the last of them is the class (CIFAR-100: coarse, then fine).
+    `labels` bytes precede the pixels of a binary record; the last of them is the class (CIFAR-100: coarse, then fine). The
+    class names stand in the file `names`; in a pickle under `key`.
     """
 
     train: tuple[str, ...]
     test: str
     labels: int
     names: str
-    key: bytes
+    key: bytes = b""
 
 
 _BATCHES = tuple(f"data_batch_{number}" for number in range(1, 6))
 _BINARY = (
-    _Layout(tuple(f"{name}.bin" for name in _BATCHES), "test_batch.bin", 1, "batches.meta.txt", b"labels"),
-    _Layout(("train.bin",), "test.bin", 2, "fine_label_names.txt", b"fine_labels"),
+    _Layout(tuple(f"{name}.bin" for name in _BATCHES), "test_batch.bin", 1, "batches.meta.txt"),
+    _Layout(("train.bin",), "test.bin", 2, "fine_label_names.txt"),
 )
 _PYTHON = (
     _Layout(_BATCHES, "test_batch", 1, "batches.meta", b"label_names"),
