@@ -26,7 +26,7 @@ class FusedAdam(torch.optim.Optimizer):
         self._blocks = [block_of(weight.detach()) for weight in self._weights]
         self._means = [torch.zeros_like(block) for block in self._blocks]
         self._squares = [torch.zeros_like(block) for block in self._blocks]
-        self._count = torch.zeros(())
+        self._count = torch.zeros((), dtype=torch.float32)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients."""

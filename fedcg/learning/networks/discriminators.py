@@ -27,13 +27,19 @@ _SLOPE = 0.2
 _TELLING_PASSES = (SpectralConv2d, SpectralLinear, MapBatchNorm2d)
 
 
+def run(layer: nn.Module, rows: torch.Tensor, passes: int) -> torch.Tensor:
+    """A layer on a batch of some passes of equal size, as if they had come one after the other."""
+    result: torch.Tensor = layer(rows, passes) if isinstance(layer, _TELLING_PASSES) else layer(rows)
+    return result
+
+
 class Passes(nn.Sequential):
     """A chain of layers some of which tell the passes in a batch apart (spectral norm, batch norm)."""
 
     def forward(self, input: torch.Tensor, passes: int = 1) -> torch.Tensor:  # noqa: A002 - torch's own name
-        """[passes * B, ...] -> [passes * B, ...], as if the passes had come one after the other."""
+        """[passes * B, ...] -> [passes * B, ...]."""
         for layer in self:
-            input = layer(input, passes) if isinstance(layer, _TELLING_PASSES) and passes > 1 else layer(input)  # noqa: A001
+            input = run(layer, input, passes)  # noqa: A001
         return input
 
 
@@ -50,7 +56,7 @@ class ProjectionDiscriminator(nn.Module):
     def forward(self, features: torch.Tensor, labels: torch.Tensor, passes: int = 1) -> torch.Tensor:
         """[B, *feature_shape] float32 and [B] int64 -> [B] logits; the batch holds `passes` passes of equal size."""
         inner: torch.Tensor = self.body(features.reshape(-1, *self.input_shape), passes)
-        logits: torch.Tensor = self.head(inner, passes).squeeze(1) + (self.embedding(labels) * inner).sum(dim=1)
+        logits: torch.Tensor = run(self.head, inner, passes).squeeze(1) + (self.embedding(labels) * inner).sum(dim=1)
         return logits
 
 
