@@ -10,7 +10,7 @@ import typer
 from pydantic import ValidationError
 from rich.console import Console
 
-from experiments.batch import Batch, load_batch, parse_method_params, parse_seeds, plan_batch, save_batch
+from experiments.batch import Batch, RunSetting, load_batch, parse_method_params, parse_seeds, plan_batch, save_batch
 from experiments.cli_options import (
     Clients,
     Data,
@@ -33,6 +33,7 @@ from experiments.errors import ExperimentError
 from experiments.papers.catalogue import find_presets
 from experiments.papers.plan import table_batch
 from experiments.workers import default_workers, open_runner
+from fedcg.learning.registry import get_method
 
 # Options that are no field of a run's setting.
 _BESIDE = frozenset(
@@ -164,12 +165,21 @@ def _resumed(folder: Path) -> Batch:
 
 
 def _checked(batch: Batch) -> Batch:
-    """End the command before anything is started when a method, the data or a partition can't be used."""
+    """End the command before anything is started when a method, its parameters, the data or a partition can't be used."""
     for setting in {
         (run.setting.method, run.setting.data, run.setting.partition): run.setting for run in batch.runs
     }.values():
         check(setting)
+    for run in batch.runs:
+        _check_params(run.setting)
     return batch
+
+
+def _check_params(setting: RunSetting) -> None:
+    try:
+        get_method(setting.method).params_type.model_validate(setting.all_params())
+    except ValidationError as error:
+        raise bad_input(f"{setting.method}: {reasons(error)}") from error
 
 
 def _run(

@@ -160,6 +160,8 @@ def test_a_run_that_fails_does_not_end_the_others(tmp_path: Path) -> None:
     [
         ("--method nosuch", "no method 'nosuch'"),
         ("--method local --set lr", "key=value"),
+        ("--method local --set mu=1", "local: mu"),
+        ("--method local --set lr=fast", "local: lr"),
         ("--seeds x", "seeds"),
         ("--validation never", "validation"),
         ("--participation 0", "participation"),
