@@ -76,7 +76,7 @@ def generator_spread(
         DataError: no class has two images.
     """
     data = data.to("cpu")
-    real = extract_features(load_part(spec, Part.EXTRACTOR, extractor), data, spec).flatten(1)
+    real = extract_features(load_part(spec, Part.EXTRACTOR, extractor), data.images, spec).flatten(1)
     source = load_part(spec, Part.GENERATOR, generator)
     stream = streams.generator("spread")
     ratios = []

@@ -211,12 +211,11 @@ def train_classifier(
 
 @torch.no_grad()
 def extract_features(
-    extractor: nn.Module, data: ImageSet, spec: FederationSpec, *, flipped: bool = False
+    extractor: nn.Module, images: torch.Tensor, spec: FederationSpec, *, flipped: bool = False
 ) -> torch.Tensor:
-    """Features of every image by a frozen extractor (eval mode), [N, *feature_shape]."""
+    """Features of images ([N, C, H, W] uint8) by a frozen extractor (eval mode), [N, *feature_shape]."""
     extractor.eval()
-    images = data.images.flip(-1) if flipped else data.images
-    blocks = images.split(images_at_once(spec.image))
+    blocks = (images.flip(-1) if flipped else images).split(images_at_once(spec.image))
     return torch.cat([extractor(normalise(some, spec.image)) for some in blocks])
 
 
@@ -229,20 +228,37 @@ def generate(generator: nn.Module, noise: torch.Tensor, labels: torch.Tensor) ->
 
 
 class FeatureSource:
-    """Real features h = E(x) of a frozen extractor, computed once: both mirror images of a photo where the spec augments."""
+    """Real features h = E(x) of a frozen extractor, each computed once: both mirror images of a photo where the spec augments.
 
-    def __init__(self, extractor: nn.Module, data: ImageSet, spec: FederationSpec) -> None:
+    A stage that draws fewer rows than there are images has features computed as they are drawn, block by block.
+    """
+
+    def __init__(self, extractor: nn.Module, data: ImageSet, spec: FederationSpec, draws: int | None = None) -> None:
+        """`draws`: how many rows the stage will ask for in all; None: so many that all images are worth a pass."""
+        self._extractor = extractor
+        self._data = data
         self._spec = spec
         self.labels = data.labels
-        self.plain = extract_features(extractor, data, spec)
-        self._mirrored = extract_features(extractor, data, spec, flipped=True) if spec.augment_flip else None
+        sides = (False, True) if spec.augment_flip else (False,)
+        self._sides = (
+            tuple(extract_features(extractor, data.images, spec, flipped=side) for side in sides)
+            if draws is None or draws >= len(sides) * len(data)
+            else ()
+        )
 
     def rows(self, index: torch.Tensor, mirror: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
         """Features [R, ...] and labels [R] of some images, mirrored at random where the spec augments."""
         index = index.to(self.labels.device)
-        features = self.plain[index]
         flips = flips_for(len(index), self._spec, mirror)
-        if flips is not None and self._mirrored is not None:
-            chosen = flips.to(features.device).view(-1, *[1] * (features.ndim - 1))
-            features = torch.where(chosen, self._mirrored[index], features)
-        return features, self.labels[index]
+        return (self._drawn(index, flips) if not self._sides else self._kept(index, flips)), self.labels[index]
+
+    def _kept(self, index: torch.Tensor, flips: torch.Tensor | None) -> torch.Tensor:
+        features = self._sides[0][index]
+        if flips is None:
+            return features
+        chosen = flips.to(features.device).view(-1, *[1] * (features.ndim - 1))
+        return torch.where(chosen, self._sides[1][index], features)
+
+    def _drawn(self, index: torch.Tensor, flips: torch.Tensor | None) -> torch.Tensor:
+        images = self._data.images[index]
+        return extract_features(self._extractor, images if flips is None else flip_at_random(images, flips), self._spec)

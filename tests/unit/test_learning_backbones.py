@@ -308,7 +308,7 @@ def test_large_images_are_prepared_and_extracted_in_blocks_of_the_memory_of_smal
     seen: list[int] = []
     extractor = build_part(spec, Part.EXTRACTOR)
     extractor.register_forward_hook(lambda module, inputs, output: seen.append(len(output)))
-    assert len(extract_features(extractor, data, spec)) == 5
+    assert len(extract_features(extractor, data.images, spec)) == 5
     assert seen == [1] * 5
     blocks = image_blocks(data, spec, 2, 4, context(spec).streams)
     assert [len(block.labels) for block in blocks] == [2, 2, 2, 2]

@@ -28,7 +28,7 @@ from fedcg.learning.loops import (
 from fedcg.learning.losses import paired_labels
 from fedcg.learning.method import Aggregate, DivergedError, LabelCounts, LocalResult, TrainingParams
 from fedcg.learning.methods import fedcg, fedmd_cg
-from fedcg.learning.networks import load_part
+from fedcg.learning.networks import build_part, load_part
 from fedcg.learning.registry import get_method, method_names
 from fedcg.learning.seeds import Streams
 from fedcg.learning.simulation import MemorySpill, update_of
@@ -502,7 +502,7 @@ def test_a_penalty_is_minimised_beside_the_cross_entropy() -> None:
             return lambda rows, features, logits: weight * features.square().mean()
 
         train_classifier(extractor, classifier, data, TrainingParams.model_validate(spec.params), ctx, shrink)
-        sizes.append(float(extract_features(extractor, data, spec).square().mean()))
+        sizes.append(float(extract_features(extractor, data.images, spec).square().mean()))
     assert sizes[1] < 0.5 * sizes[0]
 
 
@@ -555,3 +555,16 @@ def test_progress_tells_every_phase_of_a_round() -> None:
     merge.finish({"a": lambda: update_of("a", result)})
     assert set(seen) == {"classify", "generate", "teacher", "distil"}
     assert all(steps[-1][0] == steps[-1][1] for steps in seen.values())
+
+
+def test_features_drawn_block_by_block_are_those_computed_for_all_images_beforehand() -> None:
+    data = bright_images(40, seed=1)
+    spec = quick_spec("fedmd_cg", augment_flip=True)
+    extractor = build_part(spec, Part.EXTRACTOR, torch.Generator().manual_seed(3))
+    index = torch.tensor([5, 0, 5, 31])
+    sources = [FeatureSource(extractor, data, spec, draws) for draws in (4, 1000)]
+    (drawn, labels), (kept, same) = (source.rows(index, torch.Generator().manual_seed(1)) for source in sources)
+    torch.testing.assert_close(drawn, kept)
+    assert labels.tolist() == same.tolist() == data.labels[index].tolist()
+    unmirrored = sources[0].rows(index, torch.Generator().manual_seed(2))[0]
+    assert not torch.allclose(drawn, unmirrored)

@@ -110,7 +110,8 @@ def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None,
     data = data.to(ctx.device)
     penalty = feature_penalty(nets[Part.GENERATOR], gamma(ctx.round, params), ctx)
     loss = train_classifier(nets[Part.EXTRACTOR], nets[Part.CLASSIFIER], data, params, ctx, penalty)
-    source = FeatureSource(nets[Part.EXTRACTOR], data, ctx.spec)
+    draws = steps_of(params, len(data)) * params.batch_size
+    source = FeatureSource(nets[Part.EXTRACTOR], data, ctx.spec, draws)
     with seeded_layers(ctx, "generate"):
         train_gan(nets[Part.GENERATOR], nets[Part.DISCRIMINATOR], source, params, ctx)
     kept = {part: weights_of(net) for part, net in nets.items()}

@@ -117,7 +117,8 @@ def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None,
     labels = uniform(ctx.spec.class_count) if published is None else torch.tensor(published, dtype=torch.float64)
     penalty = global_penalty(teacher, nets[Part.CLASSIFIER], labels, params, ctx)
     loss = train_classifier(nets[Part.EXTRACTOR], nets[Part.CLASSIFIER], data, params, ctx, penalty)
-    source = FeatureSource(nets[Part.EXTRACTOR], data, ctx.spec)
+    steps = steps_of(params, len(data))
+    source = FeatureSource(nets[Part.EXTRACTOR], data, ctx.spec, steps * params.batch_size)
     with seeded_layers(ctx, "generate"):
         train_generator(nets[Part.GENERATOR], nets[Part.CLASSIFIER], source, params, ctx)
     kept = {part: weights_of(net) for part, net in nets.items()}
@@ -183,13 +184,15 @@ def train_generator(
     generator.train()
     classifier.eval().requires_grad_(False)  # noqa: FBT003 - torch's own signature
     optimiser = adam(generator.parameters(), params.generator_lr, params.weight_decay)
-    diversity, scale = DIVERSITIES[params.diversity], class_scale(source.plain, source.labels, ctx.spec.class_count)
+    diversity, scale = DIVERSITIES[params.diversity], None
     steps, done = steps_of(params, len(source.labels)), 0
     streams = ctx.streams.at("generate")
     order, mirror, stream = (streams.generator(name) for name in ("order", "flip", "noise"))
     meter = LossMeter("generator", ctx.device)
     for index in index_blocks(len(source.labels), params.batch_size, steps, order):
         real, labels = source.rows(index, mirror)
+        if scale is None:
+            scale = class_scale(real, labels, ctx.spec.class_count)
         noise = torch.randn(len(labels), ctx.spec.network.noise_dim, generator=stream).to(ctx.device)
         with torch.no_grad():
             target = classifier(real)
