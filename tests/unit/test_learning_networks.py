@@ -11,7 +11,7 @@ from torch import nn
 from fedcg.learning.errors import NetworkError
 from fedcg.learning.initial import complete_spec, initial_parts, shadow_spec
 from fedcg.learning.networks import build, build_part, feature_shape, layout_of, layouts, load_part, weights_of
-from fedcg.learning.networks.generators import spread_growth
+from fedcg.learning.networks.generators import GENERATORS, spread_growth
 from fedcg.learning.networks.spectral import SpectralConv2d, SpectralLinear
 from fedcg.learning.seeds import Streams, spec_root
 from fedcg.learning.spec import FederationPlan, FederationSpec, ImageForm, NetworkChoice
@@ -20,6 +20,8 @@ from tests.unit.learning_cases import CLASSES, GREY, plan, quick_spec, same
 
 CIFAR = ImageForm(mode="RGB", height=32, width=32, mean=(0.5,) * 3, std=(0.25,) * 3)
 TEN = tuple("abcdefghij")
+KINDS = sorted(GENERATORS)
+DISCRIMINATOR_FOR = {"conv": "conv", "conv_small": "conv_published"}
 
 
 def cifar(**network: object) -> FederationPlan:
@@ -44,9 +46,19 @@ def test_lenet_has_the_published_sizes() -> None:
         assert feature_shape(cifar(split=split)) == (16, 5, 5)
 
 
-def test_generators_have_the_published_sizes() -> None:
-    assert parameter_bytes(cifar(generator="conv", noise_dim=100), Part.GENERATOR) == 3_562_896
-    assert parameter_bytes(cifar(generator="mlp", noise_dim=64), Part.GENERATOR) == 489_424
+@pytest.mark.parametrize(
+    ("kind", "with_100", "with_64"),
+    [
+        ("conv", 3_562_896, 3_267_984),
+        ("conv_small", 399_504, 325_776),
+        ("mlp3", 790_480, 753_616),
+        ("mlp", 526_288, 489_424),
+        ("mlp_small", 264_144, 245_712),
+    ],
+)
+def test_generators_have_the_published_sizes(kind: str, with_100: int, with_64: int) -> None:
+    assert parameter_bytes(cifar(generator=kind, noise_dim=100), Part.GENERATOR) == with_100
+    assert parameter_bytes(cifar(generator=kind, noise_dim=64), Part.GENERATOR) == with_64
 
 
 def test_the_published_generator_grows_by_two_by_two_kernels() -> None:
@@ -56,11 +68,11 @@ def test_the_published_generator_grows_by_two_by_two_kernels() -> None:
 
 
 @pytest.mark.parametrize("split", ["lenet5", "lenet5_relu"])
-@pytest.mark.parametrize("kind", ["conv", "mlp"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("height", "width"), [(16, 16), (28, 28), (20, 36)])
 def test_every_network_fits_every_feature_shape(split: str, kind: str, height: int, width: int) -> None:
     image = ImageForm(mode="L", height=height, width=width, mean=(0.5,), std=(0.5,))
-    network = NetworkChoice(split=split, generator=kind, discriminator=kind, noise_dim=7)
+    network = NetworkChoice(split=split, generator=kind, discriminator=DISCRIMINATOR_FOR.get(kind, "mlp"), noise_dim=7)
     nets = build(plan("fedcg", network, image))
     features = nets.extractor(torch.randn(4, 1, height, width))
     labels = torch.tensor([0, 1, 2, 0])
@@ -70,7 +82,7 @@ def test_every_network_fits_every_feature_shape(split: str, kind: str, height: i
     assert nets.discriminator(features, labels).shape == (4,)
 
 
-@pytest.mark.parametrize("kind", ["conv", "mlp"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_generated_features_lie_in_the_range_of_the_extractors(kind: str) -> None:
     for split, upper in (("lenet5", 1.0), ("lenet5_relu", math.inf)):
         spec = cifar(split=split, generator=kind)
@@ -80,9 +92,9 @@ def test_generated_features_lie_in_the_range_of_the_extractors(kind: str) -> Non
             assert 0.0 <= features.min().item() <= features.max().item() <= upper
 
 
-@pytest.mark.parametrize("kind", ["conv", "mlp"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_label_changes_what_a_generator_makes_and_a_discriminator_says(kind: str) -> None:
-    nets = build(cifar(generator=kind, discriminator=kind))
+    nets = build(cifar(generator=kind, discriminator=DISCRIMINATOR_FOR.get(kind, "mlp")))
     noise, first, second = torch.randn(8, 100), torch.zeros(8, dtype=torch.int64), torch.ones(8, dtype=torch.int64)
     assert not torch.allclose(nets.generator(noise, first), nets.generator(noise, second))
     features = torch.rand(8, 16, 5, 5)
