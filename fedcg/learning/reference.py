@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
@@ -34,12 +35,21 @@ from fedcg.learning.losses import (
 from fedcg.learning.method import RoundContext
 from fedcg.learning.methods.fedcg import FedcgParams, gamma
 from fedcg.learning.networks import Networks
+from fedcg.learning.networks.pooled import AveragedConv2d
 from fedcg.learning.networks.small_maps import MapBatchNorm2d, SmallConvTranspose2d
 from fedcg.learning.networks.spectral import SpectralConv2d, SpectralLinear
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.parts import Part
 
 _GAN_BETAS = (0.5, 0.999)
+
+
+class _ConvThenPool(nn.Conv2d):
+    """torch's convolution, then torch's average pool."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's own name
+        """[B, inputs, H, W] -> [B, outputs, (H - kernel + 1) // 2, (W - kernel + 1) // 2]."""
+        return F.avg_pool2d(super().forward(input), 2)
 
 
 def plain_networks(networks: Networks) -> Networks:
@@ -61,9 +71,12 @@ def plain(module: nn.Module) -> nn.Module:
 def _plain_layer(layer: nn.Module) -> nn.Module | None:
     if isinstance(layer, (SpectralConv2d, SpectralLinear)):
         return _plain_spectral(layer)
-    if isinstance(layer, SmallConvTranspose2d):
+    twin: nn.Module
+    if isinstance(layer, AveragedConv2d):
+        twin = _ConvThenPool(layer.in_channels, layer.out_channels, layer.kernel_size[0])
+    elif isinstance(layer, SmallConvTranspose2d):
         kernel = (layer.kernel_size[0], layer.kernel_size[1])
-        twin: nn.Module = nn.ConvTranspose2d(layer.in_channels, layer.out_channels, kernel, bias=False)
+        twin = nn.ConvTranspose2d(layer.in_channels, layer.out_channels, kernel, bias=False)
     elif isinstance(layer, MapBatchNorm2d):
         twin = nn.BatchNorm2d(layer.num_features)
     else:

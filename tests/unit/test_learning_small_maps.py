@@ -10,6 +10,7 @@ from torch import nn
 from fedcg.learning.fused_adam import FusedAdam, block_of
 from fedcg.learning.networks.discriminators import DISCRIMINATORS, rows_are_independent
 from fedcg.learning.networks.initial_values import draw_weights
+from fedcg.learning.networks.pooled import AveragedConv2d
 from fedcg.learning.networks.small_maps import (
     ConvolvedInForm,
     MapBatchNorm2d,
@@ -118,6 +119,20 @@ def test_two_passes_in_one_batch_are_two_passes_one_after_the_other(name: str) -
         assert torch.allclose(one.grad, other.grad, atol=1e-9)
     for buffer, expected in zip(together.buffers(), apart.buffers(), strict=True):
         assert torch.allclose(buffer, expected, atol=1e-10)
+
+
+@pytest.mark.parametrize("size", [(6, 6), (7, 9), (32, 32)])
+def test_an_averaging_convolution_is_a_convolution_and_then_a_pool(size: tuple[int, int]) -> None:
+    layer = AveragedConv2d(3, 4, 5).double()
+    draw_weights(layer, torch.Generator().manual_seed(1))
+    images = drawn(2, 3, *size).requires_grad_()
+    theirs = F.avg_pool2d(F.conv2d(images, layer.weight, layer.bias), 2)
+    ours = layer(images)
+    assert torch.allclose(ours, theirs, atol=1e-12)
+    mine = torch.autograd.grad(ours.square().sum(), [images, *layer.parameters()])
+    expected = torch.autograd.grad(theirs.square().sum(), [images, *layer.parameters()])
+    for one, other in zip(mine, expected, strict=True):
+        assert torch.allclose(one, other, atol=1e-12)
 
 
 def test_only_the_published_discriminator_needs_a_pass_for_each_kind_of_row() -> None:

@@ -13,6 +13,8 @@ from enum import Enum
 
 from torch import nn
 
+from fedcg.learning.networks.pooled import AveragedConv2d
+
 
 class FeatureRange(str, Enum):
     """The interval that an extractor's features lie in; the generator's last activation follows it."""
@@ -42,9 +44,9 @@ class Split:
 
 
 def _extractor_sigmoid(channels: int) -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(channels, 6, 5), nn.AvgPool2d(2), nn.Sigmoid(), nn.Conv2d(6, 16, 5), nn.AvgPool2d(2), nn.Sigmoid()
-    )
+    # The convolutions average as well; the identities keep the names that the layers after them always had.
+    first, second = AveragedConv2d(channels, 6, 5), AveragedConv2d(6, 16, 5)
+    return nn.Sequential(first, nn.Identity(), nn.Sigmoid(), second, nn.Identity(), nn.Sigmoid())
 
 
 def _extractor_relu(channels: int) -> nn.Module:
