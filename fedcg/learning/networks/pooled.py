@@ -19,7 +19,8 @@ class AveragedConv2d(nn.Conv2d):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's own name
         """[B, inputs, H, W] -> [B, outputs, (H - kernel + 1) // 2, (W - kernel + 1) // 2]."""
-        if torch.jit.is_tracing():  # an exported graph has the two layers: its kernels are constants
+        # An exported graph has the two layers: kernels are constants there.
+        if torch.jit.is_tracing():  # type: ignore[no-untyped-call, attr-defined]
             return F.avg_pool2d(super().forward(input), 2)
         tall = F.pad(self.weight, (0, 0, 0, 1)) + F.pad(self.weight, (0, 0, 1, 0))
         wide = F.pad(tall, (0, 1)) + F.pad(tall, (1, 0))
