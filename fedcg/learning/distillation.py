@@ -18,7 +18,7 @@ from fedcg.learning.cuda_graph import graphed
 from fedcg.learning.exact_sum import ExactSum
 from fedcg.learning.known_labels import row_weights
 from fedcg.learning.layer_noise import seeded_layers
-from fedcg.learning.loops import BLOCK_ROWS, LossMeter, adam, slices
+from fedcg.learning.loops import LossMeter, adam, frozen_rows, slices
 from fedcg.learning.losses import kl_rows
 from fedcg.learning.method import Aggregate, RoundContext, ServerState, Spill, Update, Weights
 from fedcg.learning.networks import load_part, weights_of
@@ -105,7 +105,7 @@ def generator_blocks(teacher: Pair, bank: Bank, ctx: RoundContext) -> Iterator[t
     The blocks are always the same: how rows are put together shows in their last digits.
     """
     teacher.generator.eval()
-    for rows in slices(len(bank), BLOCK_ROWS):
+    for rows in slices(len(bank), frozen_rows(torch.device(ctx.device))):
         yield rows, teacher.generator(bank.noise[rows].to(ctx.device), bank.labels[rows].to(ctx.device))
 
 

@@ -219,11 +219,17 @@ def extract_features(
     return torch.cat([extractor(normalise(some, spec.image)) for some in blocks])
 
 
+def frozen_rows(device: torch.device) -> int:
+    """Rows that go through a frozen generator at once: on a CPU its maps then stay in the cache (measured: 2,048 take 1.5 times as long)."""
+    return 256 if device.type == "cpu" else BLOCK_ROWS
+
+
 @torch.no_grad()
 def generate(generator: nn.Module, noise: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Features of a frozen generator (eval mode: rows don't see each other), [B, *feature_shape]."""
     generator.eval()
-    pairs = zip(noise.split(BLOCK_ROWS), labels.split(BLOCK_ROWS), strict=True)
+    rows = frozen_rows(noise.device)
+    pairs = zip(noise.split(rows), labels.split(rows), strict=True)
     return torch.cat([generator(z, y) for z, y in pairs])
 
 
