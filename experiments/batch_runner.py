@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from rich import box
@@ -17,7 +19,7 @@ from experiments.batch import STATE_FOLDER, Batch, PlannedRun
 from experiments.event_files import EventFiles
 from experiments.simulate import FailedRun, Runs, write_failures
 from experiments.simulation_curves import draw_curves, write_tables
-from fedcg.learning.runners import Runner
+from experiments.workers import Lanes
 from fedcg.learning.simulation import Simulation
 
 _COLUMNS = {
@@ -42,17 +44,20 @@ class BatchRunner:
 
     Args:
         folder: of the batch.
-        runner: who trains.
+        lanes: who runs them, and how many at once.
         console: for progress and lines.
         beside: what is written beside the records.
     """
 
-    def __init__(self, folder: Path, runner: Runner, console: Console, beside: Beside) -> None:
+    def __init__(self, folder: Path, lanes: Lanes, console: Console, beside: Beside) -> None:
         self._folder = folder
         self._console = console
         self._beside = beside
-        self._events = EventFiles(folder)
-        self._runs = Runs(folder, runner, self._after_round)
+        self._lanes = lanes
+        self._events: dict[str, EventFiles] = {}
+        self._told: dict[str, int] = {}  # rounds of a run that the bar knows of
+        self._writing = Lock()
+        self._runs = Runs(folder, lanes.simulator, self._after_round)
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -87,45 +92,59 @@ class BatchRunner:
         todo = [planned for planned in batch.runs if planned not in done]
         for planned in done:
             self._say(f"{planned.setting.name}: done before")
-        begun = sum(self._runs.done_rounds(planned) for planned in todo)
-        self._bar.update(self._task, total=sum(planned.setting.rounds for planned in todo), completed=begun)
-        records, failed = [], []
+        self._told = {planned.setting.name: self._runs.done_rounds(planned) for planned in todo}
+        total = sum(planned.setting.rounds for planned in todo)
+        self._bar.update(self._task, total=total, completed=sum(self._told.values()))
         with self._bar:
-            for planned in todo:
-                outcome = self._one(planned)
-                if isinstance(outcome, FailedRun):
-                    failed.append(outcome)
-                else:
-                    records.append(outcome)
+            outcomes = list(map(self._one, todo)) if self._lanes.count == 1 else self._side_by_side(todo)
+        records = [outcome for outcome in outcomes if not isinstance(outcome, FailedRun)]
+        failed = [outcome for outcome in outcomes if isinstance(outcome, FailedRun)]
         write_failures(self._folder, failed)
         return records, failed
 
+    def _side_by_side(self, todo: Sequence[PlannedRun]) -> list[dict[str, Any] | FailedRun]:
+        """What the runs come to, as many at a time as there are lanes; in the order of the batch."""
+        with ThreadPoolExecutor(self._lanes.count) as threads:
+            asked = [threads.submit(self._one, planned) for planned in todo]
+            try:
+                return [future.result() for future in asked]
+            except BaseException:  # Ctrl-C above all: leaving the block waits for the threads, so they must end
+                self._lanes.stopping.set()
+                for future in asked:
+                    future.cancel()
+                raise
+
     def _one(self, planned: PlannedRun) -> dict[str, Any] | FailedRun:
         setting = planned.setting
-        before = self._bar.tasks[0].completed - self._runs.done_rounds(planned)
         self._bar.update(self._task, description=setting.name)
+        events = self._events[setting.name] = EventFiles(self._folder)
         try:
             if self._beside.events:
-                self._events.begin(setting.name, self._runs.done_rounds(planned))
+                events.begin(setting.name, self._runs.done_rounds(planned))
             record = self._runs.run(planned)
         except Exception as error:  # noqa: BLE001 - one run's end, whatever it was, is not the batch's; it is recorded and told
+            if self._lanes.stopping.is_set():
+                return FailedRun(setting.name, "stopped")  # not told: the batch was
             trace = self._folder / STATE_FOLDER / f"{setting.name}.traceback.txt"
             trace.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             trace.write_text(traceback.format_exc())
             self._say(f"{setting.name}: failed: {error} (where: {trace})")
             return FailedRun(setting.name, f"{type(error).__name__}: {error}")
         finally:
-            self._events.end()
-            self._bar.update(self._task, completed=before + setting.rounds)
+            events.end()
+            self._bar.update(self._task, advance=setting.rounds - self._told[setting.name])
         self._say(f"{setting.name}: {_figures(record)}")
-        write_tables(self._folder)
-        if self._beside.picture:
-            draw_curves(self._folder)
+        with self._writing:
+            write_tables(self._folder)
+            if self._beside.picture:
+                draw_curves(self._folder)
         return record
 
     def _after_round(self, planned: PlannedRun, now: Simulation) -> None:
-        self._events.add(now)
-        self._bar.update(self._task, advance=1, description=f"{planned.setting.name}, round {now.rounds}")
+        name = planned.setting.name
+        self._events[name].add(now)
+        self._told[name] += 1
+        self._bar.update(self._task, advance=1, description=f"{name}, round {now.rounds}")
 
     def _say(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -18,7 +18,9 @@ from fedcg.learning.split_names import allow_here, check_name
 
 _Values = TypeVar("_Values", bound=BaseModel)
 
-Data = Annotated[str, typer.Option(help="digits, digits-domains, a folder, an .npz or torchvision:NAME; see docs/data.md")]
+Data = Annotated[
+    str, typer.Option(help="digits, digits-domains, a folder, an .npz or torchvision:NAME; see docs/data.md")
+]
 Clients = Annotated[int, typer.Option(help="number of clients")]
 PartitionText = Annotated[str, typer.Option("--partition", help="iid, dirichlet:OMEGA, or domains[:NAME,...]")]
 ImagesPerClient = Annotated[int | None, typer.Option(help="at most so many training images per client")]

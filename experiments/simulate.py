@@ -1,4 +1,4 @@
-"""Runs the runs of a batch, one after the other, and keeps what they came to: one JSON per run. Uses torch.
+"""Runs the runs of a batch and keeps what they came to: one JSON per run. Uses torch.
 
 A finished run is not run again, an interrupted one goes on after its last finished round, a failed one does not end the batch.
 Knows nothing of options and terminals.
@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from threading import Lock
+from typing import Any, Protocol
 
 import torch
 
@@ -23,13 +24,27 @@ from experiments.simulation_data import Cohorts, party_of
 from experiments.simulation_record import Finished, record_of, write_json
 from experiments.sources import Source
 from fedcg.learning.initial import complete_spec
-from fedcg.learning.runners import Runner
-from fedcg.learning.simulation import NOBODY_TRAINED, Schedule, Simulation, simulate
+from fedcg.learning.simulation import NOBODY_TRAINED, Party, Schedule, Simulation
 from fedcg.learning.spec import plan_from_mapping
 
 FAILURES_FILE = "failures.json"
 
 OnRound = Callable[[PlannedRun, Simulation], None]
+
+
+class Simulator(Protocol):
+    """Who runs a federation; `fedcg.learning.simulation.simulate` is one."""
+
+    def __call__(
+        self,
+        party: Party,
+        schedule: Schedule,
+        /,
+        *,
+        resume: Simulation | None,
+        on_round: Callable[[Simulation], None],
+    ) -> Simulation:
+        """What came out; arguments as those of `simulate`."""
 
 
 @dataclass(frozen=True)
@@ -45,15 +60,16 @@ class Runs:
 
     Args:
         folder: records go here; checkpoints into a folder below.
-        runner: who trains.
+        simulator: who runs a federation; `simulate` does so in this process.
         on_round: told after every round.
     """
 
-    def __init__(self, folder: Path, runner: Runner, on_round: OnRound) -> None:
+    def __init__(self, folder: Path, simulator: Simulator, on_round: OnRound) -> None:
         self._folder = folder
-        self._runner = runner
+        self._simulator = simulator
         self._on_round = on_round
         self._cohorts = Cohorts()
+        self._dealing = Lock()
         self._opened: tuple[str, Source] | None = None
 
     def path(self, planned: PlannedRun) -> Path:
@@ -87,6 +103,8 @@ class Runs:
     def run(self, planned: PlannedRun) -> dict[str, Any]:
         """Run or go on with a run; its record.
 
+        Several threads may do so at once, each with another run.
+
         Raises:
             RunError: no client could train in any round.
             ExperimentError: the data can't be used.
@@ -94,9 +112,10 @@ class Runs:
         """
         setting = planned.setting
         torch.set_num_threads(setting.threads)
-        source = self._source_of(setting)
-        spec = complete_spec(plan_from_mapping(setting.plan(source)))
-        cohort = self._cohorts.get(setting, source, spec)
+        with self._dealing:  # one data set at a time is downloaded, decoded and dealt out
+            source = self._source_of(setting)
+            spec = complete_spec(plan_from_mapping(setting.plan(source)))
+            cohort = self._cohorts.get(setting, source, spec)
         party = party_of(setting, spec, cohort)
         checkpoints = self._checkpoints(planned)
         stood, spent = checkpoints.newest() or (None, 0.0)
@@ -106,7 +125,7 @@ class Runs:
             checkpoints.save(now, clock.seconds())
             self._on_round(planned, now)
 
-        result = simulate(party, _schedule(setting), runner=self._runner, resume=stood, on_round=keep)
+        result = self._simulator(party, _schedule(setting), resume=stood, on_round=keep)
         if (reason := _worthless(result)) is not None:
             checkpoints.remove()
             raise RunError(reason)

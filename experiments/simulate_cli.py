@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from pydantic import ValidationError
 from rich.console import Console
+from typer.core import TyperCommand
 
 from experiments.batch import Batch, RunSetting, load_batch, parse_method_params, parse_seeds, plan_batch, save_batch
 from experiments.cli_options import (
@@ -32,12 +34,27 @@ from experiments.cli_options import (
 from experiments.errors import ExperimentError
 from experiments.papers.catalogue import find_presets
 from experiments.papers.plan import table_batch
-from experiments.workers import default_workers, open_runner
+from experiments.ray_cluster import LOCAL, check_ray
+from experiments.workers import Lanes, default_workers, open_lanes, open_ray_lanes
 from fedcg.learning.registry import get_method
 
 # Options that are no field of a run's setting.
 _BESIDE = frozenset(
-    {"ctx", "method", "seed", "seeds", "params", "workers", "out", "resume", "force", "as_json", "tensorboard", "plot"}
+    {
+        "ctx",
+        "method",
+        "seed",
+        "seeds",
+        "params",
+        "workers",
+        "ray",
+        "out",
+        "resume",
+        "force",
+        "as_json",
+        "tensorboard",
+        "plot",
+    }
 )
 
 
@@ -91,6 +108,13 @@ def simulate_command(
     workers: Annotated[
         int | None, typer.Option(min=1, help="processes; default: one per CPU, at most one per client, 1 on cuda")
     ] = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[ADDRESS]",
+            help="on a Ray cluster, several runs at once: auto or HOST:PORT of a running one, else one of this machine alone",
+        ),
+    ] = None,
     threads: Annotated[int, typer.Option(help="torch threads of each; other numbers give other last digits")] = 1,
     evaluate_every: Annotated[int, typer.Option(help="measure after every so many rounds, and after the last")] = 1,
     participation: Annotated[float, typer.Option(help="share of the clients that take part in a round")] = 1.0,
@@ -106,15 +130,17 @@ def simulate_command(
     plot: Annotated[bool, typer.Option("--plot/--no-plot", help="draw curves.png")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="print the runs' records instead of a table")] = False,
 ) -> None:
-    """Run federations on this machine without a network, with the very functions that agents and coordinator call.
+    """Run federations without a network, with the very functions that agents and coordinator call.
 
     Every method is run with every seed; the folder gets one JSON per run, runs.csv, curves.csv, curves.png and event files for
     TensorBoard. Finished runs are not run again, an interrupted one goes on after its last finished round. A run that fails does
     not end the others; the exit code is 1 then.
     """
+    if ray is not None:
+        check_ray()
     given = {name for name in ctx.params if getattr(ctx.get_parameter_source(name), "name", "") == "COMMANDLINE"}
     if resume is not None:
-        stray = sorted(given - {"resume", "workers", "force", "as_json", "tensorboard", "plot"})
+        stray = sorted(given - {"resume", "workers", "ray", "force", "as_json", "tensorboard", "plot"})
         if stray:
             raise bad_input(f"--resume goes on with the folder's own options; leave out {', '.join(stray)}")
         folder, batch = resume, _resumed(resume)
@@ -128,9 +154,8 @@ def simulate_command(
             asked = seeds or (str(seed) if "seed" in given else None)
             batch = _of_table(paper, options, frozenset(given), method or [], asked, params or [])
         save_batch(batch, folder)
-    settings = [planned.setting for planned in batch.runs]
-    count = workers or default_workers(max(setting.clients for setting in settings), settings[0].device)
-    _run(batch, folder, count, force=force, tensorboard=tensorboard, plot=plot, as_json=as_json)
+    lanes = _local_lanes(batch, workers) if ray is None else _ray_lanes(batch, workers, ray)
+    _run(batch, folder, lanes, force=force, tensorboard=tensorboard, plot=plot, as_json=as_json)
 
 
 def _planned(options: dict[str, Any], methods: list[str], seeds: str, params: list[str]) -> Batch:
@@ -182,15 +207,37 @@ def _check_params(setting: RunSetting) -> None:
         raise bad_input(f"{setting.method}: {reasons(error)}") from error
 
 
+def _local_lanes(batch: Batch, workers: int | None) -> AbstractContextManager[Lanes]:
+    settings = [planned.setting for planned in batch.runs]
+    count = workers or default_workers(max(setting.clients for setting in settings), settings[0].device)
+    return open_lanes(count, settings[0].threads)
+
+
+def _ray_lanes(batch: Batch, workers: int | None, address: str) -> AbstractContextManager[Lanes]:
+    console = Console(stderr=True)
+
+    def tell(line: str) -> None:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    return open_ray_lanes(address, [planned.setting for planned in batch.runs], workers, tell)
+
+
 def _run(
-    batch: Batch, folder: Path, workers: int, *, force: bool, tensorboard: bool, plot: bool, as_json: bool
+    batch: Batch,
+    folder: Path,
+    lanes: AbstractContextManager[Lanes],
+    *,
+    force: bool,
+    tensorboard: bool,
+    plot: bool,
+    as_json: bool,
 ) -> None:
     from experiments.batch_runner import BatchRunner, Beside, table
 
     console = Console(stderr=True)
     try:
-        with open_runner(workers, batch.runs[0].setting.threads) as runner:
-            done = BatchRunner(folder, runner, console, Beside(tensorboard, plot))
+        with lanes as opened:
+            done = BatchRunner(folder, opened, console, Beside(tensorboard, plot))
             records, failed = done.run(batch, force=force)
     except KeyboardInterrupt:
         console.print(f"Interrupted. Go on with: fedcg simulate --resume {folder}", markup=False, soft_wrap=True)
@@ -205,3 +252,23 @@ def _run(
     console.print(f"records, tables and curves: {folder}", markup=False, highlight=False, soft_wrap=True)
     if failed:
         raise typer.Exit(1)
+
+
+class _SimulateCommand(TyperCommand):
+    """The command, with an option whose value may be left out."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, with_address(args))
+
+
+def with_address(arguments: list[str]) -> list[str]:
+    """Arguments in which `--ray` has its value: `local` where none follows it."""
+    bare = [
+        argument == "--ray" and (not following or following[0].startswith("-"))
+        for argument, following in ((arguments[at], arguments[at + 1 : at + 2]) for at in range(len(arguments)))
+    ]
+    return [f"--ray={LOCAL}" if is_bare else argument for argument, is_bare in zip(arguments, bare, strict=True)]
+
+
+simulate_app = typer.Typer(add_completion=False)
+simulate_app.command("simulate", cls=_SimulateCommand)(simulate_command)

@@ -1,14 +1,36 @@
-"""Chooses who trains in a simulation: this process, or a pool of processes. Imports no torch until one is opened."""
+"""Chooses who runs simulations: this process, a pool of processes, or a Ray cluster. Imports no torch until it is opened."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from threading import Event
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from experiments.batch import RunSetting
+    from experiments.simulate import Simulator
     from fedcg.learning.runners import Runner
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """How the runs of a batch are done.
+
+    Attributes:
+        simulator: who runs one; threads may call it at once where `count` is more than 1.
+        count: how many at once.
+        stopping: set to end those that are under way.
+    """
+
+    simulator: Simulator
+    count: int = 1
+    stopping: Event = field(default_factory=Event)
 
 
 def default_workers(clients: int, device: str) -> int:
@@ -17,8 +39,8 @@ def default_workers(clients: int, device: str) -> int:
 
 
 @contextmanager
-def open_runner(workers: int, threads: int) -> Iterator[Runner]:
-    """A runner, closed at the end of the block.
+def open_lanes(workers: int, threads: int) -> Iterator[Lanes]:
+    """One run at a time on this machine; everything is closed at the end of the block.
 
     Args:
         workers: processes; 1 stays in this one.
@@ -26,9 +48,40 @@ def open_runner(workers: int, threads: int) -> Iterator[Runner]:
     """
     from experiments.pool_runner import PoolRunner
     from fedcg.learning.runners import SerialRunner
+    from fedcg.learning.simulation import simulate
 
     runner: Runner = SerialRunner() if workers == 1 else PoolRunner(workers, threads)
     try:
-        yield runner
+        yield Lanes(partial(simulate, runner=runner))
     finally:
         runner.close()
+
+
+@contextmanager
+def open_ray_lanes(
+    address: str, settings: list[RunSetting], cpus: int | None, tell: Callable[[str], None]
+) -> Iterator[Lanes]:
+    """Several runs at a time on a Ray cluster, which is left at the end of the block, and ended if it is this command's own.
+
+    Args:
+        address: as `experiments.ray_cluster.open_cluster` takes it.
+        settings: of the runs to be done.
+        cpus: of a cluster of this machine alone; all when None.
+        tell: for what the operator should know.
+
+    Raises:
+        ModuleNotFoundError: Ray is not installed.
+        OptionError: the cluster can't be used.
+    """
+    from experiments.ray_cluster import check_ray, open_cluster
+
+    check_ray()
+    with open_cluster(address, tell, cpus=cpus) as cluster:
+        from experiments.ray_simulator import RaySimulator, lanes_for
+
+        threads = max(setting.threads for setting in settings)
+        stopping = Event()
+        gpus = cluster.gpus() if settings[0].device != "cpu" else None
+        clients = min(setting.clients for setting in settings)
+        count = lanes_for(len(settings), clients, cluster.slots(threads), gpus)
+        yield Lanes(RaySimulator(cluster, threads, stopping), count, stopping)

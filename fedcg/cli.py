@@ -18,15 +18,20 @@ from typer.core import TyperCommand, TyperGroup
 
 DEBUG_FLAG = "--debug"
 INTERRUPTED = 130
+# Packages that one option needs, and no kind of machine.
+_EXTRAS = {"ray": "ray"}
 
 
 class MissingExtraError(Exception):
     """A command that needs a Python package which is not installed on this machine."""
 
     def __init__(self, command: str, missing: ModuleNotFoundError) -> None:
+        extra = _EXTRAS.get(missing.name or "")
+        known = f"Install it with: pip install 'fedcg-edge[{extra}]'."
+        guess = "Install the extra for this kind of machine, e.g. pip install 'fedcg-edge[edge]' (or infer, coordinator, demo)."
         super().__init__(
             f"`fedcg {command}` needs the Python package {missing.name!r}, which is not installed here. "
-            "Install the extra for this kind of machine, e.g. pip install 'fedcg-edge[edge]' (or infer, coordinator, demo)."
+            f"{known if extra else guess}"
         )
 
 

@@ -7,7 +7,7 @@ round consists of is in `simulation_tasks`, who runs it in `runners`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -54,6 +54,7 @@ __all__ = [
     "measure_task",
     "participants",
     "simulate",
+    "simulated_rounds",
     "teacher_task",
     "update_of",
 ]
@@ -79,15 +80,24 @@ def simulate(
         resume: where an interrupted run of the same party and schedule stood; from the start when None.
         on_round: called after every round with where the simulation stands.
     """
+    now = resume
+    for now in simulated_rounds(party, schedule, runner=runner, resume=resume):
+        if on_round is not None:
+            on_round(now)
+    return _beginning(party, schedule) if now is None else now
+
+
+def simulated_rounds(
+    party: Party, schedule: Schedule = Schedule(), *, runner: Runner | None = None, resume: Simulation | None = None
+) -> Iterator[Simulation]:
+    """Where a federation stands after each round that is left to do; arguments as those of `simulate`."""
     runner = runner or SerialRunner()
     runner.start(party)
     total = schedule.rounds or party.spec.rounds
     now = resume or _beginning(party, schedule)
     while now.rounds < total and not now.ended_early:
         now = _after_round(party, schedule, runner, now, last=now.rounds + 1 == total)
-        if on_round is not None:
-            on_round(now)
-    return now
+        yield now
 
 
 def participants(party: Party, schedule: Schedule, number: int) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ import torch
 
 from experiments.batch import load_batch
 from experiments.simulate import Runs
-from fedcg.learning.runners import SerialRunner
+from fedcg.learning.simulation import simulate
 from tests.stack import wait_for
 
 ROUNDS = 12
@@ -72,5 +72,5 @@ def test_a_simulation_killed_and_interrupted_in_mid_run_gives_the_record_of_an_u
     undisturbed = tmp_path / "undisturbed"
     undisturbed.mkdir()
     (planned,) = load_batch(folder).runs
-    Runs(undisturbed, SerialRunner(), lambda _planned, _now: None).run(planned)
+    Runs(undisturbed, simulate, lambda _planned, _now: None).run(planned)
     assert record(folder) == record(undisturbed)

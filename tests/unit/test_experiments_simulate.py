@@ -18,8 +18,7 @@ from experiments.simulate import FAILURES_FILE, FailedRun, Runs, write_failures
 from experiments.simulation_data import Cohorts, roots_of
 from experiments.simulation_record import FIGURES
 from fedcg.learning.initial import complete_spec
-from fedcg.learning.runners import SerialRunner
-from fedcg.learning.simulation import Simulation
+from fedcg.learning.simulation import Simulation, simulate
 from fedcg.learning.spec import plan_from_mapping
 
 SMALL = RunSetting(
@@ -44,7 +43,7 @@ def ignore(_planned: PlannedRun, _now: Simulation) -> None:
 
 def simulated(setting: RunSetting, folder: Path) -> dict[str, Any]:
     folder.mkdir(exist_ok=True)
-    return Runs(folder, SerialRunner(), ignore).run(PlannedRun(setting=setting))
+    return Runs(folder, simulate, ignore).run(PlannedRun(setting=setting))
 
 
 def without_timings(record: dict[str, Any]) -> dict[str, Any]:
@@ -81,7 +80,7 @@ def test_a_record_is_one_file_without_paths_of_this_machine(tmp_path: Path) -> N
 
 
 def test_the_records_name_belongs_to_one_setting(tmp_path: Path) -> None:
-    runs = Runs(tmp_path, SerialRunner(), ignore)
+    runs = Runs(tmp_path, simulate, ignore)
     planned = PlannedRun(setting=SMALL)
     assert not runs.is_done(planned)
     runs.run(planned)

@@ -1,0 +1,247 @@
+"""A Ray cluster to compute on: one of this machine's own for the length of a command, or one that others started.
+
+Imports Ray when a cluster is opened, never before. A cluster is one trust domain: its nodes exchange pickles and run what they
+are given; see docs/scale-out.md. Knows nothing of what is computed.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import logging
+import os
+import secrets
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import fedcg
+from devices.detect import detect
+from experiments.errors import OptionError
+from experiments.record import versions
+
+LOCAL = "local"
+_OBJECTS_BYTES = 1 << 30  # of a local cluster's object store; what does not fit goes to disk
+_LONGEST_FOLDER = 40  # sockets lie below it, and the kernel takes 107 characters
+_QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # On Linux too this variable decides whether Ray insists on an address that other machines reach; without, it listens on loopback.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    # Ray 3's behaviour; before, it hides accelerators from tasks that ask for none, and warns of that.
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Build:
+    """What must be the same on all nodes, or results could differ or nodes misunderstand each other.
+
+    Attributes:
+        package: version of this package.
+        torch: version of torch.
+        numpy: version of numpy.
+        code: digest of the sources of `fedcg`; finds a changed file under an unchanged version.
+    """
+
+    package: str
+    torch: str
+    numpy: str
+    code: str
+
+    def differs_from(self, other: Build) -> list[str]:
+        """What is not the same, as `torch 2.13.0 instead of 2.12.0`."""
+        mine, theirs = asdict(self), asdict(other)
+        return [f"{name} {mine[name]} instead of {theirs[name]}" for name in mine if mine[name] != theirs[name]]
+
+
+@functools.cache  # what a process has imported does not change
+def own_build() -> Build:
+    """The build of this process."""
+    found, digest = versions(), hashlib.sha256()
+    root = Path(fedcg.__file__).parent
+    for path in sorted(root.rglob("*.py")):
+        digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
+    return Build(found["fedcg-edge"], found["torch"], found["numpy"], digest.hexdigest()[:16])
+
+
+@functools.cache
+def own_processor() -> str:
+    """The CPU model of this machine: bit equality is promised within one."""
+    return detect().cpu_model or "unknown"
+
+
+class RayCluster:
+    """An open cluster.
+
+    Args:
+        tell: for what the operator should know.
+    """
+
+    def __init__(self, tell: Tell) -> None:
+        self._tell = tell
+        self._told: set[str] = set()
+
+    def slots(self, threads: int) -> int:
+        """How many tasks of so many CPUs the cluster can run at once now."""
+        return slots(threads)
+
+    def gpus(self) -> int:
+        """How many GPUs Ray knows of."""
+        return int(cluster_resources().get("GPU", 0))
+
+    def met(self, processor: str) -> None:
+        """Take note of the CPU model of a node that answered; tell once of each that is not this machine's."""
+        if processor != own_processor():
+            self.tell_once(
+                f"a node of the cluster has another CPU ({processor}) than this machine ({own_processor()}): "
+                "results are not promised to be bit for bit those of one machine"
+            )
+
+    def tell_once(self, line: str) -> None:
+        """Tell the operator, once."""
+        if line not in self._told:
+            self._told.add(line)
+            self._tell(line)
+
+
+def cluster_resources() -> dict[str, float]:
+    """CPU, GPU and what else the nodes of the cluster have together now."""
+    import ray
+
+    return dict(ray.cluster_resources())  # type: ignore[no-untyped-call]
+
+
+def slots(threads: int) -> int:
+    """How many tasks of so many CPUs the cluster that this process belongs to can run at once now."""
+    return int(cluster_resources().get("CPU", 0)) // threads
+
+
+def check_ray() -> None:
+    """Look whether Ray is installed, without importing it.
+
+    Raises:
+        ModuleNotFoundError: it is not.
+    """
+    if importlib.util.find_spec("ray") is None:
+        raise ModuleNotFoundError("No module named 'ray'", name="ray")
+
+
+@contextmanager
+def open_cluster(
+    address: str, tell: Tell, *, cpus: int | None = None, object_bytes: int = _OBJECTS_BYTES
+) -> Iterator[RayCluster]:
+    """A cluster for the length of the block.
+
+    Args:
+        address: `local`: started for this process and ended with the block; `auto` or HOST:PORT: a running one that this
+            machine is a node of.
+        tell: for what the operator should know.
+        cpus: of a local cluster; all of this process when None.
+        object_bytes: size of a local cluster's object store.
+
+    Raises:
+        OptionError: no such cluster, or a node of it has another build.
+    """
+    if address == LOCAL:
+        with _local_settings() as folder:
+            options: dict[str, Any] = {
+                "num_cpus": cpus or len(os.sched_getaffinity(0)),
+                "object_store_memory": object_bytes,
+                "include_dashboard": False,
+                "_temp_dir": str(folder),
+            }
+            with _connected(options):
+                yield RayCluster(tell)
+        return
+    if "://" in address:
+        raise OptionError(
+            f"--ray {address}: run the command on a machine of the cluster, with --ray auto or --ray HOST:PORT"
+        )
+    with _connected({"address": address}):
+        cluster = RayCluster(tell)
+        _check_nodes(cluster)
+        yield cluster
+
+
+@contextmanager
+def _connected(options: dict[str, Any]) -> Iterator[None]:
+    check_ray()
+    import ray
+
+    try:
+        ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise OptionError(f"no Ray cluster at {options.get('address', LOCAL)}: {error}") from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def _local_settings() -> Iterator[Path]:
+    """Settings that Ray reads when it is imported and started, and a folder for its sockets and logs that goes away.
+
+    The cluster listens on loopback and asks for a token that only this process and its children know.
+    """
+    base = tempfile.gettempdir()
+    folder = Path(tempfile.mkdtemp(prefix="fedcg-ray-", dir=base if len(base) < _LONGEST_FOLDER else "/tmp"))  # noqa: S108
+    settings = {**_QUIET, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    before = {name: os.environ.get(name) for name in settings}
+    if "ray" not in sys.modules:  # too late otherwise: half of Ray would know of them
+        os.environ.update(settings)
+    try:
+        yield folder
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _describe() -> tuple[Build, str]:
+    return own_build(), own_processor()
+
+
+def _check_nodes(cluster: RayCluster) -> None:
+    """Ask every node what it is, before anything is started.
+
+    Raises:
+        OptionError: a node can't be used; all of them are named.
+    """
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    ask = ray.remote(_describe)
+    known = ray.nodes()  # type: ignore[no-untyped-call]
+    nodes = [node for node in known if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
+    if not nodes:
+        raise OptionError("no node of the Ray cluster has a CPU to offer")
+    asked = {
+        node["NodeManagerAddress"]: ask.options(
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False), num_cpus=0
+        ).remote()
+        for node in nodes
+    }
+    problems = []
+    for name, answer in asked.items():
+        try:
+            build, processor = ray.get(answer)
+        except ray.exceptions.RayError as error:
+            problems.append(f"{name}: {str(error).strip().splitlines()[-1]}")
+            continue
+        cluster.met(processor)
+        problems += [f"{name}: {difference}" for difference in build.differs_from(own_build())]
+    if problems:
+        raise OptionError(
+            f"nodes of the Ray cluster that can't be used: {'; '.join(problems)}. Install the same fedcg-edge[ray] on all of them"
+        )
