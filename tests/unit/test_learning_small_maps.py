@@ -10,7 +10,7 @@ from torch import nn
 from fedcg.learning.fused_adam import FusedAdam, block_of
 from fedcg.learning.networks.discriminators import DISCRIMINATORS, rows_are_independent
 from fedcg.learning.networks.initial_values import draw_weights
-from fedcg.learning.networks.pooled import AveragedConv2d
+from fedcg.learning.networks.pooled import AveragedConv2d, MaxedConv2d, Maximum
 from fedcg.learning.networks.small_maps import (
     ConvolvedInForm,
     MapBatchNorm2d,
@@ -133,6 +133,35 @@ def test_an_averaging_convolution_is_a_convolution_and_then_a_pool(size: tuple[i
     expected = torch.autograd.grad(theirs.square().sum(), [images, *layer.parameters()])
     for one, other in zip(mine, expected, strict=True):
         assert torch.allclose(one, other, atol=1e-12)
+
+
+@pytest.mark.parametrize("wants_input_gradient", [True, False])
+@pytest.mark.parametrize("size", [(6, 6), (7, 9), (32, 32)])
+def test_a_maximum_convolution_is_a_convolution_and_then_a_pool(
+    size: tuple[int, int], wants_input_gradient: bool
+) -> None:
+    layer = MaxedConv2d(3, 4, 5).double()
+    draw_weights(layer, torch.Generator().manual_seed(1))
+    images = drawn(2, 3, *size).requires_grad_(wants_input_gradient)
+    theirs = F.max_pool2d(F.conv2d(images, layer.weight, layer.bias), 2)
+    ours = layer(images)
+    assert torch.allclose(ours, theirs, atol=1e-12)
+    wanted = [*([images] if wants_input_gradient else []), *layer.parameters()]
+    mine = torch.autograd.grad(ours.square().sum(), wanted)
+    expected = torch.autograd.grad(theirs.square().sum(), wanted)
+    for one, other in zip(mine, expected, strict=True):
+        assert torch.allclose(one, other, atol=1e-12)
+
+
+@pytest.mark.parametrize("in_turn", [True, False])
+def test_of_equal_pixels_the_first_gets_the_gradient_as_in_torchs_pool(in_turn: bool) -> None:
+    windows = torch.randint(0, 2, (16, 1, 2, 2), generator=torch.Generator().manual_seed(0)).double()
+    maps = windows.reshape(16, 4, 1, 1) if in_turn else windows
+    maps, windows = maps.clone().requires_grad_(), windows.requires_grad_()
+    scale = torch.arange(1.0, 17.0, dtype=torch.float64).view(16, 1, 1, 1)
+    (ours,) = torch.autograd.grad((Maximum.apply(maps, in_turn) * scale).sum(), maps)  # type: ignore[no-untyped-call]
+    (theirs,) = torch.autograd.grad((F.max_pool2d(windows, 2) * scale).sum(), windows)
+    assert torch.equal(ours.reshape(16, 1, 2, 2), theirs)
 
 
 def test_only_the_published_discriminator_needs_a_pass_for_each_kind_of_row() -> None:

@@ -13,7 +13,7 @@ from enum import Enum
 
 from torch import nn
 
-from fedcg.learning.networks.pooled import AveragedConv2d
+from fedcg.learning.networks.pooled import AveragedConv2d, MaxedConv2d
 
 
 class FeatureRange(str, Enum):
@@ -44,16 +44,15 @@ class Split:
 
 
 def _extractor_sigmoid(channels: int) -> nn.Module:
-    # The convolutions average as well; the identities keep the names that the layers after them always had.
+    # The convolutions pool as well; the identities keep the names that the layers after them always had.
     first, second = AveragedConv2d(channels, 6, 5), AveragedConv2d(6, 16, 5)
     return nn.Sequential(first, nn.Identity(), nn.Sigmoid(), second, nn.Identity(), nn.Sigmoid())
 
 
 def _extractor_relu(channels: int) -> nn.Module:
     # Pooling before the activation: max and ReLU commute, and ReLU then works on a quarter of the elements.
-    return nn.Sequential(
-        nn.Conv2d(channels, 6, 5), nn.MaxPool2d(2), nn.ReLU(), nn.Conv2d(6, 16, 5), nn.MaxPool2d(2), nn.ReLU()
-    )
+    first, second = MaxedConv2d(channels, 6, 5), MaxedConv2d(6, 16, 5)
+    return nn.Sequential(first, nn.Identity(), nn.ReLU(), second, nn.Identity(), nn.ReLU())
 
 
 def _classifier(activation: Callable[[], nn.Module]) -> Callable[[tuple[int, ...], int], nn.Module]:
