@@ -29,7 +29,7 @@ from experiments.record import versions
 LOCAL = "local"
 _OBJECTS_BYTES = 1 << 30  # of a local cluster's object store; what does not fit goes to disk
 _LONGEST_FOLDER = 40  # sockets lie below it, and the kernel takes 107 characters
-_QUIET = {
+QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # On Linux too this variable decides whether Ray insists on an address that other machines reach; without, it listens on loopback.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
@@ -167,7 +167,7 @@ def open_cluster(
         )
     with _connected({"address": address}):
         cluster = RayCluster(tell)
-        _check_nodes(cluster)
+        check_nodes(cluster)
         yield cluster
 
 
@@ -194,7 +194,7 @@ def _local_settings() -> Iterator[Path]:
     """
     base = tempfile.gettempdir()
     folder = Path(tempfile.mkdtemp(prefix="fedcg-ray-", dir=base if len(base) < _LONGEST_FOLDER else "/tmp"))  # noqa: S108
-    settings = {**_QUIET, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    settings = {**QUIET, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     before = {name: os.environ.get(name) for name in settings}
     if "ray" not in sys.modules:  # too late otherwise: half of Ray would know of them
         os.environ.update(settings)
@@ -212,7 +212,7 @@ def _describe() -> tuple[Build, str]:
     return own_build(), own_processor()
 
 
-def _check_nodes(cluster: RayCluster) -> None:
+def check_nodes(cluster: RayCluster) -> None:
     """Ask every node what it is, before anything is started.
 
     Raises:
@@ -226,14 +226,13 @@ def _check_nodes(cluster: RayCluster) -> None:
     nodes = [node for node in known if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
     if not nodes:
         raise OptionError("no node of the Ray cluster has a CPU to offer")
-    asked = {
-        node["NodeManagerAddress"]: ask.options(
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False), num_cpus=0
-        ).remote()
+    asked = [
+        ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False), num_cpus=0).remote()
         for node in nodes
-    }
+    ]
     problems = []
-    for name, answer in asked.items():
+    for node, answer in zip(nodes, asked, strict=True):
+        name = node["NodeManagerAddress"]
         try:
             build, processor = ray.get(answer)
         except ray.exceptions.RayError as error:

@@ -23,7 +23,7 @@ MOST_LANES = 16  # the process that started the runs keeps the images and states
 _ROUNDS_AHEAD = 2  # reported and not yet taken, each with all clients' states
 _WAKE_S = 0.5
 
-_Reported = tuple[frozenset[str], Simulation]
+Reported = tuple[frozenset[str], Simulation]
 
 
 def lanes_for(runs: int, clients: int, slots: int, gpus: int | None) -> int:
@@ -39,7 +39,7 @@ def lanes_for(runs: int, clients: int, slots: int, gpus: int | None) -> int:
     return max(1, useful if gpus is None else min(useful, gpus))
 
 
-def _host(demands: Demands, party: Party, schedule: Schedule, resume: Simulation | None) -> Iterator[_Reported]:
+def host(demands: Demands, party: Party, schedule: Schedule, resume: Simulation | None) -> Iterator[Reported]:
     """On a worker: run a federation, its pieces as tasks; after each round the CPU models met so far and where it stands."""
     demands.meet()
     processors: set[str] = set()
@@ -109,13 +109,13 @@ class RaySimulator:
         """The rounds that are left, from one process on the cluster."""
         import ray
 
-        host = ray.remote(_host).options(
+        submit = ray.remote(host).options(
             max_retries=0,  # it would begin again at `resume`; here it goes on after the last round
             scheduling_strategy="SPREAD",
             _generator_backpressure_num_objects=_ROUNDS_AHEAD,
             **resources(self._threads, device),
         )
-        rounds: Any = host.remote(Demands.of_this_process(self._threads), party, schedule, resume)
+        rounds: Any = submit.remote(Demands.of_this_process(self._threads), party, schedule, resume)
         try:
             while True:
                 ready, _ = ray.wait([rounds], timeout=_WAKE_S)

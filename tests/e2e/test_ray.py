@@ -1,0 +1,351 @@
+"""A Ray cluster gives what one process gives, bit for bit, whichever of its workers and nodes die."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+
+import pytest
+import torch
+
+from experiments import ray_cluster, ray_runner, ray_simulator
+from experiments.errors import OptionError, RunError
+from experiments.ray_cluster import RayCluster, open_cluster, own_build
+from experiments.ray_runner import RayRunner
+from experiments.ray_simulator import RaySimulator
+from fedcg.learning.initial import initial_parts
+from fedcg.learning.method import DivergedError
+from fedcg.learning.registry import get_method
+from fedcg.learning.simulation import ClientData, LocalTask, Party, Roots, Schedule, Simulation, simulate
+from tests.e2e import ray_cases
+from tests.stack import wait_for
+from tests.unit.learning_cases import bright_images, quick_spec, same
+
+pytestmark = [
+    pytest.mark.slow,
+    # Ray's own: it lets go of its processes and of their logs without waiting or closing, and announces its next version.
+    pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning"),
+    pytest.mark.filterwarnings("ignore:unclosed file .*ray:ResourceWarning"),
+    pytest.mark.filterwarnings("ignore:Tip. In future versions of Ray:FutureWarning"),
+]
+
+NAMES = ("a", "b", "c")
+NODE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 80_000_000}
+TINY = [
+    "--clients",
+    "2",
+    "--partition",
+    "iid",
+    "--images-per-client",
+    "40",
+    "--local-epochs",
+    "1",
+    "--image-size",
+    "16",
+    "--set",
+    "fedcg.server_iterations=3",
+    "--no-plot",
+    "--no-tensorboard",
+]
+
+
+class TwoNodes:
+    """A cluster of two nodes on this machine, the second of which can be lost and replaced."""
+
+    def __init__(self) -> None:
+        from ray.cluster_utils import Cluster
+
+        self._cluster: Any = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
+        self._second: Any = self._cluster.add_node(**NODE)
+        self.address = str(self._cluster.address)
+
+    @property
+    def second(self) -> str:
+        return str(self._second.node_id)
+
+    def lose_second(self) -> None:
+        self._cluster.remove_node(self._second, allow_graceful=False)
+
+    def replace_second(self) -> None:
+        self._second = self._cluster.add_node(**NODE)
+        self._cluster.wait_for_nodes()
+
+    def stop(self) -> None:
+        self._cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[TwoNodes]:
+    with pytest.MonkeyPatch.context() as environment:
+        for name, value in {**ray_cluster.QUIET, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}.items():
+            environment.setenv(name, value)
+        started = TwoNodes()
+        try:
+            yield started
+        finally:
+            started.stop()
+
+
+@pytest.fixture(scope="module")
+def told() -> list[str]:
+    return []
+
+
+@pytest.fixture(scope="module")
+def cluster(nodes: TwoNodes, told: list[str]) -> Iterator[RayCluster]:
+    with open_cluster(nodes.address, told.append) as opened:
+        yield opened
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def party(method: str) -> Party:
+    data = {
+        name: ClientData(*(bright_images(count, 10 * number + count) for count in (24, 9, 9)))
+        for number, name in enumerate(NAMES)
+    }
+    public = bright_images(10, 77).images if get_method(method).needs_public else None
+    return Party(quick_spec(method), data, Roots.from_seed(0, NAMES), common=bright_images(6, 99), public=public)
+
+
+def assert_equal(one: Simulation, other: Simulation) -> None:
+    assert one.rounds == other.rounds
+    for name, curve in one.curves.items():
+        assert [replace(record, seconds=None) for record in curve] == [
+            replace(record, seconds=None) for record in other.curves[name]
+        ]
+        assert all(same(weights, other.states[name].parts[part]) for part, weights in one.states[name].parts.items())
+    assert one.aggregate.parts.keys() == other.aggregate.parts.keys()
+    assert all(same(weights, other.aggregate.parts[part]) for part, weights in one.aggregate.parts.items())
+    assert one.global_accuracy == other.global_accuracy
+
+
+@pytest.mark.parametrize("method", ["fedcg", "fedmd_cg", "feddf"])
+def test_two_nodes_share_a_simulation_and_give_that_of_one_process(
+    cluster: RayCluster, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cluster.slots(1) == 2
+    monkeypatch.setattr(ray_runner, "local_task", partial(ray_cases.noted, tmp_path))
+    one = party(method)
+    assert_equal(simulate(one, Schedule(rounds=2), runner=RayRunner()), simulate(one, Schedule(rounds=2)))
+    assert len(list(tmp_path.iterdir())) == 2  # a name per node
+
+
+def test_a_task_whose_worker_is_killed_is_repeated(
+    cluster: RayCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_runner, "local_task", partial(ray_cases.killed_after_training, tmp_path))
+    one = party("fedavg")
+    assert_equal(simulate(one, Schedule(rounds=2), runner=RayRunner()), simulate(one, Schedule(rounds=2)))
+    assert {path.name for path in tmp_path.iterdir()} == {"killed-1", "killed-2"}
+
+
+def test_a_task_whose_node_is_lost_is_repeated_on_another(
+    cluster: RayCluster, nodes: TwoNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_runner, "local_task", partial(ray_cases.hangs_on, nodes.second, tmp_path))
+
+    def lose_it() -> None:
+        wait_for((tmp_path / "hanging").exists, "a task on the second node")
+        nodes.lose_second()
+
+    accident = Thread(target=lose_it)
+    accident.start()
+    try:
+        one = party("fedavg")
+        assert_equal(simulate(one, Schedule(rounds=2), runner=RayRunner()), simulate(one, Schedule(rounds=2)))
+    finally:
+        accident.join()
+        nodes.replace_second()
+
+
+def test_a_run_whose_own_process_is_killed_goes_on_after_the_last_round_reported(
+    cluster: RayCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+
+    def host(*given: Any) -> Iterator[ray_simulator.Reported]:
+        yield from ray_cases.host_killed_after_a_round(tmp_path, *given)
+
+    monkeypatch.setattr(ray_simulator, "host", host)
+    rounds: list[int] = []
+    one = party("fedmd_cg")
+    found = RaySimulator(cluster, 1, Event())(one, Schedule(rounds=3), on_round=lambda now: rounds.append(now.rounds))
+    assert (tmp_path / "killed").exists()
+    assert rounds == [1, 2, 3]
+    assert_equal(found, simulate(one, Schedule(rounds=3)))
+
+
+def test_a_run_that_loses_a_node_between_rounds_gives_the_same(cluster: RayCluster, nodes: TwoNodes) -> None:
+    one = party("fedcg")
+
+    def lose_a_node(now: Simulation) -> None:
+        if now.rounds == 1:
+            nodes.lose_second()
+
+    try:
+        found = RaySimulator(cluster, 1, Event())(one, Schedule(rounds=3), on_round=lose_a_node)
+    finally:
+        nodes.replace_second()
+    assert_equal(found, simulate(one, Schedule(rounds=3)))
+
+
+def first_tasks(one: Party) -> tuple[list[LocalTask], Any]:
+    method, initial = get_method(one.spec.method), initial_parts(one.spec, one.roots.cohort)
+    tasks = [LocalTask(name, 1, method.init_client(one.spec, initial), None) for name in NAMES]
+    return tasks, method.init_server(one.spec, initial)
+
+
+def test_an_exception_on_a_worker_is_raised_here_as_it_was_there(
+    cluster: RayCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_runner, "local_task", ray_cases.mistaken)
+    one = party("fedavg")
+    tasks, server = first_tasks(one)
+    runner = RayRunner()
+    runner.start(one)
+    with pytest.raises(KeyError, match=r"^'what is not there for [abc]'$"):
+        list(runner.local(tasks, server.aggregate))
+
+
+def test_a_client_that_diverges_and_a_server_that_does_tell_the_reasons_they_tell_without_ray(
+    cluster: RayCluster,
+) -> None:
+    spec = quick_spec("fedavg", optimiser="sgd", lr=1e18)
+    one = replace(party("fedavg"), spec=spec)
+    found, expected = simulate(one, Schedule(rounds=1), runner=RayRunner()), simulate(one, Schedule(rounds=1))
+    assert found.failures == expected.failures
+    assert len(found.failures) == len(NAMES)
+    assert found.server_failures == expected.server_failures
+    assert isinstance(ray_runner.original(_TaskError(DivergedError("exploded"))), DivergedError)
+
+
+class _TaskError:
+    def __init__(self, cause: Exception) -> None:
+        self.cause = cause
+
+
+def test_a_node_with_another_build_is_refused_when_the_cluster_is_opened_and_when_it_joins_later(
+    cluster: RayCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def other() -> ray_cluster.Build:
+        return replace(own_build(), torch="0.0.1")
+
+    monkeypatch.setattr(ray_cluster, "own_build", other)
+    with pytest.raises(OptionError, match=r"torch [\d.]+\S* instead of 0\.0\.1.*; .*instead of 0\.0\.1"):
+        ray_cluster.check_nodes(cluster)
+    monkeypatch.setattr(ray_runner, "own_build", other)
+    with pytest.raises(RunError, match=r"can't be used: torch \S+ instead of 0\.0\.1"):
+        simulate(party("fedavg"), Schedule(rounds=1), runner=RayRunner())
+
+
+def test_another_cpu_on_a_node_is_told_once(
+    cluster: RayCluster, told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not [line for line in told if "another CPU" in line]
+    monkeypatch.setattr(ray_cluster, "own_processor", lambda: "a Z80")
+    simulator = RaySimulator(cluster, 1, Event())
+    simulator(party("local"), Schedule(rounds=2))
+    assert len([line for line in told if "another CPU" in line and "a Z80" in line]) == 1
+
+
+def test_runs_that_are_stopped_end_with_an_error(cluster: RayCluster) -> None:
+    stopping = Event()
+    simulator = RaySimulator(cluster, 1, stopping)
+    with pytest.raises(RunError, match="stopped"):
+        simulator(party("fedavg"), Schedule(rounds=4), on_round=lambda _now: stopping.set())
+
+
+@contextmanager
+def fedcg_command(*arguments: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    command = subprocess.Popen(
+        [sys.executable, "-m", "fedcg", "simulate", *TINY, *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with command:
+        try:
+            yield command
+        finally:
+            command.kill()
+
+
+def finish(command: subprocess.Popen[str]) -> None:
+    _, errors = command.communicate(timeout=200)
+    assert command.returncode == 0, errors
+
+
+@pytest.fixture
+def scratch() -> Iterator[Path]:
+    """A folder for a command's own cluster, with a path short enough for its sockets."""
+    with tempfile.TemporaryDirectory(prefix="fedcg-test-", dir="/tmp") as folder:
+        yield Path(folder)
+
+
+def processes_in(folder: Path) -> list[str]:
+    """Command lines that name a folder: those of Ray's daemons name that of their session."""
+    lines = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            lines.append(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+    return [line for line in lines if str(folder) in line]
+
+
+def records(folder: Path) -> dict[str, Any]:
+    found = {path.name: json.loads(path.read_text()) for path in folder.glob("digits-*.json")}
+    return {
+        name: {key: value for key, value in record.items() if key not in ("seconds", "date")}
+        for name, record in found.items()
+    }
+
+
+def test_the_command_gives_the_same_records_with_ray_and_leaves_nothing_behind(tmp_path: Path, scratch: Path) -> None:
+    batch = ["--method", "fedcg", "--method", "local", "--seeds", "0,1", "--rounds", "2"]
+    with fedcg_command(
+        *batch, "--out", str(tmp_path / "ray"), "--ray", "--workers", "2", TMPDIR=str(scratch)
+    ) as with_ray:
+        wait_for(lambda: bool(processes_in(scratch)) or with_ray.poll() is not None, "a cluster")
+        finish(with_ray)
+    assert not processes_in(scratch)
+    assert not list(scratch.glob("fedcg-ray-*"))
+    with fedcg_command(*batch, "--out", str(tmp_path / "plain"), "--workers", "1") as plain:
+        finish(plain)
+    assert len(records(tmp_path / "ray")) == 4
+    assert records(tmp_path / "ray") == records(tmp_path / "plain")
+
+
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGKILL])
+def test_a_command_that_is_stopped_takes_its_cluster_with_it_and_keeps_its_checkpoint(
+    tmp_path: Path, scratch: Path, by: signal.Signals
+) -> None:
+    folder = tmp_path / "stopped"
+    batch = ["--method", "fedcg", "--rounds", "40", "--out", str(folder)]
+
+    def rounds() -> int:
+        return len(list(folder.glob(".state/*/round-*")))
+
+    with fedcg_command(*batch, "--ray", "--workers", "2", TMPDIR=str(scratch)) as stopped:
+        wait_for(lambda: rounds() > 0 or stopped.poll() is not None, "a round")
+        assert processes_in(scratch)
+        stopped.send_signal(by)
+        _, errors = stopped.communicate(timeout=60)
+    assert stopped.returncode == (130 if by is signal.SIGINT else -by), errors
+    wait_for(lambda: not processes_in(scratch), "the end of the cluster")
+    assert not records(folder)
+    assert rounds() >= 1
