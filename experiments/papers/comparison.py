@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from experiments.papers.alone import beside_local
 from experiments.papers.catalogue import Claim, Preset, claims, presets
 from experiments.papers.lines import Differences, Line, figures_of, key_of, lines_of, row_of, table_differences
 from experiments.papers.orders import Verdict, judge
@@ -50,9 +51,8 @@ def compare(runs: Iterable[RunRecord], chosen: Sequence[Preset] | None = None) -
         chosen: only these presets; all when None.
     """
     by_budget: dict[str, dict[str, list[RunRecord]]] = defaultdict(lambda: defaultdict(list))
-    for run in runs:
-        if run.base is not None:
-            by_budget[key_of(table_differences(run))][run.base].append(run)
+    for run in beside_local([run for run in runs if run.base is not None]):
+        by_budget[key_of(table_differences(run))][run.base or ""].append(run)
     names = list(presets()) if chosen is None else list(dict.fromkeys(preset.base for preset in chosen))
     found = []
     for name in names:

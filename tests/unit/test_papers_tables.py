@@ -273,3 +273,12 @@ def test_a_cell_with_a_bar_stays_one_cell_of_markdown() -> None:
     assert all(
         line.count(" | ") == 5 for line in markdown(comparison_sheet(found)).splitlines() if line.startswith("|")
     )
+
+
+def test_a_run_of_local_says_which_clients_of_the_same_seed_are_better_off_alone() -> None:
+    alone = [record("local", seed, 0.40) for seed in (0, 1)]  # clients at 0.39 and 0.41
+    shared = [record("fedsplit", 0, 0.395), record("fedsplit", 1, 0.42), record("fedsplit", 2, 0.30)]
+    (found,) = compare([RunRecord.model_validate(content) for content in [*alone, *shared]])
+    line = next(line for line in found.lines if line.row.key == "fedsplit")
+    assert (line.losing, line.compared) == (2, 4)  # seed 0: 0.385 < 0.39 and 0.405 < 0.41; seed 2 has no run of local
+    assert line.gains == pytest.approx({"client-1": 0.75, "client-2": 0.75})
