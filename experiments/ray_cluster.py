@@ -13,6 +13,7 @@ import logging
 import os
 import secrets
 import shutil
+import socket
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -26,8 +27,9 @@ from devices.detect import detect
 from experiments.errors import OptionError
 from experiments.record import versions
 
-LOCAL = "local"
+LOCAL, AUTO = "local", "auto"
 _OBJECTS_BYTES = 1 << 30  # of a local cluster's object store; what does not fit goes to disk
+_REACHED_S = 5.0
 _LONGEST_FOLDER = 40  # sockets lie below it, and the kernel takes 107 characters
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -165,10 +167,23 @@ def open_cluster(
         raise OptionError(
             f"--ray {address}: run the command on a machine of the cluster, with --ray auto or --ray HOST:PORT"
         )
+    if address != AUTO:
+        _check_reachable(address)
     with _connected({"address": address}):
         cluster = RayCluster(tell)
         check_nodes(cluster)
         yield cluster
+
+
+def _check_reachable(address: str) -> None:
+    """Ray itself would try for two minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise OptionError(f"--ray {address}: write auto or HOST:PORT")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _REACHED_S).close()
+    except (OSError, OverflowError) as error:
+        raise OptionError(f"no Ray cluster at {address}: {error}; start one with `ray start --head`") from error
 
 
 @contextmanager
@@ -178,7 +193,7 @@ def _connected(options: dict[str, Any]) -> Iterator[None]:
 
     try:
         ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         raise OptionError(f"no Ray cluster at {options.get('address', LOCAL)}: {error}") from error
     try:
         yield

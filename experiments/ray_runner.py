@@ -108,7 +108,7 @@ class RayRunner:
         self._clients: dict[str, ObjectRef[Party]] = {}
         self._server: ObjectRef[Party] | None = None
         self._common: ObjectRef[ImageSet | None] | None = None
-        self._resources: dict[str, float] = {}
+        self._resources = resources(threads, "cpu")
 
     def start(self, party: Party) -> None:
         """Put a federation's data into the object store; the last one's go."""

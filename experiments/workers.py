@@ -10,6 +10,8 @@ from functools import partial
 from threading import Event
 from typing import TYPE_CHECKING
 
+from experiments.errors import OptionError
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -82,6 +84,8 @@ def open_ray_lanes(
         threads = max(setting.threads for setting in settings)
         stopping = Event()
         gpus = cluster.gpus() if settings[0].device != "cpu" else None
-        clients = min(setting.clients for setting in settings)
-        count = lanes_for(len(settings), clients, cluster.slots(threads), gpus)
+        slots = cluster.slots(threads)
+        if slots == 0:
+            raise OptionError(f"--threads {threads}: the Ray cluster has fewer CPUs")
+        count = lanes_for(len(settings), min(setting.clients for setting in settings), slots, gpus)
         yield Lanes(RaySimulator(cluster, threads, stopping), count, stopping)

@@ -53,6 +53,11 @@ def hangs_on(node: str, folder: Path, party: Party, task: LocalTask, aggregate: 
     return local_task(party, task, aggregate)
 
 
+def numbered(number: int) -> int:
+    """A piece of work that is its own answer."""
+    return number
+
+
 def mistaken(_party: Party, task: LocalTask, _aggregate: Aggregate) -> LocalOutcome:
     """A local round with a mistake in it."""
     raise KeyError(f"what is not there for {task.client}")

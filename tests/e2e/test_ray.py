@@ -222,6 +222,20 @@ def test_an_exception_on_a_worker_is_raised_here_as_it_was_there(
         list(runner.local(tasks, server.aggregate))
 
 
+def test_no_more_tasks_are_handed_out_than_about_as_many_as_run_at_once(cluster: RayCluster) -> None:
+    handed: list[int] = []
+
+    def pieces() -> Iterator[ray_runner._Piece]:
+        for number in range(50):
+            handed.append(number)
+            yield ray_cases.numbered, (number,)
+
+    answers = RayRunner()._all(pieces())
+    found = [next(answers)]
+    assert len(handed) <= cluster.slots(1) + 1
+    assert sorted(found + list(answers)) == list(range(50))
+
+
 def test_a_client_that_diverges_and_a_server_that_does_tell_the_reasons_they_tell_without_ray(
     cluster: RayCluster,
 ) -> None:
