@@ -1,7 +1,8 @@
 """A training step as one CUDA graph: hundreds of small kernels are launched at once. Everywhere else the step runs as it is.
 
-A step is a function of static tensors: it reads its inputs, updates modules and optimisers in place, and returns a tensor. It
-must not wait for the device (`.item()`) nor branch on values: a replay would not do so again. Random numbers may come from
+A step is a function of static tensors: it reads its inputs, updates modules and optimisers in place, and returns a tensor. What
+differs from one step to the next is an input; everything else that it refers to stays the same tensor for as long as it is taken.
+It must not wait for the device (`.item()`) nor branch on values: a replay would not do so again. Random numbers may come from
 torch's default generator of the device alone, which replays know of.
 """
 
@@ -17,34 +18,57 @@ Step = Callable[..., torch.Tensor]
 
 log = logging.getLogger(__name__)
 _WARM_UP_STEPS = 3  # lazy initialisation of cuBLAS, cuDNN and the optimiser's state must not end up in the graph
+LEAST_STEPS = 50  # fewer are taken sooner than a graph is captured: that alone costs four, and its instantiation
 
 
 def graphed(
     step: Step,
-    inputs: Sequence[torch.Tensor],
     modules: Sequence[nn.Module],
     optimisers: Sequence[torch.optim.Optimizer],
+    steps: int,
 ) -> Step:
-    """The step under a CUDA graph where its inputs are on a CUDA device; the plain step anywhere else, or when capturing fails.
+    """The step, under a CUDA graph from its first call on where that has its inputs on a CUDA device and the graph can be captured.
 
     Args:
         step: zero_grad(set_to_none=True), forward, loss, backward, optimiser steps; returns the loss.
-        inputs: examples of the step's inputs; later ones have the same shapes and types.
-        modules: all that the step changes. They are as they were when this returns.
+        modules: all that the step changes.
         optimisers: of these modules, without a step behind them.
+        steps: how often it will be taken; the plain step where that would not pay for a graph.
     """
-    if not all(tensor.is_cuda for tensor in inputs):
-        return step
-    before = _snapshot(modules)
-    for optimiser in optimisers:
-        for group in optimiser.param_groups:
-            group["capturable"] = True
-    try:
-        return GraphedStep(step, inputs, lambda: _restore(before, modules, optimisers))
-    except RuntimeError as error:
-        log.warning("the training step runs without a CUDA graph: %s", error)
-        _restore(before, modules, optimisers)
-        return step
+    return _OnFirstCall(step, modules, optimisers) if steps >= LEAST_STEPS else step
+
+
+def on_card(inputs: Sequence[torch.Tensor]) -> bool:
+    """Whether all tensors are on a CUDA device."""
+    return all(tensor.is_cuda for tensor in inputs)
+
+
+class _OnFirstCall:
+    """A step that chooses with its first inputs how it runs."""
+
+    def __init__(self, step: Step, modules: Sequence[nn.Module], optimisers: Sequence[torch.optim.Optimizer]) -> None:
+        self._step = step
+        self._modules = modules
+        self._optimisers = optimisers
+        self._run: Step | None = None
+
+    def __call__(self, *inputs: torch.Tensor) -> torch.Tensor:
+        if self._run is None:
+            self._run = self._captured(inputs) if on_card(inputs) else self._step
+        return self._run(*inputs)
+
+    def _captured(self, inputs: Sequence[torch.Tensor]) -> Step:
+        before = _snapshot(self._modules)
+        for optimiser in self._optimisers:
+            for group in optimiser.param_groups:
+                if "capturable" in group:
+                    group["capturable"] = True
+        try:
+            return GraphedStep(self._step, inputs, lambda: _restore(before, self._modules, self._optimisers))
+        except RuntimeError as error:
+            log.warning("the training step runs without a CUDA graph: %s", error)
+            _restore(before, self._modules, self._optimisers)
+            return self._step
 
 
 class GraphedStep:
@@ -52,7 +76,7 @@ class GraphedStep:
 
     Args:
         step: as in `graphed`.
-        inputs: examples of its inputs, on one CUDA device.
+        inputs: examples of its inputs, on one CUDA device; later ones have the same types.
         rewind: undoes the warm-up steps, in place.
 
     Raises:

@@ -6,6 +6,7 @@ federation.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -223,9 +224,14 @@ def normalise(images: torch.Tensor, form: ImageForm) -> torch.Tensor:
     Returns:
         [B, C, H, W] float32.
     """
-    mean = torch.tensor(form.mean, dtype=torch.float32, device=images.device).view(1, -1, 1, 1)
-    std = torch.tensor(form.std, dtype=torch.float32, device=images.device).view(1, -1, 1, 1)
+    mean, std = (_per_channel(values, images.device) for values in (form.mean, form.std))
     return (images.to(torch.float32) / 255.0 - mean) / std
+
+
+@functools.lru_cache(maxsize=16)
+def _per_channel(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    # Kept: a copy to a card would make a step wait, and can't be part of a CUDA graph.
+    return torch.tensor(values, dtype=torch.float32, device=device).view(1, -1, 1, 1)
 
 
 def flip_at_random(images: torch.Tensor, flips: torch.Tensor) -> torch.Tensor:

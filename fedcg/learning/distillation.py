@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from fedcg.learning.averaging import Merged, RunningAverage
-from fedcg.learning.cuda_graph import graphed
+from fedcg.learning.cuda_graph import graphed, on_card
 from fedcg.learning.exact_sum import ExactSum
 from fedcg.learning.known_labels import row_weights
 from fedcg.learning.layer_noise import seeded_layers
@@ -172,9 +172,9 @@ def distil(
         return loss
 
     with seeded_layers(ctx, "distil"):
-        on_graph = by_index and torch.device(ctx.device).type == "cuda"
-        order = torch.arange(rows if on_graph else 0, device=ctx.device)
-        step_at = graphed(take_step, [order[: settings.batch]], modules, [optimiser]) if on_graph else take_step
+        order = torch.arange(rows if by_index else 0, device=ctx.device)
+        on_graph = by_index and on_card([order])
+        step_at = graphed(take_step, modules, [optimiser], settings.iterations) if on_graph else take_step
         for step, some in enumerate(slices(rows, settings.batch), start=1):
             meter.add(step_at(order[some] if on_graph else some))
             if step % _CHECK_STEPS == 0:

@@ -27,6 +27,8 @@ class FusedAdam(torch.optim.Optimizer):
         self._means = [torch.zeros_like(block) for block in self._blocks]
         self._squares = [torch.zeros_like(block) for block in self._blocks]
         self._count = torch.zeros((), dtype=torch.float32)
+        for weight, mean, square in zip(self._weights, self._means, self._squares, strict=True):
+            self.state[weight] = {"step": self._count, "exp_avg": mean, "exp_avg_sq": square}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from fedcg.learning.cuda_graph import Step, graphed
 from fedcg.learning.data import ImageSet, flip_at_random, normalise, usable_rows
 from fedcg.learning.fused_adam import FusedAdam
 from fedcg.learning.layer_noise import seeded_layers
@@ -27,8 +28,6 @@ _SMALL_IMAGE = 32 * 32  # pixels of an image of which BLOCK_ROWS go at once; of 
 # A mean loss above this is as lost as a NaN: uniform guessing over 10,000 classes costs 9.2. Mode seeking at exact collapse is
 # 1e5 times its weight, so a generator whose output is constant counts as diverged at the default weight.
 EXPLODED = 1e4
-
-Penalty = Callable[[slice, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -44,6 +43,28 @@ class Block:
     labels: torch.Tensor
 
 
+PenaltyLoss = Callable[..., torch.Tensor]
+"""(features, logits, the batch's rows of every tensor of the penalty) -> scalar."""
+
+
+@dataclass(frozen=True)
+class Penalty:
+    """What a method adds to the cross-entropy, for one block.
+
+    Attributes:
+        loss: the same function for every block. It refers to no tensor of a block but through its arguments: on a CUDA device
+            a step is recorded once and replayed.
+        rows: what it needs of the block beside features and logits, each [R, ...]: noise that was drawn, targets.
+    """
+
+    loss: PenaltyLoss
+    rows: tuple[torch.Tensor, ...] = ()
+
+    def __call__(self, rows: slice, features: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """The loss of one batch of the block."""
+        return self.loss(features, logits, *(tensor[rows] for tensor in self.rows))
+
+
 PenaltyMaker = Callable[[Block], Penalty | None]
 
 
@@ -57,7 +78,7 @@ def adam(
 ) -> torch.optim.Optimizer:
     """Adam with L2 weight decay (FedCG §4.1), fused: one kernel a step."""
     weights = list(parameters)
-    if all(weight.device.type == "cpu" for weight in weights):
+    if _on_cpu(weights):
         return FusedAdam(weights, lr, betas, weight_decay)
     return torch.optim.Adam(weights, lr=lr, betas=betas, weight_decay=weight_decay, fused=True)
 
@@ -65,8 +86,14 @@ def adam(
 def task_optimiser(parameters: Iterable[torch.Tensor], params: TrainingParams) -> torch.optim.Optimizer:
     """The optimiser of extractor and classifier that the parameters name."""
     if params.optimiser == "sgd":
-        return torch.optim.SGD(parameters, lr=params.lr, weight_decay=params.weight_decay)
+        weights = list(parameters)
+        fused = None if _on_cpu(weights) else True
+        return torch.optim.SGD(weights, lr=params.lr, weight_decay=params.weight_decay, fused=fused)
     return adam(parameters, params.lr, params.weight_decay)
+
+
+def _on_cpu(weights: Iterable[torch.Tensor]) -> bool:
+    return all(weight.device.type == "cpu" for weight in weights)
 
 
 def steps_of(params: TrainingParams, rows: int) -> int:
@@ -175,7 +202,7 @@ def train_classifier(
         data: the training images, on `ctx.device`.
         params: epochs or steps, batch size, optimiser.
         ctx: streams, device, progress.
-        penalty: called per block; what it returns is called per step with (rows of the block, features, logits).
+        penalty: called per block; all penalties of a call are alike but for their rows.
 
     Returns:
         Mean cross-entropy over the last block.
@@ -188,25 +215,42 @@ def train_classifier(
     optimiser = task_optimiser([*extractor.parameters(), *classifier.parameters()], params)
     steps, done = steps_of(params, len(data)), 0
     task, whole = LossMeter("classification", ctx.device), LossMeter("classification with penalties", ctx.device)
+    step: Step | None = None
     with seeded_layers(ctx, "classify"):
         for block in image_blocks(data, ctx.spec, params.batch_size, steps, ctx.streams.at("classify")):
             extra = penalty(block)
+            inputs = (block.images, block.labels, *(() if extra is None else extra.rows))
+            if step is None:
+                plain = classification_step(extractor, classifier, optimiser, None if extra is None else extra.loss)
+                step = graphed(plain, [extractor, classifier], [optimiser], steps)
             for rows in slices(len(block.labels), params.batch_size):
-                features = extractor(block.images[rows])
-                logits = classifier(features)
-                loss = cross_entropy(logits, block.labels[rows])
-                task.add(loss)
-                if extra is not None:
-                    loss = loss + extra(rows, features, logits)
-                    whole.add(loss)
-                optimiser.zero_grad()
-                loss.backward()
-                optimiser.step()
+                losses = step(*(tensor[rows] for tensor in inputs))
+                task.add(losses[0])
+                whole.add(losses[1])
                 done += 1
                 ctx.progress("classify", done, steps)
             task.check()
             whole.check()
     return task.latest
+
+
+def classification_step(
+    extractor: nn.Module, classifier: nn.Module, optimiser: torch.optim.Optimizer, penalty: PenaltyLoss | None
+) -> Step:
+    """One step on (images [B, ...], labels [B], the penalty's rows); returns [cross-entropy, that with the penalty]."""
+
+    def step(images: torch.Tensor, labels: torch.Tensor, *beside: torch.Tensor) -> torch.Tensor:
+        features = extractor(images)
+        logits = classifier(features)
+        task = loss = cross_entropy(logits, labels)
+        if penalty is not None:
+            loss = task + penalty(features, logits, *beside)
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        return torch.stack([task.detach(), loss.detach()])
+
+    return step
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +17,9 @@ from fedcg.learning.losses import cross_entropy
 from tests.unit.learning_cases import context, quick_spec
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-SETTINGS = Distillation(iterations=12, batch=8, lr=0.01, weight_decay=1e-4)
-ROWS = 92  # the last batch is smaller
+MANY = 1000
+SETTINGS = Distillation(iterations=60, batch=8, lr=0.01, weight_decay=1e-4)
+ROWS = 476  # the last batch is smaller
 
 
 def network() -> nn.Sequential:
@@ -45,7 +47,8 @@ def test_on_the_cpu_the_step_is_the_plain_one() -> None:
     def step(rows: torch.Tensor) -> torch.Tensor:
         return rows
 
-    assert graphed(step, [torch.zeros(2)], [], []) is step
+    zeros = torch.zeros(2)
+    assert graphed(step, [], [], MANY)(zeros) is zeros
     plain, indexed = trained("cpu", by_index=False), trained("cpu", by_index=True)
     assert all(torch.equal(plain[name], indexed[name]) for name in plain)
 
@@ -71,7 +74,6 @@ def test_a_step_that_cant_be_captured_runs_without_a_graph_from_where_it_began(
 ) -> None:
     monkeypatch.setattr(cuda_graph, "GraphedStep", Refusing)
     net = network()
-    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
     optimiser = torch.optim.Adam(net.parameters(), lr=0.1)
 
     def step(inputs: torch.Tensor) -> torch.Tensor:
@@ -85,11 +87,21 @@ def test_a_step_that_cant_be_captured_runs_without_a_graph_from_where_it_began(
 
     inputs = torch.randn(4, 5).as_subclass(OnDevice)
     with caplog.at_level(logging.WARNING):
-        assert graphed(step, [inputs], [net], [optimiser]) is step
+        graphed(step, [net], [optimiser], MANY)(inputs)
     assert "without a CUDA graph: operation not permitted" in caplog.text
-    assert all(torch.equal(net.state_dict()[name], before[name]) for name in before)
-    for state in optimiser.state.values():
-        assert not any(value.any() for value in state.values())
+    twin = network()
+    other = torch.optim.Adam(twin.parameters(), lr=0.1)
+    twin(inputs.as_subclass(torch.Tensor)).square().mean().backward()
+    other.step()
+    assert all(torch.equal(net.state_dict()[name], twin.state_dict()[name]) for name in twin.state_dict())
+
+
+def test_a_few_steps_are_not_worth_a_graph() -> None:
+    def step(rows: torch.Tensor) -> torch.Tensor:
+        return rows
+
+    assert graphed(step, [], [], 49) is step
+    assert graphed(step, [], [], 50) is not step
 
 
 @needs_cuda
@@ -101,7 +113,7 @@ def test_a_graph_trains_as_the_plain_step_does() -> None:
 
 
 @needs_cuda
-def test_the_step_really_runs_under_a_graph_on_a_cuda_device() -> None:
+def test_the_step_really_runs_under_a_graph_on_a_cuda_device(monkeypatch: pytest.MonkeyPatch) -> None:
     net = network().to("cuda")
     optimiser = torch.optim.Adam(net.parameters(), lr=0.01, fused=True)
 
@@ -112,5 +124,13 @@ def test_the_step_really_runs_under_a_graph_on_a_cuda_device() -> None:
         optimiser.step()
         return loss
 
-    inputs = torch.randn(4, 5, device="cuda")
-    assert isinstance(graphed(step, [inputs], [net], [optimiser]), cuda_graph.GraphedStep)
+    made: list[cuda_graph.GraphedStep] = []
+
+    class Noted(cuda_graph.GraphedStep):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            made.append(self)
+
+    monkeypatch.setattr(cuda_graph, "GraphedStep", Noted)
+    graphed(step, [net], [optimiser], MANY)(torch.randn(4, 5, device="cuda"))
+    assert len(made) == 1

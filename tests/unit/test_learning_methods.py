@@ -499,7 +499,7 @@ def test_a_penalty_is_minimised_beside_the_cross_entropy() -> None:
         extractor, classifier = (load_part(spec, part, parts[part]) for part in (Part.EXTRACTOR, Part.CLASSIFIER))
 
         def shrink(_: Block, weight: float = weight) -> Penalty:
-            return lambda rows, features, logits: weight * features.square().mean()
+            return Penalty(lambda features, logits: weight * features.square().mean())
 
         train_classifier(extractor, classifier, data, TrainingParams.model_validate(spec.params), ctx, shrink)
         sizes.append(float(extract_features(extractor, data.images, spec).square().mean()))

@@ -24,6 +24,7 @@ from torch import nn
 
 from fedcg.learning.averaging import AverageAggregator
 from fedcg.learning.crossed import CrossedAggregator
+from fedcg.learning.cuda_graph import Step, graphed
 from fedcg.learning.data import ImageSet
 from fedcg.learning.distillation import SHARED, Distillation, EnsembleAggregator
 from fedcg.learning.layer_noise import seeded_layers
@@ -124,12 +125,14 @@ def feature_penalty(global_generator: nn.Module, weight: float, ctx: RoundContex
     """γ · L_dist (eq. 2-3) against the frozen global generator; fresh noise for every image of every epoch."""
     stream = ctx.streams.generator("classify", "noise")
 
+    def loss(features: torch.Tensor, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return weight * feature_mse(features, target)
+
     def per_block(block: Block) -> Penalty | None:
         if weight == 0.0:
             return None
         noise = torch.randn(len(block.labels), ctx.spec.network.noise_dim, generator=stream).to(ctx.device)
-        target = generate(global_generator, noise, block.labels)
-        return lambda rows, features, logits: weight * feature_mse(features, target[rows])
+        return Penalty(loss, (generate(global_generator, noise, block.labels),))
 
     return per_block
 
@@ -144,43 +147,61 @@ def train_gan(
     """
     generator.train()
     discriminator.train()
-    weights = list(discriminator.parameters())
-    judge = adam(weights, params.gan_lr, params.weight_decay, _GAN_BETAS)
-    forger = adam(generator.parameters(), params.gan_lr, params.weight_decay, _GAN_BETAS)
+    judge, forger = (
+        adam(network.parameters(), params.gan_lr, params.weight_decay, _GAN_BETAS)
+        for network in (discriminator, generator)
+    )
     steps, done = steps_of(params, len(source.labels)), 0
     streams = ctx.streams.at("generate")
     order, mirror, stream = (streams.generator(name) for name in ("order", "flip", "noise"))
     meter = LossMeter("generator and discriminator", ctx.device)
-    joint = params.discriminator_passes == "joint" and rows_are_independent(discriminator)
-    judge_both = discriminator if joint else partial(discriminator, passes=2)
+    plain = gan_step(generator, discriminator, judge, forger, params)
+    step = graphed(plain, [generator, discriminator], [judge, forger], steps)
     for index in index_blocks(len(source.labels), params.batch_size, steps, order):
         real, labels = source.rows(index, mirror)
         noise = torch.randn(len(labels), ctx.spec.network.noise_dim, generator=stream).to(ctx.device)
         for rows in slices(len(labels), params.batch_size):
-            asked = paired_labels(labels[rows])
-            fake = generator(noise[rows], asked)
-            size, half = len(asked), len(asked) // 2
-            logits = judge_both(torch.cat([real[rows], fake.detach()]), torch.cat([labels[rows], asked]))
-            loss = discriminator_loss(logits[:size], logits[size:])
-            judge.zero_grad()
-            loss.backward()
-            judge.step()
-            for weight in weights:
-                weight.requires_grad_(False)  # noqa: FBT003 - torch's own signature
-            forged = generator_loss(discriminator(fake, asked))
-            z = noise[rows]
-            forged = forged + params.diversity * mode_seeking(
-                fake[:half], fake[half : 2 * half], z[:half], z[half : 2 * half]
-            )
-            forger.zero_grad()
-            forged.backward()
-            forger.step()
-            for weight in weights:
-                weight.requires_grad_(True)  # noqa: FBT003
-            meter.add(loss + forged)
+            meter.add(step(real[rows], labels[rows], noise[rows]))
             done += 1
             ctx.progress("generate", done, steps)
         meter.check()
+
+
+def gan_step(
+    generator: nn.Module,
+    discriminator: nn.Module,
+    judge: torch.optim.Optimizer,
+    forger: torch.optim.Optimizer,
+    params: FedcgParams,
+) -> Step:
+    """One step of D (by `judge`), then of G (by `forger`), on (real features, their labels, noise); returns both losses' sum."""
+    weights = list(discriminator.parameters())
+    joint = params.discriminator_passes == "joint" and rows_are_independent(discriminator)
+    judge_both = discriminator if joint else partial(discriminator, passes=2)
+
+    def step(real: torch.Tensor, labels: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        asked = paired_labels(labels)
+        fake = generator(z, asked)
+        size, half = len(asked), len(asked) // 2
+        logits = judge_both(torch.cat([real, fake.detach()]), torch.cat([labels, asked]))
+        loss = discriminator_loss(logits[:size], logits[size:])
+        judge.zero_grad()
+        loss.backward()
+        judge.step()
+        for weight in weights:
+            weight.requires_grad_(False)  # noqa: FBT003 - torch's own signature
+        forged = generator_loss(discriminator(fake, asked))
+        forged = forged + params.diversity * mode_seeking(
+            fake[:half], fake[half : 2 * half], z[:half], z[half : 2 * half]
+        )
+        forger.zero_grad()
+        forged.backward()
+        forger.step()
+        for weight in weights:
+            weight.requires_grad_(True)  # noqa: FBT003
+        return loss + forged
+
+    return step
 
 
 def init_server(spec: FederationSpec, initial: Mapping[Part, Weights]) -> ServerState:

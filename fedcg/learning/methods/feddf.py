@@ -22,7 +22,7 @@ from torch import nn
 from fedcg.learning.averaged import PERSONAL, averaging_method
 from fedcg.learning.averaging import RunningAverage
 from fedcg.learning.data import normalise
-from fedcg.learning.distillation import Distillation, Ensemble, distil
+from fedcg.learning.distillation import Distillation, Ensemble, Rows, distil
 from fedcg.learning.errors import DataError
 from fedcg.learning.losses import kl_teacher_student
 from fedcg.learning.method import (
@@ -120,12 +120,12 @@ class PublicEnsembleAggregator:
         used, position = (rows.to(self._ctx.device) for rows in self._batches)
         images = self._public[used.cpu()].to(self._ctx.device)
 
-        def loss_at(rows: slice) -> torch.Tensor:
+        def loss_at(rows: Rows) -> torch.Tensor:
             chosen = position[rows]
             logits = classifier(extractor(normalise(images[chosen], self._ctx.spec.image)))
             return kl_teacher_student(target[chosen], logits)
 
-        distil([extractor, classifier], loss_at, self._settings.rows, self._settings, self._ctx)
+        distil([extractor, classifier], loss_at, self._settings.rows, self._settings, self._ctx, by_index=True)
         return {Part.CLASSIFIER: weights_of(classifier), Part.EXTRACTOR: weights_of(extractor)}
 
     @torch.no_grad()

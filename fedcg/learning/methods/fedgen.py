@@ -26,7 +26,7 @@ from torch import nn
 
 from fedcg.learning.averaged import averaging_method
 from fedcg.learning.averaging import AverageAggregator, Merged
-from fedcg.learning.distillation import Bank, Distillation, distil, draw_bank
+from fedcg.learning.distillation import Bank, Distillation, Rows, distil, draw_bank
 from fedcg.learning.known_labels import label_probabilities
 from fedcg.learning.loops import Block, Penalty, PenaltyMaker, generate
 from fedcg.learning.losses import cross_entropy, mode_seeking, paired_labels
@@ -62,16 +62,16 @@ def replay_penalty(nets: Mapping[Part, nn.Module], params: FedgenParams, ctx: Ro
     generator, classifier = nets[Part.GENERATOR], nets[Part.CLASSIFIER]
     stream = ctx.streams.generator("classify", "noise")
 
+    def loss(
+        features: torch.Tensor, logits: torch.Tensor, replayed: torch.Tensor, labels: torch.Tensor
+    ) -> torch.Tensor:
+        return params.replay * cross_entropy(classifier(replayed), labels)
+
     def per_block(block: Block) -> Penalty | None:
         if params.replay == 0.0:
             return None
         noise = torch.randn(len(block.labels), ctx.spec.network.noise_dim, generator=stream).to(ctx.device)
-        replayed = generate(generator, noise, block.labels)
-
-        def penalty(rows: slice, features: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-            return params.replay * cross_entropy(classifier(replayed[rows]), block.labels[rows])
-
-        return penalty
+        return Penalty(loss, (generate(generator, noise, block.labels), block.labels))
 
     return per_block
 
@@ -148,10 +148,10 @@ class GeneratorAggregator:
         bank = self._bank(settings, merged)
         noise, labels = bank.noise.to(ctx.device), bank.labels.to(ctx.device)
 
-        def loss_at(rows: slice) -> torch.Tensor:
+        def loss_at(rows: Rows) -> torch.Tensor:
             return generator_objective(generator, jury, noise[rows], paired_labels(labels[rows]), params.diversity)
 
-        distil([generator], loss_at, len(bank), settings, ctx)
+        distil([generator], loss_at, len(bank), settings, ctx, by_index=True)
         return weights_of(generator)
 
     def _bank(self, settings: Distillation, merged: Merged) -> Bank:

@@ -24,6 +24,7 @@ from torch import nn
 
 from fedcg.learning.averaging import AverageAggregator
 from fedcg.learning.crossed import CrossedAggregator, counts_of, label_distribution
+from fedcg.learning.cuda_graph import Step, graphed
 from fedcg.learning.data import ImageSet
 from fedcg.learning.distillation import SHARED, Distillation, EnsembleAggregator, uniform
 from fedcg.learning.layer_noise import seeded_layers
@@ -139,6 +140,21 @@ def global_penalty(
     replay, pull, agree = (factor * weight for weight in (params.lambda1, params.lambda2, params.lambda3))
     noise_stream, label_stream = (ctx.streams.generator("classify", name) for name in ("noise", "replay"))
 
+    def loss(
+        real: torch.Tensor,
+        logits: torch.Tensor,
+        matched: torch.Tensor,
+        replayed: torch.Tensor,
+        asked: torch.Tensor,
+    ) -> torch.Tensor:
+        size = len(logits)
+        generated = classifier(torch.cat([replayed, matched]))
+        return (
+            replay * cross_entropy(generated[:size], asked)
+            + pull * feature_mse(real, matched)
+            + agree * kl_student_teacher(logits, generated[size:].detach())
+        )
+
     def per_block(block: Block) -> Penalty | None:
         if replay == pull == agree == 0.0:
             return None
@@ -146,18 +162,7 @@ def global_penalty(
         asked = torch.multinomial(label_probabilities, count, replacement=True, generator=label_stream).to(ctx.device)
         noise = torch.randn(2 * count, q, generator=noise_stream).to(ctx.device)
         features = generate(teacher, noise, torch.cat([block.labels, asked]))
-        matched, replayed = features[:count], features[count:]
-
-        def penalty(rows: slice, real: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-            size = len(logits)
-            generated = classifier(torch.cat([replayed[rows], matched[rows]]))
-            return (
-                replay * cross_entropy(generated[:size], asked[rows])
-                + pull * feature_mse(real, matched[rows])
-                + agree * kl_student_teacher(logits, generated[size:].detach())
-            )
-
-        return penalty
+        return Penalty(loss, (features[:count], features[count:], asked))
 
     return per_block
 
@@ -184,35 +189,53 @@ def train_generator(
     generator.train()
     classifier.eval().requires_grad_(False)  # noqa: FBT003 - torch's own signature
     optimiser = adam(generator.parameters(), params.generator_lr, params.weight_decay)
-    diversity, scale = DIVERSITIES[params.diversity], None
+    step: Step | None = None
     steps, done = steps_of(params, len(source.labels)), 0
     streams = ctx.streams.at("generate")
     order, mirror, stream = (streams.generator(name) for name in ("order", "flip", "noise"))
     meter = LossMeter("generator", ctx.device)
     for index in index_blocks(len(source.labels), params.batch_size, steps, order):
         real, labels = source.rows(index, mirror)
-        if scale is None:
+        if step is None:
             scale = class_scale(real, labels, ctx.spec.class_count)
+            step = graphed(
+                generator_step(generator, classifier, optimiser, params, scale), [generator], [optimiser], steps
+            )
         noise = torch.randn(len(labels), ctx.spec.network.noise_dim, generator=stream).to(ctx.device)
         with torch.no_grad():
             target = classifier(real)
         for rows in slices(len(labels), params.batch_size):
-            y = labels[rows]
-            features = generator(noise[rows], y)
-            logits = classifier(features)
-            loss = (
-                kl_student_teacher(logits, target[rows])
-                + params.lambda4 * feature_mse(features, real[rows])
-                + params.lambda5 * cross_entropy(logits, y)
-                + params.lambda6 * diversity(features, noise[rows], y, scale)
-            )
-            optimiser.zero_grad()
-            loss.backward()
-            optimiser.step()
-            meter.add(loss)
+            meter.add(step(real[rows], labels[rows], noise[rows], target[rows]))
             done += 1
             ctx.progress("generate", done, steps)
         meter.check()
+
+
+def generator_step(
+    generator: nn.Module,
+    classifier: nn.Module,
+    optimiser: torch.optim.Optimizer,
+    params: FedmdCgParams,
+    scale: torch.Tensor,
+) -> Step:
+    """One step on (real features, their labels, noise, the classifier's logits on the real features); returns eq. 9's loss."""
+    diversity = DIVERSITIES[params.diversity]
+
+    def step(real: torch.Tensor, labels: torch.Tensor, noise: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        features = generator(noise, labels)
+        logits = classifier(features)
+        loss = (
+            kl_student_teacher(logits, target)
+            + params.lambda4 * feature_mse(features, real)
+            + params.lambda5 * cross_entropy(logits, labels)
+            + params.lambda6 * diversity(features, noise, labels, scale)
+        )
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        return loss
+
+    return step
 
 
 def init_server(spec: FederationSpec, initial: Mapping[Part, Weights]) -> ServerState:

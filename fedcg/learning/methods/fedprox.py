@@ -30,12 +30,12 @@ def proximal(nets: Mapping[Part, nn.Module], params: FedproxParams, ctx: RoundCo
     now = [parameter for part in sorted(PERSONAL) for parameter in nets[part].parameters()]
     start = [parameter.detach().clone() for parameter in now]
 
-    def penalty(rows: slice, features: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    def loss(features: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         moved = [(current - then).square().sum() for current, then in zip(now, start, strict=True)]
         return params.mu / 2.0 * torch.stack(moved).sum()
 
     def per_block(block: Block) -> Penalty | None:
-        return penalty if params.mu > 0.0 else None
+        return Penalty(loss) if params.mu > 0.0 else None
 
     return per_block
 
