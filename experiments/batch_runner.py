@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,7 +153,21 @@ class BatchRunner:
 def _figures(record: Mapping[str, Any]) -> str:
     mean, seconds = record["mean"], record["seconds"]["total"]
     known = [f"{label} {_percent(mean[name])}" for label, name in _told(mean)]
-    return f"accuracy in %: {', '.join(known)}; {record['rounds']} rounds in {seconds:.0f} s"
+    told = [f"accuracy in %: {', '.join(known)}", f"{record['rounds']} rounds in {seconds:.0f} s", *_troubles(record)]
+    return "; ".join(told)
+
+
+def _troubles(record: Mapping[str, Any]) -> Iterator[str]:
+    """What a person should know before believing the figures: the record has all of it, with reasons."""
+    clients = record["clients"]
+    for field, what in (("failures", "local rounds"), ("shadow_failures", "shadows' rounds")):
+        failures = [failure for client in clients for failure in client[field]]
+        if failures:
+            yield f"{what} undone: {len(failures)} ({failures[0]['reason']})"
+    if record["server_failures"]:
+        yield f"rounds without a merge: {len(record['server_failures'])} ({record['server_failures'][0]['reason']})"
+    if record["skipped"]:
+        yield f"images skipped: {len(record['skipped'])}"
 
 
 def _told(mean: Mapping[str, Any]) -> list[tuple[str, str]]:

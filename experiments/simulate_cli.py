@@ -153,6 +153,9 @@ def simulate_command(
         else:
             asked = seeds or (str(seed) if "seed" in given else None)
             batch = _of_table(paper, options, frozenset(given), method or [], asked, params or [])
+    if ray is None:  # a cluster may have what this machine lacks
+        _check_device(batch.runs[0].setting.device)
+    if resume is None:
         save_batch(batch, folder)
     lanes = _local_lanes(batch, workers) if ray is None else _ray_lanes(batch, workers, ray)
     _run(batch, folder, lanes, force=force, tensorboard=tensorboard, plot=plot, as_json=as_json)
@@ -196,15 +199,32 @@ def _checked(batch: Batch) -> Batch:
     }.values():
         check(setting)
     for run in batch.runs:
-        _check_params(run.setting)
+        _check_method(run.setting)
     return batch
 
 
-def _check_params(setting: RunSetting) -> None:
+def _check_method(setting: RunSetting) -> None:
+    method, params = get_method(setting.method), setting.all_params()
+    unknown = sorted(params.keys() - method.params_type.model_fields.keys())
+    if unknown:
+        raise bad_input(
+            f"{method.name} has no parameter {', '.join(unknown)}; `fedcg method show {method.name}` prints those it has"
+        )
     try:
-        get_method(setting.method).params_type.model_validate(setting.all_params())
+        method.params_type.model_validate(params)
     except ValidationError as error:
-        raise bad_input(f"{setting.method}: {reasons(error)}") from error
+        raise bad_input(f"{method.name}: {reasons(error)}") from error
+    if method.needs_public and not setting.public_images:
+        raise bad_input(f"{method.name} distils on unlabelled public images: hold some out with --public-images N")
+
+
+def _check_device(device: str) -> None:
+    import torch
+
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # the latter where torch was built without CUDA
+        raise bad_input(f"--device {device}: {str(error).splitlines()[0]}") from error
 
 
 def _local_lanes(batch: Batch, workers: int | None) -> AbstractContextManager[Lanes]:

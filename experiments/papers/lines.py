@@ -49,6 +49,7 @@ class Line:
         losing: how many of `compared` clients, over all seeds, are below their local-only model.
         gains: points over local-only for each client, mean over seeds.
         failures: local rounds that diverged and were undone.
+        unmerged: rounds, over all seeds, in which the server merged nothing.
         from_shadow: the figures are those of the other runs' local-only shadows.
     """
 
@@ -64,6 +65,7 @@ class Line:
     compared: int
     gains: Mapping[str, float]
     failures: int
+    unmerged: int = 0
     from_shadow: bool = False
 
 
@@ -129,6 +131,7 @@ def _line(row: Row, by_choice: Mapping[str, Mapping[int, RunRecord]], offered: i
         compared=sum(client.below_local is not None for client in clients),
         gains={name: fmean(values) for name, values in sorted(gains.items())},
         failures=sum(len(client.failures) for client in clients),
+        unmerged=sum(len(run.server_failures) for run in runs.values()),
     )
 
 

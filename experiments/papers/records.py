@@ -65,6 +65,7 @@ class RunRecord(_Part):
         paper: the preset that the run started from; None for a run of its own.
         reduced: what differs from the published setting: name to [published, run].
         mean: means over clients; accuracies are shares of 1.
+        server_failures: rounds whose updates were not merged.
         file: name of the record's file.
     """
 
@@ -85,6 +86,7 @@ class RunRecord(_Part):
     bytes_shared: Bytes = Field(alias="bytes")
     mean: dict[str, float | None]
     clients: list[ClientRecord]
+    server_failures: list[object] = []
     file: str = ""
 
     @property
@@ -136,7 +138,7 @@ def read_folder(folder: Path) -> Folder:
         OptionError: not a folder, or more files than can be runs.
     """
     if not folder.is_dir():
-        raise OptionError(f"{folder} is not a folder of runs")
+        raise OptionError(f"{folder} is not a folder of runs: name one with --runs")
     paths = sorted(path for path in folder.glob("*.json") if not path.name.startswith("."))
     if len(paths) > MAX_RECORDS:
         raise OptionError(f"{folder} holds {len(paths)} files, more than {MAX_RECORDS}: name the folder of the runs")

@@ -155,6 +155,8 @@ def _remarks(line: Line, common: Differences) -> str:
         remarks.append(_differences(own))
     if line.failures:
         remarks.append(f"{line.failures} local rounds diverged")
+    if line.unmerged:
+        remarks.append(f"{line.unmerged} rounds without a merge")
     return "; ".join(remarks)
 
 

@@ -155,12 +155,22 @@ def test_a_run_that_fails_does_not_end_the_others(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "runs" / "failures.json").read_text())["failures"] == told["failures"]
 
 
+def test_a_run_whose_server_never_merged_says_so_beside_its_figures(tmp_path: Path) -> None:
+    text = "--method fedcg --set server_lr=1e12 --set server_iterations=3 --no-plot --no-tensorboard --no-shadow"
+    done = call(tmp_path / "runs", text)
+    assert done.exit_code == 0, done.output
+    assert "rounds without a merge: 1 (distillation: " in done.stderr
+    assert "undone" not in done.stderr
+
+
 @pytest.mark.parametrize(
     ("text", "why"),
     [
         ("--method nosuch", "no method 'nosuch'"),
         ("--method local --set lr", "key=value"),
-        ("--method local --set mu=1", "local: mu"),
+        ("--method local --set mu=1", "local has no parameter mu; `fedcg method show local`"),
+        ("--method fedavg --method feddf", "--public-images"),
+        ("--device nosuch", "--device nosuch"),
         ("--method local --set lr=fast", "local: lr"),
         ("--seeds x", "seeds"),
         ("--validation never", "validation"),

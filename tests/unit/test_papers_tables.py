@@ -138,6 +138,16 @@ def test_without_a_run_of_local_its_row_shows_the_shadows() -> None:
     assert not _line(_only(record("local", 0, 0.41), record("fedcg", 0, 0.5, local=0.40)), "local").from_shadow
 
 
+def test_rounds_that_were_undone_or_not_merged_are_remarked_over_all_seeds() -> None:
+    broken = {**record("fedcg", 0, 0.4), "server_failures": [{"round": 1, "reason": "loss nan"}] * 2}
+    broken["clients"][0]["failures"] = [{"round": 3, "reason": "loss nan"}]
+    found = _only(broken, {**record("fedcg", 1, 0.4), "server_failures": [{"round": 4, "reason": "loss nan"}]})
+    cells = next(row for row in comparison_sheet(found).rows if row[0] == "FedCG")
+    assert cells[-1] == "1 local rounds diverged; 3 rounds without a merge"
+    whole = next(row for row in comparison_sheet(_only(record("fedcg", 0, 0.4))).rows if row[0] == "FedCG")
+    assert whole[-1] == ""
+
+
 def test_one_run_is_shown_in_every_table_that_has_it() -> None:
     def run(paper: str, variant: str) -> dict[str, object]:
         return record("fedmd_cg", 0, 0.5, paper=paper, variant=variant, setting={"lr": 0.05}, last=0.5, whole=0.5)
