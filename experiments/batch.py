@@ -29,6 +29,7 @@ _NO_REDUCTION = frozenset(
         "quick",
         "data",
         "device",
+        "batched_clients",
         "threads",
         "evaluate_every",
         "shadow",
@@ -44,6 +45,7 @@ class RunSetting(Setting):
 
     Attributes:
         device: torch device; `threads` of torch in every process.
+        batched_clients: clients train together, where the method can; None: on a card. Other last digits.
         evaluate_every: clients are measured after every so many rounds, and after the last.
         participation: share of the clients that take part in a round.
         early_stop: end after so many rounds without a better validation of any client.
@@ -54,6 +56,7 @@ class RunSetting(Setting):
 
     quick: bool = False
     device: Annotated[str, Field(pattern=r"^[a-z]+(:\d+)?$")] = "cpu"
+    batched_clients: bool | None = None
     threads: Annotated[int, Field(ge=1, le=1024)] = 1
     evaluate_every: Annotated[int, Field(ge=1)] = 1
     participation: Annotated[float, Field(gt=0, le=1)] = 1.0

@@ -105,6 +105,13 @@ def simulate_command(
     flip: Flip = False,
     quick: Quick = False,
     device: Annotated[str, typer.Option(help="torch device: cpu, cuda, cuda:1")] = "cpu",
+    batched_clients: Annotated[
+        bool | None,
+        typer.Option(
+            "--batched-clients/--no-batched-clients",
+            help="train clients together in one process, where the method can; default: on cuda (slower on a CPU)",
+        ),
+    ] = None,
     workers: Annotated[
         int | None, typer.Option(min=1, help="processes; default: one per CPU, at most one per client, 1 on cuda")
     ] = None,
@@ -229,11 +236,16 @@ def _check_device(device: str) -> None:
 
 def _local_lanes(batch: Batch, workers: int | None) -> AbstractContextManager[Lanes]:
     settings = [planned.setting for planned in batch.runs]
+    batched = settings[0].batched_clients
+    if batched and workers not in {None, 1}:
+        raise bad_input("--batched-clients train in one process; leave out --workers")
     count = workers or default_workers(max(setting.clients for setting in settings), settings[0].device)
-    return open_lanes(count, settings[0].threads)
+    return open_lanes(1 if batched else count, settings[0].threads, batched=batched)
 
 
 def _ray_lanes(batch: Batch, workers: int | None, address: str) -> AbstractContextManager[Lanes]:
+    if batch.runs[0].setting.batched_clients:
+        raise bad_input("--batched-clients train in one process; leave out --ray")
     console = Console(stderr=True)
 
     def tell(line: str) -> None:

@@ -41,18 +41,19 @@ def default_workers(clients: int, device: str) -> int:
 
 
 @contextmanager
-def open_lanes(workers: int, threads: int) -> Iterator[Lanes]:
+def open_lanes(workers: int, threads: int, *, batched: bool | None = None) -> Iterator[Lanes]:
     """One run at a time on this machine; everything is closed at the end of the block.
 
     Args:
         workers: processes; 1 stays in this one.
         threads: torch threads of each.
+        batched: of one process: whether clients train together, where the method can; None: on a card.
     """
     from experiments.pool_runner import PoolRunner
     from fedcg.learning.runners import SerialRunner
     from fedcg.learning.simulation import simulate
 
-    runner: Runner = SerialRunner() if workers == 1 else PoolRunner(workers, threads)
+    runner: Runner = SerialRunner(batched=batched) if workers == 1 else PoolRunner(workers, threads)
     try:
         yield Lanes(partial(simulate, runner=runner))
     finally:

@@ -6,19 +6,23 @@ after the average: `averaging_method` builds the method from that. FedAvg (McMah
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from torch import nn
 
 from fedcg.learning.averaging import AverageAggregator
-from fedcg.learning.data import ImageSet
+from fedcg.learning.batched_loops import Learner, train_classifiers
+from fedcg.learning.data import ImageSet, usable_rows
+from fedcg.learning.errors import DataError
 from fedcg.learning.loops import PenaltyMaker, no_penalty, train_classifier
 from fedcg.learning.method import (
     Aggregate,
     Aggregator,
     ClientState,
+    DivergedError,
     LabelCounts,
     LocalResult,
     Method,
@@ -27,9 +31,11 @@ from fedcg.learning.method import (
     SharedResult,
     Spill,
     TrainingParams,
+    Turn,
     Weights,
 )
 from fedcg.learning.networks import load_part, weights_of
+from fedcg.learning.networks.stacked import can_stack
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.parts import Part, Report
 
@@ -71,6 +77,7 @@ def averaging_method(
         aggregator: the server half; averages the shared parts when None.
         needs_public: the server half needs public images.
     """
+    half = _LocalHalf(params_type, shared, penalty_of, label_counts)
     return Method(
         name=name,
         title=title,
@@ -80,10 +87,11 @@ def averaging_method(
         private_parts=PERSONAL - shared,
         label_counts=label_counts,
         init_client=partial(_init_client, PERSONAL | downloads),
-        local_round=_local_half(params_type, shared, penalty_of, label_counts),
+        local_round=half.round_of,
         init_server=partial(_init_server, shared | downloads),
         aggregator=aggregator or (lambda state, ctx, spill: AverageAggregator(shared, spill)),
         needs_public=needs_public,
+        local_rounds=half.rounds_of if penalty_of is unpenalised else None,
     )
 
 
@@ -95,23 +103,54 @@ def _init_server(parts: frozenset[Part], spec: FederationSpec, initial: Mapping[
     return ServerState(Aggregate({part: initial[part] for part in sorted(parts)}))
 
 
-def _local_half(
-    params_type: type[Params], shared: frozenset[Part], penalty_of: PenaltyOf[Params], label_counts: LabelCounts
-) -> Callable[[ClientState, ImageSet, Aggregate | None, RoundContext], LocalResult]:
+@dataclass(frozen=True)
+class _LocalHalf(Generic[Params]):
     """Load what came down (the client's own in its place without an aggregate), train E and C, keep all, share some."""
 
-    def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None, ctx: RoundContext) -> LocalResult:
-        params = params_type.model_validate(ctx.spec.params)
-        weights = {**state.parts, **(aggregate.parts if aggregate else {})}
-        nets = {part: load_part(ctx.spec, part, weights[part], ctx.device) for part in sorted(state.parts)}
-        data = data.to(ctx.device)
-        penalty = penalty_of(nets, params, ctx)
+    params_type: type[Params]
+    shared: frozenset[Part]
+    penalty_of: PenaltyOf[Params]
+    label_counts: LabelCounts
+
+    def round_of(
+        self, state: ClientState, data: ImageSet, aggregate: Aggregate | None, ctx: RoundContext
+    ) -> LocalResult:
+        """One client's local round."""
+        params, nets, data = self._ready(Turn(state, data, ctx), aggregate)
+        penalty = self.penalty_of(nets, params, ctx)
         loss = train_classifier(nets[Part.EXTRACTOR], nets[Part.CLASSIFIER], data, params, ctx, penalty)
-        counts = None if label_counts is LabelCounts.NEVER else data.label_counts()
+        return self._result(nets, data, loss)
+
+    def rounds_of(self, turns: Sequence[Turn], aggregate: Aggregate | None) -> list[LocalResult | Exception]:
+        """Those of several clients without a penalty; stacked where their networks can be."""
+        answers: dict[int, LocalResult | Exception] = {}
+        learners: dict[int, tuple[dict[Part, nn.Module], Learner]] = {}
+        for at, turn in enumerate(turns):
+            params, nets, data = self._ready(turn, aggregate)
+            try:
+                if usable_rows(len(data), params.batch_size) and can_stack(nets[Part.EXTRACTOR], nets[Part.CLASSIFIER]):
+                    learners[at] = nets, Learner(nets[Part.EXTRACTOR], nets[Part.CLASSIFIER], data, turn.ctx)
+                else:
+                    answers[at] = self.round_of(turn.state, turn.data, aggregate, turn.ctx)
+            except (DataError, DivergedError) as error:
+                answers[at] = error
+        if learners:
+            losses = train_classifiers([learner for _, learner in learners.values()], params)
+            for (at, (nets, learner)), loss in zip(learners.items(), losses, strict=True):
+                answers[at] = loss if isinstance(loss, Exception) else self._result(nets, learner.data, loss)
+        return [answers[at] for at in range(len(turns))]
+
+    def _ready(self, turn: Turn, aggregate: Aggregate | None) -> tuple[Params, dict[Part, nn.Module], ImageSet]:
+        """Parameters, networks and images on the device."""
+        ctx = turn.ctx
+        weights = {**turn.state.parts, **(aggregate.parts if aggregate else {})}
+        nets = {part: load_part(ctx.spec, part, weights[part], ctx.device) for part in sorted(turn.state.parts)}
+        return self.params_type.model_validate(ctx.spec.params), nets, turn.data.to(ctx.device)
+
+    def _result(self, nets: Mapping[Part, nn.Module], data: ImageSet, loss: float) -> LocalResult:
+        counts = None if self.label_counts is LabelCounts.NEVER else data.label_counts()
         return LocalResult(
-            SharedResult({part: weights_of(nets[part]) for part in sorted(shared)}),
+            SharedResult({part: weights_of(nets[part]) for part in sorted(self.shared)}),
             ClientState({part: weights_of(net) for part, net in nets.items()}),
             Report(examples=len(data), loss=loss, label_counts=counts),
         )
-
-    return local_round

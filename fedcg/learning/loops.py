@@ -154,6 +154,17 @@ def image_blocks(
         yield Block(normalise(images, spec.image), raw.labels)
 
 
+def check_loss(mean: float, what: str) -> float:
+    """A mean loss that training can go on from.
+
+    Raises:
+        DivergedError: it is not finite, or over `EXPLODED`.
+    """
+    if not math.isfinite(mean) or mean > EXPLODED:
+        raise DivergedError(f"{what}: mean loss {mean}; the state before this round still stands")
+    return mean
+
+
 class LossMeter:
     """Sums losses on the device; looks at them (and so waits for the device) only when asked."""
 
@@ -174,9 +185,7 @@ class LossMeter:
         Raises:
             DivergedError: it is not finite, or over `EXPLODED`.
         """
-        mean = float(self._sum) / max(self._steps, 1)
-        if not math.isfinite(mean) or mean > EXPLODED:
-            raise DivergedError(f"{self._what}: mean loss {mean}; the state before this round still stands")
+        mean = check_loss(float(self._sum) / max(self._steps, 1), self._what)
         self._sum.zero_()
         self._steps = 0
         self.latest = mean

@@ -10,7 +10,7 @@ Laws (property-tested over every registered method):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
@@ -81,6 +81,15 @@ class ClientState:
     """All that a client keeps between rounds: weights per part (its own latest ones, private AND shared)."""
 
     parts: Mapping[Part, Weights]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One client's arguments of a local round, where several clients take theirs together."""
+
+    state: ClientState
+    data: ImageSet
+    ctx: RoundContext
 
 
 @dataclass(frozen=True)
@@ -176,6 +185,8 @@ class Method:
         label_counts: `OPTIONAL` ones are left out where a device does not allow them; without `REQUIRED` ones it declines.
         init_client: (spec, initial) -> ClientState; `initial` gives every part's initial weights.
         needs_public: the server half can't do without `RoundContext.public`.
+        local_rounds: `local_round` of several clients of a simulation together on one device, the same results within 1e-4; an
+            error that is one client's alone stands in its result's place. None where only one after the other will do.
     """
 
     name: str
@@ -190,6 +201,7 @@ class Method:
     init_server: Callable[[FederationSpec, Mapping[Part, Weights]], ServerState]
     aggregator: Callable[[ServerState, RoundContext, Spill], Aggregator]
     needs_public: bool = False
+    local_rounds: Callable[[Sequence[Turn], Aggregate | None], list[LocalResult | Exception]] | None = None
 
     @property
     def parts(self) -> frozenset[Part]:

@@ -7,8 +7,9 @@ never changes a result. Knows nothing of the order of rounds, of files or of pro
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -22,7 +23,9 @@ from fedcg.learning.method import (
     DivergedError,
     Evaluation,
     LocalResult,
+    Method,
     ServerState,
+    Turn,
     Update,
     Weights,
 )
@@ -127,25 +130,65 @@ def local_task(party: Party, task: LocalTask, aggregate: Aggregate) -> LocalOutc
 
     A client that diverges, or has too few images to train on, gives a failure instead of a result.
     """
-    spec, train = party.spec, party.datasets[task.client].train
-    ctx = party.client_context(task.client, task.number)
+    return local_tasks(party, [task], aggregate)[0]
+
+
+def local_tasks(party: Party, tasks: Sequence[LocalTask], aggregate: Aggregate) -> list[LocalOutcome]:
+    """`local_task` of several clients, together where the method can; the shadows together as well."""
+    method, alone = get_method(party.spec.method), get_method("local")
+    turns = [
+        Turn(task.state, party.datasets[task.client].train, party.client_context(task.client, task.number))
+        for task in tasks
+    ]
+    shadowed = {
+        task.client: Turn(task.shadow, turn.data, replace(turn.ctx, spec=shadow_spec(party.spec)))
+        for task, turn in zip(tasks, turns, strict=True)
+        if task.shadow is not None
+    }
+    results = _attempts(method, turns, aggregate)
+    shadows = dict(zip(shadowed, _attempts(alone, list(shadowed.values()), None), strict=True))
+    return [_outcome(task, result, shadows.get(task.client)) for task, result in zip(tasks, results, strict=True)]
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    result: LocalResult | None
+    failure: str | None
+    seconds: float
+
+
+def _outcome(task: LocalTask, trained: _Attempt, shadow: _Attempt | None) -> LocalOutcome:
+    state, failure = task.shadow, None
+    if shadow is not None:
+        state, failure = (shadow.result.private if shadow.result else task.shadow), shadow.failure
+    return LocalOutcome(task.client, task.number, trained.result, trained.failure, state, trained.seconds, failure)
+
+
+def _attempts(method: Method, turns: Sequence[Turn], aggregate: Aggregate | None) -> list[_Attempt]:
+    if len(turns) > 1 and method.local_rounds is not None:
+        started = time.perf_counter()
+        answers = method.local_rounds(turns, aggregate)
+        seconds = (time.perf_counter() - started) / len(turns)
+        return [_attempt(partial(_given, answer), seconds) for answer in answers]
+    return [_attempt(partial(method.local_round, turn.state, turn.data, aggregate, turn.ctx)) for turn in turns]
+
+
+def _given(answer: LocalResult | Exception) -> LocalResult:
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
+def _attempt(train: Callable[[], LocalResult], seconds: float | None = None) -> _Attempt:
+    """What training came to; `seconds` where it was done before."""
     started = time.perf_counter()
     result, failure = None, None
     try:
-        result = get_method(spec.method).local_round(task.state, train, aggregate, ctx)
+        result = train()
         _check_finite(result.private.parts.values())
     except (DivergedError, DataError) as error:
         result, failure = None, str(error)
-    seconds = time.perf_counter() - started
-    shadow, shadow_failure = task.shadow, None
-    if task.shadow is not None:
-        alone = replace(ctx, spec=shadow_spec(spec))
-        try:
-            shadow = get_method("local").local_round(task.shadow, train, None, alone).private
-            _check_finite(shadow.parts.values())
-        except (DivergedError, DataError) as error:
-            shadow, shadow_failure = task.shadow, str(error)
-    return LocalOutcome(task.client, task.number, result, failure, shadow, seconds, shadow_failure)
+    return _Attempt(result, failure, time.perf_counter() - started if seconds is None else seconds)
 
 
 def _check_finite(parts: Iterable[Weights]) -> None:

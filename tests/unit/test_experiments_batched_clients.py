@@ -1,0 +1,38 @@
+"""`fedcg simulate --batched-clients`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from experiments.simulate_cli import simulate_command
+
+
+def call(*arguments: str) -> Result:
+    app = typer.Typer()
+    app.command()(simulate_command)
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_a_user_batches_clients_by_an_option(tmp_path: Path) -> None:
+    few = ["--rounds", "1", "--clients", "2", "--images-per-client", "40", "--local-epochs", "1", "--no-plot"]
+    base = ["--method", "fedsplit", *few, "--no-tensorboard", "--json", "--workers", "1", "--out"]
+    curves = []
+    for option in ("--batched-clients", "--no-batched-clients"):
+        done = call(*base, str(tmp_path / option), option)
+        assert done.exit_code == 0, done.output
+        (record,) = json.loads(done.stdout)["runs"]
+        assert record["setting"]["batched_clients"] is (option == "--batched-clients")
+        curves.append([client["curve"]["loss"] for client in record["clients"]])
+    assert curves[0] == [pytest.approx(loss, abs=1e-4) for loss in curves[1]]
+
+
+def test_batched_clients_share_one_process(tmp_path: Path) -> None:
+    command = ["--batched-clients", "--workers", "2", "--out", str(tmp_path / "out")]
+    refused = call(*command)
+    assert refused.exit_code == 2
+    assert "leave out --workers" in refused.output
