@@ -1,7 +1,8 @@
 """The end of a federation on one box: choose the personal model by validation, export it, say how good it is. Uses torch.
 
-Three candidates: `own`, the personal model of the best validation round; `downloaded`, the box's extractor under the final
-aggregate's classifier; `tuned`, the latter after one local pass. The best by validation is exported.
+Three candidates: `own`, the personal model of the best validation round; `downloaded`, the box's latest extractor and classifier
+with whatever of them the final aggregate brings in their place; `tuned`, the latter after one local pass. The best by validation
+is exported.
 """
 
 from __future__ import annotations
@@ -100,10 +101,11 @@ def _candidates(
 
     candidates = [weighed("own", to_weights(stored.slots["best"]))]
     aggregate = load_aggregate(work.store, spec, method, command.aggregate)
-    if Part.CLASSIFIER not in aggregate.parts:
-        return candidates
     latest = personal_parts(to_weights(stored.slots["personal"]))
-    downloaded = {**latest, Part.CLASSIFIER: aggregate.parts[Part.CLASSIFIER]}
+    brought = {part: weights for part, weights in aggregate.parts.items() if part in latest}
+    if not brought:
+        return candidates
+    downloaded = {**latest, **brought}
     candidates.append(weighed("downloaded", downloaded))
     try:
         candidates.append(weighed("tuned", _one_pass(work, spec, downloaded, data)))

@@ -27,7 +27,7 @@ from edge_client.trainer_process import TrainerSettings, TrainRound
 from edge_client.weights import to_arrays, to_weights
 from fedcg.event_log import EventLog
 from fedcg.learning.initial import initial_parts, shadow_spec
-from fedcg.learning.method import Aggregate, ClientState, LocalResult, Method, RoundContext, Weights
+from fedcg.learning.method import Aggregate, ClientState, DivergedError, LocalResult, Method, RoundContext, Weights
 from fedcg.learning.networks import layouts
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import Streams, spec_root
@@ -36,6 +36,7 @@ from fedcg.wire.artifacts import unpack
 from fedcg.wire.errors import IntegrityError
 from fedcg.wire.messages import DeclineReason
 from fedcg.wire.parts import Health, Part
+from fedcg.wire.tensors import assert_finite
 
 BEST_SLOTS = ("best", "best_shadow")
 
@@ -143,7 +144,8 @@ def train_round(work: Workplace, command: TrainRound) -> Generation:
         progress=progress,
     )
     result = method.local_round(start.personal, data.train, aggregate, ctx)
-    shadow = _train_shadow(start, data, ctx, progress)
+    _check_finite(result.private)
+    shadow = _train_shadow(work, start, data, ctx, progress)
     return _commit(work, command, spec, _Outcome(data, result, shadow, start, ctx, started))
 
 
@@ -169,11 +171,32 @@ def _start(work: Workplace, spec: FederationSpec, method: Method, stored: Stored
     return _Start(personal, shadow, {}, {})
 
 
-def _train_shadow(start: _Start, data: RoundData, ctx: RoundContext, progress: ProgressEvents) -> ClientState | None:
+def _train_shadow(
+    work: Workplace, start: _Start, data: RoundData, ctx: RoundContext, progress: ProgressEvents
+) -> ClientState | None:
+    """The shadow after the round; from before it where it diverged, which is no reason to decline the round."""
     if start.shadow is None:
         return None
     beside = replace(ctx, spec=shadow_spec(ctx.spec), progress=progress.named("shadow"))
-    return get_method("local").local_round(start.shadow, data.train, None, beside).private
+    try:
+        trained = get_method("local").local_round(start.shadow, data.train, None, beside).private
+        _check_finite(trained)
+    except DivergedError as error:
+        work.events.write("refused", what="shadow", round=ctx.round, attempt=ctx.attempt, detail=str(error))
+        return start.shadow
+    return trained
+
+
+def _check_finite(state: ClientState) -> None:
+    """The last step's weights are in no loss that anybody looked at, and private ones never meet the firewall.
+
+    Raises:
+        DivergedError: a weight is not finite.
+    """
+    try:
+        assert_finite(to_arrays(state.parts))
+    except IntegrityError as error:
+        raise DivergedError(f"{error} after the round; the state before it still stands") from error
 
 
 def _commit(work: Workplace, command: TrainRound, spec: FederationSpec, done: _Outcome) -> Generation:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 import torch
 
-from edge_client import training
+from edge_client import finalise, training
 from edge_client.generations import Cursor, StoredState
-from edge_client.measures import Measured
+from edge_client.measures import Measured, measure
 from edge_client.private_store import PrivateStore
 from edge_client.trainer import Trainer
 from edge_client.trainer_process import (
@@ -37,6 +37,7 @@ from edge_client.trainer_process import (
 from edge_client.weights import to_arrays
 from fedcg.event_log import EventLog, read_events
 from fedcg.learning.initial import complete_spec, initial_parts
+from fedcg.learning.method import ClientState, LocalResult, Method, Weights
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import spec_root
 from fedcg.learning.spec import FederationPlan, FederationSpec, NetworkChoice, ParameterValue
@@ -240,6 +241,50 @@ def test_a_round_that_diverges_changes_nothing(tmp_path: Path) -> None:
     assert site.store.generations.current() == (None, ())
 
 
+def _spoilt(result: LocalResult) -> LocalResult:
+    parts = {
+        part: {name: some / 0.0 for name, some in tensors.items()} for part, tensors in result.private.parts.items()
+    }
+    return replace(result, private=ClientState(parts))
+
+
+def test_private_weights_that_are_no_numbers_after_the_last_step_count_as_divergence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = Site(tmp_path, real_spec("local"))
+    method = get_method("local")
+
+    def broken(*arguments: Any) -> LocalResult:
+        return _spoilt(method.local_round(*arguments))
+
+    monkeypatch.setattr(training, "get_method", lambda _name: replace(method, local_round=broken))
+    report = site.trainer().do(site.round())
+    assert isinstance(report, Failed)
+    assert report.reason is DeclineReason.DIVERGED
+    assert site.store.generations.current() == (None, ())
+
+
+def test_a_shadow_that_diverges_stands_still_and_the_round_is_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = Site(tmp_path, real_spec("fedsplit"), shadow=True)
+    site.trainer().do(site.round(1))
+    before = site.state().slots["shadow"]
+    alone = get_method("local")
+
+    def lookup(name: str) -> Method:
+        def broken(*arguments: Any) -> LocalResult:
+            return _spoilt(alone.local_round(*arguments))
+
+        return replace(alone, local_round=broken) if name == "local" else get_method(name)
+
+    monkeypatch.setattr(training, "get_method", lookup)
+    assert site.trainer().do(site.round(2)) == Committed(Cursor(2, 1))
+    after = site.state().slots["shadow"]
+    assert all(np.array_equal(after[part][name], before[part][name]) for part in before for name in before[part])
+    assert [event["what"] for event in site.events("refused")] == ["shadow"]
+
+
 def test_a_spec_whose_layouts_are_not_those_of_its_networks_is_refused(tmp_path: Path) -> None:
     spec = real_spec()
     wrong = TensorLayout(name="extra", dtype="float32", shape=(2,))
@@ -340,6 +385,42 @@ def test_at_the_end_the_best_candidate_is_exported_and_described_once(tmp_path: 
     assert (outcome["test_images"], Path(outcome["onnx_model"]).is_file()) == (15, True)
     assert site.trainer().do(command) == Chosen(site.aggregate, succeeded=True)
     assert [path.name for path in sorted((site.store.root / "models").glob("0*"))] == ["0001"]
+
+
+@pytest.mark.parametrize(
+    ("method", "brought"),
+    [
+        ("fedavg", {Part.EXTRACTOR, Part.CLASSIFIER}),
+        ("fedper", {Part.EXTRACTOR}),
+        ("fedcg", {Part.CLASSIFIER}),
+        ("local", set()),
+    ],
+)
+def test_the_downloaded_candidate_has_every_part_that_the_last_aggregate_brings(
+    method: str, brought: set[Part], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = Site(tmp_path, real_spec(method))
+    anything = frozenset({Part.EXTRACTOR, Part.CLASSIFIER, Part.GENERATOR})
+    policy = site.settings.policy.model_copy(update={"allow_upload": anything})
+    site.settings = replace(site.settings, policy=policy)
+    trainer = site.trainer()
+    trainer.do(site.round())
+    seen: list[Mapping[Part, Weights]] = []
+
+    def watched(spec: FederationSpec, parts: Mapping[Part, Weights], *rest: Any) -> Measured:
+        seen.append(parts)
+        return measure(spec, parts, *rest)
+
+    monkeypatch.setattr(finalise, "measure", watched)
+    assert trainer.do(ChooseModel(site.spec.digest, site.aggregate)) == Chosen(site.aggregate, succeeded=True)
+    assert len(seen) == (3 if brought else 1)  # own, downloaded, tuned
+    if not brought:
+        return
+    first = initial_parts(site.spec, spec_root(site.spec.seed))  # the site's aggregate is the one before round 1
+    latest = site.state().slots["personal"]
+    for part in (Part.EXTRACTOR, Part.CLASSIFIER):
+        wanted = to_arrays({part: first[part]})[part] if part in brought else latest[part]
+        assert all(np.array_equal(seen[1][part][name].numpy(), wanted[name]) for name in wanted)
 
 
 def test_a_device_that_never_trained_has_no_model_and_says_so(site: Site) -> None:
