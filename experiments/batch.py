@@ -9,9 +9,9 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from experiments.errors import OptionError
 from experiments.options import Setting, parse_params
@@ -30,6 +30,7 @@ _NO_REDUCTION = frozenset(
         "data",
         "device",
         "batched_clients",
+        "precision",
         "threads",
         "evaluate_every",
         "shadow",
@@ -45,6 +46,7 @@ class RunSetting(Setting):
 
     Attributes:
         device: torch device; `threads` of torch in every process.
+        precision: of training steps; "bf16" on CUDA devices alone.
         batched_clients: clients train together, where the method can; None: on a card. Other last digits.
         evaluate_every: clients are measured after every so many rounds, and after the last.
         participation: share of the clients that take part in a round.
@@ -56,6 +58,7 @@ class RunSetting(Setting):
 
     quick: bool = False
     device: Annotated[str, Field(pattern=r"^[a-z]+(:\d+)?$")] = "cpu"
+    precision: Literal["f32", "bf16"] = "f32"
     batched_clients: bool | None = None
     threads: Annotated[int, Field(ge=1, le=1024)] = 1
     evaluate_every: Annotated[int, Field(ge=1)] = 1
@@ -64,6 +67,12 @@ class RunSetting(Setting):
     shadow: bool = True
     variant: Annotated[str, Field(pattern=r"^([A-Za-z0-9][A-Za-z0-9._=-]{0,60})?$")] = ""
     paper: str | None = None
+
+    @model_validator(mode="after")
+    def _bf16_is_for_cards(self) -> RunSetting:
+        if self.precision == "bf16" and not self.device.startswith("cuda"):
+            raise ValueError(f"precision bf16 needs --device cuda: on {self.device} it is slower than f32")
+        return self
 
     @property
     def data_name(self) -> str:

@@ -105,6 +105,9 @@ def simulate_command(
     flip: Flip = False,
     quick: Quick = False,
     device: Annotated[str, typer.Option(help="torch device: cpu, cuda, cuda:1")] = "cpu",
+    precision: Annotated[
+        str, typer.Option(help="of training steps: f32; bf16 on cuda, for convolutions and matrix products")
+    ] = "f32",
     batched_clients: Annotated[
         bool | None,
         typer.Option(

@@ -65,7 +65,7 @@ def party_of(run: RunSetting, spec: FederationSpec, cohort: Cohort) -> Party:
     roots = roots_of(run.seed, tuple(sorted(cohort.clients)))
     # Test images dealt out evenly are the common set: clients are measured on their own share, the average of them on all.
     common = None if run.test == "even" else cohort.common
-    return Party(spec, cohort.clients, roots, common, run.device, cohort.public)
+    return Party(spec, cohort.clients, roots, common, run.device, cohort.public, run.precision)
 
 
 def roots_of(seed: int, clients: tuple[str, ...]) -> Roots:

@@ -26,6 +26,7 @@ from fedcg.learning.loops import (
 )
 from fedcg.learning.method import DivergedError, RoundContext, TrainingParams
 from fedcg.learning.networks.stacked import Stacked
+from fedcg.learning.precision import in_precision
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def train_classifiers(learners: Sequence[Learner], params: TrainingParams) -> li
     first = torch.tensor([0, *(len(learner.data) for learner in learners[:-1])]).cumsum(0).to(device).view(1, -1, 1)
     extractor = Stacked([learner.extractor for learner in learners])
     classifier = Stacked([learner.classifier for learner in learners])
-    step = _stacked_step(extractor, classifier, params, steps)
+    step = _stacked_step(extractor, classifier, params, steps, learners[0].ctx)
     losses = []
     at_once = max(1, BLOCK_ROWS // index[0].numel())
     for start in range(0, steps, at_once):
@@ -118,12 +119,16 @@ def train_classifiers(learners: Sequence[Learner], params: TrainingParams) -> li
     return [_last_mean(curve, one.blocks) for curve, one in zip(curves, draws, strict=True)]
 
 
-def _stacked_step(extractor: Stacked, classifier: Stacked, params: TrainingParams, steps: int) -> Step:
+def _stacked_step(
+    extractor: Stacked, classifier: Stacked, params: TrainingParams, steps: int, ctx: RoundContext
+) -> Step:
     """A step on images [N, B, ...], labels [N, B] and each row's share of its client's mean, [N, B]; returns losses [N]."""
     optimiser = task_optimiser([*extractor.parameters(), *classifier.parameters()], params)
 
+    extract, classify = (in_precision(stack, ctx) for stack in (extractor, classifier))
+
     def step(images: torch.Tensor, labels: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-        logits = classifier(extractor(images))
+        logits = classify(extract(images))
         each = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(shares)
         losses = (each * shares).sum(dim=1)
         optimiser.zero_grad()

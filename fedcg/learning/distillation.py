@@ -22,6 +22,7 @@ from fedcg.learning.loops import LossMeter, adam, frozen_rows, slices
 from fedcg.learning.losses import kl_rows
 from fedcg.learning.method import Aggregate, RoundContext, ServerState, Spill, Update, Weights
 from fedcg.learning.networks import load_part, weights_of
+from fedcg.learning.precision import in_precision
 from fedcg.learning.seeds import Streams
 from fedcg.wire.parts import Part
 
@@ -209,10 +210,11 @@ def train_student(
         DivergedError: the loss is not finite or exploded.
     """
     noise, labels = bank.noise.to(ctx.device), bank.labels.to(ctx.device)
+    generate, classify = (in_precision(network, ctx) for network in (student.generator, student.classifier))
 
     def loss_at(rows: Any) -> torch.Tensor:
-        features = student.generator(noise[rows], labels[rows])
-        return loss_of(rows, features, student.classifier(features))
+        features = generate(noise[rows], labels[rows])
+        return loss_of(rows, features, classify(features))
 
     distil([student.generator, student.classifier], loss_at, len(bank), settings, ctx, by_index=by_index)
     return student.weights()

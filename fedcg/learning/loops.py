@@ -20,6 +20,7 @@ from fedcg.learning.fused_adam import FusedAdam
 from fedcg.learning.layer_noise import seeded_layers
 from fedcg.learning.losses import cross_entropy
 from fedcg.learning.method import DivergedError, RoundContext, TrainingParams
+from fedcg.learning.precision import Network, in_precision
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationSpec, ImageForm
 
@@ -230,7 +231,8 @@ def train_classifier(
             extra = penalty(block)
             inputs = (block.images, block.labels, *(() if extra is None else extra.rows))
             if step is None:
-                plain = classification_step(extractor, classifier, optimiser, None if extra is None else extra.loss)
+                extract, classify = (in_precision(network, ctx) for network in (extractor, classifier))
+                plain = classification_step(extract, classify, optimiser, None if extra is None else extra.loss)
                 step = graphed(plain, [extractor, classifier], [optimiser], steps)
             for rows in slices(len(block.labels), params.batch_size):
                 losses = step(*(tensor[rows] for tensor in inputs))
@@ -244,7 +246,7 @@ def train_classifier(
 
 
 def classification_step(
-    extractor: nn.Module, classifier: nn.Module, optimiser: torch.optim.Optimizer, penalty: PenaltyLoss | None
+    extractor: Network, classifier: Network, optimiser: torch.optim.Optimizer, penalty: PenaltyLoss | None
 ) -> Step:
     """One step on (images [B, ...], labels [B], the penalty's rows); returns [cross-entropy, that with the penalty]."""
 

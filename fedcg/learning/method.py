@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -31,6 +31,7 @@ else:
     Weights = Mapping[str, Any]
 
 Progress = Callable[[str, int, int], None]
+Precision = Literal["f32", "bf16"]
 
 
 class DivergedError(Exception):
@@ -63,6 +64,7 @@ class RoundContext:
         streams: scoped to (federation, round, attempt) already.
         device: torch device string.
         public: unlabelled images, [N, C, H, W] uint8, that the server half may use; None where there are none.
+        precision: of training steps; "bf16" for CUDA devices (see `precision`).
         progress: called with (phase, step, steps); phases are "classify", "generate", "teacher", "distil", "evaluate".
     """
 
@@ -74,6 +76,7 @@ class RoundContext:
     device: str = "cpu"
     progress: Progress = silent
     public: torch.Tensor | None = None
+    precision: Precision = "f32"
 
 
 @dataclass(frozen=True)

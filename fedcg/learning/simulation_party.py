@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from fedcg.learning.data import ImageSet
-from fedcg.learning.method import RoundContext
+from fedcg.learning.method import Precision, RoundContext
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationSpec
 
@@ -54,6 +54,7 @@ class Party:
         common: one test set for everybody, where there is one.
         device: torch device of all training.
         public: [N, C, H, W] uint8 without labels, for the server half of methods that use it.
+        precision: of training steps; "bf16" for CUDA devices.
     """
 
     spec: FederationSpec
@@ -62,6 +63,7 @@ class Party:
     common: ImageSet | None = None
     device: str = "cpu"
     public: torch.Tensor | None = None
+    precision: Precision = "f32"
 
     def client_context(self, client: str, number: int) -> RoundContext:
         """The context of a client in a round."""
@@ -73,4 +75,13 @@ class Party:
 
     def _context(self, root: bytes, number: int, public: torch.Tensor | None) -> RoundContext:
         streams = Streams(root).at(self.spec.federation, number, ATTEMPT)
-        return RoundContext(self.spec, number, ATTEMPT, self.spec.rounds, streams, device=self.device, public=public)
+        return RoundContext(
+            self.spec,
+            number,
+            ATTEMPT,
+            self.spec.rounds,
+            streams,
+            device=self.device,
+            public=public,
+            precision=self.precision,
+        )

@@ -58,6 +58,7 @@ from fedcg.learning.method import (
 )
 from fedcg.learning.networks import load_part, weights_of
 from fedcg.learning.networks.discriminators import rows_are_independent
+from fedcg.learning.precision import Network, in_precision
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.parts import Part, Report
 
@@ -155,7 +156,7 @@ def train_gan(
     streams = ctx.streams.at("generate")
     order, mirror, stream = (streams.generator(name) for name in ("order", "flip", "noise"))
     meter = LossMeter("generator and discriminator", ctx.device)
-    plain = gan_step(generator, discriminator, judge, forger, params)
+    plain = gan_step(in_precision(generator, ctx), discriminator, judge, forger, params)
     step = graphed(plain, [generator, discriminator], [judge, forger], steps)
     for index in index_blocks(len(source.labels), params.batch_size, steps, order):
         real, labels = source.rows(index, mirror)
@@ -168,7 +169,7 @@ def train_gan(
 
 
 def gan_step(
-    generator: nn.Module,
+    generator: Network,
     discriminator: nn.Module,
     judge: torch.optim.Optimizer,
     forger: torch.optim.Optimizer,

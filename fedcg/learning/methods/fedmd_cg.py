@@ -58,6 +58,7 @@ from fedcg.learning.method import (
     Weights,
 )
 from fedcg.learning.networks import load_part, weights_of
+from fedcg.learning.precision import Network, in_precision
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.parts import Part, Report
 
@@ -197,10 +198,9 @@ def train_generator(
     for index in index_blocks(len(source.labels), params.batch_size, steps, order):
         real, labels = source.rows(index, mirror)
         if step is None:
+            forge, judge = (in_precision(network, ctx) for network in (generator, classifier))
             scale = class_scale(real, labels, ctx.spec.class_count)
-            step = graphed(
-                generator_step(generator, classifier, optimiser, params, scale), [generator], [optimiser], steps
-            )
+            step = graphed(generator_step(forge, judge, optimiser, params, scale), [generator], [optimiser], steps)
         noise = torch.randn(len(labels), ctx.spec.network.noise_dim, generator=stream).to(ctx.device)
         with torch.no_grad():
             target = classifier(real)
@@ -212,8 +212,8 @@ def train_generator(
 
 
 def generator_step(
-    generator: nn.Module,
-    classifier: nn.Module,
+    generator: Network,
+    classifier: Network,
     optimiser: torch.optim.Optimizer,
     params: FedmdCgParams,
     scale: torch.Tensor,
