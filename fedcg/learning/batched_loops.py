@@ -136,7 +136,7 @@ def _stacked_step(
         optimiser.step()
         return losses.detach()
 
-    return graphed(step, [extractor, classifier], [optimiser], steps)
+    return graphed(step, [extractor, classifier], [optimiser], steps if ctx.graphs else 0)
 
 
 def _last_mean(curve: torch.Tensor, blocks: Sequence[int]) -> float | DivergedError:

@@ -9,8 +9,8 @@ from functools import partial
 from fedcg.learning.bench_training import Setting, Stage, median_seconds, workers
 from fedcg.learning.spec import NetworkChoice
 
-_STAGES = (Stage.CLASSIFY, Stage.GAN, Stage.STUDENT)
-_IMAGES = 2000
+STAGES = (Stage.CLASSIFY, Stage.GAN, Stage.STUDENT)
+IMAGES = 2000
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ def measure(plan: Steps, tell: Callable[[str], None]) -> list[dict[str, str | in
         for generator, discriminator in plan.pairs:
             network = NetworkChoice(split=plan.split, generator=generator, discriminator=discriminator)
             for batch in plan.batches:
-                plain = Setting(True, network, "separate", batch, _IMAGES, plan.steps, 1)  # noqa: FBT003 - `plain`
-                for stage in _STAGES:
+                plain = Setting(True, network, "separate", batch, IMAGES, plan.steps, 1)  # noqa: FBT003 - `plain`
+                for stage in STAGES:
                     tell(f"{generator}/{discriminator}, batch {batch}: {stage.value}")
                     jobs = [
                         partial(theirs.seconds, plain, stage),

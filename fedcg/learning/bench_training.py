@@ -18,7 +18,16 @@ from multiprocessing import get_context
 import torch
 
 from fedcg.learning import reference
-from fedcg.learning.distillation import Distillation, Ensemble, Pair, draw_bank, teacher_logits, train_student, uniform
+from fedcg.learning.distillation import (
+    Distillation,
+    Ensemble,
+    Pair,
+    Rows,
+    draw_bank,
+    teacher_logits,
+    train_student,
+    uniform,
+)
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.initial import complete_spec, initial_parts
 from fedcg.learning.loops import FeatureSource, train_classifier
@@ -58,6 +67,8 @@ class Setting:
         images: of a client, 3x32x32.
         steps: of a client's stage, and of the student.
         teachers: how many the reference runs in every step of the student.
+        device: torch device of ours.
+        graphs: whether ours may run steps as CUDA graphs.
     """
 
     plain: bool
@@ -67,6 +78,8 @@ class Setting:
     images: int
     steps: int
     teachers: int
+    device: str = "cpu"
+    graphs: bool = True
 
 
 class Workers:
@@ -101,8 +114,8 @@ def workers(processes: int, threads: int) -> Iterator[Workers]:
 
 def timed(setting: Setting, stage: Stage) -> float:
     """Seconds of one stage on fresh networks, after a few steps that are not timed."""
-    _work(setting, stage, _WARM_UP_STEPS)()
-    work = _work(setting, stage, setting.steps)
+    work_of(setting, stage, _WARM_UP_STEPS)()
+    work = work_of(setting, stage, setting.steps)
     begin = time.perf_counter()
     work()
     return time.perf_counter() - begin
@@ -127,7 +140,9 @@ def context_of(setting: Setting, steps: int) -> RoundContext:
         augment_flip=True,
     )
     streams = Streams(b"bench").at("bench", _LATE_ROUND, 1)
-    return RoundContext(complete_spec(plan), _LATE_ROUND, 1, plan.rounds, streams)
+    return RoundContext(
+        complete_spec(plan), _LATE_ROUND, 1, plan.rounds, streams, device=setting.device, graphs=setting.graphs
+    )
 
 
 def random_images(count: int) -> ImageSet:
@@ -137,14 +152,14 @@ def random_images(count: int) -> ImageSet:
     return ImageSet(images, torch.randint(0, len(_CLASSES), (count,), generator=stream), _CLASSES)
 
 
-def _work(setting: Setting, stage: Stage, steps: int) -> Callable[[], object]:
+def work_of(setting: Setting, stage: Stage, steps: int) -> Callable[[], object]:
     """What one call of a stage does, ready to run."""
     ctx = context_of(setting, steps)
     initial = initial_parts(ctx.spec, b"bench")
-    nets = Networks(**{part.value: load_part(ctx.spec, part, initial[part]) for part in Part})
+    nets = Networks(**{part.value: load_part(ctx.spec, part, initial[part], ctx.device) for part in Part})
     if stage in {Stage.TEACHER, Stage.STUDENT}:
         return _server_work(nets, stage, setting, steps, ctx)
-    data, params = random_images(setting.images), fedcg.FedcgParams.model_validate(ctx.spec.params)
+    data, params = random_images(setting.images).to(ctx.device), fedcg.FedcgParams.model_validate(ctx.spec.params)
     if setting.plain:
         twins = reference.plain_networks(nets)
         train = reference.classify if stage is Stage.CLASSIFY else reference.train_gan
@@ -173,7 +188,9 @@ def _server_work(nets: Networks, stage: Stage, setting: Setting, steps: int, ctx
     ensemble.add(1, teacher_logits(student, bank, ctx))
     if stage is Stage.TEACHER:
         return lambda: ensemble.add(1, teacher_logits(student, bank, ctx))
-    target = ensemble.logits()
-    return lambda: train_student(
-        student, bank, settings, ctx, lambda rows, features, logits: kl_teacher_student(target[rows], logits)
-    )
+    target = ensemble.logits().to(ctx.device)
+
+    def loss_of(rows: Rows, features: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        return kl_teacher_student(target[rows], logits)
+
+    return lambda: train_student(student, bank, settings, ctx, loss_of, by_index=True)

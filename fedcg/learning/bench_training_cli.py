@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
 from importlib.metadata import version
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from fedcg.learning.bench_steps import Steps
 
 
 def round_command(
@@ -97,16 +100,33 @@ def train_command(
         threads=threads,
         repeats=1 if quick else repeats,
     )
-    cases = measure(plan, lambda line: typer.echo(line, err=True))
+
+    def tell(line: str) -> None:
+        typer.echo(line, err=True)
+
+    cases, on_card = measure(plan, tell), _on_card(plan, tell)
     if as_json:
         setting = {"split": split, "steps": plan.steps, "threads": threads, "repeats": plan.repeats}
-        typer.echo(json.dumps({**_header("bench train"), "setting": setting, "cases": cases}, indent=1))
+        typer.echo(json.dumps({**_header("bench train"), "setting": setting, "cases": cases, **on_card}, indent=1))
         return
     for case in cases:
         typer.echo(
             f"{case['generator']}/{case['discriminator']} batch {case['batch']} {case['stage']:<9} "
             f"reference {case['reference_ms']:7.2f} ms, ours {case['ours_ms']:7.2f} ms: {case['speedup']:.2f}x"
         )
+    if on_card:
+        typer.echo(json.dumps(on_card, indent=1))
+
+
+def _on_card(plan: Steps, tell: Callable[[str], None]) -> dict[str, object]:
+    """The same stages of ours on a CUDA device; no key at all without one."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return {}
+    from fedcg.learning import bench_card
+
+    return {"cuda_device": torch.cuda.get_device_name(), "cuda": bench_card.measure(plan, tell)}
 
 
 def _header(kind: str) -> dict[str, object]:

@@ -174,7 +174,7 @@ def distil(
 
     with seeded_layers(ctx, "distil"):
         order = torch.arange(rows if by_index else 0, device=ctx.device)
-        on_graph = by_index and on_card([order])
+        on_graph = by_index and ctx.graphs and on_card([order])
         step_at = graphed(take_step, modules, [optimiser], settings.iterations) if on_graph else take_step
         for step, some in enumerate(slices(rows, settings.batch), start=1):
             meter.add(step_at(order[some] if on_graph else some))

@@ -233,7 +233,7 @@ def train_classifier(
             if step is None:
                 extract, classify = (in_precision(network, ctx) for network in (extractor, classifier))
                 plain = classification_step(extract, classify, optimiser, None if extra is None else extra.loss)
-                step = graphed(plain, [extractor, classifier], [optimiser], steps)
+                step = graphed(plain, [extractor, classifier], [optimiser], steps if ctx.graphs else 0)
             for rows in slices(len(block.labels), params.batch_size):
                 losses = step(*(tensor[rows] for tensor in inputs))
                 task.add(losses[0])

@@ -65,6 +65,7 @@ class RoundContext:
         device: torch device string.
         public: unlabelled images, [N, C, H, W] uint8, that the server half may use; None where there are none.
         precision: of training steps; "bf16" for CUDA devices (see `precision`).
+        graphs: whether training steps on a CUDA device may run as CUDA graphs.
         progress: called with (phase, step, steps); phases are "classify", "generate", "teacher", "distil", "evaluate".
     """
 
@@ -77,6 +78,7 @@ class RoundContext:
     progress: Progress = silent
     public: torch.Tensor | None = None
     precision: Precision = "f32"
+    graphs: bool = True
 
 
 @dataclass(frozen=True)

@@ -39,9 +39,9 @@ def spec_of(method: str, params: dict[str, ParameterValue], network: dict[str, s
     return complete_spec(plan_of(method, choice, GREY, params))
 
 
-def round_of(spec: FederationSpec, device: str = "cpu") -> tuple[ClientState, Aggregate]:
+def round_of(spec: FederationSpec, device: str = "cpu", *, graphs: bool = True) -> tuple[ClientState, Aggregate]:
     """A client's state and the server's aggregate after one round of one client."""
-    method, ctx = get_method(spec.method), replace(context(spec, 3), device=device)
+    method, ctx = get_method(spec.method), replace(context(spec, 3), device=device, graphs=graphs)
     initial = initial_parts(spec, b"cohort")
     server = method.init_server(spec, initial)
     data = bright_images(IMAGES, 0)
@@ -73,6 +73,17 @@ def test_replayed_steps_train_as_plain_ones_do(
     assert eager == 2 * clients_stages  # the last batch of each epoch
     assert all(same(state.parts[part], replayed_state.parts[part]) for part in state.parts)
     assert all(same(aggregate.parts[part], replayed.parts[part]) for part in aggregate.parts)
+
+
+def test_a_round_that_wants_no_graphs_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_graph, "LEAST_STEPS", 1)
+    for module in (cuda_graph, distillation):
+        monkeypatch.setattr(module, "on_card", lambda _: True)
+    monkeypatch.setattr(cuda_graph, "GraphedStep", ReplayedStep)
+    for graphs in (True, False):
+        monkeypatch.setattr(ReplayedStep, "made", 0)
+        round_of(spec_of("fedcg", {}, {}), graphs=graphs)
+        assert (ReplayedStep.made > 0) is graphs
 
 
 def test_replaying_sees_a_tensor_that_is_no_input_as_it_was_when_recorded() -> None:

@@ -157,7 +157,7 @@ def train_gan(
     order, mirror, stream = (streams.generator(name) for name in ("order", "flip", "noise"))
     meter = LossMeter("generator and discriminator", ctx.device)
     plain = gan_step(in_precision(generator, ctx), discriminator, judge, forger, params)
-    step = graphed(plain, [generator, discriminator], [judge, forger], steps)
+    step = graphed(plain, [generator, discriminator], [judge, forger], steps if ctx.graphs else 0)
     for index in index_blocks(len(source.labels), params.batch_size, steps, order):
         real, labels = source.rows(index, mirror)
         noise = torch.randn(len(labels), ctx.spec.network.noise_dim, generator=stream).to(ctx.device)

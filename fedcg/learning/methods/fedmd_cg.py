@@ -200,7 +200,8 @@ def train_generator(
         if step is None:
             forge, judge = (in_precision(network, ctx) for network in (generator, classifier))
             scale = class_scale(real, labels, ctx.spec.class_count)
-            step = graphed(generator_step(forge, judge, optimiser, params, scale), [generator], [optimiser], steps)
+            plain = generator_step(forge, judge, optimiser, params, scale)
+            step = graphed(plain, [generator], [optimiser], steps if ctx.graphs else 0)
         noise = torch.randn(len(labels), ctx.spec.network.noise_dim, generator=stream).to(ctx.device)
         with torch.no_grad():
             target = classifier(real)
