@@ -70,13 +70,15 @@ def build_cohort(
         cache: folder of the decoded copy of a large source; the user's cache folder when None.
 
     Raises:
-        SourceError: too few images for so many clients; a client without enough that can be decoded; no such domains.
+        SourceError: too few images for so many clients; no client with two that can be decoded; no such domains.
     """
     deal = deal_out(source, DealOptions(clients, partition, seed, images_per_client, validation, test, public_images))
     decoder = Decoder(form)
     decoder.remember(source, cache)
     reader = _Reader(form, deal.classes, decoder)
     datasets = {name: _client_data(name, pictures, reader) for name, pictures in deal.clients.items()}
+    if all(len(data.train) < 2 for data in datasets.values()):
+        raise SourceError("no client has the 2 training images that are needed at least")
     common = reader.read(deal.common).images
     public = None
     if deal.public:
@@ -96,8 +98,6 @@ def _client_data(name: str, pictures: ClientPictures, reader: _Reader) -> Client
         )
     else:
         train_set, val_set = reader.read(pictures.train).images, reader.read(pictures.val).images
-    if len(train_set) < 2:
-        raise SourceError(f"{name}: {len(train_set)} training image(s); at least 2 are needed")
     return ClientData(train_set, val_set, test.images)
 
 

@@ -121,7 +121,7 @@ class Setting(BaseModel):
             "network": {
                 "split": self.network,
                 "generator": self.generator,
-                "discriminator": self.discriminator or self.generator,
+                "discriminator": self.discriminator or discriminator_for(self.generator),
                 "noise_dim": self.noise_dim or NOISE_DIMS.get(self.generator, NetworkChoice().noise_dim),
             },
             "params": self.all_params(),
@@ -140,6 +140,11 @@ class Setting(BaseModel):
         chosen = {"batch_size": self.batch_size, "lr": self.lr, "steps": self.local_steps or None}
         given = {name: value for name, value in chosen.items() if value is not None}
         return {**quick, "epochs": self.local_epochs, **given, **self.params}
+
+
+def discriminator_for(generator: str) -> str:
+    """The discriminator that goes with a generator: convolutional for a convolutional one."""
+    return "conv" if generator.startswith("conv") else "mlp"
 
 
 def root_secret(seed: int, purpose: str) -> bytes:

@@ -214,6 +214,9 @@ def _checked(batch: Batch) -> Batch:
 
 
 def _check_method(setting: RunSetting) -> None:
+    from fedcg.learning.networks.discriminators import DISCRIMINATORS  # torch comes with them: not for --help
+    from fedcg.learning.networks.generators import GENERATORS
+
     method, params = get_method(setting.method), setting.all_params()
     unknown = sorted(params.keys() - method.params_type.model_fields.keys())
     if unknown:
@@ -224,6 +227,12 @@ def _check_method(setting: RunSetting) -> None:
         method.params_type.model_validate(params)
     except ValidationError as error:
         raise bad_input(f"{method.name}: {reasons(error)}") from error
+    for kind, name, known in (
+        ("generator", setting.generator, GENERATORS),
+        ("discriminator", setting.discriminator, DISCRIMINATORS),
+    ):
+        if name is not None and name not in known:
+            raise bad_input(f"no {kind} {name!r}; there are {', '.join(sorted(known))}")
     if method.needs_public and not setting.public_images:
         raise bad_input(f"{method.name} distils on unlabelled public images: hold some out with --public-images N")
 

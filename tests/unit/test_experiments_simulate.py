@@ -8,16 +8,20 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 from edge_client.local_data import LocalData
 from edge_client.snapshot import Snapshot
 from experiments.batch import PlannedRun, RunSetting
 from experiments.errors import OptionError, RunError
+from experiments.options import discriminator_for
 from experiments.partitions import Partition, prepare
 from experiments.simulate import FAILURES_FILE, FailedRun, Runs, write_failures
 from experiments.simulation_data import Cohorts, roots_of
 from experiments.simulation_record import FIGURES
+from fedcg.cli import app
 from fedcg.learning.initial import complete_spec
+from fedcg.learning.networks.generators import GENERATORS
 from fedcg.learning.simulation import Simulation, simulate
 from fedcg.learning.spec import plan_from_mapping
 
@@ -137,3 +141,46 @@ def test_every_party_of_a_simulation_has_a_root_of_its_own() -> None:
     roots = roots_of(0, ("client-1", "client-2"))
     assert len({roots.cohort, roots.coordinator, *roots.devices.values()}) == 4
     assert roots_of(1, ("client-1",)).devices["client-1"] != roots.devices["client-1"]
+
+
+def test_a_client_with_one_image_is_left_out_and_named_and_the_others_go_on(tmp_path: Path) -> None:
+    for domain, count in (("large", 8), ("tiny", 1)):
+        for part, images in (("train", count), ("test", 4)):
+            for label in ("dark", "light"):
+                folder = tmp_path / "data" / domain / part / label
+                folder.mkdir(parents=True)
+                for number in range(images if (domain, part, label) != ("tiny", "train", "light") else 0):
+                    Image.new("L", (16, 16), 40 + number if label == "dark" else 200 + number).save(
+                        folder / f"{number}.png"
+                    )
+    setting = SMALL.model_copy(
+        update={
+            "data": str(tmp_path / "data"),
+            "partition": "domains",
+            "images_per_client": None,
+            "method": "fedsplit",
+            "validation": "test-half",
+            "params": {},
+        }
+    )
+    record = simulated(setting, tmp_path / "out")
+    failures = {client["id"]: [failure["reason"] for failure in client["failures"]] for client in record["clients"]}
+    assert failures == {"client-1": [], "client-2": ["1 training images: at least 2 are needed"] * 2}
+    assert record["clients"][0]["accuracy_after"] is not None
+
+
+@pytest.mark.parametrize(("option", "kind"), [("--generator", "generator"), ("--discriminator", "discriminator")])
+def test_an_unknown_network_ends_the_call_before_anything_is_written(
+    option: str, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(SystemExit) as ended:
+        app.main(args=["simulate", option, "nope", "--out", str(out)], prog_name="fedcg")
+    assert (ended.value.code, out.exists()) == (2, False)
+    assert f"no {kind} 'nope'; there are conv" in capsys.readouterr().err
+
+
+def test_a_compact_generator_brings_the_discriminator_of_its_kind() -> None:
+    kinds = {"conv": "conv", "conv_small": "conv", "mlp": "mlp", "mlp3": "mlp", "mlp_small": "mlp"}
+    assert {name: discriminator_for(name) for name in kinds} == kinds
+    assert set(kinds) == set(GENERATORS)
