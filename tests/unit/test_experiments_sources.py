@@ -181,14 +181,19 @@ def test_grey_and_colour_files_together_are_read_as_colour(tmp_path: Path) -> No
     assert next(iter(cohort_of(source).clients.values())).train.images.shape[1] == 3
 
 
-def test_a_client_of_one_image_is_refused_and_one_of_a_single_class_is_not(tmp_path: Path) -> None:
+def test_a_client_of_a_single_class_or_of_one_image_is_a_client_and_none_with_two_images_an_error(
+    tmp_path: Path,
+) -> None:
     tree(tmp_path / "amazon", 40)
     tree(tmp_path / "dslr", 30, ("dog",))
     cohort = cohort_of(open_source(str(tmp_path)), "domains")
     assert cohort.clients["client-2"].train.label_counts() == (0, 15)
     tree(tmp_path / "webcam", 2, ("cat",))
-    with pytest.raises(SourceError, match="client-3: 1 training image"):
-        cohort_of(open_source(str(tmp_path)), "domains", 3)
+    assert len(cohort_of(open_source(str(tmp_path)), "domains", 3).clients["client-3"].train) == 1
+    for domain, label in (("red", "cat"), ("blue", "dog")):
+        tree(tmp_path / "small" / domain, 2, (label,))
+    with pytest.raises(SourceError, match="no client has the 2 training images"):
+        cohort_of(open_source(str(tmp_path / "small")), "domains", 2)
 
 
 # Arrays
