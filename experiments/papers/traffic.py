@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from experiments.batch import RunSetting
 from experiments.papers.lines import Figure, figure_of
 from experiments.papers.records import RunRecord
 
@@ -48,7 +49,8 @@ def traffic(runs: Iterable[RunRecord]) -> tuple[tuple[Traffic, ...], ...]:
 
 
 def _shared_setting(run: RunRecord) -> str:
-    setting = {name: value for name, value in run.setting.items() if name not in _FREE}
+    whole = {**RunSetting().published(), **run.setting}  # what a record does not name had its default
+    setting = {name: value for name, value in whole.items() if name not in _FREE}
     reduced = {name: pair for name, pair in run.reduced.items() if name not in _FREE}
     return json.dumps([run.base, run.method, run.variant, setting, run.params, reduced], sort_keys=True, default=list)
 

@@ -292,3 +292,12 @@ def test_a_run_of_local_says_which_clients_of_the_same_seed_are_better_off_alone
     line = next(line for line in found.lines if line.row.key == "fedsplit")
     assert (line.losing, line.compared) == (2, 4)  # seed 0: 0.385 < 0.39 and 0.405 < 0.41; seed 2 has no run of local
     assert line.gains == pytest.approx({"client-1": 0.75, "client-2": 0.75})
+
+
+def test_a_record_made_before_an_option_existed_stands_beside_those_that_name_its_default() -> None:
+    older = record("fedcg", 0, 0.50, generator="mlp", up=728_016)
+    newer = record("fedcg", 0, 0.51, generator="mlp_small", up=483_280, setting={"precision": "f32"})
+    (group,) = traffic([RunRecord.model_validate(content) for content in (older, newer)])
+    assert [item.generator for item in group] == ["mlp_small", "mlp"]
+    other = record("fedcg", 0, 0.51, generator="mlp3", up=994_264, setting={"precision": "bf16"})
+    assert traffic([RunRecord.model_validate(content) for content in (older, other)]) == ()
