@@ -203,13 +203,40 @@ def parse_seeds(text: str) -> tuple[int, ...]:
     return tuple(seeds)
 
 
-def save_batch(batch: Batch, folder: Path) -> None:
-    """Remember in `folder` what is being run there; it stays on this machine, for it may hold paths."""
+def save_batch(batch: Batch, folder: Path, *, force: bool = False) -> None:
+    """Remember in `folder` what is being run there, beside what was before; it stays on this machine, for it may hold paths.
+
+    Args:
+        batch: a run of a name that is known takes its place.
+        folder: of the batch.
+        force: whether such a run may have other data than the one before.
+
+    Raises:
+        OptionError: a run of the same name had other data, which its record would not show; nothing was written.
+    """
+    known = _known_runs(folder)
+    for run in batch.runs:
+        before = known.get(run.setting.name)
+        if before is not None and before.setting.data != run.setting.data and not force:
+            raise OptionError(
+                f"{folder}: {run.setting.name} was run with {before.setting.data} there, not {run.setting.data}; "
+                "choose another --out, or --force to run it again"
+            )
+    runs = {**known, **{run.setting.name: run for run in batch.runs}}
     state = folder / STATE_FOLDER
     state.mkdir(parents=True, exist_ok=True, mode=0o700)
     temporary = state / f".{_BATCH_FILE}.new"
-    temporary.write_text(json.dumps({"format": BATCH_FORMAT, "batch": batch.model_dump(mode="json")}, indent=1))
+    whole = Batch(runs=tuple(runs.values())).model_dump(mode="json")
+    temporary.write_text(json.dumps({"format": BATCH_FORMAT, "batch": whole}, indent=1))
     temporary.replace(state / _BATCH_FILE)
+
+
+def _known_runs(folder: Path) -> dict[str, PlannedRun]:
+    """By name the runs that `folder` remembers; none where nothing that can be read does."""
+    try:
+        return {run.setting.name: run for run in load_batch(folder).runs}
+    except OptionError:
+        return {}
 
 
 def load_batch(folder: Path) -> Batch:

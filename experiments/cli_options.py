@@ -35,6 +35,10 @@ ImageSize = Annotated[int, typer.Option(help="images become SIZE x SIZE pixels")
 Flip = Annotated[
     bool, typer.Option("--flip/--no-flip", help="augment by horizontal flips: for photographs, not for digits")
 ]
+Crop = Annotated[
+    int,
+    typer.Option(metavar="PIXELS", help="augment by random crops of images padded by PIXELS at every side; 0: off"),
+]
 Quick = Annotated[
     bool,
     typer.Option("--quick/--no-quick", help="larger steps and a shorter server loop than the method's own defaults"),

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from experiments.cli_options import (
     Clients,
+    Crop,
     Data,
     Flip,
     Generator,
@@ -72,6 +73,7 @@ def demo_command(
     generator: Generator = "mlp",
     image_size: ImageSize = 32,
     flip: Flip = False,
+    crop: Crop = 0,
     seed: Seed = 0,
     quick: Quick = True,
     params: Params = None,
@@ -111,6 +113,7 @@ def demo_command(
             "generator": generator,
             "image_size": image_size,
             "flip": flip,
+            "crop": crop,
             "seed": seed,
             "quick": quick,
             "params": _parsed(params),
@@ -126,9 +129,7 @@ def demo_command(
     try:
         summary = json.loads(finished.read_text()) if finished.exists() else asyncio.run(Demo(run, console).run())
     except (KeyboardInterrupt, asyncio.CancelledError):
-        console.print(
-            f"Interrupted; every process is stopped. Go on with: fedcg demo --resume {run.root}", soft_wrap=True
-        )
+        console.print(f"Every process is stopped. Go on with: fedcg demo --resume {run.root}", soft_wrap=True)
         raise typer.Exit(130) from None
     if record is not None:
         write_record(summary, run.root, record)

@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from experiments.errors import OptionError
 from experiments.partitions import Partition
 from experiments.sources import DIGITS, Source, open_source
-from fedcg.learning.spec import ImageForm, NetworkChoice, ParameterValue
+from fedcg.learning.spec import CropPixels, ImageForm, NetworkChoice, ParameterValue, check_crop
 
 FEDERATION = "demo"
 OPTIONS_FILE = "demo.json"
@@ -57,6 +57,7 @@ class Setting(BaseModel):
         normalise: `half` or `imagenet`.
         image_size: images become image_size x image_size pixels.
         flip: augment training images by horizontal flips, as FedCG does; wrong for digits.
+        crop: augment them by random windows of the image, padded with so many black pixels at every side; 0: off.
         quick: put `QUICK_PARAMS` over the method's own defaults.
         params: parameters of the method, over both.
     """
@@ -83,9 +84,16 @@ class Setting(BaseModel):
     normalise: Literal["half", "imagenet"] = "half"
     image_size: Annotated[int, Field(ge=4, le=1024)] = 32
     flip: bool = False
+    crop: CropPixels = 0
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
     quick: bool = True
     params: dict[str, ParameterValue] = {}
+
+    @field_validator("crop")
+    @classmethod
+    def _crop_fits(cls, pixels: int, info: ValidationInfo) -> int:
+        side = info.data.get("image_size")
+        return pixels if side is None else check_crop(pixels, side)
 
     def checked_partition(self) -> Partition:
         """The partition, parsed.
@@ -116,6 +124,7 @@ class Setting(BaseModel):
             "rounds": self.rounds,
             "seed": self.seed,
             "augment_flip": self.flip,
+            "augment_crop": self.crop,
             "min_clients": self.clients,
             "image": self.image_form(source.image_form(self.image_size).mode).model_dump(mode="json"),
             "network": {

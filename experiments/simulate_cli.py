@@ -15,6 +15,7 @@ from typer.core import TyperCommand
 from experiments.batch import Batch, RunSetting, load_batch, parse_method_params, parse_seeds, plan_batch, save_batch
 from experiments.cli_options import (
     Clients,
+    Crop,
     Data,
     Flip,
     Generator,
@@ -103,6 +104,7 @@ def simulate_command(
         str, typer.Option(help="half: to [-1, 1]; imagenet: by ImageNet's mean and deviation")
     ] = "half",
     flip: Flip = False,
+    crop: Crop = 0,
     quick: Quick = False,
     device: Annotated[str, typer.Option(help="torch device: cpu, cuda, cuda:1")] = "cpu",
     precision: Annotated[
@@ -166,7 +168,7 @@ def simulate_command(
     if ray is None:  # a cluster may have what this machine lacks
         _check_device(batch.runs[0].setting.device)
     if resume is None:
-        save_batch(batch, folder)
+        _remember(batch, folder, force=force)
     lanes = _local_lanes(batch, workers) if ray is None else _ray_lanes(batch, workers, ray)
     _run(batch, folder, lanes, force=force, tensorboard=tensorboard, plot=plot, as_json=as_json)
 
@@ -195,6 +197,13 @@ def _of_table(
         raise bad_input(str(error)) from error
 
 
+def _remember(batch: Batch, folder: Path, *, force: bool) -> None:
+    try:
+        save_batch(batch, folder, force=force)
+    except ExperimentError as error:
+        raise bad_input(str(error)) from error
+
+
 def _resumed(folder: Path) -> Batch:
     try:
         return _checked(load_batch(folder))
@@ -214,7 +223,8 @@ def _checked(batch: Batch) -> Batch:
 
 
 def _check_method(setting: RunSetting) -> None:
-    from fedcg.learning.networks.discriminators import DISCRIMINATORS  # torch comes with them: not for --help
+    from fedcg.learning.networks.assembly import smallest_side  # torch comes with them: not for --help
+    from fedcg.learning.networks.discriminators import DISCRIMINATORS
     from fedcg.learning.networks.generators import GENERATORS
 
     method, params = get_method(setting.method), setting.all_params()
@@ -233,6 +243,9 @@ def _check_method(setting: RunSetting) -> None:
     ):
         if name is not None and name not in known:
             raise bad_input(f"no {kind} {name!r}; there are {', '.join(sorted(known))}")
+    least = smallest_side(setting.network)
+    if setting.image_size < least:
+        raise bad_input(f"--image-size {setting.image_size}: {setting.network} needs at least {least}")
     if method.needs_public and not setting.public_images:
         raise bad_input(f"{method.name} distils on unlabelled public images: hold some out with --public-images N")
 
@@ -284,7 +297,7 @@ def _run(
             done = BatchRunner(folder, opened, console, Beside(tensorboard, plot))
             records, failed = done.run(batch, force=force)
     except KeyboardInterrupt:
-        console.print(f"Interrupted. Go on with: fedcg simulate --resume {folder}", markup=False, soft_wrap=True)
+        console.print(f"Go on with: fedcg simulate --resume {folder}", markup=False, soft_wrap=True)
         raise typer.Exit(130) from None
     except ExperimentError as error:
         raise bad_input(str(error)) from error

@@ -51,7 +51,8 @@ class _TableEntry(_Strict):
 
 class _ReducedEntry(_Strict):
     title: str
-    setting: _SettingValues
+    setting: _SettingValues = {}
+    method: dict[str, dict[str, ParameterValue]] = {}
 
 
 class _ClaimEntry(_Strict):
@@ -96,7 +97,7 @@ class Row:
         key: `method` or `method/variant`, unique in its preset.
         label: the paper's name for it.
         setting: fields of the run's setting that this row adds to the preset's.
-        params: every published parameter of the method.
+        params: every published parameter of the method; `own_params` names those that this row is about.
         search: parameters of which the paper tried several values and reports the best.
         figures: published figure by measure; empty where the paper has none.
         home: preset and row under which this very run is recorded: another table's, where the two are the same run.
@@ -109,6 +110,7 @@ class Row:
     search: Mapping[str, tuple[ParameterValue, ...]]
     figures: Mapping[str, Published]
     home: tuple[str, str]
+    own_params: tuple[str, ...] = ()
 
     @property
     def method(self) -> str:
@@ -126,9 +128,9 @@ class Preset:
     """One column of a published table.
 
     Attributes:
-        name: `paper:table:scenario`, with `@budget` for a reduced one.
+        name: `paper:table:scenario`, with `@budget` for a reduced one, `@one+another` for both at once.
         setting: published fields of the run's setting, without method, seed and parameters.
-        changed: what a reduced budget puts over `setting`.
+        changed: what a reduced budget puts over `setting`; `changed_params` likewise over a method's parameters.
         measures: names of the figures, the one that the paper argues with first.
         needs: data that the user has to bring; None where it can be found by name.
         stand_in: why this preset has no published figures; None for a published one.
@@ -145,6 +147,7 @@ class Preset:
     needs: str | None = None
     stand_in: str | None = None
     changed: Mapping[str, ParameterValue] = field(default_factory=dict)
+    changed_params: Mapping[str, Mapping[str, ParameterValue]] = field(default_factory=dict)
 
     @property
     def base(self) -> str:
@@ -223,6 +226,7 @@ def _row(paper: _PaperFile, table: str, scenario: str, key: str, pairs: Sequence
         search={**paper.search, **source.search},
         figures={name: Published(*pair) for name, pair in zip(paper.measures, pairs, strict=False)},
         home=(f"{paper.id}:{first}:{scenario}", meant),
+        own_params=tuple(source.params),
     )
 
 
@@ -235,7 +239,7 @@ def find_presets(name: str) -> tuple[Preset, ...]:
     """The presets that a name means: one preset, or all of a group (`fedmd_cg:table1:cifar10`, `fedcg:table1`).
 
     Args:
-        name: a preset, the beginning of several up to a `:` or a `-`, either with `@budget`.
+        name: a preset, the beginning of several up to a `:` or a `-`, either with `@budget` or `@one+another`.
 
     Raises:
         OptionError: there is none of that name.
@@ -256,6 +260,12 @@ def _is_in(name: str, group: str) -> bool:
 
 def _with_budget(preset: Preset, budget: str) -> Preset:
     budgets = _budgets()[preset.name.partition(":")[0]]
-    if budget not in budgets:
-        raise OptionError(f"no budget {budget!r} for {preset.name}; there are {', '.join(budgets)}")
-    return replace(preset, name=f"{preset.base}@{budget}", changed=budgets[budget].setting)
+    setting: _SettingValues = {}
+    params: dict[str, dict[str, ParameterValue]] = {}
+    for one in budget.split("+"):
+        if one not in budgets:
+            raise OptionError(f"no budget {one!r} for {preset.name}; there are {', '.join(budgets)}")
+        setting |= budgets[one].setting
+        for method, values in budgets[one].method.items():
+            params[method] = {**params.get(method, {}), **values}
+    return replace(preset, name=f"{preset.base}@{budget}", changed=setting, changed_params=params)

@@ -142,10 +142,15 @@ def _runs_of(preset: Preset, row: Row, seed: int, typed: Values, params: Mapping
                 published={**preset.setting, **row.setting, **fields},
                 params={**row.params, **others},
                 given={**preset.changed, **given},
-                given_params=asked,
+                given_params={**_beside(preset.changed_params.get(row.method, {}), row), **asked},
             )
         )
     return tuple(runs)
+
+
+def _beside(changed: Values, row: Row) -> dict[str, ParameterValue]:
+    """A budget's parameters without those that the row is about."""
+    return {name: value for name, value in changed.items() if name not in row.own_params}
 
 
 def _choices(key: str, published: tuple[ParameterValue, ...], given: Values) -> tuple[ParameterValue, ...]:

@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import nn
 
+from fedcg.learning.augmentation import Augmentation, Augmenter
 from fedcg.learning.cuda_graph import Step, graphed
-from fedcg.learning.data import ImageSet, flip_at_random, normalise
+from fedcg.learning.data import ImageSet, normalise
 from fedcg.learning.loops import (
     BLOCK_ROWS,
     check_loss,
-    flips_for,
     images_at_once,
     index_blocks,
     steps_of,
@@ -48,31 +48,29 @@ class Learner:
 
 @dataclass(frozen=True)
 class _Draws:
-    """Every batch of one client: which images, [steps, B] int64 (-1: filled up), whether mirrored, and how blocks divide them."""
+    """Every batch of one client: which images, [steps, B] int64 (-1: filled up), how augmented ([steps, B, 3]), and how blocks divide them."""
 
     index: torch.Tensor
-    mirrored: torch.Tensor
+    choices: torch.Tensor
     blocks: tuple[int, ...]
 
     def padded(self, steps: int) -> _Draws:
         """The same with steps of nothing at the end."""
         more = (0, 0, 0, steps - len(self.index))
-        return _Draws(F.pad(self.index, more, value=-1), F.pad(self.mirrored, more), self.blocks)
+        return _Draws(F.pad(self.index, more, value=-1), F.pad(self.choices, (0, 0, *more)), self.blocks)
 
 
 def _draws(learner: Learner, params: TrainingParams) -> _Draws:
     spec, batch = learner.ctx.spec, params.batch_size
     streams = learner.ctx.streams.at("classify")
-    shuffle, mirror = streams.generator("order"), streams.generator("flip")
+    shuffle, augmenter = streams.generator("order"), Augmenter(spec, streams)
     steps = steps_of(params, len(learner.data))
-    index, mirrored = [], []
+    index, choices = [], []
     for block in index_blocks(len(learner.data), batch, steps, shuffle, images_at_once(spec.image)):
-        flips = flips_for(len(block), spec, mirror)
         missing = (0, -len(block) % batch)
         index.append(F.pad(block, missing, value=-1).view(-1, batch))
-        flips = torch.zeros(len(block), dtype=torch.bool) if flips is None else flips
-        mirrored.append(F.pad(flips, missing).view(-1, batch))
-    return _Draws(torch.cat(index), torch.cat(mirrored), tuple(map(len, index)))
+        choices.append(F.pad(augmenter.draw(len(block)).choices, (0, 0, *missing)).view(-1, batch, 3))
+    return _Draws(torch.cat(index), torch.cat(choices), tuple(map(len, index)))
 
 
 def train_classifiers(learners: Sequence[Learner], params: TrainingParams) -> list[float | DivergedError]:
@@ -89,9 +87,9 @@ def train_classifiers(learners: Sequence[Learner], params: TrainingParams) -> li
     draws = [_draws(learner, params) for learner in learners]
     ends = [len(one.index) for one in draws]
     steps = max(ends)
-    index, mirrored = (
-        torch.stack(column, dim=1).to(device)  # [steps, N, B]
-        for column in zip(*((one.index, one.mirrored) for one in (some.padded(steps) for some in draws)), strict=True)
+    index, choices = (
+        torch.stack(column, dim=1).to(device)  # [steps, N, B, ...]
+        for column in zip(*((one.index, one.choices) for one in (some.padded(steps) for some in draws)), strict=True)
     )
     images, labels = (torch.cat([getattr(learner.data, name) for learner in learners]) for name in ("images", "labels"))
     first = torch.tensor([0, *(len(learner.data) for learner in learners[:-1])]).cumsum(0).to(device).view(1, -1, 1)
@@ -103,10 +101,8 @@ def train_classifiers(learners: Sequence[Learner], params: TrainingParams) -> li
     for start in range(0, steps, at_once):
         some = index[start : start + at_once]
         rows = (some.clamp(min=0) + first).flatten()
-        flipped = images[rows]
-        if spec.augment_flip:
-            flipped = flip_at_random(flipped, mirrored[start : start + at_once].flatten())
-        pixels = normalise(flipped, spec.image).unflatten(0, some.shape)
+        augmentation = Augmentation(spec, choices[start : start + at_once].flatten(0, 2))
+        pixels = normalise(augmentation.apply(images[rows]), spec.image).unflatten(0, some.shape)
         present = (some >= 0).to(pixels.dtype)
         shares = present / present.sum(dim=2, keepdim=True).clamp(min=1.0)
         for number, inputs in enumerate(zip(pixels, labels[rows].view(some.shape), shares, strict=True), start + 1):

@@ -1,13 +1,14 @@
 """FedMD-CG's crossed data-free distillation on the server (alg. 1 lines 20-24, eq. 10-12), at a bounded cost per client.
 
-What can be summed or drawn is summed or drawn while updates arrive: the average of weights, eq. 10's mean log-probability
-(a row's label is known, and so is n_i^y of an update), and the one client per batch and label that speaks in eq. 11. Order of
+What can be summed or drawn is summed or drawn while updates arrive: the average of weights, eq. 10's mean teacher (a row's
+label is known, and so is n_i^y of an update), and the one client per batch and label that speaks in eq. 11. Order of
 arrival never shows: sums are exact (`exact_sum`), draws are races (`lots`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch.func import functional_call
@@ -26,6 +27,7 @@ from fedcg.learning.distillation import (
 )
 from fedcg.learning.exact_sum import ExactSum
 from fedcg.learning.loops import BLOCK_ROWS
+from fedcg.learning.losses import Divergence
 from fedcg.learning.lots import Lots
 from fedcg.learning.method import Aggregate, RoundContext, ServerState, Spill, Update
 from fedcg.learning.networks import load_part
@@ -65,6 +67,21 @@ def counts_of(merged: Merged) -> list[tuple[int, ...]]:
     return [merged.label_counts[client] for client in merged.examples]
 
 
+@dataclass(frozen=True)
+class Crossing:
+    """How clients are crossed.
+
+    Attributes:
+        bank: "exact", "arrival" or "auto": see `CrossedAggregator`.
+        exact_clients: above, eq. 11 draws one client per batch and label.
+        divergence: of eq. 10 and 11.
+    """
+
+    bank: str
+    exact_clients: int
+    divergence: Divergence
+
+
 class Lessons:
     """A bank drawn from q(y), and what the clients added so far say on it.
 
@@ -73,21 +90,25 @@ class Lessons:
         q: [C] float64, what the labels were drawn from.
         batch: rows of a student step.
         ctx: streams, spec, device.
+        divergence: what of a teacher is averaged, and at which temperature.
         lots: whether to draw who speaks in eq. 11; not needed where everybody does.
     """
 
-    def __init__(self, bank: Bank, q: torch.Tensor, batch: int, ctx: RoundContext, *, lots: bool) -> None:
+    def __init__(
+        self, bank: Bank, q: torch.Tensor, batch: int, ctx: RoundContext, divergence: Divergence, *, lots: bool
+    ) -> None:
         self.bank = bank
         self.q = q
         self.clients: set[str] = set()
         self._ctx = ctx
+        self._divergence = divergence
         self._sum = ExactSum()
         self._totals = torch.zeros(ctx.spec.class_count, dtype=torch.float64)
         self._lots = Lots(bank, batch, ctx.spec.class_count, ctx.streams) if lots else None
         self._skeleton: torch.nn.Module | None = None
 
     def add(self, update: Update, logits: torch.Tensor | None = None) -> torch.Tensor:
-        """Hear one client: count its log-probabilities (eq. 10), let it run for the rows of eq. 11.
+        """Hear one client: count its opinion for eq. 10, let it run for the rows of eq. 11.
 
         Args:
             update: with label counts.
@@ -118,16 +139,16 @@ class Lessons:
             teacher = load_pair(update.parts, self._ctx)
             for rows, features in generator_blocks(teacher, self.bank, self._ctx):
                 watch(rows, features)
-        log_teacher = logits.log_softmax(1)
-        self._sum.add(log_teacher, counts[self.bank.labels].unsqueeze(1))
+        log_teacher = self._divergence.log_softmax(logits)
+        self._sum.add(self._divergence.summand(log_teacher), counts[self.bank.labels].unsqueeze(1))
         self._totals += counts
         if self._lots and len(led):
             self._lots.keep(led, torch.cat(led_features), log_teacher[led])
         self.clients.add(update.client)
         return logits
 
-    def mean_log(self) -> torch.Tensor:
-        """Σ_i τ_iy log ρ_i, [rows, C] float32; 0 for a label that no client has."""
+    def mean(self) -> torch.Tensor:
+        """Σ_i τ_iy times the summand of ρ_i (`Divergence.summand`), [rows, C] float32; 0 for a label that no client has."""
         totals = self._totals[self.bank.labels].clamp(min=1.0).unsqueeze(1)
         return (self._sum.value() / totals).to(torch.float32)
 
@@ -168,22 +189,21 @@ class CrossedAggregator:
     """
 
     def __init__(
-        self, settings: Distillation, bank: str, exact_clients: int, state: ServerState, ctx: RoundContext, spill: Spill
+        self, settings: Distillation, crossing: Crossing, state: ServerState, ctx: RoundContext, spill: Spill
     ) -> None:
         self._settings = settings
-        self._mode = bank
-        self._exact_clients = exact_clients
+        self._crossing = crossing
         self._ctx = ctx
         self._spill = spill
         known, even = state.aggregate.label_distribution, uniform(ctx.spec.class_count)
         last = even if known is None else torch.tensor(known, dtype=torch.float64)
         self._q = (1.0 - EXPLORE) * last / last.sum() + EXPLORE * even
         self._average = RunningAverage(SHARED)
-        self._arrival = None if bank == "exact" else self._open(self._q, lots=True)
+        self._arrival = None if crossing.bank == "exact" else self._open(self._q, lots=True)
 
     def _open(self, q: torch.Tensor, *, lots: bool) -> Lessons:
         bank = draw_bank(self._ctx.streams, self._settings.rows, self._ctx.spec.network.noise_dim, q)
-        return Lessons(bank, q, self._settings.batch, self._ctx, lots=lots)
+        return Lessons(bank, q, self._settings.batch, self._ctx, self._crossing.divergence, lots=lots)
 
     def add(self, update: Update) -> None:
         """Average one update in, and run its teacher over the arrival bank, where there is one."""
@@ -212,8 +232,8 @@ class CrossedAggregator:
         Raises:
             ValueError: an update without label counts.
         """
-        few = len(updates) <= self._exact_clients
-        on_arrival = self._arrival is not None and not (few and self._mode == "auto")
+        few = len(updates) <= self._crossing.exact_clients
+        on_arrival = self._arrival is not None and not (few and self._crossing.bank == "auto")
         lessons = self._settle(updates, on_arrival=on_arrival)
         merged = self._average.merged()
         counts = counts_of(merged)
@@ -221,12 +241,12 @@ class CrossedAggregator:
         if lessons is None:
             lessons = self._open(p, lots=not few)
         opinions = self._opinions(updates, lessons, shares, few=few, taught=on_arrival)
-        mean_log = lessons.mean_log().to(self._ctx.device)
+        divergence, mean = self._crossing.divergence, lessons.mean().to(self._ctx.device)
         row_weights = importance(p, lessons.q, lessons.bank.labels).to(self._ctx.device)
         student = load_pair(merged.parts, self._ctx)
 
         def loss_of(rows: slice, features: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-            losses = crossed_loss(features, logits, mean_log[rows], opinions(rows), student.classifier)
+            losses = crossed_loss(features, logits, mean[rows], opinions(rows), student.classifier, divergence)
             return (row_weights[rows] * losses).mean()
 
         parts = train_student(student, lessons.bank, self._settings, self._ctx, loss_of)
@@ -268,7 +288,7 @@ class CrossedAggregator:
                 continue
             weight = shares[number][lessons.bank.labels]
             block_rows = max(self._settings.batch, BLOCK_ROWS // len(updates))
-            teacher, log_teacher = load_pair(update.parts, self._ctx), logits.log_softmax(1)
+            teacher, log_teacher = load_pair(update.parts, self._ctx), self._crossing.divergence.log_softmax(logits)
             teachers.append(FrozenTeacher(teacher, lessons.bank, log_teacher, weight, block_rows, self._ctx.device))
         if few:
             return EveryOpinion(teachers).on

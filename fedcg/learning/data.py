@@ -1,4 +1,4 @@
-"""Image data as one uint8 tensor: folders, array files and data sets of one's own in, batched normalisation and flips out.
+"""Image data as one uint8 tensor: folders, array files and data sets of one's own in, batched normalisation out.
 
 Decodes every image ONCE, exactly as `export.preprocess` does at inference. Knows nothing of rounds, methods or devices of a
 federation.
@@ -31,7 +31,6 @@ __all__ = [
     "SkippedImage",
     "batches",
     "decode_image",
-    "flip_at_random",
     "given_split",
     "list_files",
     "load_folder",
@@ -232,11 +231,6 @@ def normalise(images: torch.Tensor, form: ImageForm) -> torch.Tensor:
 def _per_channel(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
     # Kept: a copy to a card would make a step wait, and can't be part of a CUDA graph.
     return torch.tensor(values, dtype=torch.float32, device=device).view(1, -1, 1, 1)
-
-
-def flip_at_random(images: torch.Tensor, flips: torch.Tensor) -> torch.Tensor:
-    """Mirror left-right the images whose entry of `flips` ([B] bool) is set."""
-    return torch.where(flips.view(-1, 1, 1, 1).to(images.device), images.flip(-1), images)
 
 
 def usable_rows(count: int, batch_size: int) -> int:

@@ -51,6 +51,7 @@ def complete_spec(plan: FederationPlan) -> FederationSpec:
     method = get_method(plan.method)
     params = method.params_type.model_validate(plan.params)
     counts = () if method.label_counts is LabelCounts.NEVER else (ReportField.LABEL_COUNTS,)
+    optional = method.label_counts is LabelCounts.OPTIONAL and not params.needs_label_counts
     return FederationSpec(
         federation=plan.federation,
         classes=plan.classes,
@@ -61,9 +62,10 @@ def complete_spec(plan: FederationPlan) -> FederationSpec:
         rounds=plan.rounds,
         seed=plan.seed,
         augment_flip=plan.augment_flip,
+        augment_crop=plan.augment_crop,
         upload=tuple(sorted(method.shared_up)),
         report=(*_REPORT, *counts),
-        optional_report=counts if method.label_counts is LabelCounts.OPTIONAL else (),
+        optional_report=counts if optional else (),
         layouts=layouts(plan, method.parts),
     )
 

@@ -1,7 +1,7 @@
 """The local training loop that every method shares: shuffled batches, optimisers, divergence, progress.
 
-Order of steps is a function of the round's streams alone. Everything that does not depend on the step (normalisation, flips,
-noise, a frozen network's outputs) is done for a whole block of batches at once; a step then only slices.
+Order of steps is a function of the round's streams alone. Everything that does not depend on the step (augmentation,
+normalisation, noise, a frozen network's outputs) is done for a whole block of batches at once; a step then only slices.
 Optimisers are made afresh in every round (the papers don't say): a device that missed rounds would bring stale moments.
 """
 
@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from fedcg.learning.augmentation import Augmentation, Augmenter
 from fedcg.learning.cuda_graph import Step, graphed
-from fedcg.learning.data import ImageSet, flip_at_random, normalise, usable_rows
+from fedcg.learning.data import ImageSet, normalise, usable_rows
 from fedcg.learning.fused_adam import FusedAdam
 from fedcg.learning.layer_noise import seeded_layers
 from fedcg.learning.losses import cross_entropy
@@ -36,7 +37,7 @@ class Block:
     """Some consecutive batches, prepared together.
 
     Attributes:
-        images: [R, C, H, W] float32, normalised and flipped.
+        images: [R, C, H, W] float32, augmented and normalised.
         labels: [R] int64.
     """
 
@@ -138,20 +139,14 @@ def slices(rows: int, batch_size: int) -> Iterator[slice]:
     return (slice(start, min(start + batch_size, rows)) for start in range(0, rows, batch_size))
 
 
-def flips_for(rows: int, spec: FederationSpec, generator: torch.Generator) -> torch.Tensor | None:
-    """Which of `rows` images to mirror, [rows] bool, half of them at random; None when the spec does not augment."""
-    return torch.rand(rows, generator=generator) < 0.5 if spec.augment_flip else None
-
-
 def image_blocks(
     data: ImageSet, spec: FederationSpec, batch_size: int, steps: int, streams: Streams
 ) -> Iterator[Block]:
-    """Blocks of prepared images; shuffle and flips come from `streams`."""
-    shuffle, mirror = streams.generator("order"), streams.generator("flip")
+    """Blocks of prepared images; shuffle and augmentation come from `streams`."""
+    shuffle, augmenter = streams.generator("order"), Augmenter(spec, streams)
     for index in index_blocks(len(data), batch_size, steps, shuffle, images_at_once(spec.image)):
-        flips = flips_for(len(index), spec, mirror)
         raw = data.rows(index.to(data.labels.device))
-        images = raw.images if flips is None else flip_at_random(raw.images, flips)
+        images = augmenter.draw(len(index)).apply(raw.images)
         yield Block(normalise(images, spec.image), raw.labels)
 
 
@@ -203,8 +198,8 @@ def train_classifier(
 ) -> float:
     """Train extractor and classifier on cross-entropy plus a method's penalty (FedCG alg. 1 lines 3-9; FedMD-CG lines 9-13).
 
-    The order of images and the flips come from the stream "classify" whatever the method, so that a shadow without an aggregate
-    sees the same batches.
+    The order of images and their augmentation come from the stream "classify" whatever the method, so that a shadow without an
+    aggregate sees the same batches.
 
     Args:
         extractor: trained in place.
@@ -289,9 +284,9 @@ def generate(generator: nn.Module, noise: torch.Tensor, labels: torch.Tensor) ->
 
 
 class FeatureSource:
-    """Real features h = E(x) of a frozen extractor, each computed once: both mirror images of a photo where the spec augments.
+    """Real features h = E(x) of a frozen extractor, each computed once: both mirror images of a photo where the spec flips.
 
-    A stage that draws fewer rows than there are images has features computed as they are drawn, block by block.
+    A stage that draws fewer rows than there are images, or windows of them, has features computed as they are drawn, block by block.
     """
 
     def __init__(self, extractor: nn.Module, data: ImageSet, spec: FederationSpec, draws: int | None = None) -> None:
@@ -303,23 +298,22 @@ class FeatureSource:
         sides = (False, True) if spec.augment_flip else (False,)
         self._sides = (
             tuple(extract_features(extractor, data.images, spec, flipped=side) for side in sides)
-            if draws is None or draws >= len(sides) * len(data)
+            if not spec.augment_crop and (draws is None or draws >= len(sides) * len(data))
             else ()
         )
 
-    def rows(self, index: torch.Tensor, mirror: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-        """Features [R, ...] and labels [R] of some images, mirrored at random where the spec augments."""
+    def rows(self, index: torch.Tensor, augmenter: Augmenter) -> tuple[torch.Tensor, torch.Tensor]:
+        """Features [R, ...] and labels [R] of some images, augmented at random where the spec asks for it."""
         index = index.to(self.labels.device)
-        flips = flips_for(len(index), self._spec, mirror)
-        return (self._drawn(index, flips) if not self._sides else self._kept(index, flips)), self.labels[index]
+        augmentation = augmenter.draw(len(index))
+        if self._sides:
+            return self._kept(index, augmentation), self.labels[index]
+        images = augmentation.apply(self._data.images[index])
+        return extract_features(self._extractor, images, self._spec), self.labels[index]
 
-    def _kept(self, index: torch.Tensor, flips: torch.Tensor | None) -> torch.Tensor:
+    def _kept(self, index: torch.Tensor, augmentation: Augmentation) -> torch.Tensor:
         features = self._sides[0][index]
-        if flips is None:
+        if len(self._sides) == 1:
             return features
-        chosen = flips.to(features.device).view(-1, *[1] * (features.ndim - 1))
+        chosen = augmentation.mirrored.to(features.device).view(-1, *[1] * (features.ndim - 1))
         return torch.where(chosen, self._sides[1][index], features)
-
-    def _drawn(self, index: torch.Tensor, flips: torch.Tensor | None) -> torch.Tensor:
-        images = self._data.images[index]
-        return extract_features(self._extractor, images if flips is None else flip_at_random(images, flips), self._spec)

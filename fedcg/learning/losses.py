@@ -7,11 +7,14 @@ batch, and is MINIMISED. Nothing here detaches anything: a caller passes detache
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 
 _EPS = 1e-5
+_LEAST_PROBABILITY = 1e-30
 
 
 def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -73,28 +76,57 @@ def kl_teacher_student(teacher_logits: torch.Tensor, student_logits: torch.Tenso
     return kl_rows(teacher_logits.log_softmax(1), student_logits.log_softmax(1)).mean()
 
 
-def kl_student_teacher(student_logits: torch.Tensor, teacher_logits: torch.Tensor) -> torch.Tensor:
-    """KL(student ‖ teacher), mean over rows: FedMD-CG eq. 2, 5, 10, 11, whose first argument is the side being trained.
+@dataclass(frozen=True)
+class Divergence:
+    """FedMD-CG's divergence between a student's and a teacher's softmax (eq. 2, 5, 10, 11), per row.
 
-    Eq. 2: student = real branch D_i(F_i(x)), teacher = generated branch. Eq. 5: student = generated branch, teacher = real
-    branch. Eq. 10-11: student = whatever contains the global generator or classifier, teacher = ρ_i.
+    Printed is KL(student ‖ teacher), at temperature 1; the authors' code computes KL(teacher ‖ student), at temperature 10 but in
+    eq. 5. The student is the side being trained: in eq. 2 the real branch D_i(F_i(x)), in eq. 5 the generated branch, in eq.
+    10-11 whatever contains the global generator or classifier.
+
+    Attributes:
+        direction: which comes first; `teacher_student` covers every mode of the teacher, `student_teacher` need not.
+        temperature: what logits are divided by before the softmax. Losses are not multiplied by its square.
     """
-    return kl_rows(student_logits.log_softmax(1), teacher_logits.log_softmax(1)).mean()
 
+    direction: Literal["student_teacher", "teacher_student"] = "student_teacher"
+    temperature: float = 1.0
 
-def kl_student_mean_teacher(student_logits: torch.Tensor, mean_log_teacher: torch.Tensor) -> torch.Tensor:
-    """Σ_i τ_i KL(ρ_s ‖ ρ_i) per row (FedMD-CG eq. 10), from the τ-weighted MEAN of the teachers' log-probabilities.
+    def log_softmax(self, logits: torch.Tensor) -> torch.Tensor:
+        """Log-probabilities at the temperature. [B, C] -> [B, C]."""
+        return (logits / self.temperature).log_softmax(1)
 
-    Because the τ_i of one label sum to 1: Σ_i τ_i Σ_k s_k (log s_k - log ρ_ik) = Σ_k s_k (log s_k - Σ_i τ_i log ρ_ik).
+    def rows(self, student_logits: torch.Tensor, log_teacher: torch.Tensor) -> torch.Tensor:
+        """From the student's logits and the teacher's log-probabilities, both [B, C]. [B]."""
+        log_student = self.log_softmax(student_logits)
+        if self.direction == "student_teacher":
+            return kl_rows(log_student, log_teacher)
+        return kl_rows(log_teacher, log_student)
 
-    Args:
-        student_logits: [B, C].
-        mean_log_teacher: [B, C], Σ_i τ_i log ρ_i; not normalised, and need not be.
+    def mean(self, student_logits: torch.Tensor, teacher_logits: torch.Tensor) -> torch.Tensor:
+        """Mean over rows, from logits on both sides."""
+        return self.rows(student_logits, self.log_softmax(teacher_logits)).mean()
 
-    Returns:
-        [B].
-    """
-    return kl_rows(student_logits.log_softmax(1), mean_log_teacher)
+    def summand(self, log_teacher: torch.Tensor) -> torch.Tensor:
+        """What eq. 10 needs of one teacher: its log-probabilities, or its probabilities. [B, C] -> [B, C]."""
+        return log_teacher if self.direction == "student_teacher" else log_teacher.exp()
+
+    def rows_of_mean(self, student_logits: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+        """Eq. 10, Σ_i τ_i KL between student and ρ_i, from the teachers' τ-weighted MEAN summand alone.
+
+        The τ_i of one label sum to 1, so Σ_i τ_i Σ_k s_k (log s_k - log ρ_ik) = Σ_k s_k (log s_k - Σ_i τ_i log ρ_ik). In the other
+        direction the sum is KL(Σ_i τ_i ρ_i ‖ s) plus what does not depend on the student.
+
+        Args:
+            student_logits: [B, C].
+            mean: [B, C]; rows of zeros, of a label that nobody has, are finite here and are for the caller to weigh with 0.
+
+        Returns:
+            [B].
+        """
+        if self.direction == "student_teacher":
+            return kl_rows(self.log_softmax(student_logits), mean)
+        return kl_rows(mean.clamp(min=_LEAST_PROBABILITY).log(), self.log_softmax(student_logits))
 
 
 def _published_diversity(features: torch.Tensor, noise: torch.Tensor, weights: torch.Tensor | float) -> torch.Tensor:
@@ -128,6 +160,21 @@ def diversity_2(
     """FedMD-CG eq. 8, L_div^2: eq. 7 weighted by exp(‖y_j - y_k‖_1), which is 1 within a class and e² between; as published."""
     between = labels[:, None] != labels[None, :]
     return _published_diversity(features, noise, torch.where(between, 2.0, 0.0).exp())
+
+
+def diversity_mean_squared(
+    features: torch.Tensor, noise: torch.Tensor, labels: torch.Tensor, scale: torch.Tensor
+) -> torch.Tensor:
+    """L_div^2 as the authors' code has it: every distance of eq. 8 a MEAN over dimensions (squared of features and noise).
+
+    exp(-mean over j, k of mean_d (f_j - f_k)² · mean_d (z_j - z_k)² · exp(mean_c |y_j - y_k|)): no underflow, and a pair of two
+    classes weighs exp(2 / C) where the paper prints e².
+    """
+    between = labels[:, None] != labels[None, :]
+    weights = torch.where(between, 2.0 / scale.shape[0], 0.0).exp()
+    apart = _distances(features.flatten(1)).square() / features[0].numel()
+    exponent = -apart * _distances(noise).square() / noise.shape[1] * weights
+    return exponent.mean().exp()
 
 
 def diversity_normalised(
@@ -165,4 +212,5 @@ DIVERSITIES: Mapping[str, DiversityLoss] = {
     "published_0": diversity_0,
     "published_1": diversity_1,
     "published_2": diversity_2,
+    "mean_squared": diversity_mean_squared,
 }

@@ -50,6 +50,11 @@ class TrainingParams(BaseModel):
     lr: float = Field(default=3e-4, gt=0, description="learning rate of extractor and classifier")
     weight_decay: float = Field(default=1e-4, ge=0)
 
+    @property
+    def needs_label_counts(self) -> bool:
+        """Whether, at these values, a method whose label counts are `OPTIONAL` can't do without them."""
+        return False
+
 
 def silent(phase: str, step: int, steps: int) -> None:
     """A progress callback that tells nobody."""

@@ -1,6 +1,6 @@
 """What frozen teachers say about one batch of FedMD-CG's crossed distillation (eq. 11), and crossed losses made of it.
 
-Notation: ρ_g = D(G), ρ_i = D_i(G_i), ρ_ig = D(G_i), ρ_gi = D_i(G), each a softmax over logits at one bank row (z, y). Teachers
+Notation: ρ_g = D(G), ρ_i = D_i(G_i), ρ_ig = D(G_i), ρ_gi = D_i(G), each a softmax (at the divergence's temperature) over logits at one bank row (z, y). Teachers
 (D_i, G_i) are frozen and in eval mode: ρ_i is a constant row, G_i(z, y) a constant input; in KL_3 the gradient passes THROUGH the
 frozen D_i into G.
 """
@@ -16,7 +16,7 @@ from torch import nn
 
 from fedcg.learning.distillation import Bank, Pair
 from fedcg.learning.loops import generate
-from fedcg.learning.losses import kl_rows, kl_student_mean_teacher
+from fedcg.learning.losses import Divergence
 
 
 @dataclass(frozen=True)
@@ -48,20 +48,22 @@ class Opinions(Protocol):
 def crossed_loss(
     features: torch.Tensor,
     logits: torch.Tensor,
-    mean_log: torch.Tensor,
+    mean: torch.Tensor,
     opinions: Sequence[Opinion],
     student: nn.Module,
+    divergence: Divergence,
 ) -> torch.Tensor:
     """KL_1 + KL_2 + KL_3 per row of a batch (eq. 10-12), [B].
 
     Args:
         features: G(z, y), with gradient.
         logits: D(G(z, y)).
-        mean_log: [B, C] Σ_i τ_iy log ρ_i, for eq. 10.
+        mean: [B, C] Σ_i τ_iy times the divergence's summand of ρ_i, for eq. 10.
         opinions: of the clients that take part in eq. 11.
         student: D; runs once over the features of all teachers for KL_2 (classifiers treat rows independently).
+        divergence: of student and teacher.
     """
-    loss = kl_student_mean_teacher(logits, mean_log)
+    loss = divergence.rows_of_mean(logits, mean)
     if not opinions:
         return loss
     position = torch.cat([opinion.position for opinion in opinions])
@@ -69,7 +71,7 @@ def crossed_loss(
     weight = torch.cat([opinion.weight for opinion in opinions])
     ours = student(torch.cat([opinion.features for opinion in opinions]))
     theirs = torch.cat([opinion.classify(features[opinion.position]) for opinion in opinions])
-    second, third = (kl_rows(both.log_softmax(1), target) for both in (ours, theirs))
+    second, third = (divergence.rows(both, target) for both in (ours, theirs))
     return loss.index_add(0, position, weight * (second + third))
 
 

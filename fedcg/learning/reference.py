@@ -1,6 +1,6 @@
 """FedCG as its paper prints it (alg. 1 and 2), one step at a time: the oracle of the tests and the baseline of the measurements.
 
-Nothing is clever here: images are flipped and normalised batch by batch, the extractor runs in every step of the GAN, the global
+Nothing is clever here: images are augmented and normalised batch by batch, the extractor runs in every step of the GAN, the global
 generator in every step of the classifier, the discriminator has a pass for real and one for generated rows, the generator runs
 again for its own step, and on the server every teacher runs in every step of the student. Layers and optimisers are torch's own.
 The readings of eq. 1-6 are those of `methods.fedcg`, and so are the random draws: after a step, losses and weights are the same.
@@ -20,9 +20,10 @@ import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
-from fedcg.learning.data import ImageSet, flip_at_random, normalise
+from fedcg.learning.augmentation import Augmentation, Augmenter
+from fedcg.learning.data import ImageSet, normalise
 from fedcg.learning.distillation import Bank, Distillation, Pair
-from fedcg.learning.loops import flips_for, index_blocks, slices, steps_of
+from fedcg.learning.loops import index_blocks, slices, steps_of
 from fedcg.learning.losses import (
     cross_entropy,
     discriminator_loss,
@@ -138,31 +139,30 @@ class Batch:
     Attributes:
         images: [B, C, H, W] uint8.
         labels: [B] int64.
-        flips: [B] bool, or None without augmentation.
+        augmentation: of the B images.
         noise: [B, q] float32.
     """
 
     images: torch.Tensor
     labels: torch.Tensor
-    flips: torch.Tensor | None
+    augmentation: Augmentation
     noise: torch.Tensor
 
     def pixels(self, spec: FederationSpec) -> torch.Tensor:
         """The images as the extractor takes them, [B, C, H, W] float32."""
-        images = self.images if self.flips is None else flip_at_random(self.images, self.flips)
-        return normalise(images, spec.image)
+        return normalise(self.augmentation.apply(self.images), spec.image)
 
 
 def batches(data: ImageSet, params: FedcgParams, ctx: RoundContext, stage: str) -> Iterator[Batch]:
     """The batches of a stage ("classify" or "generate"), with the draws of `methods.fedcg`."""
     streams = ctx.streams.at(stage)
-    order, mirror, stream = (streams.generator(name) for name in ("order", "flip", "noise"))
+    augmenter, order, stream = Augmenter(ctx.spec, streams), streams.generator("order"), streams.generator("noise")
     for index in index_blocks(len(data), params.batch_size, steps_of(params, len(data)), order):
-        flips = flips_for(len(index), ctx.spec, mirror)
+        augmentation = augmenter.draw(len(index))
         noise = torch.randn(len(index), ctx.spec.network.noise_dim, generator=stream)
         for rows in slices(len(index), params.batch_size):
             some = data.rows(index[rows])
-            yield Batch(some.images, some.labels, None if flips is None else flips[rows], noise[rows])
+            yield Batch(some.images, some.labels, augmentation[rows], noise[rows])
 
 
 def classify(nets: Networks, data: ImageSet, params: FedcgParams, ctx: RoundContext) -> list[float]:

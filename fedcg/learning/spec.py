@@ -9,7 +9,7 @@ import hashlib
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from fedcg.wire.parts import Part, ReportField, TensorLayout
 
@@ -17,6 +17,18 @@ SPEC_FORMAT = 1
 # Fields that weigh a client in the merge; accuracy, loss and health are only for people.
 _WEIGHING = frozenset({ReportField.EXAMPLES, ReportField.LABEL_COUNTS})
 ParameterValue = bool | int | float | str | None
+CropPixels = Annotated[int, Field(ge=0, le=64)]
+
+
+def check_crop(pixels: int, side: int) -> int:
+    """The padding of random crops, where every window shows some of an image whose shorter side is `side` pixels.
+
+    Raises:
+        ValueError: one could show padding alone.
+    """
+    if pixels >= side:
+        raise ValueError(f"crops of {pixels} pixels can miss the whole image; the shorter side has {side}, use fewer")
+    return pixels
 
 
 class _Frozen(BaseModel):
@@ -56,10 +68,17 @@ class NetworkChoice(_Frozen):
     noise_dim: Annotated[int, Field(ge=1, le=4096)] = 100
 
 
+def _within_image(pixels: int, info: ValidationInfo) -> int:
+    form = info.data.get("image")
+    return check_crop(pixels, min(form.height, form.width)) if form else pixels
+
+
 class FederationSpec(_Frozen):
     """Everything that all members of a federation must agree on.
 
     Attributes:
+        augment_flip: half of the training images are mirrored at random.
+        augment_crop: training images are random windows of the image, padded with so many black pixels at every side; 0: they are not.
         report: every field that a device may tell.
         optional_report: those of them that the method uses when they are told and can do without.
     """
@@ -74,15 +93,21 @@ class FederationSpec(_Frozen):
     rounds: Annotated[int, Field(ge=1, le=100_000)]
     seed: Annotated[int, Field(ge=0, lt=1 << 63)]
     augment_flip: bool = False
+    augment_crop: CropPixels = 0
     upload: tuple[Part, ...]
     report: tuple[ReportField, ...]
     optional_report: tuple[ReportField, ...] = ()
     layouts: dict[Part, tuple[TensorLayout, ...]]
     codec: Literal["f32"] = "f32"
 
+    _crop_fits = field_validator("augment_crop")(_within_image)
+
     def canonical(self) -> bytes:
-        """The bytes that name this spec: sorted-key JSON without spaces."""
-        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":")).encode()
+        """The bytes that name this spec: sorted-key JSON without spaces, and without `augment_crop` where there is none."""
+        values = self.model_dump(mode="json")
+        if not self.augment_crop:  # specs that were founded before there were crops keep their bytes, and so their name
+            del values["augment_crop"]
+        return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
 
     @property
     def digest(self) -> str:
@@ -124,9 +149,12 @@ class FederationPlan(_Frozen):
     rounds: int
     seed: int = 0
     augment_flip: bool = False
+    augment_crop: CropPixels = 0
     min_clients: Annotated[int, Field(ge=1)] = 3
     deadline_s: Annotated[float, Field(gt=0)] = 3600.0
     max_attempts: Annotated[int, Field(ge=1)] = 3
+
+    _crop_fits = field_validator("augment_crop")(_within_image)
 
 
 def plan_from_mapping(values: dict[str, Any]) -> FederationPlan:

@@ -23,7 +23,7 @@ from types import MappingProxyType
 
 from fedcg.learning.errors import NetworkError
 
-BUILT_IN = ("lenet5", "lenet5_relu")
+BUILT_IN = ("lenet5", "lenet5_relu", "cnn_bn")
 ENTRY_POINT_GROUP = "fedcg.splits"
 ALLOW_VARIABLE = "FEDCG_ALLOW_SPLITS"
 INSTALL_VISION = "install torchvision: pip install 'fedcg-edge[vision]'"

@@ -48,10 +48,12 @@ def plan(
     return plan_of(method, network or NetworkChoice(noise_dim=8), image, params)
 
 
-def quick_spec(method: str, *, augment_flip: ParameterValue = False, **params: ParameterValue) -> FederationSpec:
+def quick_spec(
+    method: str, *, augment_flip: ParameterValue = False, augment_crop: ParameterValue = 0, **params: ParameterValue
+) -> FederationSpec:
     """A complete spec of a quick federation."""
     quick = plan_of(method, NetworkChoice(noise_dim=8), GREY, params)
-    return complete_spec(quick.model_copy(update={"augment_flip": augment_flip}))
+    return complete_spec(quick.model_copy(update={"augment_flip": augment_flip, "augment_crop": augment_crop}))
 
 
 def bright_images(count: int, seed: int, classes: tuple[str, ...] = CLASSES) -> ImageSet:

@@ -72,6 +72,7 @@ def test_options_beat_what_is_published_and_the_difference_is_written_down() -> 
     run = planned_run(published, {"rounds": 12, "lr": 0.01, "params": {"mu": 0.5}})
     assert run.reduced == {"rounds": (100, 12), "params.lr": (3e-4, 0.01), "params.mu": (0.1, 0.5)}
     assert run.setting.all_params() == {"epochs": 20, "lr": 0.01, "mu": 0.5}
+    assert planned_run(published, {"crop": 4}).reduced == {"crop": (0, 4)}
     with pytest.raises(ValidationError, match="rounds"):
         planned_run(published, {"rounds": 0})
 
@@ -82,6 +83,19 @@ def test_a_batch_is_remembered_by_its_folder(tmp_path: Path) -> None:
     assert load_batch(tmp_path) == batch
     with pytest.raises(OptionError, match="no simulation that could be resumed"):
         load_batch(tmp_path / "elsewhere")
+
+
+def test_a_folder_remembers_every_call_and_takes_no_other_data_for_the_same(tmp_path: Path) -> None:
+    first = plan_batch({"data": "/here/shop"}, ["fedavg"], [0], {})
+    save_batch(first, tmp_path)
+    save_batch(plan_batch({"data": "/here/shop", "rounds": 9}, ["local"], [0], {}), tmp_path)
+    assert [run.setting.method for run in load_batch(tmp_path).runs] == ["fedavg", "local"]
+    elsewhere = plan_batch({"data": "/there/shop"}, ["fedavg"], [0], {})
+    with pytest.raises(OptionError, match=r"was run with /here/shop there, not /there/shop"):
+        save_batch(elsewhere, tmp_path)
+    assert load_batch(tmp_path).runs[0] == first.runs[0]
+    save_batch(elsewhere, tmp_path, force=True)
+    assert load_batch(tmp_path).runs[0] == elsewhere.runs[0]
 
 
 def test_a_name_of_a_run_is_a_file_name() -> None:
@@ -144,6 +158,16 @@ def test_a_batch_fills_its_folder_and_does_nothing_twice(tmp_path: Path) -> None
     assert "another setting" in other.stderr
 
 
+def test_crops_reach_the_training_and_the_record(tmp_path: Path) -> None:
+    text = "--method local --no-shadow --no-plot --no-tensorboard --json"
+    plain, cropped = (
+        json.loads(call(tmp_path / f"crop-{pixels}", f"{text} --crop {pixels}").stdout)["runs"][0] for pixels in (0, 2)
+    )
+    assert (plain["setting"]["crop"], cropped["setting"]["crop"]) == (0, 2)
+    losses = [[client["curve"]["loss"] for client in run["clients"]] for run in (plain, cropped)]
+    assert losses[0] != losses[1]
+
+
 def test_a_run_that_fails_does_not_end_the_others(tmp_path: Path) -> None:
     text = "--method fedavg --method local --set fedavg.lr=1e18 --set fedavg.optimiser=sgd --json --no-plot --no-tensorboard"
     done = call(tmp_path / "runs", text)
@@ -175,6 +199,9 @@ def test_a_run_whose_server_never_merged_says_so_beside_its_figures(tmp_path: Pa
         ("--seeds x", "seeds"),
         ("--validation never", "validation"),
         ("--participation 0", "participation"),
+        ("--crop -1", "crop: "),
+        ("--crop 65", "crop: "),
+        ("--crop 16", "crop: Value error, crops of 16 pixels can miss the whole image; the shorter side has 16"),
         ("--data /nowhere", "nowhere"),
     ],
 )

@@ -22,6 +22,7 @@ from experiments.progress import Progress
 from experiments.record import write_record
 from experiments.run import Run, free_ports, new_run, resumed_run, write_secrets
 from experiments.summary import seconds, summarise, table
+from fedcg.learning.initial import complete_spec
 from fedcg.learning.spec import plan_from_mapping
 
 if sys.version_info >= (3, 11):
@@ -213,11 +214,12 @@ def test_a_pause_and_a_refusal_are_noticed() -> None:
 
 
 def test_the_plan_is_a_valid_plan_and_survives_toml() -> None:
-    setting = Setting(method="fedcg", params={"gan_lr": 0.001, "server_iterations": 77}, local_epochs=3)
+    setting = Setting(method="fedcg", params={"gan_lr": 0.001, "server_iterations": 77}, local_epochs=3, crop=4)
     values = setting.plan(setting.source())
     plan = plan_from_mapping(tomllib.loads(toml_text(values)))
     assert plan == plan_from_mapping(dict(values))
     assert plan.params["epochs"] == 3
+    assert complete_spec(plan).augment_crop == 4
     assert plan.params["server_iterations"] == 77
     assert (plan.network.generator, plan.network.discriminator, plan.image.mode, plan.min_clients) == (
         "mlp",
@@ -276,6 +278,7 @@ def test_the_picture_is_a_png(stories: tuple[list[AgentStory], CoordinatorStory]
         (["--data", "/nowhere/at/all"], "not a folder"),
         (["--clients", "0"], "clients"),
         (["--set", "lr"], "key=value"),
+        (["--crop", "32"], "crop: "),
     ],
 )
 def test_bad_options_end_with_code_2_before_anything_starts(

@@ -180,6 +180,16 @@ def test_an_unknown_network_ends_the_call_before_anything_is_written(
     assert f"no {kind} 'nope'; there are conv" in capsys.readouterr().err
 
 
+def test_images_too_small_for_the_network_end_the_call_before_anything_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(SystemExit) as ended:
+        app.main(args=["simulate", "--image-size", "12", "--out", str(out)], prog_name="fedcg")
+    assert (ended.value.code, out.exists()) == (2, False)
+    assert "--image-size 12: lenet5_relu needs at least 16" in capsys.readouterr().err
+
+
 def test_a_compact_generator_brings_the_discriminator_of_its_kind() -> None:
     kinds = {"conv": "conv", "conv_small": "conv", "mlp": "mlp", "mlp3": "mlp", "mlp_small": "mlp"}
     assert {name: discriminator_for(name) for name in kinds} == kinds

@@ -36,9 +36,9 @@ SIZES = {"a": 44, "b": 30, "c": 9}  # six steps an epoch, four, and one: 9 image
 SPLITS = ("lenet5", "lenet5_relu")
 
 
-def spec_of(split: str, **params: ParameterValue) -> FederationSpec:
-    network = NetworkChoice(noise_dim=8, split=split)
-    return complete_spec(plan_of("local", network, GREY, params).model_copy(update={"augment_flip": True}))
+def spec_of(split: str, *, crop: ParameterValue = 0, **params: ParameterValue) -> FederationSpec:
+    plan = plan_of("local", NetworkChoice(noise_dim=8, split=split), GREY, params)
+    return complete_spec(plan.model_copy(update={"augment_flip": True, "augment_crop": crop}))
 
 
 def learners(spec: FederationSpec) -> list[Learner]:
@@ -87,13 +87,13 @@ def test_only_chains_of_known_layers_are_stacked() -> None:
 
 
 @pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("optimiser", ["adam", "sgd"])
+@pytest.mark.parametrize(("optimiser", "crop"), [("adam", 0), ("sgd", 0), ("sgd", 3)])
 def test_clients_of_different_sizes_train_as_one_after_the_other(
-    split: str, optimiser: str, monkeypatch: pytest.MonkeyPatch
+    split: str, optimiser: str, crop: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loops, "BLOCK_ROWS", 16)  # several blocks, and several chunks of stacked batches
     monkeypatch.setattr(batched_loops, "BLOCK_ROWS", 48)
-    spec = spec_of(split, optimiser=optimiser, lr=0.01 if optimiser == "adam" else 0.1)
+    spec = spec_of(split, crop=crop, optimiser=optimiser, lr=0.01 if optimiser == "adam" else 0.1)
     params = TrainingParams.model_validate(spec.params)
     together, apart, untrained = learners(spec), learners(spec), learners(spec)
     losses = train_classifiers(together, params)

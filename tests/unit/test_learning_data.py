@@ -16,7 +16,6 @@ from fedcg.learning.data import (
     ImageSet,
     batches,
     decode_image,
-    flip_at_random,
     list_files,
     load_folder,
     normalise,
@@ -178,12 +177,6 @@ def test_normalising_leaves_the_images_as_they_were() -> None:
     raw = torch.full((1, 1, 2, 2), 100.0)
     normalise(raw, GREY)
     assert torch.equal(raw, torch.full((1, 1, 2, 2), 100.0))
-
-
-def test_only_the_chosen_images_are_mirrored_left_to_right() -> None:
-    images = torch.arange(8).view(2, 1, 2, 2)
-    flipped = flip_at_random(images, torch.tensor([True, False]))
-    assert flipped.tolist() == [[[[1, 0], [3, 2]]], [[[4, 5], [6, 7]]]]
 
 
 @pytest.mark.parametrize(("count", "used"), [(32, 32), (33, 32), (34, 34), (5, 5)])

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fedcg.learning import crossed, distillation
-from fedcg.learning.crossed import CrossedAggregator, label_distribution, label_shares
+from fedcg.learning.crossed import CrossedAggregator, Crossing, label_distribution, label_shares
 from fedcg.learning.distillation import (
     Bank,
     Distillation,
@@ -26,6 +26,7 @@ from fedcg.learning.distillation import (
     uniform,
 )
 from fedcg.learning.initial import initial_parts
+from fedcg.learning.losses import Divergence
 from fedcg.learning.method import Aggregate, DivergedError, RoundContext, ServerState, Update, Weights
 from fedcg.learning.opinions import EveryOpinion, FrozenTeacher, crossed_loss
 from fedcg.learning.seeds import Streams
@@ -152,7 +153,7 @@ def test_fedmd_cg_student_settles_where_the_divergence_from_student_to_teacher_i
     mean_log = PATTERN.repeat(600, 1)
 
     def loss_of(rows: slice, features: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        return crossed_loss(features, logits, mean_log[rows], [], student.classifier).mean()
+        return crossed_loss(features, logits, mean_log[rows], [], student.classifier, Divergence()).mean()
 
     bank = Bank(torch.zeros(2400, 1), torch.zeros(2400, dtype=torch.int64))
     train_student(student, bank, SETTINGS, stub_context(), loss_of)
@@ -220,8 +221,39 @@ def test_the_crossed_loss_equals_the_papers_sums_row_by_row() -> None:
         features = student.generator(bank.noise[rows], bank.labels[rows])
         logits = student.classifier(features)
         said = everybody.on(rows)
-        got += crossed_loss(features, logits, mean_log.float()[rows], said, student.classifier).tolist()
+        got += crossed_loss(features, logits, mean_log.float()[rows], said, student.classifier, Divergence()).tolist()
     assert got == pytest.approx(crossed_by_hand(student, teachers, bank, shares), rel=1e-3, abs=1e-6)
+
+
+@torch.no_grad()
+def test_in_the_authors_direction_two_students_differ_by_the_sums_of_their_divergences() -> None:
+    # What eq. 10's mean leaves out does not depend on the student, so it is not in the difference.
+    divergence = Divergence("teacher_student", 0.1)
+    ctx, pairs = real_pairs(4)
+    students, teachers = pairs[:2], pairs[2:]
+    bank = draw_bank(Streams(b"c"), 6, ctx.spec.network.noise_dim, uniform(3))
+    shares = label_shares([(1, 3, 0), (3, 0, 2)])[:, bank.labels]
+    logs = [divergence.log_softmax(teacher_logits(teacher, bank, ctx)) for teacher in teachers]
+    mean = (shares.unsqueeze(2) * torch.stack(logs).exp()).sum(0).float()
+    said = EveryOpinion(
+        [
+            FrozenTeacher(teacher, bank, log, tau, 6, "cpu")
+            for teacher, log, tau in zip(teachers, logs, shares, strict=True)
+        ]
+    ).on(slice(0, 6))
+    got, expected = [], []
+    for student in students:
+        features = student.generator(bank.noise, bank.labels)
+        logits = student.classifier(features)
+        got.append(crossed_loss(features, logits, mean, said, student.classifier, divergence))
+        expected.append(torch.zeros(6))
+        for teacher, log, tau in zip(teachers, logs, shares, strict=True):
+            theirs = teacher.generator(bank.noise, bank.labels)
+            for judged in (logits, student.classifier(theirs), teacher.classifier(features)):
+                rows = log.exp() * (log - (judged / 0.1).log_softmax(1))
+                expected[-1] += (tau * rows.sum(1)).float()
+    assert (got[0] - got[1]).abs().max().item() > 1e-2
+    assert torch.allclose(got[0] - got[1], expected[0] - expected[1], atol=1e-5)
 
 
 def test_the_third_crossed_term_moves_the_generator_through_the_frozen_teacher() -> None:
@@ -231,7 +263,7 @@ def test_the_third_crossed_term_moves_the_generator_through_the_frozen_teacher()
     said = EveryOpinion([FrozenTeacher(teacher, bank, log_teacher, torch.ones(1), 1, "cpu")]).on(slice(0, 1))
     features = torch.zeros(1, 2, requires_grad=True)
     student = Identity()
-    loss = crossed_loss(features, torch.zeros(1, 2), log_teacher, said, student)
+    loss = crossed_loss(features, torch.zeros(1, 2), log_teacher, said, student, Divergence())
     # KL_1: (1/2, 1/2) from (0.9, 0.1) = 1/2 ln(0.5/0.9) + 1/2 ln(0.5/0.1) = 0.510826; KL_2: the same (teacher features are 0)
     # KL_3: softmax(0.5, 0) = (0.622459, 0.377541): 0.622459 ln(0.622459/0.9) + 0.377541 ln(0.377541/0.1) = 0.272055
     assert loss.item() == pytest.approx(0.510826 + 0.510826 + 0.272055, abs=1e-5)
@@ -340,7 +372,11 @@ def stub_round(
         for name, tag, mine in (("a", 1.0, counts[0]), ("b", 2.0, counts[1]))
     }
     aggregator = CrossedAggregator(
-        settings, bank, exact_clients, ServerState(Aggregate({}, last)), stub_context(), MemorySpill()
+        settings,
+        Crossing(bank, exact_clients, Divergence()),
+        ServerState(Aggregate({}, last)),
+        stub_context(),
+        MemorySpill(),
     )
     for one in updates.values():
         aggregator.add(one)
@@ -386,7 +422,11 @@ def test_the_published_label_distribution_is_that_of_this_rounds_counts(bank: st
     parts = {part: initial_parts(ctx.spec, b"x")[part] for part in SHARED}
     updates = {"a": Update("a", parts, 4, (4, 0, 0)), "b": Update("b", parts, 4, (0, 3, 1))}
     aggregator = CrossedAggregator(
-        Distillation(2, 6, 1e-3, 0.0), bank, 32, ServerState(Aggregate(parts, (1.0, 0.0, 0.0))), ctx, MemorySpill()
+        Distillation(2, 6, 1e-3, 0.0),
+        Crossing(bank, 32, Divergence()),
+        ServerState(Aggregate(parts, (1.0, 0.0, 0.0))),
+        ctx,
+        MemorySpill(),
     )
     for one in updates.values():
         aggregator.add(one)
@@ -404,7 +444,11 @@ def test_fedmd_cg_refuses_a_client_that_does_not_tell_its_label_counts() -> None
     parts = {part: initial_parts(ctx.spec, b"x")[part] for part in SHARED}
     silent = Update("quiet", parts, 4)
     aggregator = CrossedAggregator(
-        Distillation(2, 6, 1e-3, 0.0), "exact", 32, ServerState(Aggregate(parts)), ctx, MemorySpill()
+        Distillation(2, 6, 1e-3, 0.0),
+        Crossing("exact", 32, Divergence()),
+        ServerState(Aggregate(parts)),
+        ctx,
+        MemorySpill(),
     )
     with pytest.raises(ValueError, match="none from quiet"):
         aggregator.finish({"quiet": lambda: silent})

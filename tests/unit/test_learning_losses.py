@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from fedcg.learning.losses import (
+    Divergence,
     cross_entropy,
     discriminator_loss,
     diversity_0,
     diversity_1,
     diversity_2,
+    diversity_mean_squared,
     diversity_normalised,
     feature_mse,
     generator_loss,
-    kl_student_mean_teacher,
-    kl_student_teacher,
     kl_teacher_student,
     mode_seeking,
 )
@@ -74,9 +74,18 @@ def test_fedcg_divergence_is_from_the_teacher_to_the_student() -> None:
     assert kl_teacher_student(EVEN, SKEWED).item() == pytest.approx(EVEN_FROM_SKEWED, abs=1e-6)
 
 
+PRINTED, CODE = Divergence(), Divergence("teacher_student", 10.0)
+
+
 def test_fedmd_cg_divergence_is_from_the_student_to_the_teacher() -> None:
-    assert kl_student_teacher(SKEWED, EVEN).item() == pytest.approx(SKEWED_FROM_EVEN, abs=1e-6)
-    assert kl_student_teacher(EVEN, SKEWED).item() == pytest.approx(EVEN_FROM_SKEWED, abs=1e-6)
+    assert PRINTED.mean(SKEWED, EVEN).item() == pytest.approx(SKEWED_FROM_EVEN, abs=1e-6)
+    assert PRINTED.mean(EVEN, SKEWED).item() == pytest.approx(EVEN_FROM_SKEWED, abs=1e-6)
+
+
+def test_the_authors_divergence_is_from_the_teacher_to_the_student_at_a_temperature() -> None:
+    # ten times the logits at temperature 10
+    assert CODE.mean(EVEN, 10 * SKEWED).item() == pytest.approx(SKEWED_FROM_EVEN, abs=1e-6)
+    assert CODE.mean(10 * SKEWED, EVEN).item() == pytest.approx(EVEN_FROM_SKEWED, abs=1e-6)
 
 
 def test_a_divergence_is_a_mean_over_rows() -> None:
@@ -84,12 +93,35 @@ def test_a_divergence_is_a_mean_over_rows() -> None:
     assert both.item() == pytest.approx(SKEWED_FROM_EVEN / 2, abs=1e-6)
 
 
+@pytest.mark.parametrize("divergence", [PRINTED, CODE])
+def test_the_slope_of_the_divergence_from_a_mean_teacher_is_that_of_the_weighted_sum_of_divergences(
+    divergence: Divergence,
+) -> None:
+    # Two teachers, with a quarter and three quarters of a label.
+    student = torch.tensor([[1.0, -2.0]], requires_grad=True)
+    logs = [divergence.log_softmax(logits) for logits in (SKEWED, EVEN)]
+    whole = 0.25 * divergence.rows(student, logs[0]) + 0.75 * divergence.rows(student, logs[1])
+    mean = 0.25 * divergence.summand(logs[0]) + 0.75 * divergence.summand(logs[1])
+    slopes = [torch.autograd.grad(loss.sum(), student)[0] for loss in (divergence.rows_of_mean(student, mean), whole)]
+    assert slopes[0].abs().max().item() > 1e-3
+    assert torch.allclose(slopes[0], slopes[1], atol=1e-6)
+
+
 def test_divergence_from_the_mean_log_teacher_equals_the_weighted_sum_of_divergences() -> None:
     # tau = (1/4, 3/4), teachers (3/4, 1/4) and (1/2, 1/2), student (1/2, 1/2):
     # 1/4 KL(student || first) + 3/4 KL(student || second) = 0.143841 / 4 + 0
     teachers = torch.stack([SKEWED.log_softmax(1), EVEN.log_softmax(1)])
     mean_log = (torch.tensor([0.25, 0.75]).view(2, 1, 1) * teachers).sum(0)
-    assert kl_student_mean_teacher(EVEN, mean_log).item() == pytest.approx(EVEN_FROM_SKEWED / 4, abs=1e-6)
+    assert PRINTED.rows_of_mean(EVEN, mean_log).item() == pytest.approx(EVEN_FROM_SKEWED / 4, abs=1e-6)
+
+
+@pytest.mark.parametrize("divergence", [PRINTED, CODE])
+def test_a_row_whose_label_nobody_has_is_finite(divergence: Divergence) -> None:
+    student = torch.tensor([[5.0, -5.0]], requires_grad=True)
+    loss = divergence.rows_of_mean(student, torch.zeros(1, 2))
+    loss.sum().backward()
+    assert student.grad is not None
+    assert bool(loss.isfinite().all() and student.grad.isfinite().all())
 
 
 FEATURES = torch.tensor([[0.0, 0.0], [3.0, 4.0]])  # 5 apart
@@ -152,3 +184,22 @@ def test_the_normalised_diversity_pushes_a_collapsed_generator_apart() -> None:
     assert features.grad is not None
     step = features.detach() - 0.1 * features.grad
     assert (step[0] - step[1]).norm() > (features[0] - features[1]).norm()
+
+
+def test_the_authors_diversity_is_a_product_of_mean_squared_distances() -> None:
+    # features 25 / 2 apart, noise 0.01, both orders of the pair of four: exp(-2 * 12.5 * 0.01 / 4); classes weigh e^(2/3) between
+    assert diversity_mean_squared(FEATURES, NOISE, ONE_CLASS, NO_SCALE).item() == pytest.approx(math.exp(-0.0625))
+    between = math.exp(-0.0625 * math.exp(2 / 3))
+    assert diversity_mean_squared(FEATURES, NOISE, TWO_CLASSES, NO_SCALE).item() == pytest.approx(between)
+
+
+def test_the_authors_diversity_has_a_slope_at_real_sizes_and_where_two_rows_are_equal() -> None:
+    stream = torch.Generator().manual_seed(0)
+    noise = torch.randn(16, 128, generator=stream)
+    features = torch.rand(16, 400, generator=stream)
+    features[3] = features[7]
+    features.requires_grad_()
+    diversity_mean_squared(features, noise, torch.arange(16) % 2, torch.ones(2)).backward()
+    assert features.grad is not None
+    assert bool(features.grad.isfinite().all())
+    assert features.grad.abs().max().item() > 0.0

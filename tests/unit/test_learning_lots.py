@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from fedcg.learning import distillation
-from fedcg.learning.crossed import CrossedAggregator, Lessons, label_shares
+from fedcg.learning.crossed import CrossedAggregator, Crossing, Lessons, label_shares
 from fedcg.learning.distillation import Bank, Distillation, Pair, draw_bank, teacher_logits, uniform
 from fedcg.learning.initial import initial_parts
+from fedcg.learning.losses import Divergence
 from fedcg.learning.lots import HEATS, Lots
 from fedcg.learning.method import Aggregate, RoundContext, ServerState, Update
 from fedcg.learning.opinions import EveryOpinion, FrozenTeacher, Opinion, crossed_loss
@@ -112,7 +113,7 @@ def test_the_expectation_over_all_draws_of_a_batch_is_equation_11() -> None:
         said = EveryOpinion(
             [FrozenTeacher(*each, 6, "cpu") for each in zip(teachers, [bank] * 3, logs, weights, strict=True)]
         ).on(slice(0, 6))
-        return crossed_loss(made, ours, mean_log, said, judge.classifier)
+        return crossed_loss(made, ours, mean_log, said, judge.classifier, Divergence())
 
     expected = torch.zeros(6)
     for zero, one in product(range(3), repeat=2):
@@ -127,7 +128,7 @@ def heard(order: tuple[int, ...], *, again: bool = False) -> tuple[Lessons, Memo
     ctx, made, updates = pairs(3)
     bank = draw_bank(Streams(b"c"), 12, 8, uniform(3))
     spill = MemorySpill()
-    lessons = Lessons(bank, uniform(3), 6, ctx, lots=True)
+    lessons = Lessons(bank, uniform(3), 6, ctx, Divergence(), lots=True)
     for number in order:
         update = updates[number]
         logits = teacher_logits(made[number], bank, ctx) if again else None
@@ -155,7 +156,7 @@ def test_the_winners_own_features_log_probabilities_and_classifier_are_what_a_ba
 
 def test_a_worker_that_goes_on_where_another_one_died_hears_the_same() -> None:
     first, second = heard((0, 1, 2)), heard((2, 0, 1), again=True)
-    assert torch.equal(first[0].mean_log(), second[0].mean_log())
+    assert torch.equal(first[0].mean(), second[0].mean())
     for one, other in zip(first[2], second[2], strict=True):
         assert torch.equal(one.position, other.position)
         assert torch.equal(one.features, other.features)
@@ -170,14 +171,15 @@ def test_eq_10s_mean_is_weighted_by_shares_of_the_rows_label() -> None:
         for number, client in enumerate("abc")
     )
     assert isinstance(expected, torch.Tensor)
-    assert torch.allclose(lessons.mean_log().double(), expected, atol=1e-6)
+    assert torch.allclose(lessons.mean().double(), expected, atol=1e-6)
 
 
 def aggregated(exact_clients: int, added: str, present: str = "abc", bank: str = "auto") -> Aggregate:
     ctx, _, updates = pairs(3)
     known = {update.client: update for update in updates}
     initial = ServerState(Aggregate({part: updates[0].parts[part] for part in SHARED}, (0.5, 0.25, 0.25)))
-    merge = CrossedAggregator(Distillation(4, 6, 1e-3, 0.0), bank, exact_clients, initial, ctx, MemorySpill())
+    crossing = Crossing(bank, exact_clients, Divergence())
+    merge = CrossedAggregator(Distillation(4, 6, 1e-3, 0.0), crossing, initial, ctx, MemorySpill())
     for client in added:
         merge.add(known[client])
     return merge.finish({client: partial(known.__getitem__, client) for client in present})[0]

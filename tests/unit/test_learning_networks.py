@@ -46,12 +46,19 @@ def test_lenet_has_the_published_sizes() -> None:
         assert feature_shape(cifar(split=split)) == (16, 5, 5)
 
 
+def test_the_network_of_fedmd_cgs_authors_has_their_sizes() -> None:
+    # convolutions 3*16*9 + 16 and 16*32*9 + 32, batch norm 2*(16 + 32); linear 128*128 + 128 and 128*10 + 10
+    assert parameter_bytes(cifar(split="cnn_bn"), Part.EXTRACTOR) == 4 * (448 + 4640 + 96)
+    assert parameter_bytes(cifar(split="cnn_bn"), Part.CLASSIFIER) == 4 * (16_512 + 1_290)
+    assert feature_shape(cifar(split="cnn_bn")) == (32, 2, 2)
+
+
 @pytest.mark.parametrize(
     ("kind", "with_100", "with_64"),
     [
         ("conv", 3_562_896, 3_267_984),
         ("conv_small", 399_504, 325_776),
-        ("mlp3", 790_480, 753_616),
+        ("mlp3", 1_167_312, 1_093_584),
         ("mlp", 526_288, 489_424),
         ("mlp_small", 264_144, 245_712),
     ],
@@ -67,7 +74,7 @@ def test_the_published_generator_grows_by_two_by_two_kernels() -> None:
         assert sum(kernel - 1 for kernel in spread_growth(size, 4)) == size - 1
 
 
-@pytest.mark.parametrize("split", ["lenet5", "lenet5_relu"])
+@pytest.mark.parametrize("split", ["lenet5", "lenet5_relu", "cnn_bn"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("height", "width"), [(16, 16), (28, 28), (20, 36)])
 def test_every_network_fits_every_feature_shape(split: str, kind: str, height: int, width: int) -> None:
@@ -193,10 +200,30 @@ def test_a_plan_becomes_a_spec_with_defaults_payload_and_needed_report_fields() 
     assert ReportField.LABEL_COUNTS in spec.required_report
     optional = complete_spec(plan("fedcg"))
     assert ReportField.LABEL_COUNTS in optional.report
+    crossed = complete_spec(plan("fedcg").model_copy(update={"params": {"aggregation": "crossed_kd"}}))
+    assert crossed.required_report == {ReportField.EXAMPLES, ReportField.LABEL_COUNTS}
     assert optional.required_report == complete_spec(plan("local")).required_report == {ReportField.EXAMPLES}
     assert ReportField.LABEL_COUNTS not in complete_spec(plan("fedavg")).report
     assert complete_spec(plan("local")).upload == ()
     assert FederationSpec.parse(spec.canonical()) == spec
+
+
+def test_a_spec_without_crops_has_the_bytes_it_had_before_there_were_any() -> None:
+    plain, cropped = (quick_spec("local", augment_crop=pixels) for pixels in (0, 2))
+    assert b"augment_crop" not in plain.canonical()
+    assert b'"augment_crop":2' in cropped.canonical()
+    assert all(FederationSpec.parse(spec.canonical()) == spec for spec in (plain, cropped))
+    with pytest.raises(ValueError, match="not in canonical form"):
+        FederationSpec.parse(b'{"augment_crop":0,' + plain.canonical()[1:])
+
+
+@pytest.mark.parametrize("pixels", [-1, 16, 65])
+def test_crops_that_could_miss_an_image_are_refused_in_plan_and_spec(pixels: int) -> None:
+    good = quick_spec("local", augment_crop=15)
+    with pytest.raises(ValueError, match="augment_crop"):
+        FederationSpec.model_validate({**good.model_dump(), "augment_crop": pixels})
+    with pytest.raises(ValueError, match="augment_crop"):
+        FederationPlan.model_validate({**plan("local").model_dump(), "augment_crop": pixels})
 
 
 def test_every_unknown_parameter_is_named() -> None:

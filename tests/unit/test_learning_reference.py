@@ -23,6 +23,7 @@ from tests.unit.learning_cases import CLASSES, context, plan
 
 CHOICES = [("conv", "conv_published"), ("conv", "conv"), ("mlp", "mlp")]
 STEPS = 3
+STEPPED = [(*choice, steps, 0) for choice in CHOICES for steps in (1, STEPS)] + [("mlp", "mlp", STEPS, 4)]
 
 
 COLOUR = ImageForm(mode="RGB", height=32, width=32, mean=(0.5,) * 3, std=(0.25,) * 3)
@@ -54,11 +55,11 @@ def colour_images(count: int) -> ImageSet:
     return ImageSet(images, torch.arange(count) % len(CLASSES), CLASSES)
 
 
-def case(generator: str, discriminator: str, steps: int) -> tuple[RoundContext, Networks, Networks]:
+def case(generator: str, discriminator: str, steps: int, crop: int = 0) -> tuple[RoundContext, Networks, Networks]:
     """A client's networks on features of 16x5x5, and a copy of them for the reference."""
     choice = NetworkChoice(split="lenet5", generator=generator, discriminator=discriminator, noise_dim=8)
     quick = plan("fedcg", choice, COLOUR, steps=steps, discriminator_passes="separate")
-    spec = complete_spec(quick.model_copy(update={"augment_flip": True}))
+    spec = complete_spec(quick.model_copy(update={"augment_flip": True, "augment_crop": crop}))
     initial = initial_parts(spec, b"cohort")
     nets = Networks(**{part.value: load_part(spec, part, initial[part]) for part in Part})
     return context(spec, round_number=3), nets, plain_networks(nets)
@@ -83,9 +84,9 @@ def params_of(ctx: RoundContext) -> fedcg.FedcgParams:
     return fedcg.FedcgParams.model_validate(ctx.spec.params)
 
 
-@pytest.mark.parametrize("steps", [1, STEPS])
-def test_classification_with_the_feature_loss_takes_the_same_steps_as_the_reference(steps: int) -> None:
-    ctx, ours, theirs = case("conv", "conv_published", steps)
+@pytest.mark.parametrize(("steps", "crop"), [(1, 0), (STEPS, 0), (STEPS, 4)])
+def test_classification_with_the_feature_loss_takes_the_same_steps_as_the_reference(steps: int, crop: int) -> None:
+    ctx, ours, theirs = case("conv", "conv_published", steps, crop)
     data = colour_images(20)
     assert fedcg.gamma(ctx.round, params_of(ctx)) > 0.5
     penalty = fedcg.feature_penalty(ours.generator, fedcg.gamma(ctx.round, params_of(ctx)), ctx)
@@ -99,13 +100,12 @@ def test_classification_with_the_feature_loss_takes_the_same_steps_as_the_refere
     assert furthest(ours.classifier, theirs.classifier) < 1e-5
 
 
-@pytest.mark.parametrize(("generator", "discriminator"), CHOICES)
-@pytest.mark.parametrize("steps", [1, STEPS])
+@pytest.mark.parametrize(("generator", "discriminator", "steps", "crop"), STEPPED)
 def test_the_gan_takes_the_same_steps_as_the_reference(
-    generator: str, discriminator: str, steps: int, request: pytest.FixtureRequest
+    generator: str, discriminator: str, steps: int, crop: int, request: pytest.FixtureRequest
 ) -> None:
     # In float64, so that a difference is one in the maths, not in the order of additions.
-    ctx, ours, theirs = case(generator, discriminator, steps)
+    ctx, ours, theirs = case(generator, discriminator, steps, crop)
     ours, theirs = in_double(ours), in_double(theirs)
     request.getfixturevalue("doubles")
     data = colour_images(20)

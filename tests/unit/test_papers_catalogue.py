@@ -114,6 +114,24 @@ def test_a_reduced_budget_lists_what_differs() -> None:
     assert set(reduced) == {"network", "rounds", "params.epochs", "generator", "discriminator", "noise_dim"}
 
 
+def test_the_authors_code_is_a_budget_that_goes_with_a_shorter_one_and_leaves_a_rows_own_values_alone() -> None:
+    runs = plan_runs("fedmd_cg:table4:cifar10-w10@code+r50", seeds=[0], setting={"lr": 0.05})
+    whole, no_mse = (
+        next(run for run in runs if run.variant == variant).planned() for variant in ("lr=0.05", "model-no-mse-lr=0.05")
+    )
+    assert set(whole.reduced) == {
+        "network",
+        "rounds",
+        *(f"params.{name}" for name in ("divergence", "temperature", "ramp_power", "lambda2", "diversity")),
+    }
+    assert whole.setting.params["lambda2"] == 0.1
+    assert (no_mse.setting.params["lambda2"], no_mse.setting.params["temperature"]) == (0.0, 10.0)
+    (average,) = plan_runs("fedmd_cg:table1:cifar10-w10@code", methods=["fedavg"], seeds=[0], setting={"lr": 0.05})
+    assert set(average.planned().reduced) == {"network"}
+    with pytest.raises(OptionError, match="no budget 'nonsense'"):
+        plan_runs("fedmd_cg:table1:cifar10-w10@code+nonsense")
+
+
 def test_what_the_user_types_overrides_and_is_listed() -> None:
     (run,) = table_batch(
         "fedcg:table1:cifar10-4",
@@ -149,8 +167,8 @@ def test_data_that_nobody_can_download_has_to_be_brought() -> None:
 
 
 def test_a_row_that_no_table_has_is_refused() -> None:
-    with pytest.raises(OptionError, match="no row 'fedper'"):
-        plan_runs("fedcg:table1:cifar10-4", methods=["fedper"])
+    with pytest.raises(OptionError, match="no row 'fedopt'"):
+        plan_runs("fedcg:table1:cifar10-4", methods=["fedopt"])
 
 
 def test_one_run_serves_every_table_that_shows_it() -> None:

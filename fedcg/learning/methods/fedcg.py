@@ -22,8 +22,9 @@ import torch
 from pydantic import Field
 from torch import nn
 
+from fedcg.learning.augmentation import Augmenter
 from fedcg.learning.averaging import AverageAggregator
-from fedcg.learning.crossed import CrossedAggregator
+from fedcg.learning.crossed import CrossedAggregator, Crossing
 from fedcg.learning.cuda_graph import Step, graphed
 from fedcg.learning.data import ImageSet
 from fedcg.learning.distillation import SHARED, Distillation, EnsembleAggregator
@@ -41,7 +42,14 @@ from fedcg.learning.loops import (
     steps_of,
     train_classifier,
 )
-from fedcg.learning.losses import discriminator_loss, feature_mse, generator_loss, mode_seeking, paired_labels
+from fedcg.learning.losses import (
+    Divergence,
+    discriminator_loss,
+    feature_mse,
+    generator_loss,
+    mode_seeking,
+    paired_labels,
+)
 from fedcg.learning.method import (
     Aggregate,
     Aggregator,
@@ -88,6 +96,11 @@ class FedcgParams(TrainingParams):
     exact_clients: int = Field(
         default=32, ge=1, description="crossed_kd: above, eq. 11 draws one client per batch and label"
     )
+
+    @property
+    def needs_label_counts(self) -> bool:
+        """Eq. 10-11 weigh a client by its label counts."""
+        return self.aggregation == "crossed_kd"
 
 
 def gamma(round_number: int, params: FedcgParams) -> float:
@@ -154,12 +167,12 @@ def train_gan(
     )
     steps, done = steps_of(params, len(source.labels)), 0
     streams = ctx.streams.at("generate")
-    order, mirror, stream = (streams.generator(name) for name in ("order", "flip", "noise"))
+    augmenter, order, stream = Augmenter(ctx.spec, streams), streams.generator("order"), streams.generator("noise")
     meter = LossMeter("generator and discriminator", ctx.device)
     plain = gan_step(in_precision(generator, ctx), discriminator, judge, forger, params)
     step = graphed(plain, [generator, discriminator], [judge, forger], steps if ctx.graphs else 0)
     for index in index_blocks(len(source.labels), params.batch_size, steps, order):
-        real, labels = source.rows(index, mirror)
+        real, labels = source.rows(index, augmenter)
         noise = torch.randn(len(labels), ctx.spec.network.noise_dim, generator=stream).to(ctx.device)
         for rows in slices(len(labels), params.batch_size):
             meter.add(step(real[rows], labels[rows], noise[rows]))
@@ -217,7 +230,7 @@ def aggregator(state: ServerState, ctx: RoundContext, spill: Spill) -> Aggregato
     if params.aggregation == "average":
         return AverageAggregator(SHARED, spill)
     if params.aggregation == "crossed_kd":
-        return CrossedAggregator(settings, "auto", params.exact_clients, state, ctx, spill)
+        return CrossedAggregator(settings, Crossing("auto", params.exact_clients, Divergence()), state, ctx, spill)
     return EnsembleAggregator(settings, ctx, spill)
 
 

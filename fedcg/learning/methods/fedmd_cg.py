@@ -10,6 +10,8 @@ Local round = algorithm 1 lines 7-18 (eq. 1-9), server = lines 19-24 (eq. 10-12,
   * λ1, λ2, λ3 rise as λ ((r - 1) / R)^d; λ4, λ5, λ6 are constant;
   * the label counter c_i is the client's number of training images per class, n_i^y;
   * the default diversity term is not the published one, which underflows: see `losses.diversity_normalised`.
+The authors' code differs from the print, and every difference that can matter is a parameter: it computes KL(teacher ‖ student) at
+temperature 10 (`divergence`, `temperature`), distances as means over dimensions (`diversity=mean_squared`), λ2 = 0.1 and d = 3.
 The published set-up trains 20 steps of 64 images a round with SGD; here both `epochs` and `steps` are parameters.
 """
 
@@ -22,8 +24,9 @@ import torch
 from pydantic import Field
 from torch import nn
 
+from fedcg.learning.augmentation import Augmenter
 from fedcg.learning.averaging import AverageAggregator
-from fedcg.learning.crossed import CrossedAggregator, counts_of, label_distribution
+from fedcg.learning.crossed import CrossedAggregator, Crossing, counts_of, label_distribution
 from fedcg.learning.cuda_graph import Step, graphed
 from fedcg.learning.data import ImageSet
 from fedcg.learning.distillation import SHARED, Distillation, EnsembleAggregator, uniform
@@ -41,7 +44,7 @@ from fedcg.learning.loops import (
     steps_of,
     train_classifier,
 )
-from fedcg.learning.losses import DIVERSITIES, cross_entropy, feature_mse, kl_student_teacher
+from fedcg.learning.losses import DIVERSITIES, Divergence, cross_entropy, feature_mse
 from fedcg.learning.method import (
     Aggregate,
     Aggregator,
@@ -78,9 +81,13 @@ class FedmdCgParams(TrainingParams):
     lambda5: float = Field(default=1.0, ge=0, description="weight of the generator's classification loss, eq. 6")
     lambda6: float = Field(default=1.0, ge=0, description="weight of the diversity term")
     ramp_power: float = Field(default=1.0, gt=0, description="d of the ramp ((r-1)/R)^d of lambda 1, 2 and 3")
-    diversity: Literal["normalised", "published_0", "published_1", "published_2"] = Field(
-        default="normalised", description="diversity term: one that works, or eq. 7-8 as published"
+    diversity: Literal["normalised", "mean_squared", "published_0", "published_1", "published_2"] = Field(
+        default="normalised", description="diversity term: ours, the authors' code's, or eq. 7-8 as published"
     )
+    divergence: Literal["student_teacher", "teacher_student"] = Field(
+        default="student_teacher", description="direction of every KL: as published, or as in the authors' code"
+    )
+    temperature: float = Field(default=1.0, gt=0, description="divides the logits in eq. 2, 10 and 11")
     aggregation: Literal["average", "kd", "crossed_kd"] = Field(
         default="crossed_kd", description="weighted average, FedCG's distillation on top, or eq. 12 on top"
     )
@@ -92,6 +99,11 @@ class FedmdCgParams(TrainingParams):
         description="server labels from this round's p(y), or from the last one's, weighted; auto: above exact_clients",
     )
     exact_clients: int = Field(default=32, ge=1, description="above, eq. 11 draws one client per batch and label")
+
+
+def divergence_of(params: FedmdCgParams) -> Divergence:
+    """The divergence of eq. 2, 10 and 11."""
+    return Divergence(params.divergence, params.temperature)
 
 
 def ramp(round_number: int, horizon: int, power: float) -> float:
@@ -139,6 +151,7 @@ def global_penalty(
     """λ1 · eq. 3 + λ2 · MSE + λ3 · KL (eq. 2), ramped, against the frozen global generator; fresh z for every image."""
     factor = ramp(ctx.round, ctx.horizon, params.ramp_power)
     replay, pull, agree = (factor * weight for weight in (params.lambda1, params.lambda2, params.lambda3))
+    divergence = divergence_of(params)
     noise_stream, label_stream = (ctx.streams.generator("classify", name) for name in ("noise", "replay"))
 
     def loss(
@@ -153,7 +166,7 @@ def global_penalty(
         return (
             replay * cross_entropy(generated[:size], asked)
             + pull * feature_mse(real, matched)
-            + agree * kl_student_teacher(logits, generated[size:].detach())
+            + agree * divergence.mean(logits, generated[size:].detach())
         )
 
     def per_block(block: Block) -> Penalty | None:
@@ -193,10 +206,10 @@ def train_generator(
     step: Step | None = None
     steps, done = steps_of(params, len(source.labels)), 0
     streams = ctx.streams.at("generate")
-    order, mirror, stream = (streams.generator(name) for name in ("order", "flip", "noise"))
+    augmenter, order, stream = Augmenter(ctx.spec, streams), streams.generator("order"), streams.generator("noise")
     meter = LossMeter("generator", ctx.device)
     for index in index_blocks(len(source.labels), params.batch_size, steps, order):
-        real, labels = source.rows(index, mirror)
+        real, labels = source.rows(index, augmenter)
         if step is None:
             forge, judge = (in_precision(network, ctx) for network in (generator, classifier))
             scale = class_scale(real, labels, ctx.spec.class_count)
@@ -220,13 +233,13 @@ def generator_step(
     scale: torch.Tensor,
 ) -> Step:
     """One step on (real features, their labels, noise, the classifier's logits on the real features); returns eq. 9's loss."""
-    diversity = DIVERSITIES[params.diversity]
+    diversity, divergence = DIVERSITIES[params.diversity], Divergence(params.divergence)
 
     def step(real: torch.Tensor, labels: torch.Tensor, noise: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         features = generator(noise, labels)
         logits = classifier(features)
         loss = (
-            kl_student_teacher(logits, target)
+            divergence.mean(logits, target)
             + params.lambda4 * feature_mse(features, real)
             + params.lambda5 * cross_entropy(logits, labels)
             + params.lambda6 * diversity(features, noise, labels, scale)
@@ -267,7 +280,8 @@ def aggregator(state: ServerState, ctx: RoundContext, spill: Spill) -> Aggregato
     params = FedmdCgParams.model_validate(ctx.spec.params)
     settings = Distillation(params.server_iterations, params.server_batch, params.server_lr, params.weight_decay)
     if params.aggregation == "crossed_kd":
-        return CrossedAggregator(settings, params.bank, params.exact_clients, state, ctx, spill)
+        crossing = Crossing(params.bank, params.exact_clients, divergence_of(params))
+        return CrossedAggregator(settings, crossing, state, ctx, spill)
     if params.aggregation == "kd":
         return _WithLabels(EnsembleAggregator(settings, ctx, spill))
     return _WithLabels(AverageAggregator(SHARED, spill))

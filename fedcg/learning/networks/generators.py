@@ -103,13 +103,13 @@ def _mlp(*widths: int) -> GeneratorBuilder:
 # Bytes of the parameters for features of 16x5x5, ten classes, noise of 100 dimensions (of 64):
 #   conv        3,562,896 (3,267,984)  as published in FedCG
 #   conv_small    399,504   (325,776)  a quarter of its channels
-#   mlp3          790,480   (753,616)  FedMD-CG's three fully connected layers; the paper gives no widths, these are ours
+#   mlp3        1,167,312 (1,093,584)  FedMD-CG's three fully connected layers, with the widths of its authors' code
 #   mlp           526,288   (489,424)  two layers; with noise of 64, "64-256-features"
 #   mlp_small     264,144   (245,712)  half of its width; with noise of 64, "64-128-features"
 GENERATORS: Mapping[str, GeneratorBuilder] = {
     "conv": _conv((512, 256, 128)),
     "conv_small": _conv((128, 64, 32)),
     "mlp": _mlp(256),
-    "mlp3": _mlp(256, 256),
+    "mlp3": _mlp(512, 256),
     "mlp_small": _mlp(128),
 }

@@ -2,6 +2,8 @@
 
 `lenet5` is FedCG's backbone as its authors' code has it (facts in the paper's README): sigmoid after average pooling, so a
 feature of a 32x32 image is 16x5x5 in (0, 1). `lenet5_relu` is the same cut with ReLU and max pooling: features >= 0.
+`cnn_bn` is what FedMD-CG's authors run under the name of LeNet: two strided 3x3 convolutions with batch norm, and a classifier of
+two linear layers with nothing between them; 32x2x2 features of a 32x32 image.
 """
 
 from __future__ import annotations
@@ -69,8 +71,21 @@ def _classifier(activation: Callable[[], nn.Module]) -> Callable[[tuple[int, ...
     return build
 
 
+def _extractor_bn(channels: int) -> nn.Module:
+    layers: list[nn.Module] = []
+    for before, after in ((channels, 16), (16, 32)):
+        layers += [nn.Conv2d(before, after, 3, stride=2, padding=1), nn.BatchNorm2d(after), nn.ReLU(), nn.MaxPool2d(2)]
+    return nn.Sequential(*layers)
+
+
+def _classifier_linear(feature_shape: tuple[int, ...], classes: int) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(feature_shape), 128), nn.Linear(128, classes))
+
+
 # Two 5x5 convolutions, each followed by halving: ((16 - 4) / 2 - 4) / 2 = 1.
 SPLITS: Mapping[str, Split] = {
     "lenet5": Split(_extractor_sigmoid, _classifier(nn.Sigmoid), FeatureRange.UNIT, 16),
     "lenet5_relu": Split(_extractor_relu, _classifier(nn.ReLU), FeatureRange.NON_NEGATIVE, 16),
+    # Four halvings of a side.
+    "cnn_bn": Split(_extractor_bn, _classifier_linear, FeatureRange.NON_NEGATIVE, 16),
 }
