@@ -33,7 +33,7 @@ from fedcg.learning.losses import (
     mode_seeking,
     paired_labels,
 )
-from fedcg.learning.method import RoundContext
+from fedcg.learning.method import RoundContext, TrainingParams
 from fedcg.learning.methods.fedcg import FedcgParams, gamma
 from fedcg.learning.networks import Networks
 from fedcg.learning.networks.pooled import AveragedConv2d
@@ -153,8 +153,8 @@ class Batch:
         return normalise(self.augmentation.apply(self.images), spec.image)
 
 
-def batches(data: ImageSet, params: FedcgParams, ctx: RoundContext, stage: str) -> Iterator[Batch]:
-    """The batches of a stage ("classify" or "generate"), with the draws of `methods.fedcg`."""
+def batches(data: ImageSet, params: TrainingParams, ctx: RoundContext, stage: str) -> Iterator[Batch]:
+    """The batches of a stage ("classify" or "generate"), with the draws of both methods."""
     streams = ctx.streams.at(stage)
     augmenter, order, stream = Augmenter(ctx.spec, streams), streams.generator("order"), streams.generator("noise")
     for index in index_blocks(len(data), params.batch_size, steps_of(params, len(data)), order):
