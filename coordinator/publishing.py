@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 
+from coordinator.cohorts import Cohorts
 from coordinator.ingest import Sessions
 from fedcg.wire.errors import TransportError
 from fedcg.wire.messages import (
@@ -53,12 +54,21 @@ def status_will(topics: Topics, epoch: int, key: SigningKey) -> Will:
 class Publisher:
     """The coordinator's voice in one federation and one epoch."""
 
-    def __init__(self, transport: Transport, topics: Topics, key: SigningKey, epoch: int, sessions: Sessions) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        topics: Topics,
+        key: SigningKey,
+        epoch: int,
+        sessions: Sessions,
+        cohorts: Cohorts,
+    ) -> None:
         self._transport = transport
         self._topics = topics
         self._key = key
         self._epoch = epoch
         self._sessions = sessions
+        self._cohorts = cohorts
 
     @property
     def max_payload(self) -> int:
@@ -113,6 +123,7 @@ class Publisher:
             device_nonce=device_nonce,
             nonce=nonce,
             server_time=server_time,
+            cohort=self._cohorts.verdict(device),
         )
         return self._publish(self._topics.down_control(device), seal(message, self._key))
 
@@ -127,6 +138,7 @@ class Publisher:
                 epoch=self._epoch,
                 round=position[0],
                 attempt=position[1],
+                cohort=self._cohorts.verdict(device),
             ),
         )
 

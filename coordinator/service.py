@@ -24,6 +24,7 @@ from coordinator.aggregation_messages import (
     WorkerEvent,
     WorkerReady,
 )
+from coordinator.cohorts import Cohorts
 from coordinator.conductor import Conductor
 from coordinator.inbox import Inbox
 from coordinator.ingest import ChunkFrom, FromDevice, Ingest, Sessions
@@ -89,9 +90,10 @@ class Service:
         self._events = setup.events
         self._inbox: Inbox[_Item] = Inbox(asyncio.get_running_loop())
         self._sessions = Sessions()
+        self._cohorts = Cohorts()
         self._ingest = Ingest(topics, self._sessions)
         self._transport = setup.connect(status_will(topics, epoch, setup.key))
-        self._publisher = Publisher(self._transport, topics, setup.key, epoch, self._sessions)
+        self._publisher = Publisher(self._transport, topics, setup.key, epoch, self._sessions, self._cohorts)
         self._library = Library(setup.artifacts, chunk_bytes_for(self._transport.max_payload))
         self._worker = setup.make_worker(setup.worker, self._inbox.put)
         self._conductor = Conductor(setup, self._publisher, self._library, self._worker)
@@ -226,6 +228,12 @@ class Service:
         self._accepted = {entry for entry in self._accepted if entry[0] != device}
         now = self._setup.clock()
         await asyncio.to_thread(self._setup.store.saw_device, device, hello.agent, now)
+        unlike = self._cohorts.hear(device, hello.cohort)
+        if unlike:
+            self._events.write("cohort_differs", client=device, unlike=",".join(unlike))
+            log.warning(
+                "%s: its cohort secret is not that of %s: private networks start apart", device, ", ".join(unlike)
+            )
         self._publisher.welcome(device, hello.nonce, nonce, now)
         await self._came_online(device)
 

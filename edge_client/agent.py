@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 
 from edge_client.actions import Actions
+from edge_client.cohort import mark_of
 from edge_client.config import AgentConfig
 from edge_client.downloads import Downloaded, Downloads
 from edge_client.errors import FirewallError
@@ -54,7 +55,7 @@ from edge_client.trainer_process import (
 from fedcg.event_log import EventLog
 from fedcg.wire.channel import BroadcastOrder
 from fedcg.wire.errors import WireError
-from fedcg.wire.messages import COORDINATOR, Need
+from fedcg.wire.messages import COORDINATOR, CohortVerdict, Need
 from fedcg.wire.signing import SigningKey, VerifyKey
 from fedcg.wire.transport import Delivery, Transport
 
@@ -119,7 +120,9 @@ class Agent:
         self._stopping = False
         self._trainer = make_trainer(self._inbox.put)
         self._order = BroadcastOrder(store.seen())
-        self._handshake = Handshake(config.federation, config.device, version("fedcg-edge"))
+        secret = store.cohort_secret()
+        mark = None if secret is None else mark_of(secret, config.federation)
+        self._handshake = Handshake(config.federation, config.device, version("fedcg-edge"), mark)
         self._downloads = Downloads()
         self._outgoing = Outgoing(config.federation, config.device, keys.signing, transport, self._handshake)
         self._incoming = Incoming(
@@ -127,6 +130,7 @@ class Agent:
         )
         self._actions = Actions(config, store, self._outgoing, self._downloads, self._trainer, events, clock)
         self._events_due: deque[Event] = deque()
+        self._cohort = CohortVerdict.ALONE
         self._state = self._restored()
 
     def stop(self) -> None:
@@ -355,12 +359,25 @@ class Agent:
         )
 
     def _tell(self, event: Event) -> None:
+        if isinstance(event, Welcomed | Invited):
+            self._tell_cohort(event.cohort)
         if isinstance(event, Welcomed):
             self._events.write("welcomed", epoch=event.epoch)
         elif isinstance(event, Offered):
             self._events.write("offer", round=event.offer.round, attempt=event.offer.attempt, live=event.live)
         elif isinstance(event, Invited):
             self._events.write("invited", round=event.cursor.round, attempt=event.cursor.attempt)
+
+    def _tell_cohort(self, verdict: CohortVerdict) -> None:
+        if verdict is CohortVerdict.DIFFERENT and self._cohort is not CohortVerdict.DIFFERENT:
+            _log.warning(
+                "%s: other devices have another cohort secret, so private networks start apart and merge badly; compare "
+                "`fedcg cohort status` on all devices",
+                self._config.device,
+            )
+        if verdict is not self._cohort:
+            self._cohort = verdict
+            self._events.write("cohort", others=verdict.value)
 
     def _stumble(self, what: str, error: OSError) -> None:
         _log.error(

@@ -155,14 +155,12 @@ def _cohort_secret(config: AgentConfig, now: datetime) -> Finding:
             "cohort secret",
             "warning",
             told,
-            f"put the same 32 random bytes into {path} on every device of the federation",
+            "`fedcg cohort create` on the first device, `fedcg cohort join` on the others, before the first round",
         )
     try:
         PrivateStore(config.store).cohort_secret()
     except EdgeError as error:
-        return Finding(
-            "cohort secret", "failed", str(error), "replace the file by 32 random bytes, the same on every device"
-        )
+        return Finding("cohort secret", "failed", str(error), f"delete {path} and run `fedcg cohort join`")
     return Finding("cohort secret", "ok", "there")
 
 

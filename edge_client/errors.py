@@ -6,6 +6,7 @@ EdgeError
 │   ├── StoreLockedError     another agent (or its trainer) works in this store
 │   ├── StoreFormatError     written by a newer version, or not a private store at all
 │   └── StoreDamagedError    no generation passes its checksums
+├── CohortError          no cohort code, or the private store can't take its secret
 ├── FirewallError        something that may not leave the box was about to; names device, part and tensor
 └── RoundError           a local round can't be done here; carries the reason that goes into the decline
 """
@@ -53,6 +54,10 @@ class ConfigError(EdgeError):
 
 class StoreError(EdgeError):
     """The private store can't be used."""
+
+
+class CohortError(EdgeError):
+    """No cohort code, or a store that can't take its secret."""
 
 
 class StoreLockedError(StoreError):

@@ -24,15 +24,22 @@ class Handshake:
         federation: the federation's id.
         device: this device's id.
         agent: program version for the hello.
+        cohort: mark of the cohort secret, None without one.
         make_nonce: 32 hex digits of randomness.
     """
 
     def __init__(
-        self, federation: str, device: str, agent: str, make_nonce: Callable[[], str] = lambda: secrets.token_hex(16)
+        self,
+        federation: str,
+        device: str,
+        agent: str,
+        cohort: str | None = None,
+        make_nonce: Callable[[], str] = lambda: secrets.token_hex(16),
     ) -> None:
         self._federation = federation
         self._device = device
         self._agent = agent
+        self._cohort = cohort
         self._make_nonce = make_nonce
         self._nonce: str | None = None
         self._answers: set[str] = set()
@@ -61,6 +68,7 @@ class Handshake:
             nonce=self._nonce,
             versions=(PROTOCOL_VERSION,),
             agent=self._agent,
+            cohort=self._cohort,
         )
 
     def welcome(self, message: Welcome) -> None:

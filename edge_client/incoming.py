@@ -114,10 +114,10 @@ class Incoming:
             if message.epoch < self._order.highest[0]:
                 raise OrderError(f"a welcome of epoch {message.epoch} after epoch {self._order.highest[0]}")
             self._handshake.welcome(message)
-            return Welcomed(message.epoch)
+            return Welcomed(message.epoch, message.cohort)
         self._handshake.admit(message)
         if isinstance(message, Invite):
-            return Invited(Cursor(message.round, message.attempt))
+            return Invited(Cursor(message.round, message.attempt), message.cohort)
         if isinstance(message, Need):
             return Granted(message)
         if isinstance(message, Receipt):

@@ -127,6 +127,10 @@ class PrivateStore:
         path = self.root / "secrets" / "cohort.key"
         return _secret(path) if path.exists() else None
 
+    def keep_cohort_secret(self, secret: bytes) -> None:
+        """Keep the cohort's secret, for its owner's eyes only; replaces none."""
+        replace_durably(self.root / "secrets" / "cohort.key", secret)
+
     def save_spec(self, payload: bytes) -> FederationSpec:
         """Keep a spec under its digest.
 

@@ -5,7 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from edge_client.generations import Cursor
-from fedcg.wire.messages import AnyMessage, ArtifactRef, DeclineReason, Finished, Need, Offer, Outcome, Receipt
+from fedcg.wire.messages import (
+    AnyMessage,
+    ArtifactRef,
+    CohortVerdict,
+    DeclineReason,
+    Finished,
+    Need,
+    Offer,
+    Outcome,
+    Receipt,
+)
 
 # ------------------------------------------------------------------ events
 
@@ -35,6 +45,7 @@ class Welcomed:
     """The coordinator answered our hello; a new session stands."""
 
     epoch: int
+    cohort: CohortVerdict = CohortVerdict.ALONE
 
 
 @dataclass(frozen=True)
@@ -57,6 +68,7 @@ class Invited:
     """The coordinator asks this device to take part."""
 
     cursor: Cursor
+    cohort: CohortVerdict = CohortVerdict.ALONE
 
 
 @dataclass(frozen=True)

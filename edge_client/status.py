@@ -57,7 +57,14 @@ def _state(store: PrivateStore) -> Status:
 
 
 def _latest(path: Path) -> Status:
-    wanted = {"link": "up", "welcomed": "epoch", "declined": "reason", "refused": "detail", "agent_error": "detail"}
+    wanted = {
+        "link": "up",
+        "welcomed": "epoch",
+        "declined": "reason",
+        "refused": "detail",
+        "agent_error": "detail",
+        "cohort": "others",
+    }
     found: Status = {}
     for event in read_events(path):
         name = str(event.get("event"))

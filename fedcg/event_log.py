@@ -11,11 +11,12 @@ Agent:
   round_failed {round, attempt, reason, detail}            manifest {round, attempt, artifact}
   receipt {round, attempt, artifact, outcome, reason}      finalised {candidate, model_dir, ...accuracies}
   refused {what, detail}                                   agent_stopped {pid}
-  images_skipped {count, images}
+  images_skipped {count, images}   cohort {others: alone | same | different}
 
 Coordinator:
   started {epoch}   stopped   link {up}   online / offline {client}   accepted / declined {client, round, attempt}
   attempt_opened {round, attempt, participants, aggregate}   attempt_resumed / attempt_failed   paused {reason}
+  cohort_differs {client, unlike}
   update_stored {client, artifact, size, seconds}   update_refused {outcome, reason}
   worker_ready / worker_died {pid}   phase_started {phase, pid}   aggregate_step {phase, step, steps, pid}   teacher_done
   distilling {clients}   aggregate_stored {artifact, size}   finished {round, attempt, aggregate}

@@ -31,6 +31,7 @@ from fedcg.wire.messages import (
     Accept,
     AnyMessage,
     ArtifactRef,
+    CohortVerdict,
     CoordinatorStatus,
     Decline,
     DeviceStatus,
@@ -198,6 +199,7 @@ class ScriptedCoordinator:
     epoch: int = 1
     session: Session | None = None
     answers_hello: bool = True
+    cohort: CohortVerdict = CohortVerdict.ALONE
     heard: list[AnyMessage] = field(default_factory=list)
     frames: list[bytes] = field(default_factory=list)
     served: dict[str, tuple[ArtifactRef, bytes]] = field(default_factory=dict)
@@ -339,7 +341,14 @@ class ScriptedCoordinator:
         self._nonces += 1
         nonce = f"{self._nonces:032x}"
         self.session = Session(session_id(hello.nonce, nonce))
-        welcome = Welcome(**self.address(DEVICE), version=1, device_nonce=hello.nonce, nonce=nonce, server_time=0.0)
+        welcome = Welcome(
+            **self.address(DEVICE),
+            version=1,
+            device_nonce=hello.nonce,
+            nonce=nonce,
+            server_time=0.0,
+            cohort=self.cohort,
+        )
         self.publish(self.topics.down_control(DEVICE), welcome)
 
 

@@ -49,6 +49,14 @@ class DeclineReason(str, Enum):
     DIVERGED = "diverged"
 
 
+class CohortVerdict(str, Enum):
+    """How a device's cohort secret stands beside those of the other devices, by their marks."""
+
+    ALONE = "alone"
+    SAME = "same"
+    DIFFERENT = "different"
+
+
 class _Strict(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -111,12 +119,13 @@ class DeviceStatus(_Message):
 
 
 class Hello(_Message):
-    """A device opens a session."""
+    """A device opens a session; `cohort` marks its cohort secret, None where it has none."""
 
     kind: Literal["hello"] = "hello"
     nonce: Nonce
     versions: Annotated[tuple[int, ...], Field(min_length=1, max_length=8)]
     agent: Annotated[str, Field(pattern=r"^[A-Za-z0-9.+-]{1,32}$")]
+    cohort: Nonce | None = None
 
 
 class Welcome(_Message):
@@ -127,12 +136,14 @@ class Welcome(_Message):
     device_nonce: Nonce
     nonce: Nonce
     server_time: float
+    cohort: CohortVerdict = CohortVerdict.ALONE
 
 
 class Invite(_Message):
     """Asks one device to take part in (round, attempt)."""
 
     kind: Literal["invite"] = "invite"
+    cohort: CohortVerdict = CohortVerdict.ALONE
 
 
 class Accept(_Message):
