@@ -150,7 +150,8 @@ def decode_tensor(key: str, pieces: Pieces, codec: TensorCodec, base: npt.NDArra
         numbers = numbers + base
     if codec.startswith("i8"):  # scales round up, so that the largest float32 could come back as infinity
         numbers = np.clip(numbers, -_LARGEST, _LARGEST)
-    return numbers.astype(np.float32)
+    single: npt.NDArray[np.float32] = numbers.astype(np.float32)
+    return single
 
 
 def _plain(dtype: str) -> Codec:
