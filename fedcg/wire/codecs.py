@@ -144,7 +144,7 @@ def decode_tensor(key: str, pieces: Pieces, codec: TensorCodec, base: npt.NDArra
     """
     numbers = CODECS[codec].decode(key, pieces)
     if codec in _EXACT:
-        return numbers.copy()
+        return np.array(numbers)
     if is_delta(codec):
         assert base is not None
         numbers = numbers + base
