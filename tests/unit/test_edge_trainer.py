@@ -510,12 +510,12 @@ def test_both_sides_go_on_from_the_decoded_aggregate_and_the_update_is_the_diffe
     assert (site.spec.codec, site.spec.aggregate_codec) == ("i8-delta", "f16")
     site.trainer().do(site.round())
     coded = inspect(site.update())
-    assert coded.codecs["classifier/0.weight"] == coded.codecs["generator/body.0.weight"] == "i8-delta"
+    assert coded.codecs["classifier/1.weight"] == coded.codecs["generator/body.0.weight"] == "i8-delta"
     alone, base = decode(coded), inspect(site.store.artifacts.get(site.aggregate))
-    assert alone.without_base >= {"classifier/0.weight"}
-    own = site.state().slots["personal"][Part.CLASSIFIER]["0.weight"]
-    np.testing.assert_allclose(decode(coded, base).tensors["classifier/0.weight"], own, atol=1e-4)
-    assert np.abs(alone.tensors["classifier/0.weight"]).max() < np.abs(own).max() / 2
+    assert alone.without_base >= {"classifier/1.weight"}
+    own = site.state().slots["personal"][Part.CLASSIFIER]["1.weight"]
+    np.testing.assert_allclose(decode(coded, base).tensors["classifier/1.weight"], own, atol=1e-4)
+    assert np.abs(alone.tensors["classifier/1.weight"]).max() < np.abs(own).max() / 2
 
 
 def test_a_part_that_the_method_does_not_load_from_the_aggregate_goes_by_value(tmp_path: Path) -> None:
@@ -526,7 +526,7 @@ def test_a_part_that_the_method_does_not_load_from_the_aggregate_goes_by_value(t
     site.settings = replace(site.settings, policy=policy)
     assert site.trainer().do(site.round()) == Committed(Cursor(1, 1))
     codecs = inspect(site.update()).codecs
-    assert codecs["classifier/0.weight"] == "i8-delta"
+    assert codecs["classifier/1.weight"] == "i8-delta"
     assert codecs["generator/body.0.weight"] == "i8"
     assert {codec for codec in codecs.values() if is_delta(codec)} == {"i8-delta"}
 
