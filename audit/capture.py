@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fedcg.wire.errors import WireError
 from fedcg.wire.inspection import inspect
+from fedcg.wire.parts import TensorCodec, is_delta
 from fedcg.wire.signing import MAGIC as ENVELOPE_MAGIC
 from fedcg.wire.signing import OVERHEAD_BYTES
 from fedcg.wire.topics import ParsedTopic, TopicKind, Topics
@@ -32,7 +34,7 @@ class SeenArtifact:
     Attributes:
         kind: update, aggregate, spec, or unknown when it could not be decoded.
         sender: who made it, by its header; `coordinator` for a spec.
-        tensors: shape per tensor key; report: names of the report's fields that carry a value.
+        tensors: shape per tensor key, as it came; codecs: how many of them the header says are coded how; report: names of the report's fields that carry a value.
     """
 
     id: str
@@ -45,6 +47,7 @@ class SeenArtifact:
     tensors: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     report: tuple[str, ...] = ()
     base: str | None = None
+    codecs: Mapping[TensorCodec, int] = field(default_factory=dict)
     problem: str | None = None
 
 
@@ -100,6 +103,7 @@ def describe(artifact: str, data: bytes) -> SeenArtifact:
         {key: tuple(array.shape) for key, array in seen.tensors.items()},
         tuple(sorted(seen.report_fields)),
         base if isinstance(base, str) else None,
+        dict(sorted(Counter(seen.codecs.values()).items())),
     )
 
 
@@ -153,6 +157,11 @@ class Capture:
 
     def _open(self) -> list[str]:
         return sorted(name for name, incoming in self._incoming.items() if incoming.chunks)
+
+    def _bases_not_seen(self) -> list[str]:
+        """Aggregates that updates are coded as the difference to and that did not cross; such updates can't be read as values."""
+        deltas = [seen for seen in self.artifacts.values() if any(map(is_delta, seen.codecs))]
+        return sorted({str(seen.base) for seen in deltas} - self.artifacts.keys())
 
     def _feed_chunk(self, parsed: ParsedTopic, payload: bytes) -> list[Completed]:
         try:
@@ -268,6 +277,7 @@ class Capture:
                 for kind, entry in sorted(self._messages.items())
             },
             "incomplete": self._open(),
+            "bases_not_seen": self._bases_not_seen(),
             "undecoded": [seen.id for seen in artifacts if seen.problem],
             "damaged_frames": self._damaged,
             "foreign_frames": self._foreign,

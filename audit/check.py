@@ -6,8 +6,9 @@ Reads an observer's folder and safetensors files of private weights, and hands n
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -17,19 +18,25 @@ from audit.errors import CaptureError, DecodeError
 from audit.leakage import Match, PrivateTensor, WireTensor, compare, find_bytes
 from audit.observer import ARTIFACTS, WIRE_FILE
 from fedcg.wire.errors import WireError
-from fedcg.wire.inspection import Inspection, inspect
+from fedcg.wire.inspection import Inspection, decode, inspect
 
 PRIVATE_PARTS = frozenset({"extractor", "discriminator"})
 
 
 @dataclass(frozen=True)
 class Check:
-    """Outcome of a check: how much was compared, and what leaked."""
+    """Outcome of a check: how much was compared, and what leaked.
+
+    Attributes:
+        without_base: tensors by the aggregate that they are coded as the difference to and that was not recorded: they were compared as
+            differences, not as values.
+    """
 
     artifacts: int
     wire_tensors: int
     private_tensors: int
     matches: tuple[Match, ...]
+    without_base: Mapping[str, int] = field(default_factory=dict)
 
     def record(self) -> dict[str, object]:
         """As JSON values."""
@@ -37,14 +44,19 @@ class Check:
             "artifacts": self.artifacts,
             "wire_tensors": self.wire_tensors,
             "private_tensors": self.private_tensors,
+            "without_base": dict(self.without_base),
             "leaks": [vars(match) for match in self.matches],
         }
 
     def summary(self) -> str:
-        """One line for a person."""
+        """One line for a person, and one for each aggregate that was missed."""
+        missed = (
+            f"\n{count} tensors are differences to aggregate {base}, which was not recorded: compared as differences only"
+            for base, count in sorted(self.without_base.items())
+        )
         return (
             f"compared {self.wire_tensors} tensors of {self.artifacts} recorded artifacts "
-            f"with {self.private_tensors} private tensors: {len(self.matches)} leaks"
+            f"with {self.private_tensors} private tensors: {len(self.matches)} leaks{''.join(missed)}"
         )
 
 
@@ -71,14 +83,29 @@ def private_tensors(files: Iterable[Path]) -> list[PrivateTensor]:
 
 
 def wire_tensors(inspections: Mapping[str, Inspection]) -> list[WireTensor]:
-    """All tensors of decoded artifacts; bases are the tensors of the same name in the artifact that a header names."""
+    """All tensors of artifacts as they came, and those that are coded decoded too.
+
+    Bases are the decoded tensors of the same name in the artifact that a header names.
+    """
     tensors = []
     for artifact, seen in inspections.items():
         base = inspections.get(str(seen.header.get("base")))
+        known = {} if base is None else decode(base).tensors
         for key, value in seen.tensors.items():
-            bases = {} if base is None or key not in base.tensors else {f"base {key}": base.tensors[key]}
+            bases = {f"base {key}": known[key]} if key in known else {}
             tensors.append(WireTensor(artifact, key, value, bases))
+        for key, value in decode(seen, base).tensors.items():
+            if value is not seen.tensors.get(key) and seen.codecs[key] not in ("f32", "i64"):
+                tensors.append(WireTensor(artifact, f"{key} (decoded)", value))
     return tensors
+
+
+def _without_base(inspections: Mapping[str, Inspection]) -> Counter[str]:
+    missed: Counter[str] = Counter()
+    for seen in inspections.values():
+        name = str(seen.header.get("base"))
+        missed[name] += len(decode(seen, inspections.get(name)).without_base)
+    return +missed
 
 
 def _inspected(data: bytes) -> Inspection | None:
@@ -107,4 +134,4 @@ def check_recording(observed: Path, private: Iterable[Path]) -> Check:
     seen = wire_tensors(inspections)
     payloads = dict(blobs) | {f"{name} (decompressed)": found.payload for name, found in inspections.items()}
     matches = compare(seen, truth) + find_bytes(payloads, truth)
-    return Check(len(blobs), len(seen), len(truth), tuple(matches))
+    return Check(len(blobs), len(seen), len(truth), tuple(matches), _without_base(inspections))

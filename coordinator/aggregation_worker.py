@@ -31,8 +31,8 @@ from coordinator.aggregation_messages import (
     WorkerReady,
     WorkerSettings,
 )
-from coordinator.validation import upload_layouts
-from fedcg.wire.artifacts import ArtifactStore, unpack
+from coordinator.validation import base_in, unpack_update
+from fedcg.wire.artifacts import ArtifactStore
 
 if TYPE_CHECKING:
     import torch
@@ -138,7 +138,9 @@ class Workbench:
         job = self._job
         self._spec = FederationSpec.parse(self._store.get(job.spec))
         self._method = get_method(self._spec.method)
-        aggregate = unpack_aggregate(self._store.get(job.base), self._spec, self._method)
+        packed = self._store.get(job.base)
+        self._base = base_in(packed, self._spec, job.base)
+        aggregate = unpack_aggregate(packed, self._spec, self._method)
         state = ServerState(aggregate, decode_extras(self._store.get(job.server_state)))
         context = RoundContext(
             spec=self._spec,
@@ -176,7 +178,7 @@ class Workbench:
         from coordinator.server_state import tensors_of
         from fedcg.learning.method import Update
 
-        decoded = unpack(self._store.get(artifact), upload_layouts(self._spec))
+        decoded = unpack_update(self._store.get(artifact), self._spec, self._base)
         report = decoded.header.report
         return Update(
             client=client,

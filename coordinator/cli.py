@@ -170,10 +170,13 @@ def federation_create(
 
 @federation_app.command("show")
 def federation_show(directory: Directory, as_json: AsJson = False) -> None:
-    """Say where the federation stands."""
-    with _explained(), _store_of(directory) as (_, store):
+    """Say where the federation stands, and how its artifacts are coded."""
+    from fedcg.learning.spec import FederationSpec
+
+    with _explained(), _store_of(directory) as (home, store):
         for record in store.federations():
             state = store.round_state(record.id)
+            spec = FederationSpec.parse((home.artifacts / record.spec).read_bytes())
             values: dict[str, object] = {
                 "federation": record.id,
                 "method": record.method,
@@ -181,10 +184,13 @@ def federation_show(directory: Directory, as_json: AsJson = False) -> None:
                 "round": state.round,
                 "attempt": state.attempt,
                 "rounds": record.rounds,
+                "codec": spec.codec,
+                "aggregate_codec": spec.aggregate_codec,
                 "reason": state.reason,
             }
             text = f"{record.id}: {state.phase.value}, round {state.round} of {record.rounds}, attempt {state.attempt}"
-            _tell(values, f"{text}\n{state.reason}".strip(), as_json=as_json)
+            coded = f"updates coded {spec.codec}, aggregates {spec.aggregate_codec}"
+            _tell(values, f"{text}\n{coded}\n{state.reason}".strip(), as_json=as_json)
 
 
 @federation_app.command("resume")

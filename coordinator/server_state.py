@@ -17,7 +17,7 @@ from safetensors.torch import load, save
 from coordinator.errors import AggregationError
 from fedcg.learning.method import Aggregate, Method, ServerState, Weights
 from fedcg.learning.spec import FederationSpec
-from fedcg.wire.artifacts import Artifact, ArtifactHeader, pack, unpack
+from fedcg.wire.artifacts import Artifact, ArtifactHeader, codecs_for, pack, unpack
 from fedcg.wire.messages import COORDINATOR
 from fedcg.wire.parts import Part, PartLayouts
 from fedcg.wire.tensors import PartArrays
@@ -42,6 +42,9 @@ def pack_aggregate(
         attempt: the attempt that it closes.
         base: artifact id of the aggregate that the round started from.
         device: where it was computed.
+
+    Raises:
+        CodecError: a number that the spec's codec of aggregates can't hold.
     """
     header = ArtifactHeader(
         kind="aggregate",
@@ -60,12 +63,13 @@ def pack_aggregate(
         part: {name: tensor.detach().cpu().contiguous().numpy() for name, tensor in weights.items()}
         for part, weights in aggregate.parts.items()
     }
-    return pack(header, arrays)
+    return pack(header, arrays, spec.aggregate_codec)
 
 
 def unpack_aggregate(data: bytes, spec: FederationSpec, method: Method) -> Aggregate:
-    """The aggregate in an artifact, as the clients decode it too."""
-    artifact = unpack(data, aggregate_layouts(spec, method))
+    """The aggregate in an artifact, as the clients decode it too: both sides go on from the decoded numbers."""
+    layouts = aggregate_layouts(spec, method)
+    artifact = unpack(data, layouts, codecs=codecs_for(layouts, spec.aggregate_codec))
     return Aggregate(parts=tensors_of(artifact), label_distribution=artifact.header.label_distribution)
 
 

@@ -18,7 +18,8 @@ from coordinator.records import AttemptState, UpdateRecord
 from coordinator.rounds import Phase, RoundState, UpdateRefused, UpdateStored
 from coordinator.setup import Setup
 from coordinator.uploads import Grant, Received, Uploads
-from coordinator.validation import Expected, max_update_bytes, validate_update
+from coordinator.validation import Expected, base_in, max_update_bytes, validate_update
+from fedcg.wire.artifacts import Base
 from fedcg.wire.errors import WireError
 from fedcg.wire.messages import Manifest, Outcome
 from fedcg.wire.transfer import Chunk
@@ -73,6 +74,7 @@ class Uplink:
         self._monotonic = monotonic
         self._max_bytes = max_update_bytes(setup.spec)
         self._uploads = Uploads()
+        self._base: Base | None = None
 
     def is_busy(self, device: str) -> bool:
         """Whether an update of a device is under way."""
@@ -115,12 +117,21 @@ class Uplink:
         manifest = received.manifest
         expected = Expected(self._spec.federation, manifest.round, manifest.attempt, received.device, base)
         try:
-            artifact = validate_update(received.data, self._spec, expected)
+            artifact = validate_update(received.data, self._spec, expected, self._base_for(base))
         except ValidationError as error:
             return Checked(received, None, error.reason)
         self._artifacts.put(received.data)
         report = artifact.header.report
         return Checked(received, None if report is None else report.model_dump_json(exclude_none=True), "")
+
+    def _base_for(self, artifact: str) -> Base | None:
+        """What a delta codec's updates are taken to, decoded once a round; two threads that come first both do it."""
+        if not self._spec.with_base:
+            return None
+        base = self._base
+        if base is None or base.id != artifact:
+            base = self._base = base_in(self._artifacts.get(artifact), self._spec, artifact)
+        return base
 
     async def ended(self, checked: Checked) -> Ended | None:
         """Commit how a checked update ended and send its receipt."""

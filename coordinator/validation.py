@@ -1,4 +1,7 @@
-"""Whether an update may be merged: header, report, layouts, finite, norm. Torch-free; decides by the spec, never by trust."""
+"""Whether an update may be merged: header, report, layouts, codecs, and its decoded numbers finite and of a sane norm.
+
+Torch-free; decides by the spec, never by trust.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,10 @@ import numpy as np
 
 from coordinator.errors import ValidationError
 from fedcg.learning.spec import FederationSpec
-from fedcg.wire.artifacts import Artifact, ArtifactHeader, read_header, unpack
+from fedcg.wire.artifacts import Artifact, ArtifactHeader, Base, codecs_for, parts_in, read_header, unpack
 from fedcg.wire.container import MAX_HEADER_BYTES
 from fedcg.wire.errors import WireError
-from fedcg.wire.parts import PartLayouts, Report
+from fedcg.wire.parts import PartLayouts, Report, TensorCodec
 from fedcg.wire.tensors import PartArrays, assert_finite, payload_bounds
 
 NORM_BOUND = 1e5
@@ -35,26 +38,57 @@ def upload_layouts(spec: FederationSpec) -> PartLayouts:
     return {part: spec.layouts[part] for part in spec.upload}
 
 
+def upload_codecs(spec: FederationSpec) -> dict[str, TensorCodec]:
+    """How the tensors of an update of this federation are coded."""
+    return codecs_for(upload_layouts(spec), spec.codec, spec.with_base)
+
+
+def base_in(data: bytes, spec: FederationSpec, artifact: str) -> Base:
+    """An aggregate of this federation, decoded, as what updates may be coded as the difference to.
+
+    Args:
+        data: the bytes of the artifact, which are sound.
+        spec: the federation's spec.
+        artifact: its id.
+
+    Raises:
+        WireError: it is not an aggregate of this federation.
+    """
+    parts = {part: spec.layouts[part] for part in sorted(parts_in(read_header(data)))}
+    return Base(artifact, unpack(data, parts, codecs=codecs_for(parts, spec.aggregate_codec)).parts)
+
+
+def unpack_update(data: bytes, spec: FederationSpec, base: Base | None) -> Artifact:
+    """The update in an artifact, decoded.
+
+    Raises:
+        WireError: it is not one that this federation's spec asks for.
+    """
+    layouts = upload_layouts(spec)
+    return unpack(data, layouts, max_update_bytes(spec), codecs=upload_codecs(spec), base=base)
+
+
 def max_update_bytes(spec: FederationSpec) -> int:
     """No update of this federation is larger; checked before a byte of it is asked for."""
-    payload = payload_bounds(upload_layouts(spec))[1]
+    payload = payload_bounds(upload_layouts(spec), upload_codecs(spec))[1]
     return payload + payload // 128 + ZSTD_SLACK_BYTES + MAX_HEADER_BYTES
 
 
-def validate_update(data: bytes, spec: FederationSpec, expected: Expected) -> Artifact:
+def validate_update(data: bytes, spec: FederationSpec, expected: Expected, base: Base | None = None) -> Artifact:
     """The decoded update, when it may be merged.
 
     Args:
         data: the bytes of the artifact, complete and with the announced sha256.
         spec: the federation's spec.
         expected: what its header must say.
+        base: the aggregate that the round started from; a delta codec needs it.
 
     Raises:
         ValidationError: with the reason for the receipt.
     """
     try:
         _check_header(read_header(data), spec, expected)
-        artifact = unpack(data, upload_layouts(spec), max_update_bytes(spec))
+        artifact = unpack_update(data, spec, base)
         assert_finite(artifact.parts)
     except WireError as error:
         raise ValidationError(expected.client, str(error)[:280]) from error

@@ -18,7 +18,7 @@ from fedcg.learning.errors import NetworkError
 from fedcg.learning.registry import method_names
 from fedcg.learning.spec import FederationSpec
 from fedcg.learning.split_names import check_name
-from fedcg.wire.artifacts import ArtifactHeader, pack, read_header
+from fedcg.wire.artifacts import ArtifactHeader, Base, pack, read_header
 from fedcg.wire.errors import WireError
 from fedcg.wire.messages import DeclineReason
 from fedcg.wire.parts import Part, Report, TensorLayout
@@ -81,7 +81,13 @@ def explain(reason: DeclineReason, spec: FederationSpec, policy: PolicySection) 
 
 
 def build_update(
-    shared: PartArrays, report: Report, *, spec: FederationSpec, policy: PolicySection, facts: UpdateFacts
+    shared: PartArrays,
+    report: Report,
+    *,
+    spec: FederationSpec,
+    policy: PolicySection,
+    facts: UpdateFacts,
+    base: PartArrays | None = None,
 ) -> bytes:
     """The packed update of one local round.
 
@@ -91,10 +97,12 @@ def build_update(
         spec: what the federation asks for.
         policy: what this device allows.
         facts: the rest of the header.
+        base: decoded tensors of the aggregate that `facts` names; a delta codec needs those of `spec.with_base`.
 
     Raises:
         FirewallError: a part or tensor that may not leave, is missing, of another element type or shape, or not finite;
             or a report field that the method needs and the policy forbids.
+        CodecError: a number that the spec's codec can't hold.
     """
     _check_parts(frozenset(shared), spec, policy, facts.device)
     for name in sorted((facts.versions.keys() | facts.determinism.keys()) - FACTS):
@@ -112,7 +120,23 @@ def build_update(
         versions=dict(facts.versions),
         determinism=dict(facts.determinism),
     )
-    return pack(header, parts)
+    return pack(header, parts, spec.codec, _base_of(spec, facts, base))
+
+
+def _base_of(spec: FederationSpec, facts: UpdateFacts, base: PartArrays | None) -> Base | None:
+    """What a delta codec takes differences to; None where everything goes by value.
+
+    Raises:
+        FirewallError: the aggregate that the round started from is not at hand.
+    """
+    if not spec.with_base:
+        return None
+    if facts.base is None or base is None or not base.keys() >= set(spec.with_base):
+        problem = (
+            f"codec {spec.codec} needs the aggregate that the round started from ({facts.base}), and it is not at hand"
+        )
+        raise FirewallError(facts.device, problem)
+    return Base(facts.base, {part: base[part] for part in spec.with_base})
 
 
 def check_kept(data: bytes, policy: PolicySection, device: str) -> None:

@@ -36,7 +36,7 @@ from fedcg.event_log import EventLog
 from fedcg.learning.errors import DataError, LearningError
 from fedcg.learning.image_set import SkippedImage
 from fedcg.learning.method import DivergedError
-from fedcg.wire.errors import WireError
+from fedcg.wire.errors import CodecError, WireError
 from fedcg.wire.messages import DeclineReason
 
 LOCK_WAIT_S = 30.0
@@ -139,7 +139,7 @@ def reason_for(error: Exception) -> DeclineReason:
     """The closed-set reason that goes to the coordinator; the error's text never leaves the box."""
     if isinstance(error, RoundError):
         return error.reason
-    if isinstance(error, DivergedError):
+    if isinstance(error, DivergedError | CodecError):  # a codec refuses numbers that no sound training comes to
         return DeclineReason.DIVERGED
     if isinstance(error, FirewallError):
         return DeclineReason.UPLOAD_NOT_ALLOWED

@@ -32,10 +32,10 @@ from fedcg.learning.networks import layouts
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import Streams, spec_root
 from fedcg.learning.spec import FederationSpec
-from fedcg.wire.artifacts import unpack
+from fedcg.wire.artifacts import Artifact, codecs_for, unpack
 from fedcg.wire.errors import IntegrityError
 from fedcg.wire.messages import DeclineReason
-from fedcg.wire.parts import Health, Part
+from fedcg.wire.parts import Health, Part, is_delta
 from fedcg.wire.tensors import assert_finite
 
 BEST_SLOTS = ("best", "best_shadow")
@@ -93,22 +93,34 @@ def load_spec(store: PrivateStore, digest: str) -> tuple[FederationSpec, Method]
     method = get_method(spec.method)
     if frozenset(spec.upload) != method.shared_up:
         raise RoundError(DeclineReason.SPEC_REFUSED, f"the spec's upload list is not that of method {spec.method}")
+    if frozenset(spec.with_base) != (method.with_base if is_delta(spec.codec) else frozenset()):
+        raise RoundError(DeclineReason.SPEC_REFUSED, f"method {spec.method} has other parts to code as differences")
     if layouts(spec, method.parts) != dict(spec.layouts):
         raise RoundError(DeclineReason.SPEC_REFUSED, "the spec's tensor layouts are not those of its networks")
     return spec, method
 
 
 def load_aggregate(store: PrivateStore, spec: FederationSpec, method: Method, artifact: str) -> Aggregate:
-    """The downloaded aggregate, decoded by the spec's layouts.
+    """The downloaded aggregate as the method takes it; raises what `decode_aggregate` does."""
+    return _as_aggregate(decode_aggregate(store, spec, method, artifact))
+
+
+def decode_aggregate(store: PrivateStore, spec: FederationSpec, method: Method, artifact: str) -> Artifact:
+    """The downloaded aggregate, decoded by the spec's layouts and codec.
 
     Raises:
         WireError: it is damaged, or not an aggregate of this federation and method.
     """
-    decoded = unpack(store.artifacts.get(artifact), {part: spec.layouts[part] for part in sorted(method.shared_down)})
+    parts = {part: spec.layouts[part] for part in sorted(method.shared_down)}
+    decoded = unpack(store.artifacts.get(artifact), parts, codecs=codecs_for(parts, spec.aggregate_codec))
     header = decoded.header
     if (header.kind, header.federation, header.method) != ("aggregate", spec.federation, spec.method):
         raise IntegrityError(f"artifact {artifact} is a {header.kind} of {header.federation}/{header.method}")
-    return Aggregate(to_weights(decoded.parts), header.label_distribution)
+    return decoded
+
+
+def _as_aggregate(decoded: Artifact) -> Aggregate:
+    return Aggregate(to_weights(decoded.parts), decoded.header.label_distribution)
 
 
 def train_round(work: Workplace, command: TrainRound) -> Generation:
@@ -117,6 +129,7 @@ def train_round(work: Workplace, command: TrainRound) -> Generation:
     Raises:
         RoundError: it can't be done here; nothing was changed.
         FirewallError: the update may not leave this box; nothing was changed.
+        CodecError: the spec's codec can't hold it; nothing was changed.
         DivergedError: the training diverged; nothing was changed.
         WireError: the aggregate is not usable.
     """
@@ -132,7 +145,7 @@ def train_round(work: Workplace, command: TrainRound) -> Generation:
     progress("load", 0, 1)
     store = work.store
     data = work.data.for_round(spec, cursor.round, store.accept_snapshot, store.forget_snapshot)
-    aggregate = load_aggregate(store, spec, method, command.aggregate)
+    base = decode_aggregate(store, spec, method, command.aggregate)
     start = _start(work, spec, method, stored)
     ctx = RoundContext(
         spec=work.sized(spec),
@@ -143,15 +156,16 @@ def train_round(work: Workplace, command: TrainRound) -> Generation:
         device=work.place,
         progress=progress,
     )
-    result = method.local_round(start.personal, data.train, aggregate, ctx)
+    result = method.local_round(start.personal, data.train, _as_aggregate(base), ctx)
     _check_finite(result.private)
     shadow = _train_shadow(work, start, data, ctx, progress)
-    return _commit(work, command, spec, _Outcome(data, result, shadow, start, ctx, started))
+    return _commit(work, command, spec, _Outcome(data, base, result, shadow, start, ctx, started))
 
 
 @dataclass(frozen=True)
 class _Outcome:
     data: RoundData
+    base: Artifact
     result: LocalResult
     shadow: ClientState | None
     start: _Start
@@ -217,7 +231,8 @@ def _commit(work: Workplace, command: TrainRound, spec: FederationSpec, done: _O
         determinism=_determinism(work, done.ctx),
     )
     shared = to_arrays(done.result.shared.parts)
-    update = build_update(shared, report, spec=spec, policy=work.settings.policy, facts=facts)
+    policy = work.settings.policy
+    update = build_update(shared, report, spec=spec, policy=policy, facts=facts, base=done.base.parts)
     slots: dict[str, Mapping[Part, Weights]] = {**done.start.best, "personal": personal}
     scores = dict(done.start.scores)
     _keep_best(slots, scores, "best", personal, own, cursor.round)

@@ -15,7 +15,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from experiments.errors import OptionError
 from experiments.options import Setting, parse_params
+from experiments.sources import Source
 from fedcg.learning.spec import ParameterValue
+from fedcg.wire.parts import AggregateCodec, UpdateCodec
 
 BATCH_FORMAT = 1
 STATE_FOLDER = ".state"
@@ -52,6 +54,7 @@ class RunSetting(Setting):
         participation: share of the clients that take part in a round.
         early_stop: end after so many rounds without a better validation of any client.
         shadow: train local-only shadows too.
+        codec: how updates are coded, `aggregate_codec` how aggregates are (`fedcg.wire.codecs`).
         variant: a free label that tells an ablation's runs apart.
         paper: the published setting that this run started from.
     """
@@ -65,6 +68,8 @@ class RunSetting(Setting):
     participation: Annotated[float, Field(gt=0, le=1)] = 1.0
     early_stop: Annotated[int, Field(ge=1)] | None = None
     shadow: bool = True
+    codec: UpdateCodec = "f32"
+    aggregate_codec: AggregateCodec = "f32"
     variant: Annotated[str, Field(pattern=r"^([A-Za-z0-9][A-Za-z0-9._=-]{0,60})?$")] = ""
     paper: str | None = None
 
@@ -83,9 +88,14 @@ class RunSetting(Setting):
 
     @property
     def name(self) -> str:
-        """The run's file name, without its ending."""
-        parts = (self.paper or self.data_name, self.method, self.variant, f"seed{self.seed}")
+        """The run's file name, without its ending; codecs are named where there are any."""
+        codecs = "" if (self.codec, self.aggregate_codec) == ("f32", "f32") else f"{self.codec}-{self.aggregate_codec}"
+        parts = (self.paper or self.data_name, self.method, self.variant, codecs, f"seed{self.seed}")
         return "-".join(re.sub(r"[^A-Za-z0-9._=-]+", "-", part).strip("-") for part in parts if part)
+
+    def plan(self, source: Source) -> dict[str, object]:
+        """As a demo's, with the codecs that this run asks for."""
+        return {**super().plan(source), "codec": self.codec, "aggregate_codec": self.aggregate_codec}
 
     def published(self) -> dict[str, Any]:
         """The setting as a record shows it: no path of this machine in it."""

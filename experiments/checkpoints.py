@@ -107,7 +107,10 @@ def _tensors(now: Simulation) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _rest(now: Simulation) -> dict[str, Any]:
-    plain = {name: getattr(now, name) for name in ("rounds", "aggregate_seconds", "global_accuracy", "ended_early")}
+    plain = {
+        name: getattr(now, name)
+        for name in ("rounds", "aggregate_seconds", "global_accuracy", "update_bytes", "ended_early")
+    }
     return {
         "format": CHECKPOINT_FORMAT,
         **plain,
@@ -161,5 +164,6 @@ def _simulation(tensors: Mapping[str, torch.Tensor], rest: Mapping[str, Any]) ->
         server_failures=tuple(Failure(**failure) for failure in rest["server_failures"]),
         aggregate_seconds=tuple(rest["aggregate_seconds"]),
         global_accuracy=tuple((number, accuracy) for number, accuracy in rest["global_accuracy"]),
+        update_bytes=tuple(rest.get("update_bytes", ())),  # of a run that began before there were codecs
         ended_early=rest["ended_early"],
     )

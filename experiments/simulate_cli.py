@@ -134,6 +134,12 @@ def simulate_command(
         int | None, typer.Option(help="end after so many rounds without a better validation of any client")
     ] = None,
     shadow: Annotated[bool, typer.Option("--shadow/--no-shadow", help="train local-only shadows beside")] = True,
+    codec: Annotated[
+        str, typer.Option(help="of updates: f32, f16, i8, f16-delta or i8-delta; a deployment's default is i8-delta")
+    ] = "f32",
+    aggregate_codec: Annotated[
+        str, typer.Option(help="of aggregates: f32 or f16; a deployment's default is f16")
+    ] = "f32",
     variant: Annotated[str, typer.Option(help="a free label that tells an ablation's runs apart")] = "",
     out: Annotated[Path | None, typer.Option(help="folder; default: ./simulate-out, or the next free name")] = None,
     resume: Annotated[Path | None, typer.Option(help="go on in this folder; its own options count")] = None,

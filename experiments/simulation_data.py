@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from experiments.batch import RunSetting
+from experiments.coding import coding_of
 from experiments.cohort import Cohort, build_cohort
 from experiments.errors import SourceError
 from experiments.options import root_secret
@@ -65,7 +66,8 @@ def party_of(run: RunSetting, spec: FederationSpec, cohort: Cohort) -> Party:
     roots = roots_of(run.seed, tuple(sorted(cohort.clients)))
     # Test images dealt out evenly are the common set: clients are measured on their own share, the average of them on all.
     common = None if run.test == "even" else cohort.common
-    return Party(spec, cohort.clients, roots, common, run.device, cohort.public, run.precision)
+    coding = coding_of(spec)
+    return Party(spec, cohort.clients, roots, common, run.device, cohort.public, run.precision, coding)
 
 
 def roots_of(seed: int, clients: tuple[str, ...]) -> Roots:

@@ -20,6 +20,9 @@ from experiments.record import machine, versions
 from experiments.summary import mean
 from fedcg.learning.registry import get_method
 from fedcg.learning.simulation import Failure, Party, RoundRecord, Simulation
+from fedcg.learning.spec import FederationSpec
+from fedcg.wire.artifacts import codecs_for
+from fedcg.wire.parts import Part, UpdateCodec
 from fedcg.wire.tensors import data_bytes
 
 RECORD_FORMAT = 2
@@ -94,8 +97,9 @@ def record_of(done: Finished) -> dict[str, Any]:
         "params": spec.params,
         "network": spec.network.model_dump(mode="json"),
         "bytes": {
-            direction: data_bytes({part: spec.layouts[part] for part in sorted(parts)})
-            for direction, parts in (("up", method.shared_up), ("down", method.shared_down))
+            "up": _bytes(spec, method.shared_up, spec.codec),
+            "down": _bytes(spec, method.shared_down, spec.aggregate_codec),
+            "up_artifact": _whole(mean([size for size in result.update_bytes if size])),
         },
         "mean": {
             **{name: _rounded(mean([client[name] for client in clients])) for name in FIGURES},
@@ -116,6 +120,16 @@ def record_of(done: Finished) -> dict[str, Any]:
         },
         "skipped": [{"file": name, "reason": reason} for name, reason in done.skipped],
     }
+
+
+def _bytes(spec: FederationSpec, parts: frozenset[Part], codec: UpdateCodec) -> int:
+    """Bytes of the coded tensors of some parts, before compression."""
+    layouts = {part: spec.layouts[part] for part in sorted(parts)}
+    return data_bytes(layouts, codecs_for(layouts, codec, spec.with_base))
+
+
+def _whole(value: float | None) -> int | None:
+    return None if value is None else round(value)
 
 
 def _client(done: Finished, name: str) -> dict[str, Any]:

@@ -44,7 +44,8 @@ def tables_command(
         bool, typer.Option("--list-missing", help="name the runs that nobody has done at published settings")
     ] = False,
     by_bytes: Annotated[
-        bool, typer.Option("--bytes", help="bytes per update against accuracy, where runs differ in the generator")
+        bool,
+        typer.Option("--bytes", help="bytes per update against accuracy, where runs differ in generator or codecs"),
     ] = False,
     by_client: Annotated[bool, typer.Option("--clients", help="add each client's points over local-only")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON with everything")] = False,

@@ -142,7 +142,7 @@ def aggregate_of(parts: Mapping[Part, Mapping[str, Array]], spec: FederationSpec
         attempt=1,
         client=COORDINATOR,
     )
-    return pack(header, parts)
+    return pack(header, parts, spec.aggregate_codec)
 
 
 def update_of(spec: FederationSpec, cursor: Cursor) -> bytes:

@@ -23,7 +23,7 @@ FIELDS = {"personal": "accuracy_personal", "local": "accuracy_last", "global": "
 BEST_FIELDS = {"personal": "accuracy_personal", "local": "accuracy_personal", "global": "global_accuracy_best"}
 FAR_STDS = 2.0
 # Differences that concern only the rows that use a generator, or public images: they mark a row, not the whole table.
-_ROW_FIELDS = frozenset({"generator", "discriminator", "noise_dim", "public_images"})
+_ROW_FIELDS = frozenset({"generator", "discriminator", "noise_dim", "public_images", "codec", "aggregate_codec"})
 _PARAMS = "params."  # before a parameter's name in the list of differences
 Differences = Mapping[str, tuple[object, object]]
 
@@ -175,7 +175,7 @@ def table_differences(run: RunRecord) -> dict[str, tuple[object, object]]:
 
 
 def row_differences(run: RunRecord) -> dict[str, tuple[object, object]]:
-    """Differences from the published setting that concern the run's row alone: its parameters, its generator."""
+    """Differences from the published setting that concern the run's row alone: its parameters, generator and codecs."""
     return {name: pair for name, pair in run.reduced.items() if _concerns_row(name)}
 
 

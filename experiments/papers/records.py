@@ -52,10 +52,16 @@ class Network(_Part):
 
 
 class Bytes(_Part):
-    """Bytes of float32 tensors that a client shares in a round."""
+    """Bytes of a round, for one client.
+
+    Attributes:
+        up: of the tensors of an update as they are coded; `down` of an aggregate's.
+        up_artifact: of a whole update, compressed; None in records of runs whose updates were not coded.
+    """
 
     up: int
     down: int
+    up_artifact: int | None = None
 
 
 class RunRecord(_Part):

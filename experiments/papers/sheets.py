@@ -87,14 +87,25 @@ def traffic_sheet(groups: Sequence[Sequence[Traffic]]) -> Sheet:
             item.setting,
             "/".join(part for part in (item.method, item.variant) if part),
             f"{item.generator}, noise {item.noise_dim}",
+            f"{item.codec} up, {item.aggregate_codec} down",
             f"{item.up:,}",
+            _NONE if item.artifact is None else f"{item.artifact:,}",
             figure_text(item.accuracy),
             figure_text(item.last),
         )
         for group in groups
         for item in group
     ]
-    columns = ("setting", "method", "generator", "bytes up", "accuracy, best round", "accuracy, last round")
+    columns = (
+        "setting",
+        "method",
+        "generator",
+        "codecs",
+        "bytes up",
+        "compressed",
+        "accuracy, best round",
+        "accuracy, last round",
+    )
     return Sheet("Bytes per update against accuracy", columns, tuple(rows))
 
 

@@ -1,4 +1,4 @@
-"""Bytes per update against accuracy, for runs that differ in the generator alone."""
+"""Bytes per update against accuracy, for runs that differ in generator and codecs alone."""
 
 from __future__ import annotations
 
@@ -11,17 +11,24 @@ from experiments.batch import RunSetting
 from experiments.papers.lines import Figure, figure_of
 from experiments.papers.records import RunRecord
 
-# What a choice of the generator changes, and what tells no run from another.
-_FREE = frozenset({"generator", "discriminator", "noise_dim", "seed", "paper", "threads", "device"})
+# What a choice of generator and codecs changes, and what tells no run from another.
+_FREE = frozenset(
+    {"generator", "discriminator", "noise_dim", "codec", "aggregate_codec", "seed", "paper", "threads", "device"}
+)
+
+
+_Choice = tuple[int, str, int, str, str]
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """One generator in one setting.
+    """One generator with one pair of codecs in one setting.
 
     Attributes:
         setting: what the compared runs share: the preset where they have one, else data and partition.
-        up: bytes of float32 tensors that a client sends in a round.
+        codec: of updates; `aggregate_codec` of aggregates.
+        up: bytes of the coded tensors that a client sends in a round.
+        artifact: bytes of the whole update, compressed, mean over seeds; None where it was not coded.
         accuracy: accuracy_personal over seeds, in percent; `last` is that of the last round.
     """
 
@@ -30,22 +37,30 @@ class Traffic:
     variant: str
     generator: str
     noise_dim: int
+    codec: str
+    aggregate_codec: str
     up: int
+    artifact: int | None
     accuracy: Figure | None
     last: Figure | None
 
 
 def traffic(runs: Iterable[RunRecord]) -> tuple[tuple[Traffic, ...], ...]:
-    """Groups of two or more generators in one setting, each from the fewest bytes to the most."""
-    groups: dict[str, dict[tuple[str, int, int], list[RunRecord]]] = defaultdict(lambda: defaultdict(list))
+    """Groups of two or more generators or codecs in one setting, each from the fewest bytes to the most."""
+    groups: dict[str, dict[_Choice, list[RunRecord]]] = defaultdict(lambda: defaultdict(list))
     for run in runs:
-        network = (run.network.generator, run.network.noise_dim, run.bytes_shared.up)
-        groups[_shared_setting(run)][network].append(run)
+        codecs = (_setting(run, "codec"), _setting(run, "aggregate_codec"))
+        choice = (run.bytes_shared.up, run.network.generator, run.network.noise_dim, *codecs)
+        groups[_shared_setting(run)][choice].append(run)
     return tuple(
-        tuple(_traffic(found[network]) for network in sorted(found, key=lambda network: network[2]))
+        tuple(_traffic(found[choice]) for choice in sorted(found))
         for _, found in sorted(groups.items())
-        if len({network[0] for network in found}) > 1
+        if len({(generator, *codecs) for _, generator, _, *codecs in found}) > 1
     )
+
+
+def _setting(run: RunRecord, name: str) -> str:
+    return str({**RunSetting().published(), **run.setting}[name])
 
 
 def _shared_setting(run: RunRecord) -> str:
@@ -58,6 +73,7 @@ def _shared_setting(run: RunRecord) -> str:
 def _traffic(runs: list[RunRecord]) -> Traffic:
     one = runs[0]
     named = one.base or f"{one.data}, {one.partition}"
+    sizes = [size for run in runs if (size := run.bytes_shared.up_artifact) is not None]
     personal, last = (
         figure_of(value for run in runs if (value := run.figure(name)) is not None)
         for name in ("accuracy_personal", "accuracy_last")
@@ -68,7 +84,10 @@ def _traffic(runs: list[RunRecord]) -> Traffic:
         variant=one.variant,
         generator=one.network.generator,
         noise_dim=one.network.noise_dim,
+        codec=_setting(one, "codec"),
+        aggregate_codec=_setting(one, "aggregate_codec"),
         up=one.bytes_shared.up,
+        artifact=round(sum(sizes) / len(sizes)) if sizes else None,
         accuracy=personal,
         last=last,
     )

@@ -14,7 +14,7 @@ from fedcg.learning.networks import build_part, layouts, weights_of
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import Streams, spec_root
 from fedcg.learning.spec import FederationPlan, FederationSpec
-from fedcg.wire.parts import DEFAULT_ALLOW_UPLOAD, Part, ReportField
+from fedcg.wire.parts import DEFAULT_ALLOW_UPLOAD, Part, ReportField, is_delta
 
 _REPORT = (ReportField.EXAMPLES, ReportField.ACCURACY, ReportField.LOSS, ReportField.HEALTH)
 
@@ -67,6 +67,9 @@ def complete_spec(plan: FederationPlan) -> FederationSpec:
         report=(*_REPORT, *counts),
         optional_report=counts if optional else (),
         layouts=layouts(plan, method.parts),
+        codec=plan.codec,
+        aggregate_codec=plan.aggregate_codec,
+        with_base=tuple(sorted(method.with_base)) if is_delta(plan.codec) else (),
     )
 
 

@@ -194,6 +194,8 @@ class Method:
         private_parts: parts that the client trains and never shares.
         label_counts: `OPTIONAL` ones are left out where a device does not allow them; without `REQUIRED` ones it declines.
         init_client: (spec, initial) -> ClientState; `initial` gives every part's initial weights.
+        continued: parts that a local round goes on training from the aggregate's weights; None: all that come down. Updates of others
+            are not coded as the difference to it.
         needs_public: the server half can't do without `RoundContext.public`.
         local_rounds: `local_round` of several clients of a simulation together on one device, the same results within 1e-4; an
             error that is one client's alone stands in its result's place. None where only one after the other will do.
@@ -210,8 +212,14 @@ class Method:
     local_round: Callable[[ClientState, ImageSet, Aggregate | None, RoundContext], LocalResult]
     init_server: Callable[[FederationSpec, Mapping[Part, Weights]], ServerState]
     aggregator: Callable[[ServerState, RoundContext, Spill], Aggregator]
+    continued: frozenset[Part] | None = None
     needs_public: bool = False
     local_rounds: Callable[[Sequence[Turn], Aggregate | None], list[LocalResult | Exception]] | None = None
+
+    @property
+    def with_base(self) -> frozenset[Part]:
+        """Parts of an update that lie near the aggregate which the round started from."""
+        return self.shared_up & (self.shared_down if self.continued is None else self.continued)
 
     @property
     def parts(self) -> frozenset[Part]:

@@ -7,7 +7,7 @@ round consists of is in `simulation_tasks`, who runs it in `runners`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -17,10 +17,19 @@ from fedcg.learning.averaging import weighted_average
 from fedcg.learning.data import ImageSet
 from fedcg.learning.evaluation import evaluate
 from fedcg.learning.initial import initial_parts, shadow_spec
-from fedcg.learning.method import ClientState, DivergedError, LocalResult, ServerState, Update, Weights
+from fedcg.learning.method import (
+    Aggregate,
+    ClientState,
+    DivergedError,
+    LocalResult,
+    ServerState,
+    SharedResult,
+    Update,
+    Weights,
+)
 from fedcg.learning.registry import get_method
 from fedcg.learning.runners import Runner, SerialRunner
-from fedcg.learning.simulation_party import ATTEMPT, ClientData, Party, Roots
+from fedcg.learning.simulation_party import ATTEMPT, ClientData, Coding, Party, Roots
 from fedcg.learning.simulation_state import Failure, Schedule, Simulation
 from fedcg.learning.simulation_tasks import (
     LocalOutcome,
@@ -38,6 +47,7 @@ __all__ = [
     "ATTEMPT",
     "NOBODY_TRAINED",
     "ClientData",
+    "Coding",
     "Failure",
     "LocalOutcome",
     "LocalTask",
@@ -129,7 +139,7 @@ def _beginning(party: Party, schedule: Schedule) -> Simulation:
     shadowed = names if schedule.shadow and method.name != alone.name else []
     return Simulation(
         rounds=0,
-        server=method.init_server(spec, initial),
+        server=_decoded(party, method.init_server(spec, initial)),
         states={name: method.init_client(spec, initial) for name in names},
         shadows={name: alone.init_client(shadow_spec(spec), initial) for name in shadowed},
         curves=dict.fromkeys(names, ()),
@@ -142,7 +152,7 @@ def _after_round(party: Party, schedule: Schedule, runner: Runner, now: Simulati
         LocalTask(name, number, now.states[name], now.shadows.get(name))
         for name in participants(party, schedule, number)
     ]
-    outcomes = {outcome.client: outcome for outcome in runner.local(tasks, now.aggregate)}
+    outcomes, sizes = _coded(party, runner.local(tasks, now.aggregate), now.aggregate)
     results = {name: outcomes[name].result for name in sorted(outcomes)}
     present = {name: result for name, result in results.items() if result is not None}
     started = time.perf_counter()
@@ -161,10 +171,42 @@ def _after_round(party: Party, schedule: Schedule, runner: Runner, now: Simulati
         ),
         server_failures=now.server_failures + (() if server_failure is None else (Failure(number, server_failure),)),
         aggregate_seconds=(*now.aggregate_seconds, seconds),
+        update_bytes=now.update_bytes
+        if party.coding is None
+        else (*now.update_bytes, sum(sizes) // max(1, len(sizes))),
     )
     if last or number % schedule.evaluate_every == 0:
         after = _measured(party, runner, after, outcomes)
     return replace(after, ended_early=_stands_still(after, schedule))
+
+
+def _decoded(party: Party, server: ServerState) -> ServerState:
+    """What server and clients both go on from: the aggregate as the wire brings it."""
+    if party.coding is None:
+        return server
+    parts = party.coding.aggregate(server.aggregate.parts)
+    return replace(server, aggregate=replace(server.aggregate, parts=parts))
+
+
+def _coded(
+    party: Party, outcomes: Iterable[LocalOutcome], base: Aggregate
+) -> tuple[dict[str, LocalOutcome], list[int]]:
+    """Outcomes by client, their shared parts as the server decodes them, and the bytes of each update.
+
+    A client whose update can't be coded has failed: what it sends is the end of its round.
+    """
+    coded, sizes = {}, []
+    for outcome in outcomes:
+        client, result = outcome.client, outcome.result
+        if party.coding is not None and result is not None:
+            try:
+                parts, size = party.coding.update(client, result.shared.parts, base.parts)
+                sizes.append(size)
+                outcome = replace(outcome, result=replace(result, shared=SharedResult(parts)))
+            except DivergedError as error:
+                outcome = replace(outcome, result=None, failure=str(error))
+        coded[client] = outcome
+    return coded, sizes
 
 
 def _noted(
@@ -186,7 +228,7 @@ def _aggregate(
         for client, rows in runner.teach(number, server, list(updates.values())):
             spill.put(client, rows)
         merge = get_method(party.spec.method).aggregator(server, party.server_context(number), spill)
-        return merge.finish({name: partial(updates.__getitem__, name) for name in updates})[1], None
+        return _decoded(party, merge.finish({name: partial(updates.__getitem__, name) for name in updates})[1]), None
     except DivergedError as error:
         return server, str(error)
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from fedcg.learning.data import ImageSet
-from fedcg.learning.method import Precision, RoundContext
+from fedcg.learning.method import Precision, RoundContext, Weights
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationSpec
+from fedcg.wire.parts import Part
 
 ATTEMPT = 1  # a simulated round is never tried again
 
@@ -43,6 +45,26 @@ class Roots:
         return Roots(secret("cohort"), secret("coordinator"), {name: secret("device", name) for name in clients})
 
 
+class Coding(Protocol):
+    """What the wire does to numbers, done without a wire. Laws: it can be pickled; the same parts give the same numbers."""
+
+    def aggregate(self, parts: Mapping[Part, Weights]) -> Mapping[Part, Weights]:
+        """An aggregate as both sides have it.
+
+        Raises:
+            DivergedError: it can't be coded.
+        """
+
+    def update(
+        self, client: str, parts: Mapping[Part, Weights], base: Mapping[Part, Weights]
+    ) -> tuple[Mapping[Part, Weights], int]:
+        """A client's update as the server decodes it, and the bytes it takes; `base` is the aggregate that the round started from.
+
+        Raises:
+            DivergedError: it can't be coded.
+        """
+
+
 @dataclass(frozen=True)
 class Party:
     """What a simulation holds fixed; it is handed to every worker once.
@@ -55,6 +77,7 @@ class Party:
         device: torch device of all training.
         public: [N, C, H, W] uint8 without labels, for the server half of methods that use it.
         precision: of training steps; "bf16" for CUDA devices.
+        coding: what the wire does to updates and aggregates; None: nothing.
     """
 
     spec: FederationSpec
@@ -64,6 +87,7 @@ class Party:
     device: str = "cpu"
     public: torch.Tensor | None = None
     precision: Precision = "f32"
+    coding: Coding | None = None
 
     def client_context(self, client: str, number: int) -> RoundContext:
         """The context of a client in a round."""

@@ -48,6 +48,7 @@ class Simulation:
         failures: rounds in which a client could not train; `shadow_failures` its shadow; `server_failures` the student.
         aggregate_seconds: of each round.
         global_accuracy: (round, accuracy) of the average of all clients' models, for measured rounds.
+        update_bytes: of each round, mean over its updates as they were coded; 0 where there were none. Empty without a coding.
         ended_early: validation stood still for as long as the schedule allows.
     """
 
@@ -61,6 +62,7 @@ class Simulation:
     server_failures: tuple[Failure, ...] = ()
     aggregate_seconds: tuple[float, ...] = ()
     global_accuracy: tuple[tuple[int, float], ...] = ()
+    update_bytes: tuple[int, ...] = ()
     ended_early: bool = False
 
     @property

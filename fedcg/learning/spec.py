@@ -11,7 +11,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from fedcg.wire.parts import Part, ReportField, TensorLayout
+from fedcg.wire.parts import (
+    DEFAULT_AGGREGATE_CODEC,
+    DEFAULT_UPDATE_CODEC,
+    AggregateCodec,
+    Part,
+    ReportField,
+    TensorLayout,
+    UpdateCodec,
+)
 
 SPEC_FORMAT = 1
 # Fields that weigh a client in the merge; accuracy, loss and health are only for people.
@@ -33,6 +41,10 @@ def check_crop(pixels: int, side: int) -> int:
 
 class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+# Fields that came later, and what a spec without them means.
+_ALWAYS_SO: dict[str, object] = {"augment_crop": 0, "aggregate_codec": "f32", "with_base": []}
 
 
 class ImageForm(_Frozen):
@@ -81,6 +93,8 @@ class FederationSpec(_Frozen):
         augment_crop: training images are random windows of the image, padded with so many black pixels at every side; 0: they are not.
         report: every field that a device may tell.
         optional_report: those of them that the method uses when they are told and can do without.
+        codec: of updates; `aggregate_codec` of aggregates.
+        with_base: parts of an update that a delta codec takes to the aggregate which the round started from; the others go by value.
     """
 
     format: Literal[1] = 1
@@ -98,15 +112,21 @@ class FederationSpec(_Frozen):
     report: tuple[ReportField, ...]
     optional_report: tuple[ReportField, ...] = ()
     layouts: dict[Part, tuple[TensorLayout, ...]]
-    codec: Literal["f32"] = "f32"
+    codec: UpdateCodec = "f32"
+    aggregate_codec: AggregateCodec = "f32"
+    with_base: tuple[Part, ...] = ()
 
     _crop_fits = field_validator("augment_crop")(_within_image)
 
     def canonical(self) -> bytes:
-        """The bytes that name this spec: sorted-key JSON without spaces, and without `augment_crop` where there is none."""
+        """The bytes that name this spec: sorted-key JSON without spaces, and without later fields that say what was always so."""
         values = self.model_dump(mode="json")
-        if not self.augment_crop:  # specs that were founded before there were crops keep their bytes, and so their name
-            del values["augment_crop"]
+        for (
+            name,
+            always,
+        ) in _ALWAYS_SO.items():  # specs that were founded before these fields keep their bytes, and so their name
+            if values[name] == always:
+                del values[name]
         return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
 
     @property
@@ -138,7 +158,11 @@ class FederationSpec(_Frozen):
 
 
 class FederationPlan(_Frozen):
-    """What an operator writes to open a federation (TOML); the coordinator completes it to a `FederationSpec`."""
+    """What an operator writes to open a federation (TOML); the coordinator completes it to a `FederationSpec`.
+
+    Attributes:
+        codec: how updates are coded, `aggregate_codec` how aggregates are (`fedcg.wire.codecs`).
+    """
 
     federation: str
     classes: tuple[str, ...]
@@ -150,6 +174,8 @@ class FederationPlan(_Frozen):
     seed: int = 0
     augment_flip: bool = False
     augment_crop: CropPixels = 0
+    codec: UpdateCodec = DEFAULT_UPDATE_CODEC
+    aggregate_codec: AggregateCodec = DEFAULT_AGGREGATE_CODEC
     min_clients: Annotated[int, Field(ge=1)] = 3
     deadline_s: Annotated[float, Field(gt=0)] = 3600.0
     max_attempts: Annotated[int, Field(ge=1)] = 3

@@ -3,9 +3,11 @@
 WireError
 ├── MalformedError       bytes that are not what the protocol allows
 │   └── TooLargeError    a declared or real size above its bound
+├── CodecError           numbers that the chosen codec can't hold
 ├── SignatureError       a signature that does not verify, or an unknown sender
 ├── OrderError           an old, repeated or foreign message (epoch, round, attempt, session, counter)
 ├── IntegrityError       content whose sha256 or layout is not the declared one
+│   └── UnknownBaseError a difference to an aggregate that is not at hand
 └── TransportError       the link or the broker refused
 """
 
@@ -24,6 +26,10 @@ class TooLargeError(MalformedError):
     """A declared or real size above its bound."""
 
 
+class CodecError(WireError):
+    """Numbers that the chosen codec can't hold."""
+
+
 class SignatureError(WireError):
     """A signature that does not verify, or a sender nobody enrolled."""
 
@@ -34,6 +40,10 @@ class OrderError(WireError):
 
 class IntegrityError(WireError):
     """Content whose digest or layout is not the declared one."""
+
+
+class UnknownBaseError(IntegrityError):
+    """A difference to an aggregate that is not at hand."""
 
 
 class TransportError(WireError):

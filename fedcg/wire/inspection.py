@@ -1,6 +1,7 @@
 """What is really inside an artifact, for an observer who trusts neither side.
 
-Unlike `artifacts.unpack`, no layout is expected: whatever tensors, parts and header fields are there get reported.
+Unlike `artifacts.unpack`, no layout is expected: whatever tensors, parts and header fields are there get reported. `decode` reads coded
+tensors as the header says they are coded, and leaves as they came those that are not what it says.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fedcg.wire.codecs import CODECS, ELEMENT_TYPES, decode_tensor
 from fedcg.wire.container import decompress_payload, header_fields, split_artifact
-from fedcg.wire.errors import MalformedError
+from fedcg.wire.errors import IntegrityError, MalformedError
 from fedcg.wire.messages import MAX_ARTIFACT_BYTES
+from fedcg.wire.parts import TensorCodec, is_delta
 from fedcg.wire.tensors import RawTensor, read_payload
 
 _DTYPES = {
@@ -53,6 +56,14 @@ class Inspection:
         return frozenset(key.partition("/")[0] for key in self.tensors)
 
     @property
+    def codecs(self) -> Mapping[str, TensorCodec]:
+        """The codecs that the header names, by key, as far as they are known ones."""
+        named = self.header.get("codecs")
+        known: Mapping[str, TensorCodec] = {name: name for name in CODECS}
+        found = named.items() if isinstance(named, dict) else ()
+        return {str(key): known[codec] for key, codec in found if isinstance(codec, str) and codec in known}
+
+    @property
     def report_fields(self) -> frozenset[str]:
         """The names of the report's fields that carry a value."""
         report = self.header.get("report")
@@ -61,6 +72,58 @@ class Inspection:
             if isinstance(report, dict)
             else frozenset()
         )
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """An artifact's tensors as their receiver has them.
+
+    Attributes:
+        tensors: by key; those that the header says nothing true of are as they came, scales and all.
+        without_base: keys of differences whose base is not at hand: their numbers are the differences themselves.
+    """
+
+    tensors: Mapping[str, npt.NDArray[Any]]
+    without_base: frozenset[str]
+
+
+def decode(seen: Inspection, base: Inspection | None = None) -> Decoded:
+    """The tensors of an artifact, decoded as its header says.
+
+    Args:
+        seen: the artifact.
+        base: the artifact that its header names as its base, where it is at hand.
+    """
+    bases = {} if base is None else decode(base).tensors
+    tensors, without_base = dict(seen.tensors), set()
+    for key, codec in seen.codecs.items():
+        pieces = _pieces(seen, key, codec)
+        if pieces is None:
+            continue
+        start = bases.get(key)
+        if start is None or start.shape != pieces[""].shape or start.dtype != np.float32:
+            start = np.zeros(pieces[""].shape, np.float32)
+            without_base |= {key} if is_delta(codec) else set()
+        try:
+            tensors[key] = decode_tensor(key, pieces, codec, start)
+        except IntegrityError:
+            continue  # a scale that no encoder writes: the pieces speak for themselves
+        for suffix in pieces.keys() - {""}:
+            del tensors[key + suffix]
+    return Decoded(tensors, frozenset(without_base))
+
+
+def _pieces(seen: Inspection, key: str, codec: TensorCodec) -> Mapping[str, npt.NDArray[Any]] | None:
+    """What is stored of a tensor, by suffix; None where it is not what its codec stores."""
+    if key not in seen.tensors or (codec.startswith("i8") and seen.tensors[key].ndim == 0):
+        return None
+    expected = CODECS[codec].stored(seen.tensors[key].shape)
+    pieces = {suffix: seen.tensors[key + suffix] for suffix in expected if key + suffix in seen.tensors}
+    is_whole = pieces.keys() == expected.keys() and all(
+        (piece.dtype, piece.shape) == (ELEMENT_TYPES[expected[suffix].dtype], expected[suffix].shape)
+        for suffix, piece in pieces.items()
+    )
+    return pieces if is_whole else None
 
 
 def inspect(data: bytes, max_bytes: int = MAX_ARTIFACT_BYTES) -> Inspection:

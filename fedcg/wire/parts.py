@@ -48,6 +48,18 @@ DEFAULT_ALLOW_REPORT: frozenset[ReportField] = frozenset(
 
 TensorDtype = Literal["float32", "int64"]
 
+# Codecs by name; what each does, and the laws it keeps, is told in `codecs`.
+AggregateCodec = Literal["f32", "f16"]
+UpdateCodec = Literal["f32", "f16", "i8", "f16-delta", "i8-delta"]
+TensorCodec = Literal["f32", "f16", "i8", "f16-delta", "i8-delta", "i64"]
+DEFAULT_UPDATE_CODEC: UpdateCodec = "i8-delta"
+DEFAULT_AGGREGATE_CODEC: AggregateCodec = "f16"
+
+
+def is_delta(codec: TensorCodec) -> bool:
+    """Whether a codec holds the difference to a base instead of the values."""
+    return codec.endswith("-delta")
+
 
 class TensorLayout(BaseModel):
     """Name, element type and shape of one tensor of a part."""

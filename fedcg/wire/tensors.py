@@ -1,13 +1,13 @@
 """Tensors as bytes: numpy arrays of named parts to safetensors and back, bounded by the layouts both sides agreed on.
 
-Knows nothing of headers or compression (`artifacts`); no pickle, no torch.
+What is stored of each tensor is its codec's business (`codecs`). Knows nothing of headers or compression (`artifacts`); no pickle, no
+torch.
 """
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TypedDict
 
 import numpy as np
@@ -15,11 +15,14 @@ import numpy.typing as npt
 from safetensors import SafetensorError, deserialize
 from safetensors.numpy import save
 
+from fedcg.wire.codecs import ELEMENT_TYPES, Stored, decode_tensor, encode_tensor, fits, stored_tensors
 from fedcg.wire.errors import IntegrityError, MalformedError, TooLargeError
-from fedcg.wire.parts import Part, PartLayouts, TensorDtype, TensorLayout
+from fedcg.wire.parts import Part, PartLayouts, TensorCodec, TensorDtype, TensorLayout, is_delta
 
 Array = npt.NDArray[np.float32] | npt.NDArray[np.int64]
 PartArrays = Mapping[Part, Mapping[str, Array]]
+Codecs = Mapping[str, TensorCodec]
+"""The codec of every tensor by key."""
 
 
 class RawTensor(TypedDict):
@@ -30,10 +33,7 @@ class RawTensor(TypedDict):
     data: bytes
 
 
-_DTYPES: dict[TensorDtype, tuple[str, np.dtype[np.float32] | np.dtype[np.int64]]] = {
-    "float32": ("F32", np.dtype("<f4")),
-    "int64": ("I64", np.dtype("<i8")),
-}
+_PLAIN: Mapping[TensorDtype, TensorCodec] = {"float32": "f32", "int64": "i64"}
 _LENGTH_BYTES = 8
 # What the JSON header of a safetensors file says about one tensor besides its name: dtype, up to 8 dimensions, two offsets.
 _ENTRY_BYTES = 200
@@ -66,56 +66,81 @@ def layouts_of(parts: PartArrays) -> dict[Part, tuple[TensorLayout, ...]]:
     }
 
 
-def data_bytes(layouts: PartLayouts) -> int:
-    """Bytes of all tensor elements of the layouts."""
-    return sum(
-        _DTYPES[layout.dtype][1].itemsize * math.prod(layout.shape) for part in layouts.values() for layout in part
-    )
+def plain_codecs(layouts: PartLayouts) -> dict[str, TensorCodec]:
+    """Every tensor as it is: `f32` or `i64`."""
+    return {tensor_key(part, layout.name): _PLAIN[layout.dtype] for part, layout in _all(layouts)}
 
 
-def payload_bounds(layouts: PartLayouts) -> tuple[int, int]:
+def data_bytes(layouts: PartLayouts, codecs: Codecs | None = None) -> int:
+    """Bytes of all elements that a payload of the layouts holds, scales included; as they are without codecs."""
+    return sum(stored.data_bytes for stored in _stored(layouts, codecs).values())
+
+
+def payload_bounds(layouts: PartLayouts, codecs: Codecs | None = None) -> tuple[int, int]:
     """Smallest and largest size in bytes that a payload of these layouts can have, its JSON header included."""
-    names = [tensor_key(part, layout.name) for part, tensors in layouts.items() for layout in tensors]
-    header = sum(len(name) + _ENTRY_BYTES for name in names) + _HEADER_SLACK_BYTES
-    data = data_bytes(layouts)
-    return _LENGTH_BYTES + 2 + data, _LENGTH_BYTES + header + data
+    return _bounds(_stored(layouts, codecs))
 
 
-def encode_tensors(parts: PartArrays) -> bytes:
-    """Tensors as a safetensors payload; the same tensors always give the same bytes.
+def encode_tensors(parts: PartArrays, codecs: Codecs | None = None, base: PartArrays | None = None) -> bytes:
+    """Tensors as a safetensors payload; the same tensors, codecs and base always give the same bytes.
 
     Args:
         parts: per part, float32 or int64 arrays by name, any memory order.
+        codecs: of every tensor; as they are when None.
+        base: what deltas are taken to.
 
     Raises:
-        MalformedError: another element type.
+        MalformedError: another element type, or a codec that is missing or can't hold such a tensor.
+        IntegrityError: a delta to a tensor that the base does not hold.
+        CodecError: a number that a codec can't hold.
     """
-    flat = flatten(parts)
-    for key, array in flat.items():
-        _dtype_name(key, array)
-    return save({key: np.asarray(array, order="C") for key, array in flat.items()})
+    stored: dict[str, npt.NDArray[Any]] = {}
+    for key, array in flatten(parts).items():
+        layout = TensorLayout.model_construct(name=key, dtype=_dtype_name(key, array), shape=array.shape)
+        codec = _PLAIN[layout.dtype] if codecs is None else codecs.get(key)
+        if codec is None or not fits(layout, codec):
+            raise MalformedError(f"tensor {key} of element type {layout.dtype} has codec {codec}, which can't hold it")
+        pieces = encode_tensor(key, array, codec, _base_of(key, layout, codec, base))
+        stored |= {key + suffix: np.asarray(piece, order="C") for suffix, piece in pieces.items()}
+    return save(stored)
 
 
-def decode_tensors(data: bytes, layouts: PartLayouts) -> dict[Part, dict[str, Array]]:
+def decode_tensors(
+    data: bytes, layouts: PartLayouts, codecs: Codecs | None = None, base: PartArrays | None = None
+) -> dict[Part, dict[str, Array]]:
     """The tensors of a payload, which must be exactly those of the layouts.
 
-    Sizes are computed from the layouts and compared before anything is parsed.
+    Sizes are computed from the layouts and codecs, and compared before anything is parsed.
+
+    Args:
+        data: the payload.
+        layouts: what must be inside.
+        codecs: of every tensor; as they are when None.
+        base: what deltas were taken to.
 
     Returns:
-        Per part of the layouts, writable arrays by name in memory of their own.
+        Per part of the layouts, writable float32 and int64 arrays by name in memory of their own.
 
     Raises:
         TooLargeError: more bytes than the layouts allow.
         MalformedError: not a safetensors payload.
-        IntegrityError: a tensor is missing, unknown, or has another element type or shape.
+        IntegrityError: a tensor is missing, unknown, or has another element type or shape; its codec can't hold it; a scale that no
+            encoder writes; a delta to a tensor that the base does not hold.
     """
-    _check_size(data, layouts)
-    _check_header(data, layouts)
+    codecs = plain_codecs(layouts) if codecs is None else codecs
+    stored = _stored(layouts, codecs)
+    _check_size(data, stored)
+    _check_header(data, stored)
     found = read_payload(data)
-    return {
-        part: {layout.name: _array(found[tensor_key(part, layout.name)]["data"], layout) for layout in tensors}
-        for part, tensors in layouts.items()
-    }
+    decoded: dict[Part, dict[str, Array]] = {part: {} for part in layouts}
+    for part, layout in _all(layouts):
+        key = tensor_key(part, layout.name)
+        pieces = {
+            suffix: np.frombuffer(found[key + suffix]["data"], dtype=ELEMENT_TYPES[piece.dtype]).reshape(piece.shape)
+            for suffix, piece in stored_tensors(layout, codecs[key]).items()
+        }
+        decoded[part][layout.name] = decode_tensor(key, pieces, codecs[key], _base_of(key, layout, codecs[key], base))
+    return decoded
 
 
 def read_payload(data: bytes) -> dict[str, RawTensor]:
@@ -143,32 +168,73 @@ def assert_finite(parts: PartArrays) -> None:
 
 
 def _dtype_name(key: str, array: Array) -> TensorDtype:
-    for name, (_, dtype) in _DTYPES.items():
-        if array.dtype == dtype:
+    for name, codec in _PLAIN.items():
+        if array.dtype == ELEMENT_TYPES[codec.upper()]:
             return name
     raise MalformedError(f"tensor {key} has element type {array.dtype}; only float32 and int64 cross the wire")
 
 
-def _array(data: bytes, layout: TensorLayout) -> Array:
-    flat: npt.NDArray[Any] = np.frombuffer(data, dtype=_DTYPES[layout.dtype][1])
-    array: Array = flat.reshape(layout.shape).copy()
-    return array
+def _all(layouts: PartLayouts) -> Iterator[tuple[Part, TensorLayout]]:
+    return ((part, layout) for part, tensors in layouts.items() for layout in tensors)
 
 
-def _check_size(data: bytes, layouts: PartLayouts) -> None:
-    smallest, largest = payload_bounds(layouts)
+def _stored(layouts: PartLayouts, codecs: Codecs | None) -> dict[str, Stored]:
+    """What a payload holds, by full key.
+
+    Raises:
+        IntegrityError: codecs of other tensors, or one that can't hold its tensor.
+    """
+    chosen = plain_codecs(layouts) if codecs is None else codecs
+    tensors = {tensor_key(part, layout.name): layout for part, layout in _all(layouts)}
+    if chosen.keys() != tensors.keys():
+        unknown, missing = sorted(chosen.keys() - tensors.keys()), sorted(tensors.keys() - chosen.keys())
+        raise IntegrityError(
+            f"codecs of tensors that the layouts do not name: {unknown[:5]}; missing ones: {missing[:5]}"
+        )
+    stored: dict[str, Stored] = {}
+    for key, layout in tensors.items():
+        if not fits(layout, chosen[key]):
+            raise IntegrityError(f"codec {chosen[key]} can't hold tensor {key}, {layout.dtype} {list(layout.shape)}")
+        stored |= {key + suffix: piece for suffix, piece in stored_tensors(layout, chosen[key]).items()}
+    return stored
+
+
+def _base_of(key: str, layout: TensorLayout, codec: TensorCodec, base: PartArrays | None) -> Array | None:
+    """The tensor that a delta is taken to; None by value.
+
+    Raises:
+        IntegrityError: the base has no such tensor.
+    """
+    if not is_delta(codec):
+        return None
+    part, _, name = key.partition("/")
+    found = {} if base is None else base.get(Part(part), {})
+    if name not in found or found[name].shape != layout.shape or found[name].dtype != np.float32:
+        raise IntegrityError(f"tensor {key} is coded as the difference to a base, which has no such tensor")
+    return found[name]
+
+
+def _bounds(stored: Mapping[str, Stored]) -> tuple[int, int]:
+    data = sum(piece.data_bytes for piece in stored.values())
+    header = sum(len(key) + _ENTRY_BYTES for key in stored) + _HEADER_SLACK_BYTES
+    return _LENGTH_BYTES + 2 + data, _LENGTH_BYTES + header + data
+
+
+def _check_size(data: bytes, stored: Mapping[str, Stored]) -> None:
+    smallest, largest = _bounds(stored)
     if len(data) > largest:
         raise TooLargeError(f"a tensor payload of {len(data)} bytes; the layouts allow {largest}")
     if len(data) < smallest:
         raise MalformedError(f"a tensor payload of {len(data)} bytes is cut short; the layouts need {smallest}")
     header = int.from_bytes(data[:_LENGTH_BYTES], "little")
-    if _LENGTH_BYTES + header + data_bytes(layouts) != len(data):
+    elements = sum(piece.data_bytes for piece in stored.values())
+    if _LENGTH_BYTES + header + elements != len(data):
         raise IntegrityError(
-            f"a tensor payload holds {len(data) - _LENGTH_BYTES - header} bytes of elements; the layouts say {data_bytes(layouts)}"
+            f"a tensor payload holds {len(data) - _LENGTH_BYTES - header} bytes of elements; the layouts say {elements}"
         )
 
 
-def _check_header(data: bytes, layouts: PartLayouts) -> None:
+def _check_header(data: bytes, stored: Mapping[str, Stored]) -> None:
     length = int.from_bytes(data[:_LENGTH_BYTES], "little")
     try:
         header = json.loads(data[_LENGTH_BYTES : _LENGTH_BYTES + length])
@@ -176,13 +242,10 @@ def _check_header(data: bytes, layouts: PartLayouts) -> None:
         raise MalformedError("the header of a tensor payload is not JSON") from error
     if not isinstance(header, dict) or not all(isinstance(entry, dict) for entry in header.values()):
         raise MalformedError("the header of a tensor payload is not a table of tensors")
-    expected = {tensor_key(part, layout.name): layout for part, tensors in layouts.items() for layout in tensors}
-    if header.keys() != expected.keys():
-        unknown, missing = sorted(header.keys() - expected.keys()), sorted(expected.keys() - header.keys())
+    if header.keys() != stored.keys():
+        unknown, missing = sorted(header.keys() - stored.keys()), sorted(stored.keys() - header.keys())
         raise IntegrityError(f"tensors that the layouts do not name: {unknown[:5]}; missing ones: {missing[:5]}")
-    for key, layout in expected.items():
+    for key, piece in stored.items():
         dtype, shape = header[key].get("dtype"), header[key].get("shape")
-        if dtype != _DTYPES[layout.dtype][0] or shape != list(layout.shape):
-            raise IntegrityError(
-                f"tensor {key} is {dtype} {shape}; its layout says {_DTYPES[layout.dtype][0]} {list(layout.shape)}"
-            )
+        if dtype != piece.dtype or shape != list(piece.shape):
+            raise IntegrityError(f"tensor {key} is {dtype} {shape}; its layout says {piece.dtype} {list(piece.shape)}")

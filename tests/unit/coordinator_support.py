@@ -21,7 +21,7 @@ from coordinator.setup import MakeWorker, Setup
 from coordinator.store import Store
 from fedcg.event_log import EventLog
 from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice
-from fedcg.wire.artifacts import ArtifactHeader, ArtifactStore, pack, unpack
+from fedcg.wire.artifacts import ArtifactHeader, ArtifactStore, Base, pack, unpack
 from fedcg.wire.channel import Session, session_id
 from fedcg.wire.memory import MemoryBroker, MemoryTransport
 from fedcg.wire.messages import (
@@ -259,7 +259,15 @@ class FakeDevice:
     def make_update(self, round_number: int, attempt: int, base: str, **changes: Any) -> bytes:
         layouts = shared_layouts(self.spec)
         parts = random_parts(layouts, seed=1000 * round_number + sum(self.name.encode()), scale=self.scale)
-        return pack(update_header(self.spec, round_number, attempt, self.name, base, **changes), parts)
+        header = update_header(self.spec, round_number, attempt, self.name, base, **changes)
+        return pack(header, parts, self.spec.codec, self._base(base))
+
+    def _base(self, artifact: str) -> Base | None:
+        """What a delta codec's updates are taken to."""
+        if not self.spec.with_base:
+            return None
+        decoded = unpack(self.artifacts[artifact], shared_layouts(self.spec)).parts
+        return Base(artifact, {part: decoded[part] for part in self.spec.with_base})
 
     def _addressed(self, round_number: int = 0, attempt: int = 0) -> dict[str, Any]:
         return {

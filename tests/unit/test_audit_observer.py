@@ -17,7 +17,7 @@ from audit.capture import Capture
 from audit.check import check_recording
 from audit.errors import CaptureError, DecodeError
 from audit.observer import Observer, read_frames
-from fedcg.wire.artifacts import ArtifactHeader, pack
+from fedcg.wire.artifacts import ArtifactHeader, Base, artifact_id, pack
 from fedcg.wire.memory import MemoryBroker, MemoryTransport
 from fedcg.wire.messages import Finished, Manifest, Offer
 from fedcg.wire.parts import Part, Report
@@ -275,3 +275,34 @@ def test_the_offers_spec_counts_as_a_spec() -> None:
     for frame in frames(spec):
         capture.feed(TOPICS.aggregate, frame)
     assert [seen.kind for seen in capture.artifacts.values()] == ["spec"]
+
+
+@pytest.mark.parametrize("has_base", [True, False], ids=["base seen", "base not seen"])
+def test_a_coded_update_is_decoded_and_a_base_that_did_not_cross_is_told(
+    wire: Recording, tmp_path: Path, has_base: bool
+) -> None:
+    save_file({"personal/extractor/weight": EXTRACTOR}, tmp_path / "state.safetensors")
+    start = np.random.default_rng(4).normal(0, 5, EXTRACTOR.shape).astype(np.float32)
+    header = ArtifactHeader(
+        kind="aggregate", method="fedcg", federation="digits", round=1, attempt=1, client="coordinator"
+    )
+    base = pack(header, {Part.GENERATOR: {"weight": start}})
+    known = Base(artifact_id(base), {Part.GENERATOR: {"weight": start}})
+    told = header.model_copy(update={"kind": "update", "client": "client-1", "base": known.id, "round": 2})
+    data = pack(told, {Part.GENERATOR: {"weight": EXTRACTOR}}, "i8-delta", known)
+
+    def traffic() -> None:
+        if has_base:
+            send_update(wire, base)
+        send_update(wire, data)
+        end_federation(wire)
+
+    written = record(wire, tmp_path / "seen", traffic)
+    coded = next(entry for entry in written["artifacts"] if entry["codecs"] == {"i8-delta": 1})  # type: ignore[attr-defined]
+    assert coded["base"] == known.id
+    assert written["bases_not_seen"] == ([] if has_base else [known.id])
+    check = check_recording(tmp_path / "seen", [tmp_path / "state.safetensors"])
+    assert check.without_base == ({} if has_base else {known.id: 1})
+    assert (f"1 tensors are differences to aggregate {known.id}, which was not recorded" in check.summary()) != has_base
+    leaked = {match.tensor for match in check.matches}
+    assert leaked == ({"generator/weight (decoded)"} if has_base else set())

@@ -23,7 +23,9 @@ from coordinator.provision.mosquitto import access_list, mosquitto_config
 from coordinator.provision.pki import create_ca, credential_of, issue
 from coordinator.records import AggregateRecord, FederationRecord
 from coordinator.store import Store
+from fedcg.wire.artifacts import ArtifactStore
 from fedcg.wire.signing import SigningKey, VerifyKey
+from tests.unit.coordinator_support import tiny_spec
 
 
 def mode(path: Path) -> int:
@@ -75,7 +77,8 @@ def home(tmp_path: Path) -> Home:
 
 def with_federation(home: Home, name: str = "casting") -> None:
     store = Store(home.database)
-    record = FederationRecord(name, "fedcg", "5" * 64, 3, 2, 2, 100.0, 1, 1.0)
+    spec = ArtifactStore(home.artifacts).put(tiny_spec().model_copy(update={"codec": "i8-delta"}).canonical())
+    record = FederationRecord(name, "fedcg", spec, 3, 2, 2, 100.0, 1, 1.0)
     store.add_federation(record, AggregateRecord(name, 0, 0, "0" * 64, 10, "e" * 64, 1.0))
     store.close()
 
@@ -256,6 +259,8 @@ def test_a_home_serves_one_federation_and_shows_where_it_stands(home: Home, tmp_
     assert "casting" in output
     shown = json.loads(call(federation_app, "show", "--dir", home.root, "--json")[1])
     assert (shown["federation"], shown["phase"], shown["round"]) == ("casting", "waiting", 1)
+    assert (shown["codec"], shown["aggregate_codec"]) == ("i8-delta", "f32")
+    assert "updates coded i8-delta, aggregates f32" in call(federation_app, "show", "--dir", home.root)[1]
 
 
 def test_a_paused_federation_is_resumed_only_while_no_coordinator_runs(home: Home) -> None:

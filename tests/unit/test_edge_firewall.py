@@ -14,10 +14,11 @@ from edge_client.config import PolicySection
 from edge_client.errors import FirewallError
 from edge_client.firewall import UpdateFacts, build_update, check_kept, check_spec, explain
 from fedcg.learning.spec import FederationSpec, NetworkChoice
-from fedcg.wire.artifacts import unpack
+from fedcg.wire.artifacts import Base, codecs_for, unpack
+from fedcg.wire.errors import CodecError
 from fedcg.wire.inspection import inspect
 from fedcg.wire.messages import DeclineReason
-from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, Health, Part, Report, ReportField
+from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, Health, Part, Report, ReportField, TensorLayout
 from fedcg.wire.tensors import Array
 from tests.edge_worlds import DEVICE, LAYOUTS, toy_parts, toy_spec
 
@@ -251,3 +252,38 @@ def test_nothing_leaves_that_is_not_asked_for_and_allowed(
     header = unpack(data, {part: layouts[part] for part in asked}).header
     assert header.report is not None
     assert header.report.fields() == told & wanted & permitted
+
+
+def test_an_update_is_coded_after_it_was_checked_and_against_the_aggregate_of_the_round() -> None:
+    layouts = {part: (TensorLayout(name="weight", dtype="float32", shape=(4, 20)),) for part in SHARED}
+    coded = {"layouts": layouts, "codec": "i8-delta", "with_base": (Part.CLASSIFIER,)}
+    spec = toy_spec().model_copy(update=coded)
+    random = np.random.default_rng(3)
+    shared: Parts = {part: {"weight": random.standard_normal((4, 20), dtype=np.float32)} for part in SHARED}
+    base: Parts = {part: {"weight": tensors["weight"] + np.float32(0.01)} for part, tensors in shared.items()}
+
+    def build(parts: Parts, known: Parts | None) -> bytes:
+        return build_update(parts, REPORT, spec=spec, policy=PolicySection(), facts=FACTS, base=known)
+
+    data = build(shared, base)
+    known = Base("b" * 64, base)
+    artifact = unpack(data, layouts, codecs=codecs_for(layouts, "i8-delta", {Part.CLASSIFIER}), base=known)
+    np.testing.assert_allclose(
+        artifact.parts[Part.CLASSIFIER]["weight"], shared[Part.CLASSIFIER]["weight"], atol=0.01 / 127
+    )
+    check_kept(data, PolicySection(), DEVICE)
+    with pytest.raises(FirewallError, match="allow_upload"):
+        check_kept(data, PolicySection(allow_upload=frozenset({Part.GENERATOR})), DEVICE)
+    for missing in (None, {Part.GENERATOR: base[Part.GENERATOR]}):
+        with pytest.raises(FirewallError, match="b" * 64):
+            build(shared, missing)
+    with pytest.raises(FirewallError, match="NaN"):
+        build({**shared, Part.GENERATOR: {"weight": np.full((4, 20), np.nan, np.float32)}}, base)
+
+
+def test_numbers_that_the_codec_can_not_hold_never_leave_as_infinity() -> None:
+    layouts = {part: (TensorLayout(name="weight", dtype="float32", shape=(4, 20)),) for part in SHARED}
+    spec = toy_spec(layouts=layouts).model_copy(update={"codec": "f16"})
+    huge: Parts = {part: {"weight": np.full((4, 20), 1e5, np.float32)} for part in SHARED}
+    with pytest.raises(CodecError, match="classifier/weight"):
+        built(huge, spec=spec)

@@ -21,7 +21,7 @@ from edge_client import finalise, training
 from edge_client.generations import Cursor, StoredState
 from edge_client.measures import Measured, measure
 from edge_client.private_store import PrivateStore
-from edge_client.trainer import Trainer
+from edge_client.trainer import Trainer, reason_for
 from edge_client.trainer_process import (
     ChooseModel,
     Chosen,
@@ -41,10 +41,11 @@ from fedcg.learning.method import ClientState, LocalResult, Method, Weights
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import spec_root
 from fedcg.learning.spec import FederationPlan, FederationSpec, NetworkChoice, ParameterValue
-from fedcg.wire.artifacts import unpack
-from fedcg.wire.inspection import inspect
+from fedcg.wire.artifacts import Base, codecs_for, unpack
+from fedcg.wire.errors import CodecError
+from fedcg.wire.inspection import decode, inspect
 from fedcg.wire.messages import DeclineReason
-from fedcg.wire.parts import Part, TensorLayout
+from fedcg.wire.parts import Part, ReportField, TensorLayout, is_delta
 from tests.edge_worlds import CLASSES, DEVICE, FEDERATION, FORM, aggregate_of, draw_images, make_config, wait_until
 
 DEVICE_KEY, COHORT_KEY = b"d" * 32, b"c" * 32
@@ -126,11 +127,16 @@ def test_a_round_commits_private_state_snapshot_scores_and_update_together(tmp_p
     assert snapshot.counts()["test"] == 15
     assert snapshot.counts()["train"] + snapshot.counts()["val"] == 36
     spec = site.spec
-    artifact = unpack(site.update(), {part: spec.layouts[part] for part in spec.upload})
+    shared = {part: spec.layouts[part] for part in spec.upload}
+    base = Base(site.aggregate, unpack(site.store.artifacts.get(site.aggregate), shared).parts)
+    artifact = unpack(site.update(), shared, codecs=codecs_for(shared, "i8-delta", spec.upload), base=base)
     assert set(artifact.parts) == {Part.CLASSIFIER, Part.GENERATOR}
     for part, tensors in artifact.parts.items():
         for name, tensor in tensors.items():
-            assert np.array_equal(tensor, state.slots["personal"][part][name])
+            own, start = state.slots["personal"][part][name], base.parts[part][name]
+            exact = artifact.header.codecs[f"{part.value}/{name}"] in ("f32", "i64")
+            # A channel's scale is its largest step by 127, and half of it is the most that a number can be off.
+            assert np.abs(tensor - own).max() <= (0.0 if exact else np.abs(own - start).max() / 127 * 0.51)
     assert artifact.header.base == site.aggregate
     assert artifact.header.report is not None
     assert artifact.header.report.examples == snapshot.counts()["train"]
@@ -416,10 +422,11 @@ def test_the_downloaded_candidate_has_every_part_that_the_last_aggregate_brings(
     assert len(seen) == (3 if brought else 1)  # own, downloaded, tuned
     if not brought:
         return
-    first = initial_parts(site.spec, spec_root(site.spec.seed))  # the site's aggregate is the one before round 1
+    held = {part: site.spec.layouts[part] for part in get_method(method).shared_down}
+    first = unpack(site.store.artifacts.get(site.aggregate), held).parts
     latest = site.state().slots["personal"]
     for part in (Part.EXTRACTOR, Part.CLASSIFIER):
-        wanted = to_arrays({part: first[part]})[part] if part in brought else latest[part]
+        wanted = first[part] if part in brought else latest[part]
         assert all(np.array_equal(seen[1][part][name].numpy(), wanted[name]) for name in wanted)
 
 
@@ -497,3 +504,53 @@ def test_a_training_process_dies_with_its_agent(slow_site: Site) -> None:
 
 def _is_zombie(pid: int) -> bool:
     return ") Z " in Path(f"/proc/{pid}/stat").read_text()
+
+
+def test_both_sides_go_on_from_the_decoded_aggregate_and_the_update_is_the_difference_to_it(site: Site) -> None:
+    assert (site.spec.codec, site.spec.aggregate_codec) == ("i8-delta", "f16")
+    site.trainer().do(site.round())
+    coded = inspect(site.update())
+    assert coded.codecs["classifier/1.weight"] == coded.codecs["generator/body.0.weight"] == "i8-delta"
+    alone, base = decode(coded), inspect(site.store.artifacts.get(site.aggregate))
+    assert alone.without_base >= {"classifier/1.weight"}
+    own = site.state().slots["personal"][Part.CLASSIFIER]["1.weight"]
+    np.testing.assert_allclose(decode(coded, base).tensors["classifier/1.weight"], own, atol=1e-4)
+    assert np.abs(alone.tensors["classifier/1.weight"]).max() < np.abs(own).max() / 2
+
+
+def test_a_part_that_the_method_does_not_load_from_the_aggregate_goes_by_value(tmp_path: Path) -> None:
+    spec = real_spec("fedmd_cg")
+    assert (spec.upload, spec.with_base) == ((Part.CLASSIFIER, Part.GENERATOR), (Part.CLASSIFIER,))
+    site = Site(tmp_path, spec)
+    policy = site.settings.policy.model_copy(update={"allow_report": frozenset(ReportField)})
+    site.settings = replace(site.settings, policy=policy)
+    assert site.trainer().do(site.round()) == Committed(Cursor(1, 1))
+    codecs = inspect(site.update()).codecs
+    assert codecs["classifier/1.weight"] == "i8-delta"
+    assert codecs["generator/body.0.weight"] == "i8"
+    assert {codec for codec in codecs.values() if is_delta(codec)} == {"i8-delta"}
+
+
+def test_a_spec_that_takes_other_parts_to_the_aggregate_than_its_method_is_refused(tmp_path: Path) -> None:
+    spec = real_spec()
+    site = Site(tmp_path, spec)
+    for changed in ({"with_base": ()}, {"codec": "i8"}):
+        site.spec = spec.model_copy(update=changed)
+        site.store.save_spec(site.spec.canonical())
+        report = site.trainer().do(site.round())
+        assert isinstance(report, Failed)
+        assert report.reason is DeclineReason.SPEC_REFUSED
+
+
+def test_an_aggregate_coded_otherwise_than_the_spec_says_is_not_loaded(site: Site) -> None:
+    otherwise = site.spec.model_copy(update={"aggregate_codec": "f32"})
+    held = {part: site.spec.layouts[part] for part in site.spec.upload}
+    parts = unpack(site.store.artifacts.get(site.aggregate), held).parts
+    site.aggregate = site.store.artifacts.put(aggregate_of(parts, otherwise, 0))
+    report = site.trainer().do(site.round())
+    assert isinstance(report, Failed)
+    assert "coded" in report.detail
+
+
+def test_numbers_that_the_codec_can_not_hold_are_a_divergence() -> None:
+    assert reason_for(CodecError("tensor classifier/w holds 70000")) is DeclineReason.DIVERGED

@@ -100,6 +100,7 @@ def test_a_folder_remembers_every_call_and_takes_no_other_data_for_the_same(tmp_
 
 def test_a_name_of_a_run_is_a_file_name() -> None:
     assert RunSetting(paper="fedcg:table1:cifar10-4", method="fedavg").name == "fedcg-table1-cifar10-4-fedavg-seed0"
+    assert RunSetting(codec="i8-delta", aggregate_codec="f16").name == "digits-fedcg-i8-delta-f16-seed0"
     with pytest.raises(ValidationError, match="variant"):
         RunSetting(variant="../elsewhere")
 

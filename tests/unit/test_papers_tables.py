@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,14 @@ from experiments.papers.lines import Figure, Line, is_far
 from experiments.papers.missing import missing_runs
 from experiments.papers.orders import Judgement, judge
 from experiments.papers.records import RunRecord, read_folder
-from experiments.papers.sheets import comparison_sheet, gains_sheet, markdown, missing_sheet, orders_sheet
+from experiments.papers.sheets import (
+    comparison_sheet,
+    gains_sheet,
+    markdown,
+    missing_sheet,
+    orders_sheet,
+    traffic_sheet,
+)
 from experiments.papers.traffic import traffic
 from tests.unit.papers_cases import CIFAR, record, write
 
@@ -301,3 +309,36 @@ def test_a_record_made_before_an_option_existed_stands_beside_those_that_name_it
     assert [item.generator for item in group] == ["mlp_small", "mlp"]
     other = record("fedcg", 0, 0.51, generator="mlp3", up=994_264, setting={"precision": "bf16"})
     assert traffic([RunRecord.model_validate(content) for content in (older, other)]) == ()
+
+
+def test_codecs_of_one_setting_are_ordered_by_their_bytes_too() -> None:
+    def coded(codec: str, down: str, up: int, accuracy: float, generator: str = "mlp") -> dict[str, Any]:
+        content = record(
+            "fedcg", 0, accuracy, generator=generator, up=up, setting={"codec": codec, "aggregate_codec": down}
+        )
+        content["bytes"]["up_artifact"] = None if codec == "f32" else up - 1000
+        return content
+
+    runs = _runs(
+        record("fedcg", 0, 0.50, generator="mlp", up=728_016),  # made before there were codecs
+        coded("f32", "f32", 728_016, 0.52),
+        coded("i8-delta", "f16", 190_000, 0.51),
+        coded("i8-delta", "f16", 130_000, 0.49, "mlp_small"),
+    )
+    (group,) = traffic(runs)
+    assert [(item.generator, item.codec, item.aggregate_codec, item.up, item.artifact) for item in group] == [
+        ("mlp_small", "i8-delta", "f16", 130_000, 129_000),
+        ("mlp", "i8-delta", "f16", 190_000, 189_000),
+        ("mlp", "f32", "f32", 728_016, None),
+    ]
+    assert group[2].accuracy is not None
+    assert group[2].accuracy.seeds == 2
+    cells = traffic_sheet([group]).rows[0]
+    assert cells[3:6] == ("i8-delta up, f16 down", "130,000", "129,000")
+
+
+def test_another_codec_is_a_line_of_its_own_in_the_same_table() -> None:
+    coded: dict[str, object] = {"codec": ["f32", "i8-delta"]}
+    found = _only(record("fedcg", 0, 0.5), record("fedcg", 0, 0.6, reduced=coded))
+    published, other = (line for line in found.lines if line.row.key == "fedcg")
+    assert (published.reduced, other.reduced) == ({}, {"codec": ("f32", "i8-delta")})

@@ -293,6 +293,7 @@ METHOD = Method(
     params_type=FedmdCgParams,
     shared_up=SHARED,
     shared_down=SHARED,
+    continued=frozenset({Part.CLASSIFIER}),
     private_parts=PRIVATE,
     label_counts=LabelCounts.REQUIRED,
     init_client=init_client,
