@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from enum import Enum
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from coordinator.config import LOOPBACK_HOSTS
 from coordinator.errors import BrokerError
 from coordinator.home import BROKER_NAME, Home, observers_of
 from coordinator.provision.mosquitto import ACL_NAME, CONFIG_NAME, mosquitto_config, write_access_list
-from coordinator.provision.pki import CA_NAME, credential_of
+from coordinator.provision.pki import CA_NAME, credential_of, write_revocations
 from coordinator.store import Store
 from fedcg.broker_path import Mosquitto, find_extracted, find_installed
 from fedcg.wire.messages import COORDINATOR
@@ -82,7 +83,8 @@ def run_broker(home: Home, kind: BrokerKind, say: Say) -> int:
     broker = home.config().broker
     choice = choose(kind)
     with _pid_file(home):
-        refresh_access_list(home)
+        with home.changing_members():
+            refresh_access(home)
         say(f"broker: {choice.title}")
         ready = f"ready on {broker.host}:{broker.port}"
         if choice.mosquitto is None:
@@ -90,14 +92,30 @@ def run_broker(home: Home, kind: BrokerKind, say: Say) -> int:
         return _run_mosquitto(home, choice.mosquitto, broker.port, lambda: say(ready))
 
 
-def refresh_access_list(home: Home) -> None:
-    """Write the access list from the database."""
-    federations, devices = _members(home)
+def refresh_access(home: Home) -> None:
+    """Write revocation list and access list from the database, in this order: who is out must not come back."""
+    store = Store(home.database)
+    try:
+        federations = [record.id for record in store.federations()]
+        devices = [device.id for device in store.members()]
+        revoked = store.register.revoked_certificates(time.time())
+    finally:
+        store.close()
+    serials = [
+        (int(record.serial, 16), datetime.fromtimestamp(record.revoked_at or 0.0, timezone.utc)) for record in revoked
+    ]
+    write_revocations(home.pki, serials)
     write_access_list(home, home.broker / ACL_NAME, federations, devices)
 
 
+def publish_access(home: Home) -> bool:
+    """`refresh_access`, and make the running broker apply it; False when `fedcg broker run` runs none here."""
+    refresh_access(home)
+    return reload_running_broker(home)
+
+
 def reload_running_broker(home: Home) -> bool:
-    """Make a broker that runs for this home read its access list again; False when none runs."""
+    """Make a broker that runs for this home read its lists again; False when none runs."""
     path = home.broker / PID_NAME
     if not path.is_file():
         return False
@@ -111,17 +129,27 @@ def reload_running_broker(home: Home) -> bool:
 
 
 class Members:
-    """Topic rules for amqtt: who is enrolled and what topics allow; `reload` after a change in the database."""
+    """Rules for amqtt: who is enrolled, with which certificates, and what topics allow; `reload` after a change."""
 
     def __init__(self, home: Home) -> None:
         self._home = home
         self.reload()
 
     def reload(self) -> None:
-        """Read federations, devices and observers again."""
-        federations, devices = _members(self._home)
-        self._topics = [Topics(federation) for federation in federations]
+        """Read federations, devices, observers and revoked certificates again."""
+        store = Store(self._home.database)
+        try:
+            devices = [device.id for device in store.members()]
+            self._topics = [Topics(record.id) for record in store.federations()]
+            revoked = store.register.revoked_certificates(0.0)
+        finally:
+            store.close()
         self._identities = frozenset({COORDINATOR, *devices, *observers_of(self._home)})
+        self._revoked = frozenset(int(record.serial, 16) for record in revoked)
+
+    def admits(self, identity: str, serial: int) -> bool:
+        """Whether an identity may connect with the certificate of this serial number."""
+        return identity in self._identities and serial not in self._revoked
 
     def allows(self, identity: str, action: str, topic: str) -> bool:
         """Whether an identity may do "publish", "subscribe" or "receive" on a topic."""
@@ -130,14 +158,6 @@ class Members:
         if action == "publish":
             return any(topics.may_publish(identity, topic) for topics in self._topics)
         return any(topics.may_read(identity, topic) for topics in self._topics)
-
-
-def _members(home: Home) -> tuple[list[str], list[str]]:
-    store = Store(home.database)
-    try:
-        return [record.id for record in store.federations()], [device.id for device in store.devices()]
-    finally:
-        store.close()
 
 
 def _run_amqtt(home: Home, host: str, port: int, ready: Callable[[], None]) -> int:
@@ -152,7 +172,7 @@ def _run_amqtt(home: Home, host: str, port: int, ready: Callable[[], None]) -> i
     server = credential_of(home.pki, BROKER_NAME)
     ca = credential_of(home.pki, CA_NAME).certificate
     try:
-        run_amqtt(port, ca, server.certificate, server.key, members.allows, ready)
+        run_amqtt(port, ca, server.certificate, server.key, members.allows, ready, admits=members.admits)
     except OSError as error:
         raise BrokerError(f"amqtt can't listen on port {port}: {error}") from error
     return 0

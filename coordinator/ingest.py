@@ -74,6 +74,10 @@ class Sessions:
         self._open[device] = _OpenSession(nonce, ours, Session(session_id(nonce, ours)))
         return ours
 
+    def close(self, device: str) -> None:
+        """End the session of a device, if it has one."""
+        self._open.pop(device, None)
+
     def has(self, device: str) -> bool:
         """Whether a device can be spoken to."""
         return device in self._open
@@ -108,9 +112,17 @@ class Ingest:
         self._keys: dict[str, VerifyKey] = {}
         self.refused: Counter[str] = Counter()
 
-    def learn_keys(self, keys: Iterable[tuple[str, str]]) -> None:
-        """Replace the register of public keys: (device, hex) pairs."""
-        self._keys = {device: VerifyKey.from_hex(text) for device, text in keys}
+    def learn_keys(self, keys: Iterable[tuple[str, str]]) -> frozenset[str]:
+        """Replace the register of public keys: (device, hex) pairs.
+
+        Returns:
+            The devices whose earlier key counts no more; their sessions are closed.
+        """
+        known, self._keys = self._keys, {device: VerifyKey.from_hex(text) for device, text in keys}
+        gone = frozenset(device for device, key in known.items() if self._keys.get(device) != key)
+        for device in gone:
+            self._sessions.close(device)
+        return gone
 
     def knows(self, device: str) -> bool:
         """Whether a device's key is in the register."""

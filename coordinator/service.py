@@ -33,6 +33,7 @@ from coordinator.records import ParticipantState
 from coordinator.rounds import (
     AggregationFailed,
     CameOnline,
+    Departed,
     Phase,
     RoundState,
     Tick,
@@ -52,7 +53,8 @@ from fedcg.wire.transport import Delivery
 
 TICK_S = 0.25
 REINVITE_S = 5.0
-KEY_REFRESH_S = 1.0
+MEMBERS_REFRESH_S = 2.0
+STRANGER_REFRESH_S = 1.0
 LEAVE_AFTER_S = 5.0
 LEAVE_AT_LATEST_S = 60.0
 CLOSE_TIMEOUT_S = 2.0
@@ -102,7 +104,7 @@ class Service:
         self._accepted: set[tuple[str, int, int]] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._link_up = False
-        self._keys_read_at = 0.0
+        self._members_read_at = 0.0
         self._invited_at = 0.0
         self._finished_at: float | None = None
 
@@ -134,8 +136,9 @@ class Service:
     async def start(self) -> None:
         """Start the worker, rebuild the state, connect."""
         self._worker.start()
-        await self._read_keys()
+        await self._read_members()
         await self._conductor.restart()
+        await self._drop_strangers()
         for topic in (self._topics.all_up_control(), self._topics.all_up_chunk(), self._topics.all_status()):
             self._transport.subscribe(topic)
         self._transport.start(
@@ -186,8 +189,8 @@ class Service:
     async def _delivered(self, delivery: Delivery) -> None:
         device = self._ingest.device_of(delivery)
         is_stranger = device is not None and not self._ingest.knows(device)
-        if is_stranger and time.monotonic() - self._keys_read_at >= KEY_REFRESH_S:
-            await self._read_keys()  # enrolled since the start, perhaps
+        if is_stranger and time.monotonic() - self._members_read_at >= STRANGER_REFRESH_S:
+            await self._read_members()  # enrolled since the start, perhaps
         incoming = self._ingest.open(delivery)
         if isinstance(incoming, ChunkFrom):
             received = self._uplink.chunk(incoming.device, incoming.chunk)
@@ -284,6 +287,8 @@ class Service:
         if self._link_up and not self._conductor.is_announced:
             await self._conductor.announce()  # the queue was full: a lost offer would cost the round
         now = time.monotonic()
+        if now - self._members_read_at >= MEMBERS_REFRESH_S:
+            await self._read_members()
         if now - self._invited_at >= REINVITE_S:
             self._reinvite()
         if self.state.phase is not Phase.FINISHED:
@@ -325,10 +330,28 @@ class Service:
     def _write_progress(self, name: str, event: PhaseStarted | Progressed, **values: str | int) -> None:
         self._events.write(name, phase=event.phase, round=event.round, attempt=event.attempt, pid=event.pid, **values)
 
-    async def _read_keys(self) -> None:
-        self._keys_read_at = time.monotonic()
-        devices = await asyncio.to_thread(self._setup.store.devices)
-        self._ingest.learn_keys((device.id, device.public_key) for device in devices)
+    async def _read_members(self) -> None:
+        """Learn who may take part now; whoever may not any more is waited for no longer."""
+        self._members_read_at = time.monotonic()
+        members = await asyncio.to_thread(self._setup.store.members)
+        for device in sorted(self._ingest.learn_keys((member.id, member.public_key) for member in members)):
+            self._events.write("departed", client=device)
+            await self._departed(device)
+
+    async def _drop_strangers(self) -> None:
+        """After a restart: who departed while nobody looked holds up no round."""
+        for device in sorted(self.state.outstanding):
+            if not self._ingest.knows(device):
+                await self._departed(device)
+
+    async def _departed(self, device: str) -> None:
+        state = self.state
+        self._uplink.forget(device)
+        if state.phase is Phase.COLLECTING and device in state.outstanding:
+            key = (self._setup.federation.id, state.round, state.attempt)
+            reason = "the device is no member any more"
+            await asyncio.to_thread(self._setup.store.answer, key, device, ParticipantState.DECLINED, reason)
+        await self._conductor.apply(Departed(device))
 
     def _spawn(self, work: Coroutine[Any, Any, object]) -> None:
         task = asyncio.create_task(work)

@@ -11,6 +11,7 @@ Agent:
   round_failed {round, attempt, reason, detail}            manifest {round, attempt, artifact}
   receipt {round, attempt, artifact, outcome, reason}      finalised {candidate, model_dir, ...accuracies}
   refused {what, detail}                                   agent_stopped {pid}
+  certificate_renewed {until}   renewal_failed {detail}
   images_skipped {count, images}
 
 Coordinator:
@@ -18,6 +19,9 @@ Coordinator:
   attempt_opened {round, attempt, participants, aggregate}   attempt_resumed / attempt_failed   paused {reason}
   update_stored {client, artifact, size, seconds}   update_refused {outcome, reason}
   worker_ready / worker_died {pid}   phase_started {phase, pid}   aggregate_step {phase, step, steps, pid}   teacher_done
+  device_enrolled {client, token, serial, replaced}   enrolment_refused / renewal_refused {address, reason, client}
+  enrolment_limited {address, refused}   certificate_renewed {client, serial, until}   device_revoked {client, reason, reloaded}
+  departed {client}   left {client}
   distilling {clients}   aggregate_stored {artifact, size}   finished {round, attempt, aggregate}
 """
 

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import os
 import shutil
-from importlib.resources import files
+from dataclasses import dataclass
 from pathlib import Path
-from string import Template
 
 from coordinator.errors import EnrolmentError
 from coordinator.home import Home
 from coordinator.provision.pki import CA_NAME, credential_of, issue
+from fedcg.provision.agent_config import CONFIG_NAME, render_agent_config
 from fedcg.wire.signing import SigningKey, VerifyKey
 
-CONFIG_NAME = "agent.toml"
+
+@dataclass(frozen=True)
+class Bundle:
+    """What the coordinator has to remember of a bundle: the public key, and the certificate (PEM)."""
+
+    key: VerifyKey
+    certificate: bytes
 
 
-def make_bundle(home: Home, federation: str, device: str, out: Path) -> VerifyKey:
+def make_bundle(home: Home, federation: str, device: str, out: Path) -> Bundle:
     """Write the bundle of a new device to `out/<device>`.
 
     Args:
@@ -26,7 +32,7 @@ def make_bundle(home: Home, federation: str, device: str, out: Path) -> VerifyKe
         out: parent directory.
 
     Returns:
-        The device's public key, to be registered.
+        What is to be registered.
 
     Raises:
         EnrolmentError: there is a directory of that name already.
@@ -44,15 +50,12 @@ def make_bundle(home: Home, federation: str, device: str, out: Path) -> VerifyKe
     key = SigningKey.generate()
     key.save(target / "signing.key")
     (target / "coordinator.pub").write_text(SigningKey.load(home.signing_key).public.hex + "\n", encoding="utf-8")
-    (target / CONFIG_NAME).write_text(render_agent_config(home, federation, device), encoding="utf-8")
-    return key.public
-
-
-def render_agent_config(home: Home, federation: str, device: str) -> str:
-    """The text of agent.toml."""
-    broker = home.config().broker
-    template = files("coordinator.provision").joinpath(f"{CONFIG_NAME}.template").read_text(encoding="utf-8")
-    return Template(template).substitute(federation=federation, device=device, host=broker.host, port=broker.port)
+    config = home.config()
+    text = render_agent_config(
+        federation, device, host=config.broker.host, port=config.broker.port, enrolment_url=config.enrolment_url
+    )
+    (target / CONFIG_NAME).write_text(text, encoding="utf-8")
+    return Bundle(key.public, (tls / "device.pem").read_bytes())
 
 
 def _move_private(source: Path, target: Path, mode: int) -> None:

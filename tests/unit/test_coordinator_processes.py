@@ -147,9 +147,9 @@ def test_a_coordinator_serves_over_a_real_broker_and_ends_when_told(
 
 
 def reload_broker(home: Home) -> None:
-    from coordinator.brokers import refresh_access_list, reload_running_broker
+    from coordinator.brokers import refresh_access, reload_running_broker
 
-    refresh_access_list(home)
+    refresh_access(home)
     assert reload_running_broker(home)
 
 

@@ -15,10 +15,11 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID
 from typer.testing import CliRunner
 
-from coordinator.cli import coordinator_app, deploy_app, device_app, federation_app
+from coordinator.cli import coordinator_app, deploy_app, federation_app
 from coordinator.config import CoordinatorConfig, check_api_host, load_config, render_config
 from coordinator.errors import ConfigError, HomeError
 from coordinator.home import Home, create_home, observers_of
+from coordinator.members_cli import device_app
 from coordinator.provision.mosquitto import access_list, mosquitto_config
 from coordinator.provision.pki import create_ca, credential_of, issue
 from coordinator.records import AggregateRecord, FederationRecord

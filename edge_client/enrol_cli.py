@@ -1,0 +1,72 @@
+"""Commands about this box's identity: `fedcg enrol`. Importing this loads neither torch nor paho."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+FAILED, BAD_INPUT = 1, 2
+STDIN = "-"
+JsonOption = Annotated[bool, typer.Option("--json", help="machine-readable output on stdout")]
+
+
+def enrol_command(
+    token: Annotated[
+        str,
+        typer.Option(
+            "--token", envvar="FEDCG_TOKEN", help="What `fedcg token create` printed; - reads it from standard input."
+        ),
+    ],
+    out: Annotated[Path, typer.Option("--out", "--dir", help="The device's new folder; agent.toml goes there.")],
+    url: Annotated[
+        str | None, typer.Option(help="https://HOST:PORT of the coordinator, where the token does not hold it.")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option("--device", help="This box's id, where the token is for any: a-z, 0-9, dashes.")
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option("--data", help="Folder with this box's images (docs/data.md), or dataset:NAME.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Make this box a device of a federation, in one step; its keys are made here and never leave it.
+
+    Exit codes: 0 enrolled; 1 refused, or nobody answered; 2 bad input. Given again after a lost answer it goes on.
+    """
+    from edge_client.enrolment import enrol
+    from edge_client.errors import EnrolError
+    from fedcg.provision.agent_config import DATA
+    from fedcg.wire.enrolment import Token
+    from fedcg.wire.errors import WireError
+
+    try:
+        parsed = Token.parse(sys.stdin.readline() if token == STDIN else token)
+    except WireError as error:
+        raise _ended(error, BAD_INPUT) from error
+    where = DATA if data is None else data if data.startswith("dataset:") else str(Path(data).absolute())
+    try:
+        enrolled = enrol(parsed, out, url=url, device=device, data=where)
+    except (EnrolError, OSError) as error:
+        raise _ended(error, FAILED) from error
+    until = enrolled.certificate.not_valid_after_utc
+    if as_json:
+        told = {"device": enrolled.device, "federation": enrolled.federation, "config": str(enrolled.config)}
+        print(json.dumps({**told, "certificate_expires": until.isoformat()}))  # noqa: T201 - the command's output
+        return
+    advice = "" if data is not None else f"Set [data] root in {enrolled.config}. "
+    Console(highlight=False).print(
+        f"Enrolled as {enrolled.device} of federation {enrolled.federation}; certificate until {until:%Y-%m-%d}, renewed by "
+        f"the agent.\n{advice}Next: fedcg doctor --config {enrolled.config}, then fedcg agent run --config {enrolled.config}",
+        markup=False,
+        soft_wrap=True,
+    )
+
+
+def _ended(error: Exception, code: int) -> typer.Exit:
+    Console(stderr=True, highlight=False).print(f"Error: {error}", markup=False, soft_wrap=True)
+    return typer.Exit(code)
