@@ -7,6 +7,7 @@ the operator reads in the event log.
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,6 +15,7 @@ from datetime import timedelta
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 
+from coordinator.brokers import RELOAD_BY_HAND
 from coordinator.config import CoordinatorConfig
 from coordinator.enrolment import certificate_record
 from coordinator.errors import EnrolmentError
@@ -36,6 +38,8 @@ from fedcg.wire.enrolment import (
 )
 from fedcg.wire.signing import SigningKey, VerifyKey
 from fedcg.wire.topics import check_device_id
+
+log = logging.getLogger(__name__)
 
 REPEAT_S = 900.0
 """For so long the same box with the same keys gets its answer again: links break after the token was used up."""
@@ -65,7 +69,7 @@ class Admission:
         config: its configuration.
         events: the event log.
         clock: unix time.
-        publish: writes the broker's lists and makes it apply them.
+        publish: writes the broker's lists and makes it apply them; False when it reached none.
         evict: ends a session that the box before still has at the broker.
     """
 
@@ -74,7 +78,7 @@ class Admission:
     config: CoordinatorConfig
     events: EventLog
     clock: Callable[[], float]
-    publish: Callable[[], object]
+    publish: Callable[[], bool]
     evict: Callable[[str], object]
 
     def authority(self) -> bytes:
@@ -147,11 +151,18 @@ class Admission:
             )
         record = self._certify(device, key, now)
         self.store.register.admit(Admitted(token.id, purpose, request.signing_key, record, token.replaces), now)
-        self.publish()
+        reloaded = self.publish()
+        if not reloaded:
+            log.warning("%s is enrolled, but no broker was told: %s", device, RELOAD_BY_HAND)
         if token.replaces:
             self.evict(device)
         self.events.write(
-            "device_enrolled", client=device, token=token.id, serial=record.serial, replaced=token.replaces
+            "device_enrolled",
+            client=device,
+            token=token.id,
+            serial=record.serial,
+            replaced=token.replaces,
+            reloaded=reloaded,
         )
         return record
 

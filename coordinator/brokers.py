@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import logging
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -27,9 +29,15 @@ from fedcg.broker_path import Mosquitto, find_extracted, find_installed
 from fedcg.wire.messages import COORDINATOR
 from fedcg.wire.topics import Topics
 
+RELOAD_BY_HAND = (
+    "no broker of `fedcg broker run` runs here and coordinator.toml names no `pid_file` under [broker]; repeat "
+    "`fedcg deploy mosquitto` and send your broker SIGHUP"
+)
 PID_NAME = "broker.pid"
 START_TIMEOUT_S = 15.0
 PR_SET_PDEATHSIG = 1
+
+log = logging.getLogger(__name__)
 
 Say = Callable[[str], None]
 
@@ -109,9 +117,35 @@ def refresh_access(home: Home) -> None:
 
 
 def publish_access(home: Home) -> bool:
-    """`refresh_access`, and make the running broker apply it; False when `fedcg broker run` runs none here."""
+    """`refresh_access`, and make the running broker apply it.
+
+    Returns:
+        False when no broker was reached: none of `fedcg broker run` here, and none by the `pid_file` of the configuration.
+    """
     refresh_access(home)
-    return reload_running_broker(home)
+    broker = home.config().broker
+    if broker.lists is not None:
+        copy_lists(home, home.root / broker.lists)
+    is_ours = reload_running_broker(home)
+    return (broker.pid_file is not None and _reload(home.root / broker.pid_file)) or is_ours
+
+
+def copy_lists(home: Home, target: Path) -> None:
+    """Put access list and revocation list into a directory that another broker reads; each changes in one step.
+
+    Raises:
+        BrokerError: the directory can't be written to.
+    """
+    try:
+        for source in (home.revocations, home.broker / ACL_NAME):
+            temporary = target / f".{source.name}.new"
+            shutil.copyfile(source, temporary)
+            temporary.chmod(0o640)  # for a broker under another user: give the directory its group, and the setgid bit
+            temporary.replace(target / source.name)
+    except OSError as error:
+        raise BrokerError(
+            f"the broker's lists can't be written to {target}: {error}; see `lists` under [broker]"
+        ) from error
 
 
 def reload_running_broker(home: Home) -> bool:
@@ -126,6 +160,16 @@ def reload_running_broker(home: Home) -> bool:
             os.kill(int(stream.read()), signal.SIGHUP)
             return True
     return False
+
+
+def _reload(pid_file: Path) -> bool:
+    """Send SIGHUP to a broker of the operator's own; False, and a line in the log, when it is not there."""
+    try:
+        os.kill(int(pid_file.read_text(encoding="ascii")), signal.SIGHUP)
+    except (OSError, ValueError) as error:
+        log.warning("the broker of %s was not reloaded: %s", pid_file, error)
+        return False
+    return True
 
 
 class Members:

@@ -190,9 +190,7 @@ def deploy_mosquitto(
     out: Annotated[Path, typer.Option("--out", help="Directory for mosquitto.conf and acl.")],
 ) -> None:
     """Write Mosquitto's configuration, access list and revocation list for a broker that somebody else runs."""
-    import shutil
-
-    from coordinator.brokers import refresh_access
+    from coordinator.brokers import copy_lists, refresh_access
     from coordinator.provision.mosquitto import ACL_NAME, CONFIG_NAME, mosquitto_config
     from coordinator.provision.pki import CRL_NAME
 
@@ -200,10 +198,7 @@ def deploy_mosquitto(
         out.mkdir(parents=True, exist_ok=True)
         with home.changing_members():
             refresh_access(home)
-            for source in (home.broker / ACL_NAME, home.revocations):
-                temporary = out / f".{source.name}.new"
-                shutil.copy(source, temporary)
-                temporary.replace(out / source.name)
+            copy_lists(home, out)
         text = mosquitto_config(
             home, acl=out / ACL_NAME, crl=out / CRL_NAME, persistence=home.broker / "data", as_root=False
         )

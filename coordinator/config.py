@@ -26,11 +26,18 @@ class _Section(BaseModel):
 
 
 class BrokerSettings(_Section):
-    """Where the broker is and how it is spoken to."""
+    """Where the broker is and how it is spoken to.
+
+    Attributes:
+        lists: for a broker of the operator's own: a directory that gets access list and revocation list after every change.
+        pid_file: for such a broker on this machine: where its process id is, to send it SIGHUP after every change.
+    """
 
     host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
     port: Port = 8883
     protocol: Literal["auto", "5", "3.1.1"] = "auto"
+    lists: Annotated[str, Field(min_length=1)] | None = None
+    pid_file: Annotated[str, Field(min_length=1)] | None = None
 
 
 class ApiSettings(_Section):
@@ -138,7 +145,9 @@ def check_api_host(host: str) -> None:
 def render_config(config: CoordinatorConfig) -> str:
     """coordinator.toml with comments."""
     public = config.aggregation.public_data
-    enrolment = config.enrolment
+    enrolment, broker = config.enrolment, config.broker
+    lists_line = f"lists = {json.dumps(broker.lists)}" if broker.lists else '# lists = "/etc/mosquitto/fedcg"'
+    pid_line = f"pid_file = {json.dumps(broker.pid_file)}" if broker.pid_file else '# pid_file = "/run/mosquitto.pid"'
     port_line = "# port = 8444" if enrolment.port is None else f"port = {enrolment.port}"
     listen_line = f"listen = {json.dumps(enrolment.listen)}" if enrolment.listen else f'# listen = "{EVERY_ADDRESS}"'
     host_line = f"host = {json.dumps(enrolment.host)}" if enrolment.host else '# host = "coordinator.example"'
@@ -150,6 +159,10 @@ host = "{config.broker.host}"
 port = {config.broker.port}
 # "auto" tries MQTT 5 first, then 3.1.1.
 protocol = "{config.broker.protocol}"
+# For a Mosquitto of your own (`fedcg deploy mosquitto`): where its access list and revocation list are kept up to date, and
+# where its process id is, so that it reads them after every change. `fedcg broker run` needs neither.
+{lists_line}
+{pid_line}
 
 [api]
 # Loopback only: the HTTP interface has no authentication.

@@ -22,6 +22,7 @@ from fedcg.wire.messages import (
     Decline,
     DeviceStatus,
     Hello,
+    Leave,
     Manifest,
     Need,
 )
@@ -40,7 +41,7 @@ class FromDevice:
     """A message of a device that passed every check."""
 
     device: str
-    message: Hello | DeviceStatus | Accept | Decline | Manifest | Need
+    message: Hello | DeviceStatus | Accept | Decline | Manifest | Need | Leave
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,7 @@ class Ingest:
         if isinstance(message, Hello):
             if PROTOCOL_VERSION not in message.versions:
                 raise MalformedError(f"the device speaks protocol versions {message.versions}, not {PROTOCOL_VERSION}")
-        elif isinstance(message, Accept | Decline | Manifest | Need):
+        elif isinstance(message, Accept | Decline | Manifest | Need | Leave):
             self._sessions.admit(parsed.device, message)
         elif not isinstance(message, DeviceStatus):
             raise MalformedError(f"a {message.kind} message is not for the coordinator")

@@ -21,9 +21,6 @@ token_app = typer.Typer(help="Make, list and revoke the one-time tokens that box
 device_app = typer.Typer(
     help="List, show and revoke devices; make bundles for sites without a network.", no_args_is_help=True
 )
-RELOAD_BY_HAND = (
-    "No broker of `fedcg broker run` runs here: repeat `fedcg deploy mosquitto` and send your broker SIGHUP."
-)
 
 
 @token_app.command("create")
@@ -114,7 +111,8 @@ def device_add(
         "broker_reloaded": reloaded,
     }
     text = "\n".join(f"{device}: {path}" for device, path in bundles.items())
-    tell(values, f"{text}\nThe bundles hold private keys: carry them over a safe channel.", as_json=as_json)
+    text = f"{text}\nThe bundles hold private keys: carry them over a safe channel."
+    tell(values, text, as_json=as_json)
 
 
 @device_app.command("list")
@@ -162,6 +160,7 @@ def device_revoke(
     as_json: AsJson = False,
 ) -> None:
     """Cut a device off: its certificates, its keys, and the session it may have now; no round waits for it."""
+    from coordinator.brokers import RELOAD_BY_HAND
     from coordinator.revocation import revoke
     from fedcg.event_log import EventLog
 

@@ -21,6 +21,7 @@ from fedcg.wire.messages import (
     CoordinatorStatus,
     Finished,
     Invite,
+    Left,
     Manifest,
     Need,
     Offer,
@@ -129,6 +130,11 @@ class Publisher:
                 attempt=position[1],
             ),
         )
+
+    def left(self, device: str) -> bool:
+        """Confirm that a device is no member any more."""
+        message = Left(federation=self._topics.federation, sender=COORDINATOR, recipient=device, epoch=self._epoch)
+        return self._tell(device, message)
 
     def need(self, device: str, manifest: Manifest, ranges: Ranges) -> bool:
         """Grant chunks of an announced update."""

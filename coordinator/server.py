@@ -130,8 +130,7 @@ def _setup(home: Home, config: CoordinatorConfig) -> Iterator[Setup]:
         federations = store.federations()
         if not federations:
             raise HomeError(f"{home.root} has no federation yet; open one with `fedcg federation create`")
-        with home.changing_members():
-            publish_access(home)  # what a coordinator that was killed in the middle of an enrolment did not get to
+        _apply_members(home)  # what a coordinator that was killed in the middle of an enrolment did not get to
         artifacts = ArtifactStore(home.artifacts)
         yield Setup(
             federation=federations[0],
@@ -150,10 +149,15 @@ def _setup(home: Home, config: CoordinatorConfig) -> Iterator[Setup]:
                 config.aggregation.public_images,
             ),
             events=events,
-            publish_access=lambda: publish_access(home),
+            publish_access=lambda: _apply_members(home),
         )
     finally:
         store.close()
+
+
+def _apply_members(home: Home) -> None:
+    with home.changing_members():
+        publish_access(home)
 
 
 def _connect(home: Home, config: CoordinatorConfig, will: Will) -> Transport:

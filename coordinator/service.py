@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from coordinator.aggregation_messages import (
@@ -29,7 +30,7 @@ from coordinator.inbox import Inbox
 from coordinator.ingest import ChunkFrom, FromDevice, Ingest, Sessions
 from coordinator.library import Library
 from coordinator.publishing import Publisher, status_will
-from coordinator.records import ParticipantState
+from coordinator.records import DeviceState, ParticipantState
 from coordinator.rounds import (
     AggregationFailed,
     CameOnline,
@@ -46,7 +47,7 @@ from coordinator.uplink import Checked, Uplink
 from coordinator.uploads import Received
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.errors import IntegrityError
-from fedcg.wire.messages import Accept, Decline, DeviceStatus, Hello, Manifest, Need
+from fedcg.wire.messages import Accept, Decline, DeviceStatus, Hello, Leave, Manifest, Need
 from fedcg.wire.topics import Topics
 from fedcg.wire.transfer import chunk_bytes_for
 from fedcg.wire.transport import Delivery
@@ -54,6 +55,8 @@ from fedcg.wire.transport import Delivery
 TICK_S = 0.25
 REINVITE_S = 5.0
 MEMBERS_REFRESH_S = 2.0
+FAREWELL_S = 3.0
+"""So long a device that left can still be told so, should the first confirmation be lost."""
 STRANGER_REFRESH_S = 1.0
 LEAVE_AFTER_S = 5.0
 LEAVE_AT_LATEST_S = 60.0
@@ -207,10 +210,26 @@ class Service:
                 await self._conductor.apply(WentOffline(device))
         elif isinstance(message, Hello):
             await self._hello(device, message)
+        elif isinstance(message, Leave):
+            await self._leaves(device)
         else:
             if device not in self.state.online:
                 await self._came_online(device)
             await self._in_session(device, message)
+
+    async def _leaves(self, device: str) -> None:
+        """A device says goodbye for good: durable first, then confirmed; its access ends a moment later."""
+        ended = partial(self._setup.store.register.end_membership, device, DeviceState.LEFT, "it left")
+        if await asyncio.to_thread(ended, self._setup.clock()):
+            self._events.write("left", client=device)
+            self._spawn(self._shut_out(device))
+        self._publisher.left(device)
+
+    async def _shut_out(self, device: str) -> None:
+        """Take a device that left off the broker's lists, once its confirmation had time to arrive."""
+        await asyncio.sleep(FAREWELL_S)
+        await self._read_members()
+        await asyncio.to_thread(self._setup.publish_access)
 
     async def _in_session(self, device: str, message: Accept | Decline | Manifest | Need) -> None:
         if isinstance(message, Accept):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 import secrets
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ from coordinator.home import Home
 from coordinator.provision.pki import CA_NAME, credential_of
 from coordinator.records import DeviceState, TokenRecord, TokenState
 from coordinator.store import Store
-from fedcg.wire.enrolment import SECRET_BYTES, Token, certificate_key_digest, load_certificate
+from fedcg.wire.enrolment import SECRET_BYTES, URL_PATTERN, Token, certificate_key_digest, load_certificate
 from fedcg.wire.topics import check_device_id
 
 TOKEN_HOURS = 24.0
@@ -46,6 +47,8 @@ def create_token(home: Home, store: Store, wish: Wish, now: float) -> Token:
         ConfigError: the home's configuration is not usable.
     """
     url = wish.url or _listener_url(home.config())
+    if not re.fullmatch(URL_PATTERN, url):
+        raise EnrolmentError(f"--url {url}: write https://HOST:PORT")
     if not 0 < wish.hours <= MAX_TOKEN_HOURS:
         raise EnrolmentError(f"--hours {wish.hours:g}: choose more than 0 and at most {MAX_TOKEN_HOURS:g}")
     if not store.federations():

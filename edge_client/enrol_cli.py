@@ -1,4 +1,4 @@
-"""Commands about this box's identity: `fedcg enrol`, `fedcg agent renew`. Importing this loads neither torch nor paho."""
+"""Commands about this box's identity: `fedcg enrol`, `fedcg agent renew`, `fedcg agent leave`. Importing this loads neither torch nor paho."""
 
 from __future__ import annotations
 
@@ -92,6 +92,59 @@ def renew_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOption
         print(json.dumps({"device": settings.device, "certificate_expires": until.isoformat()}))  # noqa: T201
         return
     Console(highlight=False).print(f"The certificate of {settings.device} is valid until {until:%Y-%m-%d %H:%M} UTC.")
+
+
+def leave_command(
+    config: ConfigOption = Path("agent.toml"),
+    erase: Annotated[
+        bool,
+        typer.Option("--erase", help="Then erase the private store with its models, the keys and the certificates."),
+    ] = False,
+    without_coordinator: Annotated[
+        bool, typer.Option("--without-coordinator", help="Tell nobody: for a coordinator that is gone for good.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    timeout_s: Annotated[float, typer.Option(min=1, help="Seconds to wait for the coordinator.")] = 30.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Leave the federation for good: tell the coordinator, so that no round waits, and with --erase remove what is here.
+
+    The images and agent.toml stay. Exit codes: 0 left; 1 the coordinator did not confirm or an agent still runs, and
+    nothing was erased; 2 the configuration is wrong, or nobody said yes.
+    """
+    from edge_client.config import load_config
+    from edge_client.errors import ConfigError, EdgeError
+    from edge_client.leaving import leave
+    from fedcg.wire.errors import WireError
+
+    try:
+        settings = load_config(config, os.environ)
+    except ConfigError as error:
+        raise _ended(error, BAD_INPUT) from error
+    if not yes and not _is_confirmed(settings.device, settings.federation, settings.store if erase else None):
+        raise typer.Exit(BAD_INPUT)
+    try:
+        left = leave(settings, erase=erase, tell=not without_coordinator, timeout_s=timeout_s)
+    except (EdgeError, WireError, OSError) as error:
+        raise _ended(error, FAILED) from error
+    if as_json:
+        told = {"device": settings.device, "confirmed": left.confirmed, "erased": [str(path) for path in left.erased]}
+        print(json.dumps(told))  # noqa: T201 - the command's output
+        return
+    heard = "the coordinator confirmed" if left.confirmed else "nobody was told"
+    gone = "".join(f"\n  erased {path}" for path in left.erased)
+    text = f"{settings.device} has left {settings.federation}; {heard}.{gone}"
+    Console(highlight=False).print(text, markup=False, soft_wrap=True)
+
+
+def _is_confirmed(device: str, federation: str, erased: Path | None) -> bool:
+    what = f"{device} leaves {federation} for good; only a new token brings it back."
+    if erased is not None:
+        what += f"\n{erased} with the personal models in it, the keys and the certificates are erased."
+    try:
+        return typer.confirm(f"{what}\nGo on?", err=True)
+    except typer.Abort:
+        return False
 
 
 def _ended(error: Exception, code: int) -> typer.Exit:

@@ -61,6 +61,10 @@ class Desk:
     def clock(self) -> float:
         return time.time() + self.ahead_s
 
+    def publish(self) -> bool:
+        self.published.append(self.clock())
+        return True
+
     def token(self, device: str | None = None, **wishes: Any) -> Token:
         return create_token(self.home, self.store, Wish(device=device, **wishes), self.clock())
 
@@ -79,7 +83,7 @@ def running_desk(home: Home, *, per_address: Rate = PER_ADDRESS, everybody: Rate
         config=config,
         events=EventLog(home.events_file, time.time),
         clock=desk.clock,
-        publish=lambda: desk.published.append(desk.clock()),
+        publish=desk.publish,
         evict=desk.evicted.append,
     )
     limits = FailureLimits(time.monotonic, per_address, everybody)

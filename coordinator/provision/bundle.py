@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.errors import EnrolmentError
 from coordinator.home import Home
-from coordinator.provision.pki import CA_NAME, credential_of, issue
+from coordinator.provision.pki import CA_NAME, LEAF_LIFE, credential_of, issue_beside
 from fedcg.provision.agent_config import CONFIG_NAME, render_agent_config
 from fedcg.wire.signing import SigningKey, VerifyKey
 
@@ -43,9 +42,9 @@ def make_bundle(home: Home, federation: str, device: str, out: Path) -> Bundle:
     tls = target / "tls"
     tls.mkdir(parents=True)
     target.chmod(0o700)
-    credential = issue(home.pki, device)
-    _move_private(credential.certificate, tls / "device.pem", 0o644)
-    _move_private(credential.key, tls / "device.key", 0o600)
+    own = issue_beside(home.pki, tls, device, LEAF_LIFE)
+    own.certificate.rename(tls / "device.pem")
+    own.key.rename(tls / "device.key")
     shutil.copyfile(credential_of(home.pki, CA_NAME).certificate, tls / "ca.pem")
     key = SigningKey.generate()
     key.save(target / "signing.key")
@@ -56,11 +55,3 @@ def make_bundle(home: Home, federation: str, device: str, out: Path) -> Bundle:
     )
     (target / CONFIG_NAME).write_text(text, encoding="utf-8")
     return Bundle(key.public, (tls / "device.pem").read_bytes())
-
-
-def _move_private(source: Path, target: Path, mode: int) -> None:
-    """Move a file that only one side may keep, without a moment in which others can read it."""
-    descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-    with os.fdopen(descriptor, "wb") as stream:
-        stream.write(source.read_bytes())
-    source.unlink()

@@ -165,6 +165,18 @@ class Need(_Message):
     ]
 
 
+class Leave(_Message):
+    """The device leaves the federation for good; repeated until it is confirmed."""
+
+    kind: Literal["leave"] = "leave"
+
+
+class Left(_Message):
+    """The coordinator confirms: the device is no member any more, and nobody waits for it."""
+
+    kind: Literal["left"] = "left"
+
+
 class Receipt(_Message):
     """Ends an update, whatever the outcome."""
 
@@ -187,6 +199,8 @@ Message = Annotated[
         Decline,
         Manifest,
         Need,
+        Leave,
+        Left,
         Receipt,
     ],
     Field(discriminator="kind"),
@@ -203,6 +217,8 @@ AnyMessage = (
     | Decline
     | Manifest
     | Need
+    | Leave
+    | Left
     | Receipt
 )
 _ADAPTER: TypeAdapter[AnyMessage] = TypeAdapter(Message)

@@ -97,6 +97,7 @@ def test_tokens_are_listed_with_what_they_are_still_good_for_and_an_open_one_can
         (["--device", "Line4"], "lower-case"),
         (["--replaces", "nobody"], "no device 'nobody'"),
         (["--device", "a", "--replaces", "taken"], "contradicts"),
+        (["--url", "http://127.0.0.1:1"], "https://HOST:PORT"),
         (["--hours", "0"], "--hours"),
         (["--hours", "99999"], "--hours"),
     ],

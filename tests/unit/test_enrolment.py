@@ -17,6 +17,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 
+from coordinator import enrolment_server
 from coordinator.home import Home
 from coordinator.limits import Rate
 from coordinator.provision.pki import create_ca, credential_of, issue
@@ -329,6 +330,22 @@ def test_a_client_certificate_of_another_authority_is_refused_in_the_handshake(d
     ):
         secured.sendall(b"GET /v1/authority HTTP/1.1\r\nHost: x\r\n\r\n")
         heard = secured.recv(10)
+    assert heard == b""
+
+
+def test_a_connection_that_says_nothing_is_ended(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(enrolment_server, "CONNECTION_S", 0.3)
+    port = desk.home.config().enrolment.port
+    assert port is not None
+    context = trusting(authority_of(desk.home))
+    with (
+        socket.create_connection(("127.0.0.1", port), timeout=20) as plain,
+        context.wrap_socket(plain, server_hostname="127.0.0.1") as secured,
+    ):
+        secured.sendall(b"POST /v1/enrol HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        heard = b""
+        with contextlib.suppress(ssl.SSLError, ConnectionError):
+            heard = secured.recv(10)
     assert heard == b""
 
 
