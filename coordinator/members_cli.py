@@ -14,8 +14,10 @@ import typer
 from coordinator.command_line import AsJson, Directory, explained, store_of, tell
 
 if TYPE_CHECKING:
+    from coordinator.home import Home
     from coordinator.records import DeviceRecord, TokenRecord
     from coordinator.store import Store
+    from fedcg.event_log import EventLog
 
 token_app = typer.Typer(help="Make, list and revoke the one-time tokens that boxes enrol with.", no_args_is_help=True)
 device_app = typer.Typer(
@@ -48,6 +50,7 @@ def token_create(
         now = time.time()
         wish = Wish(device=replaces or device, replaces=replaces is not None, hours=hours, url=url)
         token = create_token(home, store, wish, now)
+        _diary(home).write("token_created", token=token.id, client=token.device or "", until=now + hours * 3600)
     values = {
         "token": token.text,
         "id": token.id,
@@ -84,8 +87,9 @@ def token_revoke(
     """Make a token that was not used yet good for nothing."""
     from coordinator.tokens import revoke_token
 
-    with explained(), store_of(directory) as (_, store):
+    with explained(), store_of(directory) as (home, store):
         revoke_token(store, token, time.time())
+        _diary(home).write("token_revoked", token=token)
     tell({"id": token, "state": "revoked"}, f"token {token} is revoked.", as_json=as_json)
 
 
@@ -162,11 +166,10 @@ def device_revoke(
     """Cut a device off: its certificates, its keys, and the session it may have now; no round waits for it."""
     from coordinator.brokers import RELOAD_BY_HAND
     from coordinator.revocation import revoke
-    from fedcg.event_log import EventLog
 
     with explained(), store_of(directory) as (home, store):
         done = revoke(home, store, device, reason, time.time())
-        EventLog(home.events_file, time.time).write(
+        _diary(home).write(
             "device_revoked",
             client=device,
             reason=reason,
@@ -182,6 +185,12 @@ def device_revoke(
     }
     text = f"{device} is revoked: {done.certificates} certificates are on the revocation list."
     tell(values, text if done.broker_reloaded else f"{text}\n{RELOAD_BY_HAND}", as_json=as_json)
+
+
+def _diary(home: Home) -> EventLog:
+    from fedcg.event_log import EventLog
+
+    return EventLog(home.events_file, time.time)
 
 
 def _device_values(store: Store, device: DeviceRecord) -> dict[str, Any]:

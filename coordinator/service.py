@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from coordinator.aggregation_messages import (
@@ -29,12 +28,12 @@ from coordinator.conductor import Conductor
 from coordinator.inbox import Inbox
 from coordinator.ingest import ChunkFrom, FromDevice, Ingest, Sessions
 from coordinator.library import Library
+from coordinator.membership import REFRESH_S, Membership
 from coordinator.publishing import Publisher, status_will
-from coordinator.records import DeviceState, ParticipantState
+from coordinator.records import ParticipantState
 from coordinator.rounds import (
     AggregationFailed,
     CameOnline,
-    Departed,
     Phase,
     RoundState,
     Tick,
@@ -54,9 +53,6 @@ from fedcg.wire.transport import Delivery
 
 TICK_S = 0.25
 REINVITE_S = 5.0
-MEMBERS_REFRESH_S = 2.0
-FAREWELL_S = 3.0
-"""So long a device that left can still be told so, should the first confirmation be lost."""
 STRANGER_REFRESH_S = 1.0
 LEAVE_AFTER_S = 5.0
 LEAVE_AT_LATEST_S = 60.0
@@ -102,12 +98,12 @@ class Service:
         self._conductor = Conductor(setup, self._publisher, self._library, self._worker)
         self._uplink = Uplink(setup, self._publisher, lambda: self._conductor.state)
         self._conductor.use_uplink(self._uplink)
+        self._members = Membership(setup, self._ingest, self._uplink, self._conductor, self._publisher)
         self._topics = topics
         self._worker_pid: int | None = None
         self._accepted: set[tuple[str, int, int]] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._link_up = False
-        self._members_read_at = 0.0
         self._invited_at = 0.0
         self._finished_at: float | None = None
 
@@ -139,9 +135,9 @@ class Service:
     async def start(self) -> None:
         """Start the worker, rebuild the state, connect."""
         self._worker.start()
-        await self._read_members()
+        await self._members.refresh()
         await self._conductor.restart()
-        await self._drop_strangers()
+        await self._members.drop_strangers()
         for topic in (self._topics.all_up_control(), self._topics.all_up_chunk(), self._topics.all_status()):
             self._transport.subscribe(topic)
         self._transport.start(
@@ -192,8 +188,8 @@ class Service:
     async def _delivered(self, delivery: Delivery) -> None:
         device = self._ingest.device_of(delivery)
         is_stranger = device is not None and not self._ingest.knows(device)
-        if is_stranger and time.monotonic() - self._members_read_at >= STRANGER_REFRESH_S:
-            await self._read_members()  # enrolled since the start, perhaps
+        if is_stranger and self._members.is_older_than(STRANGER_REFRESH_S):
+            await self._members.refresh()  # enrolled since the start, perhaps
         incoming = self._ingest.open(delivery)
         if isinstance(incoming, ChunkFrom):
             received = self._uplink.chunk(incoming.device, incoming.chunk)
@@ -211,25 +207,12 @@ class Service:
         elif isinstance(message, Hello):
             await self._hello(device, message)
         elif isinstance(message, Leave):
-            await self._leaves(device)
+            if await self._members.leaves(device):
+                self._spawn(self._members.shut_out())
         else:
             if device not in self.state.online:
                 await self._came_online(device)
             await self._in_session(device, message)
-
-    async def _leaves(self, device: str) -> None:
-        """A device says goodbye for good: durable first, then confirmed; its access ends a moment later."""
-        ended = partial(self._setup.store.register.end_membership, device, DeviceState.LEFT, "it left")
-        if await asyncio.to_thread(ended, self._setup.clock()):
-            self._events.write("left", client=device)
-            self._spawn(self._shut_out(device))
-        self._publisher.left(device)
-
-    async def _shut_out(self, device: str) -> None:
-        """Take a device that left off the broker's lists, once its confirmation had time to arrive."""
-        await asyncio.sleep(FAREWELL_S)
-        await self._read_members()
-        await asyncio.to_thread(self._setup.publish_access)
 
     async def _in_session(self, device: str, message: Accept | Decline | Manifest | Need) -> None:
         if isinstance(message, Accept):
@@ -306,8 +289,8 @@ class Service:
         if self._link_up and not self._conductor.is_announced:
             await self._conductor.announce()  # the queue was full: a lost offer would cost the round
         now = time.monotonic()
-        if now - self._members_read_at >= MEMBERS_REFRESH_S:
-            await self._read_members()
+        if self._members.is_older_than(REFRESH_S):
+            await self._members.refresh()
         if now - self._invited_at >= REINVITE_S:
             self._reinvite()
         if self.state.phase is not Phase.FINISHED:
@@ -348,29 +331,6 @@ class Service:
 
     def _write_progress(self, name: str, event: PhaseStarted | Progressed, **values: str | int) -> None:
         self._events.write(name, phase=event.phase, round=event.round, attempt=event.attempt, pid=event.pid, **values)
-
-    async def _read_members(self) -> None:
-        """Learn who may take part now; whoever may not any more is waited for no longer."""
-        self._members_read_at = time.monotonic()
-        members = await asyncio.to_thread(self._setup.store.members)
-        for device in sorted(self._ingest.learn_keys((member.id, member.public_key) for member in members)):
-            self._events.write("departed", client=device)
-            await self._departed(device)
-
-    async def _drop_strangers(self) -> None:
-        """After a restart: who departed while nobody looked holds up no round."""
-        for device in sorted(self.state.outstanding):
-            if not self._ingest.knows(device):
-                await self._departed(device)
-
-    async def _departed(self, device: str) -> None:
-        state = self.state
-        self._uplink.forget(device)
-        if state.phase is Phase.COLLECTING and device in state.outstanding:
-            key = (self._setup.federation.id, state.round, state.attempt)
-            reason = "the device is no member any more"
-            await asyncio.to_thread(self._setup.store.answer, key, device, ParticipantState.DECLINED, reason)
-        await self._conductor.apply(Departed(device))
 
     def _spawn(self, work: Coroutine[Any, Any, object]) -> None:
         task = asyncio.create_task(work)

@@ -19,9 +19,9 @@ Coordinator:
   attempt_opened {round, attempt, participants, aggregate}   attempt_resumed / attempt_failed   paused {reason}
   update_stored {client, artifact, size, seconds}   update_refused {outcome, reason}
   worker_ready / worker_died {pid}   phase_started {phase, pid}   aggregate_step {phase, step, steps, pid}   teacher_done
-  device_enrolled {client, token, serial, replaced}   enrolment_refused / renewal_refused {address, reason, client}
+  device_enrolled {client, token, serial, replaced, reloaded}   enrolment_refused / renewal_refused {address, reason, client}
   enrolment_limited {address, refused}   certificate_renewed {client, serial, until}   device_revoked {client, reason, reloaded}
-  departed {client}   left {client}
+  departed {client}   left {client}   token_created {token, client, until}   token_revoked {token}
   distilling {clients}   aggregate_stored {artifact, size}   finished {round, attempt, aggregate}
 """
 

@@ -68,7 +68,7 @@ def test_a_revoked_devices_messages_are_refused_and_it_is_not_invited_any_more(w
     with RunningService(world) as running:
         waiting_for_c(world, running)
         revoke(world, "c")
-        world.wait_event("departed")
+        wait_until(lambda: "c" not in running.service.state.online, "it is gone")
         invites, refused = len(world.devices["c"].of(Invite)), running.service.refusals.get("SignatureError", 0)
         world.devices["c"].hello()
         wait_until(lambda: running.service.refusals.get("SignatureError", 0) > refused, "its hello is refused")
@@ -87,8 +87,7 @@ def test_a_box_that_takes_a_place_over_is_heard_and_the_one_before_is_not(world:
         )
         admitted = Admitted("t" * 16, "what", old.key.public.hex, certificate, replaces=True)
         world.store.register.admit(admitted, 2.0)
-        world.wait_event("departed")
-        assert "c" not in running.service.state.online
+        wait_until(lambda: "c" not in running.service.state.online, "the one before is gone")
         old.hello()
         wait_until(lambda: "c" in running.service.state.online, "the new box is heard")
         refused = running.service.refusals.get("SignatureError", 0)
