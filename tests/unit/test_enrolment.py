@@ -9,6 +9,7 @@ import socket
 import ssl
 import stat
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 
 from coordinator import enrolment_server
+from coordinator.config import EnrolmentSettings
+from coordinator.errors import HomeError
 from coordinator.home import Home
 from coordinator.limits import Rate
 from coordinator.provision.pki import create_ca, credential_of, issue
@@ -331,6 +334,33 @@ def test_a_client_certificate_of_another_authority_is_refused_in_the_handshake(d
         secured.sendall(b"GET /v1/authority HTTP/1.1\r\nHost: x\r\n\r\n")
         heard = secured.recv(10)
     assert heard == b""
+
+
+def test_of_boxes_that_show_one_token_at_once_exactly_one_gets_in(desk: Desk, tmp_path: Path) -> None:
+    token = desk.token()
+
+    def attempt(number: int) -> str:
+        try:
+            return enrol(token, tmp_path / f"box-{number}", device=f"line-{number}").device
+        except EnrolError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(4) as boxes:
+        outcomes = list(boxes.map(attempt, range(4)))
+    admitted = [device.id for device in desk.store.devices()]
+    assert len(admitted) == 1
+    assert sorted(outcome for outcome in outcomes if outcome.startswith("line-")) == admitted
+    assert sum(f"used already, by device '{admitted[0]}'" in outcome for outcome in outcomes) == 3
+
+
+def test_a_port_that_is_taken_is_told_with_the_setting(home: Home) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        settings = EnrolmentSettings(port=other.getsockname()[1])
+        with (
+            pytest.raises(HomeError, match=r"\[enrolment\] port"),
+            enrolment_server.listening(home.config().model_copy(update={"enrolment": settings})),
+        ):
+            pass
 
 
 def test_a_connection_that_says_nothing_is_ended(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
