@@ -83,9 +83,10 @@ class RoundView(BaseModel):
 
 
 class DeviceView(BaseModel):
-    """An enrolled device."""
+    """A device that is or was enrolled."""
 
     id: str
+    state: str
     online: bool
     participates: bool
     enrolled_at: float
@@ -173,11 +174,12 @@ def one_round(number: int, given: Given) -> RoundView:
 
 @router.get("/api/v1/devices")
 def devices(service: Running, given: Given) -> list[DeviceView]:
-    """All enrolled devices."""
+    """All devices, also those that were revoked or left."""
     state = service.state
     return [
         DeviceView(
             id=device.id,
+            state=device.state.value,
             online=device.id in state.online,
             participates=device.id in state.participants,
             enrolled_at=device.enrolled_at,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import logging
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -13,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from enum import Enum
 from pathlib import Path
 
@@ -20,15 +23,21 @@ from coordinator.config import LOOPBACK_HOSTS
 from coordinator.errors import BrokerError
 from coordinator.home import BROKER_NAME, Home, observers_of
 from coordinator.provision.mosquitto import ACL_NAME, CONFIG_NAME, mosquitto_config, write_access_list
-from coordinator.provision.pki import CA_NAME, credential_of
+from coordinator.provision.pki import CA_NAME, credential_of, write_revocations
 from coordinator.store import Store
 from fedcg.broker_path import Mosquitto, find_extracted, find_installed
 from fedcg.wire.messages import COORDINATOR
 from fedcg.wire.topics import Topics
 
+RELOAD_BY_HAND = (
+    "no broker of `fedcg broker run` runs here and coordinator.toml names no `pid_file` under [broker]; repeat "
+    "`fedcg deploy mosquitto` and send your broker SIGHUP"
+)
 PID_NAME = "broker.pid"
 START_TIMEOUT_S = 15.0
 PR_SET_PDEATHSIG = 1
+
+log = logging.getLogger(__name__)
 
 Say = Callable[[str], None]
 
@@ -82,7 +91,8 @@ def run_broker(home: Home, kind: BrokerKind, say: Say) -> int:
     broker = home.config().broker
     choice = choose(kind)
     with _pid_file(home):
-        refresh_access_list(home)
+        with home.changing_members():
+            refresh_access(home)
         say(f"broker: {choice.title}")
         ready = f"ready on {broker.host}:{broker.port}"
         if choice.mosquitto is None:
@@ -90,14 +100,56 @@ def run_broker(home: Home, kind: BrokerKind, say: Say) -> int:
         return _run_mosquitto(home, choice.mosquitto, broker.port, lambda: say(ready))
 
 
-def refresh_access_list(home: Home) -> None:
-    """Write the access list from the database."""
-    federations, devices = _members(home)
+def refresh_access(home: Home) -> None:
+    """Write revocation list and access list from the database, in this order: who is out must not come back."""
+    store = Store(home.database)
+    try:
+        federations = [record.id for record in store.federations()]
+        devices = [device.id for device in store.members()]
+        revoked = store.register.revoked_certificates(time.time())
+    finally:
+        store.close()
+    serials = [
+        (int(record.serial, 16), datetime.fromtimestamp(record.revoked_at or 0.0, timezone.utc)) for record in revoked
+    ]
+    write_revocations(home.pki, serials)
     write_access_list(home, home.broker / ACL_NAME, federations, devices)
 
 
+def publish_access(home: Home) -> bool:
+    """`refresh_access`, and make the running broker apply it.
+
+    Returns:
+        False when no broker was reached: none of `fedcg broker run` here, and none by the `pid_file` of the configuration.
+    """
+    refresh_access(home)
+    broker = home.config().broker
+    if broker.lists is not None:
+        copy_lists(home, home.root / broker.lists)
+    is_ours = reload_running_broker(home)
+    return (broker.pid_file is not None and _reload(home.root / broker.pid_file)) or is_ours
+
+
+def copy_lists(home: Home, target: Path) -> None:
+    """Put access list and revocation list into a directory that another broker reads; each changes in one step.
+
+    Raises:
+        BrokerError: the directory can't be written to.
+    """
+    try:
+        for source in (home.revocations, home.broker / ACL_NAME):
+            temporary = target / f".{source.name}.new"
+            shutil.copyfile(source, temporary)
+            temporary.chmod(0o640)  # for a broker under another user: give the directory its group, and the setgid bit
+            temporary.replace(target / source.name)
+    except OSError as error:
+        raise BrokerError(
+            f"the broker's lists can't be written to {target}: {error}; see `lists` under [broker]"
+        ) from error
+
+
 def reload_running_broker(home: Home) -> bool:
-    """Make a broker that runs for this home read its access list again; False when none runs."""
+    """Make a broker that runs for this home read its lists again; False when none runs."""
     path = home.broker / PID_NAME
     if not path.is_file():
         return False
@@ -110,18 +162,38 @@ def reload_running_broker(home: Home) -> bool:
     return False
 
 
+def _reload(pid_file: Path) -> bool:
+    """Send SIGHUP to a broker of the operator's own; False, and a line in the log, when it is not there."""
+    try:
+        os.kill(int(pid_file.read_text(encoding="ascii")), signal.SIGHUP)
+    except (OSError, ValueError) as error:
+        log.warning("the broker of %s was not reloaded: %s", pid_file, error)
+        return False
+    return True
+
+
 class Members:
-    """Topic rules for amqtt: who is enrolled and what topics allow; `reload` after a change in the database."""
+    """Rules for amqtt: who is enrolled, with which certificates, and what topics allow; `reload` after a change."""
 
     def __init__(self, home: Home) -> None:
         self._home = home
         self.reload()
 
     def reload(self) -> None:
-        """Read federations, devices and observers again."""
-        federations, devices = _members(self._home)
-        self._topics = [Topics(federation) for federation in federations]
+        """Read federations, devices, observers and revoked certificates again."""
+        store = Store(self._home.database)
+        try:
+            devices = [device.id for device in store.members()]
+            self._topics = [Topics(record.id) for record in store.federations()]
+            revoked = store.register.revoked_certificates(0.0)
+        finally:
+            store.close()
         self._identities = frozenset({COORDINATOR, *devices, *observers_of(self._home)})
+        self._revoked = frozenset(int(record.serial, 16) for record in revoked)
+
+    def admits(self, identity: str, serial: int) -> bool:
+        """Whether an identity may connect with the certificate of this serial number."""
+        return identity in self._identities and serial not in self._revoked
 
     def allows(self, identity: str, action: str, topic: str) -> bool:
         """Whether an identity may do "publish", "subscribe" or "receive" on a topic."""
@@ -130,14 +202,6 @@ class Members:
         if action == "publish":
             return any(topics.may_publish(identity, topic) for topics in self._topics)
         return any(topics.may_read(identity, topic) for topics in self._topics)
-
-
-def _members(home: Home) -> tuple[list[str], list[str]]:
-    store = Store(home.database)
-    try:
-        return [record.id for record in store.federations()], [device.id for device in store.devices()]
-    finally:
-        store.close()
 
 
 def _run_amqtt(home: Home, host: str, port: int, ready: Callable[[], None]) -> int:
@@ -152,7 +216,7 @@ def _run_amqtt(home: Home, host: str, port: int, ready: Callable[[], None]) -> i
     server = credential_of(home.pki, BROKER_NAME)
     ca = credential_of(home.pki, CA_NAME).certificate
     try:
-        run_amqtt(port, ca, server.certificate, server.key, members.allows, ready)
+        run_amqtt(port, ca, server.certificate, server.key, members.allows, ready, admits=members.admits)
     except OSError as error:
         raise BrokerError(f"amqtt can't listen on port {port}: {error}") from error
     return 0

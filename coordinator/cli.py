@@ -1,36 +1,25 @@
-"""Commands of the coordinator's side: coordinator, federation, device, broker, deploy.
+"""Commands of the coordinator's side: coordinator, federation, broker, deploy; who takes part is in `members_cli`.
 
 Exit codes: 0 done, 1 failed while running, 2 bad input. Heavy imports happen inside the commands.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from coordinator.errors import CoordinatorError, StoreError
-
-if TYPE_CHECKING:
-    from coordinator.home import Home
-    from coordinator.store import Store
+from coordinator.command_line import AsJson, Directory, explained, say, store_of, tell
 
 coordinator_app = typer.Typer(help="Create and run a coordinator.", no_args_is_help=True)
 federation_app = typer.Typer(help="Open and look at federations.", no_args_is_help=True)
-device_app = typer.Typer(help="Enrol and list devices.", no_args_is_help=True)
 broker_app = typer.Typer(help="Run a broker for a coordinator.", no_args_is_help=True)
 deploy_app = typer.Typer(help="Write configuration for programs that are run by others.", no_args_is_help=True)
 
-Directory = Annotated[Path, typer.Option("--dir", help="The coordinator's directory.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
-FAILED, BAD_INPUT = 1, 2
 BROKERS = ("auto", "mosquitto", "extracted", "amqtt")
 
 
@@ -44,44 +33,16 @@ def _deploy() -> None:
     """Write configuration for programs that are run by others."""
 
 
-@contextmanager
-def _explained() -> Iterator[None]:
-    from fedcg.wire.errors import WireError
-
-    try:
-        yield
-    except (CoordinatorError, WireError) as error:
-        print(f"Error: {error}", file=sys.stderr)
-        raise typer.Exit(FAILED if isinstance(error, StoreError) else BAD_INPUT) from error
-
-
-@contextmanager
-def _store_of(directory: Path) -> Iterator[tuple[Home, Store]]:
-    from coordinator.home import Home
-    from coordinator.store import Store
-
-    home = Home(directory).require()
-    store = Store(home.database)
-    try:
-        yield home, store
-    finally:
-        store.close()
-
-
-def _tell(values: dict[str, object], text: str, *, as_json: bool) -> None:
-    print(json.dumps(values) if as_json else text)
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)
-
-
 @coordinator_app.command("init")
 def coordinator_init(
     directory: Directory,
     host: Annotated[str, typer.Option(help="Name or address under which devices reach the broker.")] = "127.0.0.1",
     broker_port: Annotated[int, typer.Option(min=1, max=65535)] = 8883,
     api_port: Annotated[int, typer.Option(min=1, max=65535, help="HTTP interface, on loopback only.")] = 8440,
+    enrol_port: Annotated[
+        int | None,
+        typer.Option(min=1, max=65535, help="Also serve HTTPS for boxes that enrol by token; 8444 is usual."),
+    ] = None,
     observer: Annotated[bool, typer.Option("--observer", help="Also make a read-only observer certificate.")] = False,
     public_data: Annotated[
         Path | None, typer.Option(help="Unlabelled images for methods that distil on some: a folder or an .npz.")
@@ -89,7 +50,13 @@ def coordinator_init(
     as_json: AsJson = False,
 ) -> None:
     """Create a coordinator: authority, certificates, keys, secret, configuration, in an empty directory."""
-    from coordinator.config import AggregationSettings, ApiSettings, BrokerSettings, CoordinatorConfig
+    from coordinator.config import (
+        AggregationSettings,
+        ApiSettings,
+        BrokerSettings,
+        CoordinatorConfig,
+        EnrolmentSettings,
+    )
     from coordinator.home import create_home
     from coordinator.provision.mosquitto import ACL_NAME, write_access_list
     from coordinator.store import Store
@@ -97,14 +64,15 @@ def coordinator_init(
     config = CoordinatorConfig(
         broker=BrokerSettings(host=host, port=broker_port),
         api=ApiSettings(port=api_port),
+        enrolment=EnrolmentSettings(port=enrol_port),
         aggregation=AggregationSettings(public_data=None if public_data is None else str(public_data.resolve())),
     )
-    with _explained():
+    with explained():
         home = create_home(directory, config, observers=("observer",) if observer else ())
         Store(home.database).close()
         write_access_list(home, home.broker / ACL_NAME, [], [])
     text = f"Created {home.root}. Next: fedcg federation create --dir {home.root} plan.toml"
-    _tell({"dir": str(home.root), "config": str(home.config_file)}, text, as_json=as_json)
+    tell({"dir": str(home.root), "config": str(home.config_file)}, text, as_json=as_json)
 
 
 @coordinator_app.command("run")
@@ -119,8 +87,8 @@ def coordinator_run(
     from coordinator.server import run_coordinator
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    with _explained():
-        code = run_coordinator(Home(directory), exit_when_finished=exit_when_finished, say=_say)
+    with explained():
+        code = run_coordinator(Home(directory), exit_when_finished=exit_when_finished, say=say)
     raise typer.Exit(code)
 
 
@@ -131,13 +99,13 @@ def federation_create(
     as_json: AsJson = False,
 ) -> None:
     """Open a federation: check the plan, complete it to a spec, make the initial aggregate."""
-    from coordinator.brokers import refresh_access_list, reload_running_broker
+    from coordinator.brokers import publish_access
     from coordinator.config import load_config
     from coordinator.errors import PlanError
     from coordinator.founding import found, read_plan
     from coordinator.records import AggregateRecord, FederationRecord
 
-    with _explained(), _store_of(directory) as (home, store):
+    with explained(), store_of(directory) as (home, store):
         wanted = read_plan(plan)
         existing = [record.id for record in store.federations()]
         if existing:
@@ -162,10 +130,10 @@ def federation_create(
             wanted.federation, 0, 0, founded.aggregate, founded.aggregate_bytes, founded.server_state, now
         )
         store.add_federation(record, initial)
-        refresh_access_list(home)
-        reload_running_broker(home)
+        with home.changing_members():
+            publish_access(home)
     values: dict[str, object] = {"federation": record.id, "spec": founded.spec, "aggregate": founded.aggregate}
-    _tell(values, f"Opened federation {record.id} ({record.method}, {record.rounds} rounds).", as_json=as_json)
+    tell(values, f"Opened federation {record.id} ({record.method}, {record.rounds} rounds).", as_json=as_json)
 
 
 @federation_app.command("show")
@@ -173,7 +141,7 @@ def federation_show(directory: Directory, as_json: AsJson = False) -> None:
     """Say where the federation stands, and how its artifacts are coded."""
     from fedcg.learning.spec import FederationSpec
 
-    with _explained(), _store_of(directory) as (home, store):
+    with explained(), store_of(directory) as (home, store):
         for record in store.federations():
             state = store.round_state(record.id)
             spec = FederationSpec.parse((home.artifacts / record.spec).read_bytes())
@@ -190,54 +158,16 @@ def federation_show(directory: Directory, as_json: AsJson = False) -> None:
             }
             text = f"{record.id}: {state.phase.value}, round {state.round} of {record.rounds}, attempt {state.attempt}"
             coded = f"updates coded {spec.codec}, aggregates {spec.aggregate_codec}"
-            _tell(values, f"{text}\n{coded}\n{state.reason}".strip(), as_json=as_json)
+            tell(values, f"{text}\n{coded}\n{state.reason}".strip(), as_json=as_json)
 
 
 @federation_app.command("resume")
 def federation_resume(directory: Directory) -> None:
     """Let a paused federation try its round again; the coordinator must not be running."""
-    with _explained(), _store_of(directory) as (home, store), home.locked():
+    with explained(), store_of(directory) as (home, store), home.locked():
         for record in store.federations():
             store.resume(record.id)
             print(f"{record.id}: {store.round_state(record.id).phase.value}. Start the coordinator again.")
-
-
-@device_app.command("add")
-def device_add(
-    ids: Annotated[list[str], typer.Argument(help="Ids: lower-case letters, digits, dashes.")],
-    directory: Directory,
-    out: Annotated[Path, typer.Option("--out", help="Where the bundles go: OUT/ID.")],
-    as_json: AsJson = False,
-) -> None:
-    """Enrol devices: certificate, signing key and agent.toml of each in a bundle, and the broker's access list."""
-    from coordinator.brokers import refresh_access_list, reload_running_broker
-    from coordinator.enrolment import enrol
-
-    with _explained(), _store_of(directory) as (home, store):
-        bundles = enrol(home, store, ids, out, time.time())
-        refresh_access_list(home)
-        reloaded = reload_running_broker(home)
-    values: dict[str, object] = {
-        "devices": {device: str(path) for device, path in bundles.items()},
-        "broker_reloaded": reloaded,
-    }
-    text = "\n".join(f"{device}: {path}" for device, path in bundles.items())
-    _tell(values, f"{text}\nThe bundles hold private keys: carry them over a safe channel.", as_json=as_json)
-
-
-@device_app.command("list")
-def device_list(directory: Directory, as_json: AsJson = False) -> None:
-    """List enrolled devices."""
-    with _explained(), _store_of(directory) as (_, store):
-        devices = store.devices()
-    if as_json:
-        print(json.dumps([{"id": device.id, "last_seen_at": device.last_seen_at} for device in devices]))
-        return
-    for device in devices:
-        seen = (
-            "never seen" if device.last_seen_at is None else time.strftime("%F %T", time.localtime(device.last_seen_at))
-        )
-        print(f"{device.id}\t{seen}")
 
 
 @broker_app.command("run")
@@ -253,10 +183,10 @@ def broker_run(
     logging.basicConfig(
         level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
-    with _explained():
+    with explained():
         if broker not in BROKERS:
             raise BrokerError(f"--broker {broker}: choose one of {', '.join(BROKERS)}")
-        code = run_broker(Home(directory).require(), BrokerKind(broker), _say)
+        code = run_broker(Home(directory).require(), BrokerKind(broker), say)
     raise typer.Exit(code)
 
 
@@ -265,13 +195,19 @@ def deploy_mosquitto(
     directory: Directory,
     out: Annotated[Path, typer.Option("--out", help="Directory for mosquitto.conf and acl.")],
 ) -> None:
-    """Write Mosquitto's configuration and access list for a broker that somebody else runs."""
-    from coordinator.provision.mosquitto import ACL_NAME, CONFIG_NAME, mosquitto_config, write_access_list
+    """Write Mosquitto's configuration, access list and revocation list for a broker that somebody else runs."""
+    from coordinator.brokers import copy_lists, refresh_access
+    from coordinator.provision.mosquitto import ACL_NAME, CONFIG_NAME, mosquitto_config
+    from coordinator.provision.pki import CRL_NAME
 
-    with _explained(), _store_of(directory) as (home, store):
+    with explained(), store_of(directory) as (home, _):
         out.mkdir(parents=True, exist_ok=True)
-        federations = [record.id for record in store.federations()]
-        write_access_list(home, out / ACL_NAME, federations, [device.id for device in store.devices()])
-        text = mosquitto_config(home, acl=out / ACL_NAME, persistence=home.broker / "data", as_root=False)
+        with home.changing_members():
+            refresh_access(home)
+            copy_lists(home, out)
+        text = mosquitto_config(
+            home, acl=out / ACL_NAME, crl=out / CRL_NAME, persistence=home.broker / "data", as_root=False
+        )
         (out / CONFIG_NAME).write_text(text, encoding="utf-8")
-    print(f"Wrote {out / CONFIG_NAME} and {out / ACL_NAME}. Send the broker SIGHUP after a change.")
+    names = ", ".join(str(out / name) for name in (CONFIG_NAME, ACL_NAME, CRL_NAME))
+    print(f"Wrote {names}. Send the broker SIGHUP after a change.")

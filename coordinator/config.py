@@ -17,6 +17,7 @@ else:
     import tomli as tomllib
 
 LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
+EVERY_ADDRESS = "0.0.0.0"  # noqa: S104 - boxes are on other machines; TLS and a token are asked of each
 Port = Annotated[int, Field(ge=1, le=65535)]
 
 
@@ -25,11 +26,18 @@ class _Section(BaseModel):
 
 
 class BrokerSettings(_Section):
-    """Where the broker is and how it is spoken to."""
+    """Where the broker is and how it is spoken to.
+
+    Attributes:
+        lists: for a broker of the operator's own: a directory that gets access list and revocation list after every change.
+        pid_file: for such a broker on this machine: where its process id is, to send it SIGHUP after every change.
+    """
 
     host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
     port: Port = 8883
     protocol: Literal["auto", "5", "3.1.1"] = "auto"
+    lists: Annotated[str, Field(min_length=1)] | None = None
+    pid_file: Annotated[str, Field(min_length=1)] | None = None
 
 
 class ApiSettings(_Section):
@@ -37,6 +45,22 @@ class ApiSettings(_Section):
 
     host: str = "127.0.0.1"
     port: Port = 8440
+
+
+class EnrolmentSettings(_Section):
+    """The HTTPS listener at which boxes enrol by token and renew their certificates; off without a port.
+
+    Attributes:
+        port: where it listens.
+        listen: the address it listens on; default 127.0.0.1 when `broker.host` is this machine, else every address.
+        host: name or address under which boxes reach it; default `broker.host`.
+        certificate_days: life of a device's certificate; it is renewed in the last third.
+    """
+
+    port: Port | None = None
+    listen: Annotated[str, Field(min_length=1)] | None = None
+    host: Annotated[str, Field(pattern=r"^[A-Za-z0-9.:_-]{1,253}$")] | None = None
+    certificate_days: Annotated[float, Field(gt=0, le=825)] = 30.0
 
 
 class AggregationSettings(_Section):
@@ -60,7 +84,26 @@ class CoordinatorConfig(_Section):
 
     broker: BrokerSettings = BrokerSettings()
     api: ApiSettings = ApiSettings()
+    enrolment: EnrolmentSettings = EnrolmentSettings()
     aggregation: AggregationSettings = AggregationSettings()
+
+    @property
+    def enrolment_host(self) -> str:
+        """The name under which boxes reach the enrolment listener."""
+        return self.enrolment.host or self.broker.host
+
+    @property
+    def enrolment_address(self) -> str:
+        """The address that the enrolment listener listens on."""
+        return self.enrolment.listen or ("127.0.0.1" if self.enrolment_host in LOOPBACK_HOSTS else EVERY_ADDRESS)
+
+    @property
+    def enrolment_url(self) -> str | None:
+        """Where boxes enrol and renew; None when nothing listens."""
+        if self.enrolment.port is None:
+            return None
+        host = f"[{self.enrolment_host}]" if ":" in self.enrolment_host else self.enrolment_host
+        return f"https://{host}:{self.enrolment.port}"
 
 
 def load_config(path: Path) -> CoordinatorConfig:
@@ -102,6 +145,12 @@ def check_api_host(host: str) -> None:
 def render_config(config: CoordinatorConfig) -> str:
     """coordinator.toml with comments."""
     public = config.aggregation.public_data
+    enrolment, broker = config.enrolment, config.broker
+    lists_line = f"lists = {json.dumps(broker.lists)}" if broker.lists else '# lists = "/etc/mosquitto/fedcg"'
+    pid_line = f"pid_file = {json.dumps(broker.pid_file)}" if broker.pid_file else '# pid_file = "/run/mosquitto.pid"'
+    port_line = "# port = 8444" if enrolment.port is None else f"port = {enrolment.port}"
+    listen_line = f"listen = {json.dumps(enrolment.listen)}" if enrolment.listen else f'# listen = "{EVERY_ADDRESS}"'
+    host_line = f"host = {json.dumps(enrolment.host)}" if enrolment.host else '# host = "coordinator.example"'
     public_line = f"public_data = {json.dumps(public)}" if public else '# public_data = "public"'
     return f"""# Configuration of a FedCG Edge coordinator.
 
@@ -110,11 +159,25 @@ host = "{config.broker.host}"
 port = {config.broker.port}
 # "auto" tries MQTT 5 first, then 3.1.1.
 protocol = "{config.broker.protocol}"
+# For a Mosquitto of your own (`fedcg deploy mosquitto`): where its access list and revocation list are kept up to date, and
+# where its process id is, so that it reads them after every change. `fedcg broker run` needs neither.
+{lists_line}
+{pid_line}
 
 [api]
 # Loopback only: the HTTP interface has no authentication.
 host = "{config.api.host}"
 port = {config.api.port}
+
+[enrolment]
+# HTTPS for boxes: enrolment by token (`fedcg token create`) and renewal of certificates. Off without a port.
+{port_line}
+# The address to listen on; default 127.0.0.1 when broker.host is this machine, else every address.
+{listen_line}
+# The name under which boxes reach it; default broker.host.
+{host_line}
+# Life of a device's certificate; the agent renews it in the last third.
+certificate_days = {enrolment.certificate_days}
 
 [aggregation]
 # Results repeat bit for bit only with the same number of threads on the same device.

@@ -1,14 +1,22 @@
-"""Enrols devices: all ids are checked before anything is written, then each gets its bundle and its place in the register."""
+"""Enrols devices by bundle, where a person carries the keys: all ids are checked before anything is written.
+
+Boxes that reach the coordinator enrol by token instead (`admission`), and keep their keys to themselves.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import Encoding
+
 from coordinator.errors import EnrolmentError
 from coordinator.home import Home
 from coordinator.provision.bundle import make_bundle
+from coordinator.records import CertificateRecord
 from coordinator.store import Store
+from fedcg.wire.enrolment import load_certificate
 from fedcg.wire.topics import check_device_id
 
 
@@ -34,10 +42,24 @@ def enrol(home: Home, store: Store, ids: Sequence[str], out: Path, now: float) -
     _check(store, ids, out)
     bundles: dict[str, Path] = {}
     for device in ids:
-        key = make_bundle(home, federations[0].id, device, out)
-        store.add_device(device, key.hex, now)
+        bundle = make_bundle(home, federations[0].id, device, out)
+        store.add_device(
+            device, bundle.key.hex, now, certificate_record(device, load_certificate(bundle.certificate), now)
+        )
         bundles[device] = out / device
     return bundles
+
+
+def certificate_record(device: str, certificate: x509.Certificate, now: float) -> CertificateRecord:
+    """What is remembered of a certificate that was issued `now`."""
+    return CertificateRecord(
+        serial=f"{certificate.serial_number:x}",
+        device=device,
+        issued_at=now,
+        expires_at=certificate.not_valid_after_utc.timestamp(),
+        revoked_at=None,
+        pem=certificate.public_bytes(Encoding.PEM).decode(),
+    )
 
 
 def _check(store: Store, ids: Sequence[str], out: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from coordinator.config import CoordinatorConfig, load_config, render_config
 from coordinator.errors import HomeError
-from coordinator.provision.pki import create_ca, credential_of, issue
+from coordinator.provision.pki import CRL_NAME, create_ca, credential_of, issue, write_revocations
 from fedcg.wire.messages import COORDINATOR
 from fedcg.wire.signing import SigningKey
 
@@ -35,6 +35,11 @@ class Home:
     def pki(self) -> Path:
         """Certificates and keys of the mutual TLS."""
         return self.root / "pki"
+
+    @property
+    def revocations(self) -> Path:
+        """The certificate revocation list."""
+        return self.pki / CRL_NAME
 
     @property
     def signing_key(self) -> Path:
@@ -80,6 +85,16 @@ class Home:
     def pid_file(self) -> Path:
         """Held locked by the running coordinator; tells its process id."""
         return self.root / "coordinator.pid"
+
+    @contextmanager
+    def changing_members(self) -> Iterator[None]:
+        """Wait for, and hold, the right to change who may take part: database, revocation list and access list fit together."""
+        descriptor = os.open(self.root / "members.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
 
     def require(self) -> Home:
         """This home, when it is one.
@@ -148,6 +163,7 @@ def create_home(root: Path, config: CoordinatorConfig, *, observers: tuple[str, 
     root.chmod(0o700)
     home = Home(root)
     create_ca(home.pki)
+    write_revocations(home.pki, ())
     hosts = dict.fromkeys((config.broker.host, "127.0.0.1", "localhost"))
     issue(home.pki, BROKER_NAME, server=True, sans=tuple(hosts))
     for identity in (COORDINATOR, *observers):

@@ -22,6 +22,7 @@ from fedcg.wire.messages import (
     Decline,
     DeviceStatus,
     Hello,
+    Leave,
     Manifest,
     Need,
 )
@@ -40,7 +41,7 @@ class FromDevice:
     """A message of a device that passed every check."""
 
     device: str
-    message: Hello | DeviceStatus | Accept | Decline | Manifest | Need
+    message: Hello | DeviceStatus | Accept | Decline | Manifest | Need | Leave
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,10 @@ class Sessions:
         ours = self._make_nonce()
         self._open[device] = _OpenSession(nonce, ours, Session(session_id(nonce, ours)))
         return ours
+
+    def close(self, device: str) -> None:
+        """End the session of a device, if it has one."""
+        self._open.pop(device, None)
 
     def has(self, device: str) -> bool:
         """Whether a device can be spoken to."""
@@ -108,9 +113,17 @@ class Ingest:
         self._keys: dict[str, VerifyKey] = {}
         self.refused: Counter[str] = Counter()
 
-    def learn_keys(self, keys: Iterable[tuple[str, str]]) -> None:
-        """Replace the register of public keys: (device, hex) pairs."""
-        self._keys = {device: VerifyKey.from_hex(text) for device, text in keys}
+    def learn_keys(self, keys: Iterable[tuple[str, str]]) -> frozenset[str]:
+        """Replace the register of public keys: (device, hex) pairs.
+
+        Returns:
+            The devices whose earlier key counts no more; their sessions are closed.
+        """
+        known, self._keys = self._keys, {device: VerifyKey.from_hex(text) for device, text in keys}
+        gone = frozenset(device for device, key in known.items() if self._keys.get(device) != key)
+        for device in gone:
+            self._sessions.close(device)
+        return gone
 
     def knows(self, device: str) -> bool:
         """Whether a device's key is in the register."""
@@ -146,7 +159,7 @@ class Ingest:
         if isinstance(message, Hello):
             if PROTOCOL_VERSION not in message.versions:
                 raise MalformedError(f"the device speaks protocol versions {message.versions}, not {PROTOCOL_VERSION}")
-        elif isinstance(message, Accept | Decline | Manifest | Need):
+        elif isinstance(message, Accept | Decline | Manifest | Need | Leave):
             self._sessions.admit(parsed.device, message)
         elif not isinstance(message, DeviceStatus):
             raise MalformedError(f"a {message.kind} message is not for the coordinator")

@@ -22,6 +22,7 @@ from fedcg.wire.messages import (
     CoordinatorStatus,
     Finished,
     Invite,
+    Left,
     Manifest,
     Need,
     Offer,
@@ -141,6 +142,11 @@ class Publisher:
                 cohort=self._cohorts.verdict(device),
             ),
         )
+
+    def left(self, device: str) -> bool:
+        """Confirm that a device is no member any more."""
+        message = Left(federation=self._topics.federation, sender=COORDINATOR, recipient=device, epoch=self._epoch)
+        return self._tell(device, message)
 
     def need(self, device: str, manifest: Manifest, ranges: Ranges) -> bool:
         """Grant chunks of an announced update."""

@@ -26,15 +26,80 @@ class ParticipantState(str, Enum):
     DECLINED = "declined"
 
 
+class DeviceState(str, Enum):
+    """Whether a device may take part."""
+
+    ENROLLED = "enrolled"
+    REVOKED = "revoked"
+    LEFT = "left"
+
+
+class TokenState(str, Enum):
+    """What a token is still good for."""
+
+    OPEN = "open"
+    USED = "used"
+    EXPIRED = "expired"
+    REVOKED = "revoked"
+
+
 @dataclass(frozen=True)
 class DeviceRecord:
-    """An enrolled device."""
+    """A device that was enrolled once; only one whose state is `enrolled` may take part."""
 
     id: str
     public_key: str
     enrolled_at: float
     last_seen_at: float | None
     agent: str | None
+    state: DeviceState = DeviceState.ENROLLED
+    ended_at: float | None = None
+    ended_because: str = ""
+
+
+@dataclass(frozen=True)
+class CertificateRecord:
+    """A device's TLS certificate; `serial` in hex, times are unix times."""
+
+    serial: str
+    device: str
+    issued_at: float
+    expires_at: float
+    revoked_at: float | None
+    pem: str
+
+
+@dataclass(frozen=True)
+class TokenRecord:
+    """An enrolment token as the coordinator remembers it.
+
+    Attributes:
+        secret_hash: sha256 of its secret, in hex.
+        device: the only id that it enrols, when it is bound.
+        replaces: whether it puts a new box in the place of `device`.
+        used_for: what it was used for (`admission.purpose`): the same request again gets the same answer for a while.
+        serial: the certificate that it gave out.
+    """
+
+    id: str
+    secret_hash: str
+    device: str | None
+    replaces: bool
+    created_at: float
+    expires_at: float
+    revoked_at: float | None = None
+    used_at: float | None = None
+    used_by: str | None = None
+    used_for: str | None = None
+    serial: str | None = None
+
+    def state(self, now: float) -> TokenState:
+        """What it is still good for."""
+        if self.used_at is not None:
+            return TokenState.USED
+        if self.revoked_at is not None:
+            return TokenState.REVOKED
+        return TokenState.OPEN if now < self.expires_at else TokenState.EXPIRED
 
 
 @dataclass(frozen=True)

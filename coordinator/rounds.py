@@ -94,6 +94,13 @@ class WentOffline:
 
 
 @dataclass(frozen=True)
+class Departed:
+    """A client is no member any more (revoked, replaced by another box, or it left); what it delivered before still counts."""
+
+    client: str
+
+
+@dataclass(frozen=True)
 class UpdateStored:
     """A valid update of a participant is durable."""
 
@@ -138,7 +145,17 @@ class AggregationFailed:
     reason: str
 
 
-Event = CameOnline | WentOffline | UpdateStored | UpdateRefused | Tick | Restarted | AggregateStored | AggregationFailed
+Event = (
+    CameOnline
+    | WentOffline
+    | Departed
+    | UpdateStored
+    | UpdateRefused
+    | Tick
+    | Restarted
+    | AggregateStored
+    | AggregationFailed
+)
 
 
 @dataclass(frozen=True)
@@ -237,6 +254,13 @@ def _went_offline(state: RoundState, event: WentOffline, now: float) -> Step:
     return replace(state, online=state.online - {event.client}), ()
 
 
+def _departed(state: RoundState, event: Departed, now: float) -> Step:
+    state = replace(state, online=state.online - {event.client})
+    if state.phase is not Phase.COLLECTING or event.client not in state.outstanding:
+        return state, ()
+    return _judge(replace(state, declined=state.declined | {event.client}), now)
+
+
 def _update_stored(state: RoundState, event: UpdateStored, now: float) -> Step:
     if not state.is_open(event.round, event.attempt) or event.client not in state.outstanding:
         return state, ()
@@ -285,6 +309,7 @@ def _aggregation_failed(state: RoundState, event: AggregationFailed, now: float)
 _HANDLERS: dict[type[Any], Callable[[RoundState, Any, float], Step]] = {
     CameOnline: _came_online,
     WentOffline: _went_offline,
+    Departed: _departed,
     UpdateStored: _update_stored,
     UpdateRefused: _update_refused,
     Tick: _tick,
@@ -317,7 +342,7 @@ def _open_if_enough(state: RoundState, now: float) -> Step:
 def _judge(state: RoundState, now: float) -> Step:
     possible = len(state.participants - state.declined)
     if possible < state.policy.min_clients:
-        missing = f"{len(state.declined)} of {len(state.participants)} clients declined or were rejected"
+        missing = f"{len(state.declined)} of {len(state.participants)} clients declined, were rejected or are gone"
         return _fail(state, f"{missing}; {state.policy.min_clients} updates are needed", now)
     enough = len(state.updates) >= state.policy.min_clients
     if not state.outstanding or (now >= state.deadline_at and enough):

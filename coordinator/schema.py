@@ -1,6 +1,6 @@
 """Tables of the coordinator's database, and opening it. Queries live in `store`.
 
-Every table but the device register and the lease is keyed by federation. The schema's version is in `PRAGMA user_version`.
+Every table but the register of devices (with their certificates and enrolment tokens) and the lease is keyed by federation. The schema's version is in `PRAGMA user_version`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from sqlalchemy import (
+    Boolean,
     Column,
+    Connection,
     Engine,
     Float,
     ForeignKey,
@@ -23,7 +25,7 @@ from sqlalchemy import (
 
 from coordinator.errors import StoreError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 BUSY_TIMEOUT_MS = 10_000
 
 metadata = MetaData()
@@ -42,6 +44,34 @@ devices = Table(
     Column("enrolled_at", Float, nullable=False),
     Column("last_seen_at", Float),
     Column("agent", String),
+    Column("state", String, nullable=False, server_default="enrolled"),
+    Column("ended_at", Float),
+    Column("ended_because", String, nullable=False, server_default=""),
+)
+certificates = Table(
+    "certificates",
+    metadata,
+    Column("serial", String, primary_key=True),
+    Column("device", ForeignKey("devices.id"), nullable=False),
+    Column("issued_at", Float, nullable=False),
+    Column("expires_at", Float, nullable=False),
+    Column("revoked_at", Float),
+    Column("pem", String, nullable=False),
+)
+tokens = Table(
+    "tokens",
+    metadata,
+    Column("id", String, primary_key=True),
+    Column("secret_hash", String, nullable=False),
+    Column("device", String),
+    Column("replaces", Boolean, nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("expires_at", Float, nullable=False),
+    Column("revoked_at", Float),
+    Column("used_at", Float),
+    Column("used_by", String),
+    Column("used_for", String),
+    Column("serial", String),
 )
 federations = Table(
     "federations",
@@ -118,17 +148,32 @@ def open_database(path: Path) -> Engine:
     engine = create_engine(f"sqlite:///{path}")
     event.listen(engine, "connect", _configure)
     with engine.begin() as connection:
+        # Broker and coordinator may start at once after an upgrade: one of them changes the file, the other waits.
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
         version = connection.exec_driver_sql("PRAGMA user_version").scalar_one()
-        if version == 0:
-            metadata.create_all(connection)
-            connection.exec_driver_sql(f"PRAGMA user_version = {SCHEMA_VERSION}")
-        elif version != SCHEMA_VERSION:
+        if version == 1:
+            _add_register(connection)
+        elif version not in (0, SCHEMA_VERSION):
+            connection.rollback()
             engine.dispose()
             raise StoreError(
                 f"{path} has schema version {version}; this program reads version {SCHEMA_VERSION}. Use the program that "
                 "wrote it, or start a new coordinator directory"
             )
+        if version != SCHEMA_VERSION:
+            metadata.create_all(connection)
+            connection.exec_driver_sql(f"PRAGMA user_version = {SCHEMA_VERSION}")
     return engine
+
+
+def _add_register(connection: Connection) -> None:
+    """From version 1 to 2: devices have a state; the tables of certificates and tokens are new."""
+    for column in (
+        "state VARCHAR DEFAULT 'enrolled' NOT NULL",
+        "ended_at FLOAT",
+        "ended_because VARCHAR DEFAULT '' NOT NULL",
+    ):
+        connection.exec_driver_sql(f"ALTER TABLE devices ADD COLUMN {column}")
 
 
 def _configure(connection: Any, _record: object) -> None:

@@ -8,16 +8,22 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 
 import uvicorn
 
+from coordinator import enrolment_server
+from coordinator.admission import Admission
 from coordinator.aggregation_messages import WorkerSettings
 from coordinator.app import create_app
+from coordinator.brokers import publish_access
 from coordinator.config import CoordinatorConfig, check_api_host
+from coordinator.enrolment_api import create_enrolment_app
 from coordinator.errors import HomeError
 from coordinator.home import Home
+from coordinator.limits import FailureLimits
 from coordinator.provision.pki import CA_NAME, credential_of
+from coordinator.revocation import evict
 from coordinator.setup import Setup
 from coordinator.store import Store
 from fedcg.event_log import EventLog
@@ -49,12 +55,44 @@ def run_coordinator(home: Home, *, exit_when_finished: bool = False, say: Callab
     """
     config = home.require().config()
     check_api_host(config.api.host)
-    with home.locked(), _listening(config) as listener, _setup(home, config) as setup:
+    with (
+        home.locked(),
+        _listening(config) as listener,
+        enrolment_server.listening(config) as desk,
+        _setup(home, config) as setup,
+    ):
         say(f"coordinator of {setup.federation.id} on http://{config.api.host}:{config.api.port}")
-        return _serve(setup, listener, exit_when_finished=exit_when_finished)
+        if desk is not None:
+            say(f"enrolment on {config.enrolment_url}")
+        boxes = None if desk is None else _boxes(home, config, setup, desk)
+        return _serve(setup, listener, boxes, exit_when_finished=exit_when_finished)
 
 
-def _serve(setup: Setup, listener: socket.socket, *, exit_when_finished: bool) -> int:
+def _boxes(
+    home: Home, config: CoordinatorConfig, setup: Setup, listener: socket.socket
+) -> AbstractAsyncContextManager[None]:
+    """The enrolment listener, not yet started."""
+    admission = Admission(
+        home=home,
+        store=setup.store,
+        config=config,
+        events=setup.events,
+        clock=setup.clock,
+        publish=lambda: publish_access(home),
+        evict=lambda device: evict(home, device),
+    )
+    application = create_enrolment_app(admission, FailureLimits(time.monotonic))
+    context = enrolment_server.server_context(home, enrolment_server.server_credential(home, config))
+    return enrolment_server.serving(application, listener, context)
+
+
+def _serve(
+    setup: Setup,
+    listener: socket.socket,
+    boxes: AbstractAsyncContextManager[None] | None,
+    *,
+    exit_when_finished: bool,
+) -> int:
     code = 0
 
     def request_exit(wanted: int) -> None:
@@ -75,7 +113,12 @@ def _serve(setup: Setup, listener: socket.socket, *, exit_when_finished: bool) -
     # uvicorn raises the signal that ended it once more when it is done; ours makes that a normal end
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
-    asyncio.run(server.serve(sockets=[listener]))
+
+    async def serve() -> None:
+        async with boxes or nullcontext():
+            await server.serve(sockets=[listener])
+
+    asyncio.run(serve())
     return code if server.started else 1
 
 
@@ -87,6 +130,7 @@ def _setup(home: Home, config: CoordinatorConfig) -> Iterator[Setup]:
         federations = store.federations()
         if not federations:
             raise HomeError(f"{home.root} has no federation yet; open one with `fedcg federation create`")
+        _apply_members(home)  # what a coordinator that was killed in the middle of an enrolment did not get to
         artifacts = ArtifactStore(home.artifacts)
         yield Setup(
             federation=federations[0],
@@ -105,9 +149,15 @@ def _setup(home: Home, config: CoordinatorConfig) -> Iterator[Setup]:
                 config.aggregation.public_images,
             ),
             events=events,
+            publish_access=lambda: _apply_members(home),
         )
     finally:
         store.close()
+
+
+def _apply_members(home: Home) -> None:
+    with home.changing_members():
+        publish_access(home)
 
 
 def _connect(home: Home, config: CoordinatorConfig, will: Will) -> Transport:

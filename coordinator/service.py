@@ -29,6 +29,7 @@ from coordinator.conductor import Conductor
 from coordinator.inbox import Inbox
 from coordinator.ingest import ChunkFrom, FromDevice, Ingest, Sessions
 from coordinator.library import Library
+from coordinator.membership import REFRESH_S, Membership
 from coordinator.publishing import Publisher, status_will
 from coordinator.records import ParticipantState
 from coordinator.rounds import (
@@ -46,14 +47,14 @@ from coordinator.uplink import Checked, Uplink
 from coordinator.uploads import Received
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.errors import IntegrityError
-from fedcg.wire.messages import Accept, Decline, DeviceStatus, Hello, Manifest, Need
+from fedcg.wire.messages import Accept, Decline, DeviceStatus, Hello, Leave, Manifest, Need
 from fedcg.wire.topics import Topics
 from fedcg.wire.transfer import chunk_bytes_for
 from fedcg.wire.transport import Delivery
 
 TICK_S = 0.25
 REINVITE_S = 5.0
-KEY_REFRESH_S = 1.0
+STRANGER_REFRESH_S = 1.0
 LEAVE_AFTER_S = 5.0
 LEAVE_AT_LATEST_S = 60.0
 CLOSE_TIMEOUT_S = 2.0
@@ -99,12 +100,12 @@ class Service:
         self._conductor = Conductor(setup, self._publisher, self._library, self._worker)
         self._uplink = Uplink(setup, self._publisher, lambda: self._conductor.state)
         self._conductor.use_uplink(self._uplink)
+        self._members = Membership(setup, self._ingest, self._uplink, self._conductor, self._publisher)
         self._topics = topics
         self._worker_pid: int | None = None
         self._accepted: set[tuple[str, int, int]] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._link_up = False
-        self._keys_read_at = 0.0
         self._invited_at = 0.0
         self._finished_at: float | None = None
 
@@ -136,8 +137,9 @@ class Service:
     async def start(self) -> None:
         """Start the worker, rebuild the state, connect."""
         self._worker.start()
-        await self._read_keys()
+        await self._members.refresh()
         await self._conductor.restart()
+        await self._members.drop_strangers()
         for topic in (self._topics.all_up_control(), self._topics.all_up_chunk(), self._topics.all_status()):
             self._transport.subscribe(topic)
         self._transport.start(
@@ -188,8 +190,8 @@ class Service:
     async def _delivered(self, delivery: Delivery) -> None:
         device = self._ingest.device_of(delivery)
         is_stranger = device is not None and not self._ingest.knows(device)
-        if is_stranger and time.monotonic() - self._keys_read_at >= KEY_REFRESH_S:
-            await self._read_keys()  # enrolled since the start, perhaps
+        if is_stranger and self._members.is_older_than(STRANGER_REFRESH_S):
+            await self._members.refresh()  # enrolled since the start, perhaps
         incoming = self._ingest.open(delivery)
         if isinstance(incoming, ChunkFrom):
             received = self._uplink.chunk(incoming.device, incoming.chunk)
@@ -206,6 +208,9 @@ class Service:
                 await self._conductor.apply(WentOffline(device))
         elif isinstance(message, Hello):
             await self._hello(device, message)
+        elif isinstance(message, Leave):
+            if await self._members.leaves(device):
+                self._spawn(self._members.shut_out())
         else:
             if device not in self.state.online:
                 await self._came_online(device)
@@ -292,6 +297,8 @@ class Service:
         if self._link_up and not self._conductor.is_announced:
             await self._conductor.announce()  # the queue was full: a lost offer would cost the round
         now = time.monotonic()
+        if self._members.is_older_than(REFRESH_S):
+            await self._members.refresh()
         if now - self._invited_at >= REINVITE_S:
             self._reinvite()
         if self.state.phase is not Phase.FINISHED:
@@ -332,11 +339,6 @@ class Service:
 
     def _write_progress(self, name: str, event: PhaseStarted | Progressed, **values: str | int) -> None:
         self._events.write(name, phase=event.phase, round=event.round, attempt=event.attempt, pid=event.pid, **values)
-
-    async def _read_keys(self) -> None:
-        self._keys_read_at = time.monotonic()
-        devices = await asyncio.to_thread(self._setup.store.devices)
-        self._ingest.learn_keys((device.id, device.public_key) for device in devices)
 
     def _spawn(self, work: Coroutine[Any, Any, object]) -> None:
         task = asyncio.create_task(work)

@@ -55,6 +55,7 @@ class Setup:
         events: the diary.
         clock: unix time.
         make_worker: makes what merges updates.
+        publish_access: makes the broker apply who may take part; blocking.
     """
 
     federation: FederationRecord
@@ -67,3 +68,4 @@ class Setup:
     events: EventLog
     clock: Callable[[], float] = time.time
     make_worker: MakeWorker = AggregationWorker
+    publish_access: Callable[[], object] = lambda: None

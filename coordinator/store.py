@@ -19,12 +19,15 @@ from coordinator.records import (
     AggregateRecord,
     AttemptRecord,
     AttemptState,
+    CertificateRecord,
     DeviceRecord,
+    DeviceState,
     FederationRecord,
     ParticipantRecord,
     ParticipantState,
     UpdateRecord,
 )
+from coordinator.register import Register
 from coordinator.rounds import Phase, RoundState, paused_reason
 from fedcg.wire.messages import Outcome
 
@@ -33,10 +36,15 @@ Key = tuple[str, int, int]
 
 
 class Store:
-    """The coordinator's memory in one database file."""
+    """The coordinator's memory in one database file.
+
+    Attributes:
+        register: tokens, certificates, and the end of a device's membership.
+    """
 
     def __init__(self, path: Path) -> None:
         self._engine = schema.open_database(path)
+        self.register = Register(self._engine)
 
     def close(self) -> None:
         """Close every connection."""
@@ -60,8 +68,10 @@ class Store:
 
     # Devices
 
-    def add_device(self, device: str, public_key: str, now: float) -> None:
-        """Enrol a device.
+    def add_device(
+        self, device: str, public_key: str, now: float, certificate: CertificateRecord | None = None
+    ) -> None:
+        """Enrol a device, together with its certificate.
 
         Raises:
             EnrolmentError: there is one of that name.
@@ -70,17 +80,23 @@ class Store:
         try:
             with self._engine.begin() as connection:
                 connection.execute(insert(schema.devices).values(**values))
+                if certificate is not None:
+                    connection.execute(insert(schema.certificates).values(**asdict(certificate)))
         except IntegrityError as error:
             raise EnrolmentError(f"there is a device {device!r} already; choose another id") from error
 
     def devices(self) -> list[DeviceRecord]:
-        """All enrolled devices, sorted by id."""
-        return [DeviceRecord(**row) for row in self._rows(select(schema.devices).order_by(schema.devices.c.id))]
+        """All devices that were ever enrolled, sorted by id."""
+        return [_device(row) for row in self._rows(select(schema.devices).order_by(schema.devices.c.id))]
+
+    def members(self) -> list[DeviceRecord]:
+        """The devices that may take part, sorted by id."""
+        return [device for device in self.devices() if device.state is DeviceState.ENROLLED]
 
     def device(self, device: str) -> DeviceRecord | None:
-        """One enrolled device."""
+        """One device, whatever its state."""
         row = self._row(select(schema.devices).where(schema.devices.c.id == device))
-        return None if row is None else DeviceRecord(**row)
+        return None if row is None else _device(row)
 
     def saw_device(self, device: str, agent: str, now: float) -> None:
         """Remember when a device spoke last and what it runs."""
@@ -333,6 +349,10 @@ def _plain(values: dict[str, Any]) -> dict[str, Any]:
 
 def _answer(connection: Connection, table: Table, key: Key, client: str, values: Mapping[str, str]) -> None:
     connection.execute(update(table).where(_is(table, key), table.c.client == client).values(**values))
+
+
+def _device(row: dict[str, Any]) -> DeviceRecord:
+    return DeviceRecord(**{**row, "state": DeviceState(row["state"])})
 
 
 def _attempt(row: dict[str, Any]) -> AttemptRecord:

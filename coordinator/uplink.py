@@ -80,6 +80,10 @@ class Uplink:
         """Whether an update of a device is under way."""
         return self._uploads.has(device)
 
+    def forget(self, device: str) -> None:
+        """Drop what a device that is no member any more has sent so far."""
+        self._uploads.end(device)
+
     async def manifest(self, device: str, manifest: Manifest) -> Ended | None:
         """Answer a manifest: the receipt it had before, a verdict, or a grant."""
         earlier = await asyncio.to_thread(self._store.update, self._key(manifest), device)

@@ -1,4 +1,4 @@
-"""Commands of a device: `fedcg agent run|status|unit` and `fedcg doctor`. Importing this loads neither torch nor paho."""
+"""Commands of a device: `fedcg agent run|status|renew|leave|unit` and `fedcg doctor`. Importing this loads neither torch nor paho."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Column, Table
 
+from edge_client.enrol_cli import leave_command, renew_command
 from edge_client.provision.units import unit_command
 
 app = typer.Typer(help="Run this device's agent, or look at its private store.", no_args_is_help=True)
@@ -22,6 +23,8 @@ ConfigOption = Annotated[Path, typer.Option("--config", help="the device's agent
 JsonOption = Annotated[bool, typer.Option("--json", help="machine-readable output on stdout")]
 BAD_INPUT = 2
 app.command("unit")(unit_command)
+app.command("renew")(renew_command)
+app.command("leave")(leave_command)
 _MARKS = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "failed": "[red]failed[/]"}
 
 

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from edge_client.errors import ConfigError, ConfigProblem
+from fedcg.wire.enrolment import URL_PATTERN
 from fedcg.wire.messages import Identifier
 from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, DEFAULT_ALLOW_UPLOAD, Part, ReportField
 
@@ -74,6 +75,12 @@ class KeysSection(_Section):
     coordinator: Path = Path("coordinator.pub")
 
 
+class EnrolmentSection(_Section):
+    """Where the certificate is renewed by itself; without a URL a person brings a new one."""
+
+    url: Annotated[str, Field(pattern=URL_PATTERN, description="https://HOST:PORT of the coordinator")] | None = None
+
+
 class DataSection(_Section):
     """This box's images: `class/*.png|jpg`, `train/` and `test/` of such, IDX or CIFAR files, an `.npz`, or `dataset:NAME`.
 
@@ -114,6 +121,7 @@ class AgentConfig(_Section):
     exit_when_finished: bool = False
     broker: BrokerSection
     tls: TlsSection | None = None
+    enrolment: EnrolmentSection = EnrolmentSection()
     keys: KeysSection = KeysSection()
     data: DataSection
     policy: PolicySection = PolicySection()
@@ -180,6 +188,7 @@ def _sections() -> dict[str, type[BaseModel]]:
     return {
         "broker": BrokerSection,
         "tls": TlsSection,
+        "enrolment": EnrolmentSection,
         "keys": KeysSection,
         "data": DataSection,
         "policy": PolicySection,

@@ -19,6 +19,7 @@ from devices.errors import DeviceError
 from devices.profile import plan_training
 from edge_client.config import AgentConfig
 from edge_client.errors import EdgeError
+from edge_client.identity import life_of
 from edge_client.launch import load_keys, mqtt_config
 from edge_client.private_store import PrivateStore
 from fedcg.learning.formats import dataset_name, is_array_source, stamp
@@ -27,6 +28,7 @@ from fedcg.wire.mqtt_config import explain_failure
 
 LEAST_FREE_BYTES = 1 << 30
 EXPIRES_SOON = timedelta(days=14)
+OVERDUE = 1 / 4  # of its life left: the agent began to renew it at a third, so something keeps it from doing so
 EARLIEST_YEAR = 2025  # no release of this program is older: a clock before it was never set
 CONNECT_TIMEOUT_S = 5.0
 IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".webp"})
@@ -86,7 +88,7 @@ def _keys(config: AgentConfig, now: datetime) -> Finding:
     try:
         load_keys(config)
     except EdgeError as error:
-        return Finding("keys", "failed", str(error), "copy the device's bundle from the coordinator again")
+        return Finding("keys", "failed", str(error), "enrol the device again, or copy its bundle again")
     secrets = [config.keys.signing] + ([config.tls.key] if config.tls is not None else [])
     for path in secrets:
         if path.exists() and path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
@@ -100,7 +102,9 @@ def _certificate(config: AgentConfig, now: datetime) -> Finding:
     try:
         certificate = x509.load_pem_x509_certificate(config.tls.cert.read_bytes())
     except (OSError, ValueError) as error:
-        return Finding("certificate", "failed", f"{config.tls.cert}: {error}", "copy the device's bundle again")
+        return Finding(
+            "certificate", "failed", f"{config.tls.cert}: {error}", "enrol the device again, or copy its bundle again"
+        )
     name = certificate.subject.get_attributes_for_oid(x509.NameOID.COMMON_NAME)
     if not name or name[0].value != config.device:
         told = f"it is for {str(name[0].value) if name else 'nobody'}, not for {config.device}"
@@ -108,11 +112,26 @@ def _certificate(config: AgentConfig, now: datetime) -> Finding:
     first, last = certificate.not_valid_before_utc, certificate.not_valid_after_utc
     if not first <= now <= last:
         return Finding(
-            "certificate", "failed", f"valid {first:%Y-%m-%d} to {last:%Y-%m-%d}", "issue a new one; check the clock"
+            "certificate",
+            "failed",
+            f"valid {first:%Y-%m-%d} to {last:%Y-%m-%d}",
+            "check the clock; else enrol again with a token of `fedcg token create --replaces`",
         )
-    if last - now < EXPIRES_SOON:
-        return Finding("certificate", "warning", f"expires {last:%Y-%m-%d}", "issue a new one soon")
-    return Finding("certificate", "ok", f"{config.device}, valid until {last:%Y-%m-%d}")
+    return _expiry(config, certificate, now)
+
+
+def _expiry(config: AgentConfig, certificate: x509.Certificate, now: datetime) -> Finding:
+    last = certificate.not_valid_after_utc
+    if config.enrolment.url is None:
+        if last - now < EXPIRES_SOON:
+            return Finding(
+                "certificate", "warning", f"expires {last:%Y-%m-%d}", "ask the operator for a new bundle soon"
+            )
+        return Finding("certificate", "ok", f"{config.device}, valid until {last:%Y-%m-%d}")
+    if last - now < life_of(certificate) * OVERDUE:
+        told = f"expires {last:%Y-%m-%d %H:%M} UTC, and the agent has not renewed it"
+        return Finding("certificate", "warning", told, "run `fedcg agent renew` and read what it says")
+    return Finding("certificate", "ok", f"{config.device}, valid until {last:%Y-%m-%d %H:%M} UTC, renewed by the agent")
 
 
 def _broker(config: AgentConfig, now: datetime) -> Finding:

@@ -7,6 +7,7 @@ EdgeError
 │   ├── StoreFormatError     written by a newer version, or not a private store at all
 │   └── StoreDamagedError    no generation passes its checksums
 ├── CohortError          no cohort code, or the private store can't take its secret
+├── EnrolError           this box could not be enrolled, its certificate not renewed, or its leaving not told
 ├── FirewallError        something that may not leave the box was about to; names device, part and tensor
 └── RoundError           a local round can't be done here; carries the reason that goes into the decline
 """
@@ -70,6 +71,10 @@ class StoreFormatError(StoreError):
 
 class StoreDamagedError(StoreError):
     """No generation of the private store passes its checksums."""
+
+
+class EnrolError(EdgeError):
+    """This box could not be enrolled, its certificate not renewed, or its leaving not told; says what to do."""
 
 
 class FirewallError(EdgeError):

@@ -10,8 +10,10 @@ from types import FrameType
 from edge_client.agent import Agent, AgentKeys
 from edge_client.config import AgentConfig
 from edge_client.errors import EdgeError
+from edge_client.identity import settle_pair
 from edge_client.outgoing import offline_will
 from edge_client.private_store import PrivateStore
+from edge_client.renewal import Renewer
 from edge_client.trainer_process import TrainerProcess, TrainerSettings
 from fedcg.event_log import EventLog
 from fedcg.wire.errors import WireError
@@ -33,7 +35,9 @@ def load_keys(config: AgentConfig) -> AgentKeys:
         signing = SigningKey.load(config.keys.signing)
         coordinator = VerifyKey.from_hex(config.keys.coordinator.read_text(encoding="ascii"))
     except (OSError, ValueError, WireError) as error:
-        raise EdgeError(f"the device's keys can't be used: {error}. Copy the device's bundle again.") from error
+        raise EdgeError(
+            f"the device's keys can't be used: {error}. Enrol the device again, or copy its bundle again."
+        ) from error
     return AgentKeys(signing, coordinator)
 
 
@@ -62,6 +66,8 @@ def run_agent(config: AgentConfig, *, until_finished: bool) -> int:
         WireError: the TLS files can't be used.
     """
     keys = load_keys(config)
+    if config.tls is not None:
+        settle_pair(config.tls.cert, config.tls.key)
     store = PrivateStore.open(config.store, config.federation, config.device)
     with store.locked("lock", wait_s=STORE_WAIT_S):
         with store.locked("trainer.lock", wait_s=STORE_WAIT_S):
@@ -70,10 +76,12 @@ def run_agent(config: AgentConfig, *, until_finished: bool) -> int:
         transport = MqttTransport(mqtt_config(config), offline_will(config.federation, config.device, keys.signing))
         settings = TrainerSettings.of(config)
         agent = Agent(config, store, keys, transport, lambda deliver: TrainerProcess(settings, deliver), events)
+        renewer = Renewer(config, keys.signing, events, transport.reconnect)
 
         def end(number: int, frame: FrameType | None) -> None:
             agent.stop()
 
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, end)
-        return agent.run(until_finished=until_finished or config.exit_when_finished)
+        with renewer.running():
+            return agent.run(until_finished=until_finished or config.exit_when_finished)

@@ -9,6 +9,8 @@ from edge_client.config import AgentConfig
 from edge_client.errors import StoreDamagedError, StoreFormatError
 from edge_client.private_store import PrivateStore
 from fedcg.event_log import EventValue, read_events
+from fedcg.wire.enrolment import load_certificate
+from fedcg.wire.errors import MalformedError
 
 Status = dict[str, EventValue]
 
@@ -28,11 +30,22 @@ def read_status(config: AgentConfig) -> Status:
         "running": _is_locked(config.store / "lock"),
         "training_process": _is_locked(config.store / "trainer.lock"),
         "private_parts_start": "cohort secret" if store.cohort_secret() is not None else "public spec seed",
+        "certificate_until": _certificate_end(config),
         **_state(store),
         **_latest(config.store / "events.jsonl"),
     }
     status["model"] = str(store.finalised().get("model_dir") or "")
     return status
+
+
+def _certificate_end(config: AgentConfig) -> str | None:
+    if config.tls is None:
+        return None
+    try:
+        certificate = load_certificate(config.tls.cert.read_bytes())
+    except (OSError, MalformedError):
+        return None
+    return f"{certificate.not_valid_after_utc:%Y-%m-%d %H:%M} UTC"
 
 
 def _state(store: PrivateStore) -> Status:

@@ -11,6 +11,7 @@ Agent:
   round_failed {round, attempt, reason, detail}            manifest {round, attempt, artifact}
   receipt {round, attempt, artifact, outcome, reason}      finalised {candidate, model_dir, ...accuracies}
   refused {what, detail}                                   agent_stopped {pid}
+  certificate_renewed {until}   renewal_failed {detail}
   images_skipped {count, images}   cohort {others: alone | same | different}
 
 Coordinator:
@@ -19,6 +20,9 @@ Coordinator:
   cohort_differs {client, unlike}
   update_stored {client, artifact, size, seconds}   update_refused {outcome, reason}
   worker_ready / worker_died {pid}   phase_started {phase, pid}   aggregate_step {phase, step, steps, pid}   teacher_done
+  device_enrolled {client, token, serial, replaced, reloaded}   enrolment_refused / renewal_refused {address, reason, client}
+  enrolment_limited {address, refused}   certificate_renewed {client, serial, until}   device_revoked {client, reason, reloaded}
+  departed {client}   left {client}   token_created {token, client, until}   token_revoked {token}
   distilling {clients}   aggregate_stored {artifact, size}   finished {round, attempt, aggregate}
 """
 

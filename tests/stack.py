@@ -72,6 +72,9 @@ class Stack:
     allow_report: tuple[str, ...] = ("examples", "accuracy", "loss", "health")
     allow_upload: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of devices that differ from the default
     min_clients: int | None = None  # all devices when None
+    enrol: bool = False  # devices enrol by token once the coordinator runs (`enrol_device`), instead of by bundle
+    certificate_days: float | None = None
+    enrol_port: int = field(default_factory=free_port)
     broker_port: int = field(default_factory=free_port)
     api_port: int = field(default_factory=free_port)
     running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
@@ -98,16 +101,22 @@ class Stack:
         """Create the coordinator's home, the federation, and each device's bundle, data and secrets."""
         self.root.mkdir(parents=True, exist_ok=True)
         ports = ["--broker-port", str(self.broker_port), "--api-port", str(self.api_port)]
+        if self.enrol:
+            ports += ["--enrol-port", str(self.enrol_port)]
         self.command("coordinator", "init", "--dir", str(self.home), "--observer", *ports)
+        if self.certificate_days is not None:
+            set_values(self.home / "coordinator.toml", {("enrolment", "certificate_days"): self.certificate_days})
         plan = self.root / "plan.toml"
         plan.write_text(self.plan())
         self.command("federation", "create", "--dir", str(self.home), str(plan))
-        self.command("device", "add", *self.devices, "--dir", str(self.home), "--out", str(self.root / "devices"))
+        if not self.enrol:
+            self.command("device", "add", *self.devices, "--dir", str(self.home), "--out", str(self.root / "devices"))
         for number, device in enumerate(self.devices):
             data = self.root / "data" / device
             write_images(data / "train", per_class=16, seed=100 + number)
             write_images(data / "test", per_class=6, seed=200 + number)
-            self.adapt_config(device, data)
+            if not self.enrol:
+                self.adapt_config(device, data)
             secrets = self.store(device) / "secrets"
             secrets.mkdir(parents=True, mode=0o700)
             self.store(device).chmod(0o700)
@@ -115,6 +124,14 @@ class Stack:
                 (secrets / name).write_bytes(content)
                 (secrets / name).chmod(0o600)
         (self.home / "coordinator.secret").write_bytes(b"s" * 32)
+
+    def enrol_device(self, device: str, *wishes: str, folder: Path | None = None) -> Path:
+        """Make a token and enrol a box with it, as an operator and a person at the box do; returns the box's folder."""
+        made = self.command("token", "create", "--dir", str(self.home), "--json", *(wishes or ("--device", device)))
+        out, data = folder or self.config(device).parent, self.root / "data" / device
+        self.command("enrol", "--token", json.loads(made)["token"], "--out", str(out), "--data", str(data))
+        self.adapt_config(device, data, out / "agent.toml")
+        return out
 
     def plan(self) -> str:
         params = "\n".join(f"{name} = {json.dumps(value)}" for name, value in self.params.items())
@@ -126,10 +143,10 @@ class Stack:
             f"[params]\n{params}\n"
         )
 
-    def adapt_config(self, device: str, data: Path) -> None:
+    def adapt_config(self, device: str, data: Path, config: Path | None = None) -> None:
         """Point the generated agent.toml at the data of this test."""
         set_values(
-            self.config(device),
+            config or self.config(device),
             {
                 ("data", "root"): str(data),
                 ("policy", "allow_report"): list(self.allow_report),

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 
-def set_values(path: Path, values: Mapping[tuple[str, str], str | bool | list[str]]) -> None:
+def set_values(path: Path, values: Mapping[tuple[str, str], str | bool | float | list[str]]) -> None:
     lines = path.read_text().splitlines()
     for (table, key), value in values.items():
         lines = _set(lines, table, key, f"{key} = {json.dumps(value)}")

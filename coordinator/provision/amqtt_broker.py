@@ -5,6 +5,7 @@ amqtt alone is not safe for this. What is done here instead of by it:
 * our own TLS listener (TLS 1.3, a client certificate is REQUIRED; amqtt's listener makes it optional);
 * the CONNECT packet is checked before amqtt sees it: amqtt deletes or takes over the session of the claimed
   client id BEFORE it authenticates, and for a resumed session its plugins see the OLD connection's certificate;
+* a revoked certificate is refused by its serial number;
 * the topic of the will is checked (amqtt publishes wills without asking the topic plugin);
 * a second connection with the same id ends the first one;
 * keep-alive, a time limit for CONNECT and a limit on packet size (amqtt has none of them);
@@ -30,7 +31,14 @@ from amqtt.adapters import BufferReader, StreamReaderAdapter, StreamWriterAdapte
 from amqtt.mqtt.connack import NOT_AUTHORIZED, UNACCEPTABLE_PROTOCOL_VERSION, ConnackPacket
 from amqtt.mqtt.connect import ConnectPacket
 
-from coordinator.provision.amqtt_plugin import LISTENER, DeviceBroker, Rules, common_name, will_permitted
+from coordinator.provision.amqtt_plugin import (
+    LISTENER,
+    DeviceBroker,
+    Rules,
+    common_name,
+    serial_number,
+    will_permitted,
+)
 
 CONNECT_TIMEOUT_S = 10.0
 """Seconds for the TLS handshake, and again for the CONNECT packet."""
@@ -38,7 +46,15 @@ MAX_CONNECT_BYTES = 64 * 1024
 MAX_PACKET_BYTES = 2_000_000
 MQTT_3_1_1 = 4
 
+Admits = Callable[[str, int], bool]
+"""admits(identity, serial number of its certificate)."""
+
 log = logging.getLogger(__name__)
+
+
+def everybody(_identity: str, _serial: int) -> bool:
+    """Admits whoever has a certificate of the authority; the rules still decide on topics."""
+    return True
 
 
 class DeviceReader(StreamReaderAdapter):  # type: ignore[misc]
@@ -97,9 +113,10 @@ async def read_first_packet(reader: asyncio.StreamReader) -> bytes:
 class Gate:
     """Accepts TLS connections and lets amqtt see only those whose CONNECT packet fits their certificate."""
 
-    def __init__(self, broker: DeviceBroker, rules: Rules) -> None:
+    def __init__(self, broker: DeviceBroker, rules: Rules, admits: Admits) -> None:
         self._broker = broker
         self._rules = rules
+        self._admits = admits
         self._live: dict[str, tuple[asyncio.Task[Any], asyncio.StreamWriter]] = {}
 
     async def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -125,6 +142,9 @@ class Gate:
         connect = await ConnectPacket.from_stream(BufferReader(raw))
         if device is None or connect.client_id != device:
             await self._refuse(writer, NOT_AUTHORIZED, f"certificate {device!r}, client id {connect.client_id!r}")
+            return
+        if not self._admits(device, serial_number(tls)):
+            await self._refuse(writer, NOT_AUTHORIZED, f"{device} is not enrolled, or its certificate is revoked")
             return
         if connect.will_flag and not will_permitted(self._rules, device, connect.will_topic):
             await self._refuse(writer, NOT_AUTHORIZED, f"{device}: will on {connect.will_topic!r} not allowed")
@@ -187,11 +207,18 @@ def server_tls(ca: Path, cert: Path, key: Path) -> ssl.SSLContext:
 
 
 async def serve_amqtt(
-    port: int, ca: Path, cert: Path, key: Path, rules: Rules, ready: Callable[[], None], stop: asyncio.Event
+    port: int,
+    ca: Path,
+    cert: Path,
+    key: Path,
+    rules: Rules,
+    ready: Callable[[], None],
+    stop: asyncio.Event,
+    admits: Admits = everybody,
 ) -> None:
     """Serve on 127.0.0.1 until `stop` is set. Call `ready` when connections are accepted."""
     broker = DeviceBroker(rules)
-    gate = Gate(broker, rules)
+    gate = Gate(broker, rules, admits)
     await broker.start()
     try:
         server = await asyncio.start_server(
@@ -220,6 +247,7 @@ def run_amqtt(
     rules: Rules,
     ready: Callable[[], None],
     stop: threading.Event | None = None,
+    admits: Admits = everybody,
 ) -> None:
     """Run the broker in this thread until `stop` is set or, in the main thread, SIGINT or SIGTERM arrives."""
 
@@ -238,6 +266,6 @@ def run_amqtt(
 
         if stop is not None:
             threading.Thread(target=watch, args=(stop,), name="amqtt-stop", daemon=True).start()
-        await serve_amqtt(port, ca, cert, key, rules, ready, ended)
+        await serve_amqtt(port, ca, cert, key, rules, ready, ended, admits)
 
     asyncio.run(main())

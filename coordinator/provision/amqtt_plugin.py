@@ -36,6 +36,12 @@ def common_name(tls: ssl.SSLObject | None) -> str | None:
     return names[0] if len(names) == 1 and names[0] else None
 
 
+def serial_number(tls: ssl.SSLObject | None) -> int:
+    """The serial number of the verified peer certificate; 0, which none has, without one."""
+    certificate = tls.getpeercert() if tls is not None else None
+    return int(str(certificate["serialNumber"]), 16) if certificate else 0
+
+
 def permits(rules: Rules, device: str | None, action: str, topic: str | None) -> bool:
     """Ask the rules; anything unclear, and any error in them, is a refusal."""
     if not device or not topic:

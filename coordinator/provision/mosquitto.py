@@ -17,13 +17,14 @@ CONFIG_NAME = "mosquitto.conf"
 NOBODY = "# No federation yet: nobody may read or write anything.\n"
 
 
-def mosquitto_config(home: Home, *, acl: Path, persistence: Path, as_root: bool) -> str:
+def mosquitto_config(home: Home, *, acl: Path, persistence: Path, as_root: bool, crl: Path | None = None) -> str:
     """The text of mosquitto.conf.
 
     Args:
         home: whose certificates and port to use.
         acl: path of the access list.
         persistence: directory for the broker's database.
+        crl: path of the revocation list; default the home's own.
         as_root: keep the superuser's rights; else Mosquitto started as root drops to a user that can't read the keys.
 
     Raises:
@@ -39,6 +40,7 @@ def mosquitto_config(home: Home, *, acl: Path, persistence: Path, as_root: bool)
         certificate=server.certificate.resolve(),
         key=server.key.resolve(),
         acl=acl.resolve(),
+        crl=(crl or home.revocations).resolve(),
         persistence=persistence.resolve(),
         extra="user root" if as_root else "",
     )

@@ -1,12 +1,12 @@
 """A small certificate authority for the broker's mutual TLS: P-256 keys, one certificate per identity, CN = identity.
 
-Owns nothing but files in the directory it is given: `ca.pem`, `ca.key`, `<name>.pem`, `<name>.key` (keys are 0600).
+Owns nothing but files in the directory it is given: `ca.pem`, `ca.key`, `crl.pem`, `<name>.pem`, `<name>.key` (keys are 0600).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from ipaddress import IPv4Address, IPv6Address, ip_address
@@ -20,6 +20,8 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 CA_NAME = "ca"
 CA_DAYS = 3650
 LEAF_DAYS = 825
+LEAF_LIFE = timedelta(days=LEAF_DAYS)
+CRL_NAME = "crl.pem"
 CLOCK_SLACK = timedelta(hours=1)
 """Boxes without a battery-backed clock boot in the past; a fresh certificate must already be valid for them."""
 
@@ -60,7 +62,7 @@ def create_ca(directory: Path, *, now: datetime | None = None) -> Credential:
         decipher_only=False,
     )
     certificate = (
-        _builder(subject, subject, key.public_key(), _start(now), CA_DAYS)
+        _builder(subject, subject, key.public_key(), _start(now), timedelta(days=CA_DAYS))
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(usage, critical=True)
         .sign(key, hashes.SHA256())
@@ -76,6 +78,7 @@ def issue(
     server: bool = False,
     sans: Sequence[str] = ("127.0.0.1", "localhost"),
     now: datetime | None = None,
+    life: timedelta = LEAF_LIFE,
 ) -> Credential:
     """Issue a certificate with CN = `common_name` from the authority in `directory`, and its key.
 
@@ -85,6 +88,7 @@ def issue(
         server: for the broker (server authentication) instead of for a client.
         sans: addresses and host names that a server answers under; not used for clients.
         now: start of validity, for tests; default the current time.
+        life: how long it is valid.
 
     Raises:
         FileNotFoundError: there is no authority in `directory`.
@@ -92,22 +96,93 @@ def issue(
     """
     if common_name == CA_NAME or "/" in common_name or common_name.startswith("."):
         raise ValueError(f"{common_name!r} can't be the name of a certificate")
-    ca_certificate, ca_key = _load_ca(directory)
     key = ec.generate_private_key(ec.SECP256R1())
+    certificate = _sign(directory, common_name, key.public_key(), sans if server else None, now, life)
+    credential = credential_of(directory, common_name)
+    _write(credential, certificate, key)
+    return credential
+
+
+def issue_beside(directory: Path, target: Path, common_name: str, life: timedelta) -> Credential:
+    """Like `issue` for a client, with the new files in `target`."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    credential = credential_of(target, common_name)
+    _write(credential, _sign(directory, common_name, key.public_key(), None, None, life), key)
+    return credential
+
+
+def certify(
+    directory: Path, common_name: str, key: ec.EllipticCurvePublicKey, life: timedelta, *, now: datetime | None = None
+) -> x509.Certificate:
+    """A client certificate for a key whose private half is elsewhere; nothing is written.
+
+    Args:
+        directory: holds the authority.
+        common_name: the device's id.
+        key: the device's P-256 key.
+        life: how long it is valid.
+        now: start of validity; default the current time.
+    """
+    return _sign(directory, common_name, key, None, now, life)
+
+
+def _sign(
+    directory: Path,
+    common_name: str,
+    key: ec.EllipticCurvePublicKey,
+    sans: Sequence[str] | None,
+    now: datetime | None,
+    life: timedelta,
+) -> x509.Certificate:
+    ca_certificate, ca_key = _load_ca(directory)
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
-    purpose = ExtendedKeyUsageOID.SERVER_AUTH if server else ExtendedKeyUsageOID.CLIENT_AUTH
-    names = [_general_name(name) for name in sans] if server else [x509.DNSName(common_name)]
-    certificate = (
-        _builder(subject, ca_certificate.subject, key.public_key(), _start(now), LEAF_DAYS)
+    purpose = ExtendedKeyUsageOID.CLIENT_AUTH if sans is None else ExtendedKeyUsageOID.SERVER_AUTH
+    names = [x509.DNSName(common_name)] if sans is None else [_general_name(name) for name in sans]
+    slack = min(CLOCK_SLACK, life / 10)
+    start = (now or datetime.now(timezone.utc)) - slack
+    return (
+        _builder(subject, ca_certificate.subject, key, start, life + slack)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(x509.ExtendedKeyUsage([purpose]), critical=False)
         .add_extension(x509.SubjectAlternativeName(names), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), critical=False)
         .sign(ca_key, hashes.SHA256())
     )
-    credential = credential_of(directory, common_name)
-    _write(credential, certificate, key)
-    return credential
+
+
+def write_revocations(directory: Path, serials: Iterable[tuple[int, datetime]], *, now: datetime | None = None) -> Path:
+    """Replace the revocation list `crl.pem` of the authority in one step.
+
+    Every list says it is newer than the one before by at least a second: OpenSSL prefers the newer of two that it knows. It
+    never runs out before the authority does, because a broker with an expired list refuses everybody.
+
+    Args:
+        directory: holds the authority.
+        serials: (serial number, time of revocation) of every revoked certificate.
+        now: for tests; default the current time.
+    """
+    ca_certificate, ca_key = _load_ca(directory)
+    path = directory / CRL_NAME
+    start, number = _start(now).replace(microsecond=0), 1
+    if path.exists():
+        earlier = x509.load_pem_x509_crl(path.read_bytes())
+        number = earlier.extensions.get_extension_for_class(x509.CRLNumber).value.crl_number + 1
+        start = max(start, earlier.last_update_utc + timedelta(seconds=1))
+    builder = (
+        x509.CertificateRevocationListBuilder()
+        .issuer_name(ca_certificate.subject)
+        .last_update(start)
+        .next_update(ca_certificate.not_valid_after_utc)
+        .add_extension(x509.CRLNumber(number), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), critical=False)
+    )
+    for serial, revoked_at in serials:
+        entry = x509.RevokedCertificateBuilder().serial_number(serial).revocation_date(revoked_at).build()
+        builder = builder.add_revoked_certificate(entry)
+    temporary = path.with_suffix(".new")
+    temporary.write_bytes(builder.sign(ca_key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
+    temporary.replace(path)
+    return path
 
 
 def credential_of(directory: Path, name: str) -> Credential:
@@ -120,7 +195,7 @@ def _start(now: datetime | None) -> datetime:
 
 
 def _builder(
-    subject: x509.Name, issuer: x509.Name, public_key: ec.EllipticCurvePublicKey, start: datetime, days: int
+    subject: x509.Name, issuer: x509.Name, public_key: ec.EllipticCurvePublicKey, start: datetime, life: timedelta
 ) -> x509.CertificateBuilder:
     return (
         x509.CertificateBuilder()
@@ -129,7 +204,7 @@ def _builder(
         .public_key(public_key)
         .serial_number(x509.random_serial_number())
         .not_valid_before(start)
-        .not_valid_after(start + timedelta(days=days))
+        .not_valid_after(start + life)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(public_key), critical=False)
     )
 

@@ -176,6 +176,18 @@ class Need(_Message):
     ]
 
 
+class Leave(_Message):
+    """The device leaves the federation for good; repeated until it is confirmed."""
+
+    kind: Literal["leave"] = "leave"
+
+
+class Left(_Message):
+    """The coordinator confirms: the device is no member any more, and nobody waits for it."""
+
+    kind: Literal["left"] = "left"
+
+
 class Receipt(_Message):
     """Ends an update, whatever the outcome."""
 
@@ -198,6 +210,8 @@ Message = Annotated[
         Decline,
         Manifest,
         Need,
+        Leave,
+        Left,
         Receipt,
     ],
     Field(discriminator="kind"),
@@ -214,6 +228,8 @@ AnyMessage = (
     | Decline
     | Manifest
     | Need
+    | Leave
+    | Left
     | Receipt
 )
 _ADAPTER: TypeAdapter[AnyMessage] = TypeAdapter(Message)

@@ -70,6 +70,7 @@ class MqttTransport:
         self._filters: dict[str, int] = {}
         self._new_filters: list[tuple[str, int]] = []
         self._closing = threading.Event()
+        self._anew = threading.Event()
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.settimeout(0.0)
         self._wake_out.settimeout(0.0)
@@ -95,11 +96,9 @@ class MqttTransport:
         """
         if self._thread is not None or self._closing.is_set():
             raise TransportError("a transport is started once")
-        context = None if self._config.tls is None else self._config.tls.context()
+        self._context()  # files that can't be used are told to the caller, not to a thread
         self._on_delivery, self._on_link = on_delivery, on_link
-        self._thread = threading.Thread(
-            target=self._run, args=(context,), name=f"mqtt-{self._config.identity}", daemon=True
-        )
+        self._thread = threading.Thread(target=self._run, name=f"mqtt-{self._config.identity}", daemon=True)
         self._thread.start()
 
     def subscribe(self, topic: str, qos: int = 1) -> None:
@@ -136,6 +135,11 @@ class MqttTransport:
         """The protocol version in use, or the one that is tried next."""
         return self._versions[-1]
 
+    def reconnect(self) -> None:
+        """Connect anew, without triggering the will, so that changed TLS files count. Nothing unacknowledged is lost."""
+        self._anew.set()
+        self._wake()
+
     def close(self) -> None:
         """Let queued messages leave for a moment, disconnect without triggering the will, stop the thread.
 
@@ -158,17 +162,20 @@ class MqttTransport:
         self._wake_in.close()
         self._wake_out.close()
 
-    def _run(self, context: ssl.SSLContext | None) -> None:
+    def _context(self) -> ssl.SSLContext | None:
+        return None if self._config.tls is None else self._config.tls.context()
+
+    def _run(self) -> None:
         try:
-            self._keep_connecting(context)
+            self._keep_connecting()
         finally:
             self._close_wake()
 
-    def _keep_connecting(self, context: ssl.SSLContext | None) -> None:
+    def _keep_connecting(self) -> None:
         failures = 0
         while not self._closing.is_set():
             began = time.monotonic()
-            self._connect_once(context)
+            self._connect_once()
             if self._closing.is_set():
                 return
             failures = 1 if self._accepted and time.monotonic() - began > STEADY_S else failures + 1
@@ -176,8 +183,13 @@ class MqttTransport:
             _LOG.warning("%s; trying again in %.1f s", self.last_error, delay)
             self._closing.wait(delay)
 
-    def _connect_once(self, context: ssl.SSLContext | None) -> None:
-        client = self._make_client(context)
+    def _connect_once(self) -> None:
+        self._anew.clear()
+        try:
+            client = self._make_client(self._context())  # read again each time: a renewed certificate has the old name
+        except TransportError as error:
+            self.last_error = str(error)
+            return
         try:
             client.connect(self._config.host, self._config.port, self._config.keepalive_s)
             self._reached = True
@@ -223,6 +235,10 @@ class MqttTransport:
                 if time.monotonic() >= close_at or not (self._outgoing or client.want_write()):
                     client.disconnect()
                     return
+            elif self._anew.is_set():
+                self.last_error = f"connecting anew to the broker at {self._config.address}"
+                client.disconnect()
+                return
             self._hand_over(client)
             if self._step(client, sock, TICK_MS if close_at is None else TICK_MS // 10) is not OK:
                 return

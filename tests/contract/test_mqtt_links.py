@@ -6,13 +6,16 @@ import re
 import socket
 import threading
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
+from coordinator.provision.pki import issue_beside
 from fedcg.wire.errors import TransportError
-from fedcg.wire.mqtt import MqttConfig, TlsFiles, probe
+from fedcg.wire.mqtt import MqttConfig, MqttTransport, TlsFiles, probe
 from fedcg.wire.topics import Topics
+from fedcg.wire.transport import Will
 from tests.brokers import HOST, Client, Pki, Relay, RunningMosquitto, acl_for, mqtt_client, wait_until
 from tests.conftest import StartMosquitto
 from tests.contract.benches import AmqttServer
@@ -245,3 +248,38 @@ def publish_or_note(client: Client, refused: list[str]) -> None:
 
 def _published(client: Client) -> bool:
     return len(client.transport._outgoing) == 0  # type: ignore[attr-defined]
+
+
+@pytest.mark.broker
+def test_a_renewed_certificate_is_used_by_the_next_connection_without_a_will_and_without_losing_a_message(
+    broker: RunningMosquitto, pki: Pki, clients: list[Client], tmp_path: Path
+) -> None:
+    own = pki.tls("a")
+    files = TlsFiles(own.ca, tmp_path / "a.pem", tmp_path / "a.key")
+    files.cert.write_bytes(own.cert.read_bytes())
+    files.key.write_bytes(own.key.read_bytes())
+    listener = mqtt_client(broker.config("observer"))
+    listener.transport.subscribe(TOPICS.everything())
+    device = mqtt_client(
+        MqttConfig(HOST, broker.port, "a", tls=files, protocol="5"), Will(TOPICS.status("a"), b"vanished")
+    )
+    clients += [listener, device]
+    listener.start().await_link()
+    device.start().await_link()
+    issue_beside(pki.directory, tmp_path, "a", timedelta(days=1))  # the same file names, another pair
+    assert files.cert.read_bytes() != own.cert.read_bytes()
+    device.transport.publish(TOPICS.up_control("a"), b"before")
+    assert isinstance(device.transport, MqttTransport)
+    device.transport.reconnect()
+    device.await_link(2)
+    device.transport.publish(TOPICS.up_control("a"), b"after")
+    for word in (b"before", b"after"):
+        listener.await_payload(TOPICS.up_control("a"), word)
+    assert listener.payloads(TOPICS.status("a")) == []
+    assert device.links == [True, False, True]
+
+    files.key.write_bytes(own.key.read_bytes())  # a key that does not fit
+    device.transport.reconnect()
+    wait_until(lambda: "work together" in (device.transport.last_error or ""), "it says so")  # type: ignore[attr-defined]
+    files.cert.write_bytes(own.cert.read_bytes())
+    device.await_link(3)

@@ -14,11 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from cryptography import x509
 
 from coordinator.config import ApiSettings, BrokerSettings, CoordinatorConfig
 from coordinator.enrolment import enrol
 from coordinator.home import Home, create_home
-from coordinator.records import AggregateRecord, FederationRecord
+from coordinator.records import AggregateRecord, DeviceState, FederationRecord
 from coordinator.store import Store
 from fedcg.broker_path import find_mosquitto
 from fedcg.wire.artifacts import ArtifactStore
@@ -147,9 +148,9 @@ def test_a_coordinator_serves_over_a_real_broker_and_ends_when_told(
 
 
 def reload_broker(home: Home) -> None:
-    from coordinator.brokers import refresh_access_list, reload_running_broker
+    from coordinator.brokers import refresh_access, reload_running_broker
 
-    refresh_access_list(home)
+    refresh_access(home)
     assert reload_running_broker(home)
 
 
@@ -198,6 +199,25 @@ def test_a_killed_coordinator_takes_its_worker_along_and_its_lease_is_not_reused
     _, federation = get(home, "/api/v1/federation")
     assert isinstance(federation, dict)
     assert federation["epoch"] == 2
+
+
+def test_a_starting_coordinator_publishes_who_is_enrolled_or_revoked_whatever_was_interrupted(
+    home: Home, processes: Processes
+) -> None:
+    """As after a coordinator that was killed between its database and the broker's lists."""
+    store = Store(home.database)
+    store.add_device("late", "aa" * 32, 1.0)
+    assert store.register.end_membership("a", DeviceState.REVOKED, "", 1.0)
+    (certificate,) = store.register.certificates("a")
+    store.close()
+    process = processes.start("coordinator", "coordinator", "run", "--dir", home.root)
+    wait_until(lambda: get(home, "/healthz")[0] == 200 or process.poll() is not None, "it answers")
+    assert process.poll() is None, processes.output("coordinator")
+    lines = (home.broker / "acl").read_text().splitlines()
+    assert "user late" in lines
+    assert "user a" not in lines
+    revoked = x509.load_pem_x509_crl(home.revocations.read_bytes())
+    assert [f"{entry.serial_number:x}" for entry in revoked] == [certificate.serial]
 
 
 def test_a_second_broker_for_the_same_home_is_refused(home: Home, processes: Processes) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import stat
+import subprocess
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -15,10 +17,11 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID
 from typer.testing import CliRunner
 
-from coordinator.cli import coordinator_app, deploy_app, device_app, federation_app
-from coordinator.config import CoordinatorConfig, check_api_host, load_config, render_config
+from coordinator.cli import coordinator_app, deploy_app, federation_app
+from coordinator.config import BrokerSettings, CoordinatorConfig, check_api_host, load_config, render_config
 from coordinator.errors import ConfigError, HomeError
 from coordinator.home import Home, create_home, observers_of
+from coordinator.members_cli import device_app
 from coordinator.provision.mosquitto import access_list, mosquitto_config
 from coordinator.provision.pki import create_ca, credential_of, issue
 from coordinator.records import AggregateRecord, FederationRecord
@@ -287,3 +290,34 @@ def test_configuration_for_a_broker_of_others_is_written_where_it_is_asked_for(h
     assert code == 0
     assert f"acl_file {(tmp_path / 'broker' / 'acl').resolve()}" in (tmp_path / "broker" / "mosquitto.conf").read_text()
     assert "user line4" in (tmp_path / "broker" / "acl").read_text()
+    assert (
+        f"crlfile {(tmp_path / 'broker' / 'crl.pem').resolve()}" in (tmp_path / "broker" / "mosquitto.conf").read_text()
+    )
+    x509.load_pem_x509_crl((tmp_path / "broker" / "crl.pem").read_bytes())
+
+
+def test_a_broker_of_others_gets_its_lists_and_a_signal_after_every_change(home: Home, tmp_path: Path) -> None:
+    with_federation(home)
+    (tmp_path / "lists").mkdir()
+    broker = subprocess.Popen(["sleep", "600"])
+    try:
+        (tmp_path / "pid").write_text(f"{broker.pid}\n")
+        settings = BrokerSettings(lists=str(tmp_path / "lists"), pid_file=str(tmp_path / "pid"))
+        home.config_file.write_text(render_config(CoordinatorConfig(broker=settings)))
+        code, output = call(device_app, "add", "line4", "--dir", home.root, "--out", tmp_path / "out", "--json")
+        assert (code, json.loads(output)["broker_reloaded"]) == (0, True)
+        assert broker.wait(timeout=20) == -signal.SIGHUP  # a stand-in, which does not know what SIGHUP asks for
+    finally:
+        broker.kill()
+        broker.wait()
+    assert "user line4" in (tmp_path / "lists" / "acl").read_text()
+    assert json.loads(call(device_app, "revoke", "line4", "--dir", home.root, "--json")[1])["broker_reloaded"] is False
+    assert "user line4" not in (tmp_path / "lists" / "acl").read_text()
+    assert len(list(x509.load_pem_x509_crl((tmp_path / "lists" / "crl.pem").read_bytes()))) == 1
+
+
+def test_a_device_may_have_the_name_of_a_server_without_touching_its_certificate(home: Home, tmp_path: Path) -> None:
+    with_federation(home)
+    before = credential_of(home.pki, "broker").certificate.read_bytes()
+    assert call(device_app, "add", "broker", "--dir", home.root, "--out", tmp_path / "out")[0] == 0
+    assert credential_of(home.pki, "broker").certificate.read_bytes() == before

@@ -14,6 +14,7 @@ from coordinator.rounds import (
     AggregationFailed,
     CameOnline,
     Command,
+    Departed,
     Distil,
     Event,
     FailAttempt,
@@ -73,6 +74,27 @@ def test_the_student_is_distilled_when_all_participants_have_answered() -> None:
     state, commands = play(state, UpdateStored(1, 1, "a"))
     assert commands == [Distil(1, 1, ("a", "c"))]
     assert state.phase is Phase.DISTILLING
+
+
+def test_who_is_no_member_any_more_is_not_waited_for_and_not_invited_again() -> None:
+    state = replace(opened("a", "b", "c"), participants=frozenset("abc"), online=frozenset("abc"))
+    state, commands = play(state, UpdateStored(1, 1, "a"), UpdateStored(1, 1, "b"))
+    assert commands == []
+    state, commands = play(state, Departed("c"))
+    assert commands == [Distil(1, 1, ("a", "b"))]
+    assert "c" not in state.online
+
+
+def test_an_update_that_came_before_its_device_departed_still_counts() -> None:
+    _, commands = play(opened("a", "b"), UpdateStored(1, 1, "a"), Departed("a"), UpdateStored(1, 1, "b"))
+    assert commands == [Distil(1, 1, ("a", "b"))]
+
+
+def test_too_few_members_left_end_the_attempt() -> None:
+    state, commands = play(opened("a", "b"), Departed("b"))
+    assert isinstance(commands[0], FailAttempt)
+    assert "are gone" in commands[0].reason
+    assert state.phase is Phase.WAITING
 
 
 def test_a_decline_shrinks_what_is_waited_for() -> None:
@@ -157,6 +179,7 @@ def test_a_restart_while_distilling_distils_the_same_updates_again() -> None:
 events = st.one_of(
     st.builds(CameOnline, st.sampled_from(CLIENTS)),
     st.builds(WentOffline, st.sampled_from(CLIENTS)),
+    st.builds(Departed, st.sampled_from(CLIENTS)),
     st.builds(UpdateStored, st.integers(1, 2), st.integers(1, 3), st.sampled_from(CLIENTS)),
     st.builds(UpdateRefused, st.integers(1, 2), st.integers(1, 3), st.sampled_from(CLIENTS)),
     st.just(Tick()),

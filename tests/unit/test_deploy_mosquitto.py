@@ -14,7 +14,7 @@ from string import Template
 
 import pytest
 
-from coordinator.provision.pki import create_ca, issue
+from coordinator.provision.pki import create_ca, issue, write_revocations
 from fedcg.broker_path import find_mosquitto
 from fedcg.wire.topics import Topics
 
@@ -98,6 +98,7 @@ def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, Path
     access = folder / "acl" / "acl"
     access.write_text(Topics("casting").mosquitto_acl(["a", "b"], ["observer"]))
     access.chmod(0o600)
+    write_revocations(pki, ()).rename(folder / "acl" / "crl.pem")
     (folder / "data").mkdir()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -146,6 +147,7 @@ def test_the_configuration_is_what_the_template_gives() -> None:
         certificate="/etc/mosquitto/fedcg/tls/broker.pem",
         key="/etc/mosquitto/fedcg/tls/broker.key",
         acl="/etc/mosquitto/fedcg/acl/acl",
+        crl="/etc/mosquitto/fedcg/acl/crl.pem",
         persistence="/var/lib/fedcg-broker",
         extra="",
     )

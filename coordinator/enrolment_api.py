@@ -1,0 +1,140 @@
+"""The HTTPS interface for boxes: the authority's certificate, enrolment by token, renewal. Bounded, strict, rate-limited.
+
+It is another application than the operator's interface (`api`), on another port, and has none of its routes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TypeVar
+
+from cryptography import x509
+from fastapi import FastAPI, Request, Response
+from fastapi.concurrency import run_in_threadpool
+from pydantic import BaseModel, ValidationError
+
+from coordinator.admission import Admission, RefusedError
+from coordinator.limits import FailureLimits
+from fedcg.wire.enrolment import (
+    AUTHORITY_PATH,
+    ENROL_PATH,
+    MAX_BODY_BYTES,
+    RENEW_PATH,
+    EnrolRequest,
+    Refusal,
+    RenewRequest,
+)
+
+PEER = "fedcg.peer"
+"""Where the listener puts the DER form of the connection's certificate into the ASGI scope; None without one."""
+TOLD_EVERY_S = 10.0
+
+log = logging.getLogger(__name__)
+RequestT = TypeVar("RequestT", bound=BaseModel)
+Grant = Callable[[RequestT], BaseModel]
+
+
+class _BadRequestError(Exception):
+    def __init__(self, status: int, told: str) -> None:
+        super().__init__(told)
+        self.status = status
+
+
+class _Desk:
+    """Takes one request at a time from whoever comes: limits, bounds, schema, decision, and a line in the event log."""
+
+    def __init__(self, admission: Admission, limits: FailureLimits) -> None:
+        self.admission = admission
+        self._limits = limits
+        self._limited = 0
+        self._limited_told_at = float("-inf")
+
+    async def serve(
+        self, request: Request, schema: type[RequestT], grant: Callable[[RequestT], BaseModel], event: str
+    ) -> Response:
+        address = request.client.host if request.client is not None else "unknown"
+        wait_s = self._limits.wait_s(address)
+        if wait_s > 0:
+            return self._limit(address, wait_s)
+        try:
+            body = await _body(request)
+            wanted = _parse(schema, body)
+            answer = await run_in_threadpool(grant, wanted)
+        except _BadRequestError as error:
+            return self._refuse(event, address, error.status, str(error), str(error))
+        except RefusedError as error:
+            return self._refuse(event, address, 403, error.told, str(error), getattr(wanted, "device", ""))
+        except Exception:
+            log.exception("a request of %s failed", address)
+            return _refusal(500, "the coordinator could not do it; its log says why")
+        return Response(answer.model_dump_json(), media_type="application/json")
+
+    def _refuse(self, event: str, address: str, status: int, told: str, reason: str, device: str = "") -> Response:
+        self._limits.refused(address)
+        self.admission.events.write(event, address=address, reason=reason, client=device)
+        return _refusal(status, told)
+
+    def _limit(self, address: str, wait_s: float) -> Response:
+        self._limited += 1
+        now = self.admission.clock()
+        if now >= self._limited_told_at + TOLD_EVERY_S:
+            self._limited_told_at = now
+            self.admission.events.write("enrolment_limited", address=address, refused=self._limited)
+        seconds = int(wait_s) + 1
+        answer = _refusal(429, f"too many refused requests; try again in {seconds} s")
+        answer.headers["Retry-After"] = str(seconds)
+        return answer
+
+
+def create_enrolment_app(admission: Admission, limits: FailureLimits) -> FastAPI:
+    """The application of the enrolment listener.
+
+    Args:
+        admission: decides.
+        limits: counts refusals.
+    """
+    desk = _Desk(admission, limits)
+    application = FastAPI(title="FedCG Edge enrolment", openapi_url=None, docs_url=None, redoc_url=None)
+
+    async def authority() -> Response:
+        return Response(admission.authority(), media_type="application/x-pem-file")
+
+    async def enrol(request: Request) -> Response:
+        return await desk.serve(request, EnrolRequest, admission.enrol, "enrolment_refused")
+
+    async def renew(request: Request) -> Response:
+        peer = _peer(request)
+        return await desk.serve(request, RenewRequest, lambda wanted: admission.renew(peer, wanted), "renewal_refused")
+
+    application.add_api_route(AUTHORITY_PATH, authority, methods=["GET"])
+    application.add_api_route(ENROL_PATH, enrol, methods=["POST"])
+    application.add_api_route(RENEW_PATH, renew, methods=["POST"])
+    return application
+
+
+def _peer(request: Request) -> x509.Certificate | None:
+    der = request.scope.get(PEER)
+    return x509.load_der_x509_certificate(der) if isinstance(der, bytes) else None
+
+
+async def _body(request: Request) -> bytes:
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > MAX_BODY_BYTES:
+            raise _BadRequestError(413, f"a request has at most {MAX_BODY_BYTES} bytes")
+    return bytes(body)
+
+
+def _parse(schema: type[RequestT], body: bytes) -> RequestT:
+    try:
+        return schema.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        field = ".".join(str(step) for step in first["loc"]) or "(body)"
+        raise _BadRequestError(422, f"{field[:60]}: {first['msg'][:200]}") from None
+
+
+def _refusal(status: int, told: str) -> Response:
+    return Response(Refusal(error=told).model_dump_json(), status_code=status, media_type="application/json")

@@ -1,0 +1,86 @@
+"""Who may take part, as the running service sees it: reads the register, drops whoever is no member any more, lets devices leave."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from functools import partial
+
+from coordinator.conductor import Conductor
+from coordinator.ingest import Ingest
+from coordinator.publishing import Publisher
+from coordinator.records import DeviceState, ParticipantState
+from coordinator.rounds import Departed, Phase
+from coordinator.setup import Setup
+from coordinator.uplink import Uplink
+
+REFRESH_S = 2.0
+FAREWELL_S = 3.0
+"""So long after a device left its access at the broker ends: its confirmation needs time to arrive."""
+
+
+class Membership:
+    """Keeps the service's view of its devices.
+
+    Args:
+        setup: what the service was given.
+        ingest: holds the keys that count.
+        uplink: holds what devices are sending.
+        conductor: drives the rounds.
+        publisher: the coordinator's voice.
+    """
+
+    def __init__(
+        self, setup: Setup, ingest: Ingest, uplink: Uplink, conductor: Conductor, publisher: Publisher
+    ) -> None:
+        self._setup = setup
+        self._ingest = ingest
+        self._uplink = uplink
+        self._conductor = conductor
+        self._publisher = publisher
+        self._read_at = 0.0
+
+    def is_older_than(self, age_s: float) -> bool:
+        """Whether the register was read longer ago than this."""
+        return time.monotonic() - self._read_at >= age_s
+
+    async def refresh(self) -> None:
+        """Learn who may take part now; whoever may not any more is waited for no longer."""
+        self._read_at = time.monotonic()
+        members = await asyncio.to_thread(self._setup.store.members)
+        for device in sorted(self._ingest.learn_keys((member.id, member.public_key) for member in members)):
+            self._setup.events.write("departed", client=device)
+            await self._departed(device)
+
+    async def drop_strangers(self) -> None:
+        """After a restart: who departed while nobody looked holds up no round."""
+        for device in sorted(self._conductor.state.outstanding):
+            if not self._ingest.knows(device):
+                await self._departed(device)
+
+    async def leaves(self, device: str) -> bool:
+        """A device says goodbye for good: durable first, then confirmed.
+
+        Returns:
+            Whether it was a member until now; then `shut_out` must follow.
+        """
+        ended = partial(self._setup.store.register.end_membership, device, DeviceState.LEFT, "it left")
+        was_member = await asyncio.to_thread(ended, self._setup.clock())
+        if was_member:
+            self._setup.events.write("left", client=device)
+        self._publisher.left(device)
+        return was_member
+
+    async def shut_out(self) -> None:
+        """Take devices that left off the broker's lists, once their confirmation had time to arrive."""
+        await asyncio.sleep(FAREWELL_S)
+        await asyncio.to_thread(self._setup.publish_access)
+
+    async def _departed(self, device: str) -> None:
+        state = self._conductor.state
+        self._uplink.forget(device)
+        if state.phase is Phase.COLLECTING and device in state.outstanding:
+            key = (self._setup.federation.id, state.round, state.attempt)
+            reason = "the device is no member any more"
+            await asyncio.to_thread(self._setup.store.answer, key, device, ParticipantState.DECLINED, reason)
+        await self._conductor.apply(Departed(device))

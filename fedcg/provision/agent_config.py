@@ -1,0 +1,35 @@
+"""Renders a new device's agent.toml: by the coordinator for a bundle, by the box itself when it enrols."""
+
+from __future__ import annotations
+
+import json
+from importlib.resources import files
+from string import Template
+
+CONFIG_NAME = "agent.toml"
+DATA = "data"
+_NO_RENEWAL = '# url = "https://coordinator.example:8444"'
+
+
+def render_agent_config(
+    federation: str, device: str, *, host: str, port: int, enrolment_url: str | None = None, data: str = DATA
+) -> str:
+    """The text of agent.toml.
+
+    Args:
+        federation: what the device joins.
+        device: its id.
+        host: the broker's name or address.
+        port: the broker's port.
+        enrolment_url: where the certificate is renewed; None where a person brings new certificates.
+        data: where the images are; relative to the file.
+    """
+    template = files("fedcg.provision").joinpath(f"{CONFIG_NAME}.template").read_text(encoding="utf-8")
+    return Template(template).substitute(
+        federation=federation,
+        device=device,
+        host=json.dumps(host),
+        port=port,
+        enrolment=_NO_RENEWAL if enrolment_url is None else f"url = {json.dumps(enrolment_url)}",
+        data=json.dumps(data),
+    )

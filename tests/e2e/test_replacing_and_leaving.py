@@ -1,0 +1,100 @@
+"""A broken box is replaced by another, and a box leaves for good: with a real coordinator, broker, and agents as processes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedcg.wire.enrolment import load_certificate
+from tests.stack import Stack, wait_for
+
+pytestmark = [pytest.mark.broker, pytest.mark.timeout(280)]
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """Nothing is learnt here: a round would need more devices than there are."""
+    root = tmp_path_factory.mktemp("plant")
+    made = Stack(root=root, devices=("site-1", "site-2"), min_clients=9, enrol=True, broker="mosquitto")
+    made.prepare()
+    made.start_broker()
+    made.start_coordinator()
+    made.wait_event("coordinator", lambda event: event["event"] == "link" and event["up"], "the coordinator is up")
+    yield made
+    made.stop()
+
+
+def devices(stack: Stack) -> dict[str, dict[str, Any]]:
+    listed = json.loads(stack.command("device", "list", "--dir", str(stack.home), "--json"))
+    return {device["id"]: device for device in listed}
+
+
+def welcomes(stack: Stack, device: str) -> int:
+    return sum(event["event"] == "welcomed" for event in stack.events(device))
+
+
+def test_a_new_box_takes_the_place_of_one_that_still_runs_and_that_one_is_cut_off(stack: Stack) -> None:
+    old = stack.enrol_device("site-1")
+    stack.start_agent("site-1")
+    stack.wait_event("site-1", lambda event: event["event"] == "welcomed", "the old box is welcomed")
+    old_key = devices(stack)["site-1"]["public_key"]
+    old_certificate = load_certificate((old / "tls" / "device.pem").read_bytes())
+
+    new = stack.enrol_device("site-1", "--replaces", "site-1", folder=stack.root / "new" / "site-1")
+    stack.wait_event("site-1", lambda event: event["event"] == "link" and not event["up"], "the old box loses its link")
+    stack.wait_event("coordinator", lambda event: event["event"] == "departed", "its key counts no more")
+    shown = json.loads(stack.command("device", "show", "site-1", "--dir", str(stack.home), "--json"))
+    assert shown["state"] == "enrolled"
+    assert shown["public_key"] != old_key
+    revoked = {entry["serial"] for entry in shown["certificates"] if entry["revoked_at"] is not None}
+    assert revoked == {f"{old_certificate.serial_number:x}"}
+
+    before = welcomes(stack, "site-1")
+    stack.start("new", "agent", "run", "--config", str(new / "agent.toml"))
+    wait_for(lambda: '"welcomed"' in read(new / "store" / "events.jsonl"), "the new box is welcomed", 60)
+    assert welcomes(stack, "site-1") == before
+    links = [event["up"] for event in stack.events("site-1") if event["event"] == "link"]
+    assert links[-1] is False
+    assert links.count(True) == 1
+
+
+def test_a_box_that_leaves_is_no_member_any_more_and_nothing_private_stays_on_it(stack: Stack) -> None:
+    box = stack.enrol_device("site-2")
+    stack.start_agent("site-2")
+    stack.wait_event("site-2", lambda event: event["event"] == "welcomed", "it is welcomed")
+    config = str(box / "agent.toml")
+    busy = subprocess.run(
+        [sys.executable, "-m", "fedcg", "agent", "leave", "--config", config, "--erase", "--yes"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert busy.returncode == 1
+    assert "held by another process" in busy.stderr
+    stack.running["site-2"].terminate()
+    assert stack.running.pop("site-2").wait(timeout=30) == 0
+
+    told = json.loads(stack.command("agent", "leave", "--config", config, "--erase", "--yes", "--json"))
+    assert told["confirmed"] is True
+    assert {path.name for path in box.iterdir() if path.is_file()} == {"agent.toml"}
+    assert not (box / "store").exists()
+    assert list((box / "tls").iterdir()) == []
+    assert (stack.root / "data" / "site-2" / "train").is_dir()
+    assert devices(stack)["site-2"]["state"] == "left"
+    wait_for(
+        lambda: "user site-2" not in (stack.home / "broker" / "acl").read_text(), "the broker's list forgets it", 30
+    )
+    stack.wait_event(
+        "coordinator", lambda event: event["event"] == "left" and event["client"] == "site-2", "it is written down"
+    )
+
+
+def read(path: Path) -> str:
+    return path.read_text() if path.exists() else ""

@@ -1,0 +1,72 @@
+"""The token's text, and what is signed at the first contact."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedcg.wire.enrolment import (
+    EnrolRequest,
+    Token,
+    enrolment_statement,
+    renewal_statement,
+)
+from fedcg.wire.errors import MalformedError
+
+HEX = st.integers(min_value=0, max_value=2**256 - 1).map(lambda number: f"{number:064x}")
+TOKENS = st.builds(
+    Token,
+    id=st.integers(min_value=0, max_value=2**64 - 1).map(lambda number: f"{number:016x}"),
+    secret=st.binary(min_size=32, max_size=32),
+    authority=HEX,
+    url=st.none() | st.just("https://broker.example:8444"),
+    device=st.none() | st.just("line-4"),
+)
+TOKEN = Token("0" * 16, b"s" * 32, "a" * 64, "https://127.0.0.1:8444", "line-4")
+
+
+@given(TOKENS)
+def test_a_token_is_read_back_as_it_was_written_also_with_white_space_around(token: Token) -> None:
+    assert Token.parse(f"  {token.text}\n") == token
+    assert token.text.isascii()
+    assert " " not in token.text
+
+
+@given(TOKENS, st.data())
+def test_a_mistyped_or_cut_token_is_noticed_before_anything_is_asked(token: Token, data: st.DataObject) -> None:
+    at = data.draw(st.integers(min_value=5, max_value=len(token.text) - 2))
+    other = "A" if token.text[at] != "A" else "B"
+    for damaged in (token.text[:at] + other + token.text[at + 1 :], token.text[:at]):
+        with pytest.raises(MalformedError, match="cut off or mistyped"):
+            Token.parse(damaged)
+
+
+def test_what_is_no_token_is_told_without_repeating_it() -> None:
+    for text in ("", "secret-looking", "fcg1", "x" * 5000):
+        with pytest.raises(MalformedError, match="no enrolment token") as refused:
+            Token.parse(text)
+        assert "secret-looking" not in str(refused.value)
+
+
+def test_a_secret_is_in_no_text_that_is_made_for_people() -> None:
+    assert TOKEN.secret.hex() not in repr(TOKEN)
+    assert "sss" not in repr(TOKEN)
+    request = EnrolRequest(
+        token="0" * 16, secret="5" * 64, device="a", request="x", signing_key="1" * 64, proof="2" * 128
+    )
+    assert "5" * 64 not in repr(request)
+
+
+def test_what_is_signed_holds_token_device_and_both_keys_and_no_statement_is_another() -> None:
+    statements = {
+        enrolment_statement("t", "d", "k", "s"),
+        enrolment_statement("u", "d", "k", "s"),
+        enrolment_statement("t", "e", "k", "s"),
+        enrolment_statement("t", "d", "l", "s"),
+        enrolment_statement("t", "d", "k", "r"),
+        enrolment_statement("td", "", "k", "s"),
+        renewal_statement("d", "k"),
+        renewal_statement("d", "l"),
+    }
+    assert len(statements) == 8
