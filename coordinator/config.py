@@ -10,6 +10,8 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from coordinator.errors import ConfigError
+from fedcg.wire.messages import MAX_CHUNK_BYTES
+from fedcg.wire.presets import DEFAULT_PRESET, LinkLimits, PresetName, limits_for
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -25,11 +27,25 @@ class _Section(BaseModel):
 
 
 class BrokerSettings(_Section):
-    """Where the broker is and how it is spoken to."""
+    """Where the broker is and how it is spoken to.
+
+    Attributes:
+        preset: limits of a known broker or service.
+        chunk_bytes, window_chunks, window_bytes: single limits in place of the preset's.
+    """
 
     host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
     port: Port = 8883
     protocol: Literal["auto", "5", "3.1.1"] = "auto"
+    preset: PresetName = DEFAULT_PRESET
+    chunk_bytes: Annotated[int, Field(ge=1024, le=MAX_CHUNK_BYTES)] | None = None
+    window_chunks: Annotated[int, Field(ge=1, le=256)] | None = None
+    window_bytes: Annotated[int, Field(ge=1024, le=64_000_000)] | None = None
+
+    @property
+    def limits(self) -> LinkLimits:
+        """The limits of the preset, with this section's own settings in their place."""
+        return limits_for(self.preset, self.chunk_bytes, self.window_chunks, self.window_bytes)
 
 
 class ApiSettings(_Section):
@@ -99,6 +115,10 @@ def check_api_host(host: str) -> None:
         )
 
 
+def _line(name: str, value: int | None, example: int) -> str:
+    return f"# {name} = {example}" if value is None else f"{name} = {value}"
+
+
 def render_config(config: CoordinatorConfig) -> str:
     """coordinator.toml with comments."""
     public = config.aggregation.public_data
@@ -110,6 +130,11 @@ host = "{config.broker.host}"
 port = {config.broker.port}
 # "auto" tries MQTT 5 first, then 3.1.1.
 protocol = "{config.broker.protocol}"
+# What the broker takes: "mosquitto", "aws-iot", "azure-event-grid" or "emqx".
+preset = "{config.broker.preset}"
+{_line("chunk_bytes", config.broker.chunk_bytes, 32_768)}
+{_line("window_chunks", config.broker.window_chunks, 16)}
+{_line("window_bytes", config.broker.window_bytes, 1_900_000)}
 
 [api]
 # Loopback only: the HTTP interface has no authentication.

@@ -40,6 +40,16 @@ class ArtifactStore:
         self._sync_directory()
         return name
 
+    @property
+    def root(self) -> Path:
+        """The directory."""
+        return self._root
+
+    def adopt(self, file: Path, artifact: str) -> None:
+        """Take over a file of the same file system that is durable and has the sha256 of its new name."""
+        file.replace(self.path(artifact))
+        self._sync_directory()
+
     def get(self, artifact: str) -> bytes:
         """The bytes of an artifact.
 

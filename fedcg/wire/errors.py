@@ -6,6 +6,7 @@ WireError
 ├── SignatureError       a signature that does not verify, or an unknown sender
 ├── OrderError           an old, repeated or foreign message (epoch, round, attempt, session, counter)
 ├── IntegrityError       content whose sha256 or layout is not the declared one
+├── CapacityError        a bound of our own is taken up; the other side tries again later
 └── TransportError       the link or the broker refused
 """
 
@@ -34,6 +35,10 @@ class OrderError(WireError):
 
 class IntegrityError(WireError):
     """Content whose digest or layout is not the declared one."""
+
+
+class CapacityError(WireError):
+    """A bound of our own is taken up; the other side tries again later."""
 
 
 class TransportError(WireError):
