@@ -42,7 +42,7 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Received:
-    """A complete update, durable in `file`, whose bytes have the announced sha256."""
+    """A complete update in `file`, whose bytes have the announced sha256; not durable yet."""
 
     device: str
     manifest: Manifest

@@ -23,7 +23,7 @@ SLOWNESS = 3.0  # a link is silent when it pauses so many times longer than it d
 
 @dataclass(frozen=True)
 class Downloaded:
-    """A complete, verified, durable artifact, and how it came; `kept` or `failed` must follow.
+    """A complete, verified artifact, and how it came; `kept` or `failed` must follow.
 
     Attributes:
         file: where it lies until it is taken over.

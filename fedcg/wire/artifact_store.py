@@ -46,7 +46,12 @@ class ArtifactStore:
         return self._root
 
     def adopt(self, file: Path, artifact: str) -> None:
-        """Take over a file of the same file system that is durable and has the sha256 of its new name."""
+        """Take over a file of the same file system whose content has the sha256 of its new name, durably."""
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
         file.replace(self.path(artifact))
         self._sync_directory()
 

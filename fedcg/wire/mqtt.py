@@ -78,6 +78,7 @@ class MqttTransport:
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.settimeout(0.0)
         self._wake_out.settimeout(0.0)
+        self._is_woken = False
         self._thread: threading.Thread | None = None
         self._up = False
         self._reached = False  # TCP and TLS stood, whatever the broker said then
@@ -161,6 +162,9 @@ class MqttTransport:
             self._thread.join(DRAIN_S + CLOSE_S)
 
     def _wake(self) -> None:
+        if self._is_woken:
+            return
+        self._is_woken = True
         try:
             self._wake_in.send(b"x")
         except OSError:
@@ -218,7 +222,7 @@ class MqttTransport:
             client.tls_set_context(context)
         if self._will is not None:
             client.will_set(self._will.topic, self._will.payload, qos=1, retain=self._will.retain)
-        client.on_socket_open = _send_at_once
+        client.on_socket_open = send_at_once
         client.on_connect = self._connected
         client.on_subscribe = self._subscribed
         client.on_publish = self._published
@@ -246,6 +250,7 @@ class MqttTransport:
         ready = dict(poll.poll(0 if _buffered(sock) else wait_ms))
         if self._wake_out.fileno() in ready:
             self._wake_out.recv(65_536)
+            self._is_woken = False  # before the queue is looked at: who comes later wakes again
         status = OK
         if ready.get(sock.fileno(), 0) & ~select.POLLOUT or _buffered(sock):
             status = client.loop_read()
@@ -351,7 +356,7 @@ def _ignore(_: object) -> None:
     """A callback of nobody."""
 
 
-def _send_at_once(_client: Any, _data: Any, sock: Any) -> None:
+def send_at_once(_client: Any, _data: Any, sock: Any) -> None:
     """Turn off Nagle's algorithm: a grant that waits for a delayed ACK stalls a whole window."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 

@@ -1,14 +1,14 @@
 """Artifacts that are half here, on disk: what a process received before it was killed is not fetched again.
 
-A transfer has two files: `<name>.part` with every chunk at its place, and `<name>.journal` with a head (artifact, size,
-chunk size) and one record per chunk (index, the chunk's own hash). Nothing is fsynced on the way, and no order of writing
-is relied on: whoever opens the files again reads every recorded chunk and believes it only when its hash fits, so a torn or
-altered file costs its bad chunks and no others. The sha256 of the whole is always checked before `finish` hands it over.
+A transfer is one file, `<name>.part`: every chunk at its place, and behind them the journal, a head (artifact, size, chunk
+size) and one record per chunk (index, the chunk's own hash). Nothing is fsynced on the way, and no order of writing is relied
+on: whoever opens the file again reads every recorded chunk and believes it only when its hash fits, so a torn or altered file
+costs its bad chunks and no others. The sha256 of the whole is always checked before `finish` cuts the journal off and hands
+the file over.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import re
@@ -34,11 +34,10 @@ _NAME = re.compile(r"(?:[a-z0-9][a-z0-9-]{0,62}@)?[0-9a-f]{64}")
 
 
 class PartialFile:
-    """The two files of one transfer. Opening them finds what is there already (`present`).
+    """The file of one transfer. Opening it finds what is there already (`present`).
 
     Args:
-        data: path of the part file; made when it is missing.
-        journal: path of the journal; one of another transfer is replaced.
+        path: of the file; made when it is missing, one of another transfer is replaced.
         ref: the announced artifact; the caller has checked that its size is acceptable.
 
     Attributes:
@@ -46,21 +45,17 @@ class PartialFile:
         damaged: recorded chunks whose hashes do not fit any more.
     """
 
-    def __init__(self, data: Path, journal: Path, ref: ArtifactRef) -> None:
+    def __init__(self, path: Path, ref: ArtifactRef) -> None:
         self.ref = ref
         self.present: list[int] = []
         self.damaged = 0
-        self._data_path, self._journal_path = data, journal
+        self._path = path
         self._head = _sealed(_HEAD.pack(MAGIC, bytes.fromhex(ref.id), ref.size, ref.chunk_bytes))
         self._digest = hashlib.sha256()
         self._hashed = 0  # chunks, from the first one on, that are in the digest
         self._have = bytearray(ref.chunks)
-        self._data = os.open(data, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            self._journal = os.open(journal, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except BaseException:
-            os.close(self._data)
-            raise
+        self._end = ref.size  # of the journal
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             self._recover()
         except BaseException:
@@ -69,17 +64,17 @@ class PartialFile:
 
     def write(self, chunk: Chunk) -> None:
         """Keep a chunk that belongs to the artifact and is not here yet."""
-        _write_all(self._data, chunk.data, chunk.index * self.ref.chunk_bytes)
+        _write_all(self._file, chunk.data, chunk.index * self.ref.chunk_bytes)
         check = chunk.check or chunk_check(chunk.artifact, chunk.index, chunk.data)
-        _write_all(self._journal, _sealed(_RECORD.pack(chunk.index, check)), self._journal_end)
-        self._journal_end += RECORD_BYTES
+        _write_all(self._file, _sealed(_RECORD.pack(chunk.index, check)), self._end)
+        self._end += RECORD_BYTES
         self._have[chunk.index] = 1
         if chunk.index == self._hashed:
             self._digest.update(chunk.data)
             self._hashed += 1
 
     def finish(self) -> Path:
-        """Check the whole, make it durable and return where it lies; the files are closed.
+        """Check the whole and return where it lies; the file is closed. Making it durable is left to who takes it over.
 
         Raises:
             IntegrityError: it does not have the announced sha256; all of it is forgotten.
@@ -92,29 +87,30 @@ class PartialFile:
             raise IntegrityError(
                 f"the chunks of artifact {self.ref.id} don't have its sha256; it must be fetched again"
             )
-        os.fsync(self._data)
+        os.ftruncate(self._file, self.ref.size)
         self.close()
-        return self._data_path
+        return self._path
 
     def close(self) -> None:
-        """Let go of the files; they stay."""
-        for descriptor in (self._data, self._journal):
-            if descriptor >= 0:
-                os.close(descriptor)
-        self._data = self._journal = -1
+        """Let go of the file; it stays."""
+        if self._file >= 0:
+            os.close(self._file)
+        self._file = -1
 
     def _recover(self) -> None:
-        size, recorded = os.fstat(self._data).st_size, os.fstat(self._journal).st_size
-        if size != self.ref.size or os.pread(self._journal, HEAD_BYTES, 0) != self._head:
+        size = os.fstat(self._file).st_size
+        if size == self.ref.size and self._is_whole():
+            return
+        if os.pread(self._file, HEAD_BYTES, self.ref.size) != self._head:
             self._start_again()
             return
-        records = (recorded - HEAD_BYTES) // RECORD_BYTES  # a torn last record is written over
+        begin = self.ref.size + HEAD_BYTES
+        records = (size - begin) // RECORD_BYTES  # a torn last record is written over
         checks: dict[int, bytes] = {}
         for start in range(0, records, 4096):
             wanted = min(4096, records - start) * RECORD_BYTES
-            block = os.pread(self._journal, wanted, HEAD_BYTES + start * RECORD_BYTES)
-            checks.update(_records(block, self.ref.chunks))
-        self._journal_end = HEAD_BYTES + records * RECORD_BYTES
+            checks.update(_records(os.pread(self._file, wanted, begin + start * RECORD_BYTES), self.ref.chunks))
+        self._end = begin + records * RECORD_BYTES
         for index in sorted(checks):
             data = self._read(index)
             if chunk_check(self.ref.id, index, data) != checks[index]:
@@ -125,20 +121,27 @@ class PartialFile:
             if index == self._hashed:
                 self._digest.update(data)
                 self._hashed += 1
-        for path in (self._data_path, self._journal_path):
-            os.utime(path)  # what is worked on does not expire
+        os.utime(self._file)  # what is worked on does not expire
+
+    def _is_whole(self) -> bool:
+        """Whether the file was finished and not taken over."""
+        for index in range(self.ref.chunks):
+            self._digest.update(self._read(index))
+        if self._digest.hexdigest() != self.ref.id:
+            return False
+        self._hashed = self.ref.chunks
+        self.present = list(range(self.ref.chunks))
+        return True
 
     def _start_again(self) -> None:
         self._digest, self._hashed = hashlib.sha256(), 0
         self._have = bytearray(self.ref.chunks)
-        os.ftruncate(self._journal, 0)
-        os.ftruncate(self._data, 0)
-        os.ftruncate(self._data, self.ref.size)  # sparse: takes no room yet
-        _write_all(self._journal, self._head, 0)
-        self._journal_end = HEAD_BYTES
+        os.ftruncate(self._file, 0)
+        _write_all(self._file, self._head, self.ref.size)  # sparse: what is in front takes no room yet
+        self._end = self.ref.size + HEAD_BYTES
 
     def _read(self, index: int) -> bytes:
-        return os.pread(self._data, chunk_length(self.ref, index), index * self.ref.chunk_bytes)
+        return os.pread(self._file, chunk_length(self.ref, index), index * self.ref.chunk_bytes)
 
 
 class DurableReceiver:
@@ -199,7 +202,7 @@ class DurableReceiver:
         return self._grants.next_need(now, room)
 
     def finish(self) -> Path:
-        """The file with the whole artifact: verified, durable, closed; adopt it, or leave it to be discarded.
+        """The file with the whole artifact: verified and closed; adopt it, or leave it to be discarded.
 
         Raises:
             MalformedError: not complete yet.
@@ -214,7 +217,7 @@ class DurableReceiver:
             raise
 
     def close(self) -> None:
-        """Let go of the files; what came stays on disk."""
+        """Let go of the file; what came stays on disk."""
         self._file.close()
 
 
@@ -243,38 +246,41 @@ class Partials:
         self._expire_s = expire_s
         self._clock = clock
         self._open: set[str] = set()
+        self._kept: dict[str, int] | None = None  # size by name, the oldest first; read from the folder once
 
     def open(self, ref: ArtifactRef, owner: str = "") -> PartialFile:
-        """The files of a transfer, those that an earlier process left if there are any.
+        """The file of a transfer, the one that an earlier process left if there is one.
 
         Args:
             ref: the announced artifact.
-            owner: who sends it; transfers of different owners never share files.
+            owner: who sends it; transfers of different owners never share a file.
 
         Raises:
             CapacityError: the bounds are taken up by transfers that are under way.
             OSError: the disk is full or broken.
         """
         name = _name(ref.id, owner)
-        self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._make_room(name, ref.size)
-        file = PartialFile(self._root / f"{name}.part", self._root / f"{name}.journal", ref)
+        file = PartialFile(self._part(name), ref)
         self._open.add(name)
+        kept = self._known()
+        kept.pop(name, None)
+        kept[name] = ref.size
         return file
 
     def release(self, artifact: str, owner: str = "") -> None:
-        """Nobody works on a transfer any more; its files stay for later."""
+        """Nobody works on a transfer any more; its file stays for later."""
         self._open.discard(_name(artifact, owner))
 
     def discard(self, artifact: str, owner: str = "") -> None:
-        """Forget a transfer and its files."""
+        """Forget a transfer and its file."""
         self.release(artifact, owner)
         self._delete(_name(artifact, owner))
 
     def clear(self) -> None:
         """Forget all transfers."""
         self._open.clear()
-        for name in list(self._names()):
+        for name in list(self._known()):
             self._delete(name)
 
     def collect(self) -> None:
@@ -283,37 +289,41 @@ class Partials:
             return
         oldest = self._clock() - self._expire_s
         for path in list(self._root.iterdir()):
-            paired = path.with_suffix(".journal" if path.suffix == ".part" else ".part").exists()
-            is_ours = path.suffix in (".part", ".journal") and _NAME.fullmatch(path.stem) is not None
-            if path.stem not in self._open and (not is_ours or not paired or path.stat().st_mtime < oldest):
+            is_ours = path.suffix == ".part" and _NAME.fullmatch(path.stem) is not None
+            if path.stem not in self._open and (not is_ours or path.stat().st_mtime < oldest):
                 path.unlink(missing_ok=True)
+        self._kept = None
 
     def _make_room(self, name: str, size: int) -> None:
-        kept = {other: self._part(other).stat() for other in self._names() if other != name}
-        for other in sorted(kept, key=lambda other: kept[other].st_mtime):
-            if len(kept) < self._max_files and sum(stat.st_size for stat in kept.values()) + size <= self._max_bytes:
+        kept = self._known()
+        others = len(kept) - (name in kept)
+        taken = sum(kept.values()) - kept.get(name, 0)
+        for other in list(kept):
+            if others < self._max_files and taken + size <= self._max_bytes:
                 return
-            if other not in self._open:
+            if other != name and other not in self._open:
+                others, taken = others - 1, taken - kept[other]
                 self._delete(other)
-                del kept[other]
-        if len(kept) >= self._max_files or sum(stat.st_size for stat in kept.values()) + size > self._max_bytes:
+        if others >= self._max_files or taken + size > self._max_bytes:
             raise CapacityError(
-                f"{len(kept)} transfers are under way; another one of {size} bytes has to wait "
+                f"{others} transfers are under way; another one of {size} bytes has to wait "
                 f"(bounds: {self._max_files} transfers, {self._max_bytes} bytes)"
             )
 
-    def _names(self) -> Iterator[str]:
-        for path in self._root.glob("*.part"):
-            if _NAME.fullmatch(path.stem):
-                yield path.stem
+    def _known(self) -> dict[str, int]:
+        if self._kept is None:
+            self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            found = [(path, path.stat()) for path in self._root.glob("*.part") if _NAME.fullmatch(path.stem)]
+            found.sort(key=lambda entry: entry[1].st_mtime)
+            self._kept = {path.stem: stat.st_size for path, stat in found}
+        return self._kept
+
+    def _delete(self, name: str) -> None:
+        self._known().pop(name, None)
+        self._part(name).unlink(missing_ok=True)
 
     def _part(self, name: str) -> Path:
         return self._root / f"{name}.part"
-
-    def _delete(self, name: str) -> None:
-        for suffix in (".journal", ".part"):
-            with contextlib.suppress(FileNotFoundError):
-                (self._root / f"{name}{suffix}").unlink()
 
 
 def _name(artifact: str, owner: str) -> str:

@@ -49,12 +49,17 @@ def file_ref(path: Path, chunk_bytes: int) -> ArtifactRef:
 
 
 class ChunkFile:
-    """An artifact on disk as a source of chunk frames; the file is opened for each read, so it may go at any time."""
+    """An artifact on disk as a source of chunk frames; opened at the first one, after that its name may go."""
 
     def __init__(self, path: Path, ref: ArtifactRef) -> None:
         self.path = path
         self.ref = ref
         self._checks: dict[int, bytes] = {}
+        self._file = -1
+
+    def __del__(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
 
     def frame(self, index: int) -> bytes:
         """The frame of one chunk.
@@ -63,12 +68,10 @@ class ChunkFile:
             OSError: the file is gone or can't be read.
             IntegrityError: it is shorter than it was.
         """
+        if self._file < 0:
+            self._file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         length = chunk_length(self.ref, index)
-        descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            data = os.pread(descriptor, length, index * self.ref.chunk_bytes)
-        finally:
-            os.close(descriptor)
+        data = os.pread(self._file, length, index * self.ref.chunk_bytes)
         if len(data) != length:
             raise IntegrityError(f"{self.path} has become shorter than the artifact that it holds")
         check = self._checks.get(index)

@@ -40,8 +40,8 @@ def part(root: Path) -> Path:
     return root / f"{REF.id}.part"
 
 
-def journal(root: Path) -> Path:
-    return root / f"{REF.id}.journal"
+def journal_bytes(root: Path) -> int:
+    return part(root).stat().st_size - len(DATA)
 
 
 def completed(root: Path, expected_missing: set[int]) -> None:
@@ -82,7 +82,7 @@ def test_an_altered_byte_costs_its_chunk_and_no_other(tmp_path: Path, position: 
 @pytest.mark.parametrize("cut_off", range(RECORD_BYTES + 1))
 def test_a_torn_last_record_costs_its_chunk_and_the_next_process_goes_on(tmp_path: Path, cut_off: int) -> None:
     begun(tmp_path, (0, 1, 5))
-    os.truncate(journal(tmp_path), HEAD_BYTES + 3 * RECORD_BYTES - cut_off)
+    os.truncate(part(tmp_path), len(DATA) + HEAD_BYTES + 3 * RECORD_BYTES - cut_off)
     missing = {2, 3, 4, 6, 7, 8, 9} | ({5} if cut_off else set())
     begun(tmp_path, (2,))  # written over the torn record
     completed(tmp_path, missing - {2})
@@ -90,26 +90,32 @@ def test_a_torn_last_record_costs_its_chunk_and_the_next_process_goes_on(tmp_pat
 
 def test_an_altered_record_costs_its_chunk_and_no_other(tmp_path: Path) -> None:
     begun(tmp_path, (0, 1, 5))
-    altered = bytearray(journal(tmp_path).read_bytes())
-    altered[HEAD_BYTES + RECORD_BYTES + 6] ^= 1
-    journal(tmp_path).write_bytes(altered)
+    altered = bytearray(part(tmp_path).read_bytes())
+    altered[len(DATA) + HEAD_BYTES + RECORD_BYTES + 6] ^= 1
+    part(tmp_path).write_bytes(altered)
     completed(tmp_path, {1, 2, 3, 4, 6, 7, 8, 9})
 
 
-@pytest.mark.parametrize("wreck", ["no journal", "no data", "short data", "foreign journal", "empty journal"])
-def test_files_that_do_not_belong_together_start_again(tmp_path: Path, wreck: str) -> None:
+@pytest.mark.parametrize("wreck", ["no journal", "empty", "short", "foreign journal", "torn head"])
+def test_a_file_without_a_journal_of_this_transfer_starts_again(tmp_path: Path, wreck: str) -> None:
     begun(tmp_path, (0, 1, 5))
-    if wreck == "no journal":
-        journal(tmp_path).unlink()
-    elif wreck == "no data":
-        part(tmp_path).unlink()
-    elif wreck == "short data":
-        os.truncate(part(tmp_path), 100)
-    elif wreck == "foreign journal":
-        journal(tmp_path).write_bytes(random.Random(2).randbytes(500))
-    else:
-        journal(tmp_path).write_bytes(b"")
+    whole = part(tmp_path).read_bytes()
+    part(tmp_path).write_bytes(
+        {
+            "no journal": whole[: len(DATA)],
+            "empty": b"",
+            "short": whole[:100],
+            "foreign journal": whole[: len(DATA)] + random.Random(2).randbytes(500),
+            "torn head": whole[: len(DATA) + 20],
+        }[wreck]
+    )
     completed(tmp_path, set(range(10)))
+
+
+def test_a_process_killed_after_the_journal_was_cut_off_needs_nothing_more(tmp_path: Path) -> None:
+    begun(tmp_path, tuple(range(10)))
+    assert DurableReceiver(partials(tmp_path).open(REF)).finish().read_bytes() == DATA
+    completed(tmp_path, set())
 
 
 def test_another_chunk_size_starts_again(tmp_path: Path) -> None:
@@ -147,7 +153,7 @@ def test_a_chunk_that_the_artifact_cannot_have_touches_no_file(tmp_path: Path) -
         with pytest.raises(MalformedError):
             receiver.feed(chunk, 0.0)
     assert not receiver.feed(Chunk("f" * 64, 0, bytes(256)), 0.0)
-    assert journal(tmp_path).stat().st_size == HEAD_BYTES
+    assert journal_bytes(tmp_path) == HEAD_BYTES
 
 
 def test_a_repeated_chunk_is_counted_and_written_once(tmp_path: Path) -> None:
@@ -155,7 +161,7 @@ def test_a_repeated_chunk_is_counted_and_written_once(tmp_path: Path) -> None:
     assert receiver.feed(CHUNKS[0], 0.0)
     assert not receiver.feed(CHUNKS[0], 0.0)
     assert (receiver.fresh, receiver.repeated) == (1, 1)
-    assert journal(tmp_path).stat().st_size == HEAD_BYTES + RECORD_BYTES
+    assert journal_bytes(tmp_path) == HEAD_BYTES + RECORD_BYTES
 
 
 def test_the_part_file_takes_room_only_for_what_came(tmp_path: Path) -> None:
@@ -215,7 +221,6 @@ def test_what_expired_and_what_belongs_to_nothing_is_collected(tmp_path: Path) -
     folder.release(named(1).id)
     folder.release(named(2).id)
     (tmp_path / "stray").write_bytes(b"x")
-    (tmp_path / f"{9:064x}.journal").write_bytes(b"x")
     folder.collect()
     assert {path.stem for path in tmp_path.iterdir()} == {f"{number:064x}" for number in (0, 2)}
     Partials(tmp_path / "never made", 1, 1).collect()
@@ -257,7 +262,7 @@ def test_any_order_loss_repetition_restart_and_damage_ends_with_the_same_bytes(
                 break
             if rng.random() < restarts:
                 receiver.close()
-                lost = wreck(root / f"{ref.id}.part", root / f"{ref.id}.journal", ref, rng) if damages else None
+                lost = wreck(root / f"{ref.id}.part", ref, rng) if damages else None
                 damages -= lost is not None and damages > 0
                 receiver = DurableReceiver(partials(root).open(ref), Window(chunks=window))
                 kept = held if lost is None else held - lost
@@ -274,20 +279,20 @@ def test_any_order_loss_repetition_restart_and_damage_ends_with_the_same_bytes(
         assert sha256(receiver.finish().read_bytes()).hexdigest() == ref.id
 
 
-def wreck(data: Path, book: Path, ref: ArtifactRef, rng: random.Random) -> set[int] | None:
-    """Do to the files what a power cut may do; returns the chunks that may be gone, or None for an orderly restart."""
+def wreck(file: Path, ref: ArtifactRef, rng: random.Random) -> set[int] | None:
+    """Do to the file what a power cut may do; returns the chunks that may be gone, or None for an orderly restart."""
     everything = set(range(ref.chunks))
     kind = rng.choice(("none", "none", "zeroed", "torn", "short"))
     if kind == "zeroed":
         index = rng.randrange(ref.chunks)
-        with data.open("r+b") as file:
-            file.seek(index * ref.chunk_bytes)
-            file.write(bytes(min(ref.chunk_bytes, ref.size - index * ref.chunk_bytes)))
+        with file.open("r+b") as opened:
+            opened.seek(index * ref.chunk_bytes)
+            opened.write(bytes(min(ref.chunk_bytes, ref.size - index * ref.chunk_bytes)))
         return {index}
     if kind == "torn":
-        os.truncate(book, max(0, book.stat().st_size - rng.randrange(2 * RECORD_BYTES)))
+        os.truncate(file, max(0, file.stat().st_size - rng.randrange(2 * RECORD_BYTES)))
         return everything
     if kind == "short":
-        os.truncate(data, rng.randrange(ref.size))
+        os.truncate(file, rng.randrange(ref.size))
         return everything
     return None
