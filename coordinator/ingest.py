@@ -22,6 +22,7 @@ from fedcg.wire.messages import (
     AnyMessage,
     Decline,
     DeviceStatus,
+    Heartbeat,
     Hello,
     Manifest,
     Need,
@@ -40,7 +41,7 @@ class FromDevice:
     """A message of a device that passed every check."""
 
     device: str
-    message: Hello | DeviceStatus | Accept | Decline | Manifest | Need
+    message: Hello | DeviceStatus | Heartbeat | Accept | Decline | Manifest | Need
 
 
 @dataclass
@@ -134,7 +135,7 @@ class Ingest:
         if isinstance(message, Hello):
             if PROTOCOL_VERSION not in message.versions:
                 raise MalformedError(f"the device speaks protocol versions {message.versions}, not {PROTOCOL_VERSION}")
-        elif isinstance(message, Accept | Decline | Manifest | Need):
+        elif isinstance(message, Heartbeat | Accept | Decline | Manifest | Need):
             self._sessions.admit(parsed.device, message)
         elif not isinstance(message, DeviceStatus):
             raise MalformedError(f"a {message.kind} message is not for the coordinator")

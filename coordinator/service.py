@@ -29,6 +29,7 @@ from coordinator.inbox import Inbox
 from coordinator.ingest import FromDevice, Ingest, Sessions
 from coordinator.intake import IntakeEvent, IntakeFailed
 from coordinator.library import Library
+from coordinator.presence import Presence
 from coordinator.publishing import Publisher, status_will
 from coordinator.records import ParticipantState
 from coordinator.rounds import (
@@ -46,7 +47,7 @@ from coordinator.uplink import Checked, Uplink
 from coordinator.uploads import Grant, Received
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.errors import IntegrityError
-from fedcg.wire.messages import Accept, Decline, DeviceStatus, Hello, Manifest, Need
+from fedcg.wire.messages import Accept, Decline, DeviceStatus, Heartbeat, Hello, Manifest, Need
 from fedcg.wire.topics import TopicKind, Topics
 from fedcg.wire.transport import Delivery
 
@@ -99,6 +100,7 @@ class Service:
         self._conductor.use_uplink(self._uplink)
         self._topics = topics
         self._worker_pid: int | None = None
+        self._presence = Presence()
         self._accepted: set[tuple[str, int, int]] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._link_up = False
@@ -209,10 +211,10 @@ class Service:
 
     async def _message(self, incoming: FromDevice) -> None:
         device, message = incoming.device, incoming.message
+        self._presence.heard(device, time.monotonic())
         if isinstance(message, DeviceStatus):
             if not message.online and device in self.state.online:
-                self._events.write("offline", client=device)
-                await self._conductor.apply(WentOffline(device))
+                await self._went_offline(device, "it said goodbye, or its will did")
         elif isinstance(message, Hello):
             await self._hello(device, message)
         else:
@@ -220,7 +222,7 @@ class Service:
                 await self._came_online(device)
             await self._in_session(device, message)
 
-    async def _in_session(self, device: str, message: Accept | Decline | Manifest | Need) -> None:
+    async def _in_session(self, device: str, message: Heartbeat | Accept | Decline | Manifest | Need) -> None:
         if isinstance(message, Accept):
             await self._answered(device, message, ParticipantState.ACCEPTED, "")
         elif isinstance(message, Decline):
@@ -229,7 +231,7 @@ class Service:
             ended = await self._uplink.manifest(device, message)
             if ended is not None:
                 await self._conductor.apply(ended)
-        elif self._library.allows(message.artifact):
+        elif isinstance(message, Need) and self._library.allows(message.artifact):
             source = self._library.known(message.artifact)
             if source is None:
                 self._spawn(self._serve(device, message))
@@ -242,7 +244,12 @@ class Service:
         now = self._setup.clock()
         await asyncio.to_thread(self._setup.store.saw_device, device, hello.agent, now)
         self._publisher.welcome(device, hello.nonce, nonce, now)
+        self._presence.expect(device, hello.heartbeat_s, time.monotonic())
         await self._came_online(device)
+
+    async def _went_offline(self, device: str, reason: str) -> None:
+        self._events.write("offline", client=device, reason=reason)
+        await self._conductor.apply(WentOffline(device))
 
     async def _came_online(self, device: str) -> None:
         if device not in self.state.online:
@@ -288,6 +295,7 @@ class Service:
         self._events.write("link", up=change.up)
         if not change.up:
             return
+        self._presence.pardon(time.monotonic())
         self._library.change_chunk_bytes(self._publisher.chunk_bytes)
         self._publisher.status(online=True)
         await self._conductor.announce()
@@ -299,6 +307,7 @@ class Service:
         if self._link_up and not self._conductor.is_announced:
             await self._conductor.announce()  # the queue was full: a lost offer would cost the round
         now = time.monotonic()
+        await self._miss_silent(now)
         if now - self._invited_at >= REINVITE_S:
             self._reinvite()
         if self.state.phase is not Phase.FINISHED:
@@ -307,6 +316,16 @@ class Service:
         since = now - self._finished_at
         if since >= LEAVE_AT_LATEST_S or (since >= LEAVE_AFTER_S and not self.state.online):
             self.finished_and_left.set()
+
+    async def _miss_silent(self, now: float) -> None:
+        """Count devices as offline that died without a will: together with their broker, for example."""
+        if not self._link_up:
+            return
+        for device in self.state.online:
+            self._presence.heard(device, self._uplink.intake.heard_at(device))
+        for device in self._presence.silent(now):
+            if device in self.state.online:
+                await self._went_offline(device, "it missed its heartbeats")
 
     def _reinvite(self) -> None:
         """Invite again who has not answered: an invite may be lost with the link."""

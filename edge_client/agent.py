@@ -55,7 +55,7 @@ from edge_client.trainer_process import (
 from fedcg.event_log import EventLog
 from fedcg.wire.channel import BroadcastOrder
 from fedcg.wire.errors import WireError
-from fedcg.wire.messages import COORDINATOR, Need
+from fedcg.wire.messages import COORDINATOR, Heartbeat, Need
 from fedcg.wire.signing import SigningKey, VerifyKey
 from fedcg.wire.transport import Delivery, Transport
 
@@ -120,7 +120,10 @@ class Agent:
         self._stopping = False
         self._trainer = make_trainer(self._inbox.put)
         self._order = BroadcastOrder(store.seen())
-        self._handshake = Handshake(config.federation, config.device, version("fedcg-edge"))
+        self._handshake = Handshake(
+            config.federation, config.device, version("fedcg-edge"), heartbeat_s=config.broker.keepalive_s
+        )
+        self._beat_at = float("-inf")
         limits = config.broker.limits
         self._downloads = Downloads(store.partials, limits.window)
         self._outgoing = Outgoing(
@@ -197,6 +200,7 @@ class Agent:
             self._keep_completed()
             self._handle(Sending() if self._outgoing.is_sending else Tick())
             self._ask()
+            self._beat()
         except Exception as error:  # noqa: BLE001 - a run loop: logged with context, and the agent stays up
             _log.exception("the agent of %s failed at %s", self._config.device, type(item).__name__)
             self._events.write("agent_error", detail=f"{type(error).__name__}: {error}")
@@ -369,6 +373,15 @@ class Agent:
             )
         if self._downloads.is_silent(now):
             self._handle(DownloadSilent())
+
+    def _beat(self) -> None:
+        """Be heard now and then: a will is lost when a broker dies with this device."""
+        now = self._clock()
+        if self._handshake.is_open and now - self._beat_at >= self._config.broker.keepalive_s:
+            self._beat_at = now
+            self._outgoing.send(
+                Heartbeat(federation=self._config.federation, sender=self._config.device, recipient=COORDINATOR)
+            )
 
     def _restored(self) -> SessionState:
         generation, problems = self._store.generations.current()

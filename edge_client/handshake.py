@@ -25,11 +25,18 @@ class Handshake:
         device: this device's id.
         agent: program version for the hello.
         make_nonce: 32 hex digits of randomness.
+        heartbeat_s: this device promises that it is never silent for longer.
     """
 
     def __init__(
-        self, federation: str, device: str, agent: str, make_nonce: Callable[[], str] = lambda: secrets.token_hex(16)
+        self,
+        federation: str,
+        device: str,
+        agent: str,
+        make_nonce: Callable[[], str] = lambda: secrets.token_hex(16),
+        heartbeat_s: int | None = None,
     ) -> None:
+        self._heartbeat_s = heartbeat_s
         self._federation = federation
         self._device = device
         self._agent = agent
@@ -61,6 +68,7 @@ class Handshake:
             nonce=self._nonce,
             versions=(PROTOCOL_VERSION,),
             agent=self._agent,
+            heartbeat_s=self._heartbeat_s,
         )
 
     def welcome(self, message: Welcome) -> None:

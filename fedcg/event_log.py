@@ -5,18 +5,18 @@ coordinator and its worker that in the coordinator's directory.
 
 Agent:
   agent_started {pid, device, federation, cohort_secret}   link {up}   welcomed {epoch}   offer {round, attempt}
-  invited / accepted / declined {round, attempt, reason}   artifact_stored {artifact, bytes, what, round, seconds}
+  invited / accepted / declined {round, attempt, reason}   artifact_stored {artifact, bytes, what, round, seconds, resumed, received, repeated}
   trainer_started / trainer_died {pid, exit_code}          phase_started {phase, round, attempt, pid}
   progress {phase, step, steps, round, attempt, pid}       committed {round, attempt, pid, ...accuracies, update_bytes}
   round_failed {round, attempt, reason, detail}            manifest {round, attempt, artifact}
-  receipt {round, attempt, artifact, outcome, reason}      finalised {candidate, model_dir, ...accuracies}
+  receipt {round, attempt, artifact, outcome, reason, chunks_sent}   finalised {candidate, model_dir, ...accuracies}
   refused {what, detail}                                   agent_stopped {pid}
   images_skipped {count, images}
 
 Coordinator:
-  started {epoch}   stopped   link {up}   online / offline {client}   accepted / declined {client, round, attempt}
+  started {epoch}   stopped   link {up}   online {client}   offline {client, reason}   accepted / declined {client, round, attempt}
   attempt_opened {round, attempt, participants, aggregate}   attempt_resumed / attempt_failed   paused {reason}
-  update_stored {client, artifact, size, seconds}   update_refused {outcome, reason}
+  update_stored {client, artifact, size, seconds, resumed, received, repeated}   update_refused {outcome, reason}
   worker_ready / worker_died {pid}   phase_started {phase, pid}   aggregate_step {phase, step, steps, pid}   teacher_done
   distilling {clients}   aggregate_stored {artifact, size}   finished {round, attempt, aggregate}
 """

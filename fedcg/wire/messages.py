@@ -111,12 +111,19 @@ class DeviceStatus(_Message):
 
 
 class Hello(_Message):
-    """A device opens a session."""
+    """A device opens a session; `heartbeat_s` promises that it is never silent for longer."""
 
     kind: Literal["hello"] = "hello"
     nonce: Nonce
     versions: Annotated[tuple[int, ...], Field(min_length=1, max_length=8)]
     agent: Annotated[str, Field(pattern=r"^[A-Za-z0-9.+-]{1,32}$")]
+    heartbeat_s: Annotated[int, Field(ge=1, le=86_400)] | None = None
+
+
+class Heartbeat(_Message):
+    """The device is there; sent when it promised to say something and had nothing to say."""
+
+    kind: Literal["heartbeat"] = "heartbeat"
 
 
 class Welcome(_Message):
@@ -181,6 +188,7 @@ Message = Annotated[
         CoordinatorStatus,
         DeviceStatus,
         Hello,
+        Heartbeat,
         Welcome,
         Invite,
         Accept,
@@ -197,6 +205,7 @@ AnyMessage = (
     | CoordinatorStatus
     | DeviceStatus
     | Hello
+    | Heartbeat
     | Welcome
     | Invite
     | Accept
