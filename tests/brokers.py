@@ -72,6 +72,7 @@ class RunningMosquitto:
     folder: Path
     acl: str
     max_packet_size: int = 2_000_000
+    extra: tuple[str, ...] = ()
     port: int = field(default_factory=free_port)
     _process: subprocess.Popen[bytes] | None = None
 
@@ -92,6 +93,7 @@ class RunningMosquitto:
             f"acl_file {self.folder / 'acl'}",
             f"max_packet_size {self.max_packet_size}",
             "set_tcp_nodelay true",
+            *self.extra,
         ]
         if os.geteuid() == 0:
             lines.append("user root")  # else it drops to user mosquitto, who can't read our 0600 keys

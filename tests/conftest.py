@@ -40,8 +40,11 @@ def mosquitto_factory(pki: Pki, tmp_path_factory: pytest.TempPathFactory) -> Ite
         pytest.skip(why)
     started: list[RunningMosquitto] = []
 
-    def start(acl: str, *, folder: Path | None = None, max_packet_size: int = 2_000_000) -> RunningMosquitto:
-        broker = RunningMosquitto(found, pki, folder or tmp_path_factory.mktemp("mosquitto"), acl, max_packet_size)
+    def start(
+        acl: str, *, folder: Path | None = None, max_packet_size: int = 2_000_000, extra: tuple[str, ...] = ()
+    ) -> RunningMosquitto:
+        place = folder or tmp_path_factory.mktemp("mosquitto")
+        broker = RunningMosquitto(found, pki, place, acl, max_packet_size, extra)
         started.append(broker)
         broker.start()
         return broker
