@@ -52,7 +52,9 @@ def render_agent_config(home: Home, federation: str, device: str) -> str:
     """The text of agent.toml."""
     broker = home.config().broker
     template = files("coordinator.provision").joinpath(f"{CONFIG_NAME}.template").read_text(encoding="utf-8")
-    return Template(template).substitute(federation=federation, device=device, host=broker.host, port=broker.port)
+    return Template(template).substitute(
+        federation=federation, device=device, host=broker.host, port=broker.port, preset=broker.preset
+    )
 
 
 def _move_private(source: Path, target: Path, mode: int) -> None:

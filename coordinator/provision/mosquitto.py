@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from string import Template
@@ -17,13 +18,41 @@ CONFIG_NAME = "mosquitto.conf"
 NOBODY = "# No federation yet: nobody may read or write anything.\n"
 
 
-def mosquitto_config(home: Home, *, acl: Path, persistence: Path, as_root: bool) -> str:
+@dataclass(frozen=True)
+class QueueLimits:
+    """What the broker takes and keeps per session; `fedcg.wire.presets` stays well inside.
+
+    Attributes:
+        packet_bytes: largest packet.
+        in_flight: QoS 1 messages sent and not acknowledged.
+        messages, bytes: queued for a session that is slow or away; what comes on top is dropped.
+    """
+
+    packet_bytes: int = 2_000_000
+    in_flight: int = 20
+    messages: int = 1000
+    bytes: int = 64_000_000
+
+    def lines(self) -> list[str]:
+        """As Mosquitto spells it."""
+        return [
+            f"max_packet_size {self.packet_bytes}",
+            f"max_inflight_messages {self.in_flight}",
+            f"max_queued_messages {self.messages}",
+            f"max_queued_bytes {self.bytes}",
+        ]
+
+
+def mosquitto_config(
+    home: Home, *, acl: Path, persistence: Path, as_root: bool, limits: QueueLimits | None = None
+) -> str:
     """The text of mosquitto.conf.
 
     Args:
         home: whose certificates and port to use.
         acl: path of the access list.
         persistence: directory for the broker's database.
+        limits: of the queues; the default fits the preset "mosquitto".
         as_root: keep the superuser's rights; else Mosquitto started as root drops to a user that can't read the keys.
 
     Raises:
@@ -40,6 +69,7 @@ def mosquitto_config(home: Home, *, acl: Path, persistence: Path, as_root: bool)
         key=server.key.resolve(),
         acl=acl.resolve(),
         persistence=persistence.resolve(),
+        limits="\n".join((limits or QueueLimits()).lines()),
         extra="user root" if as_root else "",
     )
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.provision.mosquitto import QueueLimits
 from fedcg.wire.errors import TransportError
 from fedcg.wire.mqtt import MqttConfig, TlsFiles, probe
 from fedcg.wire.topics import Topics
@@ -135,7 +136,7 @@ def test_a_rewritten_access_list_silences_a_live_device_and_nobody_else(
 
 @pytest.mark.broker
 def test_the_brokers_own_limit_is_learnt_and_kept(mosquitto: StartMosquitto, clients: list[Client]) -> None:
-    small = mosquitto(acl_for(TOPICS.federation), max_packet_size=50_000)
+    small = mosquitto(acl_for(TOPICS.federation), limits=QueueLimits(packet_bytes=50_000))
     device = mqtt_client(small.config("a", "5"))
     clients.append(device)
     device.start().await_link()

@@ -14,6 +14,7 @@ from string import Template
 
 import pytest
 
+from coordinator.provision.mosquitto import QueueLimits
 from coordinator.provision.pki import create_ca, issue
 from fedcg.broker_path import find_mosquitto
 from fedcg.wire.topics import Topics
@@ -147,6 +148,7 @@ def test_the_configuration_is_what_the_template_gives() -> None:
         key="/etc/mosquitto/fedcg/tls/broker.key",
         acl="/etc/mosquitto/fedcg/acl/acl",
         persistence="/var/lib/fedcg-broker",
+        limits="\n".join(QueueLimits().lines()),
         extra="",
     )
     assert settings(CONFIG.read_text()) == settings(rendered)
