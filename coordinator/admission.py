@@ -191,6 +191,7 @@ class Admission:
             coordinator_key=SigningKey.load(self.home.signing_key).public.hex,
             broker_host=self.config.broker.host,
             broker_port=self.config.broker.port,
+            broker_preset=self.config.broker.preset,
         )
 
 

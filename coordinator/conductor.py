@@ -70,7 +70,6 @@ class Conductor:
         self._state = RoundState(setup.federation.policy)
         self._base = ""
         self._is_announced = True
-        self._background: set[asyncio.Task[Any]] = set()
         self._do_what: dict[type[Any], Callable[[Any], Awaitable[None]]] = {
             OpenAttempt: self._open_attempt,
             ResumeAttempt: self._resume_attempt,
@@ -148,11 +147,6 @@ class Conductor:
             rounds, deadline_at = state.policy.rounds, state.deadline_at
             self._is_announced = self._publisher.offer(position, spec_ref, aggregate_ref, rounds, deadline_at)
 
-    def close(self) -> None:
-        """Stop broadcasting."""
-        for task in self._background:
-            task.cancel()
-
     async def _do(self, command: Command) -> None:
         await self._do_what[type(command)](command)
 
@@ -173,11 +167,8 @@ class Conductor:
         )
         self._worker.open(self._job(command, base))
         await self.announce()
-        frames = await asyncio.to_thread(self._library.frames, base.artifact, None)
-        broadcast = self._publisher.broadcast(frames, lambda: self._state.is_open(command.round, command.attempt))
-        task = asyncio.create_task(broadcast)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
+        source = await asyncio.to_thread(self._library.source, base.artifact)
+        self._publisher.broadcast(source, lambda: self._state.is_open(command.round, command.attempt))
 
     async def _resume_attempt(self, command: ResumeAttempt) -> None:
         base = await self._aggregate(command.round - 1)

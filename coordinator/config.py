@@ -10,6 +10,8 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from coordinator.errors import ConfigError
+from fedcg.wire.messages import MAX_CHUNK_BYTES
+from fedcg.wire.presets import DEFAULT_PRESET, LinkLimits, PresetName, limits_for
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -31,6 +33,8 @@ class BrokerSettings(_Section):
     Attributes:
         lists: for a broker of the operator's own: a directory that gets access list and revocation list after every change.
         pid_file: for such a broker on this machine: where its process id is, to send it SIGHUP after every change.
+        preset: limits of a known broker or service.
+        chunk_bytes, window_chunks, window_bytes: single limits in place of the preset's.
     """
 
     host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
@@ -38,6 +42,15 @@ class BrokerSettings(_Section):
     protocol: Literal["auto", "5", "3.1.1"] = "auto"
     lists: Annotated[str, Field(min_length=1)] | None = None
     pid_file: Annotated[str, Field(min_length=1)] | None = None
+    preset: PresetName = DEFAULT_PRESET
+    chunk_bytes: Annotated[int, Field(ge=1024, le=MAX_CHUNK_BYTES)] | None = None
+    window_chunks: Annotated[int, Field(ge=1, le=256)] | None = None
+    window_bytes: Annotated[int, Field(ge=1024, le=64_000_000)] | None = None
+
+    @property
+    def limits(self) -> LinkLimits:
+        """The limits of the preset, with this section's own settings in their place."""
+        return limits_for(self.preset, self.chunk_bytes, self.window_chunks, self.window_bytes)
 
 
 class ApiSettings(_Section):
@@ -142,6 +155,10 @@ def check_api_host(host: str) -> None:
         )
 
 
+def _line(name: str, value: int | None, example: int) -> str:
+    return f"# {name} = {example}" if value is None else f"{name} = {value}"
+
+
 def render_config(config: CoordinatorConfig) -> str:
     """coordinator.toml with comments."""
     public = config.aggregation.public_data
@@ -163,6 +180,11 @@ protocol = "{config.broker.protocol}"
 # where its process id is, so that it reads them after every change. `fedcg broker run` needs neither.
 {lists_line}
 {pid_line}
+# What the broker takes: "mosquitto", "aws-iot", "azure-event-grid" or "emqx".
+preset = "{config.broker.preset}"
+{_line("chunk_bytes", config.broker.chunk_bytes, 32_768)}
+{_line("window_chunks", config.broker.window_chunks, 16)}
+{_line("window_bytes", config.broker.window_bytes, 1_900_000)}
 
 [api]
 # Loopback only: the HTTP interface has no authentication.

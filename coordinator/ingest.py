@@ -1,6 +1,7 @@
 """From bytes on a topic to a message that may be acted on: topic, signature, addressee, session, order.
 
-Everything else is refused and counted with its reason. Keeps the sessions; decides nothing about rounds.
+Everything else is refused and counted with its reason. Keeps the sessions; decides nothing about rounds. Chunks of updates
+carry no signature of their own and go to `intake`: the signed manifest names the sha256 of the whole.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from fedcg.wire.messages import (
     AnyMessage,
     Decline,
     DeviceStatus,
+    Heartbeat,
     Hello,
     Leave,
     Manifest,
@@ -28,7 +30,6 @@ from fedcg.wire.messages import (
 )
 from fedcg.wire.signing import VerifyKey, open_envelope
 from fedcg.wire.topics import TopicKind, Topics
-from fedcg.wire.transfer import Chunk, parse_chunk
 from fedcg.wire.transport import Delivery
 
 log = logging.getLogger(__name__)
@@ -41,15 +42,7 @@ class FromDevice:
     """A message of a device that passed every check."""
 
     device: str
-    message: Hello | DeviceStatus | Accept | Decline | Manifest | Need | Leave
-
-
-@dataclass(frozen=True)
-class ChunkFrom:
-    """A piece of an artifact on a device's own chunk topic."""
-
-    device: str
-    chunk: Chunk
+    message: Hello | DeviceStatus | Heartbeat | Accept | Decline | Manifest | Need | Leave
 
 
 @dataclass
@@ -134,7 +127,7 @@ class Ingest:
         parsed = self._topics.parse(delivery.topic)
         return None if parsed is None else parsed.device
 
-    def open(self, delivery: Delivery) -> FromDevice | ChunkFrom | None:
+    def open(self, delivery: Delivery) -> FromDevice | None:
         """What a delivery says, or None when it is refused (and counted)."""
         try:
             return self._open(delivery)
@@ -143,14 +136,10 @@ class Ingest:
             log.warning("refused a message on %s: %s", delivery.topic, error)
             return None
 
-    def _open(self, delivery: Delivery) -> FromDevice | ChunkFrom:
+    def _open(self, delivery: Delivery) -> FromDevice:
         parsed = self._topics.parse(delivery.topic)
         if parsed is None or parsed.device is None:
             raise MalformedError("not a topic that devices speak on")
-        if parsed.kind is TopicKind.UP_CHUNK:
-            if not self._sessions.has(parsed.device):
-                raise OrderError("a chunk without a session")
-            return ChunkFrom(parsed.device, parse_chunk(delivery.payload))
         message = open_envelope(delivery.payload, self._keys.get)
         self._check_address(message, parsed.device)
         status_topic = parsed.kind is TopicKind.STATUS
@@ -159,7 +148,7 @@ class Ingest:
         if isinstance(message, Hello):
             if PROTOCOL_VERSION not in message.versions:
                 raise MalformedError(f"the device speaks protocol versions {message.versions}, not {PROTOCOL_VERSION}")
-        elif isinstance(message, Accept | Decline | Manifest | Need | Leave):
+        elif isinstance(message, Heartbeat | Accept | Decline | Manifest | Need | Leave):
             self._sessions.admit(parsed.device, message)
         elif not isinstance(message, DeviceStatus):
             raise MalformedError(f"a {message.kind} message is not for the coordinator")

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-
 from fedcg.wire.artifacts import ArtifactStore
+from fedcg.wire.errors import IntegrityError
 from fedcg.wire.messages import ArtifactRef
-from fedcg.wire.transfer import Ranges, frames_for, make_ref
-
-CACHED = 3
-MAX_SERVED_CHUNKS = 64
-"""Of one request; a device that wants more asks again, so that nobody can make the coordinator queue gigabytes."""
+from fedcg.wire.sender import ChunkFile, file_ref
 
 
 class Library:
-    """Reads artifacts once, keeps the latest few in memory, and cuts them for the link.
+    """Says how artifacts are announced, and gives the sender something to read chunks from; holds none in memory.
 
     Args:
         store: where they lie.
@@ -25,8 +20,7 @@ class Library:
         self._store = store
         self._chunk_bytes = chunk_bytes
         self._allowed: set[str] = set()
-        self._refs: dict[str, ArtifactRef] = {}
-        self._cache: OrderedDict[str, bytes] = OrderedDict()
+        self._sources: dict[str, ChunkFile] = {}
 
     def allow(self, artifact: str) -> None:
         """Let devices fetch an artifact."""
@@ -38,38 +32,30 @@ class Library:
 
     def change_chunk_bytes(self, chunk_bytes: int) -> None:
         """The link takes another size now; refs have to be told anew."""
-        self._chunk_bytes = chunk_bytes
-        self._refs.clear()
+        if chunk_bytes != self._chunk_bytes:
+            self._chunk_bytes = chunk_bytes
+            self._sources = {}
+
+    def known(self, artifact: str) -> ChunkFile | None:
+        """What `source` gave before, without touching the disk."""
+        return self._sources.get(artifact)
 
     def ref(self, artifact: str) -> ArtifactRef:
-        """How an artifact is announced. Reads the disk on the first call.
+        """How an artifact is announced; see `source`."""
+        return self.source(artifact).ref
+
+    def source(self, artifact: str) -> ChunkFile:
+        """Where chunks of an artifact are read from. Reads all of it on the first call: not on the event loop.
 
         Raises:
             FileNotFoundError: it is gone.
             IntegrityError: its file is damaged.
         """
-        if artifact not in self._refs:
-            self._refs[artifact] = make_ref(self._data(artifact), self._chunk_bytes)
-        return self._refs[artifact]
-
-    def frames(self, artifact: str, ranges: Ranges | None) -> list[bytes]:
-        """The chunk frames of these ranges, at most `MAX_SERVED_CHUNKS`; all frames when `ranges` is None."""
-        ref, data = self.ref(artifact), self._data(artifact)
-        if ranges is None:
-            return list(frames_for(data, ref))
-        granted: list[tuple[int, int]] = []
-        room = MAX_SERVED_CHUNKS
-        for first, count in ranges:
-            if room <= 0:
-                break
-            granted.append((first, min(count, room)))
-            room -= min(count, room)
-        return list(frames_for(data, ref, granted))
-
-    def _data(self, artifact: str) -> bytes:
-        if artifact not in self._cache:
-            self._cache[artifact] = self._store.get(artifact)
-            while len(self._cache) > CACHED:
-                self._cache.popitem(last=False)
-        self._cache.move_to_end(artifact)
-        return self._cache[artifact]
+        known = self._sources.get(artifact)
+        if known is None:
+            path = self._store.path(artifact)
+            ref = file_ref(path, self._chunk_bytes)
+            if ref.id != artifact:
+                raise IntegrityError(f"{path} is damaged: its content does not have the sha256 it is named by")
+            known = self._sources[artifact] = ChunkFile(path, ref)
+        return known

@@ -6,9 +6,8 @@ A message that can't be handed to the broker now is dropped and logged: every on
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from coordinator.cohorts import Cohorts
 from coordinator.ingest import Sessions
@@ -30,14 +29,12 @@ from fedcg.wire.messages import (
     Receipt,
     Welcome,
 )
+from fedcg.wire.presets import DEFAULT_PRESET, PRESETS, LinkLimits
+from fedcg.wire.sender import ChunkFile, ChunkSender
 from fedcg.wire.signing import SigningKey, seal
 from fedcg.wire.topics import Topics
-from fedcg.wire.transfer import FRAME_OVERHEAD_BYTES, Ranges
+from fedcg.wire.transfer import Ranges, chunk_bytes_for
 from fedcg.wire.transport import Transport, Will
-
-BURST_CHUNKS = 16
-BROADCAST_BYTES_PER_S = 40e6
-"""Pace of a broadcast: a broker that has to keep up with many slow devices drops QoS 0 messages when it is flooded."""
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +60,7 @@ class Publisher:
         epoch: int,
         sessions: Sessions,
         cohorts: Cohorts,
+        limits: LinkLimits = PRESETS[DEFAULT_PRESET],
     ) -> None:
         self._transport = transport
         self._topics = topics
@@ -70,11 +68,13 @@ class Publisher:
         self._epoch = epoch
         self._sessions = sessions
         self._cohorts = cohorts
+        self._limits = limits
+        self._sender = ChunkSender(transport, "chunks")
 
     @property
-    def max_payload(self) -> int:
-        """What the link takes."""
-        return self._transport.max_payload
+    def chunk_bytes(self) -> int:
+        """The chunk size that fits the link and the configuration."""
+        return chunk_bytes_for(self._transport.max_payload, self._limits.chunk_bytes)
 
     def status(self, *, online: bool) -> bool:
         """Retained: whether a coordinator speaks."""
@@ -181,23 +181,23 @@ class Publisher:
             ),
         )
 
-    async def chunks(self, device: str, frames: Iterable[bytes]) -> None:
-        """Send what one device asked for; stops when the link has enough, the device asks again."""
-        for frame in frames:
-            if not self._publish(self._topics.down_chunk(device), frame):
-                return
-            await asyncio.sleep(0)
+    def chunks(self, device: str, source: ChunkFile, ranges: Ranges) -> None:
+        """Send what one device asked for, as the link takes it; what is lost on the way is asked for again."""
+        self._sender.serve(self._topics.down_chunk(device), source, ranges)
 
-    async def broadcast(self, frames: Iterable[bytes], is_current: Callable[[], bool]) -> None:
+    def broadcast(self, source: ChunkFile, is_current: Callable[[], bool]) -> None:
         """Send an aggregate to everybody, paced, at most once; who misses a chunk asks for it."""
-        burst = 0
-        for count, frame in enumerate(frames, start=1):
-            if not is_current() or not self._publish(self._topics.aggregate, frame, qos=0):
-                return
-            burst += len(frame) + FRAME_OVERHEAD_BYTES
-            if count % BURST_CHUNKS == 0:
-                await asyncio.sleep(burst / BROADCAST_BYTES_PER_S)
-                burst = 0
+        burst = self._limits.window.chunks_of(source.ref.chunk_bytes)
+        pace = self._limits.broadcast_bytes_per_s
+        self._sender.broadcast(self._topics.aggregate, source, is_current, pace, burst)
+
+    def start(self) -> None:
+        """Begin to send chunks."""
+        self._sender.start()
+
+    def close(self) -> None:
+        """Stop sending chunks."""
+        self._sender.close()
 
     def _tell(self, device: str, message: AnyMessage) -> bool:
         if not self._sessions.has(device):

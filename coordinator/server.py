@@ -150,6 +150,7 @@ def _setup(home: Home, config: CoordinatorConfig) -> Iterator[Setup]:
             ),
             events=events,
             publish_access=lambda: _apply_members(home),
+            limits=config.broker.limits,
         )
     finally:
         store.close()
@@ -164,7 +165,18 @@ def _connect(home: Home, config: CoordinatorConfig, will: Will) -> Transport:
     own = credential_of(home.pki, COORDINATOR)
     tls = TlsFiles(credential_of(home.pki, CA_NAME).certificate, own.certificate, own.key)
     broker = config.broker
-    return MqttTransport(MqttConfig(broker.host, broker.port, COORDINATOR, tls=tls, protocol=broker.protocol), will)
+    return MqttTransport(
+        MqttConfig(
+            broker.host,
+            broker.port,
+            COORDINATOR,
+            tls=tls,
+            protocol=broker.protocol,
+            max_packet=broker.limits.max_packet,
+            in_flight=broker.limits.in_flight,
+        ),
+        will,
+    )
 
 
 @contextmanager

@@ -27,9 +27,11 @@ from coordinator.aggregation_messages import (
 from coordinator.cohorts import Cohorts
 from coordinator.conductor import Conductor
 from coordinator.inbox import Inbox
-from coordinator.ingest import ChunkFrom, FromDevice, Ingest, Sessions
+from coordinator.ingest import FromDevice, Ingest, Sessions
+from coordinator.intake import IntakeEvent, IntakeFailed
 from coordinator.library import Library
 from coordinator.membership import REFRESH_S, Membership
+from coordinator.presence import Presence
 from coordinator.publishing import Publisher, status_will
 from coordinator.records import ParticipantState
 from coordinator.rounds import (
@@ -44,12 +46,11 @@ from coordinator.rounds import (
 )
 from coordinator.setup import Setup
 from coordinator.uplink import Checked, Uplink
-from coordinator.uploads import Received
+from coordinator.uploads import Grant, Received
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.errors import IntegrityError
-from fedcg.wire.messages import Accept, Decline, DeviceStatus, Hello, Leave, Manifest, Need
-from fedcg.wire.topics import Topics
-from fedcg.wire.transfer import chunk_bytes_for
+from fedcg.wire.messages import Accept, Decline, DeviceStatus, Heartbeat, Hello, Leave, Manifest, Need
+from fedcg.wire.topics import TopicKind, Topics
 from fedcg.wire.transport import Delivery
 
 TICK_S = 0.25
@@ -77,7 +78,7 @@ class _Stop:
     pass
 
 
-_Item = Delivery | WorkerEvent | Checked | _LinkChanged | _Broken | _Stop
+_Item = Delivery | WorkerEvent | Checked | IntakeEvent | _LinkChanged | _Broken | _Stop
 
 
 class Service:
@@ -94,15 +95,18 @@ class Service:
         self._cohorts = Cohorts()
         self._ingest = Ingest(topics, self._sessions)
         self._transport = setup.connect(status_will(topics, epoch, setup.key))
-        self._publisher = Publisher(self._transport, topics, setup.key, epoch, self._sessions, self._cohorts)
-        self._library = Library(setup.artifacts, chunk_bytes_for(self._transport.max_payload))
+        self._publisher = Publisher(
+            self._transport, topics, setup.key, epoch, self._sessions, self._cohorts, setup.limits
+        )
+        self._library = Library(setup.artifacts, self._publisher.chunk_bytes)
         self._worker = setup.make_worker(setup.worker, self._inbox.put)
         self._conductor = Conductor(setup, self._publisher, self._library, self._worker)
-        self._uplink = Uplink(setup, self._publisher, lambda: self._conductor.state)
+        self._uplink = Uplink(setup, self._publisher, lambda: self._conductor.state, self._inbox.put)
         self._conductor.use_uplink(self._uplink)
         self._members = Membership(setup, self._ingest, self._uplink, self._conductor, self._publisher)
         self._topics = topics
         self._worker_pid: int | None = None
+        self._presence = Presence()
         self._accepted: set[tuple[str, int, int]] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._link_up = False
@@ -132,7 +136,9 @@ class Service:
     @property
     def refusals(self) -> dict[str, int]:
         """Messages refused since the start, by reason, and messages dropped because too many came."""
-        return {**self._ingest.refused, "Dropped": self._inbox.dropped}
+        intake = self._uplink.intake
+        refused = {"Chunk": intake.refused} if intake.refused else {}
+        return {**self._ingest.refused, **refused, "Dropped": self._inbox.dropped + intake.dropped}
 
     async def start(self) -> None:
         """Start the worker, rebuild the state, connect."""
@@ -142,10 +148,9 @@ class Service:
         await self._members.drop_strangers()
         for topic in (self._topics.all_up_control(), self._topics.all_up_chunk(), self._topics.all_status()):
             self._transport.subscribe(topic)
-        self._transport.start(
-            lambda delivery: self._inbox.put(delivery, max(1, len(delivery.payload))),
-            lambda up: self._inbox.put(_LinkChanged(up)),
-        )
+        self._uplink.intake.start()
+        self._publisher.start()
+        self._transport.start(self._on_delivery, lambda up: self._inbox.put(_LinkChanged(up)))
         self._events.write("started", epoch=self.epoch)
 
     async def run(self) -> None:
@@ -167,13 +172,23 @@ class Service:
 
     async def close(self) -> None:
         """Say goodbye and end worker and transport; call it after `run` returned."""
-        self._conductor.close()
         for task in self._tasks:
             task.cancel()
         self._publisher.status(online=False)
-        closing = [_on_daemon(self._transport.close), _on_daemon(self._worker.stop)]
+        closing = [
+            _on_daemon(work)
+            for work in (self._publisher.close, self._uplink.intake.close, self._transport.close, self._worker.stop)
+        ]
         await asyncio.wait(closing, timeout=CLOSE_TIMEOUT_S)
         self._events.write("stopped", epoch=self.epoch)
+
+    def _on_delivery(self, delivery: Delivery) -> None:
+        """On the transport's thread: enqueue, nothing else."""
+        parsed = self._topics.parse(delivery.topic)
+        if parsed is not None and parsed.device is not None and parsed.kind is TopicKind.UP_CHUNK:
+            self._uplink.intake.frame(parsed.device, delivery.payload)
+        else:
+            self._inbox.put(delivery, max(1, len(delivery.payload)))
 
     async def _handle(self, item: _Item) -> None:
         if isinstance(item, Delivery):
@@ -182,6 +197,10 @@ class Service:
             await self._link_changed(item)
         elif isinstance(item, Checked):
             await self._checked(item)
+        elif isinstance(item, Grant | Received | IntakeFailed):
+            received = self._uplink.follow(item)
+            if received is not None:
+                self._spawn(self._check(received, self._conductor.base))
         elif isinstance(item, _Broken):
             raise item.error
         elif not isinstance(item, _Stop):
@@ -193,19 +212,15 @@ class Service:
         if is_stranger and self._members.is_older_than(STRANGER_REFRESH_S):
             await self._members.refresh()  # enrolled since the start, perhaps
         incoming = self._ingest.open(delivery)
-        if isinstance(incoming, ChunkFrom):
-            received = self._uplink.chunk(incoming.device, incoming.chunk)
-            if received is not None:
-                self._spawn(self._check(received, self._conductor.base))
-        elif incoming is not None:
+        if incoming is not None:
             await self._message(incoming)
 
     async def _message(self, incoming: FromDevice) -> None:
         device, message = incoming.device, incoming.message
+        self._presence.heard(device, time.monotonic())
         if isinstance(message, DeviceStatus):
             if not message.online and device in self.state.online:
-                self._events.write("offline", client=device)
-                await self._conductor.apply(WentOffline(device))
+                await self._went_offline(device, "it said goodbye, or its will did")
         elif isinstance(message, Hello):
             await self._hello(device, message)
         elif isinstance(message, Leave):
@@ -216,7 +231,7 @@ class Service:
                 await self._came_online(device)
             await self._in_session(device, message)
 
-    async def _in_session(self, device: str, message: Accept | Decline | Manifest | Need) -> None:
+    async def _in_session(self, device: str, message: Heartbeat | Accept | Decline | Manifest | Need) -> None:
         if isinstance(message, Accept):
             await self._answered(device, message, ParticipantState.ACCEPTED, "")
         elif isinstance(message, Decline):
@@ -225,8 +240,12 @@ class Service:
             ended = await self._uplink.manifest(device, message)
             if ended is not None:
                 await self._conductor.apply(ended)
-        elif self._library.allows(message.artifact):
-            self._spawn(self._serve(device, message))
+        elif isinstance(message, Need) and self._library.allows(message.artifact):
+            source = self._library.known(message.artifact)
+            if source is None:
+                self._spawn(self._serve(device, message))
+            else:
+                self._publisher.chunks(device, source, message.ranges)
 
     async def _hello(self, device: str, hello: Hello) -> None:
         nonce = self._sessions.greet(device, hello.nonce)
@@ -240,7 +259,12 @@ class Service:
                 "%s: its cohort secret is not that of %s: private networks start apart", device, ", ".join(unlike)
             )
         self._publisher.welcome(device, hello.nonce, nonce, now)
+        self._presence.expect(device, hello.heartbeat_s, time.monotonic())
         await self._came_online(device)
+
+    async def _went_offline(self, device: str, reason: str) -> None:
+        self._events.write("offline", client=device, reason=reason)
+        await self._conductor.apply(WentOffline(device))
 
     async def _came_online(self, device: str) -> None:
         if device not in self.state.online:
@@ -275,18 +299,19 @@ class Service:
 
     async def _serve(self, device: str, need: Need) -> None:
         try:
-            frames = await asyncio.to_thread(self._library.frames, need.artifact, need.ranges)
+            source = await asyncio.to_thread(self._library.source, need.artifact)
         except (IntegrityError, OSError):
             log.exception("%s asked for artifact %s, which can't be read", device, need.artifact)
             return
-        await self._publisher.chunks(device, frames)
+        self._publisher.chunks(device, source, need.ranges)
 
     async def _link_changed(self, change: _LinkChanged) -> None:
         self._link_up = change.up
         self._events.write("link", up=change.up)
         if not change.up:
             return
-        self._library.change_chunk_bytes(chunk_bytes_for(self._publisher.max_payload))
+        self._presence.pardon(time.monotonic())
+        self._library.change_chunk_bytes(self._publisher.chunk_bytes)
         self._publisher.status(online=True)
         await self._conductor.announce()
         self._reinvite()
@@ -299,6 +324,7 @@ class Service:
         now = time.monotonic()
         if self._members.is_older_than(REFRESH_S):
             await self._members.refresh()
+        await self._miss_silent(now)
         if now - self._invited_at >= REINVITE_S:
             self._reinvite()
         if self.state.phase is not Phase.FINISHED:
@@ -307,6 +333,16 @@ class Service:
         since = now - self._finished_at
         if since >= LEAVE_AT_LATEST_S or (since >= LEAVE_AFTER_S and not self.state.online):
             self.finished_and_left.set()
+
+    async def _miss_silent(self, now: float) -> None:
+        """Count devices as offline that died without a will: together with their broker, for example."""
+        if not self._link_up:
+            return
+        for device in self.state.online:
+            self._presence.heard(device, self._uplink.intake.heard_at(device))
+        for device in self._presence.silent(now):
+            if device in self.state.online:
+                await self._went_offline(device, "it missed its heartbeats")
 
     def _reinvite(self) -> None:
         """Invite again who has not answered: an invite may be lost with the link."""

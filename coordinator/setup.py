@@ -14,6 +14,7 @@ from coordinator.store import Store
 from fedcg.event_log import EventLog
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts import ArtifactStore
+from fedcg.wire.presets import DEFAULT_PRESET, PRESETS, LinkLimits
 from fedcg.wire.signing import SigningKey
 from fedcg.wire.transport import Transport, Will
 
@@ -53,6 +54,7 @@ class Setup:
         key: signs.
         worker: what the aggregation worker may use.
         events: the diary.
+        limits: how the link to the broker is used.
         clock: unix time.
         make_worker: makes what merges updates.
         publish_access: makes the broker apply who may take part; blocking.
@@ -66,6 +68,7 @@ class Setup:
     key: SigningKey
     worker: WorkerSettings
     events: EventLog
+    limits: LinkLimits = PRESETS[DEFAULT_PRESET]
     clock: Callable[[], float] = time.time
     make_worker: MakeWorker = AggregationWorker
     publish_access: Callable[[], object] = lambda: None

@@ -7,24 +7,23 @@ decides only what becomes of an update.
 from __future__ import annotations
 
 import asyncio
-import logging
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from coordinator.errors import ValidationError
+from coordinator.intake import Intake, IntakeEvent, IntakeFailed
 from coordinator.publishing import Publisher
 from coordinator.records import AttemptState, UpdateRecord
 from coordinator.rounds import Phase, RoundState, UpdateRefused, UpdateStored
 from coordinator.setup import Setup
-from coordinator.uploads import Grant, Received, Uploads
+from coordinator.uploads import Received, Uploads
 from coordinator.validation import Expected, base_in, max_update_bytes, validate_update
 from fedcg.wire.artifacts import Base
-from fedcg.wire.errors import WireError
-from fedcg.wire.messages import Manifest, Outcome
-from fedcg.wire.transfer import Chunk
+from fedcg.wire.messages import MAX_ARTIFACT_BYTES, Manifest, Outcome
+from fedcg.wire.partial import Partials
 
-log = logging.getLogger(__name__)
+MAX_PARTIAL_FILES = 1024
+MAX_PARTIAL_BYTES = 64 * MAX_ARTIFACT_BYTES
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class Uplink:
         setup: what the service was given.
         publisher: sends grants and receipts.
         state: asks for the round engine's state.
-        monotonic: seconds, for stalls.
+        notify: gets what the intake's thread says, on that thread; to be handed to `follow` on the event loop.
     """
 
     def __init__(
@@ -62,7 +61,7 @@ class Uplink:
         setup: Setup,
         publisher: Publisher,
         state: Callable[[], RoundState],
-        monotonic: Callable[[], float] = time.monotonic,
+        notify: Callable[[IntakeEvent], None],
     ) -> None:
         self._spec = setup.spec
         self._store = setup.store
@@ -71,18 +70,36 @@ class Uplink:
         self._clock = setup.clock
         self._publisher = publisher
         self._state = state
-        self._monotonic = monotonic
         self._max_bytes = max_update_bytes(setup.spec)
-        self._uploads = Uploads()
         self._base: Base | None = None
+        partials = Partials(setup.artifacts.root / ".partial", MAX_PARTIAL_FILES, MAX_PARTIAL_BYTES)
+        uploads = Uploads(partials, setup.limits.window, setup.limits.shared)
+        self.intake = Intake(uploads, partials.collect, notify)
+        self._active: dict[str, Manifest] = {}
 
     def is_busy(self, device: str) -> bool:
         """Whether an update of a device is under way."""
-        return self._uploads.has(device)
+        return device in self._active
+
+    def follow(self, event: IntakeEvent) -> Received | None:
+        """Do what the intake asks for; returns an update that is complete and has to be checked.
+
+        Raises:
+            OSError: the disk failed under the intake.
+        """
+        if isinstance(event, IntakeFailed):
+            raise event.error
+        known = self._active.get(event.device)
+        if known is None or known.artifact != event.manifest.artifact:
+            return None  # ended meanwhile
+        if isinstance(event, Received):
+            return event
+        self._publisher.need(event.device, event.manifest, event.ranges)
+        return None
 
     def forget(self, device: str) -> None:
         """Drop what a device that is no member any more has sent so far."""
-        self._uploads.end(device)
+        self._end(device)
 
     async def manifest(self, device: str, manifest: Manifest) -> Ended | None:
         """Answer a manifest: the receipt it had before, a verdict, or a grant."""
@@ -101,19 +118,8 @@ class Uplink:
                 f"it has {manifest.artifact.size} bytes; an update of this federation has at most {self._max_bytes}"
             )
             return await self._reject(device, manifest, self._clock(), reason)
-        self._send(self._uploads.begin(device, manifest, self._monotonic(), self._clock()))
-        return None
-
-    def chunk(self, device: str, chunk: Chunk) -> Received | None:
-        """Take a chunk; returns the update when it is complete."""
-        try:
-            taken = self._uploads.feed(device, chunk, self._monotonic())
-        except WireError as error:
-            log.warning("chunk of %s refused: %s", device, error)
-            return None
-        if isinstance(taken, Received):
-            return taken
-        self._send(taken)
+        self._active[device] = manifest
+        self.intake.begin(device, manifest, self._clock())
         return None
 
     def check(self, received: Received, base: str) -> Checked:
@@ -121,10 +127,13 @@ class Uplink:
         manifest = received.manifest
         expected = Expected(self._spec.federation, manifest.round, manifest.attempt, received.device, base)
         try:
-            artifact = validate_update(received.data, self._spec, expected, self._base_for(base))
+            data = received.file.read_bytes()
+            artifact = validate_update(data, self._spec, expected, self._base_for(base))
+            self._artifacts.adopt(received.file, manifest.artifact.id)
         except ValidationError as error:
             return Checked(received, None, error.reason)
-        self._artifacts.put(received.data)
+        except FileNotFoundError:  # deleted with its attempt, which ended meanwhile: the receipt will say so
+            return Checked(received, None, "its attempt ended while it was checked")
         report = artifact.header.report
         return Checked(received, None if report is None else report.model_dump_json(exclude_none=True), "")
 
@@ -154,9 +163,13 @@ class Uplink:
             outcome = Outcome.DUPLICATE if same else Outcome.CONFLICT
             self._end_with(device, manifest, Verdict(outcome, "an update of this round and attempt is stored already"))
             return None
-        self._uploads.end(device)
+        self._end(device)
+        arrival = received.arrival
         self._events.write(
             "update_stored",
+            resumed=arrival.resumed,
+            received=arrival.fresh,
+            repeated=arrival.repeated,
             client=device,
             round=manifest.round,
             attempt=manifest.attempt,
@@ -169,12 +182,13 @@ class Uplink:
 
     def tick(self) -> None:
         """Grant again what stalled."""
-        for grant in self._uploads.stalled(self._monotonic()):
-            self._send(grant)
+        self.intake.tick()
 
     def close(self, outcome: Outcome, reason: str) -> None:
         """The attempt takes nothing any more: end whatever is under way."""
-        for device, manifest in self._uploads.clear().items():
+        abandoned, self._active = self._active, {}
+        self.intake.clear()
+        for device, manifest in abandoned.items():
             self._publisher.receipt(device, manifest, outcome, reason)
 
     async def _verdict(self, device: str, manifest: Manifest) -> Verdict | None:
@@ -195,7 +209,7 @@ class Uplink:
         return Verdict(Outcome.LATE, "the round was closed without this update")
 
     def _end_with(self, device: str, manifest: Manifest, verdict: Verdict) -> None:
-        self._uploads.end(device)
+        self._end(device)
         self._events.write(
             "update_refused",
             client=device,
@@ -237,6 +251,6 @@ class Uplink:
     def _key(self, manifest: Manifest) -> tuple[str, int, int]:
         return (self._spec.federation, manifest.round, manifest.attempt)
 
-    def _send(self, grant: Grant | None) -> None:
-        if grant is not None:
-            self._publisher.need(grant.device, grant.manifest, grant.ranges)
+    def _end(self, device: str) -> None:
+        if self._active.pop(device, None) is not None:
+            self.intake.end(device)

@@ -1,12 +1,19 @@
-"""Updates on their way up: at most one per device, granted under a window. Pure; it neither sends nor stores."""
+"""Updates on their way up: at most one per device, granted under a window that all of them share, kept on disk as they come.
+
+What a killed coordinator had received is found again (`fedcg.wire.partial`). Hashes and writes: call it off the event loop
+(`intake` does). It neither sends nor decides what becomes of an update.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
+from fedcg.wire.grants import Ranges, Window
 from fedcg.wire.messages import Manifest
-from fedcg.wire.transfer import Chunk, Ranges, Receiver
+from fedcg.wire.partial import DurableReceiver, Partials
+from fedcg.wire.transfer import Chunk
 
 
 @dataclass(frozen=True)
@@ -19,30 +26,57 @@ class Grant:
 
 
 @dataclass(frozen=True)
+class Arrival:
+    """How the chunks of an update came.
+
+    Attributes:
+        resumed: found on disk, from before a restart.
+        fresh: came since.
+        repeated: came more than once.
+    """
+
+    resumed: int
+    fresh: int
+    repeated: int
+
+
+@dataclass(frozen=True)
 class Received:
-    """A complete update whose bytes have the announced sha256."""
+    """A complete update in `file`, whose bytes have the announced sha256; not durable yet."""
 
     device: str
     manifest: Manifest
     manifest_at: float
-    data: bytes
+    file: Path
+    arrival: Arrival = Arrival(0, 0, 0)
 
 
 @dataclass
 class _Upload:
     manifest: Manifest
     manifest_at: float
-    receiver: Receiver
+    receiver: DurableReceiver
     taken: bool = False
 
 
 class Uploads:
-    """The receivers of one attempt."""
+    """The receivers of one attempt.
 
-    def __init__(self) -> None:
+    Args:
+        partials: where half-received updates lie.
+        window: what one device may have under way.
+        shared: what all devices together may have under way: they meet in the coordinator's queue at the broker.
+    """
+
+    def __init__(self, partials: Partials, window: Window | None = None, shared: Window | None = None) -> None:
+        self._partials = partials
+        self._window = window or Window()
+        self._shared = shared or Window(500, 32_000_000)
         self._active: dict[str, _Upload] = {}
+        self._held_back: dict[str, None] = {}  # devices that would have been granted more, oldest first
+        self._chunks = self._bytes = 0  # granted and not received, of all devices
 
-    def begin(self, device: str, manifest: Manifest, now: float, manifest_at: float) -> Grant | None:
+    def begin(self, device: str, manifest: Manifest, now: float, manifest_at: float) -> Received | Grant | None:
         """Take note of a manifest; a repeated one changes nothing.
 
         Args:
@@ -52,13 +86,18 @@ class Uploads:
             manifest_at: unix time, for the record.
 
         Returns:
-            What to grant at once.
+            What to grant at once; or the whole update, when all of it is here from before a restart.
+
+        Raises:
+            CapacityError: too many transfers are under way; the device announces it again later.
+            IntegrityError: all chunks from before a restart together have another sha256; the transfer starts again.
         """
         upload = self._active.get(device)
         if upload is None or upload.manifest.artifact != manifest.artifact:
-            upload = _Upload(manifest, manifest_at, Receiver(manifest.artifact))
-            self._active[device] = upload
-        return self._grant(device, upload, now)
+            self.end(device)
+            receiver = DurableReceiver(self._partials.open(manifest.artifact, device), self._window)
+            upload = self._active[device] = _Upload(manifest, manifest_at, receiver)
+        return self._next(device, upload, now)
 
     def feed(self, device: str, chunk: Chunk, now: float) -> Received | Grant | None:
         """Take a chunk of a device's update.
@@ -73,12 +112,19 @@ class Uploads:
         upload = self._active.get(device)
         if upload is None or upload.taken:
             return None
+        before = upload.receiver.under_way
         upload.receiver.feed(chunk, now)
-        if upload.receiver.complete:
-            data = upload.receiver.data()
-            upload.taken = True
-            return Received(device, upload.manifest, upload.manifest_at, data)
-        return self._grant(device, upload, now)
+        self._count(upload, before)
+        return self._next(device, upload, now)
+
+    def held_back(self, now: float) -> Iterator[Grant]:
+        """What can be granted to devices that had to wait for others, now that there may be room."""
+        for device in list(self._held_back):
+            if self._room(self._active[device]) <= 0:
+                return
+            grant = self._grant(device, self._active[device], now)
+            if grant is not None:
+                yield grant
 
     def stalled(self, now: float) -> Iterator[Grant]:
         """What has to be granted (again) because time went on."""
@@ -87,21 +133,64 @@ class Uploads:
             if grant is not None:
                 yield grant
 
-    def end(self, device: str) -> None:
-        """Forget a device's upload."""
-        self._active.pop(device, None)
-
-    def clear(self) -> dict[str, Manifest]:
-        """Forget everything; returns the manifests of what was under way."""
-        abandoned = {device: upload.manifest for device, upload in self._active.items()}
-        self._active = {}
-        return abandoned
-
     def has(self, device: str) -> bool:
         """Whether an update of a device is under way."""
         return device in self._active
 
-    @staticmethod
-    def _grant(device: str, upload: _Upload, now: float) -> Grant | None:
-        ranges = upload.receiver.next_need(now)
+    def end(self, device: str) -> None:
+        """Forget a device's upload and what came of it."""
+        upload = self._active.pop(device, None)
+        self._held_back.pop(device, None)
+        if upload is not None:
+            upload.receiver.close()
+            self._chunks -= upload.receiver.under_way
+            self._bytes -= upload.receiver.under_way * upload.manifest.artifact.chunk_bytes
+            self._partials.discard(upload.manifest.artifact.id, device)
+
+    def clear(self) -> None:
+        """Forget everything, also what an earlier process left: the attempt takes nothing any more."""
+        for upload in self._active.values():
+            upload.receiver.close()
+        self._active = {}
+        self._held_back = {}
+        self._chunks = self._bytes = 0
+        self._partials.clear()
+
+    def close(self) -> None:
+        """Let go of all files; what came stays on disk for the next process."""
+        for upload in self._active.values():
+            upload.receiver.close()
+        self._active = {}
+
+    def _next(self, device: str, upload: _Upload, now: float) -> Received | Grant | None:
+        receiver = upload.receiver
+        if upload.taken or not receiver.complete:
+            return None if upload.taken else self._grant(device, upload, now)
+        self._held_back.pop(device, None)
+        file = receiver.finish()
+        upload.taken = True
+        arrival = Arrival(receiver.resumed, receiver.fresh, receiver.repeated)
+        return Received(device, upload.manifest, upload.manifest_at, file, arrival)
+
+    def _grant(self, device: str, upload: _Upload, now: float) -> Grant | None:
+        room = self._room(upload)
+        if room <= 0:
+            self._held_back[device] = None
+            return None
+        self._held_back.pop(device, None)
+        before = upload.receiver.under_way
+        ranges = upload.receiver.next_need(now, room)
+        self._count(upload, before)
         return None if ranges is None else Grant(device, upload.manifest, ranges)
+
+    def _room(self, upload: _Upload) -> int:
+        """How many more chunks of this upload the shared window takes; one transfer alone always gets some."""
+        if self._chunks == 0:
+            return self._shared.chunks_of(upload.manifest.artifact.chunk_bytes)
+        by_bytes = (self._shared.bytes - self._bytes) // upload.manifest.artifact.chunk_bytes
+        return min(self._shared.chunks - self._chunks, by_bytes)
+
+    def _count(self, upload: _Upload, before: int) -> None:
+        more = upload.receiver.under_way - before
+        self._chunks += more
+        self._bytes += more * upload.manifest.artifact.chunk_bytes

@@ -35,7 +35,7 @@ from edge_client.trainer_process import ChooseModel, TrainerHandle, TrainRound
 from fedcg.event_log import EventLog
 from fedcg.wire.errors import IntegrityError, WireError
 from fedcg.wire.messages import ArtifactRef, DeclineReason
-from fedcg.wire.transfer import make_ref
+from fedcg.wire.sender import ChunkFile, file_ref
 
 _log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class Actions:
         self._trainer = trainer
         self._events = events
         self._clock = clock
-        self._update: tuple[ArtifactRef, bytes] | None = None
+        self._update: ChunkFile | None = None
         self.outcome: bool | None = None
         self._handlers: dict[type[Any], Callable[[Any, SessionState], Event | None]] = {
             SendHello: self._send_hello,
@@ -94,12 +94,13 @@ class Actions:
         """Read the outbox of the current generation and cut it for the link."""
         generation, _ = self._store.generations.current()
         assert generation is not None
-        data = self._store.generations.update_bytes(generation)
-        ref = make_ref(data, self._outgoing.chunk_bytes())
-        known = self._update
-        if known is not None and known[0].id == ref.id and known[0].chunk_bytes < ref.chunk_bytes:
-            ref = known[0]  # an announced chunk size is kept for as long as the link takes it
-        self._update = (ref, data)
+        path = self._store.generations.update_path(generation)
+        ref = file_ref(path, self._outgoing.chunk_bytes())
+        known = None if self._update is None else self._update.ref
+        if known is not None and known.id == ref.id and known.chunk_bytes < ref.chunk_bytes:
+            ref = known  # an announced chunk size is kept for as long as the link takes it
+        if known != ref:
+            self._update = ChunkFile(path, ref)
         return ref
 
     def _send_hello(self, command: SendHello, state: SessionState) -> None:
@@ -109,8 +110,8 @@ class Actions:
         self._outgoing.send(command.message)
 
     def _send_chunks(self, command: SendChunks, state: SessionState) -> None:
-        if self._update is not None and self._update[0] == command.update:
-            self._outgoing.chunks(self._update[1], command.update, command.ranges)
+        if self._update is not None and self._update.ref == command.update:
+            self._outgoing.chunks(self._update, command.ranges)
 
     def _want(self, command: Want, state: SessionState) -> None:
         try:
@@ -168,6 +169,7 @@ class Actions:
         self._update = None
         self._events.write(
             "receipt",
+            chunks_sent=self._outgoing.end_chunks(command.artifact),
             round=cursor.round,
             attempt=cursor.attempt,
             artifact=command.artifact,

@@ -37,6 +37,7 @@ from edge_client.session_events import (
     OutboxFound,
     RoundCommitted,
     RoundFailed,
+    Sending,
     Tick,
     TrainerDied,
     TrainerReady,
@@ -55,7 +56,7 @@ from edge_client.trainer_process import (
 from fedcg.event_log import EventLog
 from fedcg.wire.channel import BroadcastOrder
 from fedcg.wire.errors import WireError
-from fedcg.wire.messages import COORDINATOR, CohortVerdict, Need
+from fedcg.wire.messages import COORDINATOR, CohortVerdict, Heartbeat, Need
 from fedcg.wire.signing import SigningKey, VerifyKey
 from fedcg.wire.transport import Delivery, Transport
 
@@ -121,10 +122,19 @@ class Agent:
         self._trainer = make_trainer(self._inbox.put)
         self._order = BroadcastOrder(store.seen())
         secret = store.cohort_secret()
-        mark = None if secret is None else mark_of(secret, config.federation)
-        self._handshake = Handshake(config.federation, config.device, version("fedcg-edge"), mark)
-        self._downloads = Downloads()
-        self._outgoing = Outgoing(config.federation, config.device, keys.signing, transport, self._handshake)
+        self._handshake = Handshake(
+            config.federation,
+            config.device,
+            version("fedcg-edge"),
+            cohort=None if secret is None else mark_of(secret, config.federation),
+            heartbeat_s=config.broker.keepalive_s,
+        )
+        self._beat_at = float("-inf")
+        limits = config.broker.limits
+        self._downloads = Downloads(store.partials, limits.window)
+        self._outgoing = Outgoing(
+            config.federation, config.device, keys.signing, transport, self._handshake, limits.chunk_bytes
+        )
         self._incoming = Incoming(
             config.federation, config.device, keys.coordinator, self._order, self._handshake, self._downloads
         )
@@ -153,13 +163,17 @@ class Agent:
         )
         try:
             self._handle(Tick())  # starts the training process: it loads torch while the link comes up
+            self._store.partials.collect()
+            self._outgoing.start()
             self._outgoing.subscribe()
             self._transport.start(self._on_delivery, self._on_link)
             while not self._stopping and not (until_finished and self._actions.outcome is not None):
                 self._turn()
         finally:
+            self._outgoing.close()
             self._outgoing.status(online=False)
             self._transport.close()
+            self._downloads.close()
             self._trainer.stop()
             self._events.write("agent_stopped", pid=os.getpid(), dropped=self._dropped)
         return 1 if self._actions.outcome is False else 0
@@ -190,8 +204,10 @@ class Agent:
         try:
             if item is not None:
                 self._take(item)
-            self._handle(Tick())
+            self._keep_completed()
+            self._handle(Sending() if self._outgoing.is_sending else Tick())
             self._ask()
+            self._beat()
         except Exception as error:  # noqa: BLE001 - a run loop: logged with context, and the agent stays up
             _log.exception("the agent of %s failed at %s", self._config.device, type(item).__name__)
             self._events.write("agent_error", detail=f"{type(error).__name__}: {error}")
@@ -234,32 +250,50 @@ class Agent:
         except WireError as error:
             self._refuse(delivery.topic, str(error))
             return
+        except OSError as error:
+            self._stumble("a download", error)
+            return
         if self._order.highest != highest:
             try:
                 self._store.save_seen(self._order.highest)
             except OSError as error:  # the message counts all the same: a broadcast is not repeated
                 self._stumble("seen.json", error)
-        if isinstance(meaning, Downloaded):
-            self._keep(meaning)
-        elif meaning is not None:
+        if meaning is not None:
             self._handle(meaning)
+
+    def _keep_completed(self) -> None:
+        try:
+            download = self._downloads.completed(self._clock())
+        except WireError as error:
+            self._refuse("download", str(error))
+            return
+        except OSError as error:
+            self._stumble("a download", error)
+            return
+        if download is not None:
+            self._keep(download)
 
     def _keep(self, download: Downloaded) -> None:
         try:
             if download.what == "spec":
-                self._store.save_spec(download.data)
+                self._store.save_spec(download.file.read_bytes())
             else:
-                self._store.artifacts.put(download.data)
+                self._store.artifacts.adopt(download.file, download.artifact)
         except ValueError as error:  # not a spec: the check that follows refuses it
             self._refuse("spec", str(error))
-        except OSError:
-            self._downloads.want(self._state.wanted, self._clock())  # a full disk: fetched again when there is room
-            raise
+        except OSError as error:
+            self._downloads.failed(download.artifact, self._clock())  # a full disk: tried again when there is room
+            self._stumble("a download", error)
+            return
+        self._downloads.kept(download.artifact)
         self._events.write(
             "artifact_stored",
             artifact=download.artifact,
             what=download.what,
-            bytes=len(download.data),
+            bytes=download.size,
+            resumed=download.resumed,
+            received=download.fresh,
+            repeated=download.repeated,
             seconds=round(download.seconds, 3),
             round=0 if self._state.offer is None else self._state.offer.round,
             final=self._state.finished is not None,
@@ -326,7 +360,12 @@ class Agent:
         if not self._handshake.is_open:
             return
         target = self._state.offer or self._state.finished
-        for artifact, ranges in self._downloads.needs(now):
+        try:
+            needs = list(self._downloads.needs(now))
+        except OSError as error:
+            self._stumble("a download", error)
+            return
+        for artifact, ranges in needs:
             self._outgoing.send(
                 Need(
                     federation=self._config.federation,
@@ -341,6 +380,15 @@ class Agent:
             )
         if self._downloads.is_silent(now):
             self._handle(DownloadSilent())
+
+    def _beat(self) -> None:
+        """Be heard now and then: a will is lost when a broker dies with this device."""
+        now = self._clock()
+        if self._handshake.is_open and now - self._beat_at >= self._config.broker.keepalive_s:
+            self._beat_at = now
+            self._outgoing.send(
+                Heartbeat(federation=self._config.federation, sender=self._config.device, recipient=COORDINATOR)
+            )
 
     def _restored(self) -> SessionState:
         generation, problems = self._store.generations.current()

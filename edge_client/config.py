@@ -17,8 +17,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from edge_client.errors import ConfigError, ConfigProblem
 from fedcg.wire.enrolment import URL_PATTERN
-from fedcg.wire.messages import Identifier
+from fedcg.wire.messages import MAX_CHUNK_BYTES, Identifier
 from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, DEFAULT_ALLOW_UPLOAD, Part, ReportField
+from fedcg.wire.presets import DEFAULT_PRESET, LinkLimits, PresetName, limits_for
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -50,6 +51,19 @@ class BrokerSection(_Section):
     protocol: Annotated[Literal["auto", "5", "3.1.1"], Field(description="MQTT version")] = "auto"
     keepalive_s: Annotated[int, Field(ge=5, le=3600)] = 30
     insecure: Annotated[bool, Field(description="no TLS; loopback only")] = False
+    preset: Annotated[PresetName, Field(description="limits of mosquitto, aws-iot, azure-event-grid or emqx")] = (
+        DEFAULT_PRESET
+    )
+    chunk_bytes: Annotated[
+        int | None, Field(ge=1024, le=MAX_CHUNK_BYTES, description="largest chunk; small ones suit slow links")
+    ] = None
+    window_chunks: Annotated[int | None, Field(ge=1, le=256, description="chunks under way at most")] = None
+    window_bytes: Annotated[int | None, Field(ge=1024, le=64_000_000, description="bytes under way at most")] = None
+
+    @property
+    def limits(self) -> LinkLimits:
+        """The limits of the preset, with this section's own settings in their place."""
+        return limits_for(self.preset, self.chunk_bytes, self.window_chunks, self.window_bytes)
 
     @model_validator(mode="after")
     def _plain_text_stays_on_this_machine(self) -> BrokerSection:

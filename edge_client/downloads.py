@@ -1,41 +1,69 @@
-"""Downloads under way: feeds chunk frames to receivers, says what to ask for, and notices silence. No I/O of its own."""
+"""Downloads under way: chunks go to disk as they come, what is missing is asked for, and silence is noticed.
+
+What a killed agent had received is found again (`fedcg.wire.partial`). A disk that is full or broken pauses a download.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from edge_client.session_events import Wanted
 from edge_client.session_state import SILENCE_S
-from fedcg.wire.errors import TooLargeError
-from fedcg.wire.transfer import Chunk, Ranges, Receiver
+from fedcg.wire.errors import IntegrityError, TooLargeError
+from fedcg.wire.grants import Ranges, Window
+from fedcg.wire.partial import DurableReceiver, Partials
+from fedcg.wire.transfer import Chunk
 
 MAX_SPEC_BYTES = 8 * 1024 * 1024
+DISK_PATIENCE_S = 5.0  # after the disk failed
+SLOWNESS = 3.0  # a link is silent when it pauses so many times longer than it did before
 
 
 @dataclass(frozen=True)
 class Downloaded:
-    """A complete, verified artifact."""
+    """A complete, verified artifact, and how it came; `kept` or `failed` must follow.
+
+    Attributes:
+        file: where it lies until it is taken over.
+        resumed: chunks that were on disk when this agent started.
+        fresh: chunks that came since.
+        repeated: chunks that came more than once.
+    """
 
     what: str
     artifact: str
-    data: bytes
+    size: int
+    file: Path
     seconds: float
+    resumed: int
+    fresh: int
+    repeated: int
 
 
 @dataclass
 class _Download:
     wanted: Wanted
-    receiver: Receiver
     started_at: float
     moved_at: float
+    receiver: DurableReceiver | None = None
     asked_at: float | None = None
+    not_before: float = float("-inf")
+    slowest_s: float = 0.0  # the longest pause between two new chunks so far
 
 
 class Downloads:
-    """The receivers of everything that is wanted now."""
+    """The receivers of everything that is wanted now.
 
-    def __init__(self) -> None:
+    Args:
+        partials: where half-received artifacts lie.
+        window: what one download may have under way.
+    """
+
+    def __init__(self, partials: Partials, window: Window | None = None) -> None:
+        self._partials = partials
+        self._window = window
         self._active: dict[str, _Download] = {}
 
     @property
@@ -55,36 +83,85 @@ class Downloads:
         before, self._active = self._active, {}
         for wanted in downloads:
             known = before.get(wanted.ref.id)
-            if known is None or known.receiver.ref != wanted.ref:
-                known = _Download(wanted, Receiver(wanted.ref), now, now)
+            if known is None or known.wanted.ref != wanted.ref:
+                known = _Download(wanted, now, now)
+            else:
+                del before[wanted.ref.id]
             known.wanted = wanted
             self._active[wanted.ref.id] = known
+        for artifact, download in before.items():
+            self._close(download)
+            if artifact not in self._active:
+                self._partials.discard(artifact)
 
-    def feed(self, chunk: Chunk, now: float) -> Downloaded | None:
-        """Take a chunk; returns its artifact when that made it complete.
+    def feed(self, chunk: Chunk, now: float) -> None:
+        """Take a chunk.
 
         Raises:
             MalformedError: a chunk that its artifact can't have.
-            IntegrityError: the chunks don't add up to the artifact, which is fetched again.
+            OSError: the disk does not take it; the download pauses.
         """
         download = self._active.get(chunk.artifact)
-        if download is None:
-            return None
-        if download.receiver.feed(chunk, now):
+        receiver = None if download is None else self._receiver(download, now)
+        if download is None or receiver is None:
+            return
+        try:
+            is_new = receiver.feed(chunk, now)
+        except OSError:
+            download.not_before = now + DISK_PATIENCE_S
+            raise
+        if is_new:
+            if download.asked_at is not None:
+                download.slowest_s = max(download.slowest_s, now - max(download.asked_at, download.moved_at))
             download.moved_at = now
-        if not download.receiver.complete:
-            return None
-        data = download.receiver.data()
-        del self._active[chunk.artifact]
-        return Downloaded(download.wanted.what, chunk.artifact, data, now - download.started_at)
+
+    def completed(self, now: float) -> Downloaded | None:
+        """An artifact whose last chunk has come.
+
+        Raises:
+            IntegrityError: the chunks don't add up to the artifact, which is fetched again.
+            OSError: the disk failed; tried again later.
+        """
+        for artifact, download in self._active.items():
+            receiver = download.receiver
+            if receiver is None or not receiver.complete or now < download.not_before:
+                continue
+            try:
+                file = receiver.finish()
+            except IntegrityError:
+                download.asked_at = None
+                raise
+            except OSError:
+                download.not_before = now + DISK_PATIENCE_S
+                raise
+            wanted, seconds = download.wanted, now - download.started_at
+            counts = (receiver.resumed, receiver.fresh, receiver.repeated)
+            return Downloaded(wanted.what, artifact, wanted.ref.size, file, seconds, *counts)
+        return None
+
+    def kept(self, artifact: str) -> None:
+        """A completed download was taken over."""
+        del self._active[artifact]
+        self._partials.discard(artifact)
+
+    def failed(self, artifact: str, now: float) -> None:
+        """A completed download could not be taken over: tried again later."""
+        download = self._active[artifact]
+        download.receiver = None
+        download.not_before = now + DISK_PATIENCE_S
 
     def needs(self, now: float) -> Iterator[tuple[str, Ranges]]:
-        """What to ask the coordinator for now: artifact and chunk ranges."""
+        """What to ask the coordinator for now: artifact and chunk ranges.
+
+        Raises:
+            OSError: the disk failed; the download pauses.
+        """
         for artifact, download in self._active.items():
             patience = download.wanted.ask_after_s
             if patience is None or (download.asked_at is None and now - download.moved_at < patience):
                 continue
-            ranges = download.receiver.next_need(now)
+            receiver = self._receiver(download, now)
+            ranges = None if receiver is None else receiver.next_need(now)
             if ranges is not None:
                 download.asked_at = now if download.asked_at is None else download.asked_at
                 yield artifact, ranges
@@ -94,8 +171,33 @@ class Downloads:
         silent = [
             download
             for download in self._active.values()
-            if download.asked_at is not None and now - max(download.asked_at, download.moved_at) >= SILENCE_S
+            if download.asked_at is not None
+            and now - max(download.asked_at, download.moved_at) >= max(SILENCE_S, SLOWNESS * download.slowest_s)
         ]
         for download in silent:
             download.asked_at = now
         return bool(silent)
+
+    def close(self) -> None:
+        """Let go of all files; what came stays on disk."""
+        for download in self._active.values():
+            self._close(download)
+
+    def _receiver(self, download: _Download, now: float) -> DurableReceiver | None:
+        """The files of a download, opened when they are needed first; None while the disk is not trusted."""
+        if now < download.not_before:
+            return None
+        if download.receiver is None:
+            try:
+                file = self._partials.open(download.wanted.ref)
+            except OSError:
+                download.not_before = now + DISK_PATIENCE_S
+                raise
+            download.receiver = DurableReceiver(file, self._window)
+        return download.receiver
+
+    def _close(self, download: _Download) -> None:
+        if download.receiver is not None:
+            download.receiver.close()
+            download.receiver = None
+        self._partials.release(download.wanted.ref.id)

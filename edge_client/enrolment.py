@@ -165,6 +165,7 @@ def _write(folder: Folder, answer: EnrolAnswer, authority: x509.Certificate, url
         answer.device,
         host=answer.broker_host,
         port=answer.broker_port,
+        preset=answer.broker_preset,
         enrolment_url=url,
         data=data,
     )

@@ -132,9 +132,13 @@ class Generations:
         payload = (self._path(generation.number) / "state.safetensors").read_bytes()
         return StoredState(generation, _split_names(load_safetensors(payload)))
 
+    def update_path(self, generation: Generation) -> Path:
+        """Where the outbox of a generation lies."""
+        return self._path(generation.number) / "update.bin"
+
     def update_bytes(self, generation: Generation) -> bytes:
         """The outbox of a generation."""
-        return (self._path(generation.number) / "update.bin").read_bytes()
+        return self.update_path(generation).read_bytes()
 
     def snapshot(self, generation: Generation) -> Snapshot:
         """The data snapshot of a generation."""

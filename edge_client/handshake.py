@@ -26,6 +26,7 @@ class Handshake:
         agent: program version for the hello.
         cohort: mark of the cohort secret, None without one.
         make_nonce: 32 hex digits of randomness.
+        heartbeat_s: this device promises that it is never silent for longer.
     """
 
     def __init__(
@@ -35,7 +36,9 @@ class Handshake:
         agent: str,
         cohort: str | None = None,
         make_nonce: Callable[[], str] = lambda: secrets.token_hex(16),
+        heartbeat_s: int | None = None,
     ) -> None:
+        self._heartbeat_s = heartbeat_s
         self._federation = federation
         self._device = device
         self._agent = agent
@@ -69,6 +72,7 @@ class Handshake:
             versions=(PROTOCOL_VERSION,),
             agent=self._agent,
             cohort=self._cohort,
+            heartbeat_s=self._heartbeat_s,
         )
 
     def welcome(self, message: Welcome) -> None:

@@ -5,7 +5,7 @@ Whatever fails a check is refused with its reason and changes nothing.
 
 from __future__ import annotations
 
-from edge_client.downloads import Downloaded, Downloads
+from edge_client.downloads import Downloads
 from edge_client.generations import Cursor
 from edge_client.handshake import Handshake
 from edge_client.session_events import (
@@ -67,17 +67,19 @@ class Incoming:
         self._handshake = handshake
         self._downloads = downloads
 
-    def open(self, delivery: Delivery, now: float) -> Event | Downloaded | None:
-        """What a delivery means: an event, a finished download, or nothing yet.
+    def open(self, delivery: Delivery, now: float) -> Event | None:
+        """What a delivery means: an event, or nothing but a chunk.
 
         Raises:
             WireError: it is refused; says why.
+            OSError: a chunk that the disk did not take.
         """
         parsed = self._topics.parse(delivery.topic)
         if parsed is None:
             raise MalformedError(f"{delivery.topic!r} is no topic of this federation")
         if parsed.kind in (TopicKind.AGGREGATE, TopicKind.DOWN_CHUNK):
-            return self._downloads.feed(parse_chunk(delivery.payload), now)
+            self._downloads.feed(parse_chunk(delivery.payload), now)
+            return None
         message = open_envelope(delivery.payload, lambda sender: self._coordinator if sender == COORDINATOR else None)
         self._check_address(message)
         if parsed.kind in (TopicKind.OFFER, TopicKind.COORDINATOR):

@@ -52,6 +52,8 @@ def mqtt_config(config: AgentConfig) -> MqttConfig:
         insecure=config.broker.insecure,
         protocol=config.broker.protocol,
         keepalive_s=config.broker.keepalive_s,
+        max_packet=config.broker.limits.max_packet,
+        in_flight=config.broker.limits.in_flight,
     )
 
 

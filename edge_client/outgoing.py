@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from edge_client.handshake import Handshake
 from fedcg.wire.errors import TransportError
-from fedcg.wire.messages import COORDINATOR, AnyMessage, ArtifactRef, DeviceStatus
+from fedcg.wire.grants import Ranges
+from fedcg.wire.messages import COORDINATOR, MAX_CHUNK_BYTES, AnyMessage, DeviceStatus
+from fedcg.wire.sender import ChunkFile, ChunkSender
 from fedcg.wire.signing import SigningKey, seal
 from fedcg.wire.topics import Topics
-from fedcg.wire.transfer import chunk_bytes_for, frames_for
+from fedcg.wire.transfer import chunk_bytes_for
 from fedcg.wire.transport import Transport, Will
 
 
@@ -29,10 +31,17 @@ class Outgoing:
         key: signs every message.
         transport: the link.
         handshake: stamps messages with session and counter.
+        chunk_bytes: largest chunk frame; smaller where the link takes less.
     """
 
     def __init__(
-        self, federation: str, device: str, key: SigningKey, transport: Transport, handshake: Handshake
+        self,
+        federation: str,
+        device: str,
+        key: SigningKey,
+        transport: Transport,
+        handshake: Handshake,
+        chunk_bytes: int = MAX_CHUNK_BYTES,
     ) -> None:
         self._federation = federation
         self._device = device
@@ -40,6 +49,16 @@ class Outgoing:
         self._transport = transport
         self._handshake = handshake
         self._topics = Topics(federation)
+        self._chunk_bytes = chunk_bytes
+        self._sender = ChunkSender(transport, f"chunks-{device}")
+
+    def start(self) -> None:
+        """Begin to send chunks."""
+        self._sender.start()
+
+    def close(self) -> None:
+        """Stop sending chunks."""
+        self._sender.close()
 
     def subscribe(self) -> None:
         """Ask for everything that a device reads."""
@@ -59,11 +78,20 @@ class Outgoing:
             stamped = self._handshake.stamp(message)
             self._publish(self._topics.up_control(self._device), seal(stamped, self._key))
 
-    def chunks(self, data: bytes, ref: ArtifactRef, ranges: tuple[tuple[int, int], ...]) -> None:
-        """Send granted chunks of the update."""
-        for frame in frames_for(data, ref, ranges):
-            if not self._publish(self._topics.up_chunk(self._device), frame):
-                return
+    def chunks(self, update: ChunkFile, ranges: Ranges) -> None:
+        """Send granted chunks of the update, as the link takes them."""
+        self._sender.serve(self._topics.up_chunk(self._device), update, ranges)
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether granted chunks still wait for the link."""
+        return self._sender.is_busy
+
+    def end_chunks(self, artifact: str) -> int:
+        """Send nothing more of an update; returns how many chunks of it were sent."""
+        sent = self._sender.sent[artifact]
+        self._sender.forget(artifact)
+        return sent
 
     def status(self, *, online: bool) -> None:
         """Tell whether this device's agent is connected."""
@@ -72,7 +100,7 @@ class Outgoing:
 
     def chunk_bytes(self) -> int:
         """The chunk size that fits the link."""
-        return chunk_bytes_for(self._transport.max_payload)
+        return chunk_bytes_for(self._transport.max_payload, self._chunk_bytes)
 
     def _publish(self, topic: str, payload: bytes, *, retain: bool = False) -> bool:
         try:

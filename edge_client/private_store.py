@@ -3,7 +3,7 @@
 format.json     the format version, and whose store it is
 lock            held by the agent; trainer.lock is held by its training process
 secrets/        device.key (made once), cohort.key (given to all devices of a federation, never to the coordinator)
-specs/          accepted specs by digest           artifacts/   downloads by sha256
+specs/          accepted specs by digest           artifacts/   downloads by sha256, .partial/ those under way
 generations/    private state, see `generations`   CURRENT      which one counts
 accepted.json   the data snapshot of the round that was accepted last
 seen.json       highest (epoch, round, attempt) of a broadcast
@@ -31,10 +31,14 @@ from edge_client.snapshot import Snapshot
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifact_store import ArtifactStore
 from fedcg.wire.channel import START, Position
+from fedcg.wire.messages import MAX_ARTIFACT_BYTES
+from fedcg.wire.partial import Partials
 
 STORE_FORMAT = 1
 SECRET_BYTES = 32
 RECEIPTS_KEPT = 64
+PARTIAL_FILES = 8
+PARTIAL_BYTES = 2 * MAX_ARTIFACT_BYTES
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,7 @@ class PrivateStore:
         self.root = root
         self.generations = Generations(root)
         self.artifacts = ArtifactStore(root / "artifacts")
+        self.partials = Partials(root / "artifacts" / ".partial", PARTIAL_FILES, PARTIAL_BYTES)
 
     @staticmethod
     def open(root: Path, federation: str, device: str) -> PrivateStore:

@@ -40,6 +40,7 @@ from edge_client.session_events import (
     Send,
     SendChunks,
     SendHello,
+    Sending,
     SpecChecked,
     StartRound,
     StartTrainer,
@@ -93,6 +94,14 @@ def step(state: SessionState, event: Event, now: float) -> Step:
 
 def _ticked(state: SessionState, event: Tick, now: float) -> Step:
     return state, ()
+
+
+def _sending(state: SessionState, event: Sending, now: float) -> Step:
+    delivery = state.delivery
+    if delivery is None or not state.welcomed:
+        return state, ()
+    quiet_until = max(delivery.manifest_at, now + GRANT_PATIENCE_S)
+    return replace(state, delivery=replace(delivery, manifest_at=quiet_until, silent_since=None)), ()
 
 
 def _link_changed(state: SessionState, event: LinkChanged, now: float) -> Step:
@@ -211,6 +220,7 @@ def _finalised(state: SessionState, event: Finalised, now: float) -> Step:
 
 _HANDLERS: dict[type[Any], Callable[[SessionState, Any, float], Step]] = {
     Tick: _ticked,
+    Sending: _sending,
     LinkChanged: _link_changed,
     CoordinatorSeen: _coordinator_seen,
     Welcomed: _welcomed,

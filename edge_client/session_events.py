@@ -26,6 +26,11 @@ class Tick:
 
 
 @dataclass(frozen=True)
+class Sending:
+    """Time went on, and chunks of the update still wait for the link: nobody could have answered them yet."""
+
+
+@dataclass(frozen=True)
 class LinkChanged:
     """The connection to the broker came up (subscriptions stand) or was lost."""
 
@@ -157,6 +162,7 @@ class Finalised:
 
 Event = (
     Tick
+    | Sending
     | LinkChanged
     | CoordinatorSeen
     | Welcomed

@@ -5,20 +5,20 @@ coordinator and its worker that in the coordinator's directory.
 
 Agent:
   agent_started {pid, device, federation, cohort_secret}   link {up}   welcomed {epoch}   offer {round, attempt}
-  invited / accepted / declined {round, attempt, reason}   artifact_stored {artifact, bytes, what, round, seconds}
+  invited / accepted / declined {round, attempt, reason}   artifact_stored {artifact, bytes, what, round, seconds, resumed, received, repeated}
   trainer_started / trainer_died {pid, exit_code}          phase_started {phase, round, attempt, pid}
   progress {phase, step, steps, round, attempt, pid}       committed {round, attempt, pid, ...accuracies, update_bytes}
   round_failed {round, attempt, reason, detail}            manifest {round, attempt, artifact}
-  receipt {round, attempt, artifact, outcome, reason}      finalised {candidate, model_dir, ...accuracies}
+  receipt {round, attempt, artifact, outcome, reason, chunks_sent}   finalised {candidate, model_dir, ...accuracies}
   refused {what, detail}                                   agent_stopped {pid}
   certificate_renewed {until}   renewal_failed {detail}
   images_skipped {count, images}   cohort {others: alone | same | different}
 
 Coordinator:
-  started {epoch}   stopped   link {up}   online / offline {client}   accepted / declined {client, round, attempt}
+  started {epoch}   stopped   link {up}   online {client}   offline {client, reason}   accepted / declined {client, round, attempt}
   attempt_opened {round, attempt, participants, aggregate}   attempt_resumed / attempt_failed   paused {reason}
   cohort_differs {client, unlike}
-  update_stored {client, artifact, size, seconds}   update_refused {outcome, reason}
+  update_stored {client, artifact, size, seconds, resumed, received, repeated}   update_refused {outcome, reason}
   worker_ready / worker_died {pid}   phase_started {phase, pid}   aggregate_step {phase, step, steps, pid}   teacher_done
   device_enrolled {client, token, serial, replaced, reloaded}   enrolment_refused / renewal_refused {address, reason, client}
   enrolment_limited {address, refused}   certificate_renewed {client, serial, until}   device_revoked {client, reason, reloaded}

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from coordinator.provision.mosquitto import QueueLimits
 from coordinator.provision.pki import create_ca, credential_of, issue
 from fedcg.broker_path import Mosquitto
 from fedcg.wire.mqtt import MqttConfig, MqttTransport, TlsFiles
@@ -71,7 +72,8 @@ class RunningMosquitto:
     pki: Pki
     folder: Path
     acl: str
-    max_packet_size: int = 2_000_000
+    limits: QueueLimits = field(default_factory=QueueLimits)
+    extra: tuple[str, ...] = ()
     port: int = field(default_factory=free_port)
     _process: subprocess.Popen[bytes] | None = None
 
@@ -90,8 +92,9 @@ class RunningMosquitto:
             "use_username_as_clientid true",
             "tls_version tlsv1.3",
             f"acl_file {self.folder / 'acl'}",
-            f"max_packet_size {self.max_packet_size}",
+            *self.limits.lines(),
             "set_tcp_nodelay true",
+            *self.extra,
         ]
         if os.geteuid() == 0:
             lines.append("user root")  # else it drops to user mosquitto, who can't read our 0600 keys

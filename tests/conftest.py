@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from coordinator.provision.mosquitto import QueueLimits
 from fedcg.broker_path import find_mosquitto
 from tests.brokers import DEVICES, Pki, RunningMosquitto
 
@@ -40,8 +41,11 @@ def mosquitto_factory(pki: Pki, tmp_path_factory: pytest.TempPathFactory) -> Ite
         pytest.skip(why)
     started: list[RunningMosquitto] = []
 
-    def start(acl: str, *, folder: Path | None = None, max_packet_size: int = 2_000_000) -> RunningMosquitto:
-        broker = RunningMosquitto(found, pki, folder or tmp_path_factory.mktemp("mosquitto"), acl, max_packet_size)
+    def start(
+        acl: str, *, folder: Path | None = None, limits: QueueLimits | None = None, extra: tuple[str, ...] = ()
+    ) -> RunningMosquitto:
+        place = folder or tmp_path_factory.mktemp("mosquitto")
+        broker = RunningMosquitto(found, pki, place, acl, limits or QueueLimits(), extra)
         started.append(broker)
         broker.start()
         return broker

@@ -36,6 +36,7 @@ from fedcg.wire.messages import (
     Decline,
     DeviceStatus,
     Finished,
+    Heartbeat,
     Hello,
     Invite,
     Manifest,
@@ -325,7 +326,7 @@ class ScriptedCoordinator:
         if isinstance(message, Hello):
             if self.answers_hello:
                 self._welcome(message)
-        elif isinstance(message, Accept | Decline | Manifest | Need):
+        elif isinstance(message, Accept | Decline | Heartbeat | Manifest | Need):
             if self.session is None or message.session != self.session.session_id:
                 return None  # as the real one: an unknown session is ignored
             self.session.admit(message)

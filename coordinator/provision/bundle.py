@@ -51,7 +51,12 @@ def make_bundle(home: Home, federation: str, device: str, out: Path) -> Bundle:
     (target / "coordinator.pub").write_text(SigningKey.load(home.signing_key).public.hex + "\n", encoding="utf-8")
     config = home.config()
     text = render_agent_config(
-        federation, device, host=config.broker.host, port=config.broker.port, enrolment_url=config.enrolment_url
+        federation,
+        device,
+        host=config.broker.host,
+        port=config.broker.port,
+        preset=config.broker.preset,
+        enrolment_url=config.enrolment_url,
     )
     (target / CONFIG_NAME).write_text(text, encoding="utf-8")
     return Bundle(key.public, (tls / "device.pem").read_bytes())

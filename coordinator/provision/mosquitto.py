@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from string import Template
@@ -17,7 +18,40 @@ CONFIG_NAME = "mosquitto.conf"
 NOBODY = "# No federation yet: nobody may read or write anything.\n"
 
 
-def mosquitto_config(home: Home, *, acl: Path, persistence: Path, as_root: bool, crl: Path | None = None) -> str:
+@dataclass(frozen=True)
+class QueueLimits:
+    """What the broker takes and keeps per session; `fedcg.wire.presets` stays well inside.
+
+    Attributes:
+        packet_bytes: largest packet.
+        in_flight: QoS 1 messages sent and not acknowledged.
+        messages, bytes: queued for a session that is slow or away; what comes on top is dropped.
+    """
+
+    packet_bytes: int = 2_000_000
+    in_flight: int = 20
+    messages: int = 1000
+    bytes: int = 64_000_000
+
+    def lines(self) -> list[str]:
+        """As Mosquitto spells it."""
+        return [
+            f"max_packet_size {self.packet_bytes}",
+            f"max_inflight_messages {self.in_flight}",
+            f"max_queued_messages {self.messages}",
+            f"max_queued_bytes {self.bytes}",
+        ]
+
+
+def mosquitto_config(
+    home: Home,
+    *,
+    acl: Path,
+    persistence: Path,
+    as_root: bool,
+    crl: Path | None = None,
+    limits: QueueLimits | None = None,
+) -> str:
     """The text of mosquitto.conf.
 
     Args:
@@ -25,6 +59,7 @@ def mosquitto_config(home: Home, *, acl: Path, persistence: Path, as_root: bool,
         acl: path of the access list.
         persistence: directory for the broker's database.
         crl: path of the revocation list; default the home's own.
+        limits: of the queues; the default fits the preset "mosquitto".
         as_root: keep the superuser's rights; else Mosquitto started as root drops to a user that can't read the keys.
 
     Raises:
@@ -42,6 +77,7 @@ def mosquitto_config(home: Home, *, acl: Path, persistence: Path, as_root: bool,
         acl=acl.resolve(),
         crl=(crl or home.revocations).resolve(),
         persistence=persistence.resolve(),
+        limits="\n".join((limits or QueueLimits()).lines()),
         extra="user root" if as_root else "",
     )
 

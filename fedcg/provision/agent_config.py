@@ -6,13 +6,22 @@ import json
 from importlib.resources import files
 from string import Template
 
+from fedcg.wire.presets import PresetName
+
 CONFIG_NAME = "agent.toml"
 DATA = "data"
 _NO_RENEWAL = '# url = "https://coordinator.example:8444"'
 
 
 def render_agent_config(
-    federation: str, device: str, *, host: str, port: int, enrolment_url: str | None = None, data: str = DATA
+    federation: str,
+    device: str,
+    *,
+    host: str,
+    port: int,
+    preset: PresetName,
+    enrolment_url: str | None = None,
+    data: str = DATA,
 ) -> str:
     """The text of agent.toml.
 
@@ -21,6 +30,7 @@ def render_agent_config(
         device: its id.
         host: the broker's name or address.
         port: the broker's port.
+        preset: what the broker takes.
         enrolment_url: where the certificate is renewed; None where a person brings new certificates.
         data: where the images are; relative to the file.
     """
@@ -30,6 +40,7 @@ def render_agent_config(
         device=device,
         host=json.dumps(host),
         port=port,
+        preset=preset,
         enrolment=_NO_RENEWAL if enrolment_url is None else f"url = {json.dumps(enrolment_url)}",
         data=json.dumps(data),
     )

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedcg.wire.errors import MalformedError
 from fedcg.wire.messages import Identifier, Sha256
+from fedcg.wire.presets import PresetName
 
 TOKEN_PREFIX = "fcg1_"  # noqa: S105 - the mark of a token's text, not a secret
 SECRET_BYTES = 32
@@ -134,6 +135,7 @@ class EnrolAnswer(_Strict):
     coordinator_key: Sha256
     broker_host: Host
     broker_port: Annotated[int, Field(ge=1, le=65535)]
+    broker_preset: PresetName
 
 
 class RenewRequest(_Strict):

@@ -8,6 +8,7 @@ WireError
 ├── OrderError           an old, repeated or foreign message (epoch, round, attempt, session, counter)
 ├── IntegrityError       content whose sha256 or layout is not the declared one
 │   └── UnknownBaseError a difference to an aggregate that is not at hand
+├── CapacityError        a bound of our own is taken up; the other side tries again later
 └── TransportError       the link or the broker refused
 """
 
@@ -44,6 +45,10 @@ class IntegrityError(WireError):
 
 class UnknownBaseError(IntegrityError):
     """A difference to an aggregate that is not at hand."""
+
+
+class CapacityError(WireError):
+    """A bound of our own is taken up; the other side tries again later."""
 
 
 class TransportError(WireError):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fedcg.wire.errors import TransportError
-from fedcg.wire.transport import Delivery, OnDelivery, OnLink, Will, call_out
+from fedcg.wire.transport import Backlog, Delivery, OnDelivery, OnLink, Publication, Will, call_out
 
 Action = Literal["publish", "read"]
 Rules = Callable[[str, Action, str], bool]
@@ -127,6 +127,14 @@ class _Link:
     up: bool
 
 
+@dataclass(frozen=True)
+class _Routed:
+    is_under_way: bool = False
+
+
+_ROUTED = _Routed()
+
+
 class MemoryTransport:
     """A client of a `MemoryBroker`; its callbacks run on a thread of its own."""
 
@@ -155,7 +163,7 @@ class MemoryTransport:
         if self._broker.is_attached(self):
             self._broker.send_retained(self, topic)
 
-    def publish(self, topic: str, payload: bytes, *, qos: int = 1, retain: bool = False) -> None:
+    def publish(self, topic: str, payload: bytes, *, qos: int = 1, retain: bool = False) -> Publication:
         """Hand bytes to the broker.
 
         Raises:
@@ -166,6 +174,12 @@ class MemoryTransport:
         if not self._broker.is_attached(self):
             raise TransportError(f"{self.identity} is not connected")
         self._broker.route(self.identity, topic, payload, retain=retain)
+        return _ROUTED
+
+    @property
+    def backlog(self) -> Backlog:
+        """Nothing: a publish is with the broker when `publish` returns."""
+        return Backlog()
 
     @property
     def max_payload(self) -> int:

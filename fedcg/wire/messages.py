@@ -119,13 +119,25 @@ class DeviceStatus(_Message):
 
 
 class Hello(_Message):
-    """A device opens a session; `cohort` marks its cohort secret, None where it has none."""
+    """A device opens a session.
+
+    Attributes:
+        cohort: marks its cohort secret, None where it has none.
+        heartbeat_s: promises that it is never silent for longer.
+    """
 
     kind: Literal["hello"] = "hello"
     nonce: Nonce
     versions: Annotated[tuple[int, ...], Field(min_length=1, max_length=8)]
     agent: Annotated[str, Field(pattern=r"^[A-Za-z0-9.+-]{1,32}$")]
     cohort: Nonce | None = None
+    heartbeat_s: Annotated[int, Field(ge=1, le=86_400)] | None = None
+
+
+class Heartbeat(_Message):
+    """The device is there; sent when it promised to say something and had nothing to say."""
+
+    kind: Literal["heartbeat"] = "heartbeat"
 
 
 class Welcome(_Message):
@@ -204,6 +216,7 @@ Message = Annotated[
         CoordinatorStatus,
         DeviceStatus,
         Hello,
+        Heartbeat,
         Welcome,
         Invite,
         Accept,
@@ -222,6 +235,7 @@ AnyMessage = (
     | CoordinatorStatus
     | DeviceStatus
     | Hello
+    | Heartbeat
     | Welcome
     | Invite
     | Accept

@@ -23,9 +23,16 @@ from paho.mqtt.properties import Properties
 from paho.mqtt.reasoncodes import ReasonCode
 
 from fedcg.wire.errors import TransportError
-from fedcg.wire.mqtt_config import MqttConfig, TlsFiles, explain_failure, explain_refusal, explain_silence
+from fedcg.wire.mqtt_config import (
+    PROTOCOL_MAX_PACKET,
+    MqttConfig,
+    TlsFiles,
+    explain_failure,
+    explain_refusal,
+    explain_silence,
+)
 from fedcg.wire.outgoing import Outgoing, OutgoingQueue
-from fedcg.wire.transport import Delivery, OnDelivery, OnLink, Will, call_out
+from fedcg.wire.transport import Backlog, Delivery, OnDelivery, OnLink, Publication, Will, call_out
 
 __all__ = ["MqttConfig", "MqttTransport", "TlsFiles", "probe"]
 
@@ -36,9 +43,7 @@ STEADY_S = 5.0  # a link that stood so long starts the backoff anew
 DRAIN_S = 2.0  # how long `close` lets queued messages leave
 CLOSE_S = 1.0  # how long `close` waits for its thread after that
 TICK_MS = 1000  # how often keepalive is looked after when nothing happens
-IN_FLIGHT = 20  # unacknowledged QoS 1 publishes; Mosquitto's own default bound
 HEADER_BYTES = 512  # fixed header, topic (at most 170 bytes for us), properties
-PROTOCOL_MAX_PACKET = 268_435_455
 OK = MQTTErrorCode.MQTT_ERR_SUCCESS
 
 
@@ -74,15 +79,16 @@ class MqttTransport:
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.settimeout(0.0)
         self._wake_out.settimeout(0.0)
+        self._is_woken = False
         self._thread: threading.Thread | None = None
         self._up = False
         self._reached = False  # TCP and TLS stood, whatever the broker said then
         self._accepted = False
         self._refusal: str | None = None
-        self._in_flight = IN_FLIGHT
+        self._in_flight = config.in_flight
         self._subscribing: int | None = None
         self._versions = ["3.1.1", "5"] if config.protocol == "auto" else [config.protocol]
-        self._max_payload = config.assumed_max_packet - HEADER_BYTES
+        self._max_payload = min(config.assumed_max_packet, config.max_packet) - HEADER_BYTES
         self._on_delivery: OnDelivery = _ignore
         self._on_link: OnLink = _ignore
         self.last_error: str | None = None
@@ -108,7 +114,7 @@ class MqttTransport:
             self._new_filters.append((topic, qos))
         self._wake()
 
-    def publish(self, topic: str, payload: bytes, *, qos: int = 1, retain: bool = False) -> None:
+    def publish(self, topic: str, payload: bytes, *, qos: int = 1, retain: bool = False) -> Publication:
         """Queue bytes for the broker.
 
         Raises:
@@ -122,8 +128,15 @@ class MqttTransport:
             )
         if not self._up:
             raise TransportError(self.last_error or f"not connected to the broker at {self._config.address}")
-        self._outgoing.put(Outgoing(topic, payload, qos, retain))
+        message = Outgoing(topic, payload, qos, retain)
+        self._outgoing.put(message)
         self._wake()
+        return message
+
+    @property
+    def backlog(self) -> Backlog:
+        """What is queued, or sent and not acknowledged."""
+        return self._outgoing.backlog
 
     @property
     def max_payload(self) -> int:
@@ -153,6 +166,9 @@ class MqttTransport:
             self._thread.join(DRAIN_S + CLOSE_S)
 
     def _wake(self) -> None:
+        if self._is_woken:
+            return
+        self._is_woken = True
         try:
             self._wake_in.send(b"x")
         except OSError:
@@ -218,7 +234,7 @@ class MqttTransport:
             client.tls_set_context(context)
         if self._will is not None:
             client.will_set(self._will.topic, self._will.payload, qos=1, retain=self._will.retain)
-        client.on_socket_open = _send_at_once
+        client.on_socket_open = send_at_once
         client.on_connect = self._connected
         client.on_subscribe = self._subscribed
         client.on_publish = self._published
@@ -250,6 +266,7 @@ class MqttTransport:
         ready = dict(poll.poll(0 if _buffered(sock) else wait_ms))
         if self._wake_out.fileno() in ready:
             self._wake_out.recv(65_536)
+            self._is_woken = False  # before the queue is looked at: who comes later wakes again
         status = OK
         if ready.get(sock.fileno(), 0) & ~select.POLLOUT or _buffered(sock):
             status = client.loop_read()
@@ -280,8 +297,9 @@ class MqttTransport:
             return
         self._accepted = True
         unstated = PROTOCOL_MAX_PACKET if self.protocol == "5" else self._config.assumed_max_packet
-        self._max_payload = getattr(properties, "MaximumPacketSize", unstated) - HEADER_BYTES
-        self._in_flight = min(IN_FLIGHT, getattr(properties, "ReceiveMaximum", IN_FLIGHT))
+        told = getattr(properties, "MaximumPacketSize", unstated)
+        self._max_payload = min(told, self._config.max_packet) - HEADER_BYTES
+        self._in_flight = min(self._config.in_flight, getattr(properties, "ReceiveMaximum", self._config.in_flight))
         with self._lock:
             filters, self._new_filters = list(self._filters.items()), []
         if filters:
@@ -354,7 +372,7 @@ def _ignore(_: object) -> None:
     """A callback of nobody."""
 
 
-def _send_at_once(_client: Any, _data: Any, sock: Any) -> None:
+def send_at_once(_client: Any, _data: Any, sock: Any) -> None:
     """Turn off Nagle's algorithm: a grant that waits for a delayed ACK stalls a whole window."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 

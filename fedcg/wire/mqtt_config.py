@@ -12,6 +12,8 @@ from fedcg.wire.errors import TransportError
 
 Protocol = Literal["5", "3.1.1", "auto"]
 HANDSHAKE_S = 10.0
+PROTOCOL_MAX_PACKET = 268_435_455
+IN_FLIGHT = 20  # unacknowledged QoS 1 publishes; Mosquitto's own default bound
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 
 
@@ -73,6 +75,8 @@ class MqttConfig:
         queue_max, queue_max_bytes: bound on what waits to be sent or acknowledged.
         assumed_max_packet: largest packet in bytes for a broker that does not tell its own (any with 3.1.1); the
             smallest limit among the known brokers is 128 KB.
+        max_packet: largest packet in bytes whatever the broker tells, for services that take less than they tell.
+        in_flight: QoS 1 publishes sent and not acknowledged at most; fewer when the broker says so.
     """
 
     host: str
@@ -86,6 +90,8 @@ class MqttConfig:
     queue_max: int = 1000
     queue_max_bytes: int = 64 * 1024 * 1024
     assumed_max_packet: int = 128 * 1024
+    max_packet: int = PROTOCOL_MAX_PACKET
+    in_flight: int = IN_FLIGHT
 
     def __post_init__(self) -> None:
         if self.tls is None and not (self.insecure and self.host in LOOPBACK):

@@ -10,19 +10,26 @@ from collections import deque
 from dataclasses import dataclass
 
 from fedcg.wire.errors import TransportError
+from fedcg.wire.transport import Backlog
 
 MAX_SENDS = 3  # a QoS 1 publish under which three links broke is given up: it may be what breaks them
 
 
 @dataclass
 class Outgoing:
-    """One publish; `sends` counts how often it was handed to a link."""
+    """One publish.
+
+    Attributes:
+        sends: how often it was handed to a link.
+        is_under_way: it waits here for the link, or for the broker's acknowledgement.
+    """
 
     topic: str
     payload: bytes
     qos: int
     retain: bool
     sends: int = 0
+    is_under_way: bool = True
 
 
 class OutgoingQueue:
@@ -40,6 +47,12 @@ class OutgoingQueue:
         """Messages queued or not acknowledged."""
         with self._lock:
             return len(self._queue) + len(self._unacked)
+
+    @property
+    def backlog(self) -> Backlog:
+        """Messages queued or not acknowledged, and their bytes."""
+        with self._lock:
+            return Backlog(len(self._queue) + len(self._unacked), self._bytes)
 
     def put(self, message: Outgoing) -> None:
         """Queue a publish.
@@ -66,6 +79,7 @@ class OutgoingQueue:
             message.sends += 1
             if message.qos == 0:
                 self._bytes -= len(message.payload)
+                message.is_under_way = False
             return message
 
     def sent(self, packet: int, message: Outgoing) -> None:
@@ -79,6 +93,7 @@ class OutgoingQueue:
             message = self._unacked.pop(packet, None)
             if message is not None:
                 self._bytes -= len(message.payload)
+                message.is_under_way = False
             return message
 
     def link_lost(self) -> None:
@@ -86,5 +101,7 @@ class OutgoingQueue:
         with self._lock:
             waiting = [*self._unacked.values(), *self._queue]
             self._unacked.clear()
-            self._queue = deque(message for message in waiting if message.qos > 0 and message.sends < MAX_SENDS)
+            for message in waiting:
+                message.is_under_way = message.qos > 0 and message.sends < MAX_SENDS
+            self._queue = deque(message for message in waiting if message.is_under_way)
             self._bytes = sum(len(message.payload) for message in self._queue)

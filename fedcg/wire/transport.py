@@ -30,6 +30,22 @@ class Will:
     retain: bool = True
 
 
+class Publication(Protocol):
+    """One publish, for who wants to know what became of it."""
+
+    @property
+    def is_under_way(self) -> bool:
+        """Queued, or sent and not acknowledged: sending the same once more would put it on the link twice."""
+
+
+@dataclass(frozen=True)
+class Backlog:
+    """What was published and has not left: queued, or sent at QoS 1 and not acknowledged."""
+
+    messages: int = 0
+    bytes: int = 0
+
+
 OnDelivery = Callable[[Delivery], None]
 OnLink = Callable[[bool], None]
 ArgumentT = TypeVar("ArgumentT")
@@ -61,12 +77,16 @@ class Transport(Protocol):
     def subscribe(self, topic: str, qos: int = 1) -> None:
         """Ask for a topic filter, now and after every reconnect."""
 
-    def publish(self, topic: str, payload: bytes, *, qos: int = 1, retain: bool = False) -> None:
-        """Hand bytes to the broker; never blocks on the network.
+    def publish(self, topic: str, payload: bytes, *, qos: int = 1, retain: bool = False) -> Publication:
+        """Hand bytes to the broker; never blocks on the network. From any thread.
 
         Raises:
             TransportError: not connected, the outgoing queue is full, or the payload is over `max_payload`.
         """
+
+    @property
+    def backlog(self) -> Backlog:
+        """What waits to leave; who sends much waits until it is small."""
 
     @property
     def max_payload(self) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.provision.mosquitto import QueueLimits
 from coordinator.provision.pki import issue_beside
 from fedcg.wire.errors import TransportError
 from fedcg.wire.mqtt import MqttConfig, MqttTransport, TlsFiles, probe
@@ -138,7 +139,7 @@ def test_a_rewritten_access_list_silences_a_live_device_and_nobody_else(
 
 @pytest.mark.broker
 def test_the_brokers_own_limit_is_learnt_and_kept(mosquitto: StartMosquitto, clients: list[Client]) -> None:
-    small = mosquitto(acl_for(TOPICS.federation), max_packet_size=50_000)
+    small = mosquitto(acl_for(TOPICS.federation), limits=QueueLimits(packet_bytes=50_000))
     device = mqtt_client(small.config("a", "5"))
     clients.append(device)
     device.start().await_link()

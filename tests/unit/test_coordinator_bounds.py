@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,14 +13,17 @@ import pytest
 
 from coordinator import inbox as inbox_module
 from coordinator.inbox import Inbox
-from coordinator.library import MAX_SERVED_CHUNKS, Library
+from coordinator.intake import Intake
+from coordinator.library import Library
 from coordinator.rounds import CameOnline, RoundState, UpdateStored, transition
 from coordinator.uplink import Checked, Uplink
-from coordinator.uploads import Grant, Received, Uploads
+from coordinator.uploads import Arrival, Grant, Received, Uploads
 from fedcg.wire.artifacts import ArtifactStore
-from fedcg.wire.errors import TransportError
+from fedcg.wire.errors import IntegrityError, TransportError
+from fedcg.wire.grants import Window
 from fedcg.wire.memory import MemoryTransport
 from fedcg.wire.messages import Manifest, Outcome
+from fedcg.wire.partial import Partials
 from fedcg.wire.transfer import frames_for, make_ref, parse_chunk
 from tests.unit.coordinator_support import RunningService, World, aggregate_bytes, tiny_spec, wait_until
 
@@ -67,13 +71,24 @@ def test_the_inbox_wakes_its_reader_from_any_thread() -> None:
     assert sorted(asyncio.run(scenario())) == sorted([*range(500), *range(500)])
 
 
-def test_one_request_is_served_at_most_so_many_chunks(tmp_path: Path) -> None:
+def test_the_library_announces_what_is_on_disk_and_refuses_what_is_damaged(tmp_path: Path) -> None:
     store = ArtifactStore(tmp_path)
-    artifact = store.put(bytes(300 * 1000))
+    data = bytes(300 * 1000)
+    artifact = store.put(data)
     library = Library(store, 300)
-    assert len(library.frames(artifact, ((0, 5), (10, 1 << 20)))) == MAX_SERVED_CHUNKS
-    assert [parse_chunk(frame).index for frame in library.frames(artifact, ((998, 50),))] == [998, 999]
-    assert len(library.frames(artifact, None)) == 1000
+    assert library.known(artifact) is None
+    assert library.ref(artifact) == make_ref(data, 300)
+    assert library.known(artifact) is library.source(artifact)
+    library.change_chunk_bytes(400)
+    assert library.ref(artifact) == make_ref(data, 400)
+    store.path(artifact).write_bytes(b"rotten")
+    library.change_chunk_bytes(300)
+    with pytest.raises(IntegrityError, match="damaged"):
+        library.source(artifact)
+
+
+def partials(world: World) -> Partials:
+    return Partials(world.root / "artifacts" / ".partial", 16, 1 << 30)
 
 
 def manifest_of(world: World, data: bytes) -> Manifest:
@@ -82,16 +97,80 @@ def manifest_of(world: World, data: bytes) -> Manifest:
 
 def test_an_upload_is_handed_over_once_and_a_repeated_manifest_does_not_start_it_again(world: World) -> None:
     data = world.devices["a"].make_update(1, 1, world.base_id)
-    manifest, uploads = manifest_of(world, data), Uploads()
+    manifest, uploads = manifest_of(world, data), Uploads(partials(world))
     grant = uploads.begin("a", manifest, 0.0, 100.0)
     assert isinstance(grant, Grant)
     frames = [parse_chunk(frame) for frame in frames_for(data, manifest.artifact)]
     assert uploads.begin("a", manifest, 0.1, 101.0) is None
     handed = [uploads.feed("a", chunk, 0.2) for chunk in (*frames, *frames)]
     complete = [item for item in handed if isinstance(item, Received)]
-    assert [(item.data, item.manifest_at) for item in complete] == [(data, 100.0)]
+    assert [(item.file.read_bytes(), item.manifest_at) for item in complete] == [(data, 100.0)]
+    assert complete[0].arrival == Arrival(resumed=0, fresh=len(frames), repeated=0)
     assert uploads.begin("a", manifest, 9.0, 109.0) is None
     assert list(uploads.stalled(99.0)) == []
+
+
+def test_a_restarted_coordinator_asks_for_the_rest_only(world: World) -> None:
+    data = world.devices["a"].make_update(1, 1, world.base_id)
+    manifest, first = manifest_of(world, data), Uploads(partials(world))
+    frames = [parse_chunk(frame) for frame in frames_for(data, manifest.artifact)]
+    first.begin("a", manifest, 0.0, 100.0)
+    for chunk in frames[1:-2]:
+        first.feed("a", chunk, 0.1)  # and then it is killed: nothing is closed
+    second = Uploads(partials(world))
+    grant = second.begin("a", manifest, 0.0, 200.0)
+    assert isinstance(grant, Grant)
+    assert grant.ranges == ((0, 1), (len(frames) - 2, 2))
+    ended = [second.feed("a", chunk, 0.1) for chunk in (frames[0], *frames[-2:])][-1]
+    assert isinstance(ended, Received)
+    assert ended.file.read_bytes() == data
+    assert ended.arrival == Arrival(resumed=len(frames) - 3, fresh=3, repeated=0)
+    third = Uploads(partials(world))
+    whole = third.begin("a", manifest, 0.0, 300.0)
+    assert isinstance(whole, Received)
+    third.end("a")
+    assert not list((world.root / "artifacts" / ".partial").iterdir())
+
+
+def test_all_devices_together_stay_under_the_shared_window_and_take_turns(world: World) -> None:
+    shared = Window(chunks=5, bytes=1 << 30)
+    uploads = Uploads(partials(world), Window(chunks=4), shared)
+    data = {name: random.Random(name).randbytes(20 * 1024) for name in ("a", "b", "c")}
+    manifests = {name: manifest_of(world, content) for name, content in data.items()}
+    frames = {name: [*frames_for(data[name], manifests[name].artifact)] for name in data}
+    queue: list[tuple[str, int]] = []
+    ended: list[str] = []
+
+    def granted(grant: object) -> None:
+        if isinstance(grant, Received):
+            ended.append(grant.device)
+        elif isinstance(grant, Grant):
+            queue.extend(
+                (grant.device, index) for first, count in grant.ranges for index in range(first, first + count)
+            )
+        assert len(queue) <= shared.chunks
+
+    for name in data:
+        granted(uploads.begin(name, manifests[name], 0.0, 0.0))
+    while queue:
+        name, index = queue.pop(0)
+        granted(uploads.feed(name, parse_chunk(frames[name][index]), 0.0))
+        for grant in uploads.held_back(0.0):
+            granted(grant)
+    assert sorted(ended) == ["a", "b", "c"]
+
+
+def test_the_intake_drops_what_does_not_fit_and_what_nobody_announced(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coordinator.intake.MAX_BYTES", 100)
+    intake = Intake(Uploads(partials(world)), lambda: None, lambda event: None)
+    for _ in range(3):
+        intake.frame("a", bytes(60))
+    assert intake.dropped == 2
+    intake.start()
+    wait_until(lambda: intake.dropped == 3, "the stranger's frame is dropped")
+    intake.close()
 
 
 class Silent:
@@ -112,10 +191,13 @@ def test_of_two_updates_of_one_device_that_race_each_other_only_the_first_counts
     world.store.open_attempt(("tiny", 1, 1), world.base_id, frozenset(world.clients), 0.0, 600.0)
     publisher: Any = Silent()
     setup = world.setup()
-    uplink = Uplink(setup, publisher, lambda: state)
+    uplink = Uplink(setup, publisher, lambda: state, lambda event: None)
     first = world.devices["a"].make_update(1, 1, world.base_id)
     second = world.devices["b"].make_update(1, 1, world.base_id)
-    checked = [Checked(Received("a", manifest_of(world, data), 1.0, data), None, "") for data in (first, second, first)]
+    nowhere = world.root / "nowhere"
+    checked = [
+        Checked(Received("a", manifest_of(world, data), 1.0, nowhere), None, "") for data in (first, second, first)
+    ]
 
     async def scenario() -> list[object]:
         return [await uplink.ended(item) for item in checked]
@@ -161,7 +243,7 @@ def test_a_service_that_fails_says_so_instead_of_going_on(world: World, monkeypa
     def broken(*_: object) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(ArtifactStore, "put", broken)
+    monkeypatch.setattr(ArtifactStore, "adopt", broken)
     running = RunningService(world).__enter__()
     world.start_devices()
     wait_until(lambda: not running._thread.is_alive(), "the service ends")

@@ -22,11 +22,12 @@ from coordinator.config import BrokerSettings, CoordinatorConfig, check_api_host
 from coordinator.errors import ConfigError, HomeError
 from coordinator.home import Home, create_home, observers_of
 from coordinator.members_cli import device_app
-from coordinator.provision.mosquitto import access_list, mosquitto_config
+from coordinator.provision.mosquitto import QueueLimits, access_list, mosquitto_config
 from coordinator.provision.pki import create_ca, credential_of, issue
 from coordinator.records import AggregateRecord, FederationRecord
 from coordinator.store import Store
 from fedcg.wire.artifacts import ArtifactStore
+from fedcg.wire.presets import limits_for
 from fedcg.wire.signing import SigningKey, VerifyKey
 from tests.unit.coordinator_support import tiny_spec
 
@@ -133,6 +134,24 @@ def test_all_errors_of_a_configuration_are_told_at_once(tmp_path: Path) -> None:
         load_config(path)
     path.write_text(render_config(CoordinatorConfig()))
     assert load_config(path) == CoordinatorConfig()
+
+
+def test_a_preset_and_single_limits_survive_writing_and_reading(tmp_path: Path) -> None:
+    broker = BrokerSettings(preset="azure-event-grid", chunk_bytes=30_000, window_bytes=400_000)
+    path = tmp_path / "coordinator.toml"
+    path.write_text(render_config(CoordinatorConfig(broker=broker)))
+    assert load_config(path).broker == broker
+    assert broker.limits == limits_for("azure-event-grid", chunk_bytes=30_000, window_bytes=400_000)
+    path.write_text(render_config(CoordinatorConfig()))
+    assert load_config(path) == CoordinatorConfig()
+
+
+def test_the_brokers_queues_are_bounded_as_configured(home: Home, tmp_path: Path) -> None:
+    limits = QueueLimits(packet_bytes=131_072, in_flight=7, messages=99, bytes=1_000_000)
+    text = mosquitto_config(home, acl=tmp_path / "acl", persistence=tmp_path, as_root=False, limits=limits)
+    assert set(limits.lines()) <= set(text.splitlines())
+    default = mosquitto_config(home, acl=tmp_path / "acl", persistence=tmp_path, as_root=False)
+    assert set(QueueLimits().lines()) <= set(default.splitlines())
 
 
 def test_the_http_interface_is_shown_to_no_network() -> None:

@@ -32,6 +32,7 @@ from fedcg.wire.messages import (
 from fedcg.wire.parts import Part, Report
 from fedcg.wire.signing import SigningKey, open_envelope, seal
 from fedcg.wire.transfer import make_ref
+from fedcg.wire.transport import Publication
 from tests.unit.coordinator_support import (
     FakeDevice,
     RunningService,
@@ -261,15 +262,15 @@ def test_a_device_that_declines_is_not_waited_for(make_world: MakeWorld) -> None
 def test_an_update_survives_lost_chunks(make_world: MakeWorld) -> None:
     world = make_world(rounds=1)
     a = world.devices["a"]
-    publish: Callable[..., None] | None = None
+    publish: Callable[..., Publication] | None = None
     lost: list[bytes] = []
 
-    def lossy(topic: str, payload: bytes, **options: Any) -> None:
+    def lossy(topic: str, payload: bytes, **options: Any) -> Publication:
+        assert publish is not None
         if topic == a.topics.up_chunk("a") and payload not in lost and len(lost) < 3:
             lost.append(payload)
-            return
-        assert publish is not None
-        publish(topic, payload, **options)
+            return publish(a.topics.status("nobody"), payload)  # refused by the broker's rules
+        return publish(topic, payload, **options)
 
     with RunningService(world):
         a.start()

@@ -14,6 +14,7 @@ from string import Template
 
 import pytest
 
+from coordinator.provision.mosquitto import QueueLimits
 from coordinator.provision.pki import create_ca, issue, write_revocations
 from fedcg.broker_path import find_mosquitto
 from fedcg.wire.topics import Topics
@@ -149,6 +150,7 @@ def test_the_configuration_is_what_the_template_gives() -> None:
         acl="/etc/mosquitto/fedcg/acl/acl",
         crl="/etc/mosquitto/fedcg/acl/crl.pem",
         persistence="/var/lib/fedcg-broker",
+        limits="\n".join(QueueLimits().lines()),
         extra="",
     )
     assert settings(CONFIG.read_text()) == settings(rendered)

@@ -9,6 +9,7 @@ import pytest
 from edge_client.config import AgentConfig, environment_names, load_config
 from edge_client.errors import ConfigError
 from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, DEFAULT_ALLOW_UPLOAD, Part, ReportField
+from fedcg.wire.presets import PRESETS, limits_for
 
 GOOD = """\
 federation = "shapes"
@@ -32,6 +33,17 @@ def load(tmp_path: Path, text: str, environment: dict[str, str] | None = None) -
     path = tmp_path / "agent.toml"
     path.write_text(text)
     return load_config(path, environment or {})
+
+
+def test_a_preset_and_single_limits_are_read_and_checked(tmp_path: Path) -> None:
+    assert load(tmp_path, GOOD).broker.limits == PRESETS["mosquitto"]
+    changed = GOOD.replace("port = 8884", 'port = 8884\npreset = "aws-iot"\nwindow_chunks = 8')
+    assert load(tmp_path, changed).broker.limits == limits_for("aws-iot", window_chunks=8)
+    environment = {"FEDCG_AGENT_BROKER_PRESET": "emqx", "FEDCG_AGENT_BROKER_CHUNK_BYTES": "20000"}
+    assert load(tmp_path, GOOD, environment).broker.limits == limits_for("emqx", chunk_bytes=20_000)
+    wrong = problems(tmp_path, GOOD.replace("port = 8884", 'port = 8884\npreset = "other"\nchunk_bytes = 5'))
+    assert "aws-iot" in wrong["broker.preset"]
+    assert wrong["broker.chunk_bytes"].startswith("line 8")
 
 
 def problems(tmp_path: Path, text: str, environment: dict[str, str] | None = None) -> dict[str, str]:

@@ -112,7 +112,11 @@ def test_a_coordinators_confirmation_that_is_forged_is_not_believed(world: World
     forged = Left(federation=FEDERATION, sender="coordinator", recipient="a")
     forger.subscribe(TOPICS.up_control("a"))
     key = SigningKey.generate()
-    forger.start(lambda _: forger.publish(TOPICS.down_control("a"), seal(forged, key)), lambda _up: None)
+
+    def answer(_delivery: Delivery) -> None:
+        forger.publish(TOPICS.down_control("a"), seal(forged, key))
+
+    forger.start(answer, lambda _up: None)
     with pytest.raises(EnrolError, match="did not confirm"):
         goodbye(world, tmp_path, world.devices["a"].key, timeout_s=1.0)
     forger.close()

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedcg.wire.errors import IntegrityError, MalformedError, TooLargeError, TransportError
+from fedcg.wire.grants import MAX_RANGES, Grants
 from fedcg.wire.messages import MAX_CHUNK_BYTES, ArtifactRef
 from fedcg.wire.transfer import (
     FRAME_OVERHEAD_BYTES,
@@ -96,12 +97,55 @@ def test_the_window_counts_bytes_too_but_always_lets_one_chunk_through() -> None
     assert Receiver(REF, Window(chunks=16, bytes=10)).next_need(0.0) == ((0, 1),)
 
 
-def test_default_window_grants_at_most_16_chunks_and_1_900_000_bytes() -> None:
-    big = ArtifactRef(id="0" * 64, size=100 * 122_832, chunk_bytes=122_832)
-    need = Receiver(big).next_need(0.0)
-    assert need == ((0, 15),)
-    small = ArtifactRef(id="0" * 64, size=100 * 1000, chunk_bytes=1000)
-    assert Receiver(small).next_need(0.0) == ((0, 16),)
+def most_under_way(ref: ArtifactRef, seconds_per_turn: float) -> int:
+    """The largest window that a receiver opens while all it asked for comes after so many seconds."""
+    grants, now, most = Grants(ref), 0.0, 0
+    while (need := grants.next_need(now)) is not None:
+        most = max(most, grants.under_way)
+        now += seconds_per_turn
+        for first, count in need:
+            for index in range(first, first + count):
+                grants.received(index, now)
+    assert grants.complete
+    return most
+
+
+def test_the_default_window_opens_to_16_chunks_and_1_900_000_bytes_on_a_fast_link() -> None:
+    assert most_under_way(ArtifactRef(id="0" * 64, size=100 * 122_832, chunk_bytes=122_832), 0.01) == 15
+    assert most_under_way(ArtifactRef(id="0" * 64, size=100 * 1000, chunk_bytes=1000), 0.01) == 16
+
+
+def test_the_window_starts_small_and_shrinks_to_one_chunk_when_chunks_take_long() -> None:
+    ref = ArtifactRef(id="0" * 64, size=100 * 1000, chunk_bytes=1000)
+    assert Receiver(ref).next_need(0.0) == ((0, 4),)
+    grants, now, queued, windows = Grants(ref), 0.0, list[int](), list[int]()
+    while not grants.complete:  # a link that carries a chunk in 8 s
+        for first, count in grants.next_need(now) or ():
+            queued += [index for index in range(first, first + count) if index not in queued]
+        now += 8.0
+        grants.received(queued.pop(0), now)
+        windows.append(grants.under_way)
+    assert max(windows[8:]) <= 1
+
+
+def test_a_shared_bound_limits_what_is_granted() -> None:
+    ref = ArtifactRef(id="0" * 64, size=100 * 1000, chunk_bytes=1000)
+    grants = Grants(ref)
+    assert grants.next_need(0.0, room=0) is None
+    assert grants.next_need(0.0, room=2) == ((0, 2),)
+
+
+def test_one_request_never_has_more_ranges_than_a_message_takes() -> None:
+    ref = ArtifactRef(id="0" * 64, size=2000 * 256, chunk_bytes=256)
+    grants = Grants(ref, Window(chunks=2000))
+    grants.restore(range(0, 2000, 2))
+    for index in range(0, 1200, 2):  # every other chunk comes by itself, quickly: the window opens
+        grants.received(index + 1, 0.0)
+    grants._credit = 2000
+    need = grants.next_need(0.0)
+    assert need is not None
+    assert len(need) == MAX_RANGES
+    assert need[0] == (1201, 1)
 
 
 def test_what_was_granted_and_did_not_come_is_granted_again_after_a_stall() -> None:
@@ -109,7 +153,7 @@ def test_what_was_granted_and_did_not_come_is_granted_again_after_a_stall() -> N
     assert receiver.next_need(0.0) == ((0, 4),)
     receiver.feed(CHUNKS[1], 1.0)
     assert receiver.next_need(2.9) is None
-    assert receiver.next_need(3.0) == ((0, 1), (2, 3))
+    assert receiver.next_need(3.0) == ((0, 1), (2, 1))  # and half as much at once
 
 
 @pytest.mark.parametrize("seconds_per_chunk", [0.01, 1.0, 4.0, 8.0])
@@ -180,7 +224,7 @@ def test_chunks_that_do_not_add_up_are_thrown_away_and_fetched_again() -> None:
     with pytest.raises(IntegrityError):
         receiver.data()
     assert receiver.progress == (0, 10)
-    assert receiver.next_need(0.0) == ((0, 10),)
+    assert receiver.next_need(0.0) == ((0, 4),)
     for chunk in CHUNKS:
         receiver.feed(chunk, 0.0)
     assert receiver.data() == DATA

@@ -1,0 +1,170 @@
+"""The thread that takes updates in: hashing and disk stay off the event loop, which only hears what follows.
+
+Chunk frames come straight from the transport; everything else comes from the event loop. Bounded in bytes: what does not fit
+is dropped and counted, and asked for again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from coordinator.uploads import Grant, Received, Uploads
+from fedcg.wire.errors import CapacityError, WireError
+from fedcg.wire.messages import Manifest
+from fedcg.wire.transfer import parse_chunk
+
+MAX_BYTES = 64 * 1024 * 1024
+COLLECT_S = 3600.0
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class IntakeFailed:
+    """The disk failed under an update: the coordinator must not go on as if nothing had happened."""
+
+    error: BaseException
+
+
+IntakeEvent = Grant | Received | IntakeFailed
+_Work = Callable[[], None]
+
+
+class Intake:
+    """Owns the uploads; every call returns at once.
+
+    Args:
+        uploads: the receivers.
+        collect: deletes what has expired from disk; called now and then.
+        notify: gets what follows, on the intake's thread.
+        monotonic: seconds.
+
+    Attributes:
+        dropped: frames that did not fit or belonged to no upload.
+        refused: frames that were no chunk of the upload.
+    """
+
+    def __init__(
+        self,
+        uploads: Uploads,
+        collect: Callable[[], None],
+        notify: Callable[[IntakeEvent], None],
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.dropped = 0
+        self.refused = 0
+        self._uploads = uploads
+        self._collect = collect
+        self._notify = notify
+        self._monotonic = monotonic
+        self._work: deque[tuple[_Work, int]] = deque()
+        self._bytes = 0
+        self._filled = threading.Condition()
+        self._closing = False
+        self._heard: dict[str, float] = {}
+        self._thread: threading.Thread | None = None
+        self._collected_at = float("-inf")
+
+    def start(self) -> None:
+        """Begin to work."""
+        self._thread = threading.Thread(target=self._run, name="intake", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop soon; what came stays on disk."""
+        with self._filled:
+            self._closing = True
+            self._filled.notify()
+        if self._thread is not None:
+            self._thread.join()
+
+    def begin(self, device: str, manifest: Manifest, manifest_at: float) -> None:
+        """Let an announced update come; `manifest_at` is unix time."""
+        self._put(lambda: self._begin(device, manifest, manifest_at))
+
+    def frame(self, device: str, payload: bytes) -> None:
+        """Take a chunk frame as the broker delivered it on a device's topic. From any thread."""
+        self._put(lambda: self._feed(device, payload), len(payload))
+
+    def end(self, device: str) -> None:
+        """Forget a device's upload."""
+        self._put(lambda: self._uploads.end(device))
+
+    def clear(self) -> None:
+        """Forget all uploads, and what earlier processes left."""
+        self._put(self._uploads.clear)
+
+    def tick(self) -> None:
+        """Look after what stalled."""
+        self._put(self._tick)
+
+    def heard_at(self, device: str) -> float:
+        """When a valid chunk of a device came last, in monotonic seconds."""
+        return self._heard.get(device, float("-inf"))
+
+    def _put(self, work: _Work, size: int = 0) -> None:
+        with self._filled:
+            if size and self._bytes + size > MAX_BYTES:
+                self.dropped += 1
+                return
+            self._work.append((work, size))
+            self._bytes += size
+            if len(self._work) == 1:
+                self._filled.notify()
+
+    def _run(self) -> None:
+        try:
+            while True:
+                with self._filled:
+                    while not self._work and not self._closing:
+                        self._filled.wait()
+                    if self._closing:
+                        return
+                    work, size = self._work.popleft()
+                    self._bytes -= size
+                work()
+        except Exception as error:  # noqa: BLE001 - the run loop of a thread: told to the service, which ends with it
+            self._notify(IntakeFailed(error))
+        finally:
+            self._uploads.close()
+
+    def _begin(self, device: str, manifest: Manifest, manifest_at: float) -> None:
+        try:
+            follows = self._uploads.begin(device, manifest, self._monotonic(), manifest_at)
+        except CapacityError as error:
+            log.warning("the update of %s has to wait: %s", device, error)
+            return
+        except WireError as error:
+            log.warning("the update of %s is fetched again: %s", device, error)
+            return
+        if follows is not None:
+            self._notify(follows)
+
+    def _feed(self, device: str, payload: bytes) -> None:
+        if not self._uploads.has(device):
+            self.dropped += 1
+            return
+        now = self._monotonic()
+        try:
+            follows = self._uploads.feed(device, parse_chunk(payload), now)
+        except WireError as error:
+            self.refused += 1
+            log.warning("chunk of %s refused: %s", device, error)
+            return
+        self._heard[device] = now
+        if follows is not None:
+            self._notify(follows)
+        for grant in self._uploads.held_back(now):
+            self._notify(grant)
+
+    def _tick(self) -> None:
+        now = self._monotonic()
+        for grant in self._uploads.stalled(now):
+            self._notify(grant)
+        if now - self._collected_at >= COLLECT_S:
+            self._collected_at = now
+            self._collect()

@@ -1,0 +1,119 @@
+"""Every preset through a Mosquitto that is limited the same way: real agents, the real coordinator, full queues."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.provision.mosquitto import QueueLimits
+from fedcg.wire.messages import COORDINATOR
+from fedcg.wire.presets import PRESETS, PresetName, limits_for
+from fedcg.wire.topics import Topics
+from fedcg.wire.transfer import FRAME_OVERHEAD_BYTES
+from tests.brokers import RunningMosquitto, acl_for, wait_until
+from tests.conftest import StartMosquitto
+from tests.throttle import Throttle, Weather
+from tests.transfer_parties import FEDERATION, Parties, Plan
+
+LIKE: dict[PresetName, QueueLimits] = {
+    "mosquitto": QueueLimits(),
+    "aws-iot": QueueLimits(packet_bytes=128 * 1024, in_flight=100, messages=100),
+    "azure-event-grid": QueueLimits(packet_bytes=512 * 1024, in_flight=16, messages=100, bytes=1_000_000),
+    "emqx": QueueLimits(packet_bytes=1024 * 1024, in_flight=32, messages=1000),
+}
+
+
+@contextmanager
+def parties(root: Path, broker: RunningMosquitto, ports: dict[str, int], **plan: Any) -> Iterator[Parties]:
+    made = Parties(root, Plan(str(broker.pki.directory), broker.port, ports, **plan))
+    made.prepare()
+    try:
+        made.start_all()
+        yield made
+    finally:
+        made.stop()
+
+
+def test_no_topic_has_more_slashes_than_aws_iot_takes() -> None:
+    topics = Topics("f" * 63)
+    longest = [topics.up_control("d"), topics.up_chunk("d"), topics.down_control("d"), topics.down_chunk("d")]
+    assert max(topic.count("/") for topic in longest) < 7
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_stays_inside_the_limits_of_its_broker(preset: PresetName) -> None:
+    limits, broker = PRESETS[preset], LIKE[preset]
+    assert limits.max_packet <= broker.packet_bytes
+    assert limits.in_flight <= broker.in_flight
+    for window in (limits.window, limits.shared):
+        assert window.chunks <= 0.7 * broker.messages
+        assert window.bytes <= 0.8 * broker.bytes
+
+
+def test_single_settings_take_the_place_of_a_presets_own() -> None:
+    limits = limits_for("aws-iot", chunk_bytes=20_000, window_chunks=80, window_bytes=5_000_000)
+    assert (limits.max_packet, limits.chunk_bytes) == (128 * 1024, 20_000)
+    assert (limits.window.chunks, limits.window.bytes) == (80, 5_000_000)
+    assert limits.shared.chunks >= 80
+    assert limits.shared.bytes >= 5_000_000
+    assert limits_for("aws-iot") == PRESETS["aws-iot"]
+
+
+@pytest.mark.broker
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_round_goes_through_a_broker_limited_like_the_presets(
+    tmp_path: Path, mosquitto: StartMosquitto, preset: PresetName
+) -> None:
+    broker = mosquitto(acl_for(FEDERATION), limits=LIKE[preset])
+    ports = dict.fromkeys(("a", "b"), broker.port)
+    with parties(tmp_path, broker, ports, size=1_500_000, preset=preset, chunk_bytes=None) as federation:
+        federation.wait_finished()
+        stored = federation.events(COORDINATOR, "update_stored")
+        assert sorted(event["client"] for event in stored) == ["a", "b"]
+        largest = min(120 * 1024, LIKE[preset].packet_bytes - 512) - FRAME_OVERHEAD_BYTES
+        assert [event["received"] for event in stored] == [-(-event["size"] // largest) for event in stored]
+    broker.stop()
+
+
+@pytest.mark.broker
+@pytest.mark.slow
+def test_an_update_of_57_mb_goes_through_packets_of_128_kb_up_and_down(
+    tmp_path: Path, mosquitto: StartMosquitto
+) -> None:
+    broker = mosquitto(acl_for(FEDERATION), limits=LIKE["aws-iot"])
+    ports = {"a": broker.port}
+    with parties(tmp_path, broker, ports, size=66_000_000, preset="aws-iot", chunk_bytes=None) as federation:
+        federation.wait_finished(240.0)
+        (stored,) = federation.events(COORDINATOR, "update_stored")
+        assert stored["size"] >= 57_000_000
+        assert stored["received"] == -(-stored["size"] // (120 * 1024 - FRAME_OVERHEAD_BYTES))
+        assert federation.events("a", "receipt")[0]["outcome"] == "accepted"
+    broker.stop()
+
+
+@pytest.mark.broker
+def test_a_device_whose_queue_at_the_broker_was_full_asks_for_what_was_dropped(
+    tmp_path: Path, mosquitto: StartMosquitto
+) -> None:
+    broker = mosquitto(
+        acl_for(FEDERATION), limits=QueueLimits(messages=5, in_flight=5, bytes=200_000), extra=("log_type all",)
+    )
+    log = broker.folder / "mosquitto.log"
+    link = Throttle(broker.port, Weather(bytes_per_s=300_000))
+    # More than the kernel's buffers take: the broadcast is far faster than the link, and the queue runs over.
+    with parties(tmp_path, broker, {"a": link.port}, size=12_000_000, keepalive_s=30, chunk_bytes=None) as federation:
+        wait_until(
+            lambda: "Outgoing messages are being dropped for client a" in log.read_text(errors="replace"),
+            f"messages are dropped {federation.tail(COORDINATOR)}",
+            60.0,
+        )
+        link.weather = Weather()
+        federation.wait_finished()
+        aggregate = next(event for event in federation.events("a", "artifact_stored") if event["what"] == "aggregate")
+        assert aggregate["received"] == -(-aggregate["bytes"] // (120 * 1024 - FRAME_OVERHEAD_BYTES))
+    broker.stop()
+    link.close()

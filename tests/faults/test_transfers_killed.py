@@ -1,0 +1,188 @@
+"""SIGKILL agents, coordinator and broker in mid-transfer: the round completes, nothing counts twice, and what had arrived
+is not sent again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedcg.wire.messages import COORDINATOR, MAX_CHUNK_BYTES
+from fedcg.wire.transfer import FRAME_OVERHEAD_BYTES
+from tests.brokers import RunningMosquitto, acl_for
+from tests.conftest import StartMosquitto
+from tests.throttle import Throttle, Weather
+from tests.transfer_parties import FEDERATION, Parties, Plan
+
+pytestmark = [pytest.mark.broker, pytest.mark.timeout(200)]
+SIZE = 1_000_000
+CHUNK = 16 * 1024 - FRAME_OVERHEAD_BYTES
+SOME = 18  # chunks, a third of them
+PERSISTENCE = ("persistence true", "autosave_interval 1")
+SLOW = Weather(bytes_per_s=400_000)
+
+
+class World:
+    """A broker, a slow link for the device, and the processes."""
+
+    def __init__(self, root: Path, broker: RunningMosquitto, weather: Weather, **plan: Any) -> None:
+        self.broker = broker
+        self.link = Throttle(broker.port, weather)
+        options = {"size": SIZE, **plan}
+        self.parties = Parties(root, Plan(str(broker.pki.directory), broker.port, {"a": self.link.port}, **options))
+        self.parties.prepare()
+        self.parties.start_all()
+
+    def close(self) -> None:
+        self.parties.stop()
+        self.link.close()
+        self.broker.stop()
+
+    def finish(self) -> dict[str, Any]:
+        """Wait for the end; returns how the update came. Nothing was counted twice."""
+        self.parties.wait_finished()
+        assert len(self.parties.events(COORDINATOR, "update_stored")) == self.parties.plan.rounds
+        assert len(self.parties.events(COORDINATOR, "attempt_opened")) == self.parties.plan.rounds
+        assert [event["outcome"] for event in self.parties.events("a", "receipt")] == (
+            ["accepted"] * self.parties.plan.rounds
+        )
+        return self.parties.events(COORDINATOR, "update_stored")[0]
+
+    def download(self) -> dict[str, Any]:
+        return next(event for event in self.parties.events("a", "artifact_stored") if event["what"] == "aggregate")
+
+
+def chunks_of(came: dict[str, Any]) -> int:
+    return -(-int(came["size" if "size" in came else "bytes"]) // CHUNK)
+
+
+MakeWorld = Callable[..., World]
+
+
+@pytest.fixture
+def make_world(tmp_path: Path, mosquitto: StartMosquitto) -> Iterator[MakeWorld]:
+    worlds: list[World] = []
+
+    def make(weather: Weather = SLOW, extra: tuple[str, ...] = (), **plan: Any) -> World:
+        folder = tmp_path / "broker"
+        folder.mkdir()
+        if extra:
+            extra = (*extra, f"persistence_location {folder}/")
+        broker = mosquitto(acl_for(FEDERATION, ("a", "b", "c")), folder=folder, extra=extra)
+        worlds.append(World(tmp_path, broker, weather, **plan))
+        return worlds[-1]
+
+    yield make
+    for world in worlds:
+        world.close()
+
+
+def test_an_agent_killed_in_mid_upload_sends_only_the_rest(make_world: MakeWorld) -> None:
+    world = make_world()
+    parties = world.parties
+    there = parties.await_chunks(lambda: parties.uploaded("a"), SOME, "the upload is under way")
+    parties.kill("a")
+    there = max(there, parties.uploaded("a"))
+    parties.start("a")
+    came = world.finish()
+    assert came["received"] == chunks_of(came) > there
+    sent = parties.event("a", "receipt")["chunks_sent"]  # by the second process
+    assert sent <= chunks_of(came) - there
+    assert len(parties.events("a", "agent_started")) == 2
+
+
+def test_a_coordinator_killed_in_mid_upload_asks_only_for_the_rest(make_world: MakeWorld) -> None:
+    world = make_world()
+    parties = world.parties
+    there = parties.await_chunks(lambda: parties.uploaded("a"), SOME, "the upload is under way")
+    parties.kill(COORDINATOR)
+    parties.start(COORDINATOR)
+    came = world.finish()
+    assert came["resumed"] >= there
+    assert came["resumed"] + came["received"] == chunks_of(came)
+    window = 17  # what was under way when it died may have been lost or repeated
+    assert came["repeated"] <= window
+    assert parties.event("a", "receipt")["chunks_sent"] <= chunks_of(came) + window
+
+
+@pytest.mark.slow
+def test_an_agent_killed_in_mid_download_asks_only_for_the_rest(make_world: MakeWorld) -> None:
+    world = make_world()
+    parties = world.parties
+    there = parties.await_chunks(lambda: parties.downloaded("a"), SOME, "the download is under way")
+    parties.kill("a")
+    parties.start("a")
+    world.finish()
+    came = world.download()
+    assert came["resumed"] >= there
+    assert came["resumed"] + came["received"] == chunks_of(came)
+
+
+@pytest.mark.slow
+def test_a_coordinator_killed_in_mid_download_goes_on_serving(make_world: MakeWorld) -> None:
+    world = make_world()
+    parties = world.parties
+    parties.await_chunks(lambda: parties.downloaded("a"), SOME, "the download is under way")
+    parties.kill(COORDINATOR)
+    parties.start(COORDINATOR)
+    world.finish()
+    came = world.download()
+    assert (came["resumed"], came["received"]) == (0, chunks_of(came))
+
+
+@pytest.mark.parametrize(
+    ("extra", "way"),
+    [
+        ((), "up"),
+        pytest.param(PERSISTENCE, "up", marks=pytest.mark.slow),
+        pytest.param((), "down", marks=pytest.mark.slow),
+        pytest.param(PERSISTENCE, "down", marks=pytest.mark.slow),
+    ],
+)
+def test_a_broker_killed_in_mid_transfer_loses_nothing_that_had_arrived(
+    make_world: MakeWorld, extra: tuple[str, ...], way: str
+) -> None:
+    world = make_world(extra=extra)
+    parties = world.parties
+    count = (lambda: parties.uploaded("a")) if way == "up" else (lambda: parties.downloaded("a"))
+    parties.await_chunks(count, SOME, f"the transfer {way} is under way")
+    world.broker.stop()  # SIGKILL
+    world.broker.start()
+    came = world.finish()
+    assert (came["resumed"], came["received"]) == (0, chunks_of(came))
+    assert parties.event("a", "receipt")["chunks_sent"] <= chunks_of(came) + 20  # what was in flight, once more
+
+
+def test_a_link_that_goes_dead_for_longer_than_the_keepalive_is_found_again(make_world: MakeWorld) -> None:
+    world = make_world()
+    parties = world.parties
+    parties.await_chunks(lambda: parties.uploaded("a"), SOME, "the upload is under way")
+    world.link.hold()
+    parties.event(COORDINATOR, "offline", "the will is heard", 1.5 * parties.plan.keepalive_s + 20.0)
+    world.link.release()
+    came = world.finish()
+    assert came["received"] == chunks_of(came)
+    assert parties.event("a", "receipt")["chunks_sent"] <= chunks_of(came) + 20
+
+
+def test_a_transfer_completes_over_a_slow_and_nervous_link(make_world: MakeWorld) -> None:
+    weather = Weather(
+        bytes_per_s=8_000, delay_s=0.5, jitter_s=0.2, stalls=0.02, stall_s=(0.2, 3.0), reset_after=(60_000,)
+    )
+    world = make_world(weather, size=60_000, chunk_bytes=4096, keepalive_s=30)
+    came = world.finish()
+    assert came["received"] + came["resumed"] >= 10
+    assert world.link.resets == 1
+
+
+@pytest.mark.slow
+def test_a_larger_transfer_completes_over_a_slow_link_with_chunks_of_full_size(make_world: MakeWorld) -> None:
+    weather = Weather(
+        bytes_per_s=64_000, delay_s=0.5, jitter_s=0.2, stalls=0.01, reset_after=(300_000, 900_000, 1_400_000)
+    )
+    world = make_world(weather, size=1_000_000, chunk_bytes=None, keepalive_s=30)
+    came = world.finish()
+    assert came["received"] + came["resumed"] == -(-came["size"] // (MAX_CHUNK_BYTES - FRAME_OVERHEAD_BYTES))
+    assert world.link.resets == 3

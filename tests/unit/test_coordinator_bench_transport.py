@@ -1,0 +1,36 @@
+"""`fedcg bench transport`: what it works out of its measurements, and that a case really goes over a broker."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from coordinator.bench_transport import Case, Measured, as_json, filled
+
+
+def test_small_artifacts_come_from_as_many_sessions_as_fill_the_window() -> None:
+    assert filled(250_000, 16, 40_000_000) == Case(250_000, 16, count=32, sessions=5)
+    assert filled(250_000, 64, 40_000_000) == Case(250_000, 64, count=7, sessions=21)
+    assert filled(57_000_000, 64, 40_000_000) == Case(57_000_000, 64, count=1, sessions=1)
+
+
+def test_the_ratio_is_our_throughput_over_that_of_paho_by_medians() -> None:
+    measured = Measured(Case(1000, 16, 1), ours_s=(4.0, 2.0, 9.0), paho_s=(1.0, 2.0, 3.0))
+    assert measured.ratio == 0.5
+    assert as_json([measured])[0]["ratio"] == 0.5
+
+
+@pytest.mark.broker
+def test_a_small_case_and_a_small_round_are_measured_over_mosquitto(mosquitto_factory: object) -> None:
+    command = [sys.executable, "-m", "fedcg", "bench", "transport", "--json", "--repeats", "1", "--size", "30000"]
+    runs = (("--window", "4", "--megabytes", "1"), ("--sessions", "3", "--rounds", "1"))
+    case, one_round = (
+        json.loads(subprocess.run([*command, *more], check=True, capture_output=True, timeout=120).stdout)
+        for more in runs
+    )
+    assert [(entry["size"], entry["window"], entry["sessions"]) for entry in case["cases"]] == [(30_000, 4, 4)]
+    assert case["cases"][0]["ratio"] > 0
+    assert (one_round["sessions"], one_round["size"], len(one_round["round_s"])) == (3, 30_000, 1)
