@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +16,8 @@ from tests.stack import Stack, wait_for
 
 pytestmark = [pytest.mark.broker, pytest.mark.slow, pytest.mark.timeout(280)]
 
-LIFE_S = 45.0
-PARAMS = {"epochs": 2, "server_iterations": 60, "server_batch": 16, "ramp_rounds": 2}
+LIFE_S = 30.0
+PARAMS = {"epochs": 6, "server_iterations": 60, "server_batch": 16, "ramp_rounds": 2}
 
 
 @pytest.fixture
@@ -41,8 +44,21 @@ def certificate_end(stack: Stack, device: str) -> float:
     return load_certificate(path.read_bytes()).not_valid_after_utc.timestamp()
 
 
-def test_a_round_is_finished_after_the_first_certificates_have_expired(stack: Stack) -> None:
-    """Only one box runs at first, so the round can't open before its certificate is of the second generation."""
+def open_rounds(stack: Stack) -> list[tuple[float, float]]:
+    """From when to when each round collected updates."""
+    events = stack.events("coordinator")
+    begun, ended = (
+        [event["t"] for event in events if event["event"] == name] for name in ("attempt_opened", "distilling")
+    )
+    return list(zip(begun, ended, strict=True))
+
+
+def is_renewal(event: dict[str, Any], *, after: float) -> bool:
+    return bool(event["event"] == "certificate_renewed" and event["t"] > after)
+
+
+def test_rounds_survive_renewals_and_the_end_of_the_first_certificates(stack: Stack) -> None:
+    """One box runs alone first, so the round can't open before its certificate is of the second generation."""
     stack.enrol_device("site-1")
     first_end = certificate_end(stack, "site-1")
     stack.start_agent("site-1")
@@ -58,7 +74,18 @@ def test_a_round_is_finished_after_the_first_certificates_have_expired(stack: St
     stack.start_broker()
     stack.enrol_device("site-2")
     stack.start_agent("site-2")
+    training = stack.wait_event("site-2", lambda event: event["event"] == "phase_started", "site-2 trains")
+    os.kill(training["pid"], signal.SIGSTOP)  # the round stays open until both boxes have renewed
+    try:
+        for device in stack.devices:
+            stack.wait_event(device, partial(is_renewal, after=training["t"]), f"{device} renews", LIFE_S + 30)
+    finally:
+        os.kill(training["pid"], signal.SIGCONT)
     stack.wait_finished()
+    opened, closed_at = open_rounds(stack)[0]
+    for device in stack.devices:
+        within = [event for event in stack.events(device) if is_renewal(event, after=opened) and event["t"] < closed_at]
+        assert within, f"{device} renewed while the round was open"
     closed = [event["clients"] for event in stack.events("coordinator") if event["event"] == "distilling"]
     assert closed == [["site-1", "site-2"]] * 2
     assert not any(event["event"] == "attempt_failed" for event in stack.events("coordinator"))
