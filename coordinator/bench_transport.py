@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing import get_context
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -236,7 +237,8 @@ def _pair(receiver: Callable[..., None], sender: Callable[..., None]) -> float:
         _expect(receiving)
         _expect(sending)
         sending.send("go")
-        seconds = _expect(sending)
+        first = wait([sending, receiving], SECONDS_MAX)  # a receiver that ends says so, and nothing else
+        seconds = _expect(receiving if receiving in first else sending)
         receiving.send("end")
         return float(seconds)
 

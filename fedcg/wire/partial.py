@@ -289,8 +289,11 @@ class Partials:
             return
         oldest = self._clock() - self._expire_s
         for path in list(self._root.iterdir()):
+            if path.stem in self._open:
+                continue
             is_ours = path.suffix == ".part" and _NAME.fullmatch(path.stem) is not None
-            if path.stem not in self._open and (not is_ours or path.stat().st_mtime < oldest):
+            stat = _stat(path)
+            if not is_ours or (stat is not None and stat.st_mtime < oldest):
                 path.unlink(missing_ok=True)
         self._kept = None
 
@@ -313,9 +316,10 @@ class Partials:
     def _known(self) -> dict[str, int]:
         if self._kept is None:
             self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            found = [(path, path.stat()) for path in self._root.glob("*.part") if _NAME.fullmatch(path.stem)]
+            names = [path.stem for path in self._root.glob("*.part") if _NAME.fullmatch(path.stem)]
+            found = [(name, stat) for name in names if (stat := _stat(self._part(name))) is not None]
             found.sort(key=lambda entry: entry[1].st_mtime)
-            self._kept = {path.stem: stat.st_size for path, stat in found}
+            self._kept = {name: stat.st_size for name, stat in found}
         return self._kept
 
     def _delete(self, name: str) -> None:
@@ -324,6 +328,14 @@ class Partials:
 
     def _part(self, name: str) -> Path:
         return self._root / f"{name}.part"
+
+
+def _stat(path: Path) -> os.stat_result | None:
+    """What is known of a file; None when another thread has just taken it over."""
+    try:
+        return path.stat()
+    except FileNotFoundError:
+        return None
 
 
 def _name(artifact: str, owner: str) -> str:

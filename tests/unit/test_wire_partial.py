@@ -226,6 +226,16 @@ def test_what_expired_and_what_belongs_to_nothing_is_collected(tmp_path: Path) -
     Partials(tmp_path / "never made", 1, 1).collect()
 
 
+def test_a_file_that_another_thread_takes_over_meanwhile_does_no_harm(tmp_path: Path) -> None:
+    vanished = tmp_path / f"{7:064x}.part"
+    vanished.symlink_to(tmp_path / "taken over")  # listed, and gone when it is looked at
+    folder = partials(tmp_path)
+    folder.open(REF).close()
+    folder.collect()
+    folder.open(named(1)).close()
+    assert part(tmp_path).exists()
+
+
 def test_a_finished_transfer_is_adopted_by_the_store_of_artifacts(tmp_path: Path) -> None:
     store = ArtifactStore(tmp_path)
     folder = partials(tmp_path / ".partial")
