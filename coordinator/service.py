@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +23,7 @@ from coordinator.aggregation_messages import (
     WorkerEvent,
     WorkerReady,
 )
+from coordinator.closing import on_daemon
 from coordinator.cohorts import Cohorts
 from coordinator.conductor import Conductor
 from coordinator.inbox import Inbox
@@ -176,7 +176,7 @@ class Service:
             task.cancel()
         self._publisher.status(online=False)
         closing = [
-            _on_daemon(work)
+            on_daemon(work)
             for work in (self._publisher.close, self._uplink.intake.close, self._transport.close, self._worker.stop)
         ]
         await asyncio.wait(closing, timeout=CLOSE_TIMEOUT_S)
@@ -386,26 +386,6 @@ class Service:
         error = None if task.cancelled() else task.exception()
         if error is not None:
             self._inbox.put(_Broken(error))
-
-
-def _on_daemon(work: Callable[[], None]) -> asyncio.Future[None]:
-    """Run something that may hang on a thread that nobody waits for at exit."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[None] = loop.create_future()
-
-    def finished() -> None:
-        if not done.done():
-            done.set_result(None)
-
-    def run() -> None:
-        try:
-            work()
-        finally:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(finished)
-
-    threading.Thread(target=run, name="closing", daemon=True).start()
-    return done
 
 
 async def start_service(setup: Setup) -> Service:

@@ -70,20 +70,20 @@ def test_a_device_that_dies_without_a_will_is_not_invited_to_the_next_round(
 def test_heartbeats_keep_a_device_online_and_a_dead_link_of_the_coordinator_is_not_held_against_it(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coordinator.presence.MISSED", 1.0)
+    monkeypatch.setattr("coordinator.presence.MISSED", 3.0)  # seconds, with the promise of one
     device = world.devices["a"]
     with RunningService(world) as running:
         device.start()
         wait_until(lambda: bool(device.of(Welcome)), "a welcome")
         promise(device)
         wait_until(lambda: device.session is not None and len(device.of(Welcome)) == 2, "another welcome")
-        for _ in range(8):
+        for _ in range(35):
             with device.lock:
                 device.tell(Heartbeat(**device._addressed()))
-            device.stopped.wait(0.25)
+            device.stopped.wait(0.1)
         assert running.service.state.online == {"a"}
         world.broker.drop(COORDINATOR)
-        device.stopped.wait(1.2)
+        device.stopped.wait(3.2)
         world.broker.restore(COORDINATOR)
         wait_until(lambda: running.service.is_connected, "the link is back")
         with device.lock:
