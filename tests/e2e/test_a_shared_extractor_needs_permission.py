@@ -47,7 +47,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 def senders(stack: Stack) -> dict[str, set[str]]:
     """Which parts each sender's artifacts hold that the coordinator has ever stored."""
     held: dict[str, set[str]] = {}
-    for path in sorted((stack.home / "artifacts").iterdir()):
+    for path in filter(Path.is_file, sorted((stack.home / "artifacts").iterdir())):
         try:
             header = read_header(path.read_bytes())
         except WireError:
