@@ -2,7 +2,7 @@
 
 Pure: no I/O, no threads, no clock of its own. A receiver grants chunks (`Need` messages, see `grants`) and a sender sends
 what was granted; lost, repeated, reordered and foreign chunks do no harm. Broadcast chunks may be fed without any grant.
-Receivers that survive a restart are in `partial`, senders in `sender`.
+Receivers are in `partial`, senders in `sender`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from fedcg.wire.errors import IntegrityError, MalformedError, TooLargeError, TransportError
-from fedcg.wire.grants import Grants, Ranges, Window
+from fedcg.wire.errors import MalformedError, TooLargeError, TransportError
+from fedcg.wire.grants import Ranges, Window
 from fedcg.wire.messages import MAX_ARTIFACT_BYTES, MAX_CHUNK_BYTES, ArtifactRef
 
 __all__ = [
@@ -21,7 +21,6 @@ __all__ = [
     "FRAME_OVERHEAD_BYTES",
     "Chunk",
     "Ranges",
-    "Receiver",
     "Window",
     "check_chunk",
     "chunk_bytes_for",
@@ -152,61 +151,3 @@ def frames_for(data: bytes, ref: ArtifactRef, ranges: Iterable[tuple[int, int]] 
     for first, count in [(0, ref.chunks)] if ranges is None else ranges:
         for index in range(first, min(first + count, ref.chunks)):
             yield chunk_frame(ref.id, index, data[index * ref.chunk_bytes : (index + 1) * ref.chunk_bytes])
-
-
-class Receiver:
-    """Puts one artifact together in memory and says which chunks to ask for; see `Grants` for the arguments."""
-
-    def __init__(self, ref: ArtifactRef, window: Window | None = None, stall_s: float = 2.0) -> None:
-        self._grants = Grants(ref, window, stall_s)
-        self._have: dict[int, bytes] = {}
-
-    @property
-    def ref(self) -> ArtifactRef:
-        """The artifact being received."""
-        return self._grants.ref
-
-    @property
-    def progress(self) -> tuple[int, int]:
-        """Chunks received and chunks in all."""
-        return self._grants.progress
-
-    @property
-    def complete(self) -> bool:
-        """Whether every chunk is here (their sum is checked by `data`)."""
-        return self._grants.complete
-
-    def feed(self, chunk: Chunk, now: float) -> bool:
-        """Take a chunk, asked for or not; True when it brought something new.
-
-        A chunk of another artifact and a repeated chunk change nothing.
-
-        Raises:
-            MalformedError: an index or a length that this artifact can't have.
-        """
-        if not check_chunk(self.ref, chunk) or not self._grants.received(chunk.index, now):
-            return False
-        self._have[chunk.index] = chunk.data
-        return True
-
-    def next_need(self, now: float) -> Ranges | None:
-        """Chunks to grant now as (first, count) pairs, or None when there is nothing to ask for at the moment."""
-        return self._grants.next_need(now)
-
-    def data(self) -> bytes:
-        """The whole artifact.
-
-        Raises:
-            MalformedError: not complete yet.
-            IntegrityError: the chunks don't add up to the announced sha256; the receiver starts again from nothing.
-        """
-        if not self.complete:
-            raise MalformedError("an artifact was read before all its chunks were there")
-        data = b"".join(self._have[index] for index in range(self.ref.chunks))
-        if hashlib.sha256(data).hexdigest() != self.ref.id:
-            self._have.clear()
-            self._grants.start_again()
-            raise IntegrityError(
-                f"the chunks of artifact {self.ref.id} don't have its sha256; it must be fetched again"
-            )
-        return data

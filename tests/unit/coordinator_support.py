@@ -45,8 +45,9 @@ from fedcg.wire.parts import Part, PartLayouts, Report, ReportField, TensorLayou
 from fedcg.wire.signing import SigningKey, open_envelope, seal
 from fedcg.wire.tensors import Array
 from fedcg.wire.topics import Topics
-from fedcg.wire.transfer import Receiver, frames_for, make_ref, parse_chunk
+from fedcg.wire.transfer import frames_for, make_ref, parse_chunk
 from fedcg.wire.transport import Delivery, Will
+from tests.receivers import Receiver
 
 FEDERATION = "tiny"
 DEADLINE_S = 30.0

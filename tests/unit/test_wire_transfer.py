@@ -13,7 +13,6 @@ from fedcg.wire.messages import MAX_CHUNK_BYTES, ArtifactRef
 from fedcg.wire.transfer import (
     FRAME_OVERHEAD_BYTES,
     Chunk,
-    Receiver,
     Window,
     chunk_bytes_for,
     chunk_frame,
@@ -22,6 +21,7 @@ from fedcg.wire.transfer import (
     make_ref,
     parse_chunk,
 )
+from tests.receivers import Receiver
 
 DATA = random.Random(1).randbytes(256 * 9 + 17)
 REF = make_ref(DATA, 256)
