@@ -141,8 +141,11 @@ def test_an_agent_that_is_asked_for_its_extractor_refuses_says_why_and_stays_up(
         for device in stack.devices:
             declined = stack.wait_event(device, lambda event: event["event"] == "declined", "it declines")
             assert declined["reason"] == "upload_not_allowed"
-            refused = stack.wait_event(device, lambda event: event["event"] == "refused", "it says why")
-            assert "asks for extractor" in str(refused["detail"])
+            stack.wait_event(
+                device,
+                lambda event: event["event"] == "refused" and "asks for extractor" in str(event["detail"]),
+                "it says why; a welcome repeated on a slow machine may be refused beside it",
+            )
         wait_for(
             lambda: any(event["event"] == "paused" for event in stack.events("coordinator")),
             "the federation pauses",
