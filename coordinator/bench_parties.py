@@ -297,8 +297,8 @@ class BenchCoordinator:
         for topic in (self._topics.all_up_control(), self._topics.all_up_chunk()):
             self._transport.subscribe(topic)
         self._transport.start(self._deliver, self._inbox.put)
-        ticked_at = time.monotonic()
-        while not pipe.poll():
+        ticked_at = float("-inf")
+        while True:
             item = await self._inbox.get(TICK_S)
             if item is True:
                 pipe.send("ready")
@@ -309,6 +309,8 @@ class BenchCoordinator:
             if time.monotonic() - ticked_at >= TICK_S:
                 ticked_at = time.monotonic()
                 self._intake.tick()
+                if pipe.poll():
+                    break
         self._intake.close()
         self._publisher.close()
         self._transport.close()

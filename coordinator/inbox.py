@@ -47,8 +47,9 @@ class Inbox(Generic[Item]):
             self._filled.clear()
             if not self._items:
                 try:
-                    await asyncio.wait_for(self._filled.wait(), timeout_s)
-                except asyncio.TimeoutError:
+                    async with asyncio.timeout(timeout_s):
+                        await self._filled.wait()
+                except TimeoutError:
                     return None
         with self._lock:
             if not self._items:

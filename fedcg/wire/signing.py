@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from cryptography.exceptions import InvalidSignature
@@ -59,10 +60,14 @@ class VerifyKey:
     def verifies(self, signature: bytes, signed: bytes) -> bool:
         """Whether `signature` is this key's over exactly `signed`."""
         try:
-            Ed25519PublicKey.from_public_bytes(self.raw).verify(signature, signed)
+            self._key.verify(signature, signed)
         except InvalidSignature:
             return False
         return True
+
+    @cached_property
+    def _key(self) -> Ed25519PublicKey:
+        return Ed25519PublicKey.from_public_bytes(self.raw)
 
 
 class SigningKey:

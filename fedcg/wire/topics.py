@@ -42,6 +42,8 @@ BROADCASTS = (TopicKind.OFFER, TopicKind.COORDINATOR, TopicKind.AGGREGATE)
 FROM_DEVICE = (TopicKind.UP_CONTROL, TopicKind.UP_CHUNK, TopicKind.STATUS)
 TO_DEVICE = (TopicKind.DOWN_CONTROL, TopicKind.DOWN_CHUNK)
 
+_OF_DEVICES = {kind.value: kind for kind in FROM_DEVICE + TO_DEVICE}
+
 _WRITES: dict[Role, tuple[TopicKind, ...]] = {
     Role.COORDINATOR: BROADCASTS + TO_DEVICE,
     Role.OBSERVER: (),
@@ -213,7 +215,7 @@ class Topics:
             kind = next((kind for kind in BROADCASTS if topic == self._spell(kind)), None)
             return None if kind is None else ParsedTopic(kind, None)
         device, _, name = tail.partition("/")
-        kind = next((kind for kind in FROM_DEVICE + TO_DEVICE if kind.value == name), None)
+        kind = _OF_DEVICES.get(name)
         if kind is None or not (device == _ANY or _IDENTIFIER.fullmatch(device)):
             return None
         return ParsedTopic(kind, device)
