@@ -32,7 +32,8 @@ def transport_command(
 
     With --sessions: seconds of whole rounds in which nobody trains, from the opened attempt to the stored aggregate.
     """
-    from coordinator.bench_transport import LARGE, SMALL, filled, measure, round_of
+    from coordinator.bench_rounds import round_of
+    from coordinator.bench_transport import LARGE, SMALL, filled, measure
     from coordinator.bench_transport import as_json as figures
     from coordinator.errors import CoordinatorError
 
