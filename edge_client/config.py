@@ -121,9 +121,10 @@ class TrainingSection(_Section):
 
 
 class ExportSection(_Section):
-    """Whether the personal model becomes an ONNX model at the end."""
+    """Whether the personal model becomes an ONNX model at the end, and whether float16 and int8 forms of it are tried."""
 
     enabled: bool = True
+    variants: bool = True
 
 
 class AgentConfig(_Section):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from edge_client.generations import StoredState
 from edge_client.local_data import RoundData
@@ -24,6 +25,9 @@ from fedcg.learning.method import ClientState, DivergedError, Method, RoundConte
 from fedcg.learning.registry import get_method
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.parts import Part
+
+if TYPE_CHECKING:
+    from export.variants import HeldOut
 
 Outcome = dict[str, EventValue]
 
@@ -142,14 +146,31 @@ def _export(work: Workplace, spec: FederationSpec, round_number: int, chosen: Ca
         test_labels=labels,
         metrics={f"accuracy_{name}": value for name, value in chosen.measured.as_scores("personal").items()},
         round_number=round_number,
+        variants=_held_out(work, spec, data) if work.settings.variants else None,
     )
     return {
+        "served_variant": installed.serves,
         "model_dir": str(installed.model_dir),
         "onnx_model": str(installed.model_dir / "model.onnx"),
         "accuracy_onnx": installed.verification.accuracy_onnx,
         "accuracy_common_onnx": _common_accuracy(work, spec, installed.model_dir),
         "onnx_top1_agreement": installed.verification.top1_agreement,
     }
+
+
+def _held_out(work: Workplace, spec: FederationSpec, data: RoundData) -> HeldOut | None:
+    """What variants are tried by: validation images judge, training images calibrate. None where there are no image files."""
+    from export.preprocess import load_image
+    from export.variants import CALIBRATION_IMAGES, HeldOut
+
+    files, labels = work.data.files(data.snapshot, "val")
+    seen, _ = work.data.files(data.snapshot, "train")
+    if not files or not seen:
+        return None
+    some = seen[:: max(1, len(seen) // CALIBRATION_IMAGES)][:CALIBRATION_IMAGES]
+    return HeldOut(
+        [load_image(one, spec.image) for one in files], labels, [load_image(one, spec.image) for one in some]
+    )
 
 
 def _common_accuracy(work: Workplace, spec: FederationSpec, model_dir: Path) -> float | None:

@@ -41,6 +41,7 @@ class TrainerSettings:
     place: Literal["auto", "cpu", "cuda"]
     threads: int
     export: bool
+    variants: bool
 
     @staticmethod
     def of(config: AgentConfig) -> TrainerSettings:
@@ -56,6 +57,7 @@ class TrainerSettings:
             place=config.training.device,
             threads=config.training.threads,
             export=config.export.enabled,
+            variants=config.export.variants,
         )
 
 

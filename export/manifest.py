@@ -76,6 +76,31 @@ class Verification(_Frozen):
     accuracy_onnx: Annotated[float, Field(ge=0, le=1)] | None = None
 
 
+VariantName = Literal["fp32", "fp16", "int8"]
+
+
+class Variant(_Frozen):
+    """One form of the model, as it was tried on the box that serves it.
+
+    Attributes:
+        name: its arithmetic; "fp32" is the model as exported.
+        file: where it lies; None when it was not kept.
+        latency_ms: median milliseconds of one prediction at batch 1.
+        accuracy: share of held-out images that it gets right, in [0, 1].
+        top1_agreement: share of them for which it names the class that fp32 names.
+        images: how many held-out images that was measured on.
+        reason: why it was kept or not.
+    """
+
+    name: VariantName
+    file: ModelFile | None = None
+    latency_ms: Annotated[Finite, Field(ge=0)] | None = None
+    accuracy: Annotated[float, Field(ge=0, le=1)] | None = None
+    top1_agreement: Annotated[float, Field(ge=0, le=1)] | None = None
+    images: Annotated[int, Field(ge=0)] = 0
+    reason: Annotated[str, Field(max_length=500)] = ""
+
+
 class Manifest(_Frozen):
     """All that a runtime and a person need to know about an exported model."""
 
@@ -90,6 +115,26 @@ class Manifest(_Frozen):
     verification: Verification
     created: AwareDatetime
     versions: dict[str, str] = {}
+    variants: Annotated[tuple[Variant, ...], Field(max_length=8)] = ()
+    serves: VariantName = "fp32"
+
+    @property
+    def files(self) -> tuple[ModelFile, ...]:
+        """Every model file of the directory: the one as exported first, then the variants that were kept."""
+        kept = [one.file for one in self.variants if one.file is not None and one.name != "fp32"]
+        return (self.model, *kept)
+
+    @property
+    def served(self) -> ModelFile:
+        """The file to run."""
+        found = next((one.file for one in self.variants if one.name == self.serves), None)
+        return self.model if self.serves == "fp32" or found is None else found
+
+    @model_validator(mode="after")
+    def _serves_what_was_kept(self) -> Manifest:
+        if self.serves != "fp32" and self.serves not in {one.name for one in self.variants if one.file is not None}:
+            raise ValueError(f"serves {self.serves}, which was not kept")
+        return self
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
@@ -125,20 +170,34 @@ def digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def read_model(directory: Path, manifest: Manifest) -> bytes:
-    """The model's bytes, checked against the manifest.
+def read_model(directory: Path, manifest: Manifest, file: ModelFile | None = None) -> bytes:
+    """The bytes of a model file, the one to run unless another is named, checked against the manifest.
 
     Raises:
         ManifestError: the file is not there.
         TamperedError: other bytes than the manifest names.
     """
-    path = directory / manifest.model.name
+    named = file or manifest.served
+    path = directory / named.name
     try:
         content = path.read_bytes()
     except OSError as error:
         raise ManifestError(f"{path}: {error.strerror or error}") from error
-    if len(content) != manifest.model.size or digest(content) != manifest.model.sha256:
+    if len(content) != named.size or digest(content) != named.sha256:
         raise TamperedError(
             f"{path}: the bytes are not the ones that {MANIFEST_NAME} names; restore it or use another version"
         )
     return content
+
+
+def read_all(directory: Path) -> Manifest:
+    """A model directory's manifest, after every model file in it was checked against it.
+
+    Raises:
+        ManifestError: no valid manifest, or a file that is not there.
+        TamperedError: other bytes than the manifest names.
+    """
+    manifest = read_manifest(directory)
+    for file in manifest.files:
+        read_model(directory, manifest, file)
+    return manifest

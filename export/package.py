@@ -17,6 +17,7 @@ from export.manifest import (
     InputForm,
     Manifest,
     ModelFile,
+    VariantName,
     Verification,
     digest,
     read_manifest,
@@ -24,6 +25,7 @@ from export.manifest import (
 )
 from export.slots import Slots
 from export.to_onnx import Exported, export_personal
+from export.variants import HeldOut, add_variants
 from export.verify import verify
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.parts import Part
@@ -38,6 +40,7 @@ class Installed:
 
     model_dir: Path
     verification: Verification
+    serves: VariantName
 
 
 def package_personal(
@@ -49,6 +52,7 @@ def package_personal(
     test_labels: Sequence[int],
     metrics: Mapping[str, float],
     round_number: int,
+    variants: HeldOut | None = None,
     clock: Callable[[], float] = time.time,
 ) -> Installed:
     """Export a personal model, verify it against torch, and put it in use as the newest version.
@@ -61,6 +65,7 @@ def package_personal(
         test_labels: index of the right class per file.
         metrics: figures to keep beside the model, by name.
         round_number: the round the weights come from.
+        variants: images to try float16 and int8 by; None for the model as exported alone.
         clock: seconds since 1970, for the manifest.
 
     Returns:
@@ -78,9 +83,12 @@ def package_personal(
         verification = verify(model_path, spec, parts, test_files, test_labels)
         created = datetime.fromtimestamp(clock(), timezone.utc)
         write_manifest(directory, _manifest(spec, exported, verification, metrics, round_number, created))
+        if variants is not None:
+            add_variants(directory, variants, threads=torch.get_num_threads())
 
     model_dir = Slots(slots_root).install(fill)
-    return Installed(model_dir, read_manifest(model_dir).verification)
+    manifest = read_manifest(model_dir)
+    return Installed(model_dir, manifest.verification, manifest.serves)
 
 
 def _manifest(

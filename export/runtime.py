@@ -78,6 +78,7 @@ class Predictor:
             session = onnxruntime.InferenceSession(content, options, providers=list(providers or available_providers()))
         except Exception as error:  # onnxruntime's own exception types are not public
             raise ManifestError(f"{name}: onnxruntime cannot load it ({error})") from error
+        self.name = name
         self.shape = (form.height, form.width, 1 if form.mode == "L" else 3)
         self.class_count = class_count
         self._session = session
@@ -154,7 +155,7 @@ class Model:
             read_model(directory, manifest),
             manifest.image,
             len(manifest.classes),
-            name=str(directory / manifest.model.name),
+            name=str(directory / manifest.served.name),
             providers=providers,
             threads=threads,
         )

@@ -19,7 +19,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from export.errors import ManifestError, ModelError, SlotError
-from export.manifest import MANIFEST_NAME, Manifest, read_manifest, read_model
+from export.manifest import MANIFEST_NAME, Manifest, read_all
 
 POINTER_NAME = "CURRENT"
 KEEP = 3
@@ -99,7 +99,7 @@ class Slots:
                 shutil.rmtree(staging, ignore_errors=True)
 
     def _publish(self, staging: Path) -> Path:
-        read_model(staging, read_manifest(staging))
+        read_all(staging)
         staging.chmod(0o755)
         for path in (*staging.iterdir(), staging):
             _sync(path)
@@ -151,9 +151,7 @@ class Slots:
     def _check(self, name: str) -> Manifest:
         if name not in self._names():
             raise SlotError(f"{self.root}: no version {name!r}; there are {', '.join(self._names()) or 'none'}")
-        manifest = read_manifest(self.root / name)
-        read_model(self.root / name, manifest)
-        return manifest
+        return read_all(self.root / name)
 
     def _names(self) -> list[str]:
         if not self.root.is_dir():

@@ -187,7 +187,7 @@ def make_config(
         data=DataSection(root=root / "data"),
         policy=policy or PolicySection(),
         training=TrainingSection(shadow=shadow, device="cpu", threads=1),
-        export=ExportSection(enabled=export),
+        export=ExportSection(enabled=export, variants=False),
     )
 
 

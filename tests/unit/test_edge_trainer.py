@@ -35,6 +35,7 @@ from edge_client.trainer_process import (
     TrainRound,
 )
 from edge_client.weights import to_arrays
+from export.manifest import read_manifest
 from fedcg.event_log import EventLog, read_events
 from fedcg.learning.initial import complete_spec, initial_parts
 from fedcg.learning.method import ClientState, LocalResult, Method, Weights
@@ -391,6 +392,22 @@ def test_at_the_end_the_best_candidate_is_exported_and_described_once(tmp_path: 
     assert (outcome["test_images"], Path(outcome["onnx_model"]).is_file()) == (15, True)
     assert site.trainer().do(command) == Chosen(site.aggregate, succeeded=True)
     assert [path.name for path in sorted((site.store.root / "models").glob("0*"))] == ["0001"]
+
+
+def test_variants_of_the_chosen_model_are_judged_by_validation_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = Site(tmp_path, real_spec(), export=True)
+    site.settings = replace(site.settings, variants=True)
+    monkeypatch.setattr("export.variants.TIMING_S", 0.02)
+    trainer = site.trainer()
+    trainer.do(site.round(1))
+    assert trainer.do(ChooseModel(site.spec.digest, site.aggregate)) == Chosen(site.aggregate, succeeded=True)
+    outcome = site.store.finalised()
+    manifest = read_manifest(Path(str(outcome["model_dir"])))
+    assert [one.name for one in manifest.variants] == ["fp32", "fp16", "int8"]
+    assert {one.images for one in manifest.variants} == {outcome["val_images"]}
+    assert outcome["served_variant"] == manifest.serves
 
 
 @pytest.mark.parametrize(

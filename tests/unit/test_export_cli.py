@@ -296,6 +296,15 @@ def test_inference_and_versions_load_neither_torch_nor_paho_nor_the_wire(
     assert done.stderr.splitlines()[-1] == "LOADED []"
 
 
+def test_variants_need_onnx_and_nothing_that_trains(slots_root: Path, folder: Path) -> None:
+    arguments = ["model", "optimise", str(slots_root), "--images", str(folder), "--threads", "1"]
+    done = subprocess.run(
+        [sys.executable, "-c", _PROBE, *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines()[-1] == "LOADED ['onnx']"
+
+
 def test_the_probe_sees_what_an_export_loads(checkpoint: tuple[Path, Path], tmp_path: Path) -> None:
     spec, weights = checkpoint
     arguments = [

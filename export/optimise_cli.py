@@ -1,0 +1,95 @@
+"""The command `fedcg model optimise`: try float16 and int8 on this box, and serve what pays."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from export.cli import BAD_INPUT, AsJson, Root, model_app
+from export.errors import ExportError
+from export.manifest import MANIFEST_NAME, Manifest, read_all
+from export.slots import Slots
+
+__all__ = ["model_app", "optimise_command"]
+
+Images = Annotated[
+    Path,
+    typer.Option("--images", help="Held-out images as CLASS/*.png or .jpg: seen neither in training nor elsewhere."),
+]
+
+
+@model_app.command("optimise")
+def optimise_command(
+    root: Root,
+    images: Images,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(
+            "--calibration",
+            help="Images that give int8 its ranges, in the same form.  [default: a quarter of --images]",
+        ),
+    ] = None,
+    budget: Annotated[
+        float, typer.Option("--budget", min=0.0, max=100.0, help="Points of accuracy that a variant may lose.")
+    ] = 0.5,
+    threads: Annotated[
+        int, typer.Option("--threads", min=0, help="Threads of one prediction; 0: the runtime chooses.")
+    ] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Try float16 and int8 forms of the model in use; put what is faster here and loses little in use as a new version.
+
+    What was measured and decided is in the new version's manifest. The version before it stays for `fedcg model rollback`.
+    """
+    console = Console(stderr=True)
+    try:
+        with console.status("reading images") as status:
+            made = _optimise(root, images, calibration, budget / 100, threads, status.update)
+    except ExportError as error:
+        typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(BAD_INPUT) from error
+    directory, manifest = made
+    if as_json:
+        tried = [one.model_dump(mode="json") for one in manifest.variants]
+        typer.echo(json.dumps({"model": str(directory), "serves": manifest.serves, "variants": tried}, indent=2))
+        return
+    for one in manifest.variants:
+        star = "*" if one.name == manifest.serves else " "
+        measured = "" if one.latency_ms is None else f"{one.latency_ms:.3f} ms, accuracy {one.accuracy or 0.0:.1%}; "
+        typer.echo(f"{star} {one.name}  {'' if one.file else 'not kept: '}{measured}{one.reason}")
+    typer.echo(f"in use: {directory}")
+
+
+def _optimise(
+    root: Path, images: Path, calibration: Path | None, budget: float, threads: int, tell: Callable[[str], None]
+) -> tuple[Path, Manifest]:
+    from export.labelled import labelled_images
+    from export.variants import CALIBRATION_IMAGES, HeldOut, add_variants
+
+    slots = Slots(root)
+    source = slots.current()
+    manifest = read_all(source)
+    pictures, labels = labelled_images(images, manifest.classes, manifest.image)
+    if calibration is None:
+        held_out = HeldOut(
+            [one for number, one in enumerate(pictures) if number % 4],
+            [one for number, one in enumerate(labels) if number % 4],
+            pictures[::4],
+        )
+    else:
+        ranges, _ = labelled_images(calibration, manifest.classes, manifest.image, CALIBRATION_IMAGES)
+        held_out = HeldOut(pictures, labels, ranges)
+
+    def fill(directory: Path) -> None:
+        for name in (MANIFEST_NAME, manifest.model.name):
+            shutil.copy2(source / name, directory / name)
+        add_variants(directory, held_out, budget=budget, threads=threads, tell=tell)
+
+    directory = slots.install(fill)
+    return directory, read_all(directory)
