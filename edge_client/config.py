@@ -121,10 +121,19 @@ class TrainingSection(_Section):
 
 
 class ExportSection(_Section):
-    """Whether the personal model becomes an ONNX model at the end, and whether float16 and int8 forms of it are tried."""
+    """How the personal model becomes an ONNX model.
+
+    Attributes:
+        enabled: at all.
+        each_best: after every round that made it better, not only at the end.
+        variants: try float16 and int8 forms of the last one.
+        gate_points: points of accuracy on this box's test images that a new model may lose against the one in use.
+    """
 
     enabled: bool = True
+    each_best: bool = True
     variants: bool = True
+    gate_points: Annotated[float, Field(ge=0, le=100)] = 1.0
 
 
 class AgentConfig(_Section):

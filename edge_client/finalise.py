@@ -10,26 +10,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from edge_client.exporting import Outcome, common_accuracy, export_model
 from edge_client.generations import StoredState
 from edge_client.local_data import RoundData
 from edge_client.measures import Measured, measure, personal_parts
 from edge_client.trainer_process import ChooseModel
 from edge_client.training import Workplace, load_aggregate, load_spec
 from edge_client.weights import to_weights
-from fedcg.event_log import EventValue
 from fedcg.learning.data import ImageSet
 from fedcg.learning.initial import shadow_spec
 from fedcg.learning.method import ClientState, DivergedError, Method, RoundContext, Weights
 from fedcg.learning.registry import get_method
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.parts import Part
-
-if TYPE_CHECKING:
-    from export.variants import HeldOut
-
-Outcome = dict[str, EventValue]
 
 
 @dataclass(frozen=True)
@@ -87,7 +81,10 @@ def _choose(work: Workplace, command: ChooseModel, stored: StoredState) -> Outco
         **{f"accuracy_common_{candidate.name}": candidate.measured.common for candidate in candidates},
     }
     if work.settings.export:
-        outcome |= _export(work, spec, stored.generation.cursor.round, chosen, data)
+        exported = export_model(
+            work, spec, stored.generation.cursor.round, chosen.parts, chosen.measured, data.snapshot, last=True
+        )
+        outcome |= exported | {"accuracy_common_onnx": common_accuracy(work, spec, Path(str(exported["model_dir"])))}
     return outcome
 
 
@@ -132,54 +129,3 @@ def _one_pass(
         device=work.place,
     )
     return get_method(alone.method).local_round(ClientState(parts), data.train, None, ctx).private.parts
-
-
-def _export(work: Workplace, spec: FederationSpec, round_number: int, chosen: Candidate, data: RoundData) -> Outcome:
-    from export.package import package_personal
-
-    files, labels = work.data.files(data.snapshot, "test")
-    installed = package_personal(
-        spec,
-        chosen.parts,
-        work.store.root / "models",
-        test_files=files,
-        test_labels=labels,
-        metrics={f"accuracy_{name}": value for name, value in chosen.measured.as_scores("personal").items()},
-        round_number=round_number,
-        variants=_held_out(work, spec, data) if work.settings.variants else None,
-    )
-    return {
-        "served_variant": installed.serves,
-        "model_dir": str(installed.model_dir),
-        "onnx_model": str(installed.model_dir / "model.onnx"),
-        "accuracy_onnx": installed.verification.accuracy_onnx,
-        "accuracy_common_onnx": _common_accuracy(work, spec, installed.model_dir),
-        "onnx_top1_agreement": installed.verification.top1_agreement,
-    }
-
-
-def _held_out(work: Workplace, spec: FederationSpec, data: RoundData) -> HeldOut | None:
-    """What variants are tried by: validation images judge, training images calibrate. None where there are no image files."""
-    from export.preprocess import load_image
-    from export.variants import CALIBRATION_IMAGES, HeldOut
-
-    files, labels = work.data.files(data.snapshot, "val")
-    seen, _ = work.data.files(data.snapshot, "train")
-    if not files or not seen:
-        return None
-    some = seen[:: max(1, len(seen) // CALIBRATION_IMAGES)][:CALIBRATION_IMAGES]
-    return HeldOut(
-        [load_image(one, spec.image) for one in files], labels, [load_image(one, spec.image) for one in some]
-    )
-
-
-def _common_accuracy(work: Workplace, spec: FederationSpec, model_dir: Path) -> float | None:
-    from export.preprocess import load_image
-    from export.runtime import Model
-
-    files, labels = work.data.common_files(spec)
-    if not files:
-        return None
-    model = Model.load(model_dir, threads=work.threads)
-    predicted = model.predict([load_image(file, model.manifest.image) for file in files]).argmax(axis=1)
-    return float((predicted == labels).mean())

@@ -15,6 +15,7 @@ from devices.detect import detect
 from devices.errors import NotTrainableError
 from devices.profile import TrainingPlan, plan_training
 from edge_client.errors import FirewallError, RoundError
+from edge_client.exporting import export_best
 from edge_client.finalise import choose_model
 from edge_client.local_data import LocalData
 from edge_client.private_store import PrivateStore
@@ -56,7 +57,9 @@ def trainer_main(connection: Connection, settings: TrainerSettings) -> None:
         warm_up()
         connection.send(Ready(os.getpid()))
         while True:
-            connection.send(trainer.do(commands.get()))
+            report = trainer.do(commands.get())
+            connection.send(report)
+            trainer.afterwards(report)
 
 
 def warm_up() -> None:
@@ -118,6 +121,16 @@ class Trainer:
             return Failed(command.cursor, reason, str(error) or type(error).__name__)
         self._prepare_export()
         return Committed(generation.cursor)
+
+    def afterwards(self, report: TrainerReport) -> None:
+        """What nobody waits for: after a round that made the personal model better, its export."""
+        if not (isinstance(report, Committed) and self._work.settings.export and self._work.settings.each_best):
+            return
+        try:
+            export_best(self._work)
+        except (ExportError, LearningError) as error:
+            self._events.write("export_failed", round=report.cursor.round, detail=str(error))
+            _log.warning("the model of round %d is not exported: %s", report.cursor.round, error)
 
     def _prepare_export(self) -> None:
         """Import the exporter while the network is at work, so that the end of the federation does not wait for it."""

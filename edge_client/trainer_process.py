@@ -41,7 +41,9 @@ class TrainerSettings:
     place: Literal["auto", "cpu", "cuda"]
     threads: int
     export: bool
+    each_best: bool
     variants: bool
+    gate: float
 
     @staticmethod
     def of(config: AgentConfig) -> TrainerSettings:
@@ -57,7 +59,9 @@ class TrainerSettings:
             place=config.training.device,
             threads=config.training.threads,
             export=config.export.enabled,
+            each_best=config.export.each_best,
             variants=config.export.variants,
+            gate=config.export.gate_points / 100,
         )
 
 

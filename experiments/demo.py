@@ -155,7 +155,9 @@ class Demo:
             "FEDCG_AGENT_DATA_COMMON_TEST": str(run.data / "common"),
             "FEDCG_AGENT_TRAINING_SHADOW": "true",
             "FEDCG_AGENT_TRAINING_THREADS": "1",
-            "FEDCG_AGENT_EXPORT_VARIANTS": "false",  # all boxes share one machine here: what is faster would mean nothing
+            # All boxes share one machine here: what is faster would mean nothing, and exports would take turns with training.
+            "FEDCG_AGENT_EXPORT_VARIANTS": "false",
+            "FEDCG_AGENT_EXPORT_EACH_BEST": "false",
             "FEDCG_AGENT_POLICY_ALLOW_UPLOAD": ",".join(sorted(part.value for part in self._allowed[0])),
             "FEDCG_AGENT_POLICY_ALLOW_REPORT": ",".join(sorted(field.value for field in self._allowed[1])),
         }

@@ -6,6 +6,7 @@ ExportError
 │   ├── ManifestError     no manifest, or one that is not valid
 │   └── TamperedError     the model's bytes are not the ones the manifest names
 ├── SlotError             no such version, or nothing to roll back to
+├── GateError             the new model is worse than the one in service
 ├── ConversionError       the network could not be written as ONNX
 └── VerificationError     the ONNX model does not do what the trained one does
 """
@@ -45,6 +46,10 @@ class TamperedError(ModelError):
 
 class SlotError(ExportError):
     """No such version, or nothing to roll back to."""
+
+
+class GateError(ExportError):
+    """The new model is worse on this box's held-out images than the one in service, which stays."""
 
 
 class ConversionError(ExportError):

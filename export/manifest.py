@@ -101,6 +101,24 @@ class Variant(_Frozen):
     reason: Annotated[str, Field(max_length=500)] = ""
 
 
+class Gate(_Frozen):
+    """How the model compared with the one in service before it, on the box's own held-out images.
+
+    Attributes:
+        against: the version in service then.
+        images: how many images.
+        before: share that it got right, in [0, 1].
+        accuracy: share that this model gets right.
+        allowed: how much less was allowed.
+    """
+
+    against: Annotated[str, Field(max_length=20)]
+    images: Annotated[int, Field(ge=1)]
+    before: Annotated[float, Field(ge=0, le=1)]
+    accuracy: Annotated[float, Field(ge=0, le=1)]
+    allowed: Annotated[float, Field(ge=0, le=1)]
+
+
 class Manifest(_Frozen):
     """All that a runtime and a person need to know about an exported model."""
 
@@ -117,6 +135,7 @@ class Manifest(_Frozen):
     versions: dict[str, str] = {}
     variants: Annotated[tuple[Variant, ...], Field(max_length=8)] = ()
     serves: VariantName = "fp32"
+    gate: Gate | None = None
 
     @property
     def files(self) -> tuple[ModelFile, ...]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from export.gate import pass_gate
 from export.manifest import (
     MODEL_NAME,
     InputForm,
@@ -53,6 +54,7 @@ def package_personal(
     metrics: Mapping[str, float],
     round_number: int,
     variants: HeldOut | None = None,
+    gate: float | None = None,
     clock: Callable[[], float] = time.time,
 ) -> Installed:
     """Export a personal model, verify it against torch, and put it in use as the newest version.
@@ -66,6 +68,7 @@ def package_personal(
         metrics: figures to keep beside the model, by name.
         round_number: the round the weights come from.
         variants: images to try float16 and int8 by; None for the model as exported alone.
+        gate: accuracy that it may lose on the test files against the version in use, as a share; None for no comparison.
         clock: seconds since 1970, for the manifest.
 
     Returns:
@@ -73,9 +76,10 @@ def package_personal(
 
     Raises:
         NetworkError: weights that do not fit the spec's networks.
-        ExportError: the network cannot be written as ONNX, or the ONNX model is not the trained one. Nothing was installed then
-            and the version in use stays.
+        ExportError: the network cannot be written as ONNX, or the ONNX model is not the trained one, or it is worse than the gate
+            allows. Nothing was installed then and the version in use stays.
     """
+    slots = Slots(slots_root)
 
     def fill(directory: Path) -> None:
         model_path = directory / MODEL_NAME
@@ -85,8 +89,11 @@ def package_personal(
         write_manifest(directory, _manifest(spec, exported, verification, metrics, round_number, created))
         if variants is not None:
             add_variants(directory, variants, threads=torch.get_num_threads())
+        if gate is not None:
+            passed = pass_gate(directory, slots, test_files, test_labels, gate)
+            write_manifest(directory, read_manifest(directory).model_copy(update={"gate": passed}))
 
-    model_dir = Slots(slots_root).install(fill)
+    model_dir = slots.install(fill)
     manifest = read_manifest(model_dir)
     return Installed(model_dir, manifest.verification, manifest.serves)
 

@@ -35,7 +35,9 @@ from edge_client.trainer_process import (
     TrainRound,
 )
 from edge_client.weights import to_arrays
+from export.errors import GateError
 from export.manifest import read_manifest
+from export.slots import Slots
 from fedcg.event_log import EventLog, read_events
 from fedcg.learning.initial import complete_spec, initial_parts
 from fedcg.learning.method import ClientState, LocalResult, Method, Weights
@@ -392,6 +394,40 @@ def test_at_the_end_the_best_candidate_is_exported_and_described_once(tmp_path: 
     assert (outcome["test_images"], Path(outcome["onnx_model"]).is_file()) == (15, True)
     assert site.trainer().do(command) == Chosen(site.aggregate, succeeded=True)
     assert [path.name for path in sorted((site.store.root / "models").glob("0*"))] == ["0001"]
+
+
+def test_each_round_that_made_the_model_better_is_exported(tmp_path: Path) -> None:
+    site = Site(tmp_path, real_spec(), export=True)
+    site.settings = replace(site.settings, gate=1.0)
+    trainer, models = site.trainer(), site.store.root / "models"
+    best = []
+    for number in (1, 2, 3):
+        trainer.afterwards(trainer.do(site.round(number)))
+        best.append(int(site.state().generation.scores["best.round"]))
+        assert read_manifest(Slots(models).current()).round == best[-1]
+    exported = [event for event in read_events(site.events_path) if event["event"] == "exported"]
+    assert [event["round"] for event in exported] == sorted(set(best))
+    assert [event["model_dir"] for event in exported] == [
+        str(models / f"{version:04}") for version in range(1, len(exported) + 1)
+    ]
+    assert trainer.do(ChooseModel(site.spec.digest, site.aggregate)) == Chosen(site.aggregate, succeeded=True)
+    assert site.store.finalised()["model_dir"] == str(models / f"{len(exported) + 1:04}")
+
+
+def test_a_model_that_the_gate_refuses_leaves_the_one_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = Site(tmp_path, real_spec(), export=True)
+    trainer = site.trainer()
+    trainer.afterwards(trainer.do(site.round(1)))
+
+    def refuse(*_: object) -> None:
+        raise GateError("worse than version 0001")
+
+    monkeypatch.setattr("export.package.pass_gate", refuse)
+    assert trainer.do(ChooseModel(site.spec.digest, site.aggregate)) == Chosen(site.aggregate, succeeded=True)
+    outcome = site.store.finalised()
+    assert outcome["gate"] == "worse than version 0001"
+    assert outcome["model_dir"] == str(site.store.root / "models" / "0001")
+    assert outcome["accuracy_onnx"] == read_manifest(Path(str(outcome["model_dir"]))).verification.accuracy_onnx
 
 
 def test_variants_of_the_chosen_model_are_judged_by_validation_images(
