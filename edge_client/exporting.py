@@ -83,6 +83,7 @@ def export_model(
             round_number=round_number,
             variants=_held_out(work, spec, snapshot) if last and work.settings.variants else None,
             gate=work.settings.gate,
+            key=work.settings.signing,
         )
     except GateError as error:
         refused = str(error)

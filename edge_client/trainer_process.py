@@ -44,6 +44,7 @@ class TrainerSettings:
     each_best: bool
     variants: bool
     gate: float
+    signing: Path
 
     @staticmethod
     def of(config: AgentConfig) -> TrainerSettings:
@@ -62,6 +63,7 @@ class TrainerSettings:
             each_best=config.export.each_best,
             variants=config.export.variants,
             gate=config.export.gate_points / 100,
+            signing=config.keys.signing,
         )
 
 

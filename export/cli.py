@@ -92,10 +92,11 @@ def list_versions(root: Root, as_json: AsJson = False) -> None:
 
 def _version_row(version: Version) -> dict[str, str | bool | int | float | None]:
     from export.manifest import read_manifest
+    from export.signature import signer_of
 
     row: dict[str, str | bool | int | float | None] = {"version": version.name, "current": version.is_current}
     try:
-        manifest = read_manifest(version.directory)
+        manifest, signer = read_manifest(version.directory), signer_of(version.directory)
     except ExportError as error:
         return row | {"state": f"damaged: {error}"}
     accuracy = manifest.verification.accuracy_onnx
@@ -107,6 +108,8 @@ def _version_row(version: Version) -> dict[str, str | bool | int | float | None]
         "round": manifest.round,
         "accuracy": accuracy,
         "created": manifest.created.isoformat(),
+        "serves": manifest.serves,
+        "signed_by": signer,
     }
 
 
@@ -116,23 +119,31 @@ def _local(moment: datetime) -> str:
 
 @model_app.command("verify")
 def verify_versions(
-    root: Root, version: Annotated[str | None, typer.Argument(help="One version; all when left out.")] = None
+    root: Root,
+    version: Annotated[str | None, typer.Argument(help="One version; all when left out.")] = None,
+    key: Annotated[
+        str | None, typer.Option("--key", help="Also: signed by the device with this public key, 64 hex digits.")
+    ] = None,
 ) -> None:
     """Check that every model is, byte for byte, the one its manifest names. Exit code 2 when one is not."""
     slots = Slots(root)
     names = [version] if version else [one.name for one in _or_fail(slots.versions)]
     if not names:
         _fail(ExportError(f"{root}: no model is installed there"))
-    checks = [_check(slots, name) for name in names]
+    checks = [_check(slots, name, key) for name in names]
     for name, damage in zip(names, checks, strict=True):
         typer.echo(f"Error: {damage}" if damage else f"{name}  as its manifest says", err=damage is not None)
     if any(checks):
         raise typer.Exit(BAD_INPUT)
 
 
-def _check(slots: Slots, name: str) -> ExportError | None:
+def _check(slots: Slots, name: str, key: str | None) -> ExportError | None:
+    from export.signature import check_signature
+
     try:
         slots.verify(name)
+        if key is not None:
+            check_signature(slots.root / name, key)
     except ExportError as error:
         return error
     return None
@@ -154,6 +165,9 @@ def export_command(
     spec: Annotated[Path, typer.Option("--spec", help="The federation's spec, as an agent keeps it.")],
     weights: Annotated[Path, typer.Option("--weights", help="safetensors with tensors part/name or slot/part/name.")],
     out: Annotated[Path, typer.Option("--out", help="Root of the versions; the new one is put in use.")],
+    sign: Annotated[
+        Path | None, typer.Option("--sign", metavar="KEY", help="Sign with a device's message key, e.g. signing.key.")
+    ] = None,
     slot: Annotated[str | None, typer.Option("--slot", help="Which slot of an agent's state, e.g. best.")] = None,
     images: Annotated[
         Path | None, typer.Option("--images", help="Test images as CLASS/*.png or .jpg; random pixels when left out.")
@@ -171,7 +185,14 @@ def export_command(
         files, labels = labelled_files(images, read.classes) if images else ([], [])
         parts = read_weights(weights, slot)
         return package_personal(
-            read, parts, out, test_files=files, test_labels=labels, metrics={}, round_number=round_number
+            read,
+            parts,
+            out,
+            test_files=files,
+            test_labels=labels,
+            metrics={},
+            round_number=round_number,
+            key=sign,
         )
 
     try:

@@ -41,6 +41,9 @@ def optimise_command(
     threads: Annotated[
         int, typer.Option("--threads", min=0, help="Threads of one prediction; 0: the runtime chooses.")
     ] = 0,
+    sign: Annotated[
+        Path | None, typer.Option("--sign", metavar="KEY", help="Sign the new version with a device's message key.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Try float16 and int8 forms of the model in use; put what is faster here and loses little in use as a new version.
@@ -50,7 +53,7 @@ def optimise_command(
     console = Console(stderr=True)
     try:
         with console.status("reading images") as status:
-            made = _optimise(root, images, calibration, budget / 100, threads, status.update)
+            made = _optimise(root, images, calibration, budget / 100, threads, sign, status.update)
     except ExportError as error:
         typer.echo(f"Error: {error}", err=True)
         raise typer.Exit(BAD_INPUT) from error
@@ -67,9 +70,16 @@ def optimise_command(
 
 
 def _optimise(
-    root: Path, images: Path, calibration: Path | None, budget: float, threads: int, tell: Callable[[str], None]
+    root: Path,
+    images: Path,
+    calibration: Path | None,
+    budget: float,
+    threads: int,
+    sign: Path | None,
+    tell: Callable[[str], None],
 ) -> tuple[Path, Manifest]:
     from export.labelled import labelled_images
+    from export.signature import sign_manifest
     from export.variants import CALIBRATION_IMAGES, HeldOut, add_variants
 
     slots = Slots(root)
@@ -90,6 +100,8 @@ def _optimise(
         for name in (MANIFEST_NAME, manifest.model.name):
             shutil.copy2(source / name, directory / name)
         add_variants(directory, held_out, budget=budget, threads=threads, tell=tell)
+        if sign is not None:
+            sign_manifest(directory, sign)
 
     directory = slots.install(fill)
     return directory, read_all(directory)

@@ -24,6 +24,7 @@ from export.manifest import (
     read_manifest,
     write_manifest,
 )
+from export.signature import sign_manifest
 from export.slots import Slots
 from export.to_onnx import Exported, export_personal
 from export.variants import HeldOut, add_variants
@@ -55,6 +56,7 @@ def package_personal(
     round_number: int,
     variants: HeldOut | None = None,
     gate: float | None = None,
+    key: Path | None = None,
     clock: Callable[[], float] = time.time,
 ) -> Installed:
     """Export a personal model, verify it against torch, and put it in use as the newest version.
@@ -69,6 +71,7 @@ def package_personal(
         round_number: the round the weights come from.
         variants: images to try float16 and int8 by; None for the model as exported alone.
         gate: accuracy that it may lose on the test files against the version in use, as a share; None for no comparison.
+        key: file of the device's message key, which signs the manifest; None for an unsigned model.
         clock: seconds since 1970, for the manifest.
 
     Returns:
@@ -92,6 +95,8 @@ def package_personal(
         if gate is not None:
             passed = pass_gate(directory, slots, test_files, test_labels, gate)
             write_manifest(directory, read_manifest(directory).model_copy(update={"gate": passed}))
+        if key is not None:
+            sign_manifest(directory, key)
 
     model_dir = slots.install(fill)
     manifest = read_manifest(model_dir)

@@ -37,6 +37,7 @@ from edge_client.trainer_process import (
 from edge_client.weights import to_arrays
 from export.errors import GateError
 from export.manifest import read_manifest
+from export.signature import check_signature
 from export.slots import Slots
 from fedcg.event_log import EventLog, read_events
 from fedcg.learning.initial import complete_spec, initial_parts
@@ -49,6 +50,7 @@ from fedcg.wire.errors import CodecError
 from fedcg.wire.inspection import decode, inspect
 from fedcg.wire.messages import DeclineReason
 from fedcg.wire.parts import Part, ReportField, TensorLayout, is_delta
+from fedcg.wire.signing import SigningKey
 from tests.edge_worlds import CLASSES, DEVICE, FEDERATION, FORM, aggregate_of, draw_images, make_config, wait_until
 
 DEVICE_KEY, COHORT_KEY = b"d" * 32, b"c" * 32
@@ -79,8 +81,12 @@ class Site:
         draw_images(root / "data" / "train", 12, seed=1)
         draw_images(root / "data" / "test", 5, seed=2)
         draw_images(root / "common", 4, seed=3)
+        self.key = SigningKey.generate()
+        self.key.save(root / "signing.key")
         self.settings = replace(
-            TrainerSettings.of(make_config(root, shadow=shadow, export=export)), common_test=root / "common"
+            TrainerSettings.of(make_config(root, shadow=shadow, export=export)),
+            common_test=root / "common",
+            signing=root / "signing.key",
         )
         (root / "store" / "secrets").mkdir(parents=True)
         (root / "store" / "secrets" / "device.key").write_bytes(DEVICE_KEY)
@@ -392,6 +398,7 @@ def test_at_the_end_the_best_candidate_is_exported_and_described_once(tmp_path: 
     assert outcome["accuracy_local"] == scores["best_shadow.test"]
     assert outcome["accuracy_own"] == scores["best.test"]
     assert (outcome["test_images"], Path(outcome["onnx_model"]).is_file()) == (15, True)
+    check_signature(Path(outcome["model_dir"]), site.key.public.hex)
     assert site.trainer().do(command) == Chosen(site.aggregate, succeeded=True)
     assert [path.name for path in sorted((site.store.root / "models").glob("0*"))] == ["0001"]
 

@@ -1,0 +1,115 @@
+"""The signature beside a manifest: which device made a model. The manifest names every file by its sha256, so it vouches for all.
+
+`manifest.sig` holds the device's public key and an Ed25519 signature over the manifest's bytes with a domain prefix. Checking needs
+`cryptography`; running a model does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from export.errors import ExportError, InputError, ManifestError, TamperedError
+from export.manifest import MANIFEST_NAME
+
+SIGNATURE_NAME = "manifest.sig"
+DOMAIN = b"fedcg/1 model manifest\0"
+MAX_SIGNATURE_BYTES = 4096
+
+
+class Signature(BaseModel):
+    """The signature file."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    key: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    signature: Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")]
+
+
+def sign_manifest(directory: Path, key_file: Path) -> None:
+    """Sign the manifest of a model as it is now.
+
+    Args:
+        directory: of the model.
+        key_file: the device's message key.
+
+    Raises:
+        InputError: it can't be read, or is no such key.
+        ExportError: `cryptography` is not installed.
+    """
+    with _cryptography():
+        from fedcg.wire.errors import MalformedError
+        from fedcg.wire.signing import SigningKey
+    try:
+        key = SigningKey.load(key_file)
+    except OSError as error:
+        raise InputError(str(key_file), error.strerror or str(error)) from error
+    except MalformedError as error:
+        raise InputError(str(key_file), str(error)) from error
+    signature = key.sign(DOMAIN + (directory / MANIFEST_NAME).read_bytes()).hex()
+    (directory / SIGNATURE_NAME).write_text(Signature(key=key.public.hex, signature=signature).model_dump_json() + "\n")
+
+
+def signer_of(directory: Path) -> str | None:
+    """The public key that a model says it is signed with, unchecked; None for an unsigned one.
+
+    Raises:
+        ManifestError: the signature file is not valid.
+    """
+    signature = _read(directory)
+    return None if signature is None else signature.key
+
+
+def check_signature(directory: Path, key: str) -> None:
+    """Check that a device signed the manifest of a model.
+
+    Args:
+        directory: of the model; its files are checked elsewhere (`manifest.read_all`).
+        key: the device's public key, 64 hex digits.
+
+    Raises:
+        ManifestError: the signature file is not valid.
+        TamperedError: not signed, signed by another key, or not over this manifest.
+        ExportError: `cryptography` is not installed, or `key` is no public key.
+    """
+    with _cryptography():
+        from fedcg.wire.errors import MalformedError
+        from fedcg.wire.signing import VerifyKey
+    try:
+        wanted = VerifyKey.from_hex(key)
+    except MalformedError as error:
+        raise ExportError(f"{key!r}: {error}; `fedcg device show` on the coordinator tells a device's") from error
+    signature, path = _read(directory), directory / SIGNATURE_NAME
+    if signature is None:
+        raise TamperedError(f"{path}: the model is not signed")
+    if signature.key != wanted.hex:
+        raise TamperedError(f"{path}: signed by {signature.key}, not by {wanted.hex}: the model of another box")
+    if not wanted.verifies(bytes.fromhex(signature.signature), DOMAIN + (directory / MANIFEST_NAME).read_bytes()):
+        raise TamperedError(f"{path}: the signature is not over this {MANIFEST_NAME}; one of them was altered")
+
+
+@contextmanager
+def _cryptography() -> Iterator[None]:
+    try:
+        yield
+    except ImportError as error:
+        raise ExportError("signatures need the package `cryptography`: pip install cryptography") from error
+
+
+def _read(directory: Path) -> Signature | None:
+    path = directory / SIGNATURE_NAME
+    try:
+        with path.open("rb") as file:
+            return Signature.model_validate_json(file.read(MAX_SIGNATURE_BYTES + 1))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ManifestError(f"{path}: {error.strerror or error}") from error
+    except ValidationError as error:
+        raise ManifestError(
+            f"{path}: not a signature of a manifest; sign the model again, or remove the file"
+        ) from error
