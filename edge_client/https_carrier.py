@@ -48,7 +48,7 @@ class HttpsCarrier:
         self._deliver = deliver
         self._events = events
         self._trouble: dict[str, str | None] = {"up": "", "down": ""}
-        up, self._line_down = _Line(url, tls), _Line(url, tls)
+        up, self._line_down = Line(url, tls), Line(url, tls)
         self._up: Lane[ChunkFile] = Lane("https-up", up.put, partial(self._told, "up"), up)
         self._down: Lane[ArtifactRef] = Lane("https-down", self._fetch, partial(self._told, "down"), self._line_down)
 
@@ -111,14 +111,14 @@ def check_ready(url: str, tls: TlsFiles) -> None:
     Raises:
         TransportError, OSError, HTTPException: it does not answer, or refuses; says why.
     """
-    line = _Line(url, tls)
+    line = Line(url, tls)
     try:
         line.ready()
     finally:
         line.close()
 
 
-class _Line:
+class Line:
     """One connection to the coordinator, made anew when it broke. Used by one thread; only `hang_up` comes from any."""
 
     def __init__(self, url: str, tls: TlsFiles) -> None:
@@ -128,6 +128,7 @@ class _Line:
         self._connection: http.client.HTTPSConnection | None = None
 
     def hang_up(self) -> None:
+        """Make whoever waits for the network stop soon."""
         connection = self._connection
         secured = None if connection is None else connection.sock
         if secured is not None:
@@ -135,11 +136,13 @@ class _Line:
                 socket.socket.shutdown(secured, socket.SHUT_RDWR)  # not TLS's own, which another thread may be using
 
     def close(self) -> None:
+        """Let go of the connection; the next request makes a new one."""
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
 
     def ready(self) -> None:
+        """Ask whether this device is let in."""
         self._exchange(lambda connection: connection.request("GET", READY_PATH), lambda response: None)
 
     def put(self, update: ChunkFile, first: int, count: int) -> None:

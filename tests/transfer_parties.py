@@ -11,13 +11,12 @@ import json
 import os
 import random
 import signal
-import ssl
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,10 +25,6 @@ import numpy as np
 
 from coordinator.aggregation_messages import JobDone, WorkerSettings
 from coordinator.bench_parties import NoWorker
-from coordinator.carrier_api import create_carrier_app
-from coordinator.config import CarrierSettings
-from coordinator.listeners import CarrierProtocol, listening, server_context, serving
-from coordinator.provision.pki import credential_of
 from coordinator.records import AggregateRecord, FederationRecord
 from coordinator.service import Service, start_service
 from coordinator.setup import Setup
@@ -51,6 +46,7 @@ from fedcg.wire.parts import Part, Report, ReportField, TensorLayout
 from fedcg.wire.presets import PresetName, limits_for
 from fedcg.wire.signing import SigningKey
 from tests.brokers import HOST, Pki, wait_until
+from tests.carriers import carrying
 from tests.edge_worlds import toy_generation
 
 FEDERATION = "transfers"
@@ -142,26 +138,11 @@ async def run_coordinator(root: Path, started: Callable[[Service], None] = lambd
     service = await start_service(setup)
     started(service)
     try:
-        async with carrying(plan, service):
+        async with carrying(Path(plan.pki), plan.carrier_port, service) if plan.carrier_port else nullcontext():
             await service.run()
     finally:
         await service.close()
         store.close()
-
-
-@asynccontextmanager
-async def carrying(plan: Plan, service: Service) -> AsyncIterator[None]:
-    """The real listener of the HTTPS carrier, when the plan has one."""
-    if not plan.carrier_port:
-        yield
-        return
-    pki = Path(plan.pki)
-    context = server_context(pki, credential_of(pki, "broker"), ssl.CERT_REQUIRED)
-    application = create_carrier_app(service.shelf, time.monotonic)
-    with listening("carrier", CarrierSettings(port=plan.carrier_port), HOST) as listener:
-        assert listener is not None
-        async with serving(application, listener, context, CarrierProtocol):
-            yield
 
 
 class DigestWorker(NoWorker):

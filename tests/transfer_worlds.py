@@ -27,10 +27,10 @@ class World:
         self, root: Path, broker: RunningMosquitto, weather: Weather, carrier: Carrier = Carrier.MQTT, **plan: Any
     ) -> None:
         self.broker = broker
+        plan["carrier_port"] = free_port()
         if carrier is Carrier.HTTPS:
-            port = free_port()
-            self.link = Throttle(port, weather)
-            plan |= {"agent_ports": {"a": broker.port}, "carrier_port": port, "carrier_ports": {"a": self.link.port}}
+            self.link = Throttle(plan["carrier_port"], weather)
+            plan |= {"agent_ports": {"a": broker.port}, "carrier_ports": {"a": self.link.port}}
         else:
             self.link = Throttle(broker.port, weather)
             plan["agent_ports"] = {"a": self.link.port}

@@ -151,30 +151,30 @@ def test_a_link_that_goes_dead_without_a_word_is_given_up_and_tried_again(make_w
 @pytest.mark.slow
 def test_a_transfer_completes_over_a_slow_and_nervous_link(make_world: MakeWorld) -> None:
     weather = Weather(
-        bytes_per_s=8_000, delay_s=0.5, jitter_s=0.2, stalls=0.02, stall_s=(0.2, 3.0), reset_after=(60_000,)
+        bytes_per_s=8_000, delay_s=0.5, jitter_s=0.2, stalls=0.02, stall_s=(0.2, 3.0), reset_after=(30_000,)
     )
-    world = make_world(weather, size=60_000, chunk_bytes=4096, keepalive_s=30)
+    world = make_world(weather, size=40_000, chunk_bytes=4096, keepalive_s=30)
     came = world.finish()
     assert came["received"] + came["resumed"] >= 10
     assert world.link.resets == 1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("to_https", [True, False])
+@pytest.mark.parametrize("before", list(Carrier))
 def test_a_device_that_changes_its_carrier_in_mid_upload_goes_on_from_what_is_there(
-    make_world: MakeWorld, to_https: bool
+    tmp_path: Path, mosquitto: StartMosquitto, before: Carrier
 ) -> None:
-    world = make_world()
-    parties = world.parties
-    if to_https:  # begin over MQTT: the download is quick, the upload waits for the broker to be slow
+    with worlds(tmp_path, mosquitto, before) as make:
+        world = make()
+        parties = world.parties
+        parties.await_chunks(lambda: parties.uploaded("a"), SOME, "the upload is under way")
         parties.kill("a")
-        parties.change_carrier("a", None)
-        parties.plan.agent_ports["a"] = world.link.port
-    there = parties.await_chunks(lambda: parties.uploaded("a"), SOME, "the upload is under way")
-    parties.kill("a")
-    there = max(there, parties.uploaded("a"))
-    parties.change_carrier("a", world.parties.plan.carrier_port if to_https else None)
-    parties.start("a")
-    came = world.finish()
-    assert came["resumed"] + came["received"] == chunks_of(came) > there
-    assert parties.event("a", "receipt")["chunks_sent"] <= chunks_of(came) - there
+        there = parties.uploaded("a")
+        parties.change_carrier("a", parties.plan.carrier_port if before is Carrier.MQTT else None)
+        parties.start("a")
+        came = world.finish()
+        # the same coordinator opened its file anew: what the other carrier had brought counts as resumed
+        assert came["resumed"] >= there
+        assert came["resumed"] + came["received"] == chunks_of(came)
+        assert parties.event("a", "receipt")["chunks_sent"] <= chunks_of(came) - there
+        assert bool(parties.events("a", "carrier")) == (before is Carrier.HTTPS or parties.plan.carrier_ports != {})

@@ -152,13 +152,13 @@ def test_enrolment_is_off_unless_a_port_is_configured(tmp_path: Path) -> None:
     assert code == 0
     config = load_config(tmp_path / "home" / "coordinator.toml")
     assert config.enrolment_url == "https://10.1.2.3:18444"
-    assert config.enrolment_address == EVERY_ADDRESS
+    assert config.enrolment.address(config.enrolment_host) == EVERY_ADDRESS
     assert config.enrolment.certificate_days == 30
 
 
 def test_the_listener_stays_on_this_machine_for_a_broker_on_this_machine_and_settings_are_kept(tmp_path: Path) -> None:
     local = CoordinatorConfig(enrolment=EnrolmentSettings(port=1))
-    assert local.enrolment_address == "127.0.0.1"
+    assert local.enrolment.address(local.enrolment_host) == "127.0.0.1"
     full = CoordinatorConfig(
         broker=BrokerSettings(host="broker.example"),
         enrolment=EnrolmentSettings(port=8444, listen="10.0.0.1", host="::1", certificate_days=2.5),
