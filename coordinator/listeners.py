@@ -11,7 +11,7 @@ import logging
 import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -174,6 +174,14 @@ async def serving(
         server.close()
         for connection in list(state.connections):
             connection.transport.abort()
+
+
+def carrying(
+    application: FastAPI, listener: socket.socket, pki: Path, credential: Credential
+) -> AbstractAsyncContextManager[None]:
+    """Serve the carrier to boxes that show a certificate of the authority, for as long as the context lasts."""
+    context = server_context(pki, credential, ssl.CERT_REQUIRED)
+    return serving(application, listener, context, CarrierProtocol, MAX_CARRIER_CONNECTIONS)
 
 
 def _names(certificate: x509.Certificate) -> set[str]:

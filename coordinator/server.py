@@ -6,7 +6,6 @@ import asyncio
 import logging
 import signal
 import socket
-import ssl
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
@@ -23,14 +22,7 @@ from coordinator.enrolment_api import create_enrolment_app
 from coordinator.errors import HomeError
 from coordinator.home import Home
 from coordinator.limits import FailureLimits
-from coordinator.listeners import (
-    MAX_CARRIER_CONNECTIONS,
-    CarrierProtocol,
-    listening,
-    server_context,
-    server_credential,
-    serving,
-)
+from coordinator.listeners import carrying, listening, server_context, server_credential, serving
 from coordinator.provision.pki import CA_NAME, credential_of
 from coordinator.revocation import evict
 from coordinator.service import Service
@@ -103,11 +95,10 @@ def _carrying(home: Home, config: CoordinatorConfig, listener: socket.socket | N
     """The carrier's listener, not yet started; nothing when there is none."""
     if listener is None:
         return lambda service: nullcontext()
-    context = server_context(home.pki, server_credential(home.pki, "carrier", config.carrier_host), ssl.CERT_REQUIRED)
+    credential = server_credential(home.pki, "carrier", config.carrier_host)
 
     def serve(service: Service) -> AbstractAsyncContextManager[None]:
-        application = create_carrier_app(service.shelf, time.monotonic)
-        return serving(application, listener, context, CarrierProtocol, MAX_CARRIER_CONNECTIONS)
+        return carrying(create_carrier_app(service.shelf, time.monotonic), listener, home.pki, credential)
 
     return serve
 

@@ -10,9 +10,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from coordinator import listeners
 from coordinator.carrier_api import create_carrier_app
 from coordinator.config import CarrierSettings
-from coordinator.listeners import CarrierProtocol, listening, server_context, serving
+from coordinator.listeners import listening
 from coordinator.provision.pki import credential_of
 from coordinator.service import Service
 from tests.brokers import HOST, Pki
@@ -23,11 +24,10 @@ async def carrying(
     pki: Path, port: int, service: Service, clock: Callable[[], float] = time.monotonic
 ) -> AsyncIterator[None]:
     """Serve boxes on a loopback port."""
-    context = server_context(pki, credential_of(pki, "broker"), ssl.CERT_REQUIRED)
     application = create_carrier_app(service.shelf, clock)
     with listening("carrier", CarrierSettings(port=port), HOST) as listener:
         assert listener is not None
-        async with serving(application, listener, context, CarrierProtocol):
+        async with listeners.carrying(application, listener, pki, credential_of(pki, "broker")):
             yield
 
 
@@ -56,6 +56,8 @@ def ask(
     try:
         connection.request(method, path, body, dict(headers or {}))
         response = connection.getresponse()
-        return Answer(response.status, dict(response.headers.items()), response.read())
+        return Answer(
+            response.status, {name.title(): value for name, value in response.headers.items()}, response.read()
+        )
     finally:
         connection.close()

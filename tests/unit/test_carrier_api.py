@@ -8,16 +8,18 @@ import socket
 import ssl
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
 from coordinator import listeners
 from coordinator.carrier_api import MEMBER_S
+from coordinator.enrolment import certificate_record
 from coordinator.records import DeviceState
 from edge_client.https_carrier import Line, check_ready
 from fedcg.wire.carrier import ARTIFACTS_PATH, READY_PATH, UPDATES_PATH, span_of
+from fedcg.wire.enrolment import load_certificate
 from fedcg.wire.errors import TransportError
 from fedcg.wire.messages import Carrier, Manifest, Outcome
 from fedcg.wire.transfer import frames_for
@@ -292,6 +294,15 @@ def test_a_revoked_device_can_neither_fetch_nor_put(bench: Bench) -> None:
     assert bench.get("a", bench.world.base_id).status == 403
     assert bench.put("a", manifest, data, 2, manifest.artifact.chunks).status == 403
     assert bench.get("b", bench.world.base_id).status == 200
+
+
+def test_the_certificate_of_a_replaced_box_is_refused_although_the_new_one_has_its_name(bench: Bench) -> None:
+    assert ask(bench.port, bench.pki, "a", READY_PATH).status == 204
+    old = load_certificate(bench.pki.tls("a").cert.read_bytes())
+    record = replace(certificate_record("a", old, time.time()), revoked_at=time.time())
+    bench.world.store.register.add_certificate(record)
+    bench.ahead_s += MEMBER_S
+    assert ask(bench.port, bench.pki, "a", READY_PATH).status == 403
 
 
 def test_revocation_ends_a_fetch_that_is_under_way(bench: Bench) -> None:
