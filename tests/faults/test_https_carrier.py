@@ -14,6 +14,7 @@ import pytest
 
 from coordinator.service import Service
 from fedcg.wire.messages import COORDINATOR, Carrier
+from fedcg.wire.transfer import FRAME_OVERHEAD_BYTES
 from tests.brokers import acl_for, free_port
 from tests.conftest import StartMosquitto
 from tests.throttle import Weather
@@ -151,11 +152,11 @@ def test_a_link_that_goes_dead_without_a_word_is_given_up_and_tried_again(make_w
 @pytest.mark.slow
 def test_a_transfer_completes_over_a_slow_and_nervous_link(make_world: MakeWorld) -> None:
     weather = Weather(
-        bytes_per_s=8_000, delay_s=0.5, jitter_s=0.2, stalls=0.02, stall_s=(0.2, 3.0), reset_after=(30_000,)
+        bytes_per_s=8_000, delay_s=0.5, jitter_s=0.2, stalls=0.02, stall_s=(0.2, 3.0), reset_after=(24_000,)
     )
-    world = make_world(weather, size=40_000, chunk_bytes=4096, keepalive_s=30)
+    world = make_world(weather, size=24_000, chunk_bytes=2048, keepalive_s=30)
     came = world.finish()
-    assert came["received"] + came["resumed"] >= 10
+    assert came["received"] + came["resumed"] == -(-came["size"] // (2048 - FRAME_OVERHEAD_BYTES))
     assert world.link.resets == 1
 
 
@@ -177,4 +178,4 @@ def test_a_device_that_changes_its_carrier_in_mid_upload_goes_on_from_what_is_th
         assert came["resumed"] >= there
         assert came["resumed"] + came["received"] == chunks_of(came)
         assert parties.event("a", "receipt")["chunks_sent"] <= chunks_of(came) - there
-        assert bool(parties.events("a", "carrier")) == (before is Carrier.HTTPS or parties.plan.carrier_ports != {})
+        assert any(event["works"] for event in parties.events("a", "carrier"))

@@ -114,9 +114,9 @@ def test_a_link_that_goes_dead_for_longer_than_the_keepalive_is_found_again(make
 
 def test_a_transfer_completes_over_a_slow_and_nervous_link(make_world: MakeWorld) -> None:
     weather = Weather(
-        bytes_per_s=8_000, delay_s=0.5, jitter_s=0.2, stalls=0.02, stall_s=(0.2, 3.0), reset_after=(60_000,)
+        bytes_per_s=8_000, delay_s=0.5, jitter_s=0.2, stalls=0.02, stall_s=(0.2, 3.0), reset_after=(24_000,)
     )
-    world = make_world(weather, size=60_000, chunk_bytes=4096, keepalive_s=30)
+    world = make_world(weather, size=24_000, chunk_bytes=2048, keepalive_s=30)
     came = world.finish()
     assert came["received"] + came["resumed"] >= 10
     assert world.link.resets == 1
