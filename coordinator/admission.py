@@ -20,8 +20,9 @@ from coordinator.config import CoordinatorConfig
 from coordinator.enrolment import certificate_record
 from coordinator.errors import EnrolmentError
 from coordinator.home import Home
+from coordinator.peers import member_of
 from coordinator.provision.pki import CA_NAME, certify, credential_of
-from coordinator.records import CertificateRecord, DeviceState, TokenRecord, TokenState
+from coordinator.records import CertificateRecord, TokenRecord, TokenState
 from coordinator.register import Admitted
 from coordinator.store import Store
 from coordinator.tokens import is_secret_of
@@ -176,9 +177,8 @@ class Admission:
             raise RefusedError("a renewal needs the device's current certificate on the connection")
         if common_name(peer) != request.device:
             raise RefusedError("the certificate of the connection is another device's")
-        known = self.store.device(request.device)
-        shown = self.store.register.certificate(f"{peer.serial_number:x}")
-        if known is None or known.state is not DeviceState.ENROLLED or (shown and shown.revoked_at is not None):
+        known = member_of(self.store, peer)
+        if known is None:
             raise RefusedError("the device is not enrolled any more; ask the operator for a new token")
         return known.public_key
 
@@ -192,6 +192,7 @@ class Admission:
             broker_host=self.config.broker.host,
             broker_port=self.config.broker.port,
             broker_preset=self.config.broker.preset,
+            carrier_url=self.config.carrier_url,
         )
 
 

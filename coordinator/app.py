@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from functools import partial
 from importlib.metadata import version
 
@@ -18,20 +18,30 @@ from coordinator.setup import Setup
 log = logging.getLogger(__name__)
 
 RequestExit = Callable[[int], None]
+Beside = Callable[[Service], AbstractAsyncContextManager[None]]
 
 
-def create_app(setup: Setup, request_exit: RequestExit, *, exit_when_finished: bool = False) -> FastAPI:
+def create_app(
+    setup: Setup,
+    request_exit: RequestExit,
+    *,
+    exit_when_finished: bool = False,
+    beside: Beside = lambda service: nullcontext(),
+) -> FastAPI:
     """The application of one coordinator.
 
     Args:
         setup: what the service is given.
         request_exit: asked to end the process with an exit code, when the service fails or has nothing more to do.
         exit_when_finished: end after the last round, once the devices have left (or a minute later).
+        beside: runs beside the service, for as long as it works.
     """
     application = FastAPI(
         title="FedCG Edge coordinator",
         version=version("fedcg-edge"),
-        lifespan=partial(_life, setup=setup, request_exit=request_exit, exit_when_finished=exit_when_finished),
+        lifespan=partial(
+            _life, setup=setup, request_exit=request_exit, exit_when_finished=exit_when_finished, beside=beside
+        ),
         docs_url=None,  # the pages would load scripts from elsewhere; /openapi.json is here
         redoc_url=None,
     )
@@ -41,7 +51,12 @@ def create_app(setup: Setup, request_exit: RequestExit, *, exit_when_finished: b
 
 @asynccontextmanager
 async def _life(
-    application: FastAPI, *, setup: Setup, request_exit: RequestExit, exit_when_finished: bool
+    application: FastAPI,
+    *,
+    setup: Setup,
+    request_exit: RequestExit,
+    exit_when_finished: bool,
+    beside: Beside,
 ) -> AsyncIterator[None]:
     service = await start_service(setup)
     application.state.service = service
@@ -50,7 +65,8 @@ async def _life(
     work.add_done_callback(partial(_ended, request_exit))
     leaving = asyncio.create_task(_leave(service, request_exit)) if exit_when_finished else None
     try:
-        yield
+        async with beside(service):
+            yield
     finally:
         if leaving is not None:
             leaving.cancel()

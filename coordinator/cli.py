@@ -43,6 +43,10 @@ def coordinator_init(
         int | None,
         typer.Option(min=1, max=65535, help="Also serve HTTPS for boxes that enrol by token; 8444 is usual."),
     ] = None,
+    carrier_port: Annotated[
+        int | None,
+        typer.Option(min=1, max=65535, help="Also carry artifacts of boxes over HTTPS; 8445 is usual."),
+    ] = None,
     observer: Annotated[bool, typer.Option("--observer", help="Also make a read-only observer certificate.")] = False,
     public_data: Annotated[
         Path | None, typer.Option(help="Unlabelled images for methods that distil on some: a folder or an .npz.")
@@ -54,6 +58,7 @@ def coordinator_init(
         AggregationSettings,
         ApiSettings,
         BrokerSettings,
+        CarrierSettings,
         CoordinatorConfig,
         EnrolmentSettings,
     )
@@ -65,6 +70,7 @@ def coordinator_init(
         broker=BrokerSettings(host=host, port=broker_port),
         api=ApiSettings(port=api_port),
         enrolment=EnrolmentSettings(port=enrol_port),
+        carrier=CarrierSettings(port=carrier_port),
         aggregation=AggregationSettings(public_data=None if public_data is None else str(public_data.resolve())),
     )
     with explained():

@@ -60,19 +60,41 @@ class ApiSettings(_Section):
     port: Port = 8440
 
 
-class EnrolmentSettings(_Section):
-    """The HTTPS listener at which boxes enrol by token and renew their certificates; off without a port.
+class ListenerSettings(_Section):
+    """An HTTPS listener for boxes; off without a port.
 
     Attributes:
         port: where it listens.
-        listen: the address it listens on; default 127.0.0.1 when `broker.host` is this machine, else every address.
+        listen: the address it listens on; default 127.0.0.1 when boxes reach it there, else every address.
         host: name or address under which boxes reach it; default `broker.host`.
-        certificate_days: life of a device's certificate; it is renewed in the last third.
     """
 
     port: Port | None = None
     listen: Annotated[str, Field(min_length=1)] | None = None
     host: Annotated[str, Field(pattern=r"^[A-Za-z0-9.:_-]{1,253}$")] | None = None
+
+    def address(self, host: str) -> str:
+        """The address that it listens on, when boxes reach it under `host`."""
+        return self.listen or ("127.0.0.1" if host in LOOPBACK_HOSTS else EVERY_ADDRESS)
+
+    def url(self, host: str) -> str | None:
+        """Where boxes reach it, under `host`; None when nothing listens."""
+        if self.port is None:
+            return None
+        return f"https://{f'[{host}]' if ':' in host else host}:{self.port}"
+
+
+class CarrierSettings(ListenerSettings):
+    """The HTTPS listener that carries artifacts of devices with `carrier = "https"`."""
+
+
+class EnrolmentSettings(ListenerSettings):
+    """The HTTPS listener at which boxes enrol by token and renew their certificates.
+
+    Attributes:
+        certificate_days: life of a device's certificate; it is renewed in the last third.
+    """
+
     certificate_days: Annotated[float, Field(gt=0, le=825)] = 30.0
 
 
@@ -98,6 +120,7 @@ class CoordinatorConfig(_Section):
     broker: BrokerSettings = BrokerSettings()
     api: ApiSettings = ApiSettings()
     enrolment: EnrolmentSettings = EnrolmentSettings()
+    carrier: CarrierSettings = CarrierSettings()
     aggregation: AggregationSettings = AggregationSettings()
 
     @property
@@ -106,17 +129,19 @@ class CoordinatorConfig(_Section):
         return self.enrolment.host or self.broker.host
 
     @property
-    def enrolment_address(self) -> str:
-        """The address that the enrolment listener listens on."""
-        return self.enrolment.listen or ("127.0.0.1" if self.enrolment_host in LOOPBACK_HOSTS else EVERY_ADDRESS)
-
-    @property
     def enrolment_url(self) -> str | None:
         """Where boxes enrol and renew; None when nothing listens."""
-        if self.enrolment.port is None:
-            return None
-        host = f"[{self.enrolment_host}]" if ":" in self.enrolment_host else self.enrolment_host
-        return f"https://{host}:{self.enrolment.port}"
+        return self.enrolment.url(self.enrolment_host)
+
+    @property
+    def carrier_host(self) -> str:
+        """The name under which boxes reach the carrier's listener."""
+        return self.carrier.host or self.broker.host
+
+    @property
+    def carrier_url(self) -> str | None:
+        """Where artifacts of devices with `carrier = "https"` are fetched and put; None when nothing listens."""
+        return self.carrier.url(self.carrier_host)
 
 
 def load_config(path: Path) -> CoordinatorConfig:
@@ -159,15 +184,21 @@ def _line(name: str, value: int | None, example: int) -> str:
     return f"# {name} = {example}" if value is None else f"{name} = {value}"
 
 
+def _listener(settings: ListenerSettings, usual_port: int) -> str:
+    listen, host = settings.listen or EVERY_ADDRESS, settings.host or "coordinator.example"
+    return f"""{_line("port", settings.port, usual_port)}
+# The address to listen on; default 127.0.0.1 when the name below is this machine's own, else every address.
+{"" if settings.listen else "# "}listen = {json.dumps(listen)}
+# The name under which boxes reach it; default broker.host.
+{"" if settings.host else "# "}host = {json.dumps(host)}"""
+
+
 def render_config(config: CoordinatorConfig) -> str:
     """coordinator.toml with comments."""
     public = config.aggregation.public_data
     enrolment, broker = config.enrolment, config.broker
     lists_line = f"lists = {json.dumps(broker.lists)}" if broker.lists else '# lists = "/etc/mosquitto/fedcg"'
     pid_line = f"pid_file = {json.dumps(broker.pid_file)}" if broker.pid_file else '# pid_file = "/run/mosquitto.pid"'
-    port_line = "# port = 8444" if enrolment.port is None else f"port = {enrolment.port}"
-    listen_line = f"listen = {json.dumps(enrolment.listen)}" if enrolment.listen else f'# listen = "{EVERY_ADDRESS}"'
-    host_line = f"host = {json.dumps(enrolment.host)}" if enrolment.host else '# host = "coordinator.example"'
     public_line = f"public_data = {json.dumps(public)}" if public else '# public_data = "public"'
     return f"""# Configuration of a FedCG Edge coordinator.
 
@@ -193,13 +224,13 @@ port = {config.api.port}
 
 [enrolment]
 # HTTPS for boxes: enrolment by token (`fedcg token create`) and renewal of certificates. Off without a port.
-{port_line}
-# The address to listen on; default 127.0.0.1 when broker.host is this machine, else every address.
-{listen_line}
-# The name under which boxes reach it; default broker.host.
-{host_line}
+{_listener(enrolment, 8444)}
 # Life of a device's certificate; the agent renews it in the last third.
 certificate_days = {enrolment.certificate_days}
+
+[carrier]
+# HTTPS that carries the artifacts of boxes with `carrier = "https"` in their agent.toml. Off without a port.
+{_listener(config.carrier, 8445)}
 
 [aggregation]
 # Results repeat bit for bit only with the same number of threads on the same device.

@@ -9,13 +9,13 @@ import logging
 from collections.abc import Callable
 from typing import TypeVar
 
-from cryptography import x509
 from fastapi import FastAPI, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from pydantic import BaseModel, ValidationError
 
 from coordinator.admission import Admission, RefusedError
 from coordinator.limits import FailureLimits
+from coordinator.peers import peer_of
 from fedcg.wire.enrolment import (
     AUTHORITY_PATH,
     ENROL_PATH,
@@ -26,8 +26,6 @@ from fedcg.wire.enrolment import (
     RenewRequest,
 )
 
-PEER = "fedcg.peer"
-"""Where the listener puts the DER form of the connection's certificate into the ASGI scope; None without one."""
 TOLD_EVERY_S = 10.0
 
 log = logging.getLogger(__name__)
@@ -104,18 +102,13 @@ def create_enrolment_app(admission: Admission, limits: FailureLimits) -> FastAPI
         return await desk.serve(request, EnrolRequest, admission.enrol, "enrolment_refused")
 
     async def renew(request: Request) -> Response:
-        peer = _peer(request)
+        peer = peer_of(request)
         return await desk.serve(request, RenewRequest, lambda wanted: admission.renew(peer, wanted), "renewal_refused")
 
     application.add_api_route(AUTHORITY_PATH, authority, methods=["GET"])
     application.add_api_route(ENROL_PATH, enrol, methods=["POST"])
     application.add_api_route(RENEW_PATH, renew, methods=["POST"])
     return application
-
-
-def _peer(request: Request) -> x509.Certificate | None:
-    der = request.scope.get(PEER)
-    return x509.load_der_x509_certificate(der) if isinstance(der, bytes) else None
 
 
 async def _body(request: Request) -> bytes:

@@ -20,6 +20,7 @@ from fedcg.wire.messages import (
     PROTOCOL_VERSION,
     Accept,
     AnyMessage,
+    Carrier,
     Decline,
     DeviceStatus,
     Heartbeat,
@@ -50,6 +51,7 @@ class _OpenSession:
     device_nonce: str
     nonce: str
     session: Session
+    carrier: Carrier
 
 
 class Sessions:
@@ -59,14 +61,24 @@ class Sessions:
         self._make_nonce = make_nonce
         self._open: dict[str, _OpenSession] = {}
 
-    def greet(self, device: str, nonce: str) -> str:
+    def greet(self, device: str, nonce: str, carrier: Carrier = Carrier.MQTT) -> str:
         """Open a session for a hello and return the coordinator's nonce for the welcome."""
         known = self._open.get(device)
         if known is not None and known.device_nonce == nonce:
             return known.nonce
         ours = self._make_nonce()
-        self._open[device] = _OpenSession(nonce, ours, Session(session_id(nonce, ours)))
+        self._open[device] = _OpenSession(nonce, ours, Session(session_id(nonce, ours)), carrier)
         return ours
+
+    @property
+    def carriers(self) -> frozenset[Carrier]:
+        """How the artifacts of devices with a session travel."""
+        return frozenset(known.carrier for known in self._open.values())
+
+    def carrier(self, device: str) -> Carrier:
+        """How a device's artifacts travel, as its hello says."""
+        known = self._open.get(device)
+        return Carrier.MQTT if known is None else known.carrier
 
     def close(self, device: str) -> None:
         """End the session of a device, if it has one."""

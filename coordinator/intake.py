@@ -11,12 +11,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import TypeVar
 
 from coordinator.uploads import Grant, Received, Uploads
-from fedcg.wire.errors import CapacityError, WireError
-from fedcg.wire.messages import Manifest
-from fedcg.wire.transfer import parse_chunk
+from fedcg.wire.errors import CapacityError, OrderError, WireError
+from fedcg.wire.messages import ArtifactRef, Carrier, Manifest
+from fedcg.wire.transfer import Chunk, parse_chunk
 
 MAX_BYTES = 64 * 1024 * 1024
 COLLECT_S = 3600.0
@@ -32,6 +34,7 @@ class IntakeFailed:
 
 IntakeEvent = Grant | Received | IntakeFailed
 _Work = Callable[[], None]
+ResultT = TypeVar("ResultT")
 
 
 class Intake:
@@ -82,13 +85,26 @@ class Intake:
         if self._thread is not None:
             self._thread.join()
 
-    def begin(self, device: str, manifest: Manifest, manifest_at: float) -> None:
+    def begin(self, device: str, manifest: Manifest, manifest_at: float, carrier: Carrier = Carrier.MQTT) -> None:
         """Let an announced update come; `manifest_at` is unix time."""
-        self._put(lambda: self._begin(device, manifest, manifest_at))
+        self._put(lambda: self._begin(device, manifest, manifest_at, carrier))
 
     def frame(self, device: str, payload: bytes) -> None:
         """Take a chunk frame as the broker delivered it on a device's topic. From any thread."""
         self._put(lambda: self._feed(device, payload), len(payload))
+
+    def announced(self, device: str) -> Future[ArtifactRef | None]:
+        """Which update of a device is under way. From any thread."""
+        return self._ask(lambda: self._uploads.announced(device))
+
+    def chunk(self, device: str, chunk: Chunk) -> Future[None]:
+        """Take a chunk that came over HTTPS. From any thread.
+
+        Returns:
+            Done when it is on disk; else CapacityError when too much is waiting already, or the error that makes it useless:
+            OrderError when no such update is under way, MalformedError, IntegrityError.
+        """
+        return self._ask(lambda: self._feed_chunk(device, chunk), len(chunk.data))
 
     def end(self, device: str) -> None:
         """Forget a device's upload."""
@@ -106,15 +122,33 @@ class Intake:
         """When a valid chunk of a device came last, in monotonic seconds."""
         return self._heard.get(device, float("-inf"))
 
-    def _put(self, work: _Work, size: int = 0) -> None:
+    def _ask(self, work: Callable[[], ResultT], size: int = 0) -> Future[ResultT]:
+        answer: Future[ResultT] = Future()
+
+        def answered() -> None:
+            if not answer.set_running_or_notify_cancel():
+                return
+            try:
+                answer.set_result(work())
+            except BaseException as error:
+                answer.set_exception(error)
+                if not isinstance(error, WireError):
+                    raise
+
+        if not self._put(answered, size):
+            answer.set_exception(CapacityError("too many updates come at once; try again later"))
+        return answer
+
+    def _put(self, work: _Work, size: int = 0) -> bool:
         with self._filled:
             if size and self._bytes + size > MAX_BYTES:
                 self.dropped += 1
-                return
+                return False
             self._work.append((work, size))
             self._bytes += size
             if len(self._work) == 1:
                 self._filled.notify()
+            return True
 
     def _run(self) -> None:
         try:
@@ -132,9 +166,9 @@ class Intake:
         finally:
             self._uploads.close()
 
-    def _begin(self, device: str, manifest: Manifest, manifest_at: float) -> None:
+    def _begin(self, device: str, manifest: Manifest, manifest_at: float, carrier: Carrier) -> None:
         try:
-            follows = self._uploads.begin(device, manifest, self._monotonic(), manifest_at)
+            follows = self._uploads.begin(device, manifest, self._monotonic(), manifest_at, carrier)
         except CapacityError as error:
             log.warning("the update of %s has to wait: %s", device, error)
             return
@@ -145,16 +179,31 @@ class Intake:
             self._notify(follows)
 
     def _feed(self, device: str, payload: bytes) -> None:
-        if not self._uploads.has(device):
+        if self._uploads.announced(device) is None:
             self.dropped += 1
             return
-        now = self._monotonic()
         try:
-            follows = self._uploads.feed(device, parse_chunk(payload), now)
+            self._take(device, parse_chunk(payload))
         except WireError as error:
-            self.refused += 1
-            log.warning("chunk of %s refused: %s", device, error)
-            return
+            self._refuse(device, error)
+
+    def _feed_chunk(self, device: str, chunk: Chunk) -> None:
+        ref = self._uploads.announced(device)
+        try:
+            if ref is None or ref.id != chunk.artifact:
+                raise OrderError(f"no update {chunk.artifact} of {device} is under way")
+            self._take(device, chunk)
+        except WireError as error:
+            self._refuse(device, error)
+            raise
+
+    def _refuse(self, device: str, error: WireError) -> None:
+        self.refused += 1
+        log.warning("chunk of %s refused: %s", device, error)
+
+    def _take(self, device: str, chunk: Chunk) -> None:
+        now = self._monotonic()
+        follows = self._uploads.feed(device, chunk, now)
         self._heard[device] = now
         if follows is not None:
             self._notify(follows)

@@ -18,6 +18,7 @@ from fedcg.wire.messages import (
     PROTOCOL_VERSION,
     AnyMessage,
     ArtifactRef,
+    Carrier,
     CoordinatorStatus,
     Finished,
     Invite,
@@ -186,10 +187,19 @@ class Publisher:
         self._sender.serve(self._topics.down_chunk(device), source, ranges)
 
     def broadcast(self, source: ChunkFile, is_current: Callable[[], bool]) -> None:
-        """Send an aggregate to everybody, paced, at most once; who misses a chunk asks for it."""
+        """Send an aggregate to everybody, paced, at most once; who misses a chunk asks for it.
+
+        Nothing is sent when every device fetches over HTTPS.
+        """
+        if self._sessions.carriers == {Carrier.HTTPS}:
+            return
         burst = self._limits.window.chunks_of(source.ref.chunk_bytes)
         pace = self._limits.broadcast_bytes_per_s
         self._sender.broadcast(self._topics.aggregate, source, is_current, pace, burst)
+
+    def carrier(self, device: str) -> Carrier:
+        """How a device's artifacts travel."""
+        return self._sessions.carrier(device)
 
     def start(self) -> None:
         """Begin to send chunks."""

@@ -12,18 +12,20 @@ from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 
 import uvicorn
 
-from coordinator import enrolment_server
 from coordinator.admission import Admission
 from coordinator.aggregation_messages import WorkerSettings
-from coordinator.app import create_app
+from coordinator.app import Beside, create_app
 from coordinator.brokers import publish_access
+from coordinator.carrier_api import create_carrier_app
 from coordinator.config import CoordinatorConfig, check_api_host
 from coordinator.enrolment_api import create_enrolment_app
 from coordinator.errors import HomeError
 from coordinator.home import Home
 from coordinator.limits import FailureLimits
+from coordinator.listeners import carrying, listening, server_context, server_credential, serving
 from coordinator.provision.pki import CA_NAME, credential_of
 from coordinator.revocation import evict
+from coordinator.service import Service
 from coordinator.setup import Setup
 from coordinator.store import Store
 from fedcg.event_log import EventLog
@@ -58,14 +60,17 @@ def run_coordinator(home: Home, *, exit_when_finished: bool = False, say: Callab
     with (
         home.locked(),
         _listening(config) as listener,
-        enrolment_server.listening(config) as desk,
+        listening("enrolment", config.enrolment, config.enrolment_host) as desk,
+        listening("carrier", config.carrier, config.carrier_host) as carrier,
         _setup(home, config) as setup,
     ):
         say(f"coordinator of {setup.federation.id} on http://{config.api.host}:{config.api.port}")
         if desk is not None:
             say(f"enrolment on {config.enrolment_url}")
-        boxes = None if desk is None else _boxes(home, config, setup, desk)
-        return _serve(setup, listener, boxes, exit_when_finished=exit_when_finished)
+        if carrier is not None:
+            say(f"HTTPS carrier on {config.carrier_url}")
+        boxes = nullcontext() if desk is None else _boxes(home, config, setup, desk)
+        return _serve(setup, listener, boxes, _carrying(home, config, carrier), exit_when_finished=exit_when_finished)
 
 
 def _boxes(
@@ -82,14 +87,27 @@ def _boxes(
         evict=lambda device: evict(home, device),
     )
     application = create_enrolment_app(admission, FailureLimits(time.monotonic))
-    context = enrolment_server.server_context(home, enrolment_server.server_credential(home, config))
-    return enrolment_server.serving(application, listener, context)
+    context = server_context(home.pki, server_credential(home.pki, "enrolment", config.enrolment_host))
+    return serving(application, listener, context)
+
+
+def _carrying(home: Home, config: CoordinatorConfig, listener: socket.socket | None) -> Beside:
+    """The carrier's listener, not yet started; nothing when there is none."""
+    if listener is None:
+        return lambda service: nullcontext()
+    credential = server_credential(home.pki, "carrier", config.carrier_host)
+
+    def serve(service: Service) -> AbstractAsyncContextManager[None]:
+        return carrying(create_carrier_app(service.shelf, time.monotonic), listener, home.pki, credential)
+
+    return serve
 
 
 def _serve(
     setup: Setup,
     listener: socket.socket,
-    boxes: AbstractAsyncContextManager[None] | None,
+    boxes: AbstractAsyncContextManager[None],
+    carrying: Beside,
     *,
     exit_when_finished: bool,
 ) -> int:
@@ -100,7 +118,7 @@ def _serve(
         code = max(code, wanted)
         server.should_exit = True
 
-    application = create_app(setup, request_exit, exit_when_finished=exit_when_finished)
+    application = create_app(setup, request_exit, exit_when_finished=exit_when_finished, beside=carrying)
     server = uvicorn.Server(
         uvicorn.Config(
             application,
@@ -115,7 +133,7 @@ def _serve(
         signal.signal(number, lambda *_: None)
 
     async def serve() -> None:
-        async with boxes or nullcontext():
+        async with boxes:
             await server.serve(sockets=[listener])
 
     asyncio.run(serve())

@@ -29,22 +29,22 @@ from coordinator.conductor import Conductor
 from coordinator.inbox import Inbox
 from coordinator.ingest import FromDevice, Ingest, Sessions
 from coordinator.intake import IntakeEvent, IntakeFailed
+from coordinator.invitations import REMIND_S, Invitations
 from coordinator.library import Library
 from coordinator.membership import REFRESH_S, Membership
 from coordinator.presence import Presence
 from coordinator.publishing import Publisher, status_will
-from coordinator.records import ParticipantState
 from coordinator.rounds import (
     AggregationFailed,
     CameOnline,
     Phase,
     RoundState,
     Tick,
-    UpdateRefused,
     UpdateStored,
     WentOffline,
 )
 from coordinator.setup import Setup
+from coordinator.shelf import Shelf
 from coordinator.uplink import Checked, Uplink
 from coordinator.uploads import Grant, Received
 from fedcg.learning.spec import FederationSpec
@@ -54,7 +54,6 @@ from fedcg.wire.topics import TopicKind, Topics
 from fedcg.wire.transport import Delivery
 
 TICK_S = 0.25
-REINVITE_S = 5.0
 STRANGER_REFRESH_S = 1.0
 LEAVE_AFTER_S = 5.0
 LEAVE_AT_LATEST_S = 60.0
@@ -103,14 +102,13 @@ class Service:
         self._conductor = Conductor(setup, self._publisher, self._library, self._worker)
         self._uplink = Uplink(setup, self._publisher, lambda: self._conductor.state, self._inbox.put)
         self._conductor.use_uplink(self._uplink)
+        self._invitations = Invitations(setup, self._conductor, self._publisher, self._uplink)
         self._members = Membership(setup, self._ingest, self._uplink, self._conductor, self._publisher)
         self._topics = topics
         self._worker_pid: int | None = None
         self._presence = Presence()
-        self._accepted: set[tuple[str, int, int]] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._link_up = False
-        self._invited_at = 0.0
         self._finished_at: float | None = None
 
     @property
@@ -122,6 +120,11 @@ class Service:
     def spec(self) -> FederationSpec:
         """The federation's spec."""
         return self._setup.spec
+
+    @property
+    def shelf(self) -> Shelf:
+        """What the HTTPS carrier serves from and takes into."""
+        return Shelf(self._library, self._uplink.intake, self._setup.store, self._events)
 
     @property
     def is_connected(self) -> bool:
@@ -232,10 +235,8 @@ class Service:
             await self._in_session(device, message)
 
     async def _in_session(self, device: str, message: Heartbeat | Accept | Decline | Manifest | Need) -> None:
-        if isinstance(message, Accept):
-            await self._answered(device, message, ParticipantState.ACCEPTED, "")
-        elif isinstance(message, Decline):
-            await self._answered(device, message, ParticipantState.DECLINED, message.reason.value)
+        if isinstance(message, Accept | Decline):
+            await self._invitations.answered(device, message)
         elif isinstance(message, Manifest):
             ended = await self._uplink.manifest(device, message)
             if ended is not None:
@@ -248,8 +249,8 @@ class Service:
                 self._publisher.chunks(device, source, message.ranges)
 
     async def _hello(self, device: str, hello: Hello) -> None:
-        nonce = self._sessions.greet(device, hello.nonce)
-        self._accepted = {entry for entry in self._accepted if entry[0] != device}
+        nonce = self._sessions.greet(device, hello.nonce, hello.carrier)
+        self._invitations.forget(device)
         now = self._setup.clock()
         await asyncio.to_thread(self._setup.store.saw_device, device, hello.agent, now)
         unlike = self._cohorts.hear(device, hello.cohort)
@@ -270,22 +271,6 @@ class Service:
         if device not in self.state.online:
             self._events.write("online", client=device)
         await self._conductor.apply(CameOnline(device))
-
-    async def _answered(
-        self, device: str, answer: Accept | Decline, participant: ParticipantState, reason: str
-    ) -> None:
-        if not self.state.is_open(answer.round, answer.attempt) or device not in self.state.outstanding:
-            return
-        entry = (device, answer.round, answer.attempt)
-        if entry in self._accepted and participant is ParticipantState.ACCEPTED:
-            return
-        key = (self._setup.federation.id, answer.round, answer.attempt)
-        await asyncio.to_thread(self._setup.store.answer, key, device, participant, reason)
-        self._events.write(participant.value, client=device, round=answer.round, attempt=answer.attempt, reason=reason)
-        if participant is ParticipantState.ACCEPTED:
-            self._accepted.add(entry)
-        else:
-            await self._conductor.apply(UpdateRefused(answer.round, answer.attempt, device))
 
     async def _check(self, received: Received, base: str) -> None:
         self._inbox.put(await asyncio.to_thread(self._uplink.check, received, base))
@@ -314,7 +299,7 @@ class Service:
         self._library.change_chunk_bytes(self._publisher.chunk_bytes)
         self._publisher.status(online=True)
         await self._conductor.announce()
-        self._reinvite()
+        self._invitations.remind()
 
     async def _tick(self) -> None:
         self._uplink.tick()
@@ -325,8 +310,7 @@ class Service:
         if self._members.is_older_than(REFRESH_S):
             await self._members.refresh()
         await self._miss_silent(now)
-        if now - self._invited_at >= REINVITE_S:
-            self._reinvite()
+        self._invitations.remind(REMIND_S)
         if self.state.phase is not Phase.FINISHED:
             return
         self._finished_at = self._finished_at or now
@@ -343,17 +327,6 @@ class Service:
         for device in self._presence.silent(now):
             if device in self.state.online:
                 await self._went_offline(device, "it missed its heartbeats")
-
-    def _reinvite(self) -> None:
-        """Invite again who has not answered: an invite may be lost with the link."""
-        state = self.state
-        self._invited_at = time.monotonic()
-        if state.phase is not Phase.COLLECTING:
-            return
-        for device in sorted(state.outstanding & state.online):
-            answered = (device, state.round, state.attempt) in self._accepted
-            if not answered and not self._uplink.is_busy(device):
-                self._publisher.invite(device, (state.round, state.attempt))
 
     async def _worker_said(self, event: WorkerEvent) -> None:
         if isinstance(event, WorkerReady):

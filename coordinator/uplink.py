@@ -119,7 +119,7 @@ class Uplink:
             )
             return await self._reject(device, manifest, self._clock(), reason)
         self._active[device] = manifest
-        self.intake.begin(device, manifest, self._clock())
+        self.intake.begin(device, manifest, self._clock(), self._publisher.carrier(device))
         return None
 
     def check(self, received: Received, base: str) -> Checked:

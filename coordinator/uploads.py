@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from fedcg.wire.carrier import HTTPS_WINDOW
 from fedcg.wire.grants import Ranges, Window
-from fedcg.wire.messages import Manifest
+from fedcg.wire.messages import ArtifactRef, Carrier, Manifest
 from fedcg.wire.partial import DurableReceiver, Partials
 from fedcg.wire.transfer import Chunk
 
@@ -56,6 +57,7 @@ class _Upload:
     manifest: Manifest
     manifest_at: float
     receiver: DurableReceiver
+    is_queued: bool  # its chunks meet others in the coordinator's queue at the broker
     taken: bool = False
 
 
@@ -64,8 +66,8 @@ class Uploads:
 
     Args:
         partials: where half-received updates lie.
-        window: what one device may have under way.
-        shared: what all devices together may have under way: they meet in the coordinator's queue at the broker.
+        window: what one device may have under way over MQTT.
+        shared: what all devices together may have under way over MQTT: they meet in the coordinator's queue at the broker.
     """
 
     def __init__(self, partials: Partials, window: Window | None = None, shared: Window | None = None) -> None:
@@ -76,7 +78,9 @@ class Uploads:
         self._held_back: dict[str, None] = {}  # devices that would have been granted more, oldest first
         self._chunks = self._bytes = 0  # granted and not received, of all devices
 
-    def begin(self, device: str, manifest: Manifest, now: float, manifest_at: float) -> Received | Grant | None:
+    def begin(
+        self, device: str, manifest: Manifest, now: float, manifest_at: float, carrier: Carrier = Carrier.MQTT
+    ) -> Received | Grant | None:
         """Take note of a manifest; a repeated one changes nothing.
 
         Args:
@@ -84,6 +88,7 @@ class Uploads:
             manifest: announces the update.
             now: monotonic seconds.
             manifest_at: unix time, for the record.
+            carrier: how its chunks will come.
 
         Returns:
             What to grant at once; or the whole update, when all of it is here from before a restart.
@@ -92,11 +97,17 @@ class Uploads:
             CapacityError: too many transfers are under way; the device announces it again later.
             IntegrityError: all chunks from before a restart together have another sha256; the transfer starts again.
         """
-        upload = self._active.get(device)
-        if upload is None or upload.manifest.artifact != manifest.artifact:
+        upload, is_queued = self._active.get(device), carrier is Carrier.MQTT
+        if upload is not None and upload.manifest.artifact != manifest.artifact:
             self.end(device)
-            receiver = DurableReceiver(self._partials.open(manifest.artifact, device), self._window)
-            upload = self._active[device] = _Upload(manifest, manifest_at, receiver)
+            upload = None
+        if upload is not None and upload.is_queued != is_queued and not upload.taken:
+            self._let_go(device)  # the device changed its carrier: what is on disk counts, other bounds hold
+            upload = None
+        if upload is None:
+            window = self._window if is_queued else HTTPS_WINDOW
+            receiver = DurableReceiver(self._partials.open(manifest.artifact, device), window)
+            upload = self._active[device] = _Upload(manifest, manifest_at, receiver, is_queued)
         return self._next(device, upload, now)
 
     def feed(self, device: str, chunk: Chunk, now: float) -> Received | Grant | None:
@@ -114,7 +125,7 @@ class Uploads:
             return None
         before = upload.receiver.under_way
         upload.receiver.feed(chunk, now)
-        self._count(upload, before)
+        self._count(upload, upload.receiver.under_way - before)
         return self._next(device, upload, now)
 
     def held_back(self, now: float) -> Iterator[Grant]:
@@ -133,18 +144,15 @@ class Uploads:
             if grant is not None:
                 yield grant
 
-    def has(self, device: str) -> bool:
-        """Whether an update of a device is under way."""
-        return device in self._active
+    def announced(self, device: str) -> ArtifactRef | None:
+        """The update of a device that is under way."""
+        upload = self._active.get(device)
+        return None if upload is None else upload.manifest.artifact
 
     def end(self, device: str) -> None:
         """Forget a device's upload and what came of it."""
-        upload = self._active.pop(device, None)
-        self._held_back.pop(device, None)
+        upload = self._let_go(device)
         if upload is not None:
-            upload.receiver.close()
-            self._chunks -= upload.receiver.under_way
-            self._bytes -= upload.receiver.under_way * upload.manifest.artifact.chunk_bytes
             self._partials.discard(upload.manifest.artifact.id, device)
 
     def clear(self) -> None:
@@ -161,6 +169,14 @@ class Uploads:
         for upload in self._active.values():
             upload.receiver.close()
         self._active = {}
+
+    def _let_go(self, device: str) -> _Upload | None:
+        upload = self._active.pop(device, None)
+        self._held_back.pop(device, None)
+        if upload is not None:
+            upload.receiver.close()
+            self._count(upload, -upload.receiver.under_way)
+        return upload
 
     def _next(self, device: str, upload: _Upload, now: float) -> Received | Grant | None:
         receiver = upload.receiver
@@ -180,17 +196,19 @@ class Uploads:
         self._held_back.pop(device, None)
         before = upload.receiver.under_way
         ranges = upload.receiver.next_need(now, room)
-        self._count(upload, before)
+        self._count(upload, upload.receiver.under_way - before)
         return None if ranges is None else Grant(device, upload.manifest, ranges)
 
     def _room(self, upload: _Upload) -> int:
         """How many more chunks of this upload the shared window takes; one transfer alone always gets some."""
+        if not upload.is_queued:
+            return HTTPS_WINDOW.chunks
         if self._chunks == 0:
             return self._shared.chunks_of(upload.manifest.artifact.chunk_bytes)
         by_bytes = (self._shared.bytes - self._bytes) // upload.manifest.artifact.chunk_bytes
         return min(self._shared.chunks - self._chunks, by_bytes)
 
-    def _count(self, upload: _Upload, before: int) -> None:
-        more = upload.receiver.under_way - before
-        self._chunks += more
-        self._bytes += more * upload.manifest.artifact.chunk_bytes
+    def _count(self, upload: _Upload, more: int) -> None:
+        if upload.is_queued:
+            self._chunks += more
+            self._bytes += more * upload.manifest.artifact.chunk_bytes

@@ -17,23 +17,22 @@ from importlib.metadata import version
 from edge_client.actions import Actions
 from edge_client.cohort import mark_of
 from edge_client.config import AgentConfig
-from edge_client.downloads import Downloaded, Downloads
+from edge_client.diary import Diary
+from edge_client.downloads import Downloads
 from edge_client.errors import FirewallError
+from edge_client.fetching import Fetching
 from edge_client.firewall import check_kept
 from edge_client.handshake import Handshake
+from edge_client.https_carrier import carrier_of
 from edge_client.incoming import Incoming
 from edge_client.outgoing import Outgoing
 from edge_client.private_store import DeliveryRecord, PrivateStore
 from edge_client.session import step
 from edge_client.session_events import (
-    ArtifactStored,
     Command,
-    DownloadSilent,
     Event,
     Finalised,
-    Invited,
     LinkChanged,
-    Offered,
     OutboxFound,
     RoundCommitted,
     RoundFailed,
@@ -41,7 +40,6 @@ from edge_client.session_events import (
     Tick,
     TrainerDied,
     TrainerReady,
-    Welcomed,
 )
 from edge_client.session_state import SessionState, next_deadline
 from edge_client.trainer_process import (
@@ -54,17 +52,18 @@ from edge_client.trainer_process import (
     TrainerReport,
 )
 from fedcg.event_log import EventLog
+from fedcg.wire.carrier import HTTPS_WINDOW
 from fedcg.wire.channel import BroadcastOrder
 from fedcg.wire.errors import WireError
-from fedcg.wire.messages import COORDINATOR, CohortVerdict, Heartbeat, Need
+from fedcg.wire.messages import COORDINATOR, Heartbeat
 from fedcg.wire.signing import SigningKey, VerifyKey
+from fedcg.wire.transfer import Chunk
 from fedcg.wire.transport import Delivery, Transport
 
 INBOX_MAX = 2048  # at most 250 MB of chunks; what does not fit is asked for again
 IDLE_S = 0.25
 DOWNLOADING_S = 0.05
 WITHHELD = "withheld"  # how an update ended that its owner forbade after it was made
-REFUSALS_TOLD = 50  # per connection: a flood must not fill the disk
 _log = logging.getLogger(__name__)
 
 
@@ -84,7 +83,7 @@ class AgentKeys:
 
 
 MakeTrainer = Callable[[Callable[[TrainerReport], None]], TrainerHandle]
-_Item = Delivery | LinkReport | TrainerReport
+_Item = Delivery | LinkReport | Chunk | TrainerReport
 
 
 class Agent:
@@ -117,7 +116,6 @@ class Agent:
         self._clock = clock
         self._inbox: queue.Queue[_Item] = queue.Queue(INBOX_MAX)
         self._dropped = 0
-        self._refusals = 0
         self._stopping = False
         self._trainer = make_trainer(self._inbox.put)
         self._order = BroadcastOrder(store.seen())
@@ -128,19 +126,22 @@ class Agent:
             version("fedcg-edge"),
             cohort=None if secret is None else mark_of(secret, config.federation),
             heartbeat_s=config.broker.keepalive_s,
+            carrier=config.carrier,
         )
+        https = carrier_of(config, self._on_chunk, events)
         self._beat_at = float("-inf")
         limits = config.broker.limits
-        self._downloads = Downloads(store.partials, limits.window)
+        self._downloads = Downloads(store.partials, limits.window if https is None else HTTPS_WINDOW)
         self._outgoing = Outgoing(
-            config.federation, config.device, keys.signing, transport, self._handshake, limits.chunk_bytes
+            config.federation, config.device, keys.signing, transport, self._handshake, limits.chunk_bytes, https
         )
         self._incoming = Incoming(
             config.federation, config.device, keys.coordinator, self._order, self._handshake, self._downloads
         )
+        self._diary = Diary(config.device, store.root, events)
+        self._fetching = Fetching(config, store, self._downloads, self._outgoing, https, self._diary, events)
         self._actions = Actions(config, store, self._outgoing, self._downloads, self._trainer, events, clock)
         self._events_due: deque[Event] = deque()
-        self._cohort = CohortVerdict.ALONE
         self._state = self._restored()
 
     def stop(self) -> None:
@@ -187,9 +188,16 @@ class Agent:
             self._dropped += 1  # every sender repeats what was not answered
 
     def _on_link(self, up: bool) -> None:
-        while not self._stopping:  # unlike a delivery, nobody repeats this: wait for room
+        self._put(LinkReport(up))  # unlike a delivery, nobody repeats this
+
+    def _on_chunk(self, chunk: Chunk) -> None:
+        self._put(chunk)  # what waits here is not read from the connection
+
+    def _put(self, item: LinkReport | Chunk) -> None:
+        """Wait for room."""
+        while not self._stopping:
             try:
-                self._inbox.put(LinkReport(up), timeout=IDLE_S)
+                self._inbox.put(item, timeout=IDLE_S)
             except queue.Full:
                 continue
             return
@@ -204,9 +212,10 @@ class Agent:
         try:
             if item is not None:
                 self._take(item)
-            self._keep_completed()
+            self._follow(self._fetching.keep_completed(self._state, self._clock()))
             self._handle(Sending() if self._outgoing.is_sending else Tick())
-            self._ask()
+            if self._handshake.is_open:
+                self._follow(self._fetching.ask(self._state, self._clock()))
             self._beat()
         except Exception as error:  # noqa: BLE001 - a run loop: logged with context, and the agent stays up
             _log.exception("the agent of %s failed at %s", self._config.device, type(item).__name__)
@@ -222,14 +231,20 @@ class Agent:
             self._receive(item)
         elif isinstance(item, LinkReport):
             self._link_changed(item.up)
+        elif isinstance(item, Chunk):
+            self._fetching.take(item, self._clock())
         else:
             self._hear_trainer(item)
+
+    def _follow(self, event: Event | None) -> None:
+        if event is not None:
+            self._handle(event)
 
     def _handle(self, event: Event) -> None:
         self._events_due.append(event)
         while self._events_due:
             due = self._events_due.popleft()
-            self._tell(due)
+            self._diary.tell(due)
             self._state, commands = step(self._state, due, self._clock())
             for command in commands:
                 self._carry_out(command)
@@ -238,7 +253,7 @@ class Agent:
         try:
             follows = self._actions.carry_out(command, self._state)
         except OSError as error:  # a full disk must not take the commands after this one along: nobody gives them again
-            self._stumble(type(command).__name__, error)
+            self._diary.stumble(type(command).__name__, error)
             return
         if follows is not None:
             self._events_due.append(follows)
@@ -248,62 +263,21 @@ class Agent:
         try:
             meaning = self._incoming.open(delivery, self._clock())
         except WireError as error:
-            self._refuse(delivery.topic, str(error))
+            self._diary.refuse(delivery.topic, str(error))
             return
         except OSError as error:
-            self._stumble("a download", error)
+            self._diary.stumble("a download", error)
             return
         if self._order.highest != highest:
             try:
                 self._store.save_seen(self._order.highest)
             except OSError as error:  # the message counts all the same: a broadcast is not repeated
-                self._stumble("seen.json", error)
-        if meaning is not None:
-            self._handle(meaning)
-
-    def _keep_completed(self) -> None:
-        try:
-            download = self._downloads.completed(self._clock())
-        except WireError as error:
-            self._refuse("download", str(error))
-            return
-        except OSError as error:
-            self._stumble("a download", error)
-            return
-        if download is not None:
-            self._keep(download)
-
-    def _keep(self, download: Downloaded) -> None:
-        try:
-            if download.what == "spec":
-                self._store.save_spec(download.file.read_bytes())
-            else:
-                self._store.artifacts.adopt(download.file, download.artifact)
-        except ValueError as error:  # not a spec: the check that follows refuses it
-            self._refuse("spec", str(error))
-        except OSError as error:
-            self._downloads.failed(download.artifact, self._clock())  # a full disk: tried again when there is room
-            self._stumble("a download", error)
-            return
-        self._downloads.kept(download.artifact)
-        self._events.write(
-            "artifact_stored",
-            artifact=download.artifact,
-            what=download.what,
-            bytes=download.size,
-            resumed=download.resumed,
-            received=download.fresh,
-            repeated=download.repeated,
-            seconds=round(download.seconds, 3),
-            round=0 if self._state.offer is None else self._state.offer.round,
-            final=self._state.finished is not None,
-        )
-        self._handle(ArtifactStored(download.artifact))
+                self._diary.stumble("seen.json", error)
+        self._follow(meaning)
 
     def _link_changed(self, up: bool) -> None:
         self._handshake.close()
-        self._refusals = 0
-        self._events.write("link", up=up)
+        self._diary.link(up=up)
         if up:
             self._outgoing.status(online=True)
             try:
@@ -321,7 +295,7 @@ class Agent:
         try:
             check_kept(self._store.generations.update_bytes(generation), self._config.policy, self._config.device)
         except FirewallError as error:
-            self._refuse("outbox", str(error))
+            self._diary.refuse("outbox", str(error))
             cursor = entry.cursor
             self._store.save_delivery(
                 DeliveryRecord(entry.artifact, cursor.round, cursor.attempt, WITHHELD, str(error))
@@ -355,32 +329,6 @@ class Agent:
         targets = (self._state.offer, self._state.finished)
         self._store.prune_artifacts({target.aggregate.id for target in targets if target is not None})
 
-    def _ask(self) -> None:
-        now = self._clock()
-        if not self._handshake.is_open:
-            return
-        target = self._state.offer or self._state.finished
-        try:
-            needs = list(self._downloads.needs(now))
-        except OSError as error:
-            self._stumble("a download", error)
-            return
-        for artifact, ranges in needs:
-            self._outgoing.send(
-                Need(
-                    federation=self._config.federation,
-                    sender=self._config.device,
-                    recipient=COORDINATOR,
-                    epoch=self._state.epoch,
-                    round=0 if target is None else target.round,
-                    attempt=0 if target is None else target.attempt,
-                    artifact=artifact,
-                    ranges=ranges,
-                )
-            )
-        if self._downloads.is_silent(now):
-            self._handle(DownloadSilent())
-
     def _beat(self) -> None:
         """Be heard now and then: a will is lost when a broker dies with this device."""
         now = self._clock()
@@ -393,8 +341,7 @@ class Agent:
     def _restored(self) -> SessionState:
         generation, problems = self._store.generations.current()
         for problem in problems:
-            self._events.write("refused", what="store", detail=problem)
-            _log.error("%s: %s", self._store.root, problem)
+            self._diary.damage(problem)
         final = self._store.finalised().get("aggregate")
         return SessionState(
             federation=self._config.federation,
@@ -405,35 +352,3 @@ class Agent:
             committed=None if generation is None else generation.cursor,
             finalised=final if isinstance(final, str) else None,
         )
-
-    def _tell(self, event: Event) -> None:
-        if isinstance(event, Welcomed | Invited):
-            self._tell_cohort(event.cohort)
-        if isinstance(event, Welcomed):
-            self._events.write("welcomed", epoch=event.epoch)
-        elif isinstance(event, Offered):
-            self._events.write("offer", round=event.offer.round, attempt=event.offer.attempt, live=event.live)
-        elif isinstance(event, Invited):
-            self._events.write("invited", round=event.cursor.round, attempt=event.cursor.attempt)
-
-    def _tell_cohort(self, verdict: CohortVerdict) -> None:
-        if verdict is CohortVerdict.DIFFERENT and self._cohort is not CohortVerdict.DIFFERENT:
-            _log.warning(
-                "%s: other devices have another cohort secret, so private networks start apart and merge badly; compare "
-                "`fedcg cohort status` on all devices",
-                self._config.device,
-            )
-        if verdict is not self._cohort:
-            self._cohort = verdict
-            self._events.write("cohort", others=verdict.value)
-
-    def _stumble(self, what: str, error: OSError) -> None:
-        _log.error(
-            "%s: %s failed: %s. Free space on, or repair, %s", self._config.device, what, error, self._store.root
-        )
-        self._events.write("agent_error", detail=f"{what}: {error}")
-
-    def _refuse(self, what: str, detail: str) -> None:
-        self._refusals += 1
-        if self._refusals <= REFUSALS_TOLD:
-            self._events.write("refused", what=what, detail=detail)

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from edge_client.errors import ConfigError, ConfigProblem
 from fedcg.wire.enrolment import URL_PATTERN
-from fedcg.wire.messages import MAX_CHUNK_BYTES, Identifier
+from fedcg.wire.messages import MAX_CHUNK_BYTES, Carrier, Identifier
 from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, DEFAULT_ALLOW_UPLOAD, Part, ReportField
 from fedcg.wire.presets import DEFAULT_PRESET, LinkLimits, PresetName, limits_for
 
@@ -142,6 +142,12 @@ class AgentConfig(_Section):
     federation: Identifier
     device: Identifier
     store: Path = Path("store")
+    carrier: Annotated[
+        Carrier, Field(description="how artifacts travel: mqtt (over the broker) or https (to the coordinator)")
+    ] = Carrier.MQTT
+    carrier_url: Annotated[
+        str | None, Field(pattern=URL_PATTERN, description="https://HOST:PORT of the coordinator's carrier")
+    ] = None
     exit_when_finished: bool = False
     broker: BrokerSection
     tls: TlsSection | None = None
@@ -157,6 +163,11 @@ class AgentConfig(_Section):
         if self.tls is None and not self.broker.insecure:
             raise ValueError(
                 "a [tls] table with ca, cert and key is missing (only broker.insecure = true does without it)"
+            )
+        if self.carrier is Carrier.HTTPS and (self.carrier_url is None or self.tls is None):
+            missing = "carrier_url" if self.tls is not None else "a [tls] table"
+            raise ValueError(
+                f'carrier = "https" needs {missing}: the operator knows the address (`fedcg coordinator run` prints it)'
             )
         return self
 

@@ -9,6 +9,7 @@ import stat
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
+from http.client import HTTPException
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,11 +20,13 @@ from devices.errors import DeviceError
 from devices.profile import plan_training
 from edge_client.config import AgentConfig
 from edge_client.errors import EdgeError
+from edge_client.https_carrier import check_ready, tls_of
 from edge_client.identity import life_of
 from edge_client.launch import load_keys, mqtt_config
 from edge_client.private_store import PrivateStore
 from fedcg.learning.formats import dataset_name, is_array_source, stamp
-from fedcg.wire.errors import TransportError
+from fedcg.wire.errors import TransportError, WireError
+from fedcg.wire.messages import Carrier
 from fedcg.wire.mqtt_config import explain_failure
 
 LEAST_FREE_BYTES = 1 << 30
@@ -57,6 +60,7 @@ def examine(config: AgentConfig, now: datetime) -> tuple[Finding, ...]:
         _keys,
         _certificate,
         _broker,
+        _carrier,
         _data,
         _cohort_secret,
         _training,
@@ -148,6 +152,26 @@ def _broker(config: AgentConfig, now: datetime) -> Finding:
     except (OSError, ssl.SSLError) as error:
         return Finding("broker", "failed", explain_failure(mqtt, error), "ask whoever runs the broker")
     return Finding("broker", "ok", f"{mqtt.address} answers, without TLS")
+
+
+def _carrier(config: AgentConfig, now: datetime) -> Finding:
+    if config.carrier is not Carrier.HTTPS or config.carrier_url is None:
+        return Finding("carrier", "ok", "artifacts travel over the broker")
+    try:
+        check_ready(config.carrier_url, tls_of(config))
+    except ssl.SSLError as error:
+        told = f"{config.carrier_url}: TLS failed ({error})"
+        return Finding(
+            "carrier", "failed", told, "check carrier_url and the certificate; the port must be the carrier's"
+        )
+    except (WireError, OSError, HTTPException) as error:
+        return Finding(
+            "carrier",
+            "failed",
+            f"{config.carrier_url}: {error}",
+            'ask the operator: `port` under [carrier] in coordinator.toml; `carrier = "mqtt"` does without',
+        )
+    return Finding("carrier", "ok", f"{config.carrier_url} answers, and lets this device in")
 
 
 def _data(config: AgentConfig, now: datetime) -> Finding:

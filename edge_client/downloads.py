@@ -13,6 +13,7 @@ from edge_client.session_events import Wanted
 from edge_client.session_state import SILENCE_S
 from fedcg.wire.errors import IntegrityError, TooLargeError
 from fedcg.wire.grants import Ranges, Window
+from fedcg.wire.messages import ArtifactRef
 from fedcg.wire.partial import DurableReceiver, Partials
 from fedcg.wire.transfer import Chunk
 
@@ -150,13 +151,13 @@ class Downloads:
         download.receiver = None
         download.not_before = now + DISK_PATIENCE_S
 
-    def needs(self, now: float) -> Iterator[tuple[str, Ranges]]:
+    def needs(self, now: float) -> Iterator[tuple[ArtifactRef, Ranges]]:
         """What to ask the coordinator for now: artifact and chunk ranges.
 
         Raises:
             OSError: the disk failed; the download pauses.
         """
-        for artifact, download in self._active.items():
+        for download in self._active.values():
             patience = download.wanted.ask_after_s
             if patience is None or (download.asked_at is None and now - download.moved_at < patience):
                 continue
@@ -164,7 +165,7 @@ class Downloads:
             ranges = None if receiver is None else receiver.next_need(now)
             if ranges is not None:
                 download.asked_at = now if download.asked_at is None else download.asked_at
-                yield artifact, ranges
+                yield download.wanted.ref, ranges
 
     def is_silent(self, now: float) -> bool:
         """Whether something asked for has not moved for a while; asking counts anew afterwards."""

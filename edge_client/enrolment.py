@@ -167,6 +167,7 @@ def _write(folder: Folder, answer: EnrolAnswer, authority: x509.Certificate, url
         port=answer.broker_port,
         preset=answer.broker_preset,
         enrolment_url=url,
+        carrier_url=answer.carrier_url,
         data=data,
     )
     replace_durably(folder.authority, answer.authority.encode())

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from fedcg.wire.channel import Session, session_id
 from fedcg.wire.errors import OrderError
-from fedcg.wire.messages import COORDINATOR, PROTOCOL_VERSION, AnyMessage, Hello, Welcome
+from fedcg.wire.messages import COORDINATOR, PROTOCOL_VERSION, AnyMessage, Carrier, Hello, Welcome
 
 MessageT = TypeVar("MessageT", bound=AnyMessage)
 
@@ -27,6 +27,7 @@ class Handshake:
         cohort: mark of the cohort secret, None without one.
         make_nonce: 32 hex digits of randomness.
         heartbeat_s: this device promises that it is never silent for longer.
+        carrier: how its artifacts travel.
     """
 
     def __init__(
@@ -37,7 +38,9 @@ class Handshake:
         cohort: str | None = None,
         make_nonce: Callable[[], str] = lambda: secrets.token_hex(16),
         heartbeat_s: int | None = None,
+        carrier: Carrier = Carrier.MQTT,
     ) -> None:
+        self._carrier = carrier
         self._heartbeat_s = heartbeat_s
         self._federation = federation
         self._device = device
@@ -73,6 +76,7 @@ class Handshake:
             agent=self._agent,
             cohort=self._cohort,
             heartbeat_s=self._heartbeat_s,
+            carrier=self._carrier,
         )
 
     def welcome(self, message: Welcome) -> None:

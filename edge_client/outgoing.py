@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from edge_client.handshake import Handshake
+from edge_client.https_carrier import HttpsCarrier
 from fedcg.wire.errors import TransportError
 from fedcg.wire.grants import Ranges
 from fedcg.wire.messages import COORDINATOR, MAX_CHUNK_BYTES, AnyMessage, DeviceStatus
@@ -32,6 +33,7 @@ class Outgoing:
         transport: the link.
         handshake: stamps messages with session and counter.
         chunk_bytes: largest chunk frame; smaller where the link takes less.
+        https: carries chunks in the transport's place; None when they go over MQTT.
     """
 
     def __init__(
@@ -42,7 +44,9 @@ class Outgoing:
         transport: Transport,
         handshake: Handshake,
         chunk_bytes: int = MAX_CHUNK_BYTES,
+        https: HttpsCarrier | None = None,
     ) -> None:
+        self._https = https
         self._federation = federation
         self._device = device
         self._key = key
@@ -54,10 +58,15 @@ class Outgoing:
 
     def start(self) -> None:
         """Begin to send chunks."""
-        self._sender.start()
+        if self._https is not None:
+            self._https.start()
+        else:
+            self._sender.start()
 
     def close(self) -> None:
         """Stop sending chunks."""
+        if self._https is not None:
+            self._https.close()
         self._sender.close()
 
     def subscribe(self) -> None:
@@ -65,8 +74,9 @@ class Outgoing:
         topics = self._topics
         for topic in (topics.down_control(self._device), topics.offer, topics.coordinator):
             self._transport.subscribe(topic)
-        self._transport.subscribe(topics.down_chunk(self._device), 0)
-        self._transport.subscribe(topics.aggregate, 0)
+        if self._https is None:
+            self._transport.subscribe(topics.down_chunk(self._device), 0)
+            self._transport.subscribe(topics.aggregate, 0)
 
     def hello(self, epoch: int) -> None:
         """Open a session."""
@@ -80,15 +90,20 @@ class Outgoing:
 
     def chunks(self, update: ChunkFile, ranges: Ranges) -> None:
         """Send granted chunks of the update, as the link takes them."""
-        self._sender.serve(self._topics.up_chunk(self._device), update, ranges)
+        if self._https is not None:
+            self._https.send(update, ranges)
+        else:
+            self._sender.serve(self._topics.up_chunk(self._device), update, ranges)
 
     @property
     def is_sending(self) -> bool:
         """Whether granted chunks still wait for the link."""
-        return self._sender.is_busy
+        return self._sender.is_busy if self._https is None else self._https.is_sending
 
     def end_chunks(self, artifact: str) -> int:
         """Send nothing more of an update; returns how many chunks of it were sent."""
+        if self._https is not None:
+            return self._https.end(artifact)
         sent = self._sender.sent[artifact]
         self._sender.forget(artifact)
         return sent

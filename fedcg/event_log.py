@@ -12,7 +12,7 @@ Agent:
   receipt {round, attempt, artifact, outcome, reason, chunks_sent}   finalised {candidate, model_dir, ...accuracies}
   refused {what, detail}                                   agent_stopped {pid}
   certificate_renewed {until}   renewal_failed {detail}
-  images_skipped {count, images}   cohort {others: alone | same | different}
+  carrier {way: up | down, works, detail}   images_skipped {count, images}   cohort {others: alone | same | different}
 
 Coordinator:
   started {epoch}   stopped   link {up}   online {client}   offline {client, reason}   accepted / declined {client, round, attempt}
@@ -22,7 +22,7 @@ Coordinator:
   worker_ready / worker_died {pid}   phase_started {phase, pid}   aggregate_step {phase, step, steps, pid}   teacher_done
   device_enrolled {client, token, serial, replaced, reloaded}   enrolment_refused / renewal_refused {address, reason, client}
   enrolment_limited {address, refused}   certificate_renewed {client, serial, until}   device_revoked {client, reason, reloaded}
-  departed {client}   left {client}   token_created {token, client, until}   token_revoked {token}
+  carrier_refused {certificate, refused}   departed {client}   left {client}   token_created {token, client, until}   token_revoked {token}
   distilling {clients}   aggregate_stored {artifact, size}   finished {round, attempt, aggregate}
 """
 

@@ -17,9 +17,9 @@ from typing import Any
 from coordinator.admission import Admission
 from coordinator.config import BrokerSettings, CoordinatorConfig, EnrolmentSettings
 from coordinator.enrolment_api import create_enrolment_app
-from coordinator.enrolment_server import listening, server_context, server_credential, serving
 from coordinator.home import Home, create_home
 from coordinator.limits import ALL, PER_ADDRESS, FailureLimits, Rate
+from coordinator.listeners import listening, server_context, server_credential, serving
 from coordinator.provision.pki import Credential
 from coordinator.records import AggregateRecord, FederationRecord
 from coordinator.store import Store
@@ -87,13 +87,13 @@ def running_desk(home: Home, *, per_address: Rate = PER_ADDRESS, everybody: Rate
         evict=desk.evicted.append,
     )
     limits = FailureLimits(time.monotonic, per_address, everybody)
-    context = server_context(home, server_credential(home, config))
+    context = server_context(home.pki, server_credential(home.pki, "enrolment", config.enrolment_host))
     ready, loops = threading.Event(), []
 
     async def serve() -> None:
         stop = asyncio.Event()
         loops.append((asyncio.get_running_loop(), stop))
-        with listening(config) as listener:
+        with listening("enrolment", config.enrolment, config.enrolment_host) as listener:
             assert listener is not None
             async with serving(create_enrolment_app(admission, limits), listener, context):
                 ready.set()

@@ -74,6 +74,8 @@ class Stack:
     min_clients: int | None = None  # all devices when None
     enrol: bool = False  # devices enrol by token once the coordinator runs (`enrol_device`), instead of by bundle
     certificate_days: float | None = None
+    https: tuple[str, ...] = ()  # devices whose artifacts travel over HTTPS
+    carrier_port: int = field(default_factory=free_port)
     enrol_port: int = field(default_factory=free_port)
     broker_port: int = field(default_factory=free_port)
     api_port: int = field(default_factory=free_port)
@@ -103,6 +105,8 @@ class Stack:
         ports = ["--broker-port", str(self.broker_port), "--api-port", str(self.api_port)]
         if self.enrol:
             ports += ["--enrol-port", str(self.enrol_port)]
+        if self.https:
+            ports += ["--carrier-port", str(self.carrier_port)]
         self.command("coordinator", "init", "--dir", str(self.home), "--observer", *ports)
         if self.certificate_days is not None:
             set_values(self.home / "coordinator.toml", {("enrolment", "certificate_days"): self.certificate_days})
@@ -145,8 +149,11 @@ class Stack:
 
     def adapt_config(self, device: str, data: Path, config: Path | None = None) -> None:
         """Point the generated agent.toml at the data of this test."""
+        path = config or self.config(device)
+        if device in self.https:
+            path.write_text(path.read_text().replace('carrier = "mqtt"', 'carrier = "https"'))
         set_values(
-            config or self.config(device),
+            path,
             {
                 ("data", "root"): str(data),
                 ("policy", "allow_report"): list(self.allow_report),

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import os
 import random
@@ -15,16 +16,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from coordinator.aggregation_messages import WorkerSettings
+from coordinator.aggregation_messages import JobDone, WorkerSettings
 from coordinator.bench_parties import NoWorker
 from coordinator.records import AggregateRecord, FederationRecord
-from coordinator.service import start_service
+from coordinator.service import Service, start_service
 from coordinator.setup import Setup
 from coordinator.store import Store
 from edge_client.agent import Agent, AgentKeys
@@ -36,7 +38,7 @@ from edge_client.trainer_process import ChooseModel, Chosen, Committed, Ready, T
 from fedcg.event_log import EventLog
 from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice
 from fedcg.wire.artifacts import ArtifactHeader, ArtifactStore, pack
-from fedcg.wire.messages import COORDINATOR
+from fedcg.wire.messages import COORDINATOR, Carrier
 from fedcg.wire.mqtt import MqttTransport
 from fedcg.wire.mqtt_config import MqttConfig
 from fedcg.wire.partial import HEAD_BYTES, RECORD_BYTES
@@ -44,6 +46,7 @@ from fedcg.wire.parts import Part, Report, ReportField, TensorLayout
 from fedcg.wire.presets import PresetName, limits_for
 from fedcg.wire.signing import SigningKey
 from tests.brokers import HOST, Pki, wait_until
+from tests.carriers import carrying
 from tests.edge_worlds import toy_generation
 
 FEDERATION = "transfers"
@@ -61,6 +64,8 @@ class Plan:
     preset: PresetName = "mosquitto"
     chunk_bytes: int | None = 16 * 1024
     keepalive_s: int = 5
+    carrier_port: int = 0  # where the coordinator listens for HTTPS, when it does
+    carrier_ports: dict[str, int] = field(default_factory=dict)  # where devices with `carrier = "https"` reach it
 
     @staticmethod
     def load(root: Path) -> Plan:
@@ -91,8 +96,8 @@ def packed(spec: FederationSpec, seed: str, **header: Any) -> bytes:
     return pack(head, {Part.CLASSIFIER: {"weight": weights}})
 
 
-async def run_coordinator(root: Path) -> None:
-    """The real service, with a worker that hands the base back."""
+async def run_coordinator(root: Path, started: Callable[[Service], None] = lambda service: None) -> None:
+    """The real service, with a worker that learns nothing."""
     plan, home = Plan.load(root), root / COORDINATOR
     spec, limits = plan.spec(), limits_for(plan.preset, plan.chunk_bytes)
     artifacts = ArtifactStore(home / "artifacts")
@@ -128,10 +133,30 @@ async def run_coordinator(root: Path) -> None:
         worker=WorkerSettings(1, "cpu", b"s" * 32, home / "artifacts", home / "spill"),
         events=EventLog(home / "events.jsonl", time.time),
         limits=limits,
-        make_worker=NoWorker,
+        make_worker=DigestWorker,
     )
     service = await start_service(setup)
-    await service.run()
+    started(service)
+    try:
+        async with carrying(Path(plan.pki), plan.carrier_port, service) if plan.carrier_port else nullcontext():
+            await service.run()
+    finally:
+        await service.close()
+        store.close()
+
+
+class DigestWorker(NoWorker):
+    """Makes an aggregate that depends on every bit of every update, whoever brought it in whatever way."""
+
+    def finish(self, updates: tuple[tuple[str, str], ...]) -> None:
+        assert self.job is not None
+        artifacts, job = ArtifactStore(self.settings.artifacts), self.job
+        spec = FederationSpec.parse(artifacts.get(job.spec))
+        where = {"kind": "aggregate", "round": job.round, "attempt": job.attempt, "client": COORDINATOR}
+        contents = [artifacts.get(artifact) for _, artifact in sorted(updates)]
+        merged = packed(spec, hashlib.sha256(b"".join(contents)).hexdigest(), **where)
+        done = JobDone(job.round, job.attempt, artifacts.put(merged), len(merged), job.server_state)
+        self.notify(done)
 
 
 class UntaughtTrainer:
@@ -172,6 +197,8 @@ def agent_config(root: Path, device: str) -> AgentConfig:
         federation=FEDERATION,
         device=device,
         store=root / device / "store",
+        carrier=Carrier.HTTPS if device in plan.carrier_ports else Carrier.MQTT,
+        carrier_url=f"https://{HOST}:{plan.carrier_ports[device]}" if device in plan.carrier_ports else None,
         broker=BrokerSection(
             host=HOST,
             port=plan.agent_ports[device],
@@ -220,6 +247,14 @@ class Parties:
             self.running[name] = subprocess.Popen(
                 [sys.executable, "-m", "tests.transfer_parties", *what], stdout=log, stderr=log
             )
+
+    def change_carrier(self, device: str, port: int | None) -> None:
+        """From its next start on a device's artifacts travel over HTTPS to this port, or over MQTT."""
+        ports = {name: old for name, old in self.plan.carrier_ports.items() if name != device}
+        if port is not None:
+            ports[device] = port
+        self.plan = replace(self.plan, carrier_ports=ports)
+        (self.root / "plan.json").write_text(json.dumps(asdict(self.plan)))
 
     def start_all(self) -> None:
         for name in (COORDINATOR, *self.plan.agent_ports):

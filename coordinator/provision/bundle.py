@@ -57,6 +57,7 @@ def make_bundle(home: Home, federation: str, device: str, out: Path) -> Bundle:
         port=config.broker.port,
         preset=config.broker.preset,
         enrolment_url=config.enrolment_url,
+        carrier_url=config.carrier_url,
     )
     (target / CONFIG_NAME).write_text(text, encoding="utf-8")
     return Bundle(key.public, (tls / "device.pem").read_bytes())

@@ -10,6 +10,7 @@ from fedcg.wire.presets import PresetName
 
 CONFIG_NAME = "agent.toml"
 DATA = "data"
+_NO_CARRIER = '# carrier_url = "https://coordinator.example:8445"'
 _NO_RENEWAL = '# url = "https://coordinator.example:8444"'
 
 
@@ -21,6 +22,7 @@ def render_agent_config(
     port: int,
     preset: PresetName,
     enrolment_url: str | None = None,
+    carrier_url: str | None = None,
     data: str = DATA,
 ) -> str:
     """The text of agent.toml.
@@ -32,6 +34,7 @@ def render_agent_config(
         port: the broker's port.
         preset: what the broker takes.
         enrolment_url: where the certificate is renewed; None where a person brings new certificates.
+        carrier_url: where artifacts can travel over HTTPS; None where the coordinator offers only MQTT.
         data: where the images are; relative to the file.
     """
     template = files("fedcg.provision").joinpath(f"{CONFIG_NAME}.template").read_text(encoding="utf-8")
@@ -42,5 +45,6 @@ def render_agent_config(
         port=port,
         preset=preset,
         enrolment=_NO_RENEWAL if enrolment_url is None else f"url = {json.dumps(enrolment_url)}",
+        carrier=_NO_CARRIER if carrier_url is None else f"carrier_url = {json.dumps(carrier_url)}",
         data=json.dumps(data),
     )

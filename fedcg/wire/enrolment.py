@@ -136,6 +136,7 @@ class EnrolAnswer(_Strict):
     broker_host: Host
     broker_port: Annotated[int, Field(ge=1, le=65535)]
     broker_preset: PresetName
+    carrier_url: Url | None = None
 
 
 class RenewRequest(_Strict):

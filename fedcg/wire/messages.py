@@ -57,6 +57,13 @@ class CohortVerdict(str, Enum):
     DIFFERENT = "different"
 
 
+class Carrier(str, Enum):
+    """What carries the artifacts of a device; control messages always go over MQTT."""
+
+    MQTT = "mqtt"
+    HTTPS = "https"
+
+
 class _Strict(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -124,6 +131,7 @@ class Hello(_Message):
     Attributes:
         cohort: marks its cohort secret, None where it has none.
         heartbeat_s: promises that it is never silent for longer.
+        carrier: how its artifacts travel.
     """
 
     kind: Literal["hello"] = "hello"
@@ -132,6 +140,7 @@ class Hello(_Message):
     agent: Annotated[str, Field(pattern=r"^[A-Za-z0-9.+-]{1,32}$")]
     cohort: Nonce | None = None
     heartbeat_s: Annotated[int, Field(ge=1, le=86_400)] | None = None
+    carrier: Carrier = Carrier.MQTT
 
 
 class Heartbeat(_Message):

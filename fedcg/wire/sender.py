@@ -62,7 +62,15 @@ class ChunkFile:
             os.close(self._file)
 
     def frame(self, index: int) -> bytes:
-        """The frame of one chunk.
+        """The frame of one chunk; raises as `data` does."""
+        data = self.data(index)
+        check = self._checks.get(index)
+        if check is None:
+            check = self._checks[index] = chunk_check(self.ref.id, index, data)
+        return chunk_frame(self.ref.id, index, data, check)
+
+    def data(self, index: int) -> bytes:
+        """The bytes of one chunk.
 
         Raises:
             OSError: the file is gone or can't be read.
@@ -74,10 +82,7 @@ class ChunkFile:
         data = os.pread(self._file, length, index * self.ref.chunk_bytes)
         if len(data) != length:
             raise IntegrityError(f"{self.path} has become shorter than the artifact that it holds")
-        check = self._checks.get(index)
-        if check is None:
-            check = self._checks[index] = chunk_check(self.ref.id, index, data)
-        return chunk_frame(self.ref.id, index, data, check)
+        return data
 
 
 @dataclass

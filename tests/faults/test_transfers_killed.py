@@ -3,80 +3,25 @@ is not sent again."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from fedcg.wire.messages import COORDINATOR, MAX_CHUNK_BYTES
 from fedcg.wire.transfer import FRAME_OVERHEAD_BYTES
-from tests.brokers import RunningMosquitto, acl_for
 from tests.conftest import StartMosquitto
-from tests.throttle import Throttle, Weather
-from tests.transfer_parties import FEDERATION, Parties, Plan
+from tests.throttle import Weather
+from tests.transfer_worlds import SOME, MakeWorld, chunks_of, worlds
 
 pytestmark = [pytest.mark.broker, pytest.mark.timeout(200)]
-SIZE = 1_000_000
-CHUNK = 16 * 1024 - FRAME_OVERHEAD_BYTES
-SOME = 18  # chunks, a third of them
 PERSISTENCE = ("persistence true", "autosave_interval 1")
-SLOW = Weather(bytes_per_s=400_000)
-
-
-class World:
-    """A broker, a slow link for the device, and the processes."""
-
-    def __init__(self, root: Path, broker: RunningMosquitto, weather: Weather, **plan: Any) -> None:
-        self.broker = broker
-        self.link = Throttle(broker.port, weather)
-        options = {"size": SIZE, **plan}
-        self.parties = Parties(root, Plan(str(broker.pki.directory), broker.port, {"a": self.link.port}, **options))
-        self.parties.prepare()
-        self.parties.start_all()
-
-    def close(self) -> None:
-        self.parties.stop()
-        self.link.close()
-        self.broker.stop()
-
-    def finish(self) -> dict[str, Any]:
-        """Wait for the end; returns how the update came. Nothing was counted twice."""
-        self.parties.wait_finished()
-        assert len(self.parties.events(COORDINATOR, "update_stored")) == self.parties.plan.rounds
-        assert len(self.parties.events(COORDINATOR, "attempt_opened")) == self.parties.plan.rounds
-        assert [event["outcome"] for event in self.parties.events("a", "receipt")] == (
-            ["accepted"] * self.parties.plan.rounds
-        )
-        return self.parties.events(COORDINATOR, "update_stored")[0]
-
-    def download(self) -> dict[str, Any]:
-        return next(event for event in self.parties.events("a", "artifact_stored") if event["what"] == "aggregate")
-
-
-def chunks_of(came: dict[str, Any]) -> int:
-    return -(-int(came["size" if "size" in came else "bytes"]) // CHUNK)
-
-
-MakeWorld = Callable[..., World]
 
 
 @pytest.fixture
 def make_world(tmp_path: Path, mosquitto: StartMosquitto) -> Iterator[MakeWorld]:
-    worlds: list[World] = []
-
-    def make(weather: Weather = SLOW, extra: tuple[str, ...] = (), **plan: Any) -> World:
-        folder = tmp_path / "broker"
-        folder.mkdir()
-        if extra:
-            extra = (*extra, f"persistence_location {folder}/")
-        broker = mosquitto(acl_for(FEDERATION, ("a", "b", "c")), folder=folder, extra=extra)
-        worlds.append(World(tmp_path, broker, weather, **plan))
-        return worlds[-1]
-
-    yield make
-    for world in worlds:
-        world.close()
+    with worlds(tmp_path, mosquitto) as make:
+        yield make
 
 
 def test_an_agent_killed_in_mid_upload_sends_only_the_rest(make_world: MakeWorld) -> None:
@@ -169,9 +114,9 @@ def test_a_link_that_goes_dead_for_longer_than_the_keepalive_is_found_again(make
 
 def test_a_transfer_completes_over_a_slow_and_nervous_link(make_world: MakeWorld) -> None:
     weather = Weather(
-        bytes_per_s=8_000, delay_s=0.5, jitter_s=0.2, stalls=0.02, stall_s=(0.2, 3.0), reset_after=(60_000,)
+        bytes_per_s=8_000, delay_s=0.5, jitter_s=0.2, stalls=0.02, stall_s=(0.2, 3.0), reset_after=(24_000,)
     )
-    world = make_world(weather, size=60_000, chunk_bytes=4096, keepalive_s=30)
+    world = make_world(weather, size=24_000, chunk_bytes=2048, keepalive_s=30)
     came = world.finish()
     assert came["received"] + came["resumed"] >= 10
     assert world.link.resets == 1

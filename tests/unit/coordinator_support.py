@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import numpy as np
 from typing_extensions import Self
 
 from coordinator.aggregation_messages import Job, JobDone, UpdateAdded, WorkerEvent, WorkerReady, WorkerSettings
+from coordinator.app import Beside
 from coordinator.records import AggregateRecord, FederationRecord
 from coordinator.service import Service, start_service
 from coordinator.setup import MakeWorker, Setup
@@ -29,6 +31,7 @@ from fedcg.wire.messages import (
     Accept,
     AnyMessage,
     ArtifactRef,
+    Carrier,
     Decline,
     DeclineReason,
     DeviceStatus,
@@ -178,10 +181,12 @@ class FakeDevice:
     key: SigningKey = field(default_factory=SigningKey.generate)
     scale: float = 0.05
     silent: bool = False
+    carrier: Carrier = Carrier.MQTT  # over HTTPS the test puts what is granted
     decline: DeclineReason | None = None
     received: list[AnyMessage] = field(default_factory=list)
     artifacts: dict[str, bytes] = field(default_factory=dict)
     asked_for: list[tuple[int, int]] = field(default_factory=list)
+    heard_on: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.topics = Topics(self.spec.federation)
@@ -241,7 +246,7 @@ class FakeDevice:
         self.nonces += 1
         self.nonce = f"{self.nonces:032x}"
         self.session = None
-        hello = Hello(**self._addressed(), nonce=self.nonce, versions=(1,), agent="fake-1")
+        hello = Hello(**self._addressed(), nonce=self.nonce, versions=(1,), agent="fake-1", carrier=self.carrier)
         self.transport.publish(self.topics.up_control(self.name), seal(hello, self.key))
 
     def tell(self, message: AnyMessage) -> None:
@@ -294,6 +299,7 @@ class FakeDevice:
             self._take(delivery)
 
     def _take(self, delivery: Delivery) -> None:
+        self.heard_on.add(delivery.topic)
         if delivery.topic in (self.topics.aggregate, self.topics.down_chunk(self.name)):
             self._chunk(delivery.payload)
             return
@@ -324,7 +330,11 @@ class FakeDevice:
                 self._train()
         elif isinstance(message, Need) and self.pending is not None:
             self.asked_for += message.ranges
-            for frame in frames_for(self.pending[1], self.pending[0].artifact, message.ranges):
+            for frame in (
+                ()
+                if self.carrier is Carrier.HTTPS
+                else frames_for(self.pending[1], self.pending[0].artifact, message.ranges)
+            ):
                 self.transport.publish(self.topics.up_chunk(self.name), frame)
         elif isinstance(message, Receipt):
             self.pending = None
@@ -453,8 +463,9 @@ class World:
 class RunningService:
     """A service on an event loop of its own thread."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, beside: Beside = lambda service: nullcontext()) -> None:
         self._world = world
+        self._beside = beside
         self._failure: BaseException | None = None
         self._up = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), daemon=True)
@@ -491,9 +502,10 @@ class RunningService:
         setup = self._world.setup()
         try:
             self._service = await start_service(setup)
-            self._up.set()
             try:
-                await self._service.run()
+                async with self._beside(self._service):
+                    self._up.set()
+                    await self._service.run()
             finally:
                 await self._service.close()
         except BaseException as error:  # noqa: BLE001 - handed to the test's own thread

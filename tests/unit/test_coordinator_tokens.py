@@ -20,9 +20,9 @@ from coordinator.config import (
     load_config,
     render_config,
 )
-from coordinator.enrolment_server import server_credential
 from coordinator.errors import ConfigError
 from coordinator.home import Home, create_home
+from coordinator.listeners import server_credential
 from coordinator.members_cli import device_app, token_app
 from coordinator.provision.pki import CA_NAME, credential_of
 from coordinator.records import DeviceState, TokenState
@@ -152,13 +152,13 @@ def test_enrolment_is_off_unless_a_port_is_configured(tmp_path: Path) -> None:
     assert code == 0
     config = load_config(tmp_path / "home" / "coordinator.toml")
     assert config.enrolment_url == "https://10.1.2.3:18444"
-    assert config.enrolment_address == EVERY_ADDRESS
+    assert config.enrolment.address(config.enrolment_host) == EVERY_ADDRESS
     assert config.enrolment.certificate_days == 30
 
 
 def test_the_listener_stays_on_this_machine_for_a_broker_on_this_machine_and_settings_are_kept(tmp_path: Path) -> None:
     local = CoordinatorConfig(enrolment=EnrolmentSettings(port=1))
-    assert local.enrolment_address == "127.0.0.1"
+    assert local.enrolment.address(local.enrolment_host) == "127.0.0.1"
     full = CoordinatorConfig(
         broker=BrokerSettings(host="broker.example"),
         enrolment=EnrolmentSettings(port=8444, listen="10.0.0.1", host="::1", certificate_days=2.5),
@@ -175,9 +175,8 @@ def test_the_listener_stays_on_this_machine_for_a_broker_on_this_machine_and_set
 
 
 def test_the_listeners_certificate_is_issued_anew_only_when_its_names_change(home: Home) -> None:
-    first = server_credential(home, home.config()).certificate.read_bytes()
-    assert server_credential(home, home.config()).certificate.read_bytes() == first
-    moved = home.config().model_copy(update={"enrolment": EnrolmentSettings(port=1, host="new.example")})
-    second = load_certificate(server_credential(home, moved).certificate.read_bytes())
+    first = server_credential(home.pki, "enrolment", "127.0.0.1").certificate.read_bytes()
+    assert server_credential(home.pki, "enrolment", "127.0.0.1").certificate.read_bytes() == first
+    second = load_certificate(server_credential(home.pki, "enrolment", "new.example").certificate.read_bytes())
     assert common_name(second) == "enrolment"
     assert "new.example" in str(second.extensions)

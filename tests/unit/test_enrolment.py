@@ -18,7 +18,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 
-from coordinator import enrolment_server
+from coordinator import listeners
 from coordinator.config import EnrolmentSettings
 from coordinator.errors import HomeError
 from coordinator.home import Home
@@ -358,13 +358,13 @@ def test_a_port_that_is_taken_is_told_with_the_setting(home: Home) -> None:
         settings = EnrolmentSettings(port=other.getsockname()[1])
         with (
             pytest.raises(HomeError, match=r"\[enrolment\] port"),
-            enrolment_server.listening(home.config().model_copy(update={"enrolment": settings})),
+            listeners.listening("enrolment", settings, "127.0.0.1"),
         ):
             pass
 
 
 def test_a_connection_that_says_nothing_is_ended(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(enrolment_server, "CONNECTION_S", 0.3)
+    monkeypatch.setattr(listeners, "CONNECTION_S", 0.3)
     port = desk.home.config().enrolment.port
     assert port is not None
     context = trusting(authority_of(desk.home))

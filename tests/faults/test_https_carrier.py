@@ -1,0 +1,181 @@
+"""The HTTPS carrier with real processes: killed, cut, stalled and switched in mid-transfer, the round completes, nothing counts
+twice, and what had arrived is not carried again."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.service import Service
+from fedcg.wire.messages import COORDINATOR, Carrier
+from fedcg.wire.transfer import FRAME_OVERHEAD_BYTES
+from tests.brokers import acl_for, free_port
+from tests.conftest import StartMosquitto
+from tests.throttle import Weather
+from tests.transfer_parties import FEDERATION, Parties, Plan, run_agent, run_coordinator
+from tests.transfer_worlds import SOME, MakeWorld, chunks_of, worlds
+
+pytestmark = [pytest.mark.broker, pytest.mark.timeout(200)]
+WINDOW = 64  # chunks that were under way when something died: lost or repeated
+
+
+@pytest.fixture
+def make_world(tmp_path: Path, mosquitto: StartMosquitto) -> Iterator[MakeWorld]:
+    with worlds(tmp_path, mosquitto, Carrier.HTTPS) as make:
+        yield make
+
+
+def run_to_the_end(root: Path, mosquitto: StartMosquitto, **plan: Any) -> Parties:
+    """A federation of a and b without any weather, on threads of this process."""
+    broker = mosquitto(acl_for(FEDERATION, ("a", "b", "c")))
+    root.mkdir()
+    ports = {"a": broker.port, "b": broker.port}
+    parties = Parties(root, Plan(str(broker.pki.directory), broker.port, ports, size=300_000, **plan))
+    parties.prepare()
+    services: queue.SimpleQueue[Service] = queue.SimpleQueue()
+    with ThreadPoolExecutor(3) as threads:
+        coordinator = threads.submit(lambda: asyncio.run(run_coordinator(root, services.put)))
+        service = services.get(timeout=30)
+        agents = [threads.submit(run_agent, root, device) for device in ports]
+        try:
+            assert [agent.result(timeout=60) for agent in agents] == [0, 0]
+        finally:
+            service.stop()
+            coordinator.result(timeout=30)
+            broker.stop()
+    return parties
+
+
+def final_aggregate(parties: Parties) -> str:
+    return str(parties.events(COORDINATOR, "finished")[0]["aggregate"])
+
+
+def test_the_aggregate_is_the_same_whatever_carries_the_artifacts(tmp_path: Path, mosquitto: StartMosquitto) -> None:
+    port = free_port()
+    mixed = run_to_the_end(tmp_path / "mixed", mosquitto, carrier_port=port, carrier_ports={"a": port})
+    alike = run_to_the_end(tmp_path / "alike", mosquitto)
+    assert final_aggregate(mixed) == final_aggregate(alike)
+    assert final_aggregate(alike) != alike.events(COORDINATOR, "attempt_opened")[0]["aggregate"]
+    assert {event["way"] for event in mixed.events("a", "carrier") if event["works"]} == {"up", "down"}
+    assert mixed.events("b", "carrier") == []
+    for parties in (mixed, alike):
+        stored = parties.events(COORDINATOR, "update_stored")
+        assert sorted(event["client"] for event in stored) == ["a", "b"]
+
+
+@pytest.mark.slow
+def test_an_agent_killed_in_mid_upload_puts_only_the_rest(make_world: MakeWorld) -> None:
+    world = make_world()
+    parties = world.parties
+    there = parties.await_chunks(lambda: parties.uploaded("a"), SOME, "the upload is under way")
+    parties.kill("a")
+    there = max(there, parties.uploaded("a"))
+    parties.start("a")
+    came = world.finish()
+    assert came["received"] == chunks_of(came) > there
+    assert parties.event("a", "receipt")["chunks_sent"] <= chunks_of(came) - there  # by the second process
+
+
+@pytest.mark.slow
+def test_a_coordinator_killed_in_mid_upload_asks_only_for_the_rest(make_world: MakeWorld) -> None:
+    world = make_world()
+    parties = world.parties
+    there = parties.await_chunks(lambda: parties.uploaded("a"), SOME, "the upload is under way")
+    parties.kill(COORDINATOR)
+    parties.start(COORDINATOR)
+    came = world.finish()
+    assert came["resumed"] >= there
+    assert came["resumed"] + came["received"] == chunks_of(came)
+    assert came["repeated"] <= WINDOW
+
+
+@pytest.mark.slow
+def test_an_agent_killed_in_mid_download_fetches_only_the_rest(make_world: MakeWorld) -> None:
+    world = make_world()
+    parties = world.parties
+    there = parties.await_chunks(lambda: parties.downloaded("a"), SOME, "the download is under way")
+    parties.kill("a")
+    parties.start("a")
+    world.finish()
+    came = world.download()
+    assert came["resumed"] >= there
+    assert came["resumed"] + came["received"] == chunks_of(came)
+
+
+@pytest.mark.slow
+def test_a_coordinator_killed_in_mid_download_goes_on_serving(make_world: MakeWorld) -> None:
+    world = make_world()
+    parties = world.parties
+    parties.await_chunks(lambda: parties.downloaded("a"), SOME, "the download is under way")
+    parties.kill(COORDINATOR)
+    parties.start(COORDINATOR)
+    world.finish()
+    came = world.download()
+    assert (came["resumed"], came["received"]) == (0, chunks_of(came))
+
+
+@pytest.mark.slow
+def test_a_link_that_is_reset_again_and_again_loses_nothing_that_had_arrived(make_world: MakeWorld) -> None:
+    world = make_world(Weather(bytes_per_s=400_000, reset_after=(200_000, 600_000, 1_200_000, 1_700_000)))
+    came = world.finish()
+    assert world.link.resets == 4
+    assert (came["resumed"], came["received"]) == (0, chunks_of(came))
+    down = world.download()
+    assert (down["resumed"], down["received"]) == (0, chunks_of(down))
+    troubles = [event for event in world.parties.events("a", "carrier") if not event["works"]]
+    assert troubles, "a reset is told"
+
+
+@pytest.mark.slow
+def test_a_link_that_goes_dead_without_a_word_is_given_up_and_tried_again(make_world: MakeWorld) -> None:
+    world = make_world()
+    parties = world.parties
+    parties.await_chunks(lambda: parties.uploaded("a"), SOME, "the upload is under way")
+    world.link.hold()
+
+    def failed() -> bool:
+        return any(not event["works"] and event["way"] == "up" for event in parties.events("a", "carrier"))
+
+    parties.await_chunks(failed, 1, "the agent gives the dead connection up")
+    world.link.release()
+    came = world.finish()
+    assert came["received"] == chunks_of(came)
+    assert parties.events("a", "link") == [event for event in parties.events("a", "link") if event["up"]]
+
+
+@pytest.mark.slow
+def test_a_transfer_completes_over_a_slow_and_nervous_link(make_world: MakeWorld) -> None:
+    weather = Weather(
+        bytes_per_s=8_000, delay_s=0.5, jitter_s=0.2, stalls=0.02, stall_s=(0.2, 3.0), reset_after=(24_000,)
+    )
+    world = make_world(weather, size=24_000, chunk_bytes=2048, keepalive_s=30)
+    came = world.finish()
+    assert came["received"] + came["resumed"] == -(-came["size"] // (2048 - FRAME_OVERHEAD_BYTES))
+    assert world.link.resets == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("before", list(Carrier))
+def test_a_device_that_changes_its_carrier_in_mid_upload_goes_on_from_what_is_there(
+    tmp_path: Path, mosquitto: StartMosquitto, before: Carrier
+) -> None:
+    with worlds(tmp_path, mosquitto, before) as make:
+        world = make()
+        parties = world.parties
+        parties.await_chunks(lambda: parties.uploaded("a"), SOME, "the upload is under way")
+        parties.kill("a")
+        there = parties.uploaded("a")
+        parties.change_carrier("a", parties.plan.carrier_port if before is Carrier.MQTT else None)
+        parties.start("a")
+        came = world.finish()
+        # the same coordinator opened its file anew: what the other carrier had brought counts as resumed
+        assert came["resumed"] >= there
+        assert came["resumed"] + came["received"] == chunks_of(came)
+        assert parties.event("a", "receipt")["chunks_sent"] <= chunks_of(came) - there
+        assert any(event["works"] for event in parties.events("a", "carrier"))
