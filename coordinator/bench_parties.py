@@ -21,6 +21,7 @@ from coordinator.cohorts import Cohorts
 from coordinator.inbox import Inbox
 from coordinator.ingest import Ingest, Sessions
 from coordinator.intake import Intake, IntakeEvent, IntakeFailed
+from coordinator.message_keys import Voice
 from coordinator.publishing import Publisher
 from coordinator.uploads import Received, Uploads
 from fedcg.wire.artifacts import ArtifactStore
@@ -281,8 +282,8 @@ class BenchCoordinator:
         self._ingest = Ingest(self._topics, self._sessions)
         self._ingest.learn_keys(devices.items())
         self._transport = MqttTransport(party.mqtt)
-        key = SigningKey.load(party.signing)
-        self._publisher = Publisher(self._transport, self._topics, key, 1, self._sessions, Cohorts(), party.limits)
+        voice = Voice(SigningKey.load(party.signing))
+        self._publisher = Publisher(self._transport, self._topics, voice, 1, self._sessions, Cohorts(), party.limits)
         self._store = ArtifactStore(party.folder)
         partials = Partials(party.folder / ".partial", 1024, 1 << 40)
         self._inbox: Inbox[Delivery | IntakeEvent | bool] = Inbox(asyncio.get_running_loop())

@@ -32,6 +32,7 @@ from coordinator.bench_parties import NoWorker, Party, run_devices, run_receiver
 from coordinator.config import BrokerSettings, CoordinatorConfig
 from coordinator.errors import BrokerError
 from coordinator.home import Home, create_home
+from coordinator.message_keys import Voice
 from coordinator.provision.mosquitto import ACL_NAME, CONFIG_NAME, mosquitto_config
 from coordinator.provision.pki import CA_NAME, credential_of, issue
 from coordinator.records import AggregateRecord, FederationRecord
@@ -360,7 +361,7 @@ async def _serve(made: Bench, spec: FederationSpec, limits: LinkLimits, pipe: An
         store=store,
         artifacts=artifacts,
         connect=lambda will: MqttTransport(made.mqtt(COORDINATOR, limits), will),
-        key=SigningKey.load(home.signing_key),
+        voice=lambda: Voice(SigningKey.load(home.signing_key)),
         worker=WorkerSettings(1, "cpu", home.secret(), home.artifacts, home.spill),
         events=EventLog(home.events_file, time.time),
         limits=limits,

@@ -22,6 +22,7 @@ from coordinator.enrolment_api import create_enrolment_app
 from coordinator.errors import HomeError
 from coordinator.home import Home
 from coordinator.limits import FailureLimits
+from coordinator.message_keys import voice_of
 from coordinator.provision.pki import CA_NAME, credential_of
 from coordinator.revocation import evict
 from coordinator.setup import Setup
@@ -32,7 +33,6 @@ from fedcg.wire.artifacts import ArtifactStore
 from fedcg.wire.messages import COORDINATOR
 from fedcg.wire.mqtt import MqttTransport
 from fedcg.wire.mqtt_config import MqttConfig, TlsFiles
-from fedcg.wire.signing import SigningKey
 from fedcg.wire.transport import Transport, Will
 
 GRACEFUL_S = 1
@@ -138,7 +138,7 @@ def _setup(home: Home, config: CoordinatorConfig) -> Iterator[Setup]:
             store=store,
             artifacts=artifacts,
             connect=lambda will: _connect(home, config, will),
-            key=SigningKey.load(home.signing_key),
+            voice=lambda: voice_of(home, store),
             worker=WorkerSettings(
                 config.aggregation.threads,
                 config.aggregation.device,

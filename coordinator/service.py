@@ -23,6 +23,7 @@ from coordinator.aggregation_messages import (
     WorkerEvent,
     WorkerReady,
 )
+from coordinator.attendance import Attendance
 from coordinator.closing import on_daemon
 from coordinator.cohorts import Cohorts
 from coordinator.conductor import Conductor
@@ -31,18 +32,15 @@ from coordinator.ingest import FromDevice, Ingest, Sessions
 from coordinator.intake import IntakeEvent, IntakeFailed
 from coordinator.library import Library
 from coordinator.membership import REFRESH_S, Membership
-from coordinator.presence import Presence
 from coordinator.publishing import Publisher, status_will
 from coordinator.records import ParticipantState
 from coordinator.rounds import (
     AggregationFailed,
-    CameOnline,
     Phase,
     RoundState,
     Tick,
     UpdateRefused,
     UpdateStored,
-    WentOffline,
 )
 from coordinator.setup import Setup
 from coordinator.uplink import Checked, Uplink
@@ -94,10 +92,9 @@ class Service:
         self._sessions = Sessions()
         self._cohorts = Cohorts()
         self._ingest = Ingest(topics, self._sessions)
-        self._transport = setup.connect(status_will(topics, epoch, setup.key))
-        self._publisher = Publisher(
-            self._transport, topics, setup.key, epoch, self._sessions, self._cohorts, setup.limits
-        )
+        voice = setup.voice()
+        self._transport = setup.connect(status_will(topics, epoch, voice.key))
+        self._publisher = Publisher(self._transport, topics, voice, epoch, self._sessions, self._cohorts, setup.limits)
         self._library = Library(setup.artifacts, self._publisher.chunk_bytes)
         self._worker = setup.make_worker(setup.worker, self._inbox.put)
         self._conductor = Conductor(setup, self._publisher, self._library, self._worker)
@@ -106,7 +103,7 @@ class Service:
         self._members = Membership(setup, self._ingest, self._uplink, self._conductor, self._publisher)
         self._topics = topics
         self._worker_pid: int | None = None
-        self._presence = Presence()
+        self._attendance = Attendance(self._conductor, self._uplink.intake, setup.events)
         self._accepted: set[tuple[str, int, int]] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._link_up = False
@@ -217,18 +214,18 @@ class Service:
 
     async def _message(self, incoming: FromDevice) -> None:
         device, message = incoming.device, incoming.message
-        self._presence.heard(device, time.monotonic())
+        self._attendance.presence.heard(device, time.monotonic())
         if isinstance(message, DeviceStatus):
-            if not message.online and device in self.state.online:
-                await self._went_offline(device, "it said goodbye, or its will did")
+            if not message.online:
+                await self._attendance.went(device, "it said goodbye, or its will did")
         elif isinstance(message, Hello):
             await self._hello(device, message)
         elif isinstance(message, Leave):
             if await self._members.leaves(device):
                 self._spawn(self._members.shut_out())
         else:
-            if device not in self.state.online:
-                await self._came_online(device)
+            if not self._attendance.is_online(device):
+                await self._attendance.came(device)
             await self._in_session(device, message)
 
     async def _in_session(self, device: str, message: Heartbeat | Accept | Decline | Manifest | Need) -> None:
@@ -259,17 +256,8 @@ class Service:
                 "%s: its cohort secret is not that of %s: private networks start apart", device, ", ".join(unlike)
             )
         self._publisher.welcome(device, hello.nonce, nonce, now)
-        self._presence.expect(device, hello.heartbeat_s, time.monotonic())
-        await self._came_online(device)
-
-    async def _went_offline(self, device: str, reason: str) -> None:
-        self._events.write("offline", client=device, reason=reason)
-        await self._conductor.apply(WentOffline(device))
-
-    async def _came_online(self, device: str) -> None:
-        if device not in self.state.online:
-            self._events.write("online", client=device)
-        await self._conductor.apply(CameOnline(device))
+        self._attendance.presence.expect(device, hello.heartbeat_s, time.monotonic())
+        await self._attendance.came(device)
 
     async def _answered(
         self, device: str, answer: Accept | Decline, participant: ParticipantState, reason: str
@@ -310,8 +298,9 @@ class Service:
         self._events.write("link", up=change.up)
         if not change.up:
             return
-        self._presence.pardon(time.monotonic())
+        self._attendance.presence.pardon(time.monotonic())
         self._library.change_chunk_bytes(self._publisher.chunk_bytes)
+        self._publisher.keys()
         self._publisher.status(online=True)
         await self._conductor.announce()
         self._reinvite()
@@ -324,7 +313,9 @@ class Service:
         now = time.monotonic()
         if self._members.is_older_than(REFRESH_S):
             await self._members.refresh()
-        await self._miss_silent(now)
+            await self._follow_key()
+        if self._link_up:
+            await self._attendance.miss_silent(now)
         if now - self._invited_at >= REINVITE_S:
             self._reinvite()
         if self.state.phase is not Phase.FINISHED:
@@ -334,15 +325,11 @@ class Service:
         if since >= LEAVE_AT_LATEST_S or (since >= LEAVE_AFTER_S and not self.state.online):
             self.finished_and_left.set()
 
-    async def _miss_silent(self, now: float) -> None:
-        """Count devices as offline that died without a will: together with their broker, for example."""
-        if not self._link_up:
-            return
-        for device in self.state.online:
-            self._presence.heard(device, self._uplink.intake.heard_at(device))
-        for device in self._presence.silent(now):
-            if device in self.state.online:
-                await self._went_offline(device, "it missed its heartbeats")
+    async def _follow_key(self) -> None:
+        """Sign with the new key after `fedcg coordinator rotate-key`."""
+        voice = await asyncio.to_thread(self._setup.voice)
+        if self._publisher.use(voice):
+            self._events.write("key_rotated", serial=voice.links[-1].serial, key=voice.key.public.hex)
 
     def _reinvite(self) -> None:
         """Invite again who has not answered: an invite may be lost with the link."""

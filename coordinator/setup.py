@@ -9,13 +9,13 @@ from typing import Protocol
 
 from coordinator.aggregation import AggregationWorker
 from coordinator.aggregation_messages import Job, WorkerEvent, WorkerSettings
+from coordinator.message_keys import Voice
 from coordinator.records import FederationRecord
 from coordinator.store import Store
 from fedcg.event_log import EventLog
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts import ArtifactStore
 from fedcg.wire.presets import DEFAULT_PRESET, PRESETS, LinkLimits
-from fedcg.wire.signing import SigningKey
 from fedcg.wire.transport import Transport, Will
 
 
@@ -51,7 +51,7 @@ class Setup:
         store: the database.
         artifacts: directory of artifacts.
         connect: makes the transport, with the will it must leave.
-        key: signs.
+        voice: what the coordinator signs with now; asked again while it runs.
         worker: what the aggregation worker may use.
         events: the diary.
         limits: how the link to the broker is used.
@@ -65,7 +65,7 @@ class Setup:
     store: Store
     artifacts: ArtifactStore
     connect: Callable[[Will], Transport]
-    key: SigningKey
+    voice: Callable[[], Voice]
     worker: WorkerSettings
     events: EventLog
     limits: LinkLimits = PRESETS[DEFAULT_PRESET]

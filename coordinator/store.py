@@ -29,7 +29,7 @@ from coordinator.records import (
 )
 from coordinator.register import Register
 from coordinator.rounds import Phase, RoundState, paused_reason
-from fedcg.wire.messages import Outcome
+from fedcg.wire.messages import KeyLink, Outcome
 
 Key = tuple[str, int, int]
 """(federation, round, attempt)."""
@@ -144,6 +144,19 @@ class Store:
         table = schema.federations
         with self._engine.begin() as connection:
             connection.execute(update(table).where(table.c.id == federation).values(first_attempt=last.attempt + 1))
+
+    def key_links(self, federation: str) -> tuple[KeyLink, ...]:
+        """How the coordinator's message key was replaced, oldest first."""
+        table = schema.key_links
+        columns = (table.c[name] for name in KeyLink.model_fields)
+        query = select(*columns).where(table.c.federation == federation).order_by(table.c.serial)
+        return tuple(KeyLink(**row) for row in self._rows(query))
+
+    def add_key_link(self, federation: str, link: KeyLink, now: float) -> None:
+        """From now on the key that a link names counts."""
+        values = {"federation": federation, "made_at": now, **link.model_dump()}
+        with self._engine.begin() as connection:
+            connection.execute(insert(schema.key_links).values(**values))
 
     # Attempts
 

@@ -24,6 +24,7 @@ from edge_client.handshake import Handshake
 from edge_client.incoming import Incoming
 from edge_client.outgoing import Outgoing
 from edge_client.private_store import DeliveryRecord, PrivateStore
+from edge_client.remembered import Remembered
 from edge_client.session import step
 from edge_client.session_events import (
     ArtifactStored,
@@ -54,8 +55,8 @@ from edge_client.trainer_process import (
     TrainerReport,
 )
 from fedcg.event_log import EventLog
-from fedcg.wire.channel import BroadcastOrder
 from fedcg.wire.errors import WireError
+from fedcg.wire.key_chain import PinnedKey
 from fedcg.wire.messages import COORDINATOR, CohortVerdict, Heartbeat, Need
 from fedcg.wire.signing import SigningKey, VerifyKey
 from fedcg.wire.transport import Delivery, Transport
@@ -120,7 +121,7 @@ class Agent:
         self._refusals = 0
         self._stopping = False
         self._trainer = make_trainer(self._inbox.put)
-        self._order = BroadcastOrder(store.seen())
+        self._memory = Remembered(store, config.federation, keys.coordinator)
         secret = store.cohort_secret()
         self._handshake = Handshake(
             config.federation,
@@ -135,9 +136,7 @@ class Agent:
         self._outgoing = Outgoing(
             config.federation, config.device, keys.signing, transport, self._handshake, limits.chunk_bytes
         )
-        self._incoming = Incoming(
-            config.federation, config.device, keys.coordinator, self._order, self._handshake, self._downloads
-        )
+        self._incoming = Incoming(config.federation, config.device, self._memory, self._handshake, self._downloads)
         self._actions = Actions(config, store, self._outgoing, self._downloads, self._trainer, events, clock)
         self._events_due: deque[Event] = deque()
         self._cohort = CohortVerdict.ALONE
@@ -244,7 +243,6 @@ class Agent:
             self._events_due.append(follows)
 
     def _receive(self, delivery: Delivery) -> None:
-        highest = self._order.highest
         try:
             meaning = self._incoming.open(delivery, self._clock())
         except WireError as error:
@@ -253,12 +251,14 @@ class Agent:
         except OSError as error:
             self._stumble("a download", error)
             return
-        if self._order.highest != highest:
-            try:
-                self._store.save_seen(self._order.highest)
-            except OSError as error:  # the message counts all the same: a broadcast is not repeated
-                self._stumble("seen.json", error)
-        if meaning is not None:
+        try:
+            self._memory.save()
+        except OSError as error:  # the message counts all the same: a broadcast is not repeated
+            self._stumble("what is remembered of the coordinator", error)
+        if isinstance(meaning, PinnedKey):
+            self._events.write("coordinator_key", serial=meaning.serial, key=meaning.key.hex)
+            self._outgoing.ask_for_broadcasts()
+        elif meaning is not None:
             self._handle(meaning)
 
     def _keep_completed(self) -> None:
@@ -399,7 +399,7 @@ class Agent:
         return SessionState(
             federation=self._config.federation,
             device=self._config.device,
-            epoch=self._order.highest[0],
+            epoch=self._memory.order.highest[0],
             stored=frozenset(self._store.artifacts.ids()) | self._store.spec_digests(),
             bound_spec=None if generation is None else generation.spec,
             committed=None if generation is None else generation.cursor,

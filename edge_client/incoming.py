@@ -8,6 +8,7 @@ from __future__ import annotations
 from edge_client.downloads import Downloads
 from edge_client.generations import Cursor
 from edge_client.handshake import Handshake
+from edge_client.remembered import Remembered
 from edge_client.session_events import (
     CoordinatorSeen,
     Ended,
@@ -18,8 +19,8 @@ from edge_client.session_events import (
     Receipted,
     Welcomed,
 )
-from fedcg.wire.channel import BroadcastOrder
 from fedcg.wire.errors import MalformedError, OrderError, SignatureError
+from fedcg.wire.key_chain import PinnedKey
 from fedcg.wire.messages import (
     COORDINATOR,
     EVERYONE,
@@ -32,7 +33,7 @@ from fedcg.wire.messages import (
     Receipt,
     Welcome,
 )
-from fedcg.wire.signing import VerifyKey, open_envelope
+from fedcg.wire.signing import open_envelope
 from fedcg.wire.topics import TopicKind, Topics
 from fedcg.wire.transfer import parse_chunk
 from fedcg.wire.transport import Delivery
@@ -44,8 +45,7 @@ class Incoming:
     Args:
         federation: the federation's id.
         device: this device's id.
-        coordinator: the coordinator's public key, the only one that is listened to.
-        order: the highest broadcast admitted so far; the caller makes it durable.
+        memory: the coordinator's key, the only one that is listened to, and the highest broadcast; the caller makes it durable.
         handshake: the open session.
         downloads: where chunks go.
     """
@@ -54,21 +54,20 @@ class Incoming:
         self,
         federation: str,
         device: str,
-        coordinator: VerifyKey,
-        order: BroadcastOrder,
+        memory: Remembered,
         handshake: Handshake,
         downloads: Downloads,
     ) -> None:
         self._topics = Topics(federation)
         self._federation = federation
         self._device = device
-        self._coordinator = coordinator
-        self._order = order
+        self._memory = memory
+        self._order = memory.order
         self._handshake = handshake
         self._downloads = downloads
 
-    def open(self, delivery: Delivery, now: float) -> Event | None:
-        """What a delivery means: an event, or nothing but a chunk.
+    def open(self, delivery: Delivery, now: float) -> Event | PinnedKey | None:
+        """What a delivery means: an event, another key of the coordinator, or nothing but a chunk.
 
         Raises:
             WireError: it is refused; says why.
@@ -80,7 +79,9 @@ class Incoming:
         if parsed.kind in (TopicKind.AGGREGATE, TopicKind.DOWN_CHUNK):
             self._downloads.feed(parse_chunk(delivery.payload), now)
             return None
-        message = open_envelope(delivery.payload, lambda sender: self._coordinator if sender == COORDINATOR else None)
+        if parsed.kind is TopicKind.KEYS:
+            return self._memory.follow(delivery.payload)
+        message = open_envelope(delivery.payload, lambda sender: self._memory.key if sender == COORDINATOR else None)
         self._check_address(message)
         if parsed.kind in (TopicKind.OFFER, TopicKind.COORDINATOR):
             return self._broadcast(message, parsed.kind, live=not delivery.retained)

@@ -23,6 +23,7 @@ import numpy as np
 
 from coordinator.aggregation_messages import WorkerSettings
 from coordinator.bench_parties import NoWorker
+from coordinator.message_keys import Voice
 from coordinator.records import AggregateRecord, FederationRecord
 from coordinator.service import start_service
 from coordinator.setup import Setup
@@ -124,7 +125,7 @@ async def run_coordinator(root: Path) -> None:
         store=store,
         artifacts=artifacts,
         connect=lambda will: MqttTransport(mqtt, will),
-        key=SigningKey.load(home / "signing.key"),
+        voice=lambda: Voice(SigningKey.load(home / "signing.key")),
         worker=WorkerSettings(1, "cpu", b"s" * 32, home / "artifacts", home / "spill"),
         events=EventLog(home / "events.jsonl", time.time),
         limits=limits,

@@ -16,11 +16,13 @@ PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 16 * 1024
 MAX_ARTIFACT_BYTES = 512 * 1024 * 1024
 MAX_CHUNK_BYTES = 120 * 1024
+MAX_KEY_LINKS = 32
 COORDINATOR = "coordinator"
 EVERYONE = "*"
 
 Identifier = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Signature = Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")]
 Nonce = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 Count = Annotated[int, Field(ge=0, le=1 << 53)]
 
@@ -109,6 +111,30 @@ class CoordinatorStatus(_Message):
 
     kind: Literal["coordinator_status"] = "coordinator_status"
     online: bool
+
+
+class KeyLink(_Strict):
+    """The coordinator's message key was replaced, once.
+
+    Attributes:
+        serial: 1 for the first replacement, then one more each.
+        epoch: the coordinator's lease before it.
+        old, new: public keys, in hex.
+        signature: the old key's, over all of this and the federation.
+    """
+
+    serial: Annotated[int, Field(ge=1, le=1 << 53)]
+    epoch: Count
+    old: Sha256
+    new: Sha256
+    signature: Signature
+
+
+class KeyChain(_Message):
+    """Retained broadcast: how the coordinator's message key was replaced, oldest first; signed by the newest key."""
+
+    kind: Literal["key_chain"] = "key_chain"
+    links: Annotated[tuple[KeyLink, ...], Field(min_length=1, max_length=MAX_KEY_LINKS)]
 
 
 class DeviceStatus(_Message):
@@ -214,6 +240,7 @@ Message = Annotated[
         Offer,
         Finished,
         CoordinatorStatus,
+        KeyChain,
         DeviceStatus,
         Hello,
         Heartbeat,
@@ -233,6 +260,7 @@ AnyMessage = (
     Offer
     | Finished
     | CoordinatorStatus
+    | KeyChain
     | DeviceStatus
     | Hello
     | Heartbeat

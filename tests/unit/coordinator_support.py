@@ -15,6 +15,7 @@ import numpy as np
 from typing_extensions import Self
 
 from coordinator.aggregation_messages import Job, JobDone, UpdateAdded, WorkerEvent, WorkerReady, WorkerSettings
+from coordinator.message_keys import Voice
 from coordinator.records import AggregateRecord, FederationRecord
 from coordinator.service import Service, start_service
 from coordinator.setup import MakeWorker, Setup
@@ -384,6 +385,7 @@ class World:
     def __post_init__(self) -> None:
         self.broker = MemoryBroker(self._rules)
         self.key = SigningKey.generate()
+        self.voice = Voice(self.key)
         self.root.mkdir(parents=True, exist_ok=True)
         self.store = Store(self.root / "database.sqlite")
         self.artifacts = ArtifactStore(self.root / "artifacts")
@@ -419,7 +421,7 @@ class World:
             store=self.store,
             artifacts=self.artifacts,
             connect=lambda will: MemoryTransport(self.broker, COORDINATOR, will),
-            key=self.key,
+            voice=lambda: self.voice,
             worker=WorkerSettings(1, "cpu", b"s" * 32, self.root / "artifacts", self.root / "spill", self.public_data),
             events=EventLog(self.root / "events.jsonl", time.time),
             make_worker=make_worker,
