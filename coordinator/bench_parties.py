@@ -49,6 +49,7 @@ from fedcg.wire.signing import SigningKey, VerifyKey, open_envelope, seal
 from fedcg.wire.topics import TopicKind, Topics
 from fedcg.wire.transfer import chunk_bytes_for, parse_chunk
 from fedcg.wire.transport import Delivery
+from fedcg.wire.versions import PROTOCOL_VERSION
 
 HELLO_AGAIN_S = 0.5
 TICK_S = 0.25
@@ -325,7 +326,7 @@ class BenchCoordinator:
         incoming = self._ingest.open(delivery)
         if incoming is not None and isinstance(incoming.message, Hello):
             nonce = self._sessions.greet(incoming.device, incoming.message.nonce)
-            self._publisher.welcome(incoming.device, incoming.message.nonce, nonce, time.time())
+            self._publisher.welcome(incoming.device, incoming.message.nonce, nonce, time.time(), PROTOCOL_VERSION)
         elif incoming is not None and isinstance(incoming.message, Manifest):
             self._intake.begin(incoming.device, incoming.message, time.time())
 

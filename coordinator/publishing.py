@@ -12,16 +12,17 @@ from collections.abc import Callable
 from coordinator.cohorts import Cohorts
 from coordinator.ingest import Sessions
 from coordinator.message_keys import Voice
+from fedcg.wire import versions
 from fedcg.wire.errors import TransportError
 from fedcg.wire.messages import (
     COORDINATOR,
     EVERYONE,
     MAX_KEY_LINKS,
-    PROTOCOL_VERSION,
     AnyMessage,
     ArtifactRef,
     CoordinatorStatus,
     Finished,
+    Hello,
     Invite,
     KeyChain,
     Left,
@@ -30,6 +31,7 @@ from fedcg.wire.messages import (
     Offer,
     Outcome,
     Receipt,
+    Refusal,
     Welcome,
 )
 from fedcg.wire.presets import DEFAULT_PRESET, PRESETS, LinkLimits
@@ -143,18 +145,32 @@ class Publisher:
         )
         return self._publish(self._topics.offer, self._seal(message), retain=True)
 
-    def welcome(self, device: str, device_nonce: str, nonce: str, server_time: float) -> bool:
-        """Answer a hello."""
+    def welcome(self, device: str, device_nonce: str, nonce: str, server_time: float, version: int) -> bool:
+        """Answer a hello, with the version that the session has."""
         message = Welcome(
             federation=self._topics.federation,
             sender=COORDINATOR,
             recipient=device,
             epoch=self._epoch,
-            version=PROTOCOL_VERSION,
+            version=version,
             device_nonce=device_nonce,
             nonce=nonce,
             server_time=server_time,
             cohort=self._cohorts.verdict(device),
+        )
+        return self._publish(self._topics.down_control(device), self._seal(message))
+
+    def turn_away(self, device: str, hello: Hello) -> bool:
+        """Answer a hello of versions that are not spoken here."""
+        message = Refusal(
+            federation=self._topics.federation,
+            sender=COORDINATOR,
+            recipient=device,
+            epoch=self._epoch,
+            device_nonce=hello.nonce,
+            versions=versions.SPOKEN,
+            device_versions=hello.versions,
+            update=versions.outdated(hello.versions, versions.SPOKEN),
         )
         return self._publish(self._topics.down_control(device), self._seal(message))
 

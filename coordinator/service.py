@@ -46,6 +46,7 @@ from coordinator.setup import Setup
 from coordinator.uplink import Checked, Uplink
 from coordinator.uploads import Grant, Received
 from fedcg.learning.spec import FederationSpec
+from fedcg.wire import versions
 from fedcg.wire.errors import IntegrityError
 from fedcg.wire.messages import Accept, Decline, DeviceStatus, Heartbeat, Hello, Leave, Manifest, Need
 from fedcg.wire.topics import TopicKind, Topics
@@ -105,6 +106,7 @@ class Service:
         self._worker_pid: int | None = None
         self._attendance = Attendance(self._conductor, self._uplink.intake, setup.events)
         self._accepted: set[tuple[str, int, int]] = set()
+        self._turned_away: set[str] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._link_up = False
         self._invited_at = 0.0
@@ -245,6 +247,10 @@ class Service:
                 self._publisher.chunks(device, source, message.ranges)
 
     async def _hello(self, device: str, hello: Hello) -> None:
+        version = versions.agree(hello.versions)
+        if version is None:
+            self._turn_away(device, hello)
+            return
         nonce = self._sessions.greet(device, hello.nonce)
         self._accepted = {entry for entry in self._accepted if entry[0] != device}
         now = self._setup.clock()
@@ -255,9 +261,18 @@ class Service:
             log.warning(
                 "%s: its cohort secret is not that of %s: private networks start apart", device, ", ".join(unlike)
             )
-        self._publisher.welcome(device, hello.nonce, nonce, now)
+        self._publisher.welcome(device, hello.nonce, nonce, now, version)
         self._attendance.presence.expect(device, hello.heartbeat_s, time.monotonic())
         await self._attendance.came(device)
+
+    def _turn_away(self, device: str, hello: Hello) -> None:
+        self._ingest.refused["Version"] += 1
+        reason = versions.explain_versions(hello.versions, versions.SPOKEN)
+        if device not in self._turned_away:
+            self._turned_away.add(device)
+            self._events.write("version_refused", client=device, agent=hello.agent, reason=reason)
+            log.warning("%s (agent %s): %s", device, hello.agent, reason)
+        self._publisher.turn_away(device, hello)
 
     async def _answered(
         self, device: str, answer: Accept | Decline, participant: ParticipantState, reason: str

@@ -32,9 +32,7 @@ from edge_client.session_events import (
     DownloadSilent,
     Event,
     Finalised,
-    Invited,
     LinkChanged,
-    Offered,
     OutboxFound,
     RoundCommitted,
     RoundFailed,
@@ -42,9 +40,9 @@ from edge_client.session_events import (
     Tick,
     TrainerDied,
     TrainerReady,
-    Welcomed,
 )
 from edge_client.session_state import SessionState, next_deadline
+from edge_client.telling import Telling
 from edge_client.trainer_process import (
     Chosen,
     Committed,
@@ -57,7 +55,7 @@ from edge_client.trainer_process import (
 from fedcg.event_log import EventLog
 from fedcg.wire.errors import WireError
 from fedcg.wire.key_chain import PinnedKey
-from fedcg.wire.messages import COORDINATOR, CohortVerdict, Heartbeat, Need
+from fedcg.wire.messages import COORDINATOR, Heartbeat, Need
 from fedcg.wire.signing import SigningKey, VerifyKey
 from fedcg.wire.transport import Delivery, Transport
 
@@ -65,7 +63,6 @@ INBOX_MAX = 2048  # at most 250 MB of chunks; what does not fit is asked for aga
 IDLE_S = 0.25
 DOWNLOADING_S = 0.05
 WITHHELD = "withheld"  # how an update ended that its owner forbade after it was made
-REFUSALS_TOLD = 50  # per connection: a flood must not fill the disk
 _log = logging.getLogger(__name__)
 
 
@@ -118,7 +115,7 @@ class Agent:
         self._clock = clock
         self._inbox: queue.Queue[_Item] = queue.Queue(INBOX_MAX)
         self._dropped = 0
-        self._refusals = 0
+        self._telling = Telling(config.device, store.root, events)
         self._stopping = False
         self._trainer = make_trainer(self._inbox.put)
         self._memory = Remembered(store, config.federation, keys.coordinator)
@@ -139,7 +136,6 @@ class Agent:
         self._incoming = Incoming(config.federation, config.device, self._memory, self._handshake, self._downloads)
         self._actions = Actions(config, store, self._outgoing, self._downloads, self._trainer, events, clock)
         self._events_due: deque[Event] = deque()
-        self._cohort = CohortVerdict.ALONE
         self._state = self._restored()
 
     def stop(self) -> None:
@@ -228,7 +224,7 @@ class Agent:
         self._events_due.append(event)
         while self._events_due:
             due = self._events_due.popleft()
-            self._tell(due)
+            self._telling.tell(due)
             self._state, commands = step(self._state, due, self._clock())
             for command in commands:
                 self._carry_out(command)
@@ -237,7 +233,7 @@ class Agent:
         try:
             follows = self._actions.carry_out(command, self._state)
         except OSError as error:  # a full disk must not take the commands after this one along: nobody gives them again
-            self._stumble(type(command).__name__, error)
+            self._telling.stumble(type(command).__name__, error)
             return
         if follows is not None:
             self._events_due.append(follows)
@@ -246,15 +242,15 @@ class Agent:
         try:
             meaning = self._incoming.open(delivery, self._clock())
         except WireError as error:
-            self._refuse(delivery.topic, str(error))
+            self._telling.refuse(delivery.topic, str(error))
             return
         except OSError as error:
-            self._stumble("a download", error)
+            self._telling.stumble("a download", error)
             return
         try:
             self._memory.save()
         except OSError as error:  # the message counts all the same: a broadcast is not repeated
-            self._stumble("what is remembered of the coordinator", error)
+            self._telling.stumble("what is remembered of the coordinator", error)
         if isinstance(meaning, PinnedKey):
             self._events.write("coordinator_key", serial=meaning.serial, key=meaning.key.hex)
             self._outgoing.ask_for_broadcasts()
@@ -265,10 +261,10 @@ class Agent:
         try:
             download = self._downloads.completed(self._clock())
         except WireError as error:
-            self._refuse("download", str(error))
+            self._telling.refuse("download", str(error))
             return
         except OSError as error:
-            self._stumble("a download", error)
+            self._telling.stumble("a download", error)
             return
         if download is not None:
             self._keep(download)
@@ -280,10 +276,10 @@ class Agent:
             else:
                 self._store.artifacts.adopt(download.file, download.artifact)
         except ValueError as error:  # not a spec: the check that follows refuses it
-            self._refuse("spec", str(error))
+            self._telling.refuse("spec", str(error))
         except OSError as error:
             self._downloads.failed(download.artifact, self._clock())  # a full disk: tried again when there is room
-            self._stumble("a download", error)
+            self._telling.stumble("a download", error)
             return
         self._downloads.kept(download.artifact)
         self._events.write(
@@ -302,8 +298,7 @@ class Agent:
 
     def _link_changed(self, up: bool) -> None:
         self._handshake.close()
-        self._refusals = 0
-        self._events.write("link", up=up)
+        self._telling.link(up=up)
         if up:
             self._outgoing.status(online=True)
             try:
@@ -321,7 +316,7 @@ class Agent:
         try:
             check_kept(self._store.generations.update_bytes(generation), self._config.policy, self._config.device)
         except FirewallError as error:
-            self._refuse("outbox", str(error))
+            self._telling.refuse("outbox", str(error))
             cursor = entry.cursor
             self._store.save_delivery(
                 DeliveryRecord(entry.artifact, cursor.round, cursor.attempt, WITHHELD, str(error))
@@ -363,7 +358,7 @@ class Agent:
         try:
             needs = list(self._downloads.needs(now))
         except OSError as error:
-            self._stumble("a download", error)
+            self._telling.stumble("a download", error)
             return
         for artifact, ranges in needs:
             self._outgoing.send(
@@ -405,35 +400,3 @@ class Agent:
             committed=None if generation is None else generation.cursor,
             finalised=final if isinstance(final, str) else None,
         )
-
-    def _tell(self, event: Event) -> None:
-        if isinstance(event, Welcomed | Invited):
-            self._tell_cohort(event.cohort)
-        if isinstance(event, Welcomed):
-            self._events.write("welcomed", epoch=event.epoch)
-        elif isinstance(event, Offered):
-            self._events.write("offer", round=event.offer.round, attempt=event.offer.attempt, live=event.live)
-        elif isinstance(event, Invited):
-            self._events.write("invited", round=event.cursor.round, attempt=event.cursor.attempt)
-
-    def _tell_cohort(self, verdict: CohortVerdict) -> None:
-        if verdict is CohortVerdict.DIFFERENT and self._cohort is not CohortVerdict.DIFFERENT:
-            _log.warning(
-                "%s: other devices have another cohort secret, so private networks start apart and merge badly; compare "
-                "`fedcg cohort status` on all devices",
-                self._config.device,
-            )
-        if verdict is not self._cohort:
-            self._cohort = verdict
-            self._events.write("cohort", others=verdict.value)
-
-    def _stumble(self, what: str, error: OSError) -> None:
-        _log.error(
-            "%s: %s failed: %s. Free space on, or repair, %s", self._config.device, what, error, self._store.root
-        )
-        self._events.write("agent_error", detail=f"{what}: {error}")
-
-    def _refuse(self, what: str, detail: str) -> None:
-        self._refusals += 1
-        if self._refusals <= REFUSALS_TOLD:
-            self._events.write("refused", what=what, detail=detail)

@@ -17,6 +17,7 @@ from edge_client.session_events import (
     Invited,
     Offered,
     Receipted,
+    TurnedAway,
     Welcomed,
 )
 from fedcg.wire.errors import MalformedError, OrderError, SignatureError
@@ -31,6 +32,7 @@ from fedcg.wire.messages import (
     Need,
     Offer,
     Receipt,
+    Refusal,
     Welcome,
 )
 from fedcg.wire.signing import open_envelope
@@ -113,11 +115,13 @@ class Incoming:
         raise MalformedError(f"a {message.kind} message on the topic {kind.value}")
 
     def _direct(self, message: AnyMessage) -> Event:
-        if isinstance(message, Welcome):
+        if isinstance(message, Welcome | Refusal):
             if message.epoch < self._order.highest[0]:
-                raise OrderError(f"a welcome of epoch {message.epoch} after epoch {self._order.highest[0]}")
+                raise OrderError(f"a {message.kind} of epoch {message.epoch} after epoch {self._order.highest[0]}")
+            if isinstance(message, Refusal):
+                return TurnedAway(self._handshake.refusal(message))
             self._handshake.welcome(message)
-            return Welcomed(message.epoch, message.cohort)
+            return Welcomed(message.epoch, message.cohort, message.version)
         self._handshake.admit(message)
         if isinstance(message, Invite):
             return Invited(Cursor(message.round, message.attempt), message.cohort)

@@ -8,11 +8,11 @@ from __future__ import annotations
 from enum import Enum
 from typing import Annotated, Literal, Union
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from fedcg.wire.errors import MalformedError, TooLargeError
+from fedcg.wire.versions import PROTOCOL_VERSION, Side
 
-PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 16 * 1024
 MAX_ARTIFACT_BYTES = 512 * 1024 * 1024
 MAX_CHUNK_BYTES = 120 * 1024
@@ -24,6 +24,7 @@ Identifier = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Signature = Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")]
 Nonce = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+Versions = Annotated[tuple[Annotated[int, Field(ge=1, le=1 << 16)], ...], Field(min_length=1, max_length=8)]
 Count = Annotated[int, Field(ge=0, le=1 << 53)]
 
 
@@ -145,19 +146,28 @@ class DeviceStatus(_Message):
 
 
 class Hello(_Message):
-    """A device opens a session.
+    """A device opens a session. Fields of a later version are read over when its `versions` say that it has one.
 
     Attributes:
+        versions: protocol versions that the device speaks.
         cohort: marks its cohort secret, None where it has none.
         heartbeat_s: promises that it is never silent for longer.
     """
 
+    model_config = ConfigDict(frozen=True, extra="allow")
+
     kind: Literal["hello"] = "hello"
     nonce: Nonce
-    versions: Annotated[tuple[int, ...], Field(min_length=1, max_length=8)]
+    versions: Versions
     agent: Annotated[str, Field(pattern=r"^[A-Za-z0-9.+-]{1,32}$")]
     cohort: Nonce | None = None
     heartbeat_s: Annotated[int, Field(ge=1, le=86_400)] | None = None
+
+    @model_validator(mode="after")
+    def _unknown_fields_are_a_later_versions(self) -> Hello:
+        if self.model_extra and max(self.versions) <= PROTOCOL_VERSION:
+            raise ValueError(f"unknown field {next(iter(self.model_extra))!r}")
+        return self
 
 
 class Heartbeat(_Message):
@@ -175,6 +185,22 @@ class Welcome(_Message):
     nonce: Nonce
     server_time: float
     cohort: CohortVerdict = CohortVerdict.ALONE
+
+
+class Refusal(_Message):
+    """The coordinator answers a hello that it has no protocol version in common with.
+
+    Attributes:
+        versions: what the coordinator speaks.
+        device_versions: what the hello said.
+        update: the side that is behind.
+    """
+
+    kind: Literal["refusal"] = "refusal"
+    device_nonce: Nonce
+    versions: Versions
+    device_versions: Versions
+    update: Side
 
 
 class Invite(_Message):
@@ -245,6 +271,7 @@ Message = Annotated[
         Hello,
         Heartbeat,
         Welcome,
+        Refusal,
         Invite,
         Accept,
         Decline,
@@ -265,6 +292,7 @@ AnyMessage = (
     | Hello
     | Heartbeat
     | Welcome
+    | Refusal
     | Invite
     | Accept
     | Decline

@@ -1,0 +1,74 @@
+"""What the agent tells its operator: lines of the event log, and warnings where something has to be done."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from edge_client.session_events import Event, Invited, Offered, TurnedAway, Welcomed
+from fedcg.event_log import EventLog
+from fedcg.wire.messages import CohortVerdict
+
+REFUSALS_TOLD = 50  # per connection: a flood must not fill the disk
+_log = logging.getLogger(__name__)
+
+
+class Telling:
+    """Writes events of one device.
+
+    Args:
+        device: its id.
+        root: its private store, for messages about the disk.
+        events: the event log.
+
+    Attributes:
+        refusals: what was refused since the link came up.
+    """
+
+    def __init__(self, device: str, root: Path, events: EventLog) -> None:
+        self._device = device
+        self._root = root
+        self._events = events
+        self._cohort = CohortVerdict.ALONE
+        self.refusals = 0
+
+    def tell(self, event: Event) -> None:
+        """One line for an event that an operator wants to know of."""
+        if isinstance(event, Welcomed | Invited):
+            self._tell_cohort(event.cohort)
+        if isinstance(event, Welcomed):
+            self._events.write("welcomed", epoch=event.epoch, version=event.version)
+        elif isinstance(event, TurnedAway):
+            self.refuse("hello", event.reason)
+            _log.error("%s: %s", self._device, event.reason)
+        elif isinstance(event, Offered):
+            self._events.write("offer", round=event.offer.round, attempt=event.offer.attempt, live=event.live)
+        elif isinstance(event, Invited):
+            self._events.write("invited", round=event.cursor.round, attempt=event.cursor.attempt)
+
+    def link(self, *, up: bool) -> None:
+        """The link came or went."""
+        self.refusals = 0
+        self._events.write("link", up=up)
+
+    def refuse(self, what: str, detail: str) -> None:
+        """Something was refused; counted always, told up to a bound."""
+        self.refusals += 1
+        if self.refusals <= REFUSALS_TOLD:
+            self._events.write("refused", what=what, detail=detail)
+
+    def stumble(self, what: str, error: OSError) -> None:
+        """The disk did not do what it should."""
+        _log.error("%s: %s failed: %s. Free space on, or repair, %s", self._device, what, error, self._root)
+        self._events.write("agent_error", detail=f"{what}: {error}")
+
+    def _tell_cohort(self, verdict: CohortVerdict) -> None:
+        if verdict is CohortVerdict.DIFFERENT and self._cohort is not CohortVerdict.DIFFERENT:
+            _log.warning(
+                "%s: other devices have another cohort secret, so private networks start apart and merge badly; compare "
+                "`fedcg cohort status` on all devices",
+                self._device,
+            )
+        if verdict is not self._cohort:
+            self._cohort = verdict
+            self._events.write("cohort", others=verdict.value)
