@@ -6,7 +6,6 @@ Relative paths are relative to the file. Knows nothing of networks or training; 
 from __future__ import annotations
 
 import difflib
-import ipaddress
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -18,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from edge_client.errors import ConfigError, ConfigProblem
 from fedcg.wire.enrolment import URL_PATTERN
 from fedcg.wire.messages import MAX_CHUNK_BYTES, Identifier
+from fedcg.wire.mqtt_config import is_loopback
 from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, DEFAULT_ALLOW_UPLOAD, Part, ReportField
 from fedcg.wire.presets import DEFAULT_PRESET, LinkLimits, PresetName, limits_for
 
@@ -33,14 +33,6 @@ _KEY = re.compile(r"^\s*\"?([A-Za-z0-9_-]+)\"?\s*=")
 
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-def is_loopback(host: str) -> bool:
-    """Whether `host` can only be this machine."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 class BrokerSection(_Section):
@@ -147,6 +139,10 @@ class AgentConfig(_Section):
         if self.tls is None and not self.broker.insecure:
             raise ValueError(
                 "a [tls] table with ca, cert and key is missing (only broker.insecure = true does without it)"
+            )
+        if self.tls is not None and self.broker.insecure:
+            raise ValueError(
+                "broker.insecure = true would send in plain text although there is a [tls] table; leave one out"
             )
         return self
 
