@@ -20,6 +20,7 @@ else:
 
 LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
 EVERY_ADDRESS = "0.0.0.0"  # noqa: S104 - boxes are on other machines; TLS and a token are asked of each
+KEEP_ROUNDS = 10
 Port = Annotated[int, Field(ge=1, le=65535)]
 
 
@@ -92,6 +93,16 @@ class AggregationSettings(_Section):
     public_images: Annotated[int, Field(ge=1, le=1_000_000)] = 10_000
 
 
+class StorageSettings(_Section):
+    """What stays on the disk.
+
+    Attributes:
+        keep_rounds: closed rounds whose updates and aggregates stay; older ones are deleted when a round closes.
+    """
+
+    keep_rounds: Annotated[int, Field(ge=1, le=1_000_000)] = KEEP_ROUNDS
+
+
 class CoordinatorConfig(_Section):
     """coordinator.toml."""
 
@@ -99,6 +110,7 @@ class CoordinatorConfig(_Section):
     api: ApiSettings = ApiSettings()
     enrolment: EnrolmentSettings = EnrolmentSettings()
     aggregation: AggregationSettings = AggregationSettings()
+    storage: StorageSettings = StorageSettings()
 
     @property
     def enrolment_host(self) -> str:
@@ -208,4 +220,8 @@ device = "{config.aggregation.device}"
 # Unlabelled images, a folder or an .npz, for methods that distil on some (feddf); must stay as they are while a round runs.
 {public_line}
 public_images = {config.aggregation.public_images}
+
+[storage]
+# Updates and aggregates of so many closed rounds stay on the disk; older ones are deleted. What a restart needs always stays.
+keep_rounds = {config.storage.keep_rounds}
 """

@@ -151,6 +151,7 @@ def _setup(home: Home, config: CoordinatorConfig) -> Iterator[Setup]:
             events=events,
             publish_access=lambda: _apply_members(home),
             limits=config.broker.limits,
+            keep_rounds=config.storage.keep_rounds,
         )
     finally:
         store.close()

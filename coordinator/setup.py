@@ -9,6 +9,7 @@ from typing import Protocol
 
 from coordinator.aggregation import AggregationWorker
 from coordinator.aggregation_messages import Job, WorkerEvent, WorkerSettings
+from coordinator.config import KEEP_ROUNDS
 from coordinator.message_keys import Voice
 from coordinator.records import FederationRecord
 from coordinator.store import Store
@@ -57,6 +58,7 @@ class Setup:
         limits: how the link to the broker is used.
         clock: unix time.
         make_worker: makes what merges updates.
+        keep_rounds: closed rounds whose updates and aggregates stay on the disk.
         publish_access: makes the broker apply who may take part; blocking.
     """
 
@@ -71,4 +73,5 @@ class Setup:
     limits: LinkLimits = PRESETS[DEFAULT_PRESET]
     clock: Callable[[], float] = time.time
     make_worker: MakeWorker = AggregationWorker
+    keep_rounds: int = KEEP_ROUNDS
     publish_access: Callable[[], object] = lambda: None

@@ -285,6 +285,20 @@ class Store:
         query = select(table).where(table.c.federation == federation).order_by(table.c.round)
         return [AggregateRecord(**row) for row in self._rows(query)]
 
+    def artifacts_of_rounds(self, federation: str, first: int, end: int | None) -> set[str]:
+        """Ids of what rounds from `first` on, up to `end` without it, put on the disk or start from.
+
+        A round starts from the aggregate before it, so that one counts to both, and its server state too.
+        """
+        updates, aggregates = schema.updates, schema.aggregates
+        rounds = [updates.c.round >= first] + ([] if end is None else [updates.c.round < end])
+        made = [aggregates.c.round >= first - 1] + ([] if end is None else [aggregates.c.round < end])
+        sent = self._rows(select(updates.c.artifact).where(updates.c.federation == federation, *rounds))
+        merged = self._rows(
+            select(aggregates.c.artifact, aggregates.c.server_state).where(aggregates.c.federation == federation, *made)
+        )
+        return {artifact for row in (*sent, *merged) for artifact in row.values()}
+
     # The round engine
 
     def round_state(self, federation: str) -> RoundState:

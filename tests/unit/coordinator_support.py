@@ -381,6 +381,7 @@ class World:
     max_attempts: int = 3
     deadline_s: float = 600.0
     public_data: Path | None = None
+    keep_rounds: int = 10
 
     def __post_init__(self) -> None:
         self.broker = MemoryBroker(self._rules)
@@ -425,6 +426,7 @@ class World:
             worker=WorkerSettings(1, "cpu", b"s" * 32, self.root / "artifacts", self.root / "spill", self.public_data),
             events=EventLog(self.root / "events.jsonl", time.time),
             make_worker=make_worker,
+            keep_rounds=self.keep_rounds,
         )
 
     def start_devices(self) -> None:
