@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from coordinator.errors import ConfigError
+from fedcg.watchdog import STALL_S
 from fedcg.wire.messages import MAX_CHUNK_BYTES
 from fedcg.wire.presets import DEFAULT_PRESET, LinkLimits, PresetName, limits_for
 
@@ -85,12 +86,14 @@ class AggregationSettings(_Section):
         device: "cpu", "cuda", or "auto" for a GPU when there is one.
         public_data: unlabelled images for methods that distil on some (FedDF): a folder, or an .npz; relative to this file.
         public_images: at most so many of them are read.
+        stall_s: seconds without a sign of life after which the worker is replaced.
     """
 
     threads: Annotated[int, Field(ge=1, le=1024)] = 1
     device: Literal["auto", "cpu", "cuda"] = "auto"
     public_data: Annotated[str, Field(min_length=1)] | None = None
     public_images: Annotated[int, Field(ge=1, le=1_000_000)] = 10_000
+    stall_s: Annotated[float, Field(ge=1, le=86_400)] = STALL_S
 
 
 class StorageSettings(_Section):
@@ -220,6 +223,8 @@ device = "{config.aggregation.device}"
 # Unlabelled images, a folder or an .npz, for methods that distil on some (feddf); must stay as they are while a round runs.
 {public_line}
 public_images = {config.aggregation.public_images}
+# The worker is replaced when it has work and gives no sign of life for so many seconds.
+stall_s = {config.aggregation.stall_s}
 
 [storage]
 # Updates and aggregates of so many closed rounds stay on the disk; older ones are deleted. What a restart needs always stays.

@@ -147,6 +147,7 @@ def _setup(home: Home, config: CoordinatorConfig) -> Iterator[Setup]:
                 home.spill,
                 home.public_data(config),
                 config.aggregation.public_images,
+                config.aggregation.stall_s,
             ),
             events=events,
             publish_access=lambda: _apply_members(home),

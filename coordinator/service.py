@@ -363,7 +363,7 @@ class Service:
             self._events.write("worker_ready", pid=event.pid, threads=event.threads, device=event.device)
         elif isinstance(event, WorkerDied):
             self._worker_pid = None
-            self._events.write("worker_died", pid=event.pid, deaths=event.deaths)
+            self._events.write("worker_died", pid=event.pid, deaths=event.deaths, reason=event.reason)
         elif isinstance(event, PhaseStarted):
             self._write_progress("phase_started", event, client=event.client)
         elif isinstance(event, Progressed):

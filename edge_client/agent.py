@@ -336,7 +336,7 @@ class Agent:
         elif isinstance(report, Chosen):
             self._handle(Finalised(report.aggregate, report.succeeded))
         elif isinstance(report, Exited):
-            self._events.write("trainer_died", pid=report.pid, exit_code=report.exit_code)
+            self._events.write("trainer_died", pid=report.pid, exit_code=report.exit_code, reason=report.reason)
             try:
                 self._adopt_commit()  # it may have died between its commit and its report
             finally:

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from edge_client.errors import ConfigError, ConfigProblem
+from fedcg.watchdog import STALL_S
 from fedcg.wire.enrolment import URL_PATTERN
 from fedcg.wire.messages import MAX_CHUNK_BYTES, Identifier
 from fedcg.wire.mqtt_config import is_loopback
@@ -110,6 +111,9 @@ class TrainingSection(_Section):
     shadow: bool = False
     device: Annotated[Literal["auto", "cpu", "cuda"], Field(description="auto, cpu or cuda")] = "auto"
     threads: Annotated[int, Field(ge=0, le=256, description="0 = chosen for this box")] = 0
+    stall_s: Annotated[
+        float, Field(ge=1, le=86_400, description="seconds without progress after which training is started again")
+    ] = STALL_S
 
 
 class ExportSection(_Section):

@@ -62,6 +62,8 @@ class Plan:
     preset: PresetName = "mosquitto"
     chunk_bytes: int | None = 16 * 1024
     keepalive_s: int = 5
+    min_clients: int | None = None  # all devices when None
+    deadline_s: float = 600.0
 
     @staticmethod
     def load(root: Path) -> Plan:
@@ -105,9 +107,9 @@ async def run_coordinator(root: Path) -> None:
             spec.method,
             artifacts.put(spec.canonical()),
             spec.rounds,
-            len(plan.agent_ports),
+            plan.min_clients or len(plan.agent_ports),
             3,
-            600.0,
+            plan.deadline_s,
             1,
             1.0,
         )
