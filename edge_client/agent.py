@@ -148,13 +148,12 @@ class Agent:
         Returns:
             0; or 1 when the federation is over and this device could not choose or export its model.
         """
-        cohort = self._store.cohort_secret() is not None
         self._events.write(
             "agent_started",
             pid=os.getpid(),
             device=self._config.device,
             federation=self._config.federation,
-            cohort_secret=cohort,
+            cohort_secret=self._store.cohort_secret() is not None,
         )
         try:
             self._handle(Tick())  # starts the training process: it loads torch while the link comes up
@@ -310,17 +309,15 @@ class Agent:
 
     def _find_outbox(self) -> None:
         generation, _ = self._store.generations.current()
-        entry = self._store.outbox(generation)
-        if generation is None or entry is None:
+        if generation is None or (entry := self._store.outbox(generation)) is None:
             return
         try:
             check_kept(self._store.generations.update_bytes(generation), self._config.policy, self._config.device)
         except FirewallError as error:
             self._telling.refuse("outbox", str(error))
             cursor = entry.cursor
-            self._store.save_delivery(
-                DeliveryRecord(entry.artifact, cursor.round, cursor.attempt, WITHHELD, str(error))
-            )
+            record = DeliveryRecord(entry.artifact, cursor.round, cursor.attempt, WITHHELD, str(error))
+            self._store.save_delivery(record)
             return
         self._handle(OutboxFound(entry.cursor, self._actions.load_update()))
 
