@@ -190,8 +190,12 @@ def test_a_running_coordinator_takes_the_new_key_tells_it_first_and_says_everyth
 def test_a_restarted_coordinator_tells_the_chain_again(world: World) -> None:
     world.voice = rotated(rotated(world.voice, 1), 2)
     with RunningService(world):
+        wait_until(lambda: Topics(FEDERATION).keys in world.broker._retained, "the chain is told")
         spy, heard = spy_on(world)
-        wait_until(lambda: any(delivery.topic == Topics(FEDERATION).keys for delivery in heard), "the chain is told")
+        wait_until(
+            lambda: any(delivery.topic == Topics(FEDERATION).keys for delivery in heard),
+            "it is kept for who comes later",
+        )
         spy.close()
     chain = next(delivery for delivery in heard if delivery.topic == Topics(FEDERATION).keys)
     assert chain.retained

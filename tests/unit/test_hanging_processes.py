@@ -150,6 +150,7 @@ def merged_despite(tmp_path: Path, settings: WorkerSettings) -> list[WorkerEvent
         worker.stop()
 
 
+@pytest.mark.slow
 def test_an_aggregation_worker_that_hangs_is_replaced_and_the_job_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
