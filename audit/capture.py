@@ -12,15 +12,18 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from fedcg.wire.errors import WireError
+from fedcg.wire.errors import OrderError, WireError
 from fedcg.wire.inspection import inspect
+from fedcg.wire.key_chain import check_links
+from fedcg.wire.messages import KeyChain
 from fedcg.wire.parts import TensorCodec, is_delta
 from fedcg.wire.signing import MAGIC as ENVELOPE_MAGIC
-from fedcg.wire.signing import OVERHEAD_BYTES
+from fedcg.wire.signing import OVERHEAD_BYTES, read_envelope
 from fedcg.wire.topics import ParsedTopic, TopicKind, Topics
 from fedcg.wire.transfer import parse_chunk
 
 MAX_HELD_BYTES = 1 << 30  # chunks of unfinished artifacts; beyond it an artifact is given up and reported so
+MAX_PROBLEMS = 100
 
 _CHUNK_KINDS = (TopicKind.UP_CHUNK, TopicKind.DOWN_CHUNK, TopicKind.AGGREGATE)
 _UP_KINDS = (TopicKind.UP_CHUNK, TopicKind.UP_CONTROL, TopicKind.STATUS)
@@ -125,6 +128,8 @@ class Capture:
         self._round_of: dict[str, int] = {}
         self._chunk_bytes: dict[tuple[str, str, str], int] = {}
         self._control_bytes: dict[tuple[str, str, int], int] = {}
+        self._keys: dict[int, str] = {}
+        self._key_problems: list[str] = []
         self._foreign = 0
         self._damaged = 0
 
@@ -212,6 +217,8 @@ class Capture:
         entry.count += 1
         entry.fields |= set(fields) - _ENVELOPE_FIELDS
         entry.senders.add(str(fields.get("sender", "unknown")))
+        if kind == "key_chain":
+            self._learn_keys(payload)
         completed: list[Completed] = []
         for value in fields.values():
             if isinstance(value, dict) and isinstance(value.get("id"), str):
@@ -220,6 +227,19 @@ class Capture:
         if kind == "finished" and isinstance(final, dict):
             self.finished_with = str(final.get("id"))
         return completed
+
+    def _learn_keys(self, payload: bytes) -> None:
+        """Write down the coordinator's keys, and whatever is wrong with how they followed one another."""
+        try:
+            chain = read_envelope(payload).message
+            if isinstance(chain, KeyChain):
+                check_links(chain)
+                for link in chain.links:
+                    if self._keys.setdefault(link.serial, link.new) != link.new:
+                        raise OrderError(f"key {link.serial} was told twice, and differently")
+        except WireError as error:
+            if str(error) not in self._key_problems and len(self._key_problems) < MAX_PROBLEMS:
+                self._key_problems.append(str(error))
 
     def _learn_reference(self, value: Mapping[str, object], round_number: int) -> list[Completed]:
         artifact, size, chunk_bytes = str(value["id"]), _number(value.get("size")), _number(value.get("chunk_bytes"))
@@ -276,6 +296,8 @@ class Capture:
                 kind: {"count": entry.count, "fields": sorted(entry.fields), "senders": sorted(entry.senders)}
                 for kind, entry in sorted(self._messages.items())
             },
+            "coordinator_keys": {str(serial): key for serial, key in sorted(self._keys.items())},
+            "key_problems": self._key_problems,
             "incomplete": self._open(),
             "bases_not_seen": self._bases_not_seen(),
             "undecoded": [seen.id for seen in artifacts if seen.problem],

@@ -20,6 +20,7 @@ from coordinator.config import CoordinatorConfig
 from coordinator.enrolment import certificate_record
 from coordinator.errors import EnrolmentError
 from coordinator.home import Home
+from coordinator.message_keys import voice_of
 from coordinator.peers import member_of
 from coordinator.provision.pki import CA_NAME, certify, credential_of
 from coordinator.records import CertificateRecord, TokenRecord, TokenState
@@ -37,7 +38,7 @@ from fedcg.wire.enrolment import (
     key_digest,
     renewal_statement,
 )
-from fedcg.wire.signing import SigningKey, VerifyKey
+from fedcg.wire.signing import VerifyKey
 from fedcg.wire.topics import check_device_id
 
 log = logging.getLogger(__name__)
@@ -188,7 +189,7 @@ class Admission:
             federation=self.store.federations()[0].id,
             certificate=certificate.pem,
             authority=self.authority().decode(),
-            coordinator_key=SigningKey.load(self.home.signing_key).public.hex,
+            coordinator_key=voice_of(self.home, self.store).key.public.hex,
             broker_host=self.config.broker.host,
             broker_port=self.config.broker.port,
             broker_preset=self.config.broker.preset,

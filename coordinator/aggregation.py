@@ -22,12 +22,14 @@ from coordinator.aggregation_messages import (
     Reply,
     Request,
     UpdateAdded,
+    WorkerBroke,
     WorkerDied,
     WorkerEvent,
     WorkerReady,
     WorkerSettings,
 )
 from coordinator.aggregation_worker import worker_main
+from fedcg.watchdog import POLL_S, Watchdog
 
 MAX_DEATHS = 5
 """Deaths without progress after which a job is given up: such an update kills every worker, memory for example."""
@@ -38,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 class AggregationWorker:
-    """Keeps one worker process alive and its job going.
+    """Keeps one worker process alive and its job going; one that hangs, or whose card broke, is replaced.
 
     Args:
         settings: what the worker may use.
@@ -46,6 +48,9 @@ class AggregationWorker:
     """
 
     def __init__(self, settings: WorkerSettings, notify: Callable[[WorkerEvent], None]) -> None:
+        self._watchdog = Watchdog(settings.stall_s)
+        self._unanswered = 0
+        self._reason = ""
         self._settings = settings
         self._notify = notify
         self._lock = threading.Condition()
@@ -105,6 +110,9 @@ class AggregationWorker:
                     return
                 request = self._wanted[self._told]
                 self._told += 1
+                if not isinstance(request, Job):
+                    self._unanswered += 1
+                    self._watchdog.alive()
             try:
                 connection.send(request)
             except OSError:
@@ -117,9 +125,19 @@ class AggregationWorker:
                 return
             try:
                 while True:
+                    self._await(connection)
                     self._take(connection.recv())
             except (EOFError, OSError):
                 self._bury()
+
+    def _await(self, connection: Connection) -> None:
+        """Wait for a reply; a worker that has work and gives no sign of life is killed, which ends its pipe."""
+        while not connection.poll(POLL_S):
+            with self._lock:
+                process = self._process
+                if process is not None and not self._reason and self._watchdog.is_hanging():
+                    self._reason = self._watchdog.reason
+                    process.kill()  # also ends a stopped process
 
     def _spawn(self) -> Connection | None:
         context = multiprocessing.get_context("spawn")
@@ -131,12 +149,23 @@ class AggregationWorker:
                 target=worker_main, args=(theirs, self._settings), name="fedcg-aggregation", daemon=True
             )
             self._process.start()
-            self._connection = ours
+            self._connection, self._reason, self._unanswered = ours, "", 0
+            self._watchdog.started()
         theirs.close()
         return ours
 
     def _take(self, reply: Reply) -> None:
         with self._lock:
+            self._watchdog.alive()
+            if isinstance(reply, JobFailed):
+                self._unanswered = 0  # it answers nothing more of this job
+            elif isinstance(reply, UpdateAdded | JobDone):
+                self._unanswered -= 1
+            if self._unanswered <= 0:
+                self._watchdog.rest()
+            if isinstance(reply, WorkerBroke):
+                self._reason = reply.reason
+                return
             if isinstance(reply, WorkerReady):
                 assert self._connection is not None
                 self._told = 0
@@ -178,10 +207,10 @@ class AggregationWorker:
         if self._stopping.is_set():
             return
         pid = (process.pid or 0) if process is not None else 0
-        log.warning("the aggregation worker (process %d) died; starting another one", pid)
-        self._notify(WorkerDied(pid, deaths))
+        log.warning("the aggregation worker (process %d) died; starting another one. %s", pid, self._reason)
+        self._notify(WorkerDied(pid, deaths, self._reason))
         if given_up and job is not None:
-            reason = f"the aggregation worker died {MAX_DEATHS} times over the same updates (out of memory?)"
+            reason = f"the aggregation worker died {MAX_DEATHS} times over the same updates ({self._reason or 'out of memory?'})"
             self._notify(JobFailed(job.round, job.attempt, reason))
         if deaths > 1:
             self._stopping.wait(min(0.1 * 2.0**deaths, MAX_BACKOFF_S))

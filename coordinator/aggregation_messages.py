@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from fedcg.watchdog import STALL_S
+
 
 @dataclass(frozen=True)
 class WorkerSettings:
@@ -17,6 +19,7 @@ class WorkerSettings:
         artifacts: directory of the artifact store.
         spill: directory for the rows of teacher passes.
         public_data: unlabelled images, or None; at most `public_images` of them are read.
+        stall_s: seconds without a sign of life after which a worker that has work is replaced.
     """
 
     threads: int
@@ -26,6 +29,7 @@ class WorkerSettings:
     spill: Path
     public_data: Path | None = None
     public_images: int = 10_000
+    stall_s: float = STALL_S
 
     def __repr__(self) -> str:
         return f"WorkerSettings(threads={self.threads}, device={self.device!r})"
@@ -123,12 +127,20 @@ class JobFailed:
 
 
 @dataclass(frozen=True)
+class WorkerBroke:
+    """The worker's accelerator can't be used by this process any more: it ends, and another one tries again."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class WorkerDied:
-    """The worker is gone; another one is being started."""
+    """The worker is gone; another one is being started. `reason` when it said why it ends, or hung."""
 
     pid: int
     deaths: int
+    reason: str = ""
 
 
-Reply = WorkerReady | PhaseStarted | Progressed | UpdateAdded | JobDone | JobFailed
+Reply = WorkerReady | PhaseStarted | Progressed | UpdateAdded | JobDone | JobFailed | WorkerBroke
 WorkerEvent = Reply | WorkerDied

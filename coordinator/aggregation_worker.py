@@ -28,6 +28,7 @@ from coordinator.aggregation_messages import (
     Reply,
     Request,
     UpdateAdded,
+    WorkerBroke,
     WorkerReady,
     WorkerSettings,
 )
@@ -122,7 +123,12 @@ class Workbench:
         try:
             work()
         except Exception as error:  # noqa: BLE001 - the run loop of this process; the reason goes to the operator
+            from fedcg.learning.device_errors import BROKEN_EXIT, is_sticky
+
             reason = f"{type(error).__name__}: {error}"[:280]
+            if is_sticky(error):
+                self._send(WorkerBroke(reason))
+                os._exit(BROKEN_EXIT)
             self._send(JobFailed(self._job.round, self._job.attempt, reason))
             return False
         return True

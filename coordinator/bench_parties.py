@@ -21,6 +21,7 @@ from coordinator.cohorts import Cohorts
 from coordinator.inbox import Inbox
 from coordinator.ingest import Ingest, Sessions
 from coordinator.intake import Intake, IntakeEvent, IntakeFailed
+from coordinator.message_keys import Voice
 from coordinator.publishing import Publisher
 from coordinator.uploads import Received, Uploads
 from fedcg.wire.artifacts import ArtifactStore
@@ -48,6 +49,7 @@ from fedcg.wire.signing import SigningKey, VerifyKey, open_envelope, seal
 from fedcg.wire.topics import TopicKind, Topics
 from fedcg.wire.transfer import chunk_bytes_for, parse_chunk
 from fedcg.wire.transport import Delivery
+from fedcg.wire.versions import PROTOCOL_VERSION
 
 HELLO_AGAIN_S = 0.5
 TICK_S = 0.25
@@ -281,8 +283,8 @@ class BenchCoordinator:
         self._ingest = Ingest(self._topics, self._sessions)
         self._ingest.learn_keys(devices.items())
         self._transport = MqttTransport(party.mqtt)
-        key = SigningKey.load(party.signing)
-        self._publisher = Publisher(self._transport, self._topics, key, 1, self._sessions, Cohorts(), party.limits)
+        voice = Voice(SigningKey.load(party.signing))
+        self._publisher = Publisher(self._transport, self._topics, voice, 1, self._sessions, Cohorts(), party.limits)
         self._store = ArtifactStore(party.folder)
         partials = Partials(party.folder / ".partial", 1024, 1 << 40)
         self._inbox: Inbox[Delivery | IntakeEvent | bool] = Inbox(asyncio.get_running_loop())
@@ -326,7 +328,7 @@ class BenchCoordinator:
         incoming = self._ingest.open(delivery)
         if incoming is not None and isinstance(incoming.message, Hello):
             nonce = self._sessions.greet(incoming.device, incoming.message.nonce)
-            self._publisher.welcome(incoming.device, incoming.message.nonce, nonce, time.time())
+            self._publisher.welcome(incoming.device, incoming.message.nonce, nonce, time.time(), PROTOCOL_VERSION)
         elif incoming is not None and isinstance(incoming.message, Manifest):
             self._intake.begin(incoming.device, incoming.message, time.time())
 

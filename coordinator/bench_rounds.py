@@ -17,6 +17,7 @@ from coordinator.aggregation_messages import WorkerSettings
 from coordinator.bench_parties import NoWorker, run_devices
 from coordinator.bench_stage import FEDERATION, SECONDS_MAX, Bench, bench, device_name, expect, process_of
 from coordinator.errors import BrokerError
+from coordinator.message_keys import Voice
 from coordinator.records import AggregateRecord, FederationRecord
 from coordinator.service import Service, start_service
 from coordinator.setup import Setup
@@ -135,7 +136,7 @@ async def _serve(made: Bench, spec: FederationSpec, limits: LinkLimits, pipe: An
         store=store,
         artifacts=artifacts,
         connect=lambda will: MqttTransport(made.mqtt(COORDINATOR, limits), will),
-        key=SigningKey.load(home.signing_key),
+        voice=lambda: Voice(SigningKey.load(home.signing_key)),
         worker=WorkerSettings(1, "cpu", home.secret(), home.artifacts, home.spill),
         events=EventLog(home.events_file, time.time),
         limits=limits,

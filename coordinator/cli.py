@@ -98,6 +98,23 @@ def coordinator_run(
     raise typer.Exit(code)
 
 
+@coordinator_app.command("rotate-key")
+def coordinator_rotate_key(directory: Directory, as_json: AsJson = False) -> None:
+    """Replace the key that signs the coordinator's messages; devices follow by a message that the old key signs.
+
+    It does not matter whether the coordinator runs; earlier keys stay in the directory. For a key that was stolen see docs/operations.md.
+    """
+    from coordinator.message_keys import key_file, rotate_key
+
+    with explained(), store_of(directory) as (home, store):
+        link = rotate_key(home, store, time.time())
+    path = key_file(home, link.serial)
+    text = (
+        f"The message key is now number {link.serial}, in {path}. Devices follow when they next hear the coordinator."
+    )
+    tell({"serial": link.serial, "key": link.new, "replaces": link.old, "file": str(path)}, text, as_json=as_json)
+
+
 @federation_app.command("create")
 def federation_create(
     plan: Annotated[Path, typer.Argument(help="TOML file with the plan.")],

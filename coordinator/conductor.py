@@ -16,6 +16,7 @@ from coordinator.aggregation_messages import Job, JobDone
 from coordinator.aggregation_worker import spill_directory
 from coordinator.errors import StoreError
 from coordinator.library import Library
+from coordinator.pruning import Pruner
 from coordinator.publishing import Publisher
 from coordinator.records import AggregateRecord
 from coordinator.rounds import (
@@ -66,6 +67,7 @@ class Conductor:
         self._publisher = publisher
         self._library = library
         self._worker = worker
+        self._pruner = Pruner(setup.store, setup.artifacts, self._id, setup.keep_rounds, library.forget)
         self._uplink: Uploading | None = None
         self._state = RoundState(setup.federation.policy)
         self._base = ""
@@ -102,8 +104,10 @@ class Conductor:
     async def restart(self) -> None:
         """Rebuild the state from the database and go on where it was left."""
         self._state = await asyncio.to_thread(self._store.round_state, self._id)
-        for aggregate in await asyncio.to_thread(self._store.aggregates, self._id):
+        aggregates = await asyncio.to_thread(self._store.aggregates, self._id)
+        for aggregate in aggregates:
             self._library.allow(aggregate.artifact)
+        await self._prune(aggregates[-1].round)
         self._library.allow(self._setup.federation.spec)
         self._events.write("resumed", phase=self._state.phase.value, round=self._state.round)
         await self.apply(Restarted())
@@ -128,7 +132,13 @@ class Conductor:
         )
         spilled = spill_directory(self._setup.worker.spill, self._id, done.round, done.attempt)
         await asyncio.to_thread(shutil.rmtree, spilled, ignore_errors=True)
+        await self._prune(done.round)
         await self.apply(AggregateStored(done.round, done.attempt))
+
+    async def _prune(self, closed: int) -> None:
+        pruned = await asyncio.to_thread(self._pruner.prune, closed)
+        if pruned.files:
+            self._events.write("pruned", files=pruned.files, bytes=pruned.bytes)
 
     async def announce(self) -> None:
         """Publish what the retained offer topic must say now; while the link is down this does nothing."""

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from coordinator.errors import ConfigError
+from fedcg.watchdog import STALL_S
 from fedcg.wire.messages import MAX_CHUNK_BYTES
 from fedcg.wire.presets import DEFAULT_PRESET, LinkLimits, PresetName, limits_for
 
@@ -20,6 +21,7 @@ else:
 
 LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
 EVERY_ADDRESS = "0.0.0.0"  # noqa: S104 - boxes are on other machines; TLS and a token are asked of each
+KEEP_ROUNDS = 10
 Port = Annotated[int, Field(ge=1, le=65535)]
 
 
@@ -106,12 +108,24 @@ class AggregationSettings(_Section):
         device: "cpu", "cuda", or "auto" for a GPU when there is one.
         public_data: unlabelled images for methods that distil on some (FedDF): a folder, or an .npz; relative to this file.
         public_images: at most so many of them are read.
+        stall_s: seconds without a sign of life after which the worker is replaced.
     """
 
     threads: Annotated[int, Field(ge=1, le=1024)] = 1
     device: Literal["auto", "cpu", "cuda"] = "auto"
     public_data: Annotated[str, Field(min_length=1)] | None = None
     public_images: Annotated[int, Field(ge=1, le=1_000_000)] = 10_000
+    stall_s: Annotated[float, Field(ge=1, le=86_400)] = STALL_S
+
+
+class StorageSettings(_Section):
+    """What stays on the disk.
+
+    Attributes:
+        keep_rounds: closed rounds whose updates and aggregates stay; older ones are deleted when a round closes.
+    """
+
+    keep_rounds: Annotated[int, Field(ge=1, le=1_000_000)] = KEEP_ROUNDS
 
 
 class CoordinatorConfig(_Section):
@@ -122,6 +136,7 @@ class CoordinatorConfig(_Section):
     enrolment: EnrolmentSettings = EnrolmentSettings()
     carrier: CarrierSettings = CarrierSettings()
     aggregation: AggregationSettings = AggregationSettings()
+    storage: StorageSettings = StorageSettings()
 
     @property
     def enrolment_host(self) -> str:
@@ -239,4 +254,10 @@ device = "{config.aggregation.device}"
 # Unlabelled images, a folder or an .npz, for methods that distil on some (feddf); must stay as they are while a round runs.
 {public_line}
 public_images = {config.aggregation.public_images}
+# The worker is replaced when it has work and gives no sign of life for so many seconds.
+stall_s = {config.aggregation.stall_s}
+
+[storage]
+# Updates and aggregates of so many closed rounds stay on the disk; older ones are deleted. What a restart needs always stays.
+keep_rounds = {config.storage.keep_rounds}
 """

@@ -13,6 +13,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 
 from coordinator.errors import EnrolmentError
 from coordinator.home import Home
+from coordinator.message_keys import voice_of
 from coordinator.provision.bundle import make_bundle
 from coordinator.records import CertificateRecord
 from coordinator.store import Store
@@ -40,9 +41,10 @@ def enrol(home: Home, store: Store, ids: Sequence[str], out: Path, now: float) -
     if not federations:
         raise EnrolmentError("there is no federation to join yet; open one with `fedcg federation create`")
     _check(store, ids, out)
+    key = voice_of(home, store).key.public
     bundles: dict[str, Path] = {}
     for device in ids:
-        bundle = make_bundle(home, federations[0].id, device, out)
+        bundle = make_bundle(home, federations[0].id, device, key, out)
         store.add_device(
             device, bundle.key.hex, now, certificate_record(device, load_certificate(bundle.certificate), now)
         )

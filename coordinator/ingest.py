@@ -17,7 +17,6 @@ from fedcg.wire.channel import Session, session_id
 from fedcg.wire.errors import MalformedError, OrderError, SignatureError, WireError
 from fedcg.wire.messages import (
     COORDINATOR,
-    PROTOCOL_VERSION,
     Accept,
     AnyMessage,
     Carrier,
@@ -158,9 +157,8 @@ class Ingest:
         if isinstance(message, DeviceStatus) != status_topic:
             raise MalformedError(f"a {message.kind} message on a topic that is not for it")
         if isinstance(message, Hello):
-            if PROTOCOL_VERSION not in message.versions:
-                raise MalformedError(f"the device speaks protocol versions {message.versions}, not {PROTOCOL_VERSION}")
-        elif isinstance(message, Heartbeat | Accept | Decline | Manifest | Need | Leave):
+            return FromDevice(parsed.device, message)
+        if isinstance(message, Heartbeat | Accept | Decline | Manifest | Need | Leave):
             self._sessions.admit(parsed.device, message)
         elif not isinstance(message, DeviceStatus):
             raise MalformedError(f"a {message.kind} message is not for the coordinator")

@@ -26,6 +26,11 @@ class Library:
         """Let devices fetch an artifact."""
         self._allowed.add(artifact)
 
+    def forget(self, artifact: str) -> None:
+        """An artifact goes: nobody may fetch it any more."""
+        self._allowed.discard(artifact)
+        self._sources.pop(artifact, None)
+
     def allows(self, artifact: str) -> bool:
         """Whether devices may fetch it."""
         return artifact in self._allowed

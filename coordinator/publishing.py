@@ -11,23 +11,28 @@ from collections.abc import Callable
 
 from coordinator.cohorts import Cohorts
 from coordinator.ingest import Sessions
+from coordinator.message_keys import Voice
+from fedcg.wire import versions
 from fedcg.wire.errors import TransportError
 from fedcg.wire.messages import (
     COORDINATOR,
     EVERYONE,
-    PROTOCOL_VERSION,
+    MAX_KEY_LINKS,
     AnyMessage,
     ArtifactRef,
     Carrier,
     CoordinatorStatus,
     Finished,
+    Hello,
     Invite,
+    KeyChain,
     Left,
     Manifest,
     Need,
     Offer,
     Outcome,
     Receipt,
+    Refusal,
     Welcome,
 )
 from fedcg.wire.presets import DEFAULT_PRESET, PRESETS, LinkLimits
@@ -57,7 +62,7 @@ class Publisher:
         self,
         transport: Transport,
         topics: Topics,
-        key: SigningKey,
+        voice: Voice,
         epoch: int,
         sessions: Sessions,
         cohorts: Cohorts,
@@ -65,7 +70,7 @@ class Publisher:
     ) -> None:
         self._transport = transport
         self._topics = topics
-        self._key = key
+        self._voice = voice
         self._epoch = epoch
         self._sessions = sessions
         self._cohorts = cohorts
@@ -80,7 +85,34 @@ class Publisher:
     def status(self, *, online: bool) -> bool:
         """Retained: whether a coordinator speaks."""
         message = status_message(self._topics.federation, self._epoch, online=online)
-        return self._publish(self._topics.coordinator, seal(message, self._key), retain=True)
+        return self._publish(self._topics.coordinator, self._seal(message), retain=True)
+
+    def use(self, voice: Voice) -> bool:
+        """Sign with this key from now on; a new one is told to the devices first, and on a new link everything after it.
+
+        Returns:
+            Whether it is a new one.
+        """
+        if voice.links == self._voice.links:
+            return False
+        self._voice = voice
+        self.keys()
+        self._transport.change_will(status_will(self._topics, self._epoch, voice.key))
+        return True
+
+    def keys(self) -> bool:
+        """Retained: how the message key was replaced; nothing while it is still the first one."""
+        links = self._voice.links[-MAX_KEY_LINKS:]
+        if not links:
+            return True
+        message = KeyChain(
+            federation=self._topics.federation,
+            sender=COORDINATOR,
+            recipient=EVERYONE,
+            epoch=self._epoch,
+            links=links,
+        )
+        return self._publish(self._topics.keys, self._seal(message), retain=True)
 
     def offer(
         self, position: tuple[int, int], spec: ArtifactRef, aggregate: ArtifactRef, rounds: int, deadline_at: float
@@ -98,7 +130,7 @@ class Publisher:
             rounds=rounds,
             deadline_at=deadline_at,
         )
-        return self._publish(self._topics.offer, seal(message, self._key), retain=True)
+        return self._publish(self._topics.offer, self._seal(message), retain=True)
 
     def finished(self, position: tuple[int, int], spec: ArtifactRef, aggregate: ArtifactRef) -> bool:
         """Retained: the federation is over."""
@@ -112,22 +144,36 @@ class Publisher:
             spec=spec,
             aggregate=aggregate,
         )
-        return self._publish(self._topics.offer, seal(message, self._key), retain=True)
+        return self._publish(self._topics.offer, self._seal(message), retain=True)
 
-    def welcome(self, device: str, device_nonce: str, nonce: str, server_time: float) -> bool:
-        """Answer a hello."""
+    def welcome(self, device: str, device_nonce: str, nonce: str, server_time: float, version: int) -> bool:
+        """Answer a hello, with the version that the session has."""
         message = Welcome(
             federation=self._topics.federation,
             sender=COORDINATOR,
             recipient=device,
             epoch=self._epoch,
-            version=PROTOCOL_VERSION,
+            version=version,
             device_nonce=device_nonce,
             nonce=nonce,
             server_time=server_time,
             cohort=self._cohorts.verdict(device),
         )
-        return self._publish(self._topics.down_control(device), seal(message, self._key))
+        return self._publish(self._topics.down_control(device), self._seal(message))
+
+    def turn_away(self, device: str, hello: Hello) -> bool:
+        """Answer a hello of versions that are not spoken here."""
+        message = Refusal(
+            federation=self._topics.federation,
+            sender=COORDINATOR,
+            recipient=device,
+            epoch=self._epoch,
+            device_nonce=hello.nonce,
+            versions=versions.SPOKEN,
+            device_versions=hello.versions,
+            update=versions.outdated(hello.versions, versions.SPOKEN),
+        )
+        return self._publish(self._topics.down_control(device), self._seal(message))
 
     def invite(self, device: str, position: tuple[int, int]) -> bool:
         """Ask a device to take part in (round, attempt)."""
@@ -209,11 +255,14 @@ class Publisher:
         """Stop sending chunks."""
         self._sender.close()
 
+    def _seal(self, message: AnyMessage) -> bytes:
+        return seal(message, self._voice.key)
+
     def _tell(self, device: str, message: AnyMessage) -> bool:
         if not self._sessions.has(device):
             return False
         stamped = self._sessions.stamp(device, message)
-        return self._publish(self._topics.down_control(device), seal(stamped, self._key))
+        return self._publish(self._topics.down_control(device), self._seal(stamped))
 
     def _publish(self, topic: str, payload: bytes, *, qos: int = 1, retain: bool = False) -> bool:
         try:

@@ -22,10 +22,11 @@ from sqlalchemy import (
     create_engine,
     event,
 )
+from sqlalchemy.exc import OperationalError
 
 from coordinator.errors import StoreError
+from coordinator.migrations import SCHEMA_VERSION, migrate
 
-SCHEMA_VERSION = 2
 BUSY_TIMEOUT_MS = 10_000
 
 metadata = MetaData()
@@ -86,6 +87,17 @@ federations = Table(
     Column("first_attempt", Integer, nullable=False, default=1),
     Column("created_at", Float, nullable=False),
 )
+key_links = Table(
+    "key_links",
+    metadata,
+    Column("federation", ForeignKey("federations.id"), primary_key=True),
+    Column("serial", Integer, primary_key=True),
+    Column("epoch", Integer, nullable=False),
+    Column("old", String, nullable=False),
+    Column("new", String, nullable=False),
+    Column("signature", String, nullable=False),
+    Column("made_at", Float, nullable=False),
+)
 attempts = Table(
     "attempts",
     metadata,
@@ -143,37 +155,39 @@ def open_database(path: Path) -> Engine:
     """Open (and when new, create) the database: SQLite in WAL mode, every commit synced to disk.
 
     Raises:
-        StoreError: the file is of another version of this program.
+        StoreError: the file is of a newer version of this program, or could not be brought to this one.
     """
     engine = create_engine(f"sqlite:///{path}")
     event.listen(engine, "connect", _configure)
-    with engine.begin() as connection:
-        # Broker and coordinator may start at once after an upgrade: one of them changes the file, the other waits.
-        connection.exec_driver_sql("BEGIN IMMEDIATE")
-        version = connection.exec_driver_sql("PRAGMA user_version").scalar_one()
-        if version == 1:
-            _add_register(connection)
-        elif version not in (0, SCHEMA_VERSION):
-            connection.rollback()
-            engine.dispose()
-            raise StoreError(
-                f"{path} has schema version {version}; this program reads version {SCHEMA_VERSION}. Use the program that "
-                "wrote it, or start a new coordinator directory"
-            )
-        if version != SCHEMA_VERSION:
-            metadata.create_all(connection)
-            connection.exec_driver_sql(f"PRAGMA user_version = {SCHEMA_VERSION}")
+    try:
+        with engine.begin() as connection:
+            # Broker and coordinator may start at once after an upgrade: one of them changes the file, the other waits.
+            connection.exec_driver_sql("BEGIN IMMEDIATE")
+            _bring_up(connection, path)
+    except StoreError:
+        engine.dispose()
+        raise
     return engine
 
 
-def _add_register(connection: Connection) -> None:
-    """From version 1 to 2: devices have a state; the tables of certificates and tokens are new."""
-    for column in (
-        "state VARCHAR DEFAULT 'enrolled' NOT NULL",
-        "ended_at FLOAT",
-        "ended_because VARCHAR DEFAULT '' NOT NULL",
-    ):
-        connection.exec_driver_sql(f"ALTER TABLE devices ADD COLUMN {column}")
+def _bring_up(connection: Connection, path: Path) -> None:
+    version = connection.exec_driver_sql("PRAGMA user_version").scalar_one()
+    if version > SCHEMA_VERSION:
+        raise StoreError(
+            f"{path} has schema version {version}; this program reads up to version {SCHEMA_VERSION}. Use the program that "
+            "wrote it, or start a new coordinator directory"
+        )
+    try:
+        if version == 0:
+            metadata.create_all(connection)
+        else:
+            migrate(connection, version)
+    except OperationalError as error:
+        raise StoreError(
+            f"{path} could not be brought from version {version} to {SCHEMA_VERSION}, and was left as it is: {error.orig}. "
+            "Use the program that wrote it, or a backup"
+        ) from error
+    connection.exec_driver_sql(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
 
 def _configure(connection: Any, _record: object) -> None:

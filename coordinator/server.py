@@ -23,6 +23,7 @@ from coordinator.errors import HomeError
 from coordinator.home import Home
 from coordinator.limits import FailureLimits
 from coordinator.listeners import carrying, listening, server_context, server_credential, serving
+from coordinator.message_keys import voice_of
 from coordinator.provision.pki import CA_NAME, credential_of
 from coordinator.revocation import evict
 from coordinator.service import Service
@@ -34,7 +35,6 @@ from fedcg.wire.artifacts import ArtifactStore
 from fedcg.wire.messages import COORDINATOR
 from fedcg.wire.mqtt import MqttTransport
 from fedcg.wire.mqtt_config import MqttConfig, TlsFiles
-from fedcg.wire.signing import SigningKey
 from fedcg.wire.transport import Transport, Will
 
 GRACEFUL_S = 1
@@ -156,7 +156,7 @@ def _setup(home: Home, config: CoordinatorConfig) -> Iterator[Setup]:
             store=store,
             artifacts=artifacts,
             connect=lambda will: _connect(home, config, will),
-            key=SigningKey.load(home.signing_key),
+            voice=lambda: voice_of(home, store),
             worker=WorkerSettings(
                 config.aggregation.threads,
                 config.aggregation.device,
@@ -165,10 +165,12 @@ def _setup(home: Home, config: CoordinatorConfig) -> Iterator[Setup]:
                 home.spill,
                 home.public_data(config),
                 config.aggregation.public_images,
+                config.aggregation.stall_s,
             ),
             events=events,
             publish_access=lambda: _apply_members(home),
             limits=config.broker.limits,
+            keep_rounds=config.storage.keep_rounds,
         )
     finally:
         store.close()

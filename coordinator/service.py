@@ -23,6 +23,7 @@ from coordinator.aggregation_messages import (
     WorkerEvent,
     WorkerReady,
 )
+from coordinator.attendance import Attendance
 from coordinator.closing import on_daemon
 from coordinator.cohorts import Cohorts
 from coordinator.conductor import Conductor
@@ -32,22 +33,20 @@ from coordinator.intake import IntakeEvent, IntakeFailed
 from coordinator.invitations import REMIND_S, Invitations
 from coordinator.library import Library
 from coordinator.membership import REFRESH_S, Membership
-from coordinator.presence import Presence
 from coordinator.publishing import Publisher, status_will
 from coordinator.rounds import (
     AggregationFailed,
-    CameOnline,
     Phase,
     RoundState,
     Tick,
     UpdateStored,
-    WentOffline,
 )
 from coordinator.setup import Setup
 from coordinator.shelf import Shelf
 from coordinator.uplink import Checked, Uplink
 from coordinator.uploads import Grant, Received
 from fedcg.learning.spec import FederationSpec
+from fedcg.wire import versions
 from fedcg.wire.errors import IntegrityError
 from fedcg.wire.messages import Accept, Decline, DeviceStatus, Heartbeat, Hello, Leave, Manifest, Need
 from fedcg.wire.topics import TopicKind, Topics
@@ -93,10 +92,9 @@ class Service:
         self._sessions = Sessions()
         self._cohorts = Cohorts()
         self._ingest = Ingest(topics, self._sessions)
-        self._transport = setup.connect(status_will(topics, epoch, setup.key))
-        self._publisher = Publisher(
-            self._transport, topics, setup.key, epoch, self._sessions, self._cohorts, setup.limits
-        )
+        voice = setup.voice()
+        self._transport = setup.connect(status_will(topics, epoch, voice.key))
+        self._publisher = Publisher(self._transport, topics, voice, epoch, self._sessions, self._cohorts, setup.limits)
         self._library = Library(setup.artifacts, self._publisher.chunk_bytes)
         self._worker = setup.make_worker(setup.worker, self._inbox.put)
         self._conductor = Conductor(setup, self._publisher, self._library, self._worker)
@@ -106,7 +104,8 @@ class Service:
         self._members = Membership(setup, self._ingest, self._uplink, self._conductor, self._publisher)
         self._topics = topics
         self._worker_pid: int | None = None
-        self._presence = Presence()
+        self._attendance = Attendance(self._conductor, self._uplink.intake, setup.events)
+        self._turned_away: set[str] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._link_up = False
         self._finished_at: float | None = None
@@ -220,18 +219,18 @@ class Service:
 
     async def _message(self, incoming: FromDevice) -> None:
         device, message = incoming.device, incoming.message
-        self._presence.heard(device, time.monotonic())
+        self._attendance.presence.heard(device, time.monotonic())
         if isinstance(message, DeviceStatus):
-            if not message.online and device in self.state.online:
-                await self._went_offline(device, "it said goodbye, or its will did")
+            if not message.online:
+                await self._attendance.went(device, "it said goodbye, or its will did")
         elif isinstance(message, Hello):
             await self._hello(device, message)
         elif isinstance(message, Leave):
             if await self._members.leaves(device):
                 self._spawn(self._members.shut_out())
         else:
-            if device not in self.state.online:
-                await self._came_online(device)
+            if not self._attendance.is_online(device):
+                await self._attendance.came(device)
             await self._in_session(device, message)
 
     async def _in_session(self, device: str, message: Heartbeat | Accept | Decline | Manifest | Need) -> None:
@@ -249,6 +248,10 @@ class Service:
                 self._publisher.chunks(device, source, message.ranges)
 
     async def _hello(self, device: str, hello: Hello) -> None:
+        version = versions.agree(hello.versions)
+        if version is None:
+            self._turn_away(device, hello)
+            return
         nonce = self._sessions.greet(device, hello.nonce, hello.carrier)
         self._invitations.forget(device)
         now = self._setup.clock()
@@ -259,18 +262,18 @@ class Service:
             log.warning(
                 "%s: its cohort secret is not that of %s: private networks start apart", device, ", ".join(unlike)
             )
-        self._publisher.welcome(device, hello.nonce, nonce, now)
-        self._presence.expect(device, hello.heartbeat_s, time.monotonic())
-        await self._came_online(device)
+        self._publisher.welcome(device, hello.nonce, nonce, now, version)
+        self._attendance.presence.expect(device, hello.heartbeat_s, time.monotonic())
+        await self._attendance.came(device)
 
-    async def _went_offline(self, device: str, reason: str) -> None:
-        self._events.write("offline", client=device, reason=reason)
-        await self._conductor.apply(WentOffline(device))
-
-    async def _came_online(self, device: str) -> None:
-        if device not in self.state.online:
-            self._events.write("online", client=device)
-        await self._conductor.apply(CameOnline(device))
+    def _turn_away(self, device: str, hello: Hello) -> None:
+        self._ingest.refused["Version"] += 1
+        reason = versions.explain_versions(hello.versions, versions.SPOKEN)
+        if device not in self._turned_away:
+            self._turned_away.add(device)
+            self._events.write("version_refused", client=device, agent=hello.agent, reason=reason)
+            log.warning("%s (agent %s): %s", device, hello.agent, reason)
+        self._publisher.turn_away(device, hello)
 
     async def _check(self, received: Received, base: str) -> None:
         self._inbox.put(await asyncio.to_thread(self._uplink.check, received, base))
@@ -295,8 +298,9 @@ class Service:
         self._events.write("link", up=change.up)
         if not change.up:
             return
-        self._presence.pardon(time.monotonic())
+        self._attendance.presence.pardon(time.monotonic())
         self._library.change_chunk_bytes(self._publisher.chunk_bytes)
+        self._publisher.keys()
         self._publisher.status(online=True)
         await self._conductor.announce()
         self._invitations.remind()
@@ -309,7 +313,9 @@ class Service:
         now = time.monotonic()
         if self._members.is_older_than(REFRESH_S):
             await self._members.refresh()
-        await self._miss_silent(now)
+            await self._follow_key()
+        if self._link_up:
+            await self._attendance.miss_silent(now)
         self._invitations.remind(REMIND_S)
         if self.state.phase is not Phase.FINISHED:
             return
@@ -318,15 +324,11 @@ class Service:
         if since >= LEAVE_AT_LATEST_S or (since >= LEAVE_AFTER_S and not self.state.online):
             self.finished_and_left.set()
 
-    async def _miss_silent(self, now: float) -> None:
-        """Count devices as offline that died without a will: together with their broker, for example."""
-        if not self._link_up:
-            return
-        for device in self.state.online:
-            self._presence.heard(device, self._uplink.intake.heard_at(device))
-        for device in self._presence.silent(now):
-            if device in self.state.online:
-                await self._went_offline(device, "it missed its heartbeats")
+    async def _follow_key(self) -> None:
+        """Sign with the new key after `fedcg coordinator rotate-key`."""
+        voice = await asyncio.to_thread(self._setup.voice)
+        if self._publisher.use(voice):
+            self._events.write("key_rotated", serial=voice.links[-1].serial, key=voice.key.public.hex)
 
     async def _worker_said(self, event: WorkerEvent) -> None:
         if isinstance(event, WorkerReady):
@@ -334,7 +336,7 @@ class Service:
             self._events.write("worker_ready", pid=event.pid, threads=event.threads, device=event.device)
         elif isinstance(event, WorkerDied):
             self._worker_pid = None
-            self._events.write("worker_died", pid=event.pid, deaths=event.deaths)
+            self._events.write("worker_died", pid=event.pid, deaths=event.deaths, reason=event.reason)
         elif isinstance(event, PhaseStarted):
             self._write_progress("phase_started", event, client=event.client)
         elif isinstance(event, Progressed):

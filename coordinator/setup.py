@@ -9,13 +9,14 @@ from typing import Protocol
 
 from coordinator.aggregation import AggregationWorker
 from coordinator.aggregation_messages import Job, WorkerEvent, WorkerSettings
+from coordinator.config import KEEP_ROUNDS
+from coordinator.message_keys import Voice
 from coordinator.records import FederationRecord
 from coordinator.store import Store
 from fedcg.event_log import EventLog
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts import ArtifactStore
 from fedcg.wire.presets import DEFAULT_PRESET, PRESETS, LinkLimits
-from fedcg.wire.signing import SigningKey
 from fedcg.wire.transport import Transport, Will
 
 
@@ -51,12 +52,13 @@ class Setup:
         store: the database.
         artifacts: directory of artifacts.
         connect: makes the transport, with the will it must leave.
-        key: signs.
+        voice: what the coordinator signs with now; asked again while it runs.
         worker: what the aggregation worker may use.
         events: the diary.
         limits: how the link to the broker is used.
         clock: unix time.
         make_worker: makes what merges updates.
+        keep_rounds: closed rounds whose updates and aggregates stay on the disk.
         publish_access: makes the broker apply who may take part; blocking.
     """
 
@@ -65,10 +67,11 @@ class Setup:
     store: Store
     artifacts: ArtifactStore
     connect: Callable[[Will], Transport]
-    key: SigningKey
+    voice: Callable[[], Voice]
     worker: WorkerSettings
     events: EventLog
     limits: LinkLimits = PRESETS[DEFAULT_PRESET]
     clock: Callable[[], float] = time.time
     make_worker: MakeWorker = AggregationWorker
+    keep_rounds: int = KEEP_ROUNDS
     publish_access: Callable[[], object] = lambda: None

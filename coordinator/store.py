@@ -29,7 +29,7 @@ from coordinator.records import (
 )
 from coordinator.register import Register
 from coordinator.rounds import Phase, RoundState, paused_reason
-from fedcg.wire.messages import Outcome
+from fedcg.wire.messages import KeyLink, Outcome
 
 Key = tuple[str, int, int]
 """(federation, round, attempt)."""
@@ -144,6 +144,19 @@ class Store:
         table = schema.federations
         with self._engine.begin() as connection:
             connection.execute(update(table).where(table.c.id == federation).values(first_attempt=last.attempt + 1))
+
+    def key_links(self, federation: str) -> tuple[KeyLink, ...]:
+        """How the coordinator's message key was replaced, oldest first."""
+        table = schema.key_links
+        columns = (table.c[name] for name in KeyLink.model_fields)
+        query = select(*columns).where(table.c.federation == federation).order_by(table.c.serial)
+        return tuple(KeyLink(**row) for row in self._rows(query))
+
+    def add_key_link(self, federation: str, link: KeyLink, now: float) -> None:
+        """From now on the key that a link names counts."""
+        values = {"federation": federation, "made_at": now, **link.model_dump()}
+        with self._engine.begin() as connection:
+            connection.execute(insert(schema.key_links).values(**values))
 
     # Attempts
 
@@ -271,6 +284,20 @@ class Store:
         table = schema.aggregates
         query = select(table).where(table.c.federation == federation).order_by(table.c.round)
         return [AggregateRecord(**row) for row in self._rows(query)]
+
+    def artifacts_of_rounds(self, federation: str, first: int, end: int | None) -> set[str]:
+        """Ids of what rounds from `first` on, up to `end` without it, put on the disk or start from.
+
+        A round starts from the aggregate before it, so that one counts to both, and its server state too.
+        """
+        updates, aggregates = schema.updates, schema.aggregates
+        rounds = [updates.c.round >= first] + ([] if end is None else [updates.c.round < end])
+        made = [aggregates.c.round >= first - 1] + ([] if end is None else [aggregates.c.round < end])
+        sent = self._rows(select(updates.c.artifact).where(updates.c.federation == federation, *rounds))
+        merged = self._rows(
+            select(aggregates.c.artifact, aggregates.c.server_state).where(aggregates.c.federation == federation, *made)
+        )
+        return {artifact for row in (*sent, *merged) for artifact in row.values()}
 
     # The round engine
 

@@ -27,6 +27,7 @@ from edge_client.https_carrier import carrier_of
 from edge_client.incoming import Incoming
 from edge_client.outgoing import Outgoing
 from edge_client.private_store import DeliveryRecord, PrivateStore
+from edge_client.remembered import Remembered
 from edge_client.session import step
 from edge_client.session_events import (
     Command,
@@ -53,8 +54,8 @@ from edge_client.trainer_process import (
 )
 from fedcg.event_log import EventLog
 from fedcg.wire.carrier import HTTPS_WINDOW
-from fedcg.wire.channel import BroadcastOrder
 from fedcg.wire.errors import WireError
+from fedcg.wire.key_chain import PinnedKey
 from fedcg.wire.messages import COORDINATOR, Heartbeat
 from fedcg.wire.signing import SigningKey, VerifyKey
 from fedcg.wire.transfer import Chunk
@@ -118,7 +119,7 @@ class Agent:
         self._dropped = 0
         self._stopping = False
         self._trainer = make_trainer(self._inbox.put)
-        self._order = BroadcastOrder(store.seen())
+        self._memory = Remembered(store, config.federation, keys.coordinator)
         secret = store.cohort_secret()
         self._handshake = Handshake(
             config.federation,
@@ -135,9 +136,7 @@ class Agent:
         self._outgoing = Outgoing(
             config.federation, config.device, keys.signing, transport, self._handshake, limits.chunk_bytes, https
         )
-        self._incoming = Incoming(
-            config.federation, config.device, keys.coordinator, self._order, self._handshake, self._downloads
-        )
+        self._incoming = Incoming(config.federation, config.device, self._memory, self._handshake, self._downloads)
         self._diary = Diary(config.device, store.root, events)
         self._fetching = Fetching(config, store, self._downloads, self._outgoing, https, self._diary, events)
         self._actions = Actions(config, store, self._outgoing, self._downloads, self._trainer, events, clock)
@@ -154,13 +153,12 @@ class Agent:
         Returns:
             0; or 1 when the federation is over and this device could not choose or export its model.
         """
-        cohort = self._store.cohort_secret() is not None
         self._events.write(
             "agent_started",
             pid=os.getpid(),
             device=self._config.device,
             federation=self._config.federation,
-            cohort_secret=cohort,
+            cohort_secret=self._store.cohort_secret() is not None,
         )
         try:
             self._handle(Tick())  # starts the training process: it loads torch while the link comes up
@@ -259,7 +257,6 @@ class Agent:
             self._events_due.append(follows)
 
     def _receive(self, delivery: Delivery) -> None:
-        highest = self._order.highest
         try:
             meaning = self._incoming.open(delivery, self._clock())
         except WireError as error:
@@ -268,12 +265,15 @@ class Agent:
         except OSError as error:
             self._diary.stumble("a download", error)
             return
-        if self._order.highest != highest:
-            try:
-                self._store.save_seen(self._order.highest)
-            except OSError as error:  # the message counts all the same: a broadcast is not repeated
-                self._diary.stumble("seen.json", error)
-        self._follow(meaning)
+        try:
+            self._memory.save()
+        except OSError as error:  # the message counts all the same: a broadcast is not repeated
+            self._diary.stumble("what is remembered of the coordinator", error)
+        if isinstance(meaning, PinnedKey):
+            self._events.write("coordinator_key", serial=meaning.serial, key=meaning.key.hex)
+            self._outgoing.ask_for_broadcasts()
+        else:
+            self._follow(meaning)
 
     def _link_changed(self, up: bool) -> None:
         self._handshake.close()
@@ -289,17 +289,15 @@ class Agent:
 
     def _find_outbox(self) -> None:
         generation, _ = self._store.generations.current()
-        entry = self._store.outbox(generation)
-        if generation is None or entry is None:
+        if generation is None or (entry := self._store.outbox(generation)) is None:
             return
         try:
             check_kept(self._store.generations.update_bytes(generation), self._config.policy, self._config.device)
         except FirewallError as error:
             self._diary.refuse("outbox", str(error))
             cursor = entry.cursor
-            self._store.save_delivery(
-                DeliveryRecord(entry.artifact, cursor.round, cursor.attempt, WITHHELD, str(error))
-            )
+            record = DeliveryRecord(entry.artifact, cursor.round, cursor.attempt, WITHHELD, str(error))
+            self._store.save_delivery(record)
             return
         self._handle(OutboxFound(entry.cursor, self._actions.load_update()))
 
@@ -315,7 +313,7 @@ class Agent:
         elif isinstance(report, Chosen):
             self._handle(Finalised(report.aggregate, report.succeeded))
         elif isinstance(report, Exited):
-            self._events.write("trainer_died", pid=report.pid, exit_code=report.exit_code)
+            self._events.write("trainer_died", pid=report.pid, exit_code=report.exit_code, reason=report.reason)
             try:
                 self._adopt_commit()  # it may have died between its commit and its report
             finally:
@@ -346,7 +344,7 @@ class Agent:
         return SessionState(
             federation=self._config.federation,
             device=self._config.device,
-            epoch=self._order.highest[0],
+            epoch=self._memory.order.highest[0],
             stored=frozenset(self._store.artifacts.ids()) | self._store.spec_digests(),
             bound_spec=None if generation is None else generation.spec,
             committed=None if generation is None else generation.cursor,

@@ -6,7 +6,6 @@ Relative paths are relative to the file. Knows nothing of networks or training; 
 from __future__ import annotations
 
 import difflib
-import ipaddress
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -16,8 +15,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from edge_client.errors import ConfigError, ConfigProblem
+from fedcg.watchdog import STALL_S
 from fedcg.wire.enrolment import URL_PATTERN
 from fedcg.wire.messages import MAX_CHUNK_BYTES, Carrier, Identifier
+from fedcg.wire.mqtt_config import is_loopback
 from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, DEFAULT_ALLOW_UPLOAD, Part, ReportField
 from fedcg.wire.presets import DEFAULT_PRESET, LinkLimits, PresetName, limits_for
 
@@ -33,14 +34,6 @@ _KEY = re.compile(r"^\s*\"?([A-Za-z0-9_-]+)\"?\s*=")
 
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-def is_loopback(host: str) -> bool:
-    """Whether `host` can only be this machine."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 class BrokerSection(_Section):
@@ -118,6 +111,9 @@ class TrainingSection(_Section):
     shadow: bool = False
     device: Annotated[Literal["auto", "cpu", "cuda"], Field(description="auto, cpu or cuda")] = "auto"
     threads: Annotated[int, Field(ge=0, le=256, description="0 = chosen for this box")] = 0
+    stall_s: Annotated[
+        float, Field(ge=1, le=86_400, description="seconds without progress after which training is started again")
+    ] = STALL_S
 
 
 class ExportSection(_Section):
@@ -163,6 +159,10 @@ class AgentConfig(_Section):
         if self.tls is None and not self.broker.insecure:
             raise ValueError(
                 "a [tls] table with ca, cert and key is missing (only broker.insecure = true does without it)"
+            )
+        if self.tls is not None and self.broker.insecure:
+            raise ValueError(
+                "broker.insecure = true would send in plain text although there is a [tls] table; leave one out"
             )
         if self.carrier is Carrier.HTTPS and (self.carrier_url is None or self.tls is None):
             missing = "carrier_url" if self.tls is not None else "a [tls] table"

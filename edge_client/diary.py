@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from edge_client.session_events import Event, Invited, Offered, Welcomed
+from edge_client.session_events import Event, Invited, Offered, TurnedAway, Welcomed
 from fedcg.event_log import EventLog
 from fedcg.wire.messages import CohortVerdict
 
@@ -26,7 +26,7 @@ class Diary:
         self._device = device
         self._store = store
         self._events = events
-        self._refusals = 0
+        self.refusals = 0
         self._cohort = CohortVerdict.ALONE
 
     def tell(self, event: Event) -> None:
@@ -34,7 +34,10 @@ class Diary:
         if isinstance(event, Welcomed | Invited):
             self._tell_cohort(event.cohort)
         if isinstance(event, Welcomed):
-            self._events.write("welcomed", epoch=event.epoch)
+            self._events.write("welcomed", epoch=event.epoch, version=event.version)
+        elif isinstance(event, TurnedAway):
+            self.refuse("hello", event.reason)
+            _log.error("%s: %s", self._device, event.reason)
         elif isinstance(event, Offered):
             self._events.write("offer", round=event.offer.round, attempt=event.offer.attempt, live=event.live)
         elif isinstance(event, Invited):
@@ -42,7 +45,7 @@ class Diary:
 
     def link(self, *, up: bool) -> None:
         """The link to the broker changed; refusals are told anew."""
-        self._refusals = 0
+        self.refusals = 0
         self._events.write("link", up=up)
 
     def stumble(self, what: str, error: OSError) -> None:
@@ -57,8 +60,8 @@ class Diary:
 
     def refuse(self, what: str, detail: str) -> None:
         """Something that came, or lay here, is not used."""
-        self._refusals += 1
-        if self._refusals <= REFUSALS_TOLD:
+        self.refusals += 1
+        if self.refusals <= REFUSALS_TOLD:
             self._events.write("refused", what=what, detail=detail)
 
     def _tell_cohort(self, verdict: CohortVerdict) -> None:

@@ -60,6 +60,7 @@ def _choose(work: Workplace, command: ChooseModel, stored: StoredState) -> Outco
     # The round after the last one: the same snapshot as before unless images came or went since.
     data = work.data.for_round(spec, spec.rounds + 1, store.accept_snapshot, store.forget_snapshot)
     common = work.data.common_test(spec)
+    work.working()
     candidates = _candidates(work, command, stored, spec, method, data, common)
     chosen = candidates[0]
     for candidate in candidates[1:]:
@@ -81,6 +82,7 @@ def _choose(work: Workplace, command: ChooseModel, stored: StoredState) -> Outco
         **{f"accuracy_common_{candidate.name}": candidate.measured.common for candidate in candidates},
     }
     if work.settings.export:
+        work.working()
         exported = export_model(
             work, spec, stored.generation.cursor.round, chosen.parts, chosen.measured, data.snapshot, last=True
         )
@@ -127,5 +129,6 @@ def _one_pass(
         horizon=spec.rounds,
         streams=work.streams(spec, spec.rounds + 1, 0),
         device=work.place,
+        progress=lambda _phase, _step, _steps: work.working(),
     )
     return get_method(alone.method).local_round(ClientState(parts), data.train, None, ctx).private.parts

@@ -10,9 +10,10 @@ import secrets
 from collections.abc import Callable
 from typing import TypeVar
 
+from fedcg.wire import versions
 from fedcg.wire.channel import Session, session_id
 from fedcg.wire.errors import OrderError
-from fedcg.wire.messages import COORDINATOR, PROTOCOL_VERSION, AnyMessage, Carrier, Hello, Welcome
+from fedcg.wire.messages import COORDINATOR, AnyMessage, Carrier, Hello, Refusal, Welcome
 
 MessageT = TypeVar("MessageT", bound=AnyMessage)
 
@@ -72,7 +73,7 @@ class Handshake:
             recipient=COORDINATOR,
             epoch=epoch,
             nonce=self._nonce,
-            versions=(PROTOCOL_VERSION,),
+            versions=versions.SPOKEN,
             agent=self._agent,
             cohort=self._cohort,
             heartbeat_s=self._heartbeat_s,
@@ -87,10 +88,20 @@ class Handshake:
         """
         if message.device_nonce != self._nonce or message.nonce in self._answers:
             raise OrderError("a welcome that answers no hello of this device, or answers one again")
-        if message.version != PROTOCOL_VERSION:
-            raise OrderError(f"a welcome for protocol version {message.version}; only {PROTOCOL_VERSION} was offered")
+        if message.version not in versions.SPOKEN:
+            raise OrderError(f"a welcome for protocol version {message.version}; {versions.SPOKEN} were offered")
         self._answers.add(message.nonce)
         self._session = Session(session_id(message.device_nonce, message.nonce))
+
+    def refusal(self, message: Refusal) -> str:
+        """Why a hello was not answered with a welcome, for people.
+
+        Raises:
+            OrderError: it answers no hello of ours.
+        """
+        if message.device_nonce != self._nonce or self.is_open:
+            raise OrderError("a refusal that answers no hello of this device")
+        return versions.explain_versions(message.device_versions, message.versions)
 
     def stamp(self, message: MessageT) -> MessageT:
         """The message with session and counter.

@@ -8,6 +8,7 @@ from __future__ import annotations
 from edge_client.downloads import Downloads
 from edge_client.generations import Cursor
 from edge_client.handshake import Handshake
+from edge_client.remembered import Remembered
 from edge_client.session_events import (
     CoordinatorSeen,
     Ended,
@@ -16,10 +17,11 @@ from edge_client.session_events import (
     Invited,
     Offered,
     Receipted,
+    TurnedAway,
     Welcomed,
 )
-from fedcg.wire.channel import BroadcastOrder
 from fedcg.wire.errors import MalformedError, OrderError, SignatureError
+from fedcg.wire.key_chain import PinnedKey
 from fedcg.wire.messages import (
     COORDINATOR,
     EVERYONE,
@@ -30,9 +32,10 @@ from fedcg.wire.messages import (
     Need,
     Offer,
     Receipt,
+    Refusal,
     Welcome,
 )
-from fedcg.wire.signing import VerifyKey, open_envelope
+from fedcg.wire.signing import open_envelope
 from fedcg.wire.topics import TopicKind, Topics
 from fedcg.wire.transfer import parse_chunk
 from fedcg.wire.transport import Delivery
@@ -44,8 +47,7 @@ class Incoming:
     Args:
         federation: the federation's id.
         device: this device's id.
-        coordinator: the coordinator's public key, the only one that is listened to.
-        order: the highest broadcast admitted so far; the caller makes it durable.
+        memory: the coordinator's key, the only one that is listened to, and the highest broadcast; the caller makes it durable.
         handshake: the open session.
         downloads: where chunks go.
     """
@@ -54,21 +56,20 @@ class Incoming:
         self,
         federation: str,
         device: str,
-        coordinator: VerifyKey,
-        order: BroadcastOrder,
+        memory: Remembered,
         handshake: Handshake,
         downloads: Downloads,
     ) -> None:
         self._topics = Topics(federation)
         self._federation = federation
         self._device = device
-        self._coordinator = coordinator
-        self._order = order
+        self._memory = memory
+        self._order = memory.order
         self._handshake = handshake
         self._downloads = downloads
 
-    def open(self, delivery: Delivery, now: float) -> Event | None:
-        """What a delivery means: an event, or nothing but a chunk.
+    def open(self, delivery: Delivery, now: float) -> Event | PinnedKey | None:
+        """What a delivery means: an event, another key of the coordinator, or nothing but a chunk.
 
         Raises:
             WireError: it is refused; says why.
@@ -80,7 +81,9 @@ class Incoming:
         if parsed.kind in (TopicKind.AGGREGATE, TopicKind.DOWN_CHUNK):
             self._downloads.feed(parse_chunk(delivery.payload), now)
             return None
-        message = open_envelope(delivery.payload, lambda sender: self._coordinator if sender == COORDINATOR else None)
+        if parsed.kind is TopicKind.KEYS:
+            return self._memory.follow(delivery.payload)
+        message = open_envelope(delivery.payload, lambda sender: self._memory.key if sender == COORDINATOR else None)
         self._check_address(message)
         if parsed.kind in (TopicKind.OFFER, TopicKind.COORDINATOR):
             return self._broadcast(message, parsed.kind, live=not delivery.retained)
@@ -112,11 +115,13 @@ class Incoming:
         raise MalformedError(f"a {message.kind} message on the topic {kind.value}")
 
     def _direct(self, message: AnyMessage) -> Event:
-        if isinstance(message, Welcome):
+        if isinstance(message, Welcome | Refusal):
             if message.epoch < self._order.highest[0]:
-                raise OrderError(f"a welcome of epoch {message.epoch} after epoch {self._order.highest[0]}")
+                raise OrderError(f"a {message.kind} of epoch {message.epoch} after epoch {self._order.highest[0]}")
+            if isinstance(message, Refusal):
+                return TurnedAway(self._handshake.refusal(message))
             self._handshake.welcome(message)
-            return Welcomed(message.epoch, message.cohort)
+            return Welcomed(message.epoch, message.cohort, message.version)
         self._handshake.admit(message)
         if isinstance(message, Invite):
             return Invited(Cursor(message.round, message.attempt), message.cohort)

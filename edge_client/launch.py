@@ -48,7 +48,7 @@ def mqtt_config(config: AgentConfig) -> MqttConfig:
         host=config.broker.host,
         port=config.broker.port,
         identity=config.device,
-        tls=None if config.broker.insecure else tls,
+        tls=tls,
         insecure=config.broker.insecure,
         protocol=config.broker.protocol,
         keepalive_s=config.broker.keepalive_s,

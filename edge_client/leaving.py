@@ -19,7 +19,7 @@ from edge_client.handshake import Handshake
 from edge_client.launch import load_keys, mqtt_config
 from edge_client.outgoing import Outgoing, offline_will
 from edge_client.private_store import PrivateStore
-from fedcg.wire.channel import Position
+from edge_client.remembered import Remembered
 from fedcg.wire.errors import OrderError, WireError
 from fedcg.wire.messages import COORDINATOR, AnyMessage, Leave, Left, Welcome
 from fedcg.wire.mqtt import MqttTransport
@@ -68,7 +68,8 @@ def leave(config: AgentConfig, *, erase: bool, tell: bool, timeout_s: float) -> 
         if tell:
             keys = load_keys(config)
             will = offline_will(config.federation, config.device, keys.signing)
-            say_goodbye(config, keys, MqttTransport(mqtt_config(config), will), store.seen(), timeout_s)
+            memory = Remembered(store, config.federation, keys.coordinator)
+            say_goodbye(config, keys, MqttTransport(mqtt_config(config), will), memory, timeout_s)
         erased = _erase(config, store) if erase else ()
     return Departure(tell, erased)
 
@@ -77,7 +78,7 @@ def say_goodbye(
     config: AgentConfig,
     keys: AgentKeys,
     transport: Transport,
-    seen: Position,
+    memory: Remembered,
     timeout_s: float,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
@@ -87,8 +88,10 @@ def say_goodbye(
         EnrolError: no confirmation in time.
     """
     inbox: queue.Queue[Delivery | bool] = queue.Queue(INBOX_MAX)
-    farewell = _Farewell(config, keys, transport, seen)
-    transport.subscribe(Topics(config.federation).down_control(config.device))
+    farewell = _Farewell(config, keys, transport, memory)
+    topics = Topics(config.federation)
+    for topic in (topics.keys, topics.down_control(config.device)):
+        transport.subscribe(topic)
     transport.start(_offer(inbox), _offer(inbox))
     deadline, say_at = clock() + timeout_s, float("inf")
     try:
@@ -118,10 +121,10 @@ def say_goodbye(
 class _Farewell:
     """The conversation: hello, welcome, leave, left."""
 
-    def __init__(self, config: AgentConfig, keys: AgentKeys, transport: Transport, seen: Position) -> None:
+    def __init__(self, config: AgentConfig, keys: AgentKeys, transport: Transport, memory: Remembered) -> None:
         self._config = config
-        self._coordinator = keys.coordinator
-        self._epoch = seen[0]
+        self._memory = memory
+        self._epoch = memory.order.highest[0]
         self._handshake = Handshake(config.federation, config.device, version("fedcg-edge"))
         self._outgoing = Outgoing(config.federation, config.device, keys.signing, transport, self._handshake)
 
@@ -151,7 +154,10 @@ class _Farewell:
     def hear(self, delivery: Delivery) -> bool:
         """Whether a delivery confirms; what is not of the coordinator, or of another session, changes nothing."""
         with contextlib.suppress(WireError):
-            message = open_envelope(delivery.payload, lambda name: self._coordinator if name == COORDINATOR else None)
+            if delivery.topic == Topics(self._config.federation).keys:
+                self._memory.follow(delivery.payload)
+                return False
+            message = open_envelope(delivery.payload, lambda name: self._memory.key if name == COORDINATOR else None)
             return self._is_confirmation(message)
         return False
 

@@ -72,11 +72,17 @@ class Outgoing:
     def subscribe(self) -> None:
         """Ask for everything that a device reads."""
         topics = self._topics
-        for topic in (topics.down_control(self._device), topics.offer, topics.coordinator):
+        for topic in (topics.keys, topics.down_control(self._device)):
             self._transport.subscribe(topic)
+        self.ask_for_broadcasts()
         if self._https is None:
             self._transport.subscribe(topics.down_chunk(self._device), 0)
             self._transport.subscribe(topics.aggregate, 0)
+
+    def ask_for_broadcasts(self) -> None:
+        """Have the retained broadcasts sent, again when they were refused for want of the coordinator's new key."""
+        for topic in (self._topics.offer, self._topics.coordinator):
+            self._transport.subscribe(topic)
 
     def hello(self, epoch: int) -> None:
         """Open a session."""

@@ -7,6 +7,7 @@ specs/          accepted specs by digest           artifacts/   downloads by sha
 generations/    private state, see `generations`   CURRENT      which one counts
 accepted.json   the data snapshot of the round that was accepted last
 seen.json       highest (epoch, round, attempt) of a broadcast
+coordinator.json  the coordinator's key that counts, once it was replaced
 delivered.json  receipts that ended outbox entries
 finalised.json  the outcome of the federation      models/      exported models
 events.jsonl    see `events`
@@ -31,8 +32,10 @@ from edge_client.snapshot import Snapshot
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifact_store import ArtifactStore
 from fedcg.wire.channel import START, Position
+from fedcg.wire.key_chain import PinnedKey
 from fedcg.wire.messages import MAX_ARTIFACT_BYTES
 from fedcg.wire.partial import Partials
+from fedcg.wire.signing import VerifyKey
 
 STORE_FORMAT = 1
 SECRET_BYTES = 32
@@ -189,6 +192,18 @@ class PrivateStore:
     def save_seen(self, highest: Position) -> None:
         """Remember the highest broadcast admitted."""
         replace_durably(self.root / "seen.json", json.dumps({"format": 1, "highest": highest}).encode())
+
+    def pinned_key(self, enrolled: VerifyKey) -> PinnedKey:
+        """The coordinator's key that was followed from the enrolled one; that one itself before any replacement."""
+        kept = _read_json(self.root / "coordinator.json")
+        if kept.get("enrolled") != enrolled.hex:
+            return PinnedKey(enrolled)
+        return PinnedKey(VerifyKey.from_hex(str(kept["key"])), int(kept["serial"]))
+
+    def save_pinned_key(self, enrolled: VerifyKey, pinned: PinnedKey) -> None:
+        """Remember the coordinator's key that counts."""
+        values = {"format": 1, "enrolled": enrolled.hex, "key": pinned.key.hex, "serial": pinned.serial}
+        replace_durably(self.root / "coordinator.json", json.dumps(values).encode())
 
     def deliveries(self) -> tuple[DeliveryRecord, ...]:
         """Receipts so far, oldest first."""

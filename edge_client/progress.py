@@ -18,17 +18,27 @@ class ProgressEvents:
         cursor: the round attempt.
         pid: of the process that trains.
         clock: monotonic seconds.
+        working: told of every step, for who watches that there are some.
     """
 
-    def __init__(self, events: EventLog, cursor: Cursor, pid: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        events: EventLog,
+        cursor: Cursor,
+        pid: int,
+        clock: Callable[[], float],
+        working: Callable[[], None] = lambda: None,
+    ) -> None:
         self._events = events
         self._about = {"round": cursor.round, "attempt": cursor.attempt, "pid": pid}
         self._clock = clock
+        self._working = working
         self._phase = ""
         self._told_at = 0.0
 
     def __call__(self, phase: str, step: int, steps: int) -> None:
         """Take note of a step that is done."""
+        self._working()
         now = self._clock()
         is_new = phase != self._phase
         if is_new:

@@ -47,6 +47,7 @@ from edge_client.session_events import (
     Tick,
     TrainerDied,
     TrainerReady,
+    TurnedAway,
     Want,
     Wanted,
     Welcomed,
@@ -61,6 +62,7 @@ from edge_client.session_state import (
     TRAINER_BACKOFF_MAX_S,
     TRAINER_BACKOFF_S,
     TRAINER_DEATHS,
+    TURNED_AWAY_S,
     Delivery,
     SessionState,
     Trainer,
@@ -122,6 +124,10 @@ def _welcomed(state: SessionState, event: Welcomed, now: float) -> Step:
         delivery = replace(delivery, manifest_at=now, delay_s=MANIFEST_FIRST_S, silent_since=None)
     epoch = max(state.epoch, event.epoch)
     return replace(state, welcomed=True, epoch=epoch, accepted=None, delivery=delivery), ()
+
+
+def _turned_away(state: SessionState, event: TurnedAway, now: float) -> Step:
+    return replace(state, hello_at=now + TURNED_AWAY_S), ()
 
 
 def _offered(state: SessionState, event: Offered, now: float) -> Step:
@@ -224,6 +230,7 @@ _HANDLERS: dict[type[Any], Callable[[SessionState, Any, float], Step]] = {
     LinkChanged: _link_changed,
     CoordinatorSeen: _coordinator_seen,
     Welcomed: _welcomed,
+    TurnedAway: _turned_away,
     Offered: _offered,
     Ended: _ended,
     Invited: _invited,

@@ -51,6 +51,14 @@ class Welcomed:
 
     epoch: int
     cohort: CohortVerdict = CohortVerdict.ALONE
+    version: int | None = None
+
+
+@dataclass(frozen=True)
+class TurnedAway:
+    """The coordinator speaks none of our protocol versions; `reason` says who has to be updated."""
+
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -166,6 +174,7 @@ Event = (
     | LinkChanged
     | CoordinatorSeen
     | Welcomed
+    | TurnedAway
     | Offered
     | Ended
     | Invited

@@ -11,6 +11,7 @@ from edge_client.session_events import Wanted
 from fedcg.wire.messages import COORDINATOR, ArtifactRef, DeclineReason, Finished, Offer
 
 HELLO_EVERY_S = 2.0
+TURNED_AWAY_S = 60.0  # until another hello after one that was refused: somebody has to update something
 MANIFEST_FIRST_S = 1.0
 MANIFEST_MAX_S = 30.0
 GRANT_PATIENCE_S = 2.0  # after chunks were granted, so long until the manifest is repeated

@@ -7,6 +7,7 @@ import os
 import queue
 import threading
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 import torch
@@ -29,11 +30,13 @@ from edge_client.trainer_process import (
     TrainerReport,
     TrainerSettings,
     TrainRound,
+    Working,
 )
 from edge_client.training import Workplace, train_round
 from export.errors import ExportError
 from export.to_onnx import preload
 from fedcg.event_log import EventLog
+from fedcg.learning.device_errors import BROKEN_EXIT, is_sticky
 from fedcg.learning.errors import DataError, LearningError
 from fedcg.learning.image_set import SkippedImage
 from fedcg.learning.method import DivergedError
@@ -42,6 +45,7 @@ from fedcg.wire.messages import DeclineReason
 
 LOCK_WAIT_S = 30.0
 DIED_WITH_AGENT = 3
+WORKING_EVERY_S = 1.0
 SKIPPED_TOLD = 20  # by name in the event log; their number is always told
 _log = logging.getLogger(__name__)
 
@@ -53,7 +57,7 @@ def trainer_main(connection: Connection, settings: TrainerSettings) -> None:
     store = PrivateStore.open(settings.store, settings.federation, settings.device)
     events = EventLog(settings.store / "events.jsonl", time.time)
     with store.locked("trainer.lock", wait_s=LOCK_WAIT_S):
-        trainer = Trainer(settings, store, events)
+        trainer = Trainer(settings, store, events, SignsOfLife(connection))
         warm_up()
         connection.send(Ready(os.getpid()))
         while True:
@@ -76,6 +80,22 @@ def _listen(connection: Connection, commands: queue.SimpleQueue[TrainerCommand])
         os._exit(DIED_WITH_AGENT)
 
 
+class SignsOfLife:
+    """Tells the handle at most once a second that work goes on."""
+
+    def __init__(self, connection: Connection, clock: Callable[[], float] = time.monotonic) -> None:
+        self._connection = connection
+        self._clock = clock
+        self._told_at = float("-inf")
+
+    def __call__(self) -> None:
+        """Something was done."""
+        now = self._clock()
+        if now - self._told_at >= WORKING_EVERY_S:
+            self._told_at = now
+            self._connection.send(Working())
+
+
 class Trainer:
     """Carries out commands.
 
@@ -83,9 +103,16 @@ class Trainer:
         settings: what the configuration says about training.
         store: the private store, locked for this process.
         events: the event log.
+        working: called at every step of the work.
     """
 
-    def __init__(self, settings: TrainerSettings, store: PrivateStore, events: EventLog) -> None:
+    def __init__(
+        self,
+        settings: TrainerSettings,
+        store: PrivateStore,
+        events: EventLog,
+        working: Callable[[], None] = lambda: None,
+    ) -> None:
         self._obstacle: str | None = None
         self._events = events
         self._is_export_ready = False
@@ -98,7 +125,8 @@ class Trainer:
         torch.set_num_threads(plan.threads)
         events.write("plan", device=place, threads=plan.threads, batch_scale=plan.batch_scale, reason=plan.reason)
         data = LocalData(settings.data, settings.common_test, self._tell_skipped)
-        self._work = Workplace(settings, store, data, events, place, plan.threads, plan.batch_scale)
+        scale = plan.batch_scale
+        self._work = Workplace(settings, store, data, events, place, plan.threads, scale, working=working)
 
     def _tell_skipped(self, skipped: tuple[SkippedImage, ...]) -> None:
         told = [f"{image.file}: {image.reason}" for image in skipped[:SKIPPED_TOLD]]
@@ -115,6 +143,8 @@ class Trainer:
         try:
             generation = train_round(self._work, command)
         except Exception as error:  # noqa: BLE001 - a run loop: one round's failure must not end the process
+            if is_sticky(error):
+                self._give_up(command, error)
             reason = reason_for(error)
             if reason is DeclineReason.TRAINING_FAILED:
                 _log.exception("round %s failed on %s", command.cursor, self._work.settings.device)
@@ -131,6 +161,14 @@ class Trainer:
         except (ExportError, LearningError) as error:
             self._events.write("export_failed", round=report.cursor.round, detail=str(error))
             _log.warning("the model of round %d is not exported: %s", report.cursor.round, error)
+
+    def _give_up(self, command: TrainRound, error: Exception) -> None:
+        """End the process: in this one every further call of the card fails. The agent starts another."""
+        cursor = command.cursor
+        self._events.write(
+            "card_failed", round=cursor.round, attempt=cursor.attempt, pid=os.getpid(), detail=str(error)
+        )
+        os._exit(BROKEN_EXIT)
 
     def _prepare_export(self) -> None:
         """Import the exporter while the network is at work, so that the end of the federation does not wait for it."""

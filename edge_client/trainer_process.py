@@ -21,6 +21,7 @@ from typing import Literal, Protocol
 
 from edge_client.config import AgentConfig, PolicySection
 from edge_client.generations import Cursor
+from fedcg.watchdog import POLL_S, STALL_S, Watchdog
 from fedcg.wire.messages import DeclineReason
 
 _PR_SET_PDEATHSIG = 1
@@ -45,6 +46,7 @@ class TrainerSettings:
     variants: bool
     gate: float
     signing: Path
+    stall_s: float = STALL_S
 
     @staticmethod
     def of(config: AgentConfig) -> TrainerSettings:
@@ -64,6 +66,7 @@ class TrainerSettings:
             variants=config.export.variants,
             gate=config.export.gate_points / 100,
             signing=config.keys.signing,
+            stall_s=config.training.stall_s,
         )
 
 
@@ -116,11 +119,17 @@ class Chosen:
 
 
 @dataclass(frozen=True)
+class Working:
+    """Sign of life of the child while it works; ends at the handle."""
+
+
+@dataclass(frozen=True)
 class Exited:
-    """Report of the handle, not of the child: the process is gone."""
+    """Report of the handle, not of the child: the process is gone; `reason` when the handle ended it."""
 
     pid: int
     exit_code: int | None
+    reason: str = ""
 
 
 TrainerCommand = TrainRound | ChooseModel
@@ -141,7 +150,7 @@ class TrainerHandle(Protocol):
 
 
 class TrainerProcess:
-    """A spawned process that trains.
+    """A spawned process that trains; one that hangs is killed.
 
     Args:
         settings: for the child.
@@ -151,6 +160,7 @@ class TrainerProcess:
     def __init__(self, settings: TrainerSettings, deliver: Callable[[TrainerReport], None]) -> None:
         self._settings = settings
         self._deliver = deliver
+        self._watchdog = Watchdog(settings.stall_s)
         self._process: multiprocessing.process.BaseProcess | None = None
         self._connection: Connection | None = None
 
@@ -164,8 +174,9 @@ class TrainerProcess:
         )
         process.start()
         theirs.close()
-        self._process, self._connection = process, ours
-        listener = threading.Thread(target=self._listen, args=(process, ours), name="trainer-reports", daemon=True)
+        self._process, self._connection, self._watchdog = process, ours, Watchdog(self._settings.stall_s)
+        told = (process, ours, self._watchdog)
+        listener = threading.Thread(target=self._listen, args=told, name="trainer-reports", daemon=True)
         listener.start()
         assert process.pid is not None
         return process.pid
@@ -173,6 +184,7 @@ class TrainerProcess:
     def send(self, command: TrainerCommand) -> None:
         """Tell the process what to do next; a process that just died reports its end instead."""
         if self._connection is not None:
+            self._watchdog.alive()
             with contextlib.suppress(OSError):
                 self._connection.send(command)
 
@@ -187,16 +199,25 @@ class TrainerProcess:
             process.kill()
             process.join(_STOP_S)
 
-    def _listen(self, process: multiprocessing.process.BaseProcess, connection: Connection) -> None:
+    def _listen(self, process: multiprocessing.process.BaseProcess, connection: Connection, watchdog: Watchdog) -> None:
+        reason = ""
         while True:
             try:
-                report: TrainerReport = connection.recv()
+                while not connection.poll(POLL_S):
+                    if watchdog.is_hanging() and not reason:
+                        reason = watchdog.reason
+                        process.kill()  # also ends a stopped process
+                report: TrainerReport | Working = connection.recv()
             except (EOFError, OSError):
                 break
-            self._deliver(report)
+            if isinstance(report, Working):
+                watchdog.alive()
+            else:
+                watchdog.rest()
+                self._deliver(report)
         process.join()
         connection.close()
-        self._deliver(Exited(process.pid or 0, process.exitcode))
+        self._deliver(Exited(process.pid or 0, process.exitcode, reason))
 
 
 def run_child(connection: Connection, settings: TrainerSettings, parent: int) -> None:

@@ -48,6 +48,7 @@ class Workplace:
     Attributes:
         place: torch device; `threads` of torch on the CPU.
         batch_scale: share of the spec's batch size that fits this box.
+        working: called at every step.
     """
 
     settings: TrainerSettings
@@ -58,6 +59,7 @@ class Workplace:
     threads: int = 1
     batch_scale: float = 1.0
     clock: Callable[[], float] = time.monotonic
+    working: Callable[[], None] = lambda: None
 
     def sized(self, spec: FederationSpec) -> FederationSpec:
         """The spec with the batch size that fits this box; the same spec where the whole batch does."""
@@ -141,7 +143,7 @@ def train_round(work: Workplace, command: TrainRound) -> Generation:
         return stored.generation  # committed before a crash: never trained twice
     started = work.clock()
     cursor = command.cursor
-    progress = ProgressEvents(work.events, cursor, os.getpid(), work.clock)
+    progress = ProgressEvents(work.events, cursor, os.getpid(), work.clock, work.working)
     progress("load", 0, 1)
     store = work.store
     data = work.data.for_round(spec, cursor.round, store.accept_snapshot, store.forget_snapshot)

@@ -409,6 +409,7 @@ class World:
 
     def __post_init__(self) -> None:
         self.coordinator = ScriptedCoordinator(self.broker, SigningKey.generate(), self.device_key)
+        self.enrolled_key = self.coordinator.key.public
         self.config = make_config(self.root, policy=self.policy)
         self.trainers: list[FakeTrainer] = []
         self._thread: threading.Thread | None = None
@@ -420,7 +421,7 @@ class World:
     def start_agent(self, *, until_finished: bool = False) -> Agent:
         store = PrivateStore.open(self.config.store, FEDERATION, DEVICE)
         self.store = store
-        keys = AgentKeys(self.device_key, self.coordinator.key.public)
+        keys = AgentKeys(self.device_key, self.enrolled_key)
         transport = MemoryTransport(self.broker, DEVICE, offline_will(FEDERATION, DEVICE, self.device_key))
 
         def make_trainer(deliver: Callable[[TrainerReport], None]) -> FakeTrainer:

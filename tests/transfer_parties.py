@@ -25,6 +25,7 @@ import numpy as np
 
 from coordinator.aggregation_messages import JobDone, WorkerSettings
 from coordinator.bench_parties import NoWorker
+from coordinator.message_keys import Voice
 from coordinator.records import AggregateRecord, FederationRecord
 from coordinator.service import Service, start_service
 from coordinator.setup import Setup
@@ -66,6 +67,8 @@ class Plan:
     keepalive_s: int = 5
     carrier_port: int = 0  # where the coordinator listens for HTTPS, when it does
     carrier_ports: dict[str, int] = field(default_factory=dict)  # where devices with `carrier = "https"` reach it
+    min_clients: int | None = None  # all devices when None
+    deadline_s: float = 600.0
 
     @staticmethod
     def load(root: Path) -> Plan:
@@ -109,9 +112,9 @@ async def run_coordinator(root: Path, started: Callable[[Service], None] = lambd
             spec.method,
             artifacts.put(spec.canonical()),
             spec.rounds,
-            len(plan.agent_ports),
+            plan.min_clients or len(plan.agent_ports),
             3,
-            600.0,
+            plan.deadline_s,
             1,
             1.0,
         )
@@ -129,7 +132,7 @@ async def run_coordinator(root: Path, started: Callable[[Service], None] = lambd
         store=store,
         artifacts=artifacts,
         connect=lambda will: MqttTransport(mqtt, will),
-        key=SigningKey.load(home / "signing.key"),
+        voice=lambda: Voice(SigningKey.load(home / "signing.key")),
         worker=WorkerSettings(1, "cpu", b"s" * 32, home / "artifacts", home / "spill"),
         events=EventLog(home / "events.jsonl", time.time),
         limits=limits,

@@ -21,13 +21,14 @@ class Bundle:
     certificate: bytes
 
 
-def make_bundle(home: Home, federation: str, device: str, out: Path) -> Bundle:
+def make_bundle(home: Home, federation: str, device: str, coordinator: VerifyKey, out: Path) -> Bundle:
     """Write the bundle of a new device to `out/<device>`.
 
     Args:
         home: the coordinator that the device will work with.
         federation: what it joins.
         device: its id.
+        coordinator: the coordinator's message key.
         out: parent directory.
 
     Returns:
@@ -48,7 +49,7 @@ def make_bundle(home: Home, federation: str, device: str, out: Path) -> Bundle:
     shutil.copyfile(credential_of(home.pki, CA_NAME).certificate, tls / "ca.pem")
     key = SigningKey.generate()
     key.save(target / "signing.key")
-    (target / "coordinator.pub").write_text(SigningKey.load(home.signing_key).public.hex + "\n", encoding="utf-8")
+    (target / "coordinator.pub").write_text(coordinator.hex + "\n", encoding="utf-8")
     config = home.config()
     text = render_agent_config(
         federation,

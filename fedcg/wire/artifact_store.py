@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from fedcg.wire.errors import IntegrityError, MalformedError
@@ -87,6 +88,17 @@ class ArtifactStore:
         """Forget an artifact; nothing happens when it is not here."""
         self.path(artifact).unlink(missing_ok=True)
         self._sync_directory()
+
+    def delete_all(self, artifacts: Iterable[str]) -> tuple[int, int]:
+        """Forget several; returns how many files went and their bytes. Those that are not here are passed over."""
+        sizes: list[int] = []
+        for artifact in artifacts:
+            with contextlib.suppress(FileNotFoundError):
+                size = self.path(artifact).stat().st_size
+                self.path(artifact).unlink()
+                sizes.append(size)
+        self._sync_directory()
+        return len(sizes), sum(sizes)
 
     def ids(self) -> Iterator[str]:
         """The ids of all artifacts here, sorted."""

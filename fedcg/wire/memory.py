@@ -176,6 +176,14 @@ class MemoryTransport:
         self._broker.route(self.identity, topic, payload, retain=retain)
         return _ROUTED
 
+    def change_will(self, will: Will) -> None:
+        """Leave another will from now on; this connects anew, without triggering the old one."""
+        self.will = will
+        if self._broker.is_attached(self):
+            self._broker.detach(self)
+            self.link_changed(up=False)
+            self._broker.attach(self)
+
     @property
     def backlog(self) -> Backlog:
         """Nothing: a publish is with the broker when `publish` returns."""

@@ -8,20 +8,23 @@ from __future__ import annotations
 from enum import Enum
 from typing import Annotated, Literal, Union
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from fedcg.wire.errors import MalformedError, TooLargeError
+from fedcg.wire.versions import PROTOCOL_VERSION, Side
 
-PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 16 * 1024
 MAX_ARTIFACT_BYTES = 512 * 1024 * 1024
 MAX_CHUNK_BYTES = 120 * 1024
+MAX_KEY_LINKS = 32
 COORDINATOR = "coordinator"
 EVERYONE = "*"
 
 Identifier = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Signature = Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")]
 Nonce = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+Versions = Annotated[tuple[Annotated[int, Field(ge=1, le=1 << 16)], ...], Field(min_length=1, max_length=8)]
 Count = Annotated[int, Field(ge=0, le=1 << 53)]
 
 
@@ -118,6 +121,30 @@ class CoordinatorStatus(_Message):
     online: bool
 
 
+class KeyLink(_Strict):
+    """The coordinator's message key was replaced, once.
+
+    Attributes:
+        serial: 1 for the first replacement, then one more each.
+        epoch: the coordinator's lease before it.
+        old, new: public keys, in hex.
+        signature: the old key's, over all of this and the federation.
+    """
+
+    serial: Annotated[int, Field(ge=1, le=1 << 53)]
+    epoch: Count
+    old: Sha256
+    new: Sha256
+    signature: Signature
+
+
+class KeyChain(_Message):
+    """Retained broadcast: how the coordinator's message key was replaced, oldest first; signed by the newest key."""
+
+    kind: Literal["key_chain"] = "key_chain"
+    links: Annotated[tuple[KeyLink, ...], Field(min_length=1, max_length=MAX_KEY_LINKS)]
+
+
 class DeviceStatus(_Message):
     """Retained (and will): whether the device's agent is connected."""
 
@@ -126,21 +153,30 @@ class DeviceStatus(_Message):
 
 
 class Hello(_Message):
-    """A device opens a session.
+    """A device opens a session. Fields of a later version are read over when its `versions` say that it has one.
 
     Attributes:
+        versions: protocol versions that the device speaks.
         cohort: marks its cohort secret, None where it has none.
         heartbeat_s: promises that it is never silent for longer.
         carrier: how its artifacts travel.
     """
 
+    model_config = ConfigDict(frozen=True, extra="allow")
+
     kind: Literal["hello"] = "hello"
     nonce: Nonce
-    versions: Annotated[tuple[int, ...], Field(min_length=1, max_length=8)]
+    versions: Versions
     agent: Annotated[str, Field(pattern=r"^[A-Za-z0-9.+-]{1,32}$")]
     cohort: Nonce | None = None
     heartbeat_s: Annotated[int, Field(ge=1, le=86_400)] | None = None
     carrier: Carrier = Carrier.MQTT
+
+    @model_validator(mode="after")
+    def _unknown_fields_are_a_later_versions(self) -> Hello:
+        if self.model_extra and max(self.versions) <= PROTOCOL_VERSION:
+            raise ValueError(f"unknown field {next(iter(self.model_extra))!r}")
+        return self
 
 
 class Heartbeat(_Message):
@@ -158,6 +194,22 @@ class Welcome(_Message):
     nonce: Nonce
     server_time: float
     cohort: CohortVerdict = CohortVerdict.ALONE
+
+
+class Refusal(_Message):
+    """The coordinator answers a hello that it has no protocol version in common with.
+
+    Attributes:
+        versions: what the coordinator speaks.
+        device_versions: what the hello said.
+        update: the side that is behind.
+    """
+
+    kind: Literal["refusal"] = "refusal"
+    device_nonce: Nonce
+    versions: Versions
+    device_versions: Versions
+    update: Side
 
 
 class Invite(_Message):
@@ -223,10 +275,12 @@ Message = Annotated[
         Offer,
         Finished,
         CoordinatorStatus,
+        KeyChain,
         DeviceStatus,
         Hello,
         Heartbeat,
         Welcome,
+        Refusal,
         Invite,
         Accept,
         Decline,
@@ -242,10 +296,12 @@ AnyMessage = (
     Offer
     | Finished
     | CoordinatorStatus
+    | KeyChain
     | DeviceStatus
     | Hello
     | Heartbeat
     | Welcome
+    | Refusal
     | Invite
     | Accept
     | Decline

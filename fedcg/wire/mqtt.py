@@ -148,6 +148,11 @@ class MqttTransport:
         """The protocol version in use, or the one that is tried next."""
         return self._versions[-1]
 
+    def change_will(self, will: Will) -> None:
+        """Leave another will from now on; this connects anew, without triggering the old one."""
+        self._will = will
+        self.reconnect()
+
     def reconnect(self) -> None:
         """Connect anew, without triggering the will, so that changed TLS files count. Nothing unacknowledged is lost."""
         self._anew.set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 import ssl
 from dataclasses import dataclass
@@ -14,7 +15,14 @@ Protocol = Literal["5", "3.1.1", "auto"]
 HANDSHAKE_S = 10.0
 PROTOCOL_MAX_PACKET = 268_435_455
 IN_FLIGHT = 20  # unacknowledged QoS 1 publishes; Mosquitto's own default bound
-LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` can only be this machine."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 class _HandshakingSocket(ssl.SSLSocket):
@@ -94,7 +102,7 @@ class MqttConfig:
     in_flight: int = IN_FLIGHT
 
     def __post_init__(self) -> None:
-        if self.tls is None and not (self.insecure and self.host in LOOPBACK):
+        if self.tls is None and not (self.insecure and is_loopback(self.host)):
             raise ValueError(
                 f"no TLS files for the broker at {self.host}:{self.port}: plain text needs insecure=True and a loopback host"
             )

@@ -133,6 +133,34 @@ def seal(message: AnyMessage, key: SigningKey) -> bytes:
     return MAGIC + key.sign(DOMAIN + payload) + payload
 
 
+@dataclass(frozen=True)
+class Envelope:
+    """A message whose bounds and schema were checked, and a signature that was not yet."""
+
+    message: AnyMessage
+    signature: bytes
+    payload: bytes
+
+    def is_signed_by(self, key: VerifyKey) -> bool:
+        """Whether the signature is this key's."""
+        return key.verifies(self.signature, DOMAIN + self.payload)
+
+
+def read_envelope(data: bytes) -> Envelope:
+    """Take an envelope apart; whose it is has still to be checked.
+
+    Raises:
+        TooLargeError: over the bound; nothing was parsed.
+        MalformedError: no envelope, or no message of the schema in it.
+    """
+    if len(data) > MAX_ENVELOPE_BYTES:
+        raise TooLargeError(f"an envelope of {len(data)} bytes is over the bound of {MAX_ENVELOPE_BYTES}")
+    if len(data) <= OVERHEAD_BYTES or not data.startswith(MAGIC):
+        raise MalformedError("not a signed envelope of this protocol")
+    signature, payload = data[len(MAGIC) : OVERHEAD_BYTES], data[OVERHEAD_BYTES:]
+    return Envelope(decode(payload), signature, payload)
+
+
 def open_envelope(data: bytes, resolve: Callable[[str], VerifyKey | None]) -> AnyMessage:
     """The message in an envelope, after its bounds, its schema and its sender's signature were checked.
 
@@ -145,15 +173,11 @@ def open_envelope(data: bytes, resolve: Callable[[str], VerifyKey | None]) -> An
         MalformedError: no envelope, or no message of the schema in it.
         SignatureError: an unknown sender, or a signature that is not the sender's.
     """
-    if len(data) > MAX_ENVELOPE_BYTES:
-        raise TooLargeError(f"an envelope of {len(data)} bytes is over the bound of {MAX_ENVELOPE_BYTES}")
-    if len(data) <= OVERHEAD_BYTES or not data.startswith(MAGIC):
-        raise MalformedError("not a signed envelope of this protocol")
-    signature, payload = data[len(MAGIC) : OVERHEAD_BYTES], data[OVERHEAD_BYTES:]
-    message = decode(payload)
+    envelope = read_envelope(data)
+    message = envelope.message
     key = resolve(message.sender)
     if key is None:
         raise SignatureError(f"a {message.kind} message from {message.sender!r}, whom nobody enrolled")
-    if not key.verifies(signature, DOMAIN + payload):
+    if not envelope.is_signed_by(key):
         raise SignatureError(f"a {message.kind} message claims to be from {message.sender!r} but is not signed by it")
     return message

@@ -22,6 +22,7 @@ class TopicKind(str, Enum):
 
     OFFER = "offer"
     COORDINATOR = "coordinator"
+    KEYS = "keys"
     AGGREGATE = "aggregate"
     UP_CONTROL = "up/control"
     UP_CHUNK = "up/chunk"
@@ -38,7 +39,7 @@ class Role(str, Enum):
     DEVICE = "device"
 
 
-BROADCASTS = (TopicKind.OFFER, TopicKind.COORDINATOR, TopicKind.AGGREGATE)
+BROADCASTS = (TopicKind.OFFER, TopicKind.COORDINATOR, TopicKind.KEYS, TopicKind.AGGREGATE)
 FROM_DEVICE = (TopicKind.UP_CONTROL, TopicKind.UP_CHUNK, TopicKind.STATUS)
 TO_DEVICE = (TopicKind.DOWN_CONTROL, TopicKind.DOWN_CHUNK)
 
@@ -113,6 +114,11 @@ class Topics:
     def coordinator(self) -> str:
         """Retained broadcast and will: whether a coordinator speaks."""
         return self._spell(TopicKind.COORDINATOR)
+
+    @property
+    def keys(self) -> str:
+        """Retained broadcast: how the coordinator's message key was replaced."""
+        return self._spell(TopicKind.KEYS)
 
     @property
     def aggregate(self) -> str:

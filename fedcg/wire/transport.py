@@ -84,6 +84,9 @@ class Transport(Protocol):
             TransportError: not connected, the outgoing queue is full, or the payload is over `max_payload`.
         """
 
+    def change_will(self, will: Will) -> None:
+        """Leave another will from now on; this connects anew, without triggering the old one."""
+
     @property
     def backlog(self) -> Backlog:
         """What waits to leave; who sends much waits until it is small."""

@@ -85,25 +85,6 @@ def test_a_broker_under_another_name_is_not_trusted(broker: RunningMosquitto, pk
 
 
 @pytest.mark.broker
-def test_a_device_cannot_take_anothers_client_id(broker: RunningMosquitto, pki: Pki, clients: list[Client]) -> None:
-    victim = mqtt_client(broker.config("a"))
-    clients.append(victim)
-    victim.transport.subscribe(TOPICS.down_control("a"))
-    victim.start().await_link()
-    thief = mqtt_client(MqttConfig(HOST, broker.port, "a", tls=pki.tls("b"), protocol="5"))
-    clients.append(thief)
-    thief.transport.subscribe(TOPICS.down_control("a"))
-    thief.start().await_link()
-    coordinator = mqtt_client(broker.config("coordinator"))
-    clients.append(coordinator)
-    coordinator.start().await_link()
-    coordinator.transport.publish(TOPICS.down_control("a"), b"secret")
-    victim.await_payload(TOPICS.down_control("a"), b"secret")
-    assert victim.links == [True]
-    assert thief.deliveries == []
-
-
-@pytest.mark.broker
 def test_a_rewritten_access_list_silences_a_live_device_and_nobody_else(
     broker: RunningMosquitto, clients: list[Client]
 ) -> None:

@@ -229,6 +229,18 @@ def test_the_will_is_published_and_kept_when_a_client_vanishes(bench: Bench) -> 
     late.await_payload(TOPICS.status("a"), last_words)
 
 
+def test_a_changed_will_is_left_from_then_on_and_the_change_publishes_neither(bench: Bench) -> None:
+    coordinator = listening(bench, "coordinator", TOPICS.all_status())
+    old, new = unique("old will"), unique("new will")
+    device = bench.connect("a", Will(TOPICS.status("a"), old)).start().await_link()
+    device.transport.change_will(Will(TOPICS.status("a"), new))
+    device.await_link(2)
+    assert {old, new}.isdisjoint(coordinator.payloads(TOPICS.status("a")))
+    bench.cut("a")
+    coordinator.await_payload(TOPICS.status("a"), new)
+    assert old not in coordinator.payloads(TOPICS.status("a"))
+
+
 def test_a_client_that_closes_leaves_no_will_and_hears_nothing_more(bench: Bench) -> None:
     coordinator = listening(bench, "coordinator", TOPICS.all_status(), TOPICS.all_up_control())
     last_words = unique("should not be heard")

@@ -2,102 +2,30 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 from coordinator.config import BrokerSettings, CoordinatorConfig
-from coordinator.enrolment import enrol
-from coordinator.home import Home, create_home
-from coordinator.provision.pki import CA_NAME, credential_of
-from coordinator.records import AggregateRecord, FederationRecord
+from coordinator.home import create_home
 from coordinator.revocation import evict
 from coordinator.store import Store
-from fedcg.broker_path import find_mosquitto
 from fedcg.wire.mqtt import MqttTransport
-from fedcg.wire.mqtt_config import MqttConfig, TlsFiles
-from fedcg.wire.topics import Topics
+from tests.broker_plant import TOPICS, Plant, open_plant
 from tests.brokers import Client, free_port, wait_until
 
 BROKERS = [pytest.param("mosquitto", marks=pytest.mark.broker), "amqtt"]
-TOPICS = Topics("casting")
 WITHIN_S = 60.0
 PROBES = 5
 
 
-@dataclass
-class Plant:
-    """A broker of a home in a process of its own, and connections to it."""
-
-    root: Path
-    home: Home
-    process: subprocess.Popen[bytes]
-    clients: list[Client]
-
-    def connect(self, name: str, *, wait: bool = True) -> Client:
-        folder = self.root / "bundles" / name / "tls"
-        tls = TlsFiles(folder / "ca.pem", folder / "device.pem", folder / "device.key")
-        if not folder.exists():
-            own = credential_of(self.home.pki, name)
-            tls = TlsFiles(credential_of(self.home.pki, CA_NAME).certificate, own.certificate, own.key)
-        port = self.home.config().broker.port
-        client = Client(MqttTransport(MqttConfig("127.0.0.1", port, name, tls=tls, protocol="3.1.1")))
-        for topic in (
-            (TOPICS.all_up_control(), TOPICS.all_status()) if name == "coordinator" else (TOPICS.down_control(name),)
-        ):
-            client.transport.subscribe(topic)
-        self.clients.append(client)
-        client.start()
-        return client.await_link() if wait else client
-
-    def command(self, *arguments: str) -> str:
-        done = subprocess.run(
-            [sys.executable, "-m", "fedcg", *arguments, "--dir", str(self.home.root)],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-
 @pytest.fixture(params=BROKERS)
 def plant(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Plant]:
-    kind = request.param
-    if kind == "mosquitto" and find_mosquitto() is None:
-        if os.environ.get("CI") == "true":
-            pytest.fail("Mosquitto is missing, in CI it must be there")
-        pytest.skip("no Mosquitto; `make setup-broker` puts one in place")
-    home = create_home(tmp_path / "home", CoordinatorConfig(broker=BrokerSettings(port=free_port())))
-    store = Store(home.database)
-    record = FederationRecord("casting", "fedcg", "5" * 64, 3, 2, 2, 100.0, 1, 1.0)
-    store.add_federation(record, AggregateRecord("casting", 0, 0, "0" * 64, 10, "e" * 64, 1.0))
-    enrol(home, store, ["a", "b"], tmp_path / "bundles", time.time())
-    store.close()
-    wanted = "auto" if kind == "mosquitto" else kind
-    with (tmp_path / "broker.log").open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "fedcg", "broker", "run", "--dir", str(home.root), "--broker", wanted],
-            stdout=log,
-            stderr=log,
-        )
-    made = Plant(tmp_path, home, process, [])
-    try:
-        wait_until(lambda: "ready" in (tmp_path / "broker.log").read_text(), "the broker is ready", 30)
+    with open_plant(tmp_path, request.param) as made:
         yield made
-    finally:
-        for client in made.clients:
-            client.transport.close()
-        process.terminate()
-        process.wait(timeout=20)
 
 
 def exchange(coordinator: Client, device: Client, name: str, word: bytes) -> None:

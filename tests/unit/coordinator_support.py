@@ -17,6 +17,7 @@ from typing_extensions import Self
 
 from coordinator.aggregation_messages import Job, JobDone, UpdateAdded, WorkerEvent, WorkerReady, WorkerSettings
 from coordinator.app import Beside
+from coordinator.message_keys import Voice
 from coordinator.records import AggregateRecord, FederationRecord
 from coordinator.service import Service, start_service
 from coordinator.setup import MakeWorker, Setup
@@ -390,10 +391,12 @@ class World:
     max_attempts: int = 3
     deadline_s: float = 600.0
     public_data: Path | None = None
+    keep_rounds: int = 10
 
     def __post_init__(self) -> None:
         self.broker = MemoryBroker(self._rules)
         self.key = SigningKey.generate()
+        self.voice = Voice(self.key)
         self.root.mkdir(parents=True, exist_ok=True)
         self.store = Store(self.root / "database.sqlite")
         self.artifacts = ArtifactStore(self.root / "artifacts")
@@ -429,10 +432,11 @@ class World:
             store=self.store,
             artifacts=self.artifacts,
             connect=lambda will: MemoryTransport(self.broker, COORDINATOR, will),
-            key=self.key,
+            voice=lambda: self.voice,
             worker=WorkerSettings(1, "cpu", b"s" * 32, self.root / "artifacts", self.root / "spill", self.public_data),
             events=EventLog(self.root / "events.jsonl", time.time),
             make_worker=make_worker,
+            keep_rounds=self.keep_rounds,
         )
 
     def start_devices(self) -> None:

@@ -18,8 +18,9 @@ from audit.check import check_recording
 from audit.errors import CaptureError, DecodeError
 from audit.observer import Observer, read_frames
 from fedcg.wire.artifacts import ArtifactHeader, Base, artifact_id, pack
+from fedcg.wire.key_chain import make_link
 from fedcg.wire.memory import MemoryBroker, MemoryTransport
-from fedcg.wire.messages import Finished, Manifest, Offer
+from fedcg.wire.messages import Finished, KeyChain, Manifest, Offer
 from fedcg.wire.parts import Part, Report
 from fedcg.wire.signing import SigningKey, seal
 from fedcg.wire.topics import Topics
@@ -117,6 +118,23 @@ def test_message_fields_are_listed_even_when_the_protocol_does_not_know_them() -
     payload = json.dumps({"kind": "gossip", "sender": "client-1", "round": 1, "faces": ["a"]}).encode()
     capture.feed(TOPICS.up_control("client-1"), b"FCG1" + bytes(64) + payload)
     assert capture.record()["messages"] == {"gossip": {"count": 1, "fields": ["faces"], "senders": ["client-1"]}}
+
+
+def test_the_coordinators_keys_are_written_down_and_one_that_is_told_twice_differently_is_noticed() -> None:
+    capture, keys = Capture("digits"), [SigningKey.generate() for _ in range(3)]
+
+    def tell(old: SigningKey, new: SigningKey) -> None:
+        links = (make_link("digits", 1, 1, old, new.public),)
+        capture.feed(
+            TOPICS.keys, seal(KeyChain(federation="digits", sender="coordinator", recipient="*", links=links), new)
+        )
+
+    tell(keys[0], keys[1])
+    tell(keys[0], keys[1])
+    assert capture.record()["coordinator_keys"] == {"1": keys[1].public.hex}
+    assert capture.record()["key_problems"] == []
+    tell(keys[0], keys[2])
+    assert capture.record()["key_problems"] == ["key 1 was told twice, and differently"]
 
 
 def until(condition: Callable[[], bool], deadline_s: float = 10.0) -> None:

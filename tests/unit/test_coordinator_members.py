@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 import time
 from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
@@ -156,30 +155,6 @@ def test_a_device_that_left_or_was_revoked_is_no_member_but_is_remembered(store:
     kept = store.device("a")
     assert kept is not None
     assert (kept.state, kept.ended_at) == (DeviceState.LEFT, 5.0)
-
-
-def test_a_database_of_the_version_before_keeps_its_devices_and_learns_the_new_tables(tmp_path: Path) -> None:
-    path = tmp_path / "database.sqlite"
-    Store(path).close()
-    old = sqlite3.connect(path)
-    for table in ("certificates", "tokens", "devices"):
-        old.execute(f"DROP TABLE {table}")
-    old.execute(
-        "CREATE TABLE devices (id VARCHAR NOT NULL, public_key VARCHAR NOT NULL, enrolled_at FLOAT NOT NULL, "
-        "last_seen_at FLOAT, agent VARCHAR, PRIMARY KEY (id))"
-    )
-    old.execute("INSERT INTO devices VALUES ('a', 'aa', 1.0, 2.0, 'x')")
-    old.execute("PRAGMA user_version = 1")
-    old.commit()
-    old.close()
-    for _ in range(2):
-        store = Store(path)
-        assert [(device.id, device.state, device.last_seen_at) for device in store.members()] == [
-            ("a", DeviceState.ENROLLED, 2.0)
-        ]
-        assert not store.register.tokens()
-        assert not store.register.certificates()
-        store.close()
 
 
 def test_every_revocation_list_is_newer_than_the_one_before_and_outlives_nobody_but_the_authority(

@@ -112,6 +112,12 @@ def test_without_tls_only_a_broker_on_this_machine_and_only_when_asked_for(tmp_p
     assert load(tmp_path, local).broker.insecure
 
 
+def test_plain_text_is_refused_where_there_are_tls_files_too(tmp_path: Path) -> None:
+    """Which of both was meant can't be known, and the wrong guess sends weights in the clear."""
+    both = GOOD.replace("port = 8884", "insecure = true").replace("broker.example", "127.0.0.1")
+    assert "leave one out" in problems(tmp_path, both)["(file)"]
+
+
 def test_the_environment_wins_over_the_file(tmp_path: Path) -> None:
     environment = {
         "FEDCG_AGENT_BROKER_PORT": "1234",

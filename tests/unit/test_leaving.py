@@ -19,7 +19,7 @@ from edge_client.enrolment import enrol
 from edge_client.errors import EnrolError, StoreLockedError
 from edge_client.leaving import leave, say_goodbye
 from edge_client.private_store import PrivateStore
-from fedcg.wire.channel import START
+from edge_client.remembered import Remembered
 from fedcg.wire.memory import MemoryTransport
 from fedcg.wire.messages import Leave, Left, decode
 from fedcg.wire.signing import OVERHEAD_BYTES, SigningKey, seal
@@ -52,7 +52,9 @@ def box(name: str, tmp_path: Path) -> AgentConfig:
 
 def goodbye(world: World, tmp_path: Path, key: SigningKey, timeout_s: float = 20.0) -> None:
     keys = AgentKeys(key, world.key.public)
-    say_goodbye(box("a", tmp_path), keys, MemoryTransport(world.broker, "a"), START, timeout_s)
+    config = box("a", tmp_path)
+    memory = Remembered(PrivateStore.open(config.store, FEDERATION, "a"), FEDERATION, keys.coordinator)
+    say_goodbye(config, keys, MemoryTransport(world.broker, "a"), memory, timeout_s)
 
 
 def test_a_goodbye_is_confirmed_and_ends_the_membership(world: World, tmp_path: Path) -> None:

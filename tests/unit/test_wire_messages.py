@@ -6,8 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fedcg.wire import versions
 from fedcg.wire.errors import MalformedError, TooLargeError, WireError
-from fedcg.wire.messages import Decline, DeclineReason, Manifest, Need, decode, encode
+from fedcg.wire.messages import Decline, DeclineReason, Hello, Manifest, Need, decode, encode
+from fedcg.wire.versions import PROTOCOL_VERSION
 
 DECLINE = Decline(federation="f", sender="a", recipient="coordinator", reason=DeclineReason.NO_DATA)
 
@@ -73,3 +75,54 @@ def test_an_oversize_message_is_refused_before_it_is_parsed() -> None:
 def test_arbitrary_bytes_give_an_error_of_the_wire(data: bytes) -> None:
     with pytest.raises(WireError):
         decode(data)
+
+
+def hello(**fields: object) -> bytes:
+    values = {"kind": "hello", "federation": "f", "sender": "a", "recipient": "coordinator", "nonce": "0" * 32}
+    return json.dumps({**values, "versions": [1], "agent": "0.1.0", **fields}).encode()
+
+
+def test_a_hello_of_a_later_version_is_read_past_its_new_fields() -> None:
+    """Else it could not be told which side to update."""
+    message = decode(hello(versions=[PROTOCOL_VERSION + 1], mood="good"))
+    assert isinstance(message, Hello)
+    assert message.versions == (PROTOCOL_VERSION + 1,)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"mood": "good"}, {"versions": []}, {"versions": [0]}, {"versions": list(range(9))}]
+)
+def test_a_hello_of_this_version_is_as_strict_as_everything_else(fields: dict[str, object]) -> None:
+    with pytest.raises(MalformedError):
+        decode(hello(**fields))
+
+
+@pytest.mark.parametrize(
+    ("spoken", "device", "agreed"),
+    [
+        ((1,), (1,), 1),
+        ((1, 2), (1,), 1),
+        ((1, 2), (2, 3), 2),
+        ((1, 2), (1, 2), 2),
+        ((2, 3), (1,), None),
+        ((1,), (2, 3), None),
+    ],
+)
+def test_the_highest_common_version_is_taken(
+    monkeypatch: pytest.MonkeyPatch, spoken: tuple[int, ...], device: tuple[int, ...], agreed: int | None
+) -> None:
+    monkeypatch.setattr(versions, "SPOKEN", spoken)
+    assert versions.agree(device) == agreed
+
+
+def test_a_refusal_names_both_sides_and_the_one_that_is_behind() -> None:
+    assert versions.outdated((1,), (2, 3)) == "device"
+    assert versions.outdated((4, 5), (2, 3)) == "coordinator"
+    told = versions.explain_versions((1,), (2, 3))
+    assert told == "the device speaks protocol version 1, the coordinator 2, 3: update the agent on this device"
+    assert "update the coordinator" in versions.explain_versions((4, 5), (2, 3))
+
+
+def test_this_program_speaks_its_version_and_the_one_before() -> None:
+    assert versions.SPOKEN[-1] == PROTOCOL_VERSION
+    assert len(versions.SPOKEN) == min(2, PROTOCOL_VERSION)

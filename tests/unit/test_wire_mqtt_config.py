@@ -21,7 +21,8 @@ def test_plain_text_never_leaves_the_machine(host: str) -> None:
 def test_plain_text_must_be_asked_for() -> None:
     with pytest.raises(ValueError, match="insecure"):
         MqttConfig(HOST, 1883, "a")
-    assert MqttConfig(HOST, 1883, "a", insecure=True).tls is None
+    for here in (HOST, "127.0.0.2", "::1", "localhost"):
+        assert MqttConfig(here, 1883, "a", insecure=True).tls is None
 
 
 def test_insecure_and_tls_contradict_each_other(pki: Pki) -> None:

@@ -24,7 +24,14 @@ def test_topics_are_spelled_as_the_protocol_says() -> None:
 
 
 def test_no_topic_is_deeper_than_the_seven_levels_that_aws_allows() -> None:
-    topics = [TOPICS.offer, TOPICS.coordinator, TOPICS.aggregate, TOPICS.up_control("a"), TOPICS.up_chunk("a")]
+    topics = [
+        TOPICS.offer,
+        TOPICS.coordinator,
+        TOPICS.keys,
+        TOPICS.aggregate,
+        TOPICS.up_control("a"),
+        TOPICS.up_chunk("a"),
+    ]
     topics += [TOPICS.down_control("a"), TOPICS.down_chunk("a"), TOPICS.status("a")]
     assert max(topic.count("/") + 1 for topic in topics) == 7
 
@@ -71,7 +78,14 @@ def test_a_device_writes_its_own_up_topics_and_status_and_nothing_else() -> None
 
 
 def test_a_device_reads_its_own_down_topics_and_the_broadcasts_and_nothing_else() -> None:
-    readable = {TOPICS.down_control("a"), TOPICS.down_chunk("a"), TOPICS.offer, TOPICS.coordinator, TOPICS.aggregate}
+    readable = {
+        TOPICS.down_control("a"),
+        TOPICS.down_chunk("a"),
+        TOPICS.offer,
+        TOPICS.coordinator,
+        TOPICS.keys,
+        TOPICS.aggregate,
+    }
     assert {topic for topic in every_topic() if TOPICS.may_read("a", topic)} == readable
 
 
@@ -133,7 +147,7 @@ def every_topic() -> list[str]:
     per_device = [
         f"{PREFIX}/devices/{device}/{kind.value}" for device in ("a", "b") for kind in (*FROM_DEVICE, *TO_DEVICE)
     ]
-    return [TOPICS.offer, TOPICS.coordinator, TOPICS.aggregate, *per_device]
+    return [TOPICS.offer, TOPICS.coordinator, TOPICS.keys, TOPICS.aggregate, *per_device]
 
 
 def parse_acl(text: str) -> dict[str, tuple[list[str], list[str]]]:

@@ -1,0 +1,246 @@
+"""Who gets in, who may say what, and who hears what: every named case on each broker as the product configures it.
+
+Each refusal stands beside the same thing done rightly, on the same broker, so that none of them passes because nothing works.
+"""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import ssl
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+
+import pytest
+
+from coordinator.home import BROKER_NAME
+from coordinator.provision.pki import Credential, create_ca, credential_of, issue
+from fedcg.wire.mqtt import MqttTransport
+from fedcg.wire.transport import Will
+from tests.broker_plant import TOPICS, Plant, open_plant
+from tests.brokers import Client, wait_until
+
+BROKERS = [pytest.param("deployed", marks=pytest.mark.broker), "amqtt"]
+ACCEPTED, NOT_AUTHORIZED = 0, 5
+_NUMBERS = itertools.count()
+
+
+@pytest.fixture(scope="module", params=BROKERS)
+def plant(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plant]:
+    with open_plant(tmp_path_factory.mktemp("matrix"), request.param) as made:
+        made.command("device", "revoke", "c", "--reason", "stolen")
+        yield made
+
+
+# ------------------------------------------------------------------ who gets in
+
+
+def greet(plant: Plant, context: ssl.SSLContext | None, client_id: str) -> int | None:
+    """The broker's answer to an MQTT 3.1.1 CONNECT over this TLS, or None when it did not even answer."""
+    name = client_id.encode()
+    body = b"\x00\x04MQTT\x04\x02\x00\x3c" + struct.pack(">H", len(name)) + name
+    try:
+        with socket.create_connection(("127.0.0.1", plant.port), timeout=10) as plain:
+            link = plain if context is None else context.wrap_socket(plain, server_hostname="127.0.0.1")
+            with link:
+                link.sendall(bytes([0x10, len(body)]) + body)
+                answer = link.recv(4)
+    except OSError:  # ssl.SSLError is one
+        return None
+    return answer[3] if len(answer) == 4 else None
+
+
+def context_with(
+    plant: Plant, own: Credential | None, newest: ssl.TLSVersion = ssl.TLSVersion.TLSv1_3
+) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.maximum_version = newest
+    context.load_verify_locations(plant.ca)
+    if own is not None:
+        context.load_cert_chain(own.certificate, own.key)
+    return context
+
+
+def bundled(plant: Plant, name: str) -> Credential:
+    files = plant.tls(name)
+    return Credential(files.cert, files.key)
+
+
+def of_a_foreign_authority(plant: Plant, folder: Path) -> Credential:
+    create_ca(folder)
+    return issue(folder, "a")
+
+
+def expired(plant: Plant, folder: Path) -> Credential:
+    for name in ("ca.pem", "ca.key"):
+        (folder / name).write_bytes((plant.home.pki / name).read_bytes())
+    return issue(folder, "a", now=datetime.now(timezone.utc) - timedelta(days=30), life=timedelta(days=1))
+
+
+SHOWN: dict[str, tuple[Callable[[Plant, Path], Credential | None], int | None]] = {
+    "the right certificate": (lambda plant, _: bundled(plant, "a"), ACCEPTED),
+    "no certificate": (lambda *_: None, None),
+    "foreign CA": (of_a_foreign_authority, None),
+    "expired": (expired, None),
+    "revoked": (lambda plant, _: bundled(plant, "c"), None),
+    "the broker's own certificate": (lambda plant, _: credential_of(plant.home.pki, BROKER_NAME), None),
+}
+
+
+@pytest.mark.parametrize("case", SHOWN)
+def test_only_a_valid_certificate_of_the_authority_gets_in(plant: Plant, tmp_path: Path, case: str) -> None:
+    show, expected = SHOWN[case]
+    own = show(plant, tmp_path)
+    name = "c" if case == "revoked" else BROKER_NAME if "broker" in case else "a"
+    answer = greet(plant, context_with(plant, own), name)
+    assert (answer == ACCEPTED) == (expected == ACCEPTED), f"{case}: CONNACK {answer}"
+
+
+def test_tls_1_2_and_plain_text_are_refused(plant: Plant) -> None:
+    own = bundled(plant, "a")
+    assert greet(plant, context_with(plant, own), "a") == ACCEPTED
+    assert greet(plant, context_with(plant, own, ssl.TLSVersion.TLSv1_2), "a") is None
+    assert greet(plant, None, "a") is None
+
+
+# ------------------------------------------------------------------ who says and hears what
+
+
+@dataclass
+class Scene:
+    """A, the honest B, the coordinator and an observer who hears everything."""
+
+    plant: Plant
+    intruder: Client
+    victim: Client
+    coordinator: Client
+    observer: Client
+
+    def fence(self) -> None:
+        """Wait until what is said now was heard by the intruder and the observer: what came before came, or never will."""
+        mark = unique("fence")
+        self.coordinator.transport.publish(TOPICS.offer, mark)
+        for client in (self.intruder, self.observer):
+            client.await_payload(TOPICS.offer, mark)
+
+
+def unique(text: str) -> bytes:
+    return f"{text} {next(_NUMBERS)}".encode()
+
+
+@pytest.fixture
+def scene(plant: Plant) -> Iterator[Scene]:
+    clients = [
+        plant.client("a", TOPICS.offer, *EAVESDROPPED.values()),
+        plant.client("b", TOPICS.down_control("b"), TOPICS.down_chunk("b"), TOPICS.offer),
+        plant.client("coordinator", TOPICS.all_up_control(), TOPICS.all_up_chunk(), TOPICS.all_status()),
+        plant.client("observer", TOPICS.everything()),
+    ]
+    for client in clients:
+        client.start().await_link()
+    yield Scene(plant, *clients)
+    plant.close_clients()
+
+
+EAVESDROPPED = {
+    "B's control": TOPICS.down_control("b"),
+    "B's chunks": TOPICS.down_chunk("b"),
+    "what B says": TOPICS.up_control("b"),
+    "B's status": TOPICS.status("b"),
+    "every device's control": TOPICS.down_control("b").replace("/b/", "/+/"),
+    "#": "#",
+    "the federation": TOPICS.everything(),
+    "levels of +": "+/+/+/+/+/+/+",
+    "a shared subscription": f"$share/group/{TOPICS.down_control('b')}",
+}
+SPOKEN_AS_B = {
+    "control": TOPICS.up_control("b"),
+    "chunk": TOPICS.up_chunk("b"),
+    "status": TOPICS.status("b"),
+}
+SPOKEN_AS_COORDINATOR = {
+    "offer": TOPICS.offer,
+    "status": TOPICS.coordinator,
+    "keys": TOPICS.keys,
+    "aggregate": TOPICS.aggregate,
+    "control of B": TOPICS.down_control("b"),
+    "chunk of B": TOPICS.down_chunk("b"),
+}
+
+
+def test_a_listening_to_b_hears_nothing_by_any_filter_and_b_hears_it(scene: Scene) -> None:
+    secrets: list[bytes] = []
+    for topic in (TOPICS.down_control("b"), TOPICS.down_chunk("b")):
+        secrets.append(unique("for b"))
+        scene.coordinator.transport.publish(topic, secrets[-1])
+        scene.victim.await_payload(topic, secrets[-1])
+    for topic in SPOKEN_AS_B.values():
+        secrets.append(unique("by b"))
+        scene.victim.transport.publish(topic, secrets[-1], retain=True)
+        scene.coordinator.await_payload(topic, secrets[-1])
+        scene.observer.await_payload(topic, secrets[-1])
+    scene.fence()
+    assert {delivery.payload for delivery in scene.intruder.deliveries}.isdisjoint(secrets)
+    scene.intruder.transport.close()
+    late = scene.plant.client("a", TOPICS.offer, *EAVESDROPPED.values())  # what was retained is not told either
+    scene.intruder = late.start().await_link()
+    scene.fence()
+    assert {delivery.payload for delivery in late.deliveries}.isdisjoint(secrets)
+
+
+@pytest.mark.parametrize("what", ["B", "the coordinator"])
+def test_nobody_hears_what_a_says_in_anothers_name(scene: Scene, what: str) -> None:
+    theirs, rightful = (SPOKEN_AS_B, scene.victim) if what == "B" else (SPOKEN_AS_COORDINATOR, scene.coordinator)
+    for topic in theirs.values():
+        forged, genuine = unique("forged"), unique("genuine")
+        for qos, retain in itertools.product((0, 1), (False, True)):
+            scene.intruder.transport.publish(topic, forged, qos=qos, retain=retain)
+        own = unique("its own")  # after the forged ones on the same connection, so those were handled when it comes
+        scene.intruder.transport.publish(TOPICS.up_control("a"), own)
+        scene.observer.await_payload(TOPICS.up_control("a"), own)
+        rightful.transport.publish(topic, genuine)
+        scene.observer.await_payload(topic, genuine)
+        assert forged not in scene.observer.payloads(topic), topic
+
+
+def test_a_certificate_of_a_with_the_client_id_of_b_gets_nothing_of_b_and_leaves_b_alone(scene: Scene) -> None:
+    plant = scene.plant
+    assert greet(plant, context_with(plant, bundled(plant, "a")), "b") in (NOT_AUTHORIZED, ACCEPTED)
+    thief = plant.client("b", TOPICS.down_control("b"), shown="a").start()
+    assert isinstance(thief.transport, MqttTransport)
+    transport = thief.transport
+    wait_until(lambda: transport.attempts > 1 or True in thief.links, "it was refused, or let in under its own name")
+    secret = unique("for b")
+    scene.coordinator.transport.publish(TOPICS.down_control("b"), secret)
+    scene.victim.await_payload(TOPICS.down_control("b"), secret)
+    scene.victim.transport.publish(TOPICS.up_control("b"), secret)
+    scene.coordinator.await_payload(TOPICS.up_control("b"), secret)
+    assert scene.victim.links == [True]
+    assert thief.deliveries == []
+
+
+def test_a_will_in_anothers_name_is_not_heard_and_ones_own_is(scene: Scene) -> None:
+    scene.intruder.transport.close()
+    for topic, heard in ((TOPICS.status("b"), False), (TOPICS.status("a"), True)):
+        words = unique("gone")
+        dying = scene.plant.client("a", will=Will(topic, words)).start()
+        transport = dying.transport
+        assert isinstance(transport, MqttTransport)
+        wait_until(lambda: True in dying.links or transport.attempts > 1, "it is let in or refused")  # noqa: B023
+        usurper = scene.plant.client("a", TOPICS.offer).start().await_link()  # takes its place: the will is due
+        scene.intruder = usurper
+        if heard:
+            scene.observer.await_payload(topic, words)
+        scene.fence()
+        assert (words in scene.observer.payloads(topic)) == heard
+        dying.transport.close()
+        usurper.transport.close()
+
+
+@pytest.mark.parametrize("plant", BROKERS[:1], indirect=True, scope="module")
+def test_the_access_list_has_a_section_per_device_and_none_for_a_revoked_one(plant: Plant) -> None:
+    users = [line for line in (plant.root / "deployed" / "acl").read_text().splitlines() if line.startswith("user ")]
+    assert users == ["user coordinator", "user observer", "user a", "user b"]  # c is revoked

@@ -1,0 +1,73 @@
+"""The coordinator's key is replaced twice in the middle of a federation while a box is off, another is killed, and so is the coordinator."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edge_client.private_store import PrivateStore
+from fedcg.wire.signing import VerifyKey
+from tests.stack import Stack, wait_for
+
+pytestmark = [pytest.mark.broker, pytest.mark.slow, pytest.mark.timeout(280)]
+AWAY, KILLED = "site-3", "site-2"
+
+
+def is_rotated(serial: int) -> Any:
+    return lambda event: event["event"] == "key_rotated" and event["serial"] == serial
+
+
+def has_followed(serial: int) -> Any:
+    return lambda event: event["event"] == "coordinator_key" and event["serial"] == serial
+
+
+def rotate(stack: Stack) -> str:
+    return str(json.loads(stack.command("coordinator", "rotate-key", "--dir", str(stack.home), "--json"))["key"])
+
+
+@pytest.fixture
+def stack(tmp_path: Path) -> Any:
+    params = {"epochs": 2, "server_iterations": 100, "server_batch": 16}
+    made = Stack(root=tmp_path, params=params, rounds=3, broker="mosquitto")
+    made.prepare()
+    made.start_broker()
+    observe = ["audit", "observe", "--federation", "shapes", "--out", str(made.root / "wire")]
+    made.start("observer", *observe, "--port", str(made.broker_port), "--tls", str(made.home / "pki"))
+    made.start_coordinator()
+    for device in made.devices:
+        made.start_agent(device)
+    yield made
+    made.stop()
+
+
+def test_all_boxes_follow_two_rotations_and_the_aggregate_is_counted_from_all(stack: Stack) -> None:
+    stack.wait_event("coordinator", lambda event: event["event"] == "attempt_opened" and event["round"] == 2, "round 2")
+    stack.kill(AWAY)
+    rotate(stack)
+    stack.wait_event("coordinator", is_rotated(1), "the running coordinator takes the new key")
+    for device in ("site-1", KILLED):
+        stack.wait_event(device, has_followed(1), f"{device} follows")
+    stack.kill(KILLED)
+    newest = rotate(stack)
+    stack.kill("coordinator")  # before or after it has seen the second key, as it comes
+    stack.start_coordinator()
+    stack.start_agent(KILLED)
+    stack.wait_event("site-1", has_followed(2), "site-1 follows again")
+    stack.start_agent(AWAY)
+    stack.wait_finished()
+
+    merged = [event["clients"] for event in stack.events("coordinator") if event["event"] == "distilling"]
+    assert merged == [list(stack.devices)] * 3
+    assert {event["attempt"] for event in stack.events("coordinator") if event["event"] == "attempt_opened"} == {1}
+    for device in stack.devices:
+        enrolled = VerifyKey.from_hex((stack.config(device).parent / "coordinator.pub").read_text())
+        pinned = PrivateStore(stack.store(device)).pinned_key(enrolled)
+        assert (pinned.key.hex, pinned.serial) == (newest, 2), device
+    followed = [event["serial"] for event in stack.events(AWAY) if event["event"] == "coordinator_key"]
+    assert followed == [2]  # both links at once
+    seen = stack.root / "wire" / "wire.json"
+    wait_for(lambda: json.loads(seen.read_text())["coordinator_keys"].get("2") == newest, "the observer has both keys")
+    assert json.loads(seen.read_text())["key_problems"] == []

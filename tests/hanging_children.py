@@ -1,0 +1,90 @@
+"""Entry points of processes that hang, break, or only work slowly; without torch where the real ones would load it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from coordinator.aggregation_messages import (
+    AddUpdate,
+    FinishJob,
+    Job,
+    JobDone,
+    UpdateAdded,
+    WorkerReady,
+    WorkerSettings,
+)
+from edge_client.trainer_process import Committed, Ready, TrainerSettings, Working
+
+STALL_S = 1.0
+
+
+def hang_in_the_first_round(connection: Connection, settings: TrainerSettings, _parent: int) -> None:
+    connection.send(Ready(os.getpid()))
+    command = connection.recv()
+    marker = settings.store / "hung"
+    if not marker.exists():
+        marker.touch()
+        os.kill(os.getpid(), signal.SIGSTOP)
+    connection.send(Committed(command.cursor))
+    connection.recv()
+
+
+def work_slowly_then_idle(connection: Connection, settings: TrainerSettings, _parent: int) -> None:
+    connection.send(Ready(os.getpid()))
+    command = connection.recv()
+    idle = threading.Event()
+    for _ in range(8):  # twice as long as a silent one may be
+        idle.wait(STALL_S / 4)
+        connection.send(Working())
+    connection.send(Committed(command.cursor))
+    connection.recv()  # with nothing to do it may be silent for ever
+
+
+def serve(connection: Connection, settings: WorkerSettings, first_time: Callable[[Connection], None]) -> None:
+    """As the real worker without torch; what is asked first in its first life does `first_time`."""
+    connection.send(WorkerReady(os.getpid(), 1, "cpu"))
+    marker = settings.artifacts / "was here"
+    while True:
+        request: Any = connection.recv()
+        if isinstance(request, Job):
+            continue
+        if not marker.exists():
+            marker.touch()
+            first_time(connection)
+        if isinstance(request, AddUpdate):
+            connection.send(UpdateAdded(1, 1, request.client))
+        elif isinstance(request, FinishJob):
+            connection.send(JobDone(1, 1, "9" * 64, len(request.updates), "8" * 64))
+
+
+def _stop(_connection: Connection) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def hang_once(connection: Connection, settings: WorkerSettings) -> None:
+    serve(connection, settings, _stop)
+
+
+def break_the_card_once(connection: Connection, settings: WorkerSettings) -> None:
+    """The real worker, whose workbench meets an error of the card the first time that it opens a job."""
+    import coordinator.aggregation_worker as real
+
+    marker = settings.artifacts / "was here"
+
+    class Bench(real.Workbench):
+        def _open(self) -> None:
+            if not marker.exists():
+                marker.touch()
+                raise RuntimeError("CUDA error: an illegal memory access was encountered")
+            self._send(JobDone(1, 1, "9" * 64, 1, "8" * 64))
+
+        def serve(self, request: AddUpdate | FinishJob) -> None:
+            """Nothing more: the job is done."""
+
+    real.Workbench = Bench  # type: ignore[misc]
+    real.worker_main(connection, settings)
