@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from coordinator.uploads import Grant, Received, Uploads
+from fedcg.refusals import Refusals
 from fedcg.wire.errors import CapacityError, WireError
 from fedcg.wire.messages import Manifest
 from fedcg.wire.transfer import parse_chunk
@@ -41,11 +42,11 @@ class Intake:
         uploads: the receivers.
         collect: deletes what has expired from disk; called now and then.
         notify: gets what follows, on the intake's thread.
+        refusals: counts and tells frames that were no chunk of the upload.
         monotonic: seconds.
 
     Attributes:
         dropped: frames that did not fit or belonged to no upload.
-        refused: frames that were no chunk of the upload.
     """
 
     def __init__(
@@ -53,10 +54,11 @@ class Intake:
         uploads: Uploads,
         collect: Callable[[], None],
         notify: Callable[[IntakeEvent], None],
+        refusals: Refusals,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self.dropped = 0
-        self.refused = 0
+        self._refusals = refusals
         self._uploads = uploads
         self._collect = collect
         self._notify = notify
@@ -152,8 +154,8 @@ class Intake:
         try:
             follows = self._uploads.feed(device, parse_chunk(payload), now)
         except WireError as error:
-            self.refused += 1
-            log.warning("chunk of %s refused: %s", device, error)
+            if self._refusals.note(f"a chunk of {device}", error):
+                log.warning("chunk of %s refused: %s", device, error)
             return
         self._heard[device] = now
         if follows is not None:

@@ -48,6 +48,7 @@ from coordinator.setup import Setup
 from coordinator.uplink import Checked, Uplink
 from coordinator.uploads import Grant, Received
 from fedcg.learning.spec import FederationSpec
+from fedcg.refusals import Refusals
 from fedcg.wire.errors import IntegrityError
 from fedcg.wire.messages import Accept, Decline, DeviceStatus, Heartbeat, Hello, Leave, Manifest, Need
 from fedcg.wire.topics import TopicKind, Topics
@@ -93,7 +94,8 @@ class Service:
         self._inbox: Inbox[_Item] = Inbox(asyncio.get_running_loop())
         self._sessions = Sessions()
         self._cohorts = Cohorts()
-        self._ingest = Ingest(topics, self._sessions)
+        self._refusals = Refusals(setup.events)
+        self._ingest = Ingest(topics, self._sessions, self._refusals)
         self._transport = setup.connect(status_will(topics, epoch, setup.key))
         self._publisher = Publisher(
             self._transport, topics, setup.key, epoch, self._sessions, self._cohorts, setup.limits
@@ -101,7 +103,7 @@ class Service:
         self._library = Library(setup.artifacts, self._publisher.chunk_bytes)
         self._worker = setup.make_worker(setup.worker, self._inbox.put)
         self._conductor = Conductor(setup, self._publisher, self._library, self._worker)
-        self._uplink = Uplink(setup, self._publisher, lambda: self._conductor.state, self._inbox.put)
+        self._uplink = Uplink(setup, self._publisher, lambda: self._conductor.state, self._inbox.put, self._refusals)
         self._conductor.use_uplink(self._uplink)
         self._members = Membership(setup, self._ingest, self._uplink, self._conductor, self._publisher)
         self._topics = topics
@@ -136,9 +138,7 @@ class Service:
     @property
     def refusals(self) -> dict[str, int]:
         """Messages refused since the start, by reason, and messages dropped because too many came."""
-        intake = self._uplink.intake
-        refused = {"Chunk": intake.refused} if intake.refused else {}
-        return {**self._ingest.refused, **refused, "Dropped": self._inbox.dropped + intake.dropped}
+        return {**self._refusals.counts, "dropped": self._inbox.dropped + self._uplink.intake.dropped}
 
     async def start(self) -> None:
         """Start the worker, rebuild the state, connect."""

@@ -18,6 +18,7 @@ from coordinator.rounds import Phase, RoundState, UpdateRefused, UpdateStored
 from coordinator.setup import Setup
 from coordinator.uploads import Received, Uploads
 from coordinator.validation import Expected, base_in, max_update_bytes, validate_update
+from fedcg.refusals import Refusals
 from fedcg.wire.artifacts import Base
 from fedcg.wire.messages import MAX_ARTIFACT_BYTES, Manifest, Outcome
 from fedcg.wire.partial import Partials
@@ -54,6 +55,7 @@ class Uplink:
         publisher: sends grants and receipts.
         state: asks for the round engine's state.
         notify: gets what the intake's thread says, on that thread; to be handed to `follow` on the event loop.
+        refusals: counts and tells what the intake refuses.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class Uplink:
         publisher: Publisher,
         state: Callable[[], RoundState],
         notify: Callable[[IntakeEvent], None],
+        refusals: Refusals,
     ) -> None:
         self._spec = setup.spec
         self._store = setup.store
@@ -74,7 +77,7 @@ class Uplink:
         self._base: Base | None = None
         partials = Partials(setup.artifacts.root / ".partial", MAX_PARTIAL_FILES, MAX_PARTIAL_BYTES)
         uploads = Uploads(partials, setup.limits.window, setup.limits.shared)
-        self.intake = Intake(uploads, partials.collect, notify)
+        self.intake = Intake(uploads, partials.collect, notify, refusals)
         self._active: dict[str, Manifest] = {}
 
     def is_busy(self, device: str) -> bool:

@@ -54,6 +54,7 @@ from edge_client.trainer_process import (
     TrainerReport,
 )
 from fedcg.event_log import EventLog
+from fedcg.refusals import Refusals
 from fedcg.wire.channel import BroadcastOrder
 from fedcg.wire.errors import WireError
 from fedcg.wire.messages import COORDINATOR, CohortVerdict, Heartbeat, Need
@@ -64,7 +65,6 @@ INBOX_MAX = 2048  # at most 250 MB of chunks; what does not fit is asked for aga
 IDLE_S = 0.25
 DOWNLOADING_S = 0.05
 WITHHELD = "withheld"  # how an update ended that its owner forbade after it was made
-REFUSALS_TOLD = 50  # per connection: a flood must not fill the disk
 _log = logging.getLogger(__name__)
 
 
@@ -117,7 +117,7 @@ class Agent:
         self._clock = clock
         self._inbox: queue.Queue[_Item] = queue.Queue(INBOX_MAX)
         self._dropped = 0
-        self._refusals = 0
+        self._refusals = Refusals(events)
         self._stopping = False
         self._trainer = make_trainer(self._inbox.put)
         self._order = BroadcastOrder(store.seen())
@@ -175,7 +175,7 @@ class Agent:
             self._transport.close()
             self._downloads.close()
             self._trainer.stop()
-            self._events.write("agent_stopped", pid=os.getpid(), dropped=self._dropped)
+            self._events.write("agent_stopped", pid=os.getpid(), dropped=self._dropped, refused=self._refusals.counts)
         return 1 if self._actions.outcome is False else 0
 
     # -------------------------------------------------------------- other threads: enqueue, nothing else
@@ -248,7 +248,7 @@ class Agent:
         try:
             meaning = self._incoming.open(delivery, self._clock())
         except WireError as error:
-            self._refuse(delivery.topic, str(error))
+            self._refusals.note(delivery.topic, error)
             return
         except OSError as error:
             self._stumble("a download", error)
@@ -265,7 +265,7 @@ class Agent:
         try:
             download = self._downloads.completed(self._clock())
         except WireError as error:
-            self._refuse("download", str(error))
+            self._refusals.note("download", error)
             return
         except OSError as error:
             self._stumble("a download", error)
@@ -280,7 +280,7 @@ class Agent:
             else:
                 self._store.artifacts.adopt(download.file, download.artifact)
         except ValueError as error:  # not a spec: the check that follows refuses it
-            self._refuse("spec", str(error))
+            self._refusals.note("spec", error)
         except OSError as error:
             self._downloads.failed(download.artifact, self._clock())  # a full disk: tried again when there is room
             self._stumble("a download", error)
@@ -302,7 +302,6 @@ class Agent:
 
     def _link_changed(self, up: bool) -> None:
         self._handshake.close()
-        self._refusals = 0
         self._events.write("link", up=up)
         if up:
             self._outgoing.status(online=True)
@@ -321,7 +320,7 @@ class Agent:
         try:
             check_kept(self._store.generations.update_bytes(generation), self._config.policy, self._config.device)
         except FirewallError as error:
-            self._refuse("outbox", str(error))
+            self._refusals.note("outbox", error)
             cursor = entry.cursor
             self._store.save_delivery(
                 DeliveryRecord(entry.artifact, cursor.round, cursor.attempt, WITHHELD, str(error))
@@ -432,8 +431,3 @@ class Agent:
             "%s: %s failed: %s. Free space on, or repair, %s", self._config.device, what, error, self._store.root
         )
         self._events.write("agent_error", detail=f"{what}: {error}")
-
-    def _refuse(self, what: str, detail: str) -> None:
-        self._refusals += 1
-        if self._refusals <= REFUSALS_TOLD:
-            self._events.write("refused", what=what, detail=detail)

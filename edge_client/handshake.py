@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from fedcg.wire.channel import Session, session_id
-from fedcg.wire.errors import OrderError
+from fedcg.wire.errors import MalformedError, OtherSessionError, ReplayError
 from fedcg.wire.messages import COORDINATOR, PROTOCOL_VERSION, AnyMessage, Hello, Welcome
 
 MessageT = TypeVar("MessageT", bound=AnyMessage)
@@ -79,12 +79,15 @@ class Handshake:
         """Open the session that a welcome answers.
 
         Raises:
-            OrderError: it answers no hello of ours, was used before, or picks a version that we did not offer.
+            ReplayError: it answers no hello of this device, or was used before.
+            MalformedError: it picks a version that was not offered.
         """
         if message.device_nonce != self._nonce or message.nonce in self._answers:
-            raise OrderError("a welcome that answers no hello of this device, or answers one again")
+            raise ReplayError("a welcome that answers no hello of this device, or answers one again")
         if message.version != PROTOCOL_VERSION:
-            raise OrderError(f"a welcome for protocol version {message.version}; only {PROTOCOL_VERSION} was offered")
+            raise MalformedError(
+                f"a welcome for protocol version {message.version}; only {PROTOCOL_VERSION} was offered"
+            )
         self._answers.add(message.nonce)
         self._session = Session(session_id(message.device_nonce, message.nonce))
 
@@ -92,10 +95,10 @@ class Handshake:
         """The message with session and counter.
 
         Raises:
-            OrderError: there is no session.
+            OtherSessionError: there is no session.
         """
         if self._session is None:
-            raise OrderError(f"a {message.kind} message can't be sent without a session")
+            raise OtherSessionError(f"a {message.kind} message can't be sent without a session")
         return self._session.stamp(message)
 
     def admit(self, message: AnyMessage) -> None:
@@ -105,5 +108,5 @@ class Handshake:
             OrderError: it does not, is not, or there is no session.
         """
         if self._session is None:
-            raise OrderError(f"a {message.kind} message came without a session")
+            raise OtherSessionError(f"a {message.kind} message came without a session")
         self._session.admit(message)

@@ -18,6 +18,8 @@ from coordinator.library import Library
 from coordinator.rounds import CameOnline, RoundState, UpdateStored, transition
 from coordinator.uplink import Checked, Uplink
 from coordinator.uploads import Arrival, Grant, Received, Uploads
+from fedcg.event_log import EventLog
+from fedcg.refusals import Refusals
 from fedcg.wire.artifacts import ArtifactStore
 from fedcg.wire.errors import IntegrityError, TransportError
 from fedcg.wire.grants import Window
@@ -164,7 +166,8 @@ def test_the_intake_drops_what_does_not_fit_and_what_nobody_announced(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("coordinator.intake.MAX_BYTES", 100)
-    intake = Intake(Uploads(partials(world)), lambda: None, lambda event: None)
+    refusals = Refusals(EventLog(world.root / "events.jsonl", lambda: 0.0))
+    intake = Intake(Uploads(partials(world)), lambda: None, lambda event: None, refusals)
     for _ in range(3):
         intake.frame("a", bytes(60))
     assert intake.dropped == 2
@@ -191,7 +194,7 @@ def test_of_two_updates_of_one_device_that_race_each_other_only_the_first_counts
     world.store.open_attempt(("tiny", 1, 1), world.base_id, frozenset(world.clients), 0.0, 600.0)
     publisher: Any = Silent()
     setup = world.setup()
-    uplink = Uplink(setup, publisher, lambda: state, lambda event: None)
+    uplink = Uplink(setup, publisher, lambda: state, lambda event: None, Refusals(setup.events))
     first = world.devices["a"].make_update(1, 1, world.base_id)
     second = world.devices["b"].make_update(1, 1, world.base_id)
     nowhere = world.root / "nowhere"
