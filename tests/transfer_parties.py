@@ -61,6 +61,7 @@ class Plan:
     preset: PresetName = "mosquitto"
     chunk_bytes: int | None = 16 * 1024
     keepalive_s: int = 5
+    coordinator_ahead_s: float = 0.0  # of the clocks of the agents
 
     @staticmethod
     def load(root: Path) -> Plan:
@@ -128,6 +129,7 @@ async def run_coordinator(root: Path) -> None:
         worker=WorkerSettings(1, "cpu", b"s" * 32, home / "artifacts", home / "spill"),
         events=EventLog(home / "events.jsonl", time.time),
         limits=limits,
+        clock=lambda: time.time() + plan.coordinator_ahead_s,
         make_worker=NoWorker,
     )
     service = await start_service(setup)
