@@ -135,11 +135,12 @@ class DrawingTrainer(FakeTrainer):
     """Commits an update that depends on device, round and base; remembers every round that it was asked for."""
 
     device = ""
+    images = ""  # tells a copy of a box with images of its own from the box
 
     def commit(self, command: TrainRound) -> None:
         cursor = command.cursor
         header = update_header(self.spec, cursor.round, cursor.attempt, self.device, command.aggregate)
-        seed = hashlib.sha256(f"{self.device} {cursor.round} {command.aggregate}".encode()).digest()
+        seed = hashlib.sha256(f"{self.device}{self.images} {cursor.round} {command.aggregate}".encode()).digest()
         parts = random_parts(shared_layouts(self.spec), int.from_bytes(seed, "big"))
         self.store.generations.commit(toy_generation(self.spec, cursor, pack(header, parts, self.spec.codec)))
 
@@ -151,7 +152,7 @@ class Box:
     name: str
     root: Path
     key: SigningKey = field(default_factory=SigningKey.generate)
-    trained: list[tuple[int, int]] = field(default_factory=list)
+    images: str = ""
     exit_code: int | None = None
 
     def start(self, federation: Federation) -> None:
@@ -168,7 +169,7 @@ class Box:
 
         def make_trainer(deliver: Callable[[TrainerReport], None]) -> FakeTrainer:
             self.trainer = DrawingTrainer(store, federation.world.spec, deliver)
-            self.trainer.device = self.name
+            self.trainer.device, self.trainer.images = self.name, self.images
             return self.trainer
 
         events = EventLog(config.store / "events.jsonl", time.time)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from coordinator import inbox as inbox_module
+from coordinator.app import _ended
 from coordinator.inbox import Inbox
 from coordinator.intake import Intake
 from coordinator.library import Library
@@ -255,3 +256,19 @@ def test_a_service_that_fails_says_so_instead_of_going_on(world: World, monkeypa
     assert isinstance(failed.value.__cause__, OSError)
     assert world.store.updates(("tiny", 1, 1)) == []
     assert all(device.receipts() == [] for device in world.devices.values())
+
+
+def test_a_service_that_a_full_disk_ended_says_what_to_do(caplog: pytest.LogCaptureFixture) -> None:
+    codes: list[int] = []
+
+    async def full() -> None:
+        raise OSError("no space left on device")
+
+    async def scenario() -> None:
+        work = asyncio.create_task(full())
+        await asyncio.wait([work])
+        _ended(codes.append, work)
+
+    asyncio.run(scenario())
+    assert codes == [1]
+    assert "goes on with the same attempt. Free space on" in caplog.text
