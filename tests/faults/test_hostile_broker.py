@@ -37,6 +37,17 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
         federation.close()
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The final aggregate of two devices and two rounds over an honest broker, which leaves nothing to refuse."""
+    federation = Federation(tmp_path_factory.mktemp("undisturbed")).run()
+    federation.close()
+    federation.assert_completed()
+    assert federation.refusals == {"dropped": 0}
+    assert not any(box.refused() for box in federation.boxes.values())
+    return federation.final
+
+
 def kind_of(passing: Passing) -> TopicKind:
     parsed = TOPICS.parse(passing.topic)
     assert parsed is not None
@@ -121,27 +132,25 @@ SLOW = ("drops", "alters", "delays")  # what was lost is waited for
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in CASES]
 )
-def test_whatever_the_broker_does_the_final_aggregate_is_that_of_an_honest_one(make: Run, name: str) -> None:
-    undisturbed = make().run()
+def test_whatever_the_broker_does_the_final_aggregate_is_that_of_an_honest_one(
+    make: Run, undisturbed: str, name: str
+) -> None:
     behaviour, by_coordinator, by_agents = CASES[name]
     federation = make(behaviour)
     if name == "imports":
         federation.broker.behaviour = foreign(lambda: federation)
     federation.run()
     federation.assert_completed()
-    assert federation.final == undisturbed.final
+    assert federation.final == undisturbed
     assert {reason for reason, count in federation.refusals.items() if count} >= by_coordinator, federation.refusals
     told = {str(event["reason"]) for event in federation.world.events("refused")}
     assert told == set(federation.refusals) - {"dropped"}
     assert set.union(*(box.refused() for box in federation.boxes.values())) >= by_agents
-    assert undisturbed.refusals == {"dropped": 0}
-    assert not any(box.refused() for box in undisturbed.boxes.values())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
-def test_a_random_mix_of_everything_changes_nothing(make: Run, seed: int) -> None:
-    undisturbed = make(devices=("a", "b")).run()
+def test_a_random_mix_of_everything_changes_nothing(make: Run, undisturbed: str, seed: int) -> None:
     everything: tuple[Behaviour, ...] = (drops, delays, repeats, alters, misdirects, forges)
 
     def mixed(broker: HostileBroker, passing: Passing) -> Iterable[Passing]:
@@ -150,7 +159,7 @@ def test_a_random_mix_of_everything_changes_nothing(make: Run, seed: int) -> Non
     federation = make(mixed, seed=seed).run()
     assert len(federation.broker.did) >= 4, federation.broker.did
     federation.assert_completed()
-    assert federation.final == undisturbed.final
+    assert federation.final == undisturbed
     assert federation.refusals.get("forged")
 
 
@@ -174,9 +183,10 @@ def recorded(federation: Federation, kind: type) -> list[Passing]:
     return [passing for passing in said if isinstance(passing.message, kind)]
 
 
-def test_recordings_of_an_earlier_epoch_and_of_ended_sessions_are_refused_on_both_sides(make: Run) -> None:
+def test_recordings_of_an_earlier_epoch_and_of_ended_sessions_are_refused_on_both_sides(
+    make: Run, undisturbed: str
+) -> None:
     """A second coordinator process, the same federation: everything of the first one is played again in the second round."""
-    undisturbed = make().run()
     federation = make()
     played: list[Passing] = []
 
@@ -196,7 +206,7 @@ def test_recordings_of_an_earlier_epoch_and_of_ended_sessions_are_refused_on_bot
         wait_until(federation.is_over, "the end")
         counted = second.service.refusals
     federation.assert_completed()
-    assert federation.final == undisturbed.final
+    assert federation.final == undisturbed
     assert {item.message.epoch for item in played if item.identity == COORDINATOR} >= {1}
     assert counted["other_session"] > 0
     assert all({"older_epoch", "other_session"} <= box.refused() for box in federation.boxes.values())
@@ -272,7 +282,7 @@ def test_an_offer_played_again_after_the_end_does_not_open_the_round_again(make:
 
 def test_an_aggregate_that_is_altered_on_its_way_is_never_used(make: Run) -> None:
     """Each chunk is altered once, in the broadcast and when it is asked for; its frame is made to fit."""
-    undisturbed = make(rounds=1).run()
+    honest_one = make(rounds=1).run()
     spoilt: set[bytes] = set()
 
     def spoils(broker: HostileBroker, passing: Passing) -> Iterable[Passing]:
@@ -283,7 +293,7 @@ def test_an_aggregate_that_is_altered_on_its_way_is_never_used(make: Run) -> Non
 
     federation = make(spoils, rounds=1).run()
     federation.assert_completed()
-    assert federation.final == undisturbed.final
+    assert federation.final == honest_one.final
     assert all("damaged" in box.refused() for box in federation.boxes.values())
 
 

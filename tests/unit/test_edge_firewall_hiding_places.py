@@ -54,7 +54,7 @@ class Attempt:
 
     parts: dict[Any, dict[str, Any]]
     extractor: torch.Tensor
-    moment: torch.Tensor
+    moment: torch.Tensor  # of the extractor's optimiser
     report: Report = Report(examples=12, label_counts=(4, 4, 4))  # noqa: RUF009 - frozen
     versions: dict[str, str] = field(default_factory=lambda: {"torch": "2.13.0", "fedcg-edge": "0.1.0"})
     determinism: dict[str, str] = field(default_factory=lambda: {"threads": "1", "device": "cpu"})
@@ -109,14 +109,6 @@ def buffer(attempt: Attempt) -> None:
     attempt.parts[Part.GENERATOR] = module.state_dict()
 
 
-def optimiser_state(attempt: Attempt) -> None:
-    parameter = nn.Parameter(attempt.extractor.clone())
-    optimiser = torch.optim.Adam([parameter])
-    parameter.grad = attempt.extractor
-    optimiser.step()
-    attempt.generator["exp_avg"] = optimiser.state[parameter]["exp_avg"]
-
-
 def in_an_attribute(attempt: Attempt) -> None:
     attempt.generator["weight"] = attempt.generator["weight"].as_subclass(LoudTensor)
     attempt.generator["weight"].secret = attempt.extractor
@@ -132,7 +124,7 @@ REFUSED: dict[str, tuple[Hide, str]] = {
     "a nested module itself": (lambda a: a.generator.update(body=linear(a.extractor)), "Linear"),
     "a nested mapping": (lambda a: a.generator.update(body={"weight": a.extractor}), "dict"),
     "a buffer": (buffer, "generator/running_mean"),
-    "an optimiser's state": (optimiser_state, "generator/exp_avg"),
+    "an optimiser's state": (lambda a: a.generator.update(exp_avg=a.moment), "generator/exp_avg"),
     "another shape under a known name": (
         lambda a: a.parts[Part.CLASSIFIER].update(weight=a.extractor),
         "classifier/weight",
@@ -171,7 +163,7 @@ REFUSED: dict[str, tuple[Hide, str]] = {
         "LoudReport",
     ),
     "a report that nobody checked": (
-        lambda a: setattr(a, "report", Report.model_construct(examples=a.secret_text)),  # type: ignore[arg-type]
+        lambda a: setattr(a, "report", Report.model_construct(examples=a.secret_text, label_counts=(4, 4, 4))),  # type: ignore[arg-type]
         "examples",
     ),
     "label counts": (
@@ -250,7 +242,7 @@ def leaks(update: bytes, base: bytes, trying: Attempt) -> list[Match]:
     seen = {artifact_id(data): inspect(data) for data in (update, base)}
     truth = [
         PrivateTensor(DEVICE, "extractor/weight", trying.extractor.numpy()),
-        PrivateTensor(DEVICE, "discriminator/weight", trying.moment.numpy()),
+        PrivateTensor(DEVICE, "optimiser/exp_avg", trying.moment.numpy()),
     ]
     payloads = {"update": update, "decompressed": inspect(update).payload}
     return compare(wire_tensors(seen), truth) + find_bytes(payloads, truth)
