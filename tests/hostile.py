@@ -229,7 +229,7 @@ class Federation:
             box.root.mkdir(parents=True)
             self.world.store.add_device(box.name, box.key.public.hex, 1.0)
 
-    def run(self, deadline_s: float = 60.0) -> Federation:
+    def run(self, deadline_s: float = 150.0) -> Federation:
         """From the first hello to the last agent's end, or to a pause with its reason."""
         with RunningService(self.world) as running:
             self.service = running.service
