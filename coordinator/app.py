@@ -83,5 +83,8 @@ async def _leave(service: Service, request_exit: RequestExit) -> None:
 def _ended(request_exit: RequestExit, work: asyncio.Task[None]) -> None:
     error = None if work.cancelled() else work.exception()
     if error is not None:
-        log.critical("the coordinator fails and ends; started again it goes on with the same attempt", exc_info=error)
+        advice = " Free space on, or repair, the disk of its directory first." if isinstance(error, OSError) else ""
+        log.critical(
+            "the coordinator fails and ends; started again it goes on with the same attempt.%s", advice, exc_info=error
+        )
         request_exit(1)

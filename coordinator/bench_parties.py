@@ -24,6 +24,8 @@ from coordinator.intake import Intake, IntakeEvent, IntakeFailed
 from coordinator.message_keys import Voice
 from coordinator.publishing import Publisher
 from coordinator.uploads import Received, Uploads
+from fedcg.event_log import EventLog
+from fedcg.refusals import Refusals
 from fedcg.wire.artifacts import ArtifactStore
 from fedcg.wire.channel import Session, session_id
 from fedcg.wire.messages import (
@@ -280,7 +282,8 @@ class BenchCoordinator:
     def __init__(self, party: Party, devices: dict[str, str]) -> None:
         self._topics = Topics(party.federation)
         self._sessions = Sessions()
-        self._ingest = Ingest(self._topics, self._sessions)
+        refusals = Refusals(EventLog(party.folder / "events.jsonl", time.time))
+        self._ingest = Ingest(self._topics, self._sessions, refusals)
         self._ingest.learn_keys(devices.items())
         self._transport = MqttTransport(party.mqtt)
         voice = Voice(SigningKey.load(party.signing))
@@ -289,7 +292,7 @@ class BenchCoordinator:
         partials = Partials(party.folder / ".partial", 1024, 1 << 40)
         self._inbox: Inbox[Delivery | IntakeEvent | bool] = Inbox(asyncio.get_running_loop())
         uploads = Uploads(partials, party.limits.window, party.limits.shared)
-        self._intake = Intake(uploads, partials.collect, self._inbox.put)
+        self._intake = Intake(uploads, partials.collect, self._inbox.put, refusals)
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self, pipe: Any) -> None:

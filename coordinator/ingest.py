@@ -8,13 +8,21 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections import Counter
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from fedcg.refusals import Refusals
 from fedcg.wire.channel import Session, session_id
-from fedcg.wire.errors import MalformedError, OrderError, SignatureError, WireError
+from fedcg.wire.errors import (
+    MalformedError,
+    OtherDeviceError,
+    OtherFederationError,
+    OtherSessionError,
+    ReplayError,
+    WireError,
+)
 from fedcg.wire.messages import (
     COORDINATOR,
     Accept,
@@ -31,6 +39,8 @@ from fedcg.wire.messages import (
 from fedcg.wire.signing import VerifyKey, open_envelope
 from fedcg.wire.topics import TopicKind, Topics
 from fedcg.wire.transport import Delivery
+
+NONCES_KEPT = 64  # of each device's earlier hellos since the start
 
 log = logging.getLogger(__name__)
 
@@ -59,12 +69,15 @@ class Sessions:
     def __init__(self, make_nonce: Callable[[], str] = lambda: secrets.token_hex(16)) -> None:
         self._make_nonce = make_nonce
         self._open: dict[str, _OpenSession] = {}
+        self._earlier: dict[str, deque[str]] = {}
 
     def greet(self, device: str, nonce: str, carrier: Carrier = Carrier.MQTT) -> str:
         """Open a session for a hello and return the coordinator's nonce for the welcome."""
         known = self._open.get(device)
         if known is not None and known.device_nonce == nonce:
             return known.nonce
+        if known is not None:
+            self._earlier.setdefault(device, deque(maxlen=NONCES_KEPT)).append(known.device_nonce)
         ours = self._make_nonce()
         self._open[device] = _OpenSession(nonce, ours, Session(session_id(nonce, ours)), carrier)
         return ours
@@ -79,6 +92,15 @@ class Sessions:
         known = self._open.get(device)
         return Carrier.MQTT if known is None else known.carrier
 
+    def check_hello(self, hello: Hello) -> None:
+        """Check that a hello is not the recording of one whose session was replaced since.
+
+        Raises:
+            ReplayError: it is.
+        """
+        if hello.nonce in self._earlier.get(hello.sender, ()):
+            raise ReplayError("a hello of a session that a later one has replaced")
+
     def close(self, device: str) -> None:
         """End the session of a device, if it has one."""
         self._open.pop(device, None)
@@ -91,11 +113,12 @@ class Sessions:
         """Check that a message continues the device's session.
 
         Raises:
-            OrderError: no session, another one, or a repeated counter.
+            OtherSessionError: no session, or another one.
+            ReplayError: a repeated counter.
         """
         known = self._open.get(device)
         if known is None:
-            raise OrderError(f"a {message.kind} message without a session")
+            raise OtherSessionError(f"a {message.kind} message without a session")
         known.session.admit(message)
 
     def stamp(self, device: str, message: MessageT) -> MessageT:
@@ -109,13 +132,14 @@ class Ingest:
     Args:
         topics: of the federation.
         sessions: shared with whoever sends.
+        refusals: counts and tells what is refused.
     """
 
-    def __init__(self, topics: Topics, sessions: Sessions) -> None:
+    def __init__(self, topics: Topics, sessions: Sessions, refusals: Refusals) -> None:
         self._topics = topics
         self._sessions = sessions
         self._keys: dict[str, VerifyKey] = {}
-        self.refused: Counter[str] = Counter()
+        self._refusals = refusals
 
     def learn_keys(self, keys: Iterable[tuple[str, str]]) -> frozenset[str]:
         """Replace the register of public keys: (device, hex) pairs.
@@ -143,8 +167,8 @@ class Ingest:
         try:
             return self._open(delivery)
         except WireError as error:
-            self.refused[type(error).__name__] += 1
-            log.warning("refused a message on %s: %s", delivery.topic, error)
+            if self._refusals.note(delivery.topic, error):
+                log.warning("refused a message on %s: %s", delivery.topic, error)
             return None
 
     def _open(self, delivery: Delivery) -> FromDevice:
@@ -157,6 +181,7 @@ class Ingest:
         if isinstance(message, DeviceStatus) != status_topic:
             raise MalformedError(f"a {message.kind} message on a topic that is not for it")
         if isinstance(message, Hello):
+            self._sessions.check_hello(message)
             return FromDevice(parsed.device, message)
         if isinstance(message, Heartbeat | Accept | Decline | Manifest | Need | Leave):
             self._sessions.admit(parsed.device, message)
@@ -166,9 +191,9 @@ class Ingest:
 
     def _check_address(self, message: AnyMessage, device: str) -> None:
         if message.sender != device:
-            raise SignatureError(f"a {message.kind} message of {message.sender!r} on the topic of {device!r}")
+            raise OtherDeviceError(f"a {message.kind} message of {message.sender!r} on the topic of {device!r}")
         if message.federation != self._topics.federation:
-            raise MalformedError(f"a message for federation {message.federation!r}")
+            raise OtherFederationError(f"a message for federation {message.federation!r}")
         wanted = {COORDINATOR, "*"} if isinstance(message, DeviceStatus) else {COORDINATOR}
         if message.recipient not in wanted:
-            raise MalformedError(f"a message for {message.recipient!r}")
+            raise OtherDeviceError(f"a message for {message.recipient!r}")

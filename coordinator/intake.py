@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from coordinator.uploads import Grant, Received, Uploads
+from fedcg.refusals import Refusals
 from fedcg.wire.errors import CapacityError, OrderError, WireError
 from fedcg.wire.messages import ArtifactRef, Carrier, Manifest
 from fedcg.wire.transfer import Chunk, parse_chunk
@@ -44,11 +45,11 @@ class Intake:
         uploads: the receivers.
         collect: deletes what has expired from disk; called now and then.
         notify: gets what follows, on the intake's thread.
+        refusals: counts and tells frames that were no chunk of the upload.
         monotonic: seconds.
 
     Attributes:
         dropped: frames that did not fit or belonged to no upload.
-        refused: frames that were no chunk of the upload.
     """
 
     def __init__(
@@ -56,10 +57,11 @@ class Intake:
         uploads: Uploads,
         collect: Callable[[], None],
         notify: Callable[[IntakeEvent], None],
+        refusals: Refusals,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self.dropped = 0
-        self.refused = 0
+        self._refusals = refusals
         self._uploads = uploads
         self._collect = collect
         self._notify = notify
@@ -198,8 +200,8 @@ class Intake:
             raise
 
     def _refuse(self, device: str, error: WireError) -> None:
-        self.refused += 1
-        log.warning("chunk of %s refused: %s", device, error)
+        if self._refusals.note(f"a chunk of {device}", error):
+            log.warning("chunk of %s refused: %s", device, error)
 
     def _take(self, device: str, chunk: Chunk) -> None:
         now = self._monotonic()

@@ -46,8 +46,9 @@ from coordinator.shelf import Shelf
 from coordinator.uplink import Checked, Uplink
 from coordinator.uploads import Grant, Received
 from fedcg.learning.spec import FederationSpec
+from fedcg.refusals import Refusals
 from fedcg.wire import versions
-from fedcg.wire.errors import IntegrityError
+from fedcg.wire.errors import IntegrityError, VersionError
 from fedcg.wire.messages import Accept, Decline, DeviceStatus, Heartbeat, Hello, Leave, Manifest, Need
 from fedcg.wire.topics import TopicKind, Topics
 from fedcg.wire.transport import Delivery
@@ -91,14 +92,15 @@ class Service:
         self._inbox: Inbox[_Item] = Inbox(asyncio.get_running_loop())
         self._sessions = Sessions()
         self._cohorts = Cohorts()
-        self._ingest = Ingest(topics, self._sessions)
+        self._refusals = Refusals(setup.events)
+        self._ingest = Ingest(topics, self._sessions, self._refusals)
         voice = setup.voice()
         self._transport = setup.connect(status_will(topics, epoch, voice.key))
         self._publisher = Publisher(self._transport, topics, voice, epoch, self._sessions, self._cohorts, setup.limits)
         self._library = Library(setup.artifacts, self._publisher.chunk_bytes)
         self._worker = setup.make_worker(setup.worker, self._inbox.put)
         self._conductor = Conductor(setup, self._publisher, self._library, self._worker)
-        self._uplink = Uplink(setup, self._publisher, lambda: self._conductor.state, self._inbox.put)
+        self._uplink = Uplink(setup, self._publisher, lambda: self._conductor.state, self._inbox.put, self._refusals)
         self._conductor.use_uplink(self._uplink)
         self._invitations = Invitations(setup, self._conductor, self._publisher, self._uplink)
         self._members = Membership(setup, self._ingest, self._uplink, self._conductor, self._publisher)
@@ -138,9 +140,7 @@ class Service:
     @property
     def refusals(self) -> dict[str, int]:
         """Messages refused since the start, by reason, and messages dropped because too many came."""
-        intake = self._uplink.intake
-        refused = {"Chunk": intake.refused} if intake.refused else {}
-        return {**self._ingest.refused, **refused, "Dropped": self._inbox.dropped + intake.dropped}
+        return {**self._refusals.counts, "dropped": self._inbox.dropped + self._uplink.intake.dropped}
 
     async def start(self) -> None:
         """Start the worker, rebuild the state, connect."""
@@ -267,11 +267,10 @@ class Service:
         await self._attendance.came(device)
 
     def _turn_away(self, device: str, hello: Hello) -> None:
-        self._ingest.refused["Version"] += 1
         reason = versions.explain_versions(hello.versions, versions.SPOKEN)
+        self._refusals.note(f"the hello of {device}", VersionError(reason))
         if device not in self._turned_away:
             self._turned_away.add(device)
-            self._events.write("version_refused", client=device, agent=hello.agent, reason=reason)
             log.warning("%s (agent %s): %s", device, hello.agent, reason)
         self._publisher.turn_away(device, hello)
 

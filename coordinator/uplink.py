@@ -7,6 +7,7 @@ decides only what becomes of an update.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,12 +19,15 @@ from coordinator.rounds import Phase, RoundState, UpdateRefused, UpdateStored
 from coordinator.setup import Setup
 from coordinator.uploads import Received, Uploads
 from coordinator.validation import Expected, base_in, max_update_bytes, validate_update
+from fedcg.refusals import Refusals
 from fedcg.wire.artifacts import Base
 from fedcg.wire.messages import MAX_ARTIFACT_BYTES, Manifest, Outcome
 from fedcg.wire.partial import Partials
 
 MAX_PARTIAL_FILES = 1024
 MAX_PARTIAL_BYTES = 64 * MAX_ARTIFACT_BYTES
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,7 @@ class Uplink:
         publisher: sends grants and receipts.
         state: asks for the round engine's state.
         notify: gets what the intake's thread says, on that thread; to be handed to `follow` on the event loop.
+        refusals: counts and tells what the intake refuses.
     """
 
     def __init__(
@@ -62,6 +67,7 @@ class Uplink:
         publisher: Publisher,
         state: Callable[[], RoundState],
         notify: Callable[[IntakeEvent], None],
+        refusals: Refusals,
     ) -> None:
         self._spec = setup.spec
         self._store = setup.store
@@ -74,7 +80,7 @@ class Uplink:
         self._base: Base | None = None
         partials = Partials(setup.artifacts.root / ".partial", MAX_PARTIAL_FILES, MAX_PARTIAL_BYTES)
         uploads = Uploads(partials, setup.limits.window, setup.limits.shared)
-        self.intake = Intake(uploads, partials.collect, notify)
+        self.intake = Intake(uploads, partials.collect, notify, refusals)
         self._active: dict[str, Manifest] = {}
 
     def is_busy(self, device: str) -> bool:
@@ -105,9 +111,10 @@ class Uplink:
         """Answer a manifest: the receipt it had before, a verdict, or a grant."""
         earlier = await asyncio.to_thread(self._store.update, self._key(manifest), device)
         if earlier is not None:
-            same = earlier.artifact == manifest.artifact.id
-            reason = earlier.reason if same else "another update of this round and attempt was ended before"
-            self._publisher.receipt(device, manifest, earlier.outcome if same else Outcome.CONFLICT, reason)
+            if earlier.artifact == manifest.artifact.id:
+                self._publisher.receipt(device, manifest, earlier.outcome, earlier.reason)
+            else:
+                self._conflict(device, manifest)
             return None
         verdict = await self._verdict(device, manifest)
         if verdict is not None:
@@ -159,9 +166,11 @@ class Uplink:
         record = self._record(device, manifest, received.manifest_at, Outcome.ACCEPTED, report=checked.report)
         stored = await asyncio.to_thread(self._store.end_update, record)
         if stored is not record:  # the device announced twice before the first one was through
-            same = stored.artifact == record.artifact
-            outcome = Outcome.DUPLICATE if same else Outcome.CONFLICT
-            self._end_with(device, manifest, Verdict(outcome, "an update of this round and attempt is stored already"))
+            if stored.artifact == record.artifact:
+                told = "an update of this round and attempt is stored already"
+                self._end_with(device, manifest, Verdict(Outcome.DUPLICATE, told))
+            else:
+                self._conflict(device, manifest)
             return None
         self._end(device)
         arrival = received.arrival
@@ -219,6 +228,19 @@ class Uplink:
             reason=verdict.reason,
         )
         self._publisher.receipt(device, manifest, verdict.outcome, verdict.reason)
+
+    def _conflict(self, device: str, manifest: Manifest) -> None:
+        """Another update was ended under the same name: a box and a copy of it, or of its private store, both take part."""
+        self._end_with(
+            device, manifest, Verdict(Outcome.CONFLICT, "another update of this round and attempt was ended before")
+        )
+        log.warning(
+            "%s delivered two different updates of round %d, attempt %d; the first one counts. Two boxes seem to use its "
+            "private store: stop one, or give it an identity of its own with `fedcg token create`",
+            device,
+            manifest.round,
+            manifest.attempt,
+        )
 
     async def _reject(self, device: str, manifest: Manifest, manifest_at: float, reason: str) -> UpdateRefused:
         record = self._record(device, manifest, manifest_at, Outcome.REJECTED, reason=reason[:300])

@@ -34,7 +34,7 @@ from edge_client.session_state import SessionState
 from edge_client.trainer_process import ChooseModel, TrainerHandle, TrainRound
 from fedcg.event_log import EventLog
 from fedcg.wire.errors import IntegrityError, WireError
-from fedcg.wire.messages import ArtifactRef, DeclineReason
+from fedcg.wire.messages import ArtifactRef, DeclineReason, Outcome
 from fedcg.wire.sender import ChunkFile, file_ref
 
 _log = logging.getLogger(__name__)
@@ -167,6 +167,14 @@ class Actions:
         record = DeliveryRecord(command.artifact, cursor.round, cursor.attempt, outcome, command.reason)
         self._store.save_delivery(record)
         self._update = None
+        if command.outcome is Outcome.CONFLICT:
+            _log.warning(
+                "another update of %s was there before this one of round %d: a copy of this box, or of its private store %s, takes "
+                "part too. Stop one of them, or enrol it anew with a token and a store of its own",
+                self._config.device,
+                cursor.round,
+                self._store.root,
+            )
         self._events.write(
             "receipt",
             chunks_sent=self._outgoing.end_chunks(command.artifact),

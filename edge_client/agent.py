@@ -174,7 +174,9 @@ class Agent:
             self._transport.close()
             self._downloads.close()
             self._trainer.stop()
-            self._events.write("agent_stopped", pid=os.getpid(), dropped=self._dropped)
+            self._events.write(
+                "agent_stopped", pid=os.getpid(), dropped=self._dropped, refused=self._diary.refusals.counts
+            )
         return 1 if self._actions.outcome is False else 0
 
     # -------------------------------------------------------------- other threads: enqueue, nothing else
@@ -260,7 +262,7 @@ class Agent:
         try:
             meaning = self._incoming.open(delivery, self._clock())
         except WireError as error:
-            self._diary.refuse(delivery.topic, str(error))
+            self._diary.refuse(delivery.topic, error)
             return
         except OSError as error:
             self._diary.stumble("a download", error)
@@ -294,7 +296,7 @@ class Agent:
         try:
             check_kept(self._store.generations.update_bytes(generation), self._config.policy, self._config.device)
         except FirewallError as error:
-            self._diary.refuse("outbox", str(error))
+            self._diary.refuse("outbox", error)
             cursor = entry.cursor
             record = DeliveryRecord(entry.artifact, cursor.round, cursor.attempt, WITHHELD, str(error))
             self._store.save_delivery(record)

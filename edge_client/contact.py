@@ -12,6 +12,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from pydantic import BaseModel, ValidationError
 
 from edge_client.errors import EnrolError
+from fedcg.wire.clocks import explain_dates
 from fedcg.wire.enrolment import (
     AUTHORITY_PATH,
     MAX_BODY_BYTES,
@@ -88,10 +89,8 @@ def _exchange(url: str, method: str, path: str, body: bytes | None, context: ssl
         response = connection.getresponse()
         status, data = response.status, response.read(MAX_BODY_BYTES + 1)
     except ssl.SSLCertVerificationError as error:
-        raise EnrolError(
-            f"{url} is not what the authority vouches for ({error.verify_message}). Nothing secret was sent. Check the URL and "
-            "this box's clock; else somebody is in between"
-        ) from error
+        cause = explain_dates(error) or f"{error.verify_message}. Check the URL; else somebody is in between"
+        raise EnrolError(f"{url} is not what the authority vouches for: {cause}. Nothing secret was sent") from error
     except (OSError, http.client.HTTPException) as error:
         raise EnrolError(f"no answer from {url}: {_cause(error)}") from error
     finally:

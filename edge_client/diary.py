@@ -7,9 +7,10 @@ from pathlib import Path
 
 from edge_client.session_events import Event, Invited, Offered, TurnedAway, Welcomed
 from fedcg.event_log import EventLog
+from fedcg.refusals import Refusals
+from fedcg.wire.errors import IntegrityError, VersionError
 from fedcg.wire.messages import CohortVerdict
 
-REFUSALS_TOLD = 50  # per connection: a flood must not fill the disk
 _log = logging.getLogger(__name__)
 
 
@@ -20,13 +21,16 @@ class Diary:
         device: its id.
         store: where its private store is.
         events: the event log.
+
+    Attributes:
+        refusals: what was refused since the start.
     """
 
     def __init__(self, device: str, store: Path, events: EventLog) -> None:
         self._device = device
         self._store = store
         self._events = events
-        self.refusals = 0
+        self.refusals = Refusals(events)
         self._cohort = CohortVerdict.ALONE
 
     def tell(self, event: Event) -> None:
@@ -36,7 +40,7 @@ class Diary:
         if isinstance(event, Welcomed):
             self._events.write("welcomed", epoch=event.epoch, version=event.version)
         elif isinstance(event, TurnedAway):
-            self.refuse("hello", event.reason)
+            self.refuse("hello", VersionError(event.reason))
             _log.error("%s: %s", self._device, event.reason)
         elif isinstance(event, Offered):
             self._events.write("offer", round=event.offer.round, attempt=event.offer.attempt, live=event.live)
@@ -44,8 +48,7 @@ class Diary:
             self._events.write("invited", round=event.cursor.round, attempt=event.cursor.attempt)
 
     def link(self, *, up: bool) -> None:
-        """The link to the broker changed; refusals are told anew."""
-        self.refusals = 0
+        """The link to the broker changed."""
         self._events.write("link", up=up)
 
     def stumble(self, what: str, error: OSError) -> None:
@@ -55,14 +58,12 @@ class Diary:
 
     def damage(self, problem: str) -> None:
         """Something in the private store is not what it was."""
-        self.refuse("store", problem)
+        self.refuse("store", IntegrityError(problem))
         _log.error("%s: %s", self._store, problem)
 
-    def refuse(self, what: str, detail: str) -> None:
+    def refuse(self, what: str, error: Exception) -> None:
         """Something that came, or lay here, is not used."""
-        self.refusals += 1
-        if self.refusals <= REFUSALS_TOLD:
-            self._events.write("refused", what=what, detail=detail)
+        self.refusals.note(what, error)
 
     def _tell_cohort(self, verdict: CohortVerdict) -> None:
         if verdict is CohortVerdict.DIFFERENT and self._cohort is not CohortVerdict.DIFFERENT:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import socket
 import ssl
@@ -25,6 +26,7 @@ from edge_client.identity import life_of
 from edge_client.launch import load_keys, mqtt_config
 from edge_client.private_store import PrivateStore
 from fedcg.learning.formats import dataset_name, is_array_source, stamp
+from fedcg.wire.clocks import SET_CLOCK, clock_says
 from fedcg.wire.errors import TransportError, WireError
 from fedcg.wire.messages import Carrier
 from fedcg.wire.mqtt_config import explain_failure
@@ -33,6 +35,9 @@ LEAST_FREE_BYTES = 1 << 30
 EXPIRES_SOON = timedelta(days=14)
 OVERDUE = 1 / 4  # of its life left: the agent began to renew it at a third, so something keeps it from doing so
 EARLIEST_YEAR = 2025  # no release of this program is older: a clock before it was never set
+LONG_OFF = timedelta(
+    days=365
+)  # a certificate that ended so long ago speaks rather of a wrong clock than of a box in a cupboard
 CONNECT_TIMEOUT_S = 5.0
 IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".webp"})
 
@@ -70,11 +75,22 @@ def examine(config: AgentConfig, now: datetime) -> tuple[Finding, ...]:
 
 
 def _clock(config: AgentConfig, now: datetime) -> Finding:
+    told, advice = f"it says {clock_says(now)}", f"{SET_CLOCK}: TLS needs it"
     if now.year < EARLIEST_YEAR:
+        return Finding("clock", "failed", told, advice)
+    certificate = None
+    if config.tls is not None:
+        with contextlib.suppress(OSError, ValueError):  # told by the check of the certificate
+            certificate = x509.load_pem_x509_certificate(config.tls.cert.read_bytes())
+    if certificate is not None and now < certificate.not_valid_before_utc:
+        made = f"{certificate.not_valid_before_utc:%Y-%m-%d %H:%M} UTC"
+        return Finding("clock", "failed", f"{told}, before this box's certificate was made ({made})", advice)
+    if certificate is not None and now > certificate.not_valid_after_utc + LONG_OFF:
+        ended = f"{certificate.not_valid_after_utc:%Y-%m-%d}"
         return Finding(
-            "clock", "failed", f"it says {now:%Y-%m-%d}", "set the time (timedatectl set-ntp true): TLS needs it"
+            "clock", "failed", f"{told}, long after this box's certificate ended ({ended})", f"if it is wrong: {advice}"
         )
-    return Finding("clock", "ok", f"{now:%Y-%m-%d %H:%M} UTC")
+    return Finding("clock", "ok", clock_says(now))
 
 
 def _disk(config: AgentConfig, now: datetime) -> Finding:
@@ -119,7 +135,7 @@ def _certificate(config: AgentConfig, now: datetime) -> Finding:
             "certificate",
             "failed",
             f"valid {first:%Y-%m-%d} to {last:%Y-%m-%d}",
-            "check the clock; else enrol again with a token of `fedcg token create --replaces`",
+            f"if the clock is wrong, {SET_CLOCK}; else enrol again with a token of `fedcg token create --replaces`",
         )
     return _expiry(config, certificate, now)
 

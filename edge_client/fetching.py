@@ -53,7 +53,7 @@ class Fetching:
         try:
             self._downloads.feed(chunk, now)
         except WireError as error:
-            self._diary.refuse("download", str(error))
+            self._diary.refuse("download", error)
         except OSError as error:
             self._diary.stumble("a download", error)
 
@@ -62,7 +62,7 @@ class Fetching:
         try:
             download = self._downloads.completed(now)
         except WireError as error:
-            self._diary.refuse("download", str(error))
+            self._diary.refuse("download", error)
             return None
         except OSError as error:
             self._diary.stumble("a download", error)
@@ -104,7 +104,7 @@ class Fetching:
             else:
                 self._store.artifacts.adopt(download.file, download.artifact)
         except ValueError as error:  # not a spec: the check that follows refuses it
-            self._diary.refuse("spec", str(error))
+            self._diary.refuse("spec", error)
         except OSError as error:
             self._downloads.failed(download.artifact, now)  # a full disk: tried again when there is room
             self._diary.stumble("a download", error)

@@ -7,10 +7,12 @@ Torch-free.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
+from pydantic import ValidationError
 
 from edge_client.config import PolicySection
 from edge_client.errors import FirewallError
@@ -21,11 +23,18 @@ from fedcg.learning.split_names import check_name
 from fedcg.wire.artifacts import ArtifactHeader, Base, pack, read_header
 from fedcg.wire.errors import WireError
 from fedcg.wire.messages import DeclineReason
-from fedcg.wire.parts import Part, Report, TensorLayout
+from fedcg.wire.parts import Part, Report, ReportField, TensorLayout
 from fedcg.wire.tensors import Array, PartArrays
 
-# All that a header may say of the box beside the report: what a repetition with the same bits needs.
-FACTS = frozenset({"batch_size", "cpu", "device", "fedcg-edge", "threads", "torch"})
+# All that a header may say of the box beside the report, and how: what a repetition with the same bits needs.
+FACTS = {
+    "batch_size": r"\d{0,9}",
+    "cpu": r"[ -~]{0,120}",
+    "device": r"cpu|cuda",
+    "fedcg-edge": r"[0-9A-Za-z.+]{1,40}",
+    "threads": r"\d{1,5}",
+    "torch": r"[0-9A-Za-z.+]{1,40}",
+}
 
 
 @dataclass(frozen=True)
@@ -105,8 +114,7 @@ def build_update(
         CodecError: a number that the spec's codec can't hold.
     """
     _check_parts(frozenset(shared), spec, policy, facts.device)
-    for name in sorted((facts.versions.keys() | facts.determinism.keys()) - FACTS):
-        raise FirewallError(facts.device, "the header of an update has no place for it", tensor=name)
+    _check_facts(facts)
     parts = {part: _checked_part(part, shared[part], spec.layouts[part], facts.device) for part in sorted(shared)}
     header = ArtifactHeader(
         kind="update",
@@ -121,6 +129,14 @@ def build_update(
         determinism=dict(facts.determinism),
     )
     return pack(header, parts, spec.codec, _base_of(spec, facts, base))
+
+
+def _check_facts(facts: UpdateFacts) -> None:
+    for name, value in sorted([*facts.versions.items(), *facts.determinism.items()]):
+        if name not in FACTS:
+            raise FirewallError(facts.device, "the header of an update has no place for it", tensor=name)
+        if not re.fullmatch(FACTS[name], value):
+            raise FirewallError(facts.device, f"its value is not of the form {FACTS[name]}", tensor=name)
 
 
 def _base_of(spec: FederationSpec, facts: UpdateFacts, base: PartArrays | None) -> Base | None:
@@ -182,6 +198,9 @@ def _checked_part(
 
 
 def _checked_tensor(part: Part, tensor: Array, layout: TensorLayout, device: str) -> Array:
+    if type(tensor) is not np.ndarray:  # a subclass may carry more than its numbers
+        problem = f"{type(tensor).__name__} instead of a plain array"
+        raise FirewallError(device, problem, part=part, tensor=layout.name)
     if tensor.dtype != np.dtype(layout.dtype):
         problem = f"element type {tensor.dtype} instead of {layout.dtype}"
         raise FirewallError(device, problem, part=part, tensor=layout.name)
@@ -194,10 +213,21 @@ def _checked_tensor(part: Part, tensor: Array, layout: TensorLayout, device: str
 
 
 def _allowed_report(report: Report, spec: FederationSpec, policy: PolicySection, device: str) -> Report:
+    if type(report) is not Report:
+        raise FirewallError(device, f"{type(report).__name__} instead of a plain report")
     for name in sorted(spec.required_report):
         if name not in policy.allow_report:
             problem = f"method {spec.method} needs this report field and policy.allow_report does not list it"
             raise FirewallError(device, problem, tensor=name.value)
         if name not in report.fields():
             raise FirewallError(device, f"method {spec.method} needs this report field", tensor=name.value)
-    return report.only(report.fields() & policy.allow_report & frozenset(spec.report))
+    try:
+        told = report.only(report.fields() & policy.allow_report & frozenset(spec.report))
+    except ValidationError as error:  # it was made without checks
+        field_name = ".".join(str(step) for step in error.errors()[0]["loc"])
+        raise FirewallError(device, "its value is not what this report field holds", tensor=field_name) from error
+    counts = told.label_counts
+    if counts is not None and (len(counts) != len(spec.classes) or sum(counts) != (told.examples or sum(counts))):
+        problem = f"{len(counts)} numbers that add up to {sum(counts)}, for {len(spec.classes)} classes and {told.examples} examples"
+        raise FirewallError(device, problem, tensor=ReportField.LABEL_COUNTS.value)
+    return told

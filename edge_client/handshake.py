@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from fedcg.wire import versions
 from fedcg.wire.channel import Session, session_id
-from fedcg.wire.errors import OrderError
+from fedcg.wire.errors import OtherSessionError, ReplayError, VersionError
 from fedcg.wire.messages import COORDINATOR, AnyMessage, Carrier, Hello, Refusal, Welcome
 
 MessageT = TypeVar("MessageT", bound=AnyMessage)
@@ -84,12 +84,13 @@ class Handshake:
         """Open the session that a welcome answers.
 
         Raises:
-            OrderError: it answers no hello of ours, was used before, or picks a version that we did not offer.
+            ReplayError: it answers no hello of this device, or was used before.
+            MalformedError: it picks a version that was not offered.
         """
         if message.device_nonce != self._nonce or message.nonce in self._answers:
-            raise OrderError("a welcome that answers no hello of this device, or answers one again")
+            raise ReplayError("a welcome that answers no hello of this device, or answers one again")
         if message.version not in versions.SPOKEN:
-            raise OrderError(f"a welcome for protocol version {message.version}; {versions.SPOKEN} were offered")
+            raise VersionError(f"a welcome for protocol version {message.version}; {versions.SPOKEN} were offered")
         self._answers.add(message.nonce)
         self._session = Session(session_id(message.device_nonce, message.nonce))
 
@@ -97,20 +98,20 @@ class Handshake:
         """Why a hello was not answered with a welcome, for people.
 
         Raises:
-            OrderError: it answers no hello of ours.
+            ReplayError: it answers no hello of ours.
         """
         if message.device_nonce != self._nonce or self.is_open:
-            raise OrderError("a refusal that answers no hello of this device")
+            raise ReplayError("a refusal that answers no hello of this device")
         return versions.explain_versions(message.device_versions, message.versions)
 
     def stamp(self, message: MessageT) -> MessageT:
         """The message with session and counter.
 
         Raises:
-            OrderError: there is no session.
+            OtherSessionError: there is no session.
         """
         if self._session is None:
-            raise OrderError(f"a {message.kind} message can't be sent without a session")
+            raise OtherSessionError(f"a {message.kind} message can't be sent without a session")
         return self._session.stamp(message)
 
     def admit(self, message: AnyMessage) -> None:
@@ -120,5 +121,5 @@ class Handshake:
             OrderError: it does not, is not, or there is no session.
         """
         if self._session is None:
-            raise OrderError(f"a {message.kind} message came without a session")
+            raise OtherSessionError(f"a {message.kind} message came without a session")
         self._session.admit(message)

@@ -20,7 +20,7 @@ from edge_client.session_events import (
     TurnedAway,
     Welcomed,
 )
-from fedcg.wire.errors import MalformedError, OrderError, SignatureError
+from fedcg.wire.errors import MalformedError, OldEpochError, OtherDeviceError, OtherFederationError
 from fedcg.wire.key_chain import PinnedKey
 from fedcg.wire.messages import (
     COORDINATOR,
@@ -93,14 +93,14 @@ class Incoming:
 
     def _check_address(self, message: AnyMessage) -> None:
         if message.sender != COORDINATOR:
-            raise SignatureError(
+            raise OtherDeviceError(
                 f"a {message.kind} message from {message.sender!r}; a device listens to the coordinator only"
             )
         if message.federation != self._federation:
-            raise MalformedError(f"a {message.kind} message of federation {message.federation!r}")
+            raise OtherFederationError(f"a {message.kind} message of federation {message.federation!r}")
         is_broadcast = isinstance(message, Offer | Finished | CoordinatorStatus)
         if message.recipient != (EVERYONE if is_broadcast else self._device):
-            raise MalformedError(f"a {message.kind} message for {message.recipient!r}")
+            raise OtherDeviceError(f"a {message.kind} message for {message.recipient!r}")
 
     def _broadcast(self, message: AnyMessage, kind: TopicKind, *, live: bool) -> Event:
         if isinstance(message, CoordinatorStatus) != (kind is TopicKind.COORDINATOR):
@@ -117,7 +117,7 @@ class Incoming:
     def _direct(self, message: AnyMessage) -> Event:
         if isinstance(message, Welcome | Refusal):
             if message.epoch < self._order.highest[0]:
-                raise OrderError(f"a {message.kind} of epoch {message.epoch} after epoch {self._order.highest[0]}")
+                raise OldEpochError(f"a {message.kind} of epoch {message.epoch} after epoch {self._order.highest[0]}")
             if isinstance(message, Refusal):
                 return TurnedAway(self._handshake.refusal(message))
             self._handshake.welcome(message)

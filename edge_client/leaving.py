@@ -20,7 +20,7 @@ from edge_client.launch import load_keys, mqtt_config
 from edge_client.outgoing import Outgoing, offline_will
 from edge_client.private_store import PrivateStore
 from edge_client.remembered import Remembered
-from fedcg.wire.errors import OrderError, WireError
+from fedcg.wire.errors import OldEpochError, OtherDeviceError, WireError
 from fedcg.wire.messages import COORDINATOR, AnyMessage, Leave, Left, Welcome
 from fedcg.wire.mqtt import MqttTransport
 from fedcg.wire.signing import open_envelope
@@ -163,10 +163,10 @@ class _Farewell:
 
     def _is_confirmation(self, message: AnyMessage) -> bool:
         if message.federation != self._config.federation or message.recipient != self._config.device:
-            raise OrderError(f"a {message.kind} message for somebody else")
+            raise OtherDeviceError(f"a {message.kind} message for somebody else")
         if isinstance(message, Welcome):
             if message.epoch < self._epoch:
-                raise OrderError(f"a welcome of epoch {message.epoch} after epoch {self._epoch}")
+                raise OldEpochError(f"a welcome of epoch {message.epoch} after epoch {self._epoch}")
             self._handshake.welcome(message)
             self._epoch = message.epoch
             return False

@@ -79,11 +79,16 @@ def _latest(path: Path) -> Status:
         "cohort": "others",
     }
     found: Status = {}
+    refused: dict[str, int] = {}
     for event in read_events(path):
         name = str(event.get("event"))
+        if name == "agent_started":
+            refused = {}
+        elif name == "refused" and isinstance(count := event.get("count"), int):
+            refused[str(event.get("reason"))] = count
         if name in wanted:
             found[f"last_{name}"] = event.get(wanted[name])
-    return found
+    return {"refused": refused, **found}
 
 
 def _is_locked(path: Path) -> bool:

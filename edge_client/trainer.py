@@ -148,7 +148,8 @@ class Trainer:
             reason = reason_for(error)
             if reason is DeclineReason.TRAINING_FAILED:
                 _log.exception("round %s failed on %s", command.cursor, self._work.settings.device)
-            return Failed(command.cursor, reason, str(error) or type(error).__name__)
+            advice = f". Free space on, or repair, {self._work.store.root}" if isinstance(error, OSError) else ""
+            return Failed(command.cursor, reason, f"{str(error) or type(error).__name__}{advice}")
         self._prepare_export()
         return Committed(generation.cursor)
 

@@ -14,7 +14,15 @@ from fedcg.wire.tensors import Array, PartArrays
 
 
 def to_arrays(parts: Mapping[Part, Weights]) -> dict[Part, dict[str, Array]]:
-    """Weights as numpy arrays on the CPU, in memory of their own."""
+    """Weights as numpy arrays on the CPU, in memory of their own.
+
+    Raises:
+        TypeError: something else than a tensor, or a tensor of a class of its own, which may carry more than its numbers.
+    """
+    for part, weights in parts.items():
+        for name, tensor in weights.items():
+            if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+                raise TypeError(f"{part}/{name} is of type {type(tensor).__name__}; only plain tensors leave training")
     return {
         part: {name: cast(Array, tensor.detach().cpu().numpy().copy()) for name, tensor in weights.items()}
         for part, weights in parts.items()

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 
 from coordinator.provision.mosquitto import QueueLimits
@@ -48,11 +49,11 @@ class Pki:
     directory: Path
 
     @staticmethod
-    def create(directory: Path, identities: tuple[str, ...]) -> Pki:
-        create_ca(directory)
-        issue(directory, "broker", server=True)
+    def create(directory: Path, identities: tuple[str, ...], now: datetime | None = None) -> Pki:
+        create_ca(directory, now=now)
+        issue(directory, "broker", server=True, now=now)
         for identity in identities:
-            issue(directory, identity)
+            issue(directory, identity, now=now)
         return Pki(directory)
 
     @property

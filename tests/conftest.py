@@ -42,10 +42,15 @@ def mosquitto_factory(pki: Pki, tmp_path_factory: pytest.TempPathFactory) -> Ite
     started: list[RunningMosquitto] = []
 
     def start(
-        acl: str, *, folder: Path | None = None, limits: QueueLimits | None = None, extra: tuple[str, ...] = ()
+        acl: str,
+        *,
+        folder: Path | None = None,
+        limits: QueueLimits | None = None,
+        extra: tuple[str, ...] = (),
+        authority: Pki = pki,
     ) -> RunningMosquitto:
         place = folder or tmp_path_factory.mktemp("mosquitto")
-        broker = RunningMosquitto(found, pki, place, acl, limits or QueueLimits(), extra)
+        broker = RunningMosquitto(found, authority, place, acl, limits or QueueLimits(), extra)
         started.append(broker)
         broker.start()
         return broker

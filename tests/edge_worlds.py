@@ -331,7 +331,7 @@ class ScriptedCoordinator:
             if self.session is None or message.session != self.session.session_id:
                 return None  # as the real one: an unknown session is ignored
             self.session.admit(message)
-            if isinstance(message, Need):
+            if isinstance(message, Need) and message.artifact in self.served:
                 ref, data = self.served[message.artifact]
                 for frame in frames_for(data, ref, message.ranges):
                     self._transport.publish(self.topics.down_chunk(DEVICE), frame, qos=0)

@@ -10,6 +10,8 @@ import hashlib
 import json
 import os
 import random
+import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -69,6 +71,7 @@ class Plan:
     carrier_ports: dict[str, int] = field(default_factory=dict)  # where devices with `carrier = "https"` reach it
     min_clients: int | None = None  # all devices when None
     deadline_s: float = 600.0
+    coordinator_ahead_s: float = 0.0  # of the clocks of the agents
 
     @staticmethod
     def load(root: Path) -> Plan:
@@ -136,6 +139,7 @@ async def run_coordinator(root: Path, started: Callable[[Service], None] = lambd
         worker=WorkerSettings(1, "cpu", b"s" * 32, home / "artifacts", home / "spill"),
         events=EventLog(home / "events.jsonl", time.time),
         limits=limits,
+        clock=lambda: time.time() + plan.coordinator_ahead_s,
         make_worker=DigestWorker,
     )
     service = await start_service(setup)
@@ -180,8 +184,9 @@ class UntaughtTrainer:
             self._deliver(Chosen(command.aggregate, succeeded=True))
             return
         cursor, device = command.cursor, self._device
+        images = self._store.root.parent.name  # a copy of a box sees other images
         where = {"kind": "update", "round": cursor.round, "attempt": cursor.attempt, "base": command.aggregate}
-        update = packed(self._spec, f"{device} {cursor}", client=device, report=Report(examples=5), **where)
+        update = packed(self._spec, f"{images} {cursor}", client=device, report=Report(examples=5), **where)
         self._store.generations.commit(toy_generation(self._spec, cursor, update))
         self._deliver(Committed(cursor))
 
@@ -193,18 +198,19 @@ class UntaughtTrainer:
         return str(json.loads((self._store.root / "format.json").read_text())["device"])
 
 
-def agent_config(root: Path, device: str) -> AgentConfig:
-    plan = Plan.load(root)
+def agent_config(root: Path, box: str) -> AgentConfig:
+    """Of a box; a copy of a box is called DEVICE~ANYTHING."""
+    plan, device = Plan.load(root), box.partition("~")[0]
     tls = Pki(Path(plan.pki)).tls(device)
     return AgentConfig(
         federation=FEDERATION,
         device=device,
-        store=root / device / "store",
+        store=root / box / "store",
         carrier=Carrier.HTTPS if device in plan.carrier_ports else Carrier.MQTT,
         carrier_url=f"https://{HOST}:{plan.carrier_ports[device]}" if device in plan.carrier_ports else None,
         broker=BrokerSection(
             host=HOST,
-            port=plan.agent_ports[device],
+            port=plan.agent_ports[device] if box == device else plan.broker_port,
             keepalive_s=plan.keepalive_s,
             preset=plan.preset,
             chunk_bytes=plan.chunk_bytes,
@@ -215,11 +221,12 @@ def agent_config(root: Path, device: str) -> AgentConfig:
     )
 
 
-def run_agent(root: Path, device: str) -> int:
+def run_agent(root: Path, box: str) -> int:
     """The real agent, with a trainer that learns nothing."""
-    config = agent_config(root, device)
+    config = agent_config(root, box)
+    device = config.device
     keys = AgentKeys(
-        SigningKey.load(root / device / "signing.key"), SigningKey.load(root / COORDINATOR / "signing.key").public
+        SigningKey.load(root / box / "signing.key"), SigningKey.load(root / COORDINATOR / "signing.key").public
     )
     store = PrivateStore.open(config.store, FEDERATION, device)
     spec = Plan.load(root).spec()
@@ -269,6 +276,16 @@ class Parties:
         assert process.poll() is None, self.tail(name)
         process.send_signal(signal.SIGKILL)
         process.wait(timeout=10)
+
+    def copy(self, device: str) -> str:
+        """Copy a box as it is, key and private store; returns the copy's name."""
+        name = f"{device}~copy"
+        shutil.copytree(self.root / device, self.root / name)
+        return name
+
+    def limit_files(self, name: str, size: int = resource.RLIM_INFINITY) -> None:
+        """From now on a process can't make a file larger than this many bytes, as if its disk were full."""
+        resource.prlimit(self.running[name].pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
     def stop(self) -> None:
         for process in self.running.values():

@@ -12,8 +12,8 @@ from typing import TypeVar
 
 from pydantic import BaseModel
 
-from fedcg.wire.errors import OrderError
-from fedcg.wire.messages import AnyMessage, CoordinatorStatus
+from fedcg.wire.errors import OldEpochError, OtherSessionError, ReplayError
+from fedcg.wire.messages import AnyMessage, CoordinatorStatus, Finished, Offer
 
 Position = tuple[int, int, int]
 START: Position = (0, 0, 0)
@@ -25,6 +25,7 @@ class BroadcastOrder:
 
     def __init__(self, highest: Position = START) -> None:
         self._highest = highest
+        self._is_over = False  # the highest is that of a `Finished`
 
     @property
     def highest(self) -> Position:
@@ -34,23 +35,28 @@ class BroadcastOrder:
     def admit(self, message: AnyMessage) -> None:
         """Take note of a broadcast; an equal position is admitted, because retained messages repeat.
 
-        A coordinator's status speaks for its epoch only: its will is signed before any round of the epoch is known.
+        A coordinator's status speaks for its epoch only: its will is signed before any round of the epoch is known. The end
+        comes after the offer of the same position.
 
         Raises:
-            OrderError: it is older than what was admitted before.
+            OldEpochError: its coordinator lost the lease.
+            ReplayError: it is older than what was admitted before.
         """
         position = (message.epoch, message.round, message.attempt)
-        if isinstance(message, CoordinatorStatus):
-            position = (
-                max(self._highest, (message.epoch, 0, 0))
-                if message.epoch >= self._highest[0]
-                else (message.epoch, 0, 0)
-            )
-        if position < self._highest:
-            raise OrderError(
-                f"a {message.kind} message of (epoch, round, attempt) {position} came after {self._highest}: "
+        if message.epoch < self._highest[0]:
+            raise OldEpochError(
+                f"a {message.kind} message of epoch {message.epoch} came after epoch {self._highest[0]}: "
                 "a replay, or a coordinator that lost its lease"
             )
+        if isinstance(message, CoordinatorStatus):
+            position = max(self._highest, (message.epoch, 0, 0))
+        is_after_the_end = self._is_over and isinstance(message, Offer) and position == self._highest
+        if position < self._highest or is_after_the_end:
+            raise ReplayError(
+                f"a {message.kind} message of (epoch, round, attempt) {position} came after {self._highest}"
+            )
+        if position > self._highest or isinstance(message, Finished):
+            self._is_over = isinstance(message, Finished)
         self._highest = position
 
 
@@ -83,10 +89,11 @@ class Session:
         """Take note of a message of the other side.
 
         Raises:
-            OrderError: another session's, or a counter that was used already.
+            OtherSessionError: another session's.
+            ReplayError: a counter that was used already.
         """
         if message.session != self.session_id:
-            raise OrderError(f"a {message.kind} message of another session")
+            raise OtherSessionError(f"a {message.kind} message of another session")
         if message.counter <= self.last_in:
-            raise OrderError(f"a {message.kind} message with counter {message.counter} came after {self.last_in}")
+            raise ReplayError(f"a {message.kind} message with counter {message.counter} came after {self.last_in}")
         self.last_in = message.counter

@@ -1,46 +1,108 @@
-"""Errors of the wire.
+"""Errors of the wire. Whoever refuses a message counts it under the error's `reason`.
 
 WireError
-├── MalformedError       bytes that are not what the protocol allows
-│   └── TooLargeError    a declared or real size above its bound
-├── CodecError           numbers that the chosen codec can't hold
-├── SignatureError       a signature that does not verify, or an unknown sender
-├── OrderError           an old, repeated or foreign message (epoch, round, attempt, session, counter)
-├── IntegrityError       content whose sha256 or layout is not the declared one
-│   └── UnknownBaseError a difference to an aggregate that is not at hand
-├── CapacityError        a bound of our own is taken up; the other side tries again later
-└── TransportError       the link or the broker refused
+├── MalformedError           bytes that are not what the protocol allows                        malformed
+│   ├── TooLargeError            a declared or real size above its bound                        too_large
+│   ├── VersionError             a protocol version that this side does not speak               version
+│   ├── OtherDeviceError         a message of, or for, another device than its topic's          other_device
+│   └── OtherFederationError     a message of another federation                                other_federation
+├── CodecError               numbers that the chosen codec can't hold                           codec
+├── SignatureError           a signature that does not verify, or an unknown sender             forged
+├── OrderError               a message out of its order                                         order
+│   ├── ReplayError              one that was taken before, or is behind what was taken         replayed
+│   ├── OldEpochError            one of a coordinator that lost its lease                       older_epoch
+│   └── OtherSessionError        one of another session, or without any                         other_session
+├── IntegrityError           content whose sha256 or layout is not the declared one             damaged
+│   └── UnknownBaseError         a difference to an aggregate that is not at hand
+├── CapacityError            a bound of our own is taken up; the other side tries again later   capacity
+└── TransportError           the link or the broker refused                                     transport
 """
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 
 class WireError(Exception):
-    """Base of everything the wire raises."""
+    """Base of everything the wire raises.
+
+    Attributes:
+        reason: one word, for counters.
+    """
+
+    reason: ClassVar[str] = "wire"
 
 
 class MalformedError(WireError):
     """Bytes that are not what the protocol allows."""
 
+    reason = "malformed"
+
 
 class TooLargeError(MalformedError):
     """A declared or real size above its bound."""
+
+    reason = "too_large"
+
+
+class VersionError(MalformedError):
+    """A protocol version that this side does not speak."""
+
+    reason = "version"
+
+
+class OtherDeviceError(MalformedError):
+    """A message of, or for, another device than its topic's."""
+
+    reason = "other_device"
+
+
+class OtherFederationError(MalformedError):
+    """A message of another federation."""
+
+    reason = "other_federation"
 
 
 class CodecError(WireError):
     """Numbers that the chosen codec can't hold."""
 
+    reason = "codec"
+
 
 class SignatureError(WireError):
-    """A signature that does not verify, or a sender nobody enrolled."""
+    """A signature that does not verify (forged, or altered on the way), or a sender nobody enrolled."""
+
+    reason = "forged"
 
 
 class OrderError(WireError):
-    """An old, repeated or foreign message."""
+    """A message out of its order."""
+
+    reason = "order"
+
+
+class ReplayError(OrderError):
+    """A message that was taken before, or is behind what was taken."""
+
+    reason = "replayed"
+
+
+class OldEpochError(OrderError):
+    """A message of a coordinator that lost its lease."""
+
+    reason = "older_epoch"
+
+
+class OtherSessionError(OrderError):
+    """A message of another session, or without any."""
+
+    reason = "other_session"
 
 
 class IntegrityError(WireError):
     """Content whose digest or layout is not the declared one."""
+
+    reason = "damaged"
 
 
 class UnknownBaseError(IntegrityError):
@@ -50,6 +112,10 @@ class UnknownBaseError(IntegrityError):
 class CapacityError(WireError):
     """A bound of our own is taken up; the other side tries again later."""
 
+    reason = "capacity"
+
 
 class TransportError(WireError):
     """The link or the broker refused."""
+
+    reason = "transport"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from fedcg.wire.clocks import SET_CLOCK, clock_says, explain_dates
 from fedcg.wire.errors import TransportError
 
 Protocol = Literal["5", "3.1.1", "auto"]
@@ -118,9 +119,9 @@ class MqttConfig:
 def explain_failure(config: MqttConfig, error: OSError) -> str:
     """What an operator should look at when connecting failed with `error`."""
     if isinstance(error, ssl.SSLCertVerificationError):
-        cause = (
-            f"its certificate was not accepted ({error.verify_message}): it must be signed by the configured CA, name "
-            f"{config.host} and be valid now; check this machine's clock too"
+        cause = explain_dates(error) or (
+            f"its certificate was not accepted ({error.verify_message}): it must be signed by the configured CA and name "
+            f"{config.host}"
         )
     elif isinstance(error, ssl.SSLError):
         cause = f"TLS failed ({error}): the port may not speak TLS 1.3, or it refuses this certificate"
@@ -148,7 +149,7 @@ def explain_silence(config: MqttConfig, reason: str) -> str:
     causes = "the protocol version is not supported"
     if config.tls is not None:
         causes = (
-            f"the broker does not accept the certificate {config.tls.cert} (signed by another CA, expired, revoked, or this "
-            "machine's clock is wrong), or " + causes
+            f"the broker does not accept the certificate {config.tls.cert} (signed by another CA, expired, revoked, or a clock "
+            f"is wrong: this machine's says {clock_says()}; {SET_CLOCK}, and the broker's), or {causes}"
         )
     return f"the broker at {config.address} hung up before answering ({reason}). Likely causes: {causes}"

@@ -111,3 +111,30 @@ def test_a_killed_coordinator_resumes_the_same_attempt_and_the_result_is_the_sam
     assert len({event["pid"] for event in entered}) == 2
     assert {event["attempt"] for event in entered} == {1}
     assert stack.final_aggregate() == undisturbed
+
+
+@pytest.mark.slow
+def test_a_broker_killed_while_boxes_train_and_again_while_they_deliver_changes_nothing(
+    stack: Stack, undisturbed: str
+) -> None:
+    stack.wait_event(VICTIM, _under_way, "training is under way")
+    _kill_broker(stack)
+    stack.wait_event("coordinator", lambda event: event["event"] == "update_stored", "the first update is there")
+    _kill_broker(stack)
+    stack.wait_finished()
+    stored = [
+        (event["client"], event["round"], event["attempt"])
+        for event in stack.events("coordinator")
+        if event["event"] == "update_stored"
+    ]
+    assert sorted(stored) == sorted((device, round_number, 1) for device in stack.devices for round_number in (1, 2))
+    assert _committed(stack) == [(1, 1), (2, 1)]
+    assert stack.final_aggregate() == undisturbed
+
+
+def _kill_broker(stack: Stack) -> None:
+    """SIGKILL the broker and the process that watches it, and start it anew at once."""
+    process = stack.running.pop("broker")
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait(timeout=10)
+    stack.start_broker()

@@ -161,11 +161,14 @@ class PlainWorker:
         assert self._job is not None
         self.asked.append(("finish", updates))
         spec = FederationSpec.parse(self._store.get(self._job.spec))
-        merged = aggregate_bytes(spec, self._job.round, self._job.attempt, seed=100 + self._job.round)
+        merged = self.merge(spec, self._job.round, self._job.attempt)
         done = JobDone(
             self._job.round, self._job.attempt, self._store.put(merged), len(merged), self._store.put(b"state")
         )
         self._notify(done)
+
+    def merge(self, spec: FederationSpec, round_number: int, attempt: int) -> bytes:
+        return aggregate_bytes(spec, round_number, attempt, seed=100 + round_number)
 
     def stop(self) -> None:
         self.asked.append("stop")

@@ -12,12 +12,15 @@ from typing import Any
 import pytest
 
 from coordinator import inbox as inbox_module
+from coordinator.app import _ended
 from coordinator.inbox import Inbox
 from coordinator.intake import Intake
 from coordinator.library import Library
 from coordinator.rounds import CameOnline, RoundState, UpdateStored, transition
 from coordinator.uplink import Checked, Uplink
 from coordinator.uploads import Arrival, Grant, Received, Uploads
+from fedcg.event_log import EventLog
+from fedcg.refusals import Refusals
 from fedcg.wire.artifacts import ArtifactStore
 from fedcg.wire.errors import IntegrityError, TransportError
 from fedcg.wire.grants import Window
@@ -164,7 +167,8 @@ def test_the_intake_drops_what_does_not_fit_and_what_nobody_announced(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("coordinator.intake.MAX_BYTES", 100)
-    intake = Intake(Uploads(partials(world)), lambda: None, lambda event: None)
+    refusals = Refusals(EventLog(world.root / "events.jsonl", lambda: 0.0))
+    intake = Intake(Uploads(partials(world)), lambda: None, lambda event: None, refusals)
     for _ in range(3):
         intake.frame("a", bytes(60))
     assert intake.dropped == 2
@@ -191,7 +195,7 @@ def test_of_two_updates_of_one_device_that_race_each_other_only_the_first_counts
     world.store.open_attempt(("tiny", 1, 1), world.base_id, frozenset(world.clients), 0.0, 600.0)
     publisher: Any = Silent()
     setup = world.setup()
-    uplink = Uplink(setup, publisher, lambda: state, lambda event: None)
+    uplink = Uplink(setup, publisher, lambda: state, lambda event: None, Refusals(setup.events))
     first = world.devices["a"].make_update(1, 1, world.base_id)
     second = world.devices["b"].make_update(1, 1, world.base_id)
     nowhere = world.root / "nowhere"
@@ -252,3 +256,19 @@ def test_a_service_that_fails_says_so_instead_of_going_on(world: World, monkeypa
     assert isinstance(failed.value.__cause__, OSError)
     assert world.store.updates(("tiny", 1, 1)) == []
     assert all(device.receipts() == [] for device in world.devices.values())
+
+
+def test_a_service_that_a_full_disk_ended_says_what_to_do(caplog: pytest.LogCaptureFixture) -> None:
+    codes: list[int] = []
+
+    async def full() -> None:
+        raise OSError("no space left on device")
+
+    async def scenario() -> None:
+        work = asyncio.create_task(full())
+        await asyncio.wait([work])
+        _ended(codes.append, work)
+
+    asyncio.run(scenario())
+    assert codes == [1]
+    assert "goes on with the same attempt. Free space on" in caplog.text

@@ -68,9 +68,9 @@ def test_a_revoked_devices_messages_are_refused_and_it_is_not_invited_any_more(w
         waiting_for_c(world, running)
         revoke(world, "c")
         wait_until(lambda: "c" not in running.service.state.online, "it is gone")
-        invites, refused = len(world.devices["c"].of(Invite)), running.service.refusals.get("SignatureError", 0)
+        invites, refused = len(world.devices["c"].of(Invite)), running.service.refusals.get("forged", 0)
         world.devices["c"].hello()
-        wait_until(lambda: running.service.refusals.get("SignatureError", 0) > refused, "its hello is refused")
+        wait_until(lambda: running.service.refusals.get("forged", 0) > refused, "its hello is refused")
         assert "c" not in running.service.state.online
         assert len(world.devices["c"].of(Invite)) == invites
 
@@ -89,10 +89,10 @@ def test_a_box_that_takes_a_place_over_is_heard_and_the_one_before_is_not(world:
         wait_until(lambda: "c" not in running.service.state.online, "the one before is gone")
         old.hello()
         wait_until(lambda: "c" in running.service.state.online, "the new box is heard")
-        refused = running.service.refusals.get("SignatureError", 0)
+        refused = running.service.refusals.get("forged", 0)
         new_key, old.key = old.key, old_key
         old.hello()
-        wait_until(lambda: running.service.refusals.get("SignatureError", 0) > refused, "the one before is refused")
+        wait_until(lambda: running.service.refusals.get("forged", 0) > refused, "the one before is refused")
         old.key = new_key
 
 

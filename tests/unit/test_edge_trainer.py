@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import resource
 import signal
 import subprocess
 import sys
@@ -246,6 +247,24 @@ def test_a_method_that_shares_nothing_sends_only_its_report(tmp_path: Path) -> N
     seen = inspect(site.update())
     assert seen.tensors == {}
     assert seen.report_fields == {"examples", "accuracy", "loss", "health"}
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_at_the_commit_fails_the_attempt_with_the_fix_and_the_next_one_is_trained(
+    site: Site,
+) -> None:
+    trainer, before = site.trainer(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:
+        report = trainer.do(site.round())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert isinstance(report, Failed)
+    assert "File too large" in report.detail
+    assert f"Free space on, or repair, {site.store.root}" in report.detail
+    assert site.store.generations.load() is None
+    assert isinstance(trainer.do(site.round(attempt=2)), Committed)
+    assert site.state().generation.cursor == Cursor(1, 2)
 
 
 def test_a_round_that_diverges_changes_nothing(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_a_goodbye_that_the_device_did_not_sign_ends_nothing(world: World, tmp_p
     with RunningService(world) as running:
         with pytest.raises(EnrolError, match="fedcg device revoke a"):
             goodbye(world, tmp_path, SigningKey.generate(), timeout_s=1.5)
-        assert running.service.refusals["SignatureError"] > 0
+        assert running.service.refusals["forged"] > 0
     assert [device.state for device in world.store.devices()] == [DeviceState.ENROLLED] * 2
 
 
@@ -92,11 +92,11 @@ def test_a_recorded_goodbye_of_another_session_ends_nothing(world: World, tmp_pa
         world.devices["a"].silent = True
         world.devices["a"].start()
         wait_until(lambda: "a" in running.service.state.online, "it is back")
-        refused = running.service.refusals.get("OrderError", 0)
+        refused = running.service.refusals.get("other_session", 0)
         for payload in recorded:
             if isinstance(decode(payload[OVERHEAD_BYTES:]), Leave):
                 spy.publish(TOPICS.up_control("a"), payload)
-        wait_until(lambda: running.service.refusals.get("OrderError", 0) > refused, "the repetition is refused")
+        wait_until(lambda: running.service.refusals.get("other_session", 0) > refused, "the repetition is refused")
     spy.close()
     known = world.store.device("a")
     assert known is not None

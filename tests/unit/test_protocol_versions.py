@@ -54,13 +54,13 @@ def test_an_agent_of_other_versions_is_refused_with_both_sides_versions_and_neve
     with RunningService(world) as running:
         say_hello(device, spoken)
         wait_until(lambda: bool(device.of(Refusal)), "a refusal")
-        assert running.service.refusals["Version"] == 1
+        assert running.service.refusals["version"] == 1
         assert running.service.state.online == frozenset()
     refusal = device.of(Refusal)[0]
     assert (refusal.versions, refusal.device_versions, refusal.update) == (ours, spoken, behind)
-    told = world.events("version_refused")
-    assert [event["client"] for event in told] == ["a"]
-    assert told[0]["reason"] == versions.explain_versions(spoken, ours)
+    told = [event for event in world.events("refused") if event["reason"] == "version"]
+    assert [event["what"] for event in told] == ["the hello of a"]
+    assert told[0]["detail"] == versions.explain_versions(spoken, ours)
     assert device.of(Invite) == []
 
 

@@ -1,0 +1,99 @@
+"""A box and a copy of it, with the same identity and private store and images of its own: what came first counts, once, the
+other one is told `conflict`, and so are both operators."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+
+from edge_client.private_store import PrivateStore
+from fedcg.wire.messages import COORDINATOR, Manifest
+from tests.brokers import acl_for
+from tests.conftest import StartMosquitto
+from tests.hostile import Box, Federation, HostileBroker, Passing
+from tests.throttle import Throttle, Weather
+from tests.transfer_parties import FEDERATION as TRANSFERS
+from tests.transfer_parties import Parties, Plan
+from tests.unit.coordinator_support import FEDERATION, RunningService, wait_until
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture
+def federation(tmp_path: Path) -> Iterator[Federation]:
+    made = Federation(tmp_path, devices=("a", "b"))
+    yield made
+    made.close()
+
+
+def test_of_a_box_and_its_copy_the_first_update_counts_and_the_other_is_a_conflict(
+    federation: Federation, caplog: pytest.LogCaptureFixture
+) -> None:
+    box, broker = federation.boxes["a"], federation.broker
+    PrivateStore.open(box.root / "store", FEDERATION, "a").device_secret()
+    shutil.copytree(box.root, box.root.with_name("copy"))
+    copy = Box("a", box.root.with_name("copy"), box.key, images="its own")
+    held: list[Passing] = []
+
+    def holds_manifests(_broker: HostileBroker, passing: Passing) -> Iterable[Passing]:
+        is_manifest = passing.identity == "a" and not passing.is_chunk and isinstance(passing.message, Manifest)
+        held.extend([passing] if is_manifest else [])
+        return [] if is_manifest else [passing]
+
+    with RunningService(federation.world), caplog.at_level(logging.WARNING):
+        broker.behaviour = holds_manifests
+        federation.boxes["b"].start(federation)
+        box.start(federation)
+        wait_until(lambda: bool(held), "the box has trained")
+        broker.drop("a")
+        broker.behaviour = lambda _broker, passing: [passing]
+        copy.start(federation)
+        wait_until(lambda: bool(copy.events("receipt")), "the copy delivers")
+        copy.stop()
+        broker.restore("a")
+        wait_until(federation.is_over, "the end")
+    first, second = copy.events("receipt")[0], box.events("receipt")[0]
+    assert (first["round"], first["outcome"]) == (1, "accepted")
+    assert (second["round"], second["outcome"]) == (1, "conflict")
+    assert first["artifact"] != second["artifact"]
+    kept = federation.world.store.updates((FEDERATION, 1, 1))
+    assert [update.artifact for update in kept if update.client == "a"] == [first["artifact"]]
+    (told,) = federation.world.events("update_refused")
+    assert (told["client"], told["outcome"]) == ("a", "conflict")
+    for logger in ("coordinator.uplink", "edge_client.actions"):
+        assert any(record.name == logger and "private store" in record.message for record in caplog.records), logger
+    federation.assert_completed()
+
+
+@pytest.mark.slow
+@pytest.mark.broker
+def test_a_copy_that_delivers_while_the_box_is_in_mid_upload_makes_the_boxs_own_a_conflict(
+    tmp_path: Path, mosquitto: StartMosquitto
+) -> None:
+    broker = mosquitto(acl_for(TRANSFERS))
+    link = Throttle(broker.port, Weather(bytes_per_s=100_000))
+    parties = Parties(tmp_path, Plan(str(broker.pki.directory), broker.port, {"a": link.port}, 500_000))
+    parties.prepare()
+    copy = parties.copy("a")
+    try:
+        parties.start_all()
+        parties.await_chunks(lambda: parties.uploaded("a"), 3, "the upload of the box is under way")
+        link.hold()  # the box is out of reach, and its copy comes up elsewhere
+        parties.start(copy)
+        receipt = parties.event(copy, "receipt")
+        assert receipt["outcome"] == "accepted"
+        assert parties.running[copy].wait(30) == 0
+        link.release()
+        parties.wait_finished()
+        assert parties.event("a", "receipt")["outcome"] == "conflict"
+        assert [event["artifact"] for event in parties.events(COORDINATOR, "update_stored")] == [receipt["artifact"]]
+        assert [event["outcome"] for event in parties.events(COORDINATOR, "update_refused")] == ["conflict"]
+        assert "private store" in parties.tail("a")
+        assert "private store" in parties.tail(COORDINATOR)
+    finally:
+        parties.stop()
+        link.close()

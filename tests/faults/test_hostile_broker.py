@@ -1,0 +1,319 @@
+"""A broker that drops, delays, repeats, alters and injects: every federation ends as the undisturbed one does, or says why not,
+no update counts or is trained twice, and whatever is refused is counted under its reason and told in the event logs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from edge_client.status import read_status
+from fedcg.wire.messages import COORDINATOR, Finished, Invite, Manifest, Need, Offer, Receipt, Welcome
+from fedcg.wire.signing import SigningKey, seal
+from fedcg.wire.topics import TopicKind
+from tests.hostile import TOPICS, Behaviour, Federation, HostileBroker, Passing, alter, honest
+from tests.unit.coordinator_support import RunningService, wait_until
+
+pytestmark = pytest.mark.timeout(200)
+BROKERS_KEY = SigningKey.generate()
+LASTING = (TopicKind.OFFER, TopicKind.COORDINATOR, TopicKind.STATUS)
+"""Said once and kept by the broker: one that drops them withholds the federation, which nobody can prevent."""
+Run = Callable[..., Federation]
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    monkeypatch.setattr("coordinator.service.REINVITE_S", 0.5)
+    made: list[Federation] = []
+
+    def start(behaviour: Behaviour = honest, **options: object) -> Federation:
+        made.append(Federation(tmp_path / str(len(made)), behaviour, **options))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield start
+    for federation in made:
+        federation.close()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The final aggregate of two devices and two rounds over an honest broker, which leaves nothing to refuse."""
+    federation = Federation(tmp_path_factory.mktemp("undisturbed")).run()
+    federation.close()
+    federation.assert_completed()
+    assert federation.refusals == {"dropped": 0}
+    assert not any(box.refused() for box in federation.boxes.values())
+    return federation.final
+
+
+def kind_of(passing: Passing) -> TopicKind:
+    parsed = TOPICS.parse(passing.topic)
+    assert parsed is not None
+    return parsed.kind
+
+
+def sometimes(share: float, do: Behaviour) -> Behaviour:
+    """Leave most publishes alone, and everything that is said once only."""
+
+    def behave(broker: HostileBroker, passing: Passing) -> Iterable[Passing]:
+        if kind_of(passing) in LASTING or broker.rng.random() >= share:
+            return [passing]
+        broker.did[do.__name__] += 1
+        return do(broker, passing)
+
+    return behave
+
+
+def drops(_broker: HostileBroker, _passing: Passing) -> Iterable[Passing]:
+    return []
+
+
+def delays(broker: HostileBroker, passing: Passing) -> Iterable[Passing]:
+    return [replace(passing, after_s=broker.rng.uniform(0.01, 0.3))]
+
+
+def repeats(broker: HostileBroker, passing: Passing) -> Iterable[Passing]:
+    """At once, a little later, and with it something older from the same topic."""
+    older = [item for item in broker.seen if item.topic == passing.topic]
+    return [passing, passing, *broker.rng.sample(older, min(2, len(older))), replace(passing, after_s=0.05)]
+
+
+def alters(broker: HostileBroker, passing: Passing) -> Iterable[Passing]:
+    return [replace(passing, payload=alter(passing, broker.rng))]
+
+
+def misdirects(_broker: HostileBroker, passing: Passing) -> Iterable[Passing]:
+    """Each message of, or for, one device also on the topic of the other."""
+    swapped = {"a": "b", "b": "a"}
+    parsed = TOPICS.parse(passing.topic)
+    if parsed is None or parsed.device is None:
+        return [passing]
+    return [passing, replace(passing, topic=passing.topic.replace(f"/{parsed.device}/", f"/{swapped[parsed.device]}/"))]
+
+
+def forges(_broker: HostileBroker, passing: Passing) -> Iterable[Passing]:
+    """Before each message another one that says more, signed by the broker itself."""
+    if passing.is_chunk:
+        return [passing]
+    bolder = passing.message.model_copy(update={"counter": passing.message.counter + 1, "epoch": 9, "round": 9})
+    return [replace(passing, payload=seal(bolder, BROKERS_KEY), retain=False), passing]
+
+
+def foreign(federation: Callable[[], Federation]) -> Behaviour:
+    """Before each message the same one as another federation of the same parties has it, with authentic signatures."""
+
+    def imports(_broker: HostileBroker, passing: Passing) -> Iterable[Passing]:
+        if passing.is_chunk:
+            return [passing]
+        message = passing.message.model_copy(update={"federation": "other"})
+        home = federation()
+        key = home.world.key if passing.identity == COORDINATOR else home.boxes[passing.identity].key
+        return [replace(passing, payload=seal(message, key), retain=passing.retain), passing]
+
+    return imports
+
+
+CASES: dict[str, tuple[Behaviour, set[str], set[str]]] = {  # behaviour, refused by the coordinator, and by agents
+    "repeats": (sometimes(1.0, repeats), {"replayed"}, {"replayed"}),
+    "misdirects": (misdirects, {"other_device"}, {"other_device"}),
+    "forges": (forges, {"forged"}, {"forged"}),
+    "imports": (honest, {"other_federation"}, {"other_federation"}),
+    "alters": (sometimes(0.1, alters), set(), set()),
+    "delays": (sometimes(0.3, delays), set(), set()),
+    "drops": (sometimes(0.1, drops), set(), set()),
+}
+
+
+SLOW = ("drops", "alters", "delays")  # what was lost is waited for
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in CASES]
+)
+def test_whatever_the_broker_does_the_final_aggregate_is_that_of_an_honest_one(
+    make: Run, undisturbed: str, name: str
+) -> None:
+    behaviour, by_coordinator, by_agents = CASES[name]
+    federation = make(behaviour)
+    if name == "imports":
+        federation.broker.behaviour = foreign(lambda: federation)
+    federation.run()
+    federation.assert_completed()
+    assert federation.final == undisturbed
+    if name == "alters":  # which messages are hit is chance
+        assert set(federation.refusals) - {"dropped"} or any(box.refused() for box in federation.boxes.values())
+    assert {reason for reason, count in federation.refusals.items() if count} >= by_coordinator, federation.refusals
+    told = {str(event["reason"]) for event in federation.world.events("refused")}
+    assert told == set(federation.refusals) - {"dropped"}
+    assert set.union(*(box.refused() for box in federation.boxes.values())) >= by_agents
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
+def test_a_random_mix_of_everything_changes_nothing(make: Run, undisturbed: str, seed: int) -> None:
+    everything: tuple[Behaviour, ...] = (drops, delays, repeats, alters, misdirects, forges)
+
+    def mixed(broker: HostileBroker, passing: Passing) -> Iterable[Passing]:
+        return sometimes(0.12, broker.rng.choice(everything))(broker, passing)
+
+    federation = make(mixed, seed=seed).run()
+    assert len(federation.broker.did) >= 2, federation.broker.did
+    federation.assert_completed()
+    assert federation.final == undisturbed
+    assert set(federation.refusals) - {"dropped"} or any(box.refused() for box in federation.boxes.values())
+
+
+@pytest.mark.slow
+def test_offers_that_never_arrive_cost_the_attempt_with_a_reason_and_the_next_one_completes(make: Run) -> None:
+    def withholds(_broker: HostileBroker, passing: Passing) -> Iterable[Passing]:
+        is_first = kind_of(passing) is TopicKind.OFFER and (passing.message.round, passing.message.attempt) == (1, 1)
+        return [] if is_first else [passing]
+
+    federation = make(withholds, rounds=1, deadline_s=2.0).run()
+    (failed,) = federation.world.events("attempt_failed")
+    assert (failed["round"], failed["attempt"]) == (1, 1)
+    assert failed["reason"]
+    assert [(event["round"], event["attempt"]) for event in federation.world.events("update_stored")] == [(1, 2)] * 2
+    federation.assert_nothing_counted_or_trained_twice()
+
+
+def recorded(federation: Federation, kind: type) -> list[Passing]:
+    """What the coordinator said so far."""
+    said = [passing for passing in federation.broker.seen if passing.identity == COORDINATOR and not passing.is_chunk]
+    return [passing for passing in said if isinstance(passing.message, kind)]
+
+
+def test_recordings_of_an_earlier_epoch_and_of_ended_sessions_are_refused_on_both_sides(
+    make: Run, undisturbed: str
+) -> None:
+    """A second coordinator process, the same federation: everything of the first one is played again in the second round."""
+    federation = make()
+    played: list[Passing] = []
+
+    def replays(broker: HostileBroker, passing: Passing) -> Iterable[Passing]:
+        """With the second manifest of a, all that epoch 1 had; retained where it was."""
+        if passing.identity == "a" and not passing.is_chunk and isinstance(passing.message, Manifest) and not played:
+            played.extend(item for item in broker.seen if not item.is_chunk and kind_of(item) is not TopicKind.STATUS)
+            return [*played, passing]
+        return [passing]
+
+    with RunningService(federation.world) as first:
+        federation.start_boxes()
+        wait_until(lambda: len(federation.world.events("update_stored")) >= 2, "the first round's updates")
+        first.vanish()
+    federation.broker.behaviour = replays
+    with RunningService(federation.world) as second:
+        wait_until(federation.is_over, "the end")
+        counted = second.service.refusals
+    federation.assert_completed()
+    assert federation.final == undisturbed
+    assert {item.message.epoch for item in played if item.identity == COORDINATOR} >= {1}
+    assert counted["other_session"] > 0
+    assert all({"older_epoch", "other_session"} <= box.refused() for box in federation.boxes.values())
+
+
+def test_an_agent_refuses_whatever_a_broker_makes_of_what_it_heard(make: Run) -> None:
+    federation = make(devices=("a",), rounds=1)
+    box = federation.boxes["a"]
+    held: list[Passing] = []
+
+    def holds_receipts(_broker: HostileBroker, passing: Passing) -> Iterable[Passing]:
+        if not passing.is_chunk and isinstance(passing.message, Receipt):
+            held.append(passing)
+            return []
+        return [passing]
+
+    federation.broker.behaviour = holds_receipts
+    with RunningService(federation.world) as running:
+        federation.start_boxes()
+        wait_until(lambda: bool(held), "the update is delivered")
+        seen = box.events("agent_started")
+        offer, welcome = recorded(federation, Offer)[-1], recorded(federation, Welcome)[-1]
+        key, epoch = federation.world.key, offer.message.epoch
+        older = offer.message.model_copy(update={"epoch": epoch - 1, "round": 7})
+        earlier = offer.message.model_copy(update={"attempt": 0})
+        for expected, item in {
+            "forged": replace(offer, payload=seal(offer.message.model_copy(update={"round": 7}), BROKERS_KEY)),
+            "older_epoch": replace(offer, payload=seal(older, key)),  # as a coordinator without its lease would sign it
+            "replayed": replace(offer, payload=seal(earlier, key)),
+            "other_federation": replace(offer, payload=seal(offer.message.model_copy(update={"federation": "b"}), key)),
+            "other_device": replace(welcome, payload=seal(welcome.message.model_copy(update={"recipient": "b"}), key)),
+            "malformed": replace(offer, payload=offer.payload[:-1]),
+            "too_large": replace(offer, payload=offer.payload * 100),
+        }.items():
+            before = len(box.events("refused"))
+            federation.broker.deliver(replace(item, retain=False))
+            wait_until(lambda: len(box.events("refused")) > before, expected)  # noqa: B023
+            assert box.events("refused")[-1]["reason"] == expected
+        for item in (welcome, recorded(federation, Invite)[-1], recorded(federation, Need)[-1]):
+            before = len(box.events("refused"))
+            federation.broker.deliver(item)
+            wait_until(lambda: len(box.events("refused")) > before, f"{item.message.kind} again")  # noqa: B023
+            assert box.events("refused")[-1]["reason"] == "replayed"
+        assert box.events("agent_started") == seen
+        assert box.events("receipt") == []  # nothing of it ended the update
+        reasons = ("forged", "older_epoch", "other_federation", "other_device", "malformed", "too_large")
+        assert read_status(box.config)["refused"] == {**dict.fromkeys(reasons, 1), "replayed": 4}
+        federation.broker.behaviour = honest
+        federation.broker.deliver(held[0])
+        wait_until(federation.is_over, "the end")
+        assert running.service.refusals == {"dropped": 0}
+    federation.assert_completed()
+
+
+def test_an_offer_played_again_after_the_end_does_not_open_the_round_again(make: Run) -> None:
+    federation = make(devices=("a",), rounds=1)
+    ended: list[Passing] = []
+
+    def reopens(broker: HostileBroker, passing: Passing) -> Iterable[Passing]:
+        if passing.is_chunk or not isinstance(passing.message, Finished):
+            return [passing]
+        ended.append(passing)
+        return [passing, recorded(federation, Offer)[-1], passing]
+
+    federation.broker.behaviour = reopens
+    federation.run()
+    federation.assert_completed()
+    assert ended
+    box = federation.boxes["a"]
+    assert [(event["what"], event["reason"]) for event in box.events("refused")] == [(TOPICS.offer, "replayed")]
+    assert len(box.events("finished")) == 1
+
+
+def test_an_aggregate_that_is_altered_on_its_way_is_never_used(make: Run) -> None:
+    """Each chunk is altered once, in the broadcast and when it is asked for; its frame is made to fit."""
+    honest_one = make(rounds=1).run()
+    spoilt: set[bytes] = set()
+
+    def spoils(broker: HostileBroker, passing: Passing) -> Iterable[Passing]:
+        if kind_of(passing) not in (TopicKind.AGGREGATE, TopicKind.DOWN_CHUNK) or passing.payload in spoilt:
+            return [passing]
+        spoilt.add(passing.payload)
+        return [replace(passing, payload=alter(passing, broker.rng))]
+
+    federation = make(spoils, rounds=1).run()
+    federation.assert_completed()
+    assert federation.final == honest_one.final
+    assert all("damaged" in box.refused() for box in federation.boxes.values())
+
+
+def test_a_recorded_hello_does_not_end_the_session_that_replaced_its_own(make: Run) -> None:
+    federation = make(devices=("a", "b"), rounds=1)
+    box = federation.boxes["a"]
+    with RunningService(federation.world) as running:
+        box.start(federation)
+        wait_until(lambda: len(box.events("welcomed")) == 1, "a session stands")
+        federation.broker.drop("a")
+        federation.broker.restore("a")
+        wait_until(lambda: len(box.events("welcomed")) == 2, "the session after it")
+        greeting = next(
+            item for item in federation.broker.seen if item.identity == "a" and kind_of(item) is TopicKind.UP_CONTROL
+        )
+        federation.broker.deliver(greeting)
+        wait_until(lambda: running.service.refusals.get("replayed") == 1, "it is refused")
+        federation.boxes["b"].start(federation)
+        wait_until(federation.is_over, "the end")
+        assert running.service.refusals == {"dropped": 0, "replayed": 1}
+    federation.assert_completed()
