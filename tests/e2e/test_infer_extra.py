@@ -18,6 +18,7 @@ from export.preprocess import load_image
 from export.runtime import Model
 from tests.export_models import CLASSES, make_parts, make_spec, write_images
 
+pytestmark = pytest.mark.slow  # installs packages; what it imports is held by the quick tests of export.cli
 REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGES = ("fedcg", "edge_client", "coordinator", "export", "devices", "audit", "experiments")
 FILES = ("pyproject.toml", "README.md", "LICENSE", "constraints.txt")

@@ -25,7 +25,7 @@ Run = Callable[..., Federation]
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
-    monkeypatch.setattr("coordinator.service.REINVITE_S", 0.5)
+    monkeypatch.setattr("coordinator.service.REMIND_S", 0.5)
     made: list[Federation] = []
 
     def start(behaviour: Behaviour = honest, **options: object) -> Federation:

@@ -63,6 +63,7 @@ def _committed(stack: Stack) -> list[tuple[int, int]]:
     return [(event["round"], event["attempt"]) for event in stack.events(VICTIM) if event["event"] == "committed"]
 
 
+@pytest.mark.slow  # in short: test_edge_trainer, test_coordinator_aggregation
 def test_a_killed_trainer_repeats_its_round_and_the_result_is_the_same(stack: Stack, undisturbed: str) -> None:
     progress = stack.wait_event(VICTIM, _under_way, "training is under way")
     os.kill(progress["pid"], signal.SIGKILL)
@@ -90,6 +91,7 @@ def _distilling(event: dict[str, Any]) -> bool:
     )
 
 
+@pytest.mark.slow  # in short: test_edge_trainer, test_coordinator_aggregation
 def test_a_killed_aggregation_worker_is_started_again_and_the_result_is_the_same(
     stack: Stack, undisturbed: str
 ) -> None:
