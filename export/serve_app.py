@@ -26,7 +26,7 @@ from export.serve_inputs import Bodies, Body, Limits, NamedImage, busy, check_ty
 from export.serve_metrics import CONTENT_TYPE, Metrics
 from export.serve_model import Served, ServedModel
 
-POLL_S = 1.0
+POLL_S = 0.5
 DECODERS = 2
 DEFAULT_TOP = 3
 GONE = 499  # the caller went away: nobody reads the answer
