@@ -76,7 +76,7 @@ def _point_to_a_damaged_version(server: Server, slots: Slots) -> None:
     assert server.ask("/readyz").status == 200
 
 
-@pytest.mark.parametrize("swaps", [2, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("swaps", [1, pytest.param(20, marks=pytest.mark.slow)])
 def test_no_request_fails_and_no_answer_is_mixed_while_versions_change(tmp_path: Path, swaps: int) -> None:
     root = tmp_path / "models"
     install_versions(root, 3)
@@ -94,7 +94,7 @@ def test_no_request_fails_and_no_answer_is_mixed_while_versions_change(tmp_path:
         asked = server.metric('fedcg_serve_requests_total{outcome="ok"}')
         assert server.metric('fedcg_serve_model_loads_total{outcome="loaded"}') == 1 + swaps
         code, errors = server.stop()
-    assert set(seen) == {f"{number:04d}" for number in (1, 2, 3)}
+    assert set(seen) == {"0003", *list(expected)[:swaps]}
     assert asked == seen.total() > swaps
     assert code == 0
     assert "Traceback" not in errors
