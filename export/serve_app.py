@@ -142,7 +142,7 @@ def create_app(service: Service) -> FastAPI:
     return application
 
 
-def _service(request: Request) -> Service:
+async def _service(request: Request) -> Service:  # a plain function would cost a thread's turn per request
     service: Service = request.app.state.service
     return service
 
@@ -247,7 +247,7 @@ async def _refused(_: Request, error: Exception) -> Response:
 
 async def _bad_request(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    _service(request).metrics.requests["bad_request"] += 1
+    (await _service(request)).metrics.requests["bad_request"] += 1
     first = error.errors()[0]
     field = str(first["loc"][-1])
     return _refusal(RefusedError(422, "bad_request", f"{field}: {first['msg']}; see /openapi.json", field=field))
