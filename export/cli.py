@@ -47,6 +47,11 @@ class _InferGroup(TyperGroup):
         is_named = bool(args) and args[0] in self.commands
         return super().parse_args(ctx, args if is_named else [_IMAGES, *args])
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        """The command; the unnamed one keeps its name out of its usage line."""
+        name, command, rest = super().resolve_command(ctx, args)
+        return "" if name == _IMAGES else name, command, rest
+
 
 _IMAGES = "IMAGE..."
 infer_app = typer.Typer(
@@ -71,8 +76,8 @@ def infer_command(
 ) -> None:
     """Classify images with an exported model: class names and probabilities, likeliest first.
 
-    An image that cannot be classified is reported on stderr; the others are still done, and the exit code is 2. `fedcg infer
-    serve --help` tells how to classify over HTTP.
+    An image that cannot be classified is reported on stderr; the others are still done, and the exit code is 2.
+    Over HTTP: `fedcg infer serve --help`.
     """
     from export.inference import classify_files, expand, table_lines
     from export.runtime import Model

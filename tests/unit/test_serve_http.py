@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import shutil
@@ -21,6 +22,7 @@ from typer.testing import CliRunner
 from export.cli import infer_app
 from export.preprocess import load_image
 from export.runtime import Model
+from export.serve import Settings, _listening
 from tests.export_models import CLASSES, LOADED_PROBE, encoded, picture
 from tests.serving import JSON, PNG, Server, install_versions, multipart, serving
 
@@ -241,6 +243,24 @@ def test_a_full_queue_and_a_caller_who_left_and_a_drain(root: Path) -> None:
             assert running.ask("/readyz").code == running.ask("/predict", ONE, PNG).code == "draining"
             assert _answered(last) == 1
         assert running.process.wait(timeout=30) == 0
+
+
+def test_answers_do_not_wait_for_a_callers_acknowledgement(root: Path) -> None:
+    """TCP_NODELAY, without which every answer on a kept connection takes 40 ms."""
+
+    async def run() -> int:
+        accepted = asyncio.get_running_loop().create_future()
+        with _listening(Settings(root, port=0)) as listener:
+            server = await asyncio.start_server(lambda _, writer: accepted.set_result(writer), sock=listener)
+            _, caller = await asyncio.open_connection(*listener.getsockname())
+            writer: asyncio.StreamWriter = await accepted
+            no_delay: int = writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            for one in (caller, writer, server):
+                one.close()
+            await server.wait_closed()
+        return no_delay
+
+    assert asyncio.run(run()) != 0
 
 
 @pytest.mark.slow
