@@ -99,23 +99,24 @@ def test_a_model_of_another_federation_is_refused(root: Path) -> None:
     assert "federation meadow, and this server serves garden" in watched.models.refused
 
 
-@pytest.mark.parametrize("missing", ["folder", "versions", "chosen version"])
+@pytest.mark.parametrize("missing", ["folder", "versions", "chosen version", "sound bytes"])
 def test_a_model_that_comes_later_is_served_then(root: Path, missing: str) -> None:
-    aside = root.with_name("aside")
-    if missing == "folder":
-        root.rename(aside)
-    elif missing == "versions":
-        root.rename(aside)
-        root.mkdir()
+    aside, path = root.with_name("aside"), root / "0002" / "model.onnx"
+    sound = path.read_bytes()
+    if missing == "sound bytes":
+        path.write_bytes(sound[:-1])
     else:
-        (root / "0002").rename(aside)
+        (root / "0002" if missing == "chosen version" else root).rename(aside)
+    if missing == "versions":
+        root.mkdir()
     watched = Watched(root)
     assert [watched.refresh(), watched.refresh()] == ["", ""]
     assert str(root) in watched.models.refused
     assert watched.outcomes == {"refused": 1}
-    if missing == "versions":
-        root.rmdir()
-    aside.rename(root / "0002" if missing == "chosen version" else root)
+    if missing == "sound bytes":
+        path.write_bytes(sound)
+    else:
+        aside.rename(root / "0002" if missing == "chosen version" else root)
     assert (watched.refresh(), watched.models.refused) == ("0002", "")
 
 
