@@ -97,7 +97,8 @@ class Bodies:
                 raise RefusedError(
                     400, "empty_body", "the body is empty; send the bytes of an image, multipart or JSON"
                 )
-            yield b"".join(kept)
+            kept[:] = [b"".join(kept)]  # the pieces go
+            yield kept[0]
         finally:
             self._held -= sum(map(len, kept))
 

@@ -281,10 +281,11 @@ def test_a_port_that_is_taken_is_an_error_that_says_what_to_do(server: Server, r
 def test_callers_at_once_each_get_the_answer_to_their_own_image(server: Server) -> None:
     contents = [encoded(picture(seed), "PNG") for seed in range(10)]
     alone = [_told(server, content, PNG) for content in contents]
+    before = server.metric("fedcg_serve_batch_images_count")
     with ThreadPoolExecutor(16) as pool:
         together = list(pool.map(lambda number: _told(server, contents[number % 10], PNG), range(200)))
     for number, results in enumerate(together):
         [result], [wanted] = results, alone[number % 10]
         assert result["class"] == wanted["class"]
         assert result["probability"] == pytest.approx(wanted["probability"], abs=1e-5)
-    assert server.metric('fedcg_serve_batch_images_bucket{le="1"}') < server.metric("fedcg_serve_batch_images_count")
+    assert server.metric("fedcg_serve_batch_images_count") < before + 200  # some were predicted together
