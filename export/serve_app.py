@@ -27,6 +27,7 @@ from export.serve_metrics import CONTENT_TYPE, Metrics
 from export.serve_model import Served, ServedModel
 
 POLL_S = 0.5
+"""Seconds between two looks for a new version; a look reads the pointer and the dates of a few files."""
 DECODERS = 2
 DEFAULT_TOP = 3
 GONE = 499  # the caller went away: nobody reads the answer
@@ -42,14 +43,10 @@ class Service:
         batcher: predicts; started and closed with the application.
         limits: of one request.
         metrics: counts.
-        poll_s: seconds between two looks for a new version.
     """
 
-    def __init__(
-        self, models: ServedModel, batcher: Batcher, limits: Limits, metrics: Metrics, poll_s: float = POLL_S
-    ) -> None:
+    def __init__(self, models: ServedModel, batcher: Batcher, limits: Limits, metrics: Metrics) -> None:
         self.models, self.batcher, self.limits, self.metrics = models, batcher, limits, metrics
-        self._poll_s = poll_s
         self._bodies = Bodies(limits.max_bytes, limits.body_s)
         self._decoders = ThreadPoolExecutor(DECODERS, "decode")
         self.in_flight = 0
@@ -72,11 +69,11 @@ class Service:
 
     async def _watch(self) -> None:
         while True:
-            await asyncio.sleep(self._poll_s)
+            await asyncio.sleep(POLL_S)
             try:
                 await asyncio.to_thread(self.models.refresh)
             except Exception:
-                log.exception("looking for a new version failed; it is tried again")
+                log.exception("looking for a new version failed; the one in service stays")
 
     def served(self) -> Served:
         """The model in service.

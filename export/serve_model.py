@@ -78,8 +78,8 @@ class ServedModel:
         self._seen = seen
         try:
             served = self._load()
-        except (ExportError, OSError) as error:
-            self._refuse(str(error))
+        except (ExportError, OSError, MemoryError) as error:
+            self._refuse(str(error) or "not enough memory for it beside the one in service")
         else:
             self.current, self.refused = served, ""
             self._observe("loaded")
@@ -104,9 +104,7 @@ class ServedModel:
                 f"{before.model.manifest.federation}; start a server of its own for it"
             )
         for images in self._warm_up:
-            rows = model.predict(np.zeros((images, *model.predictor.shape), dtype=np.uint8))
-            if not np.isfinite(rows).all():
-                raise ModelError(f"{model.directory}: gives probabilities that are not numbers; use another version")
+            _try(model, images)
         return Served(model, datetime.now(timezone.utc))
 
     def _refuse(self, reason: str) -> None:
@@ -114,3 +112,17 @@ class ServedModel:
         self._observe("refused")
         kept = f"; version {self.current.version} stays in service" if self.current else ""
         log.error("a model is refused: %s%s", reason, kept)
+
+
+def _try(model: Model, images: int) -> None:
+    """Run a model once, on black images; the first run of a batch size is slower than those after it.
+
+    Raises:
+        ModelError: it does not run, or gives something that is no number.
+    """
+    try:
+        rows = model.predict(np.zeros((images, *model.predictor.shape), dtype=np.uint8))
+    except Exception as error:  # onnxruntime's own exception types are not public
+        raise ModelError(f"{model.directory}: onnxruntime cannot run it ({error}); use another version") from error
+    if not np.isfinite(rows).all():
+        raise ModelError(f"{model.directory}: gives probabilities that are not numbers; use another version")

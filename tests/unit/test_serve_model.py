@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+import re
 import shutil
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from export.manifest import read_manifest, write_manifest
-from export.runtime import Model
+from export.preprocess import Pixels
+from export.runtime import Floats, Model
 from export.serve_model import ServedModel
 from export.slots import Slots
 from tests.serving import install_versions
@@ -82,11 +85,20 @@ def test_a_damaged_version_is_refused_once_with_its_reason_and_the_old_one_stays
     assert (watched.refresh(), watched.models.refused) == ("0002", "")
 
 
-def test_a_version_whose_answers_are_not_numbers_is_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    watched = Watched(root)
-    monkeypatch.setattr(Model, "predict", lambda _, images: np.full((len(images), 3), np.nan, dtype=np.float32))
-    assert watched.refresh() == ""
-    assert "not numbers" in watched.models.refused
+def test_a_version_that_gives_no_numbers_or_does_not_run_is_refused(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: Model, images: Sequence[Pixels]) -> Floats:
+        raise RuntimeError(f"no memory for {len(images)}")
+
+    for predict, told in (
+        (lambda _, images: np.full((len(images), 3), np.nan, dtype=np.float32), "not numbers"),
+        (fail, "cannot run it .no memory for 1."),
+    ):
+        watched = Watched(root)
+        monkeypatch.setattr(Model, "predict", predict)
+        assert watched.refresh() == ""
+        assert re.search(told, watched.models.refused)
 
 
 def test_a_model_of_another_federation_is_refused(root: Path) -> None:
