@@ -125,7 +125,9 @@ def listening(name: str, settings: ListenerSettings, host: str) -> Iterator[sock
         yield None
         return
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family) as listener:
+    with socket.socket(
+        family, socket.SOCK_STREAM, socket.IPPROTO_TCP
+    ) as listener:  # named, else asyncio sets no TCP_NODELAY
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((address, port))

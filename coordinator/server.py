@@ -202,7 +202,9 @@ def _connect(home: Home, config: CoordinatorConfig, will: Will) -> Transport:
 @contextmanager
 def _listening(config: CoordinatorConfig) -> Iterator[socket.socket]:
     family = socket.AF_INET6 if ":" in config.api.host else socket.AF_INET
-    with socket.socket(family) as listener:
+    with socket.socket(
+        family, socket.SOCK_STREAM, socket.IPPROTO_TCP
+    ) as listener:  # named, else asyncio sets no TCP_NODELAY
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((config.api.host, config.api.port))

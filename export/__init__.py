@@ -1,5 +1,31 @@
 """Personal model to ONNX: exported, verified, versioned, and run on the box.
 
-`preprocess`, `manifest`, `slots`, `runtime` and `cli` work with the `infer` extra alone and import neither torch nor paho;
-`to_onnx`, `verify` and `package` belong to the box that trains.
+`preprocess`, `manifest`, `slots`, `runtime`, `serve` (with the modules beside it) and `cli` import neither torch nor paho: the first
+three and `runtime` need the `infer` extra, `serve` the extra `serve`. `to_onnx`, `verify` and `package` belong to the box that trains.
 """
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from export.runtime import Model
+
+__all__ = ["load"]
+
+
+def load(directory: str | Path, *, threads: int = 0) -> Model:
+    """A model for a program of one's own, ready to classify: `load("models").classify("image.png")`.
+
+    Args:
+        directory: a model, or the root of its versions; the version in use now is loaded, later ones are not followed.
+        threads: threads of one prediction; 0 lets onnxruntime choose.
+
+    Raises:
+        ModelError: no valid manifest, altered bytes, or a model that onnxruntime refuses.
+        SlotError: versions without a usable one.
+    """
+    from export.runtime import Model  # here, so that importing the package stays cheap
+
+    return Model.load(Path(directory), threads=threads)

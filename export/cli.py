@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import logging
+import sys
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, NoReturn, TypeVar
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
+from typer.core import TyperGroup
 
 from export.errors import ExportError
 from export.preprocess import MAX_PIXELS
@@ -36,6 +40,29 @@ def _or_fail(action: Callable[[], T]) -> T:
         _fail(error)
 
 
+class _InferGroup(TyperGroup):
+    """`fedcg infer serve`; whatever else follows `fedcg infer` belongs to the command that classifies images."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Name the command that is meant."""
+        is_named = bool(args) and args[0] in self.commands
+        return super().parse_args(ctx, args if is_named else [_IMAGES, *args])
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        """The command; the unnamed one keeps its name out of its usage line."""
+        name, command, rest = super().resolve_command(ctx, args)
+        return "" if name == _IMAGES else name, command, rest
+
+
+_IMAGES = "IMAGE..."
+infer_app = typer.Typer(
+    cls=_InferGroup,
+    help="Classify images with an exported model; `infer serve` does it over HTTP.",
+    add_completion=False,
+)
+
+
+@infer_app.command(_IMAGES)
 def infer_command(
     images: Annotated[list[str], typer.Argument(metavar="IMAGE...", help="Image files, folders of them, or patterns.")],
     model: Annotated[Path, typer.Option("--model", help="Directory of a model, or root of its versions.")],
@@ -51,6 +78,7 @@ def infer_command(
     """Classify images with an exported model: class names and probabilities, likeliest first.
 
     An image that cannot be classified is reported on stderr; the others are still done, and the exit code is 2.
+    Over HTTP: `fedcg infer serve --help`.
     """
     from export.inference import classify_files, expand, table_lines
     from export.runtime import Model
@@ -73,6 +101,33 @@ def infer_command(
         typer.echo(f"Error: {failure}", err=True)
     if failures:
         raise typer.Exit(BAD_INPUT)
+
+
+@infer_app.command("serve")
+def serve_command(
+    model: Annotated[Path, typer.Option("--model", help="Root of the versions, which is watched; or one model.")],
+    host: Annotated[str, typer.Option(help="Address to listen on; there are no accounts.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8080,
+    threads: Annotated[int, typer.Option(min=0, help="Threads of one prediction; 0: the runtime chooses.")] = 1,
+    max_batch: Annotated[int, typer.Option(min=1, max=256, help="Images predicted together, or in one request.")] = 32,
+    max_wait_ms: Annotated[float, typer.Option(min=0, max=1000, help="Longest wait for others to join.")] = 2.0,
+    queue: Annotated[int, typer.Option(min=1, max=4096, help="Images accepted and not answered yet; then 429.")] = 256,
+    max_bytes: Annotated[int, typer.Option(min=1, help="Bytes of a request's body.")] = 16 * 1024 * 1024,
+    max_pixels: Annotated[int, typer.Option(min=1, help="Refuse larger images undecoded.")] = MAX_PIXELS,
+) -> None:
+    """Answer predictions over HTTP: POST /predict; /healthz, /readyz, /model, /metrics.
+
+    Follows the version in use without losing a request. SIGTERM and SIGINT let what was accepted be answered; the exit code is 0.
+    """
+    gc.disable()  # what is imported now stays: looking for garbage in it takes an eighth of the time until the server is ready
+    try:
+        from export.serve import Settings, serve
+    finally:
+        gc.enable()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    settings = Settings(model, host, port, threads, max_batch, max_wait_ms, queue, max_bytes, max_pixels)
+    code = _or_fail(lambda: serve(settings, typer.echo))
+    raise typer.Exit(code)
 
 
 @model_app.command("list")

@@ -1,12 +1,15 @@
 """Errors of export and inference.
 
 ExportError
-├── InputError            a file that cannot be classified: missing, not an image, over the pixel limit
+├── InputError            a file that cannot be classified: missing, not an image
+│   └── TooLargeError     over the pixel limit
 ├── ModelError            a model directory that cannot be used
 │   ├── ManifestError     no manifest, or one that is not valid
 │   └── TamperedError     the model's bytes are not the ones the manifest names
 ├── SlotError             no such version, or nothing to roll back to
 ├── GateError             the new model is worse than the one in service
+├── ServingError          the server cannot start: its port is taken, its address is not this machine's
+├── RefusedError          a request that the server does not answer with a prediction
 ├── ConversionError       the network could not be written as ONNX
 └── VerificationError     the ONNX model does not do what the trained one does
 """
@@ -32,6 +35,10 @@ class InputError(ExportError):
         self.reason = reason
 
 
+class TooLargeError(InputError):
+    """An image over the pixel limit."""
+
+
 class ModelError(ExportError):
     """A model directory that cannot be used."""
 
@@ -50,6 +57,30 @@ class SlotError(ExportError):
 
 class GateError(ExportError):
     """The new model is worse on this box's held-out images than the one in service, which stays."""
+
+
+class ServingError(ExportError):
+    """The server cannot start."""
+
+
+class RefusedError(ExportError):
+    """A request that the server does not answer with a prediction.
+
+    Attributes:
+        status: the HTTP status, 400 to 599.
+        code: which refusal it is, one word for programs.
+        field: what of the request is meant: a file's name, a position in an array, a header; "" when it is no part of it.
+        retry_after_s: seconds after which the same request may succeed; None when it never will.
+    """
+
+    def __init__(
+        self, status: int, code: str, message: str, *, field: str = "", retry_after_s: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.field = field
+        self.retry_after_s = retry_after_s
 
 
 class ConversionError(ExportError):

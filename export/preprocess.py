@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, UnidentifiedImageError
 
-from export.errors import InputError
+from export.errors import InputError, TooLargeError
 
 MAX_PIXELS = 50_000_000
 # Raster formats with a decoder inside Pillow. Others are refused before they are parsed: EPS, for one, starts Ghostscript.
@@ -55,7 +55,8 @@ def load_image(source: Path | bytes, form: PixelForm, max_pixels: int = MAX_PIXE
         [height, width, channels] uint8, in memory of its own.
 
     Raises:
-        InputError: no such file, not an image of a supported format, damaged, or over the pixel limit.
+        InputError: no such file, not an image of a supported format, or damaged.
+        TooLargeError: over the pixel limit.
     """
     label = name or (str(source) if isinstance(source, Path) else "image")
     content = _read(source, label) if isinstance(source, Path) else source
@@ -66,12 +67,12 @@ def load_image(source: Path | bytes, form: PixelForm, max_pixels: int = MAX_PIXE
             )  # Pillow warns about sizes that the limit below refuses, and about odd metadata
             with Image.open(io.BytesIO(content), formats=FORMATS) as image:
                 if image.width * image.height > max_pixels:
-                    raise InputError(label, f"{image.width}x{image.height} pixels is over the limit of {max_pixels}")
+                    raise TooLargeError(label, f"{image.width}x{image.height} pixels is over the limit of {max_pixels}")
                 return _fit(image, form)
     except UnidentifiedImageError as error:
         raise InputError(label, f"not an image ({', '.join(FORMATS)} are read)") from error
     except Image.DecompressionBombError as error:
-        raise InputError(label, f"over the limit of {max_pixels} pixels") from error
+        raise TooLargeError(label, f"over the limit of {max_pixels} pixels") from error
     # What Pillow's decoders raise for bytes that break off or contradict themselves.
     except (
         OSError,

@@ -12,7 +12,7 @@ import onnxruntime
 
 from export.errors import ManifestError
 from export.manifest import Manifest, read_manifest, read_model
-from export.preprocess import PixelForm, Pixels
+from export.preprocess import MAX_PIXELS, PixelForm, Pixels, load_image
 from export.slots import resolve
 
 Floats = npt.NDArray[np.float32]
@@ -171,6 +171,21 @@ class Model:
             ValueError: an image of another shape or element type.
         """
         return self.predictor.run(images).probabilities
+
+    def classify(self, image: str | Path | bytes, top: int = 3, max_pixels: int = MAX_PIXELS) -> tuple[Guess, ...]:
+        """The likeliest classes of one image, likeliest first.
+
+        Args:
+            image: a file, or the bytes of one.
+            top: how many classes.
+            max_pixels: larger images are refused from their header.
+
+        Raises:
+            InputError: no such file, not an image, damaged, or over the pixel limit.
+        """
+        source = Path(image) if isinstance(image, str) else image
+        [probabilities] = self.predict([load_image(source, self.manifest.image, max_pixels)])
+        return self.top(probabilities, top)
 
     def top(self, probabilities: Floats, count: int) -> tuple[Guess, ...]:
         """The `count` likeliest classes of one image, likeliest first; of equal ones the earlier class."""

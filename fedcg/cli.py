@@ -18,15 +18,16 @@ from typer.core import TyperCommand, TyperGroup
 
 DEBUG_FLAG = "--debug"
 INTERRUPTED = 130
-# Packages that one option needs, and no kind of machine.
-_EXTRAS = {"ray": "ray"}
+# Packages that one option or sub-command needs, and no kind of machine.
+_EXTRAS = {"ray": "ray", "infer uvicorn": "serve", "infer fastapi": "serve"}
 
 
 class MissingExtraError(Exception):
     """A command that needs a Python package which is not installed on this machine."""
 
     def __init__(self, command: str, missing: ModuleNotFoundError) -> None:
-        extra = _EXTRAS.get(missing.name or "")
+        name = missing.name or ""
+        extra = _EXTRAS.get(name) or _EXTRAS.get(f"{command} {name}")
         known = f"Install it with: pip install 'fedcg-edge[{extra}]'."
         guess = "Install the extra for this kind of machine, e.g. pip install 'fedcg-edge[edge]' (or infer, coordinator, demo)."
         super().__init__(

@@ -16,6 +16,19 @@ from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice
 from fedcg.wire.parts import Part, ReportField
 
 CLASSES = ("ant", "bee", "cat")
+LOADED_PROBE = """
+import sys
+from fedcg.cli import main
+sys.argv = ["fedcg", *sys.argv[1:]]
+try:
+    main()
+except SystemExit as stop:
+    code = stop.code
+loaded = [name for name in ("torch", "paho", "onnx", "safetensors", "fedcg.wire", "fedcg.learning") if name in sys.modules]
+print("LOADED", loaded, file=sys.stderr)
+sys.exit(code)
+"""
+"""A program that runs `fedcg` with its arguments and tells on stderr what of the learning core and the wire it loaded."""
 
 
 def image_form(mode: str = "RGB", height: int = 20, width: int = 24) -> ImageForm:

@@ -53,7 +53,7 @@ def round_command(
             "server_iterations": [plan.measured_iterations, plan.server_iterations],
         }
         record = {"setting": asdict(plan), "extrapolated": extrapolated if plan.is_extrapolated else None, **result}
-        typer.echo(json.dumps({**_header("bench round"), **record}, indent=1))
+        typer.echo(json.dumps({**header("bench round"), **record}, indent=1))
         return
     _print_round(result)
     if plan.is_extrapolated:
@@ -107,7 +107,7 @@ def train_command(
     cases, on_card = measure(plan, tell), _on_card(plan, tell)
     if as_json:
         setting = {"split": split, "steps": plan.steps, "threads": threads, "repeats": plan.repeats}
-        typer.echo(json.dumps({**_header("bench train"), "setting": setting, "cases": cases, **on_card}, indent=1))
+        typer.echo(json.dumps({**header("bench train"), "setting": setting, "cases": cases, **on_card}, indent=1))
         return
     for case in cases:
         typer.echo(
@@ -129,7 +129,8 @@ def _on_card(plan: Steps, tell: Callable[[str], None]) -> dict[str, object]:
     return {"cuda_device": torch.cuda.get_device_name(), "cuda": bench_card.measure(plan, tell)}
 
 
-def _header(kind: str) -> dict[str, object]:
+def header(kind: str) -> dict[str, object]:
+    """What every record of a measurement begins with: its kind, the date, this machine, the versions."""
     from devices.detect import detect
 
     profile = detect()

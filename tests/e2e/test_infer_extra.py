@@ -1,4 +1,4 @@
-"""A box that only predicts: the `infer` extra alone, in a fresh environment, classifies an image."""
+"""A box that only predicts: the `infer` extra alone, in a fresh environment, classifies an image; with `serve` also over HTTP."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from export.package import package_personal
 from export.preprocess import load_image
 from export.runtime import Model
 from tests.export_models import CLASSES, make_parts, make_spec, write_images
+from tests.serving import serving
 
 pytestmark = pytest.mark.slow  # installs packages; what it imports is held by the quick tests of export.cli
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -49,9 +50,7 @@ class Box:
         return self.run(self.python.parent / "fedcg", *arguments, check=check)
 
 
-@pytest.fixture(scope="module")
-def box(tmp_path_factory: pytest.TempPathFactory) -> Box:
-    home = tmp_path_factory.mktemp("box")
+def _installed(home: Path, extra: str) -> Box:
     source = home / "source"
     for name in PACKAGES:
         shutil.copytree(REPOSITORY / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -61,9 +60,15 @@ def box(tmp_path_factory: pytest.TempPathFactory) -> Box:
     subprocess.run([sys.executable, "-m", "venv", str(home / "venv")], check=True, timeout=120)
     made = Box(home / "venv" / "bin" / "python", home)
     pinned = ("-c", source / "constraints.txt") if (source / "constraints.txt").is_file() else ()
-    made.run(made.python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *pinned, f"{source}[infer]")
+    quietly = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+    made.run(made.python, *quietly, *pinned, f"{source}[{extra}]")
     shutil.rmtree(source)  # from here on only what was installed
     return made
+
+
+@pytest.fixture(scope="module")
+def box(tmp_path_factory: pytest.TempPathFactory) -> Box:
+    return _installed(tmp_path_factory.mktemp("box"), "infer")
 
 
 @pytest.fixture(scope="module")
@@ -121,3 +126,26 @@ def test_the_help_shows_every_command_and_says_which_are_not_installed(box: Box)
     assert done.returncode == 1
     assert "not installed here" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_serving_there_says_which_extra_is_missing(box: Box, model_root: Path) -> None:
+    done = box.fedcg("infer", "serve", "--model", model_root, check=False)
+    assert done.returncode == 1
+    assert "pip install 'fedcg-edge[serve]'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_with_the_serve_extra_it_answers_over_http_with_neither_torch_nor_paho_installed(
+    tmp_path: Path, model_root: Path
+) -> None:
+    serving_box = _installed(tmp_path, "serve")
+    [file, *_] = write_images(tmp_path / "images").files
+    wanted = json.loads(serving_box.fedcg("infer", "--model", model_root, "--json", file).stdout)["results"][0]
+    with serving(model_root, command=(str(serving_box.python.parent / "fedcg"),)) as server:
+        answer = server.ask("/predict", file.read_bytes(), {"Content-Type": "image/jpeg"})
+        code, _ = server.stop()
+    assert answer.document["results"] == [{**wanted, "file": "image"}]
+    assert code == 0
+    for name in ("torch", "paho", "onnx"):
+        assert serving_box.run(serving_box.python, "-c", f"import {name}", check=False).returncode == 1

@@ -22,7 +22,7 @@ from export.package import package_personal
 from export.preprocess import load_image
 from export.runtime import Model
 from fedcg.wire.parts import Part
-from tests.export_models import CLASSES, TestImages, make_parts, make_spec, write_images
+from tests.export_models import CLASSES, LOADED_PROBE, TestImages, make_parts, make_spec, write_images
 
 
 def _run(command: Callable[..., None] | typer.Typer, *arguments: str | Path) -> Result:
@@ -267,20 +267,6 @@ def test_many_images_show_a_bar_on_a_terminal_and_none_in_a_pipe(slots_root: Pat
     assert done.stdout.decode() == piped.stdout
 
 
-_PROBE = """
-import sys
-from fedcg.cli import main
-sys.argv = ["fedcg", *sys.argv[1:]]
-try:
-    main()
-except SystemExit as stop:
-    code = stop.code
-loaded = [name for name in ("torch", "paho", "onnx", "safetensors", "fedcg.wire", "fedcg.learning") if name in sys.modules]
-print("LOADED", loaded, file=sys.stderr)
-sys.exit(code)
-"""
-
-
 @pytest.mark.parametrize("command", ["infer", "model list", "model verify", "model use", "model rollback"])
 def test_inference_and_versions_load_neither_torch_nor_paho_nor_the_wire(
     slots_root: Path, images: TestImages, command: str
@@ -290,7 +276,7 @@ def test_inference_and_versions_load_neither_torch_nor_paho_nor_the_wire(
         "model use": ["model", "use", str(slots_root), "0001"],
     }.get(command, [*command.split(), str(slots_root)])
     done = subprocess.run(
-        [sys.executable, "-c", _PROBE, *arguments], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", LOADED_PROBE, *arguments], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr.splitlines()[-1] == "LOADED []"
@@ -299,7 +285,7 @@ def test_inference_and_versions_load_neither_torch_nor_paho_nor_the_wire(
 def test_variants_need_onnx_and_nothing_that_trains(slots_root: Path, folder: Path) -> None:
     arguments = ["model", "optimise", str(slots_root), "--images", str(folder), "--threads", "1"]
     done = subprocess.run(
-        [sys.executable, "-c", _PROBE, *arguments], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", LOADED_PROBE, *arguments], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr.splitlines()[-1] == "LOADED ['onnx']"
@@ -319,7 +305,7 @@ def test_the_probe_sees_what_an_export_loads(checkpoint: tuple[Path, Path], tmp_
         str(tmp_path / "o"),
     ]
     done = subprocess.run(
-        [sys.executable, "-c", _PROBE, *arguments], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", LOADED_PROBE, *arguments], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
     assert "'torch'" in done.stderr.splitlines()[-1]

@@ -116,7 +116,7 @@ def test_the_quick_measurements_print_their_ratios_as_json() -> None:
     assert [case["stage"] for case in cases] == ["classify", "gan", "student"]
 
 
-@pytest.mark.parametrize("command", ["round", "train"])
+@pytest.mark.parametrize("command", ["infer", "round", "train"])
 def test_the_help_starts_without_torch(command: str) -> None:
     code = (
         "import sys\nfrom fedcg.cli import app\n"

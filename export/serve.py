@@ -1,0 +1,163 @@
+"""`fedcg infer serve`: answers predictions over HTTP until it is told to end. Imports neither torch nor paho."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+
+from export.errors import ServingError
+from export.preprocess import MAX_PIXELS
+from export.serve_app import Service, create_app
+from export.serve_batches import Batcher
+from export.serve_inputs import Limits
+from export.serve_metrics import Metrics
+from export.serve_model import ServedModel
+
+LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
+DRAIN_S = 30.0
+"""Longest time that accepted requests may take after the server was told to end; a body has 20 s to arrive."""
+_FLUSH_S = 5
+_MAX_HEADER_BYTES = 16 * 1024
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to serve.
+
+    Attributes:
+        model: a model's directory, or the root of its versions.
+        host: address to listen on.
+        port: 0 takes a free one.
+        threads: threads of one prediction; 0 lets onnxruntime choose.
+        max_batch: images that are predicted together, and (where the queue takes them) images of one request.
+        max_wait_ms: longest time that a request waits for others to join its batch.
+        queue: images that may be accepted and not answered yet.
+        max_bytes: bytes of a request's body.
+        max_pixels: pixels of an encoded image.
+    """
+
+    model: Path
+    host: str = "127.0.0.1"
+    port: int = 8080
+    threads: int = 1
+    max_batch: int = 32
+    max_wait_ms: float = 2.0
+    queue: int = 256
+    max_bytes: int = 16 * 1024 * 1024
+    max_pixels: int = MAX_PIXELS
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, but a signal first lets what was accepted be answered, and ends the process normally."""
+
+    def __init__(self, config: uvicorn.Config, service: Service, listens: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._service, self._listens = service, listens
+        self._ends_at: float | None = None
+        self.left_unanswered = 0
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """SIGTERM and SIGINT: refuse what is new, answer what was accepted, then end."""
+        self._service.is_draining = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to listen."""
+        await super().startup(sockets)
+        if self.started:
+            self._listens()
+
+    async def on_tick(self, counter: int) -> bool:
+        """Called ten times a second by uvicorn; true ends the server."""
+        if self._service.is_draining:
+            self._end_when_answered()
+        return await super().on_tick(counter)
+
+    def _end_when_answered(self) -> None:
+        now = time.monotonic()
+        if self._ends_at is None:
+            log.info("ending; %d requests are still to be answered", self._service.in_flight)
+            self._ends_at = now + DRAIN_S
+        self.left_unanswered = self._service.in_flight
+        self.should_exit = self.left_unanswered == 0 or now > self._ends_at
+
+
+def serve(settings: Settings, say: Callable[[str], None]) -> int:
+    """Serve until SIGTERM or SIGINT.
+
+    Args:
+        settings: how.
+        say: gets one line once requests are answered, or are refused for lack of a model.
+
+    Returns:
+        The exit code: 0 when everything accepted was answered, 1 when not.
+
+    Raises:
+        ServingError: the address cannot be listened on.
+    """
+    metrics = Metrics()
+    limits = Limits(settings.max_bytes, settings.max_pixels, min(settings.max_batch, settings.queue))
+    batcher = Batcher(
+        max_batch=settings.max_batch,
+        max_wait_s=settings.max_wait_ms / 1000,
+        capacity=settings.queue,
+        observe=metrics.batches.observe,
+    )
+
+    def count(outcome: str) -> None:
+        metrics.swaps[outcome] += 1
+
+    models = ServedModel(settings.model, threads=settings.threads, warm_up=(1, settings.max_batch), observe=count)
+    service = Service(models, batcher, limits, metrics)
+    with _listening(settings) as listener:
+        if settings.host not in LOOPBACK_HOSTS:
+            log.warning("%s is no loopback address: whoever reaches it may ask, there are no accounts", settings.host)
+        host, port = listener.getsockname()[:2]
+        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        server = _Server(_config(service, settings), service, lambda: say(f"listening on {url}"))
+        asyncio.run(server.serve(sockets=[listener]))
+    if server.left_unanswered:
+        log.error("%d requests were not answered within %g s", server.left_unanswered, DRAIN_S)
+    return 0 if server.started and not server.left_unanswered else 1
+
+
+def _config(service: Service, settings: Settings) -> uvicorn.Config:
+    return uvicorn.Config(
+        create_app(service),
+        http="h11",
+        ws="none",
+        lifespan="on",
+        log_level=logging.WARNING,
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        limit_concurrency=2 * settings.queue + 64,  # beyond the queue, so that those get an answer that says why
+        h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
+        timeout_graceful_shutdown=_FLUSH_S,
+    )
+
+
+@contextmanager
+def _listening(settings: Settings) -> Iterator[socket.socket]:
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    # The protocol is named because asyncio sets TCP_NODELAY on connections of such sockets alone; without it answers wait 40 ms.
+    with socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((settings.host, settings.port))
+        except OSError as error:
+            raise ServingError(
+                f"cannot listen on {settings.host} port {settings.port}: {error.strerror}; "
+                "end what listens there, or choose with --host and --port"
+            ) from error
+        yield listener

@@ -1,0 +1,140 @@
+"""What docs/serving.md tells people to type does what it says."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+from export import load
+from export.errors import InputError
+from export.preprocess import load_image
+from export.runtime import Model
+from tests.export_models import encoded, picture
+from tests.serving import Server, install_versions, serving
+
+PAGE = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+ADDRESS = "http://127.0.0.1:8080"
+OURS = ("export", "fedcg", "edge_client", "coordinator", "devices", "torch", "paho")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `models`, `image.png` and `pixels.json`, as the page has them."""
+    folder = tmp_path_factory.mktemp("home")
+    install_versions(folder / "models", 1)
+    (folder / "image.png").write_bytes(encoded(picture(1), "PNG"))
+    pixels = load_image(folder / "image.png", Model.load(folder / "models").manifest.image)
+    (folder / "pixels.json").write_text(json.dumps({"images": pixels.tolist()}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(home: Path) -> Iterator[Server]:
+    with serving(home / "models") as running:
+        yield running
+
+
+def _blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+
+
+def _snippet(word: str) -> str:
+    [found] = [block for block in _blocks("python") if word in block]
+    return found
+
+
+def _python(code: str, home: Path) -> str:
+    """Run it in a fresh process, which then says on stderr what of ours it loaded."""
+    program = f"{code}\nimport sys\nprint([name for name in {OURS!r} if name in sys.modules], file=sys.stderr)"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program],
+        cwd=home,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+def test_the_model_runs_in_plain_onnxruntime_without_code_of_ours_and_gives_the_same_answer(home: Path) -> None:
+    best = load(home / "models").classify(home / "image.png")[0]
+    told, loaded = _python(_snippet("onnxruntime"), home).splitlines()
+    assert loaded == "[]"
+    label, probability = told.split()
+    assert label == best.label
+    assert float(probability) == pytest.approx(best.probability, abs=1e-6)
+    onnx.checker.check_model(str(home / "models" / "0001" / "model.onnx"), full_check=True)
+
+
+@pytest.mark.slow
+def test_the_three_lines_of_python_classify_an_image(home: Path) -> None:
+    told, loaded = _python(_snippet("from export import load"), home).splitlines()
+    assert told == str(load(home / "models").classify(home / "image.png"))
+    assert loaded == "['export']"
+
+
+def test_importing_the_package_loads_no_runtime(home: Path) -> None:
+    code = "import export, sys\nassert not {'numpy', 'onnxruntime', 'PIL', 'pydantic'} & set(sys.modules)"
+    assert "export" in _python(code, home)
+
+
+def test_a_file_its_bytes_and_its_name_are_classified_alike_and_a_missing_one_is_named(home: Path) -> None:
+    model, path = load(str(home / "models"), threads=1), home / "image.png"
+    guesses = model.classify(path, top=2)
+    assert guesses == model.classify(str(path), top=2) == model.classify(path.read_bytes(), top=2)
+    row = model.predict([load_image(path, model.manifest.image)])[0]
+    assert [guess.probability for guess in guesses] == np.sort(row)[::-1][:2].tolist()
+    with pytest.raises(InputError, match=r"gone\.png: no such file"):
+        model.classify(home / "gone.png")
+    with pytest.raises(InputError, match="over the limit of 9"):
+        model.classify(path, max_pixels=9)
+
+
+@pytest.mark.slow
+def test_the_documented_requests_are_answered(server: Server, home: Path) -> None:
+    [block] = _blocks("sh")
+    best = load(home / "models").classify(home / "image.png")[0]
+    counts = []
+    for line in block.splitlines():
+        words = shlex.split(line.replace(ADDRESS, f"http://127.0.0.1:{server.port}"))
+        assert words[0] == "curl"
+        curl = shutil.which("curl") or pytest.skip("curl is not installed")
+        done = subprocess.run([curl, "-sS", "--fail", *words[1:]], cwd=home, capture_output=True, text=True, check=True)
+        results = json.loads(done.stdout)["results"]
+        assert {result["class"] for result in results} == {best.label}
+        counts.append(len(results))
+    assert counts == [1, 2, 1]
+    code = _snippet("urllib").replace(ADDRESS, f"http://127.0.0.1:{server.port}")
+    assert _python(code, home).splitlines() == [best.label, "[]"]
+
+
+@pytest.mark.slow
+def test_every_series_code_and_option_is_on_the_page(server: Server) -> None:
+    described = re.findall(r"^# TYPE (\S+)", server.ask("/metrics").text, re.MULTILINE)
+    assert len(described) == 8
+    sources = "".join(path.read_text() for path in (Path(__file__).parents[2] / "export").glob("serve*.py"))
+    codes = re.findall(r'RefusedError\(\s*\d{3}, "(\w+)"', sources)
+    assert {"queue_full", "no_model", "bad_values"} <= set(codes)
+    for word in (*described, *codes):
+        assert f"`{word}" in PAGE, word
+    shown = subprocess.run(
+        [sys.executable, "-m", "fedcg", "infer", "serve", "--help"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    for option in set(re.findall(r"--[a-z][a-z-]+", shown.stdout)) - {"--help"}:
+        assert f"`{option}`" in PAGE, option
