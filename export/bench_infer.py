@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 import statistics
 import tempfile
 import threading
@@ -21,16 +22,18 @@ from export.preprocess import Pixels
 from export.runtime import Model
 from export.slots import Slots
 from export.to_onnx import personal_model
+from export.variants import HeldOut, add_variants
 from fedcg.learning.networks import build_part, weights_of
 from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice
 from fedcg.wire.parts import Part, ReportField
 
-SIDE = 32
 CLASSES = 10
+JUDGED, CALIBRATING = 20, 20  # pictures that variants are tried by
 VERSIONS = 3
 SWAPPING_CALLERS = 8
 BARS: Mapping[str, Mapping[str, tuple[str, float]]] = {
-    "lenet5": {"speedup_vs_eager": ("at least", 3.0), "ready_s": ("at most", 1.0), "rss_mb": ("at most", 150.0)}
+    "lenet5": {"speedup_vs_eager": ("at least", 3.0), "ready_s": ("at most", 1.0), "rss_mb": ("at most", 150.0)},
+    "resnet18": {"int8_vs_fp32": ("at least", 2.0)},
 }
 """What a network must show; a network without an entry is measured all the same."""
 
@@ -45,6 +48,7 @@ class Plan:
         callers: that ask at the same time.
         requests: of all callers together, per run.
         swaps: changes of the version under load.
+        side: pixels of a picture's sides.
     """
 
     images: int = 200
@@ -52,6 +56,7 @@ class Plan:
     callers: int = 32
     requests: int = 3000
     swaps: int = 20
+    side: int = 32
 
 
 def measure(split: str, plan: Plan, tell: Callable[[str], None]) -> dict[str, object]:
@@ -62,7 +67,7 @@ def measure(split: str, plan: Plan, tell: Callable[[str], None]) -> dict[str, ob
         ExportError: the network cannot be exported.
     """
     torch.set_num_threads(1)
-    spec = _spec(split)
+    spec = _spec(split, plan.side)
     with tempfile.TemporaryDirectory(prefix="fedcg-bench-") as folder:
         root = Path(folder) / "models"
         for number in range(VERSIONS):
@@ -70,17 +75,19 @@ def measure(split: str, plan: Plan, tell: Callable[[str], None]) -> dict[str, ob
             package_personal(spec, parts, root, test_files=[], test_labels=[], metrics={}, round_number=number)
         tell(f"{split}: {plan.repeats} x {plan.images} images one by one, eager torch and onnxruntime in turn")
         found: dict[str, object] = _single(spec, parts, Model.load(root, threads=1), plan)
+        tell(f"{split}: float16 and int8 beside float32")
+        found |= _variants(Slots(root).current(), Path(folder) / "variants", plan)
         tell(f"{split}: {plan.callers} callers, with and without batches in turn")
         found |= _served(root, plan)
         tell(f"{split}: {plan.swaps} new versions under load")
         return found | {"swaps": _swapped(root, plan)}
 
 
-def _spec(split: str) -> FederationSpec:
+def _spec(split: str, side: int) -> FederationSpec:
     return FederationSpec(
         federation="bench",
         classes=tuple(map(str, range(CLASSES))),
-        image=ImageForm(mode="RGB", height=SIDE, width=SIDE, mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25)),
+        image=ImageForm(mode="RGB", height=side, width=side, mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25)),
         network=NetworkChoice(split=split),
         method="fedcg",
         params={},
@@ -97,15 +104,15 @@ def _parts(spec: FederationSpec, seed: int) -> Mapping[Part, Mapping[str, torch.
     return {part: weights_of(build_part(spec, part, stream)) for part in (Part.EXTRACTOR, Part.CLASSIFIER)}
 
 
-def _pictures(count: int) -> list[Pixels]:
-    return list(np.random.default_rng(0).integers(0, 256, (count, SIDE, SIDE, 3), dtype=np.uint8))
+def _pictures(count: int, side: int) -> list[Pixels]:
+    return list(np.random.default_rng(0).integers(0, 256, (count, side, side, 3), dtype=np.uint8))
 
 
 def _single(
     spec: FederationSpec, parts: Mapping[Part, Mapping[str, torch.Tensor]], model: Model, plan: Plan
 ) -> dict[str, object]:
     """Seconds of one image, from its pixels to its probabilities."""
-    pictures = _pictures(plan.images)
+    pictures = _pictures(plan.images, plan.side)
     eager = personal_model(spec, parts)
 
     def with_torch() -> None:
@@ -128,20 +135,30 @@ def _single(
     }
 
 
+def _variants(source: Path, directory: Path, plan: Plan) -> dict[str, object]:
+    """How many times as fast as float32 the variants are, one image at a time; whether they would be served is not asked."""
+    shutil.copytree(source, directory)
+    pictures = _pictures(JUDGED + CALIBRATING, plan.side)
+    held_out = HeldOut(pictures[:JUDGED], [0] * JUDGED, pictures[JUDGED:])
+    tried = {one.name: one.latency_ms for one in add_variants(directory, held_out, threads=1).variants}
+    plain = tried.pop("fp32") or 0.0
+    return {f"{name}_vs_fp32": round(plain / taken, 2) if taken else None for name, taken in tried.items()}
+
+
 def _seconds(work: Callable[[], None]) -> float:
     started = time.perf_counter()
     work()
     return time.perf_counter() - started
 
 
-def _encoded() -> bytes:
+def _encoded(side: int) -> bytes:
     buffer = io.BytesIO()
-    Image.fromarray(_pictures(1)[0]).save(buffer, "PNG")
+    Image.fromarray(_pictures(1, side)[0]).save(buffer, "PNG")
     return buffer.getvalue()
 
 
 def _served(root: Path, plan: Plan) -> dict[str, object]:
-    image, ready, peaks = _encoded(), list[float](), list[float]()
+    image, ready, peaks = _encoded(plan.side), list[float](), list[float]()
     loads: dict[str, list[Load]] = {"batches": [], "single": []}
     for _ in range(plan.repeats):
         for name, options in (("batches", ()), ("single", ("--max-batch", "1"))):
@@ -174,7 +191,7 @@ def _swapped(root: Path, plan: Plan) -> dict[str, int]:
     with serving(root, "--threads", "1") as server:
         swapping = threading.Thread(target=_swap, args=(server, slots, names, plan.swaps, done))
         swapping.start()
-        load = ask(server.port, _encoded(), SWAPPING_CALLERS, lambda _: not done.is_set())
+        load = ask(server.port, _encoded(plan.side), SWAPPING_CALLERS, lambda _: not done.is_set())
         swapping.join()
     return {"swaps": plan.swaps, "requests": load.answered, "failed": load.failed}
 

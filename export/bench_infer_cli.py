@@ -16,6 +16,9 @@ def infer_command(
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each measurement; the median counts.")] = 5,
     requests: Annotated[int, typer.Option(min=100, help="Requests of all 32 callers together, per run.")] = 3000,
     swaps: Annotated[int, typer.Option(min=1, help="New versions under load.")] = 20,
+    image_size: Annotated[
+        int, typer.Option("--image-size", min=16, max=1024, help="Sides of a picture in pixels.")
+    ] = 32,
     quick: Annotated[bool, typer.Option("--quick", help="Little of everything, once: does it run at all?")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -29,9 +32,9 @@ def infer_command(
     from fedcg.learning.errors import LearningError
 
     plan = (
-        Plan(images=10, repeats=1, requests=100, swaps=1)
+        Plan(images=10, repeats=1, requests=100, swaps=1, side=image_size)
         if quick
-        else Plan(repeats=repeats, requests=requests, swaps=swaps)
+        else Plan(repeats=repeats, requests=requests, swaps=swaps, side=image_size)
     )
     try:
         found = {name: measure(name, plan, lambda line: typer.echo(line, err=True)) for name in networks or ["lenet5"]}

@@ -206,7 +206,7 @@ async def metrics(service: Running) -> Response:
     served = service.models.current
     identity = None
     if served is not None:
-        told = {**served.identity(), "sha256": served.model.manifest.model.sha256}
+        told = {**served.identity(), "sha256": served.model.manifest.served.sha256}
         identity = {name: str(value) for name, value in told.items()}
     is_ready = served is not None and not service.is_draining
     text = service.metrics.text(queue=service.batcher.length, is_ready=is_ready, identity=identity)

@@ -61,10 +61,10 @@ def test_the_quick_measurement_gives_every_figure_and_loses_no_request() -> None
     assert (told["kind"], told["format"], set(told["setting"])) == (
         "bench infer",
         1,
-        {"images", "repeats", "callers", "requests", "swaps"},
+        {"images", "repeats", "callers", "requests", "swaps", "side"},
     )
     found = told["lenet5"]
-    for name in ("speedup_vs_eager", "eager_ms", "onnxruntime_ms", "ready_s", "rss_mb"):
+    for name in ("speedup_vs_eager", "eager_ms", "onnxruntime_ms", "ready_s", "rss_mb", "fp16_vs_fp32", "int8_vs_fp32"):
         assert found[name] > 0
     for name in ("batches", "single"):
         assert found[name]["failed"] == 0
