@@ -114,6 +114,9 @@ def serve_command(
     queue: Annotated[int, typer.Option(min=1, max=4096, help="Images accepted and not answered yet; then 429.")] = 256,
     max_bytes: Annotated[int, typer.Option(min=1, help="Bytes of a request's body.")] = 16 * 1024 * 1024,
     max_pixels: Annotated[int, typer.Option(min=1, help="Refuse larger images undecoded.")] = MAX_PIXELS,
+    watch: Annotated[
+        int, typer.Option(min=0, help="Predictions after which a new version that does badly is taken back; 0: never.")
+    ] = 200,
 ) -> None:
     """Answer predictions over HTTP: POST /predict; /healthz, /readyz, /model, /metrics.
 
@@ -125,7 +128,7 @@ def serve_command(
     finally:
         gc.enable()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    settings = Settings(model, host, port, threads, max_batch, max_wait_ms, queue, max_bytes, max_pixels)
+    settings = Settings(model, host, port, threads, max_batch, max_wait_ms, queue, max_bytes, max_pixels, watch)
     code = _or_fail(lambda: serve(settings, typer.echo))
     raise typer.Exit(code)
 

@@ -21,6 +21,7 @@ from export.serve_batches import Batcher
 from export.serve_inputs import Limits
 from export.serve_metrics import Metrics
 from export.serve_model import ServedModel
+from export.serve_watch import WINDOW, Watch
 
 LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
 DRAIN_S = 30.0
@@ -44,6 +45,7 @@ class Settings:
         queue: images that may be accepted and not answered yet.
         max_bytes: bytes of a request's body.
         max_pixels: pixels of an encoded image.
+        watch: predictions by which a new version is compared with the one before it; 0 for never.
     """
 
     model: Path
@@ -55,6 +57,7 @@ class Settings:
     queue: int = 256
     max_bytes: int = 16 * 1024 * 1024
     max_pixels: int = MAX_PIXELS
+    watch: int = WINDOW
 
 
 class _Server(uvicorn.Server):
@@ -117,7 +120,7 @@ def serve(settings: Settings, say: Callable[[str], None]) -> int:
         metrics.swaps[outcome] += 1
 
     models = ServedModel(settings.model, threads=settings.threads, warm_up=(1, settings.max_batch), observe=count)
-    service = Service(models, batcher, limits, metrics)
+    service = Service(models, batcher, limits, metrics, Watch(settings.watch))
     with _listening(settings) as listener:
         if settings.host not in LOOPBACK_HOSTS:
             log.warning("%s is no loopback address: whoever reaches it may ask, there are no accounts", settings.host)

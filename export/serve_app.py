@@ -25,6 +25,7 @@ from export.serve_batches import Batcher, Place, QueueFullError
 from export.serve_inputs import Bodies, Body, Limits, NamedImage, busy, check_type, read_images
 from export.serve_metrics import CONTENT_TYPE, Metrics
 from export.serve_model import Served, ServedModel
+from export.serve_watch import Watch
 
 POLL_S = 0.5
 """Seconds between two looks for a new version; a look reads the pointer and the dates of a few files."""
@@ -43,10 +44,14 @@ class Service:
         batcher: predicts; started and closed with the application.
         limits: of one request.
         metrics: counts.
+        watch: compares a new version with the one before it; None for nothing.
     """
 
-    def __init__(self, models: ServedModel, batcher: Batcher, limits: Limits, metrics: Metrics) -> None:
+    def __init__(
+        self, models: ServedModel, batcher: Batcher, limits: Limits, metrics: Metrics, watch: Watch | None = None
+    ) -> None:
         self.models, self.batcher, self.limits, self.metrics = models, batcher, limits, metrics
+        self.watch = watch or Watch(0)
         self._bodies = Bodies(limits.max_bytes, limits.body_s)
         self._decoders = ThreadPoolExecutor(DECODERS, "decode")
         self.in_flight = 0
@@ -71,6 +76,9 @@ class Service:
         while True:
             await asyncio.sleep(POLL_S)
             try:
+                verdict = self.watch.verdict()
+                if verdict is not None and await asyncio.to_thread(self.models.take_back, verdict):
+                    self.metrics.rollbacks[verdict.kind] += 1
                 await asyncio.to_thread(self.models.refresh)
             except Exception:
                 log.exception("looking for a new version failed; the one in service stays")
@@ -105,6 +113,7 @@ class Service:
                     images, rows = await _unless_gone(request, work)
         except QueueFullError as error:
             raise busy(str(error)) from error
+        self.watch.heard(served.version, rows)
         results = [Classified(image.name, served.model.top(row, top)) for image, row in zip(images, rows, strict=True)]
         self.metrics.classes.update(one.guesses[0].label for one in results)
         return {**served.identity(), "results": [one.as_json() for one in results]}
@@ -113,7 +122,13 @@ class Service:
         form = served.model.manifest.image
         decode = partial(read_images, body, form, self.limits)
         images = await asyncio.get_running_loop().run_in_executor(self._decoders, decode)
-        return images, await place.predict(served, [image.pixels for image in images])
+        try:
+            return images, await place.predict(served, [image.pixels for image in images])
+        except QueueFullError:
+            raise
+        except Exception:
+            self.watch.failed(served.version)
+            raise
 
 
 def create_app(service: Service) -> FastAPI:
@@ -196,6 +211,7 @@ async def model(service: Running) -> dict[str, object]:
         "since": served.since.isoformat(),
         "providers": list(served.model.predictor.providers),
         "refused": service.models.refused or None,
+        "taken_back": service.models.taken_back or None,
         "manifest": served.model.manifest.model_dump(mode="json"),
     }
 

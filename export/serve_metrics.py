@@ -54,6 +54,7 @@ class Metrics:
         self.requests: Counter[str] = Counter()
         self.classes: Counter[str] = Counter()
         self.swaps: Counter[str] = Counter()
+        self.rollbacks: Counter[str] = Counter()
         self.seconds = Histogram(SECONDS)
         self.batches = Histogram(IMAGES)
 
@@ -79,6 +80,9 @@ class Metrics:
         yield from self.batches.lines("fedcg_serve_batch_images")
         yield from _counter("fedcg_serve_predictions_total", "Images by likeliest class.", "class", self.classes)
         yield from _counter("fedcg_serve_model_loads_total", "New versions by outcome.", "outcome", self.swaps)
+        yield from _counter(
+            "fedcg_serve_rollbacks_total", "Versions taken back for what they did.", "reason", self.rollbacks
+        )
         yield from _gauge("fedcg_serve_queue_images", "Images accepted and not answered yet.", [({}, queue)])
         yield from _gauge("fedcg_serve_ready", "1 while predictions are answered.", [({}, int(is_ready))])
         yield from _gauge("fedcg_serve_model_info", "The model in service.", [(identity, 1)] if identity else [])

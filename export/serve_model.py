@@ -13,7 +13,8 @@ import numpy as np
 from export.errors import ExportError, ModelError
 from export.preprocess import Pixels
 from export.runtime import Floats, Model
-from export.slots import resolve
+from export.serve_watch import Verdict
+from export.slots import Slots, resolve
 
 log = logging.getLogger(__name__)
 Stamp = tuple[tuple[str, int, int, int], ...]
@@ -66,6 +67,8 @@ class ServedModel:
         self.current: Served | None = None
         self.refused = f"{directory}: no model was looked for yet"
         """Why the version that was chosen last is not the one in service; "" when it is."""
+        self.taken_back = ""
+        """Which version was taken out of service last because of what it did there, and why; "" when none was."""
 
     def refresh(self) -> None:
         """Look whether another version was chosen or its files changed; if so load it, warm it up and put it in service.
@@ -85,6 +88,23 @@ class ServedModel:
             self._observe("loaded")
             manifest = served.model.manifest
             log.info("serving %s, round %d, version %s", manifest.federation, manifest.round, served.version)
+
+    def take_back(self, verdict: Verdict) -> bool:
+        """Return to the version before one that does badly in service; whether that was possible.
+
+        Nothing is done when there are no versions to choose from, or another one was chosen meanwhile.
+        """
+        slots = Slots(self._directory)
+        try:
+            if slots.current().name != verdict.version:
+                return False
+            back = slots.rollback()
+        except (ExportError, OSError) as error:
+            log.warning("version %s should go: %s; it stays: %s", verdict.version, verdict.reason, error)
+            return False
+        self.taken_back = f"version {verdict.version}: {verdict.reason}"
+        log.error("version %s is taken back to %s: %s", verdict.version, back.name, verdict.reason)
+        return True
 
     def _look(self) -> tuple[Path, Stamp] | str:
         """What would be loaded; changes when another version is chosen or a file of it is replaced."""
