@@ -74,15 +74,20 @@ def infer_command(
         int, typer.Option("--threads", min=0, help="Threads of one prediction; 0: the runtime chooses.")
     ] = 0,
     as_json: AsJson = False,
+    as_csv: Annotated[
+        bool, typer.Option("--csv", help="Print CSV: file, class, probability, and again for --top.")
+    ] = False,
 ) -> None:
     """Classify images with an exported model: class names and probabilities, likeliest first.
 
     An image that cannot be classified is reported on stderr; the others are still done, and the exit code is 2.
     Over HTTP: `fedcg infer serve --help`.
     """
-    from export.inference import classify_files, expand, table_lines
+    from export.inference import classify_files, csv_text, expand, table_lines
     from export.runtime import Model
 
+    if as_json and as_csv:
+        _fail(ExportError("choose one of --json and --csv"))
     loaded = _or_fail(lambda: Model.load(model, threads=threads))
     results, failures = classify_files(loaded, expand(images), top=top, max_pixels=max_pixels)
     if as_json:
@@ -94,6 +99,8 @@ def infer_command(
             "errors": [{"file": one.file, "error": one.reason} for one in failures],
         }
         typer.echo(json.dumps(document, indent=2, ensure_ascii=False))
+    elif as_csv:
+        typer.echo(csv_text(results, top), nl=False)
     else:
         for line in table_lines(results):
             typer.echo(line)

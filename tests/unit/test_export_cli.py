@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import pty
@@ -84,6 +85,27 @@ def test_infer_as_json_gives_classes_probabilities_and_the_model(slots_root: Pat
     assert len(result["top"]) == 2
     assert 1 >= result["top"][0]["probability"] >= result["top"][1]["probability"] >= 0
     assert {one["class"] for one in result["top"]} < set(CLASSES)
+
+
+def test_infer_as_csv_is_read_by_a_spreadsheet(slots_root: Path, images: TestImages, tmp_path: Path) -> None:
+    odd = tmp_path / 'a, "b".png'
+    odd.write_bytes(images.files[0].read_bytes())
+    told = _run(infer_command, odd, images.files[1], "--model", slots_root, "--csv", "--top", "2")
+    assert told.exit_code == 0
+    header, *rows = csv.reader(told.stdout.splitlines())
+    assert header == ["file", "class_1", "probability_1", "class_2", "probability_2"]
+    assert [row[0] for row in rows] == [str(odd), str(images.files[1])]
+    plain = json.loads(_run(infer_command, odd, "--model", slots_root, "--json", "--top", "2").stdout)["results"][0][
+        "top"
+    ]
+    assert rows[0][1::2] == [one["class"] for one in plain]
+    assert [float(cell) for cell in rows[0][2::2]] == pytest.approx([one["probability"] for one in plain], abs=1e-6)
+
+
+def test_only_one_machine_format_can_be_chosen(slots_root: Path, images: TestImages) -> None:
+    told = _run(infer_command, images.files[0], "--model", slots_root, "--csv", "--json")
+    assert told.exit_code == 2
+    assert "one of --json and --csv" in told.stderr
 
 
 def test_bad_files_are_named_on_stderr_and_the_others_still_done(
