@@ -140,6 +140,52 @@ def serve_command(
     raise typer.Exit(code)
 
 
+@infer_app.command("serve-mqtt")
+def serve_mqtt_command(
+    model: Annotated[Path, typer.Option("--model", help="Root of the versions, which is watched; or one model.")],
+    name: Annotated[str, typer.Option(help="Of this server: requests come on PREFIX/NAME/request/CLIENT/ID.")],
+    host: Annotated[str, typer.Option(help="The broker.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 8883,
+    prefix: Annotated[str, typer.Option(help="Topic levels in front of NAME.")] = "fedcg-infer",
+    ca: Annotated[Path | None, typer.Option(help="PEM of the authority that signed the broker's certificate.")] = None,
+    cert: Annotated[
+        Path | None, typer.Option(help="PEM of this server's certificate; its name is the client id.")
+    ] = None,
+    key: Annotated[Path | None, typer.Option(help="PEM of its key.")] = None,
+    insecure: Annotated[bool, typer.Option(help="Plain text instead of TLS; on loopback only.")] = False,
+    threads: Annotated[int, typer.Option(min=0, help="Threads of one prediction; 0: the runtime chooses.")] = 1,
+    queue: Annotated[int, typer.Option(min=1, max=4096, help="Requests that may wait; further ones are refused.")] = 64,
+    top: Annotated[int, typer.Option(min=1, help="How many classes to name per image.")] = 3,
+    max_bytes: Annotated[int, typer.Option(min=1, help="Bytes of a request.")] = 1024 * 1024,
+    max_pixels: Annotated[int, typer.Option(min=1, help="Refuse larger images undecoded.")] = MAX_PIXELS,
+    watch: Annotated[
+        int, typer.Option(min=0, help="Predictions after which a new version that does badly is taken back; 0: never.")
+    ] = 200,
+) -> None:
+    """Answer predictions over MQTT, by request and response; follows the version in use.
+
+    SIGTERM and SIGINT let what waits be answered; the exit code is 0.
+    """
+    from export.serve_mqtt_run import Broker, run
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    broker = Broker(host, port, ca, cert, key, insecure)
+    _or_fail(
+        lambda: run(
+            model,
+            prefix,
+            name,
+            broker,
+            threads=threads,
+            queue=queue,
+            top=top,
+            max_bytes=max_bytes,
+            max_pixels=max_pixels,
+            watch=watch,
+        )
+    )
+
+
 @model_app.command("list")
 def list_versions(root: Root, as_json: AsJson = False) -> None:
     """List the versions under DIR; a star marks the one in use."""
