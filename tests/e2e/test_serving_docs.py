@@ -123,7 +123,7 @@ def test_the_documented_requests_are_answered(server: Server, home: Path) -> Non
 @pytest.mark.slow
 def test_every_series_code_and_option_is_on_the_page(server: Server) -> None:
     described = re.findall(r"^# TYPE (\S+)", server.ask("/metrics").text, re.MULTILINE)
-    assert len(described) == 8
+    assert len(described) == 9
     sources = "".join(path.read_text() for path in (Path(__file__).parents[2] / "export").glob("serve*.py"))
     codes = re.findall(r'RefusedError\(\s*\d{3}, "(\w+)"', sources)
     assert {"queue_full", "no_model", "bad_values"} <= set(codes)
