@@ -159,7 +159,11 @@ class Trainer:
             return
         try:
             export_best(self._work)
-        except (ExportError, LearningError) as error:
+        except (
+            ExportError,
+            LearningError,
+            OSError,
+        ) as error:  # a full disk must not end the process: the next round tries again
             self._events.write("export_failed", round=report.cursor.round, detail=str(error))
             _log.warning("the model of round %d is not exported: %s", report.cursor.round, error)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import queue
 import resource
@@ -438,6 +439,29 @@ def test_each_round_that_made_the_model_better_is_exported(tmp_path: Path) -> No
     ]
     assert trainer.do(ChooseModel(site.spec.digest, site.aggregate)) == Chosen(site.aggregate, succeeded=True)
     assert site.store.finalised()["model_dir"] == str(models / f"{len(exported) + 1:04}")
+
+
+def test_an_export_that_finds_the_disk_full_is_told_and_the_version_in_use_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = Site(tmp_path, real_spec(), export=True)
+    trainer, models = site.trainer(), site.store.root / "models"
+    report = trainer.do(site.round(1))
+    trainer.afterwards(report)
+    before = Slots(models).versions()
+
+    def full(_: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as broken:
+        broken.setattr("export.slots._sync", full)
+        trainer.afterwards(report)
+    assert Slots(models).versions() == before
+    told = [event for event in read_events(site.events_path) if event["event"] == "export_failed"]
+    assert [event["round"] for event in told] == [1]
+    assert "No space left" in str(told[0]["detail"])
+    trainer.afterwards(report)
+    assert len(Slots(models).versions()) == len(before) + 1
 
 
 def test_a_model_that_the_gate_refuses_leaves_the_one_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
