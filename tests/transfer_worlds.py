@@ -44,9 +44,9 @@ class World:
         self.link.close()
         self.broker.stop()
 
-    def finish(self) -> dict[str, Any]:
+    def finish(self, deadline_s: float = 120.0) -> dict[str, Any]:
         """Wait for the end; returns how the update came. Nothing was counted twice."""
-        self.parties.wait_finished()
+        self.parties.wait_finished(deadline_s)
         assert len(self.parties.events(COORDINATOR, "update_stored")) == self.parties.plan.rounds
         assert len(self.parties.events(COORDINATOR, "attempt_opened")) == self.parties.plan.rounds
         assert [event["outcome"] for event in self.parties.events("a", "receipt")] == (
