@@ -17,7 +17,13 @@ ALLOWED = 0.01  # accuracy that a new version may lose, as a share: chance moves
 
 
 def pass_gate(
-    candidate: Path, slots: Slots, files: Sequence[Path], labels: Sequence[int], allowed: float = ALLOWED
+    candidate: Path,
+    slots: Slots,
+    files: Sequence[Path],
+    labels: Sequence[int],
+    allowed: float = ALLOWED,
+    *,
+    threads: int = 0,
 ) -> Gate | None:
     """Compare a model with the one in service on the same image files.
 
@@ -27,6 +33,7 @@ def pass_gate(
         files: held-out image files of this box.
         labels: index of the right class per file.
         allowed: accuracy that the new one may lose, as a share.
+        threads: threads of one prediction; 0 lets onnxruntime choose.
 
     Returns:
         What was compared; None where nothing can be: no files, no usable model in service, or one of other classes.
@@ -38,9 +45,9 @@ def pass_gate(
     """
     if not files:
         return None
-    new = Model.load(candidate)
+    new = Model.load(candidate, threads=threads)
     try:
-        old = Model.load(slots.current())
+        old = Model.load(slots.current(), threads=threads)
     except (ModelError, SlotError):
         return None
     if old.manifest.classes != new.manifest.classes:

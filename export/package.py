@@ -93,7 +93,7 @@ def package_personal(
         if variants is not None:
             add_variants(directory, variants, threads=torch.get_num_threads())
         if gate is not None:
-            passed = pass_gate(directory, slots, test_files, test_labels, gate)
+            passed = pass_gate(directory, slots, test_files, test_labels, gate, threads=torch.get_num_threads())
             write_manifest(directory, read_manifest(directory).model_copy(update={"gate": passed}))
         if key is not None:
             sign_manifest(directory, key)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-from fedcg.wire.errors import MalformedError, OrderError, SignatureError
+from fedcg.wire.errors import MalformedError, OrderError, OtherFederationError, SignatureError
 from fedcg.wire.messages import COORDINATOR, EVERYONE, KeyChain, KeyLink
 from fedcg.wire.signing import SigningKey, VerifyKey, read_envelope
 
@@ -61,7 +61,7 @@ def open_key_chain(data: bytes, federation: str, pinned: PinnedKey) -> PinnedKey
     if not isinstance(chain, KeyChain) or chain.sender != COORDINATOR or chain.recipient != EVERYONE:
         raise MalformedError(f"a {chain.kind} message of {chain.sender!r} where the coordinator's keys are told")
     if chain.federation != federation:
-        raise MalformedError(f"the coordinator's keys of federation {chain.federation!r}")
+        raise OtherFederationError(f"the coordinator's keys of federation {chain.federation!r}")
     followed = follow(chain, pinned)
     if not envelope.is_signed_by(followed.key):
         raise SignatureError("a chain of keys that is not signed by the last of them")
