@@ -469,7 +469,7 @@ def test_a_model_that_the_gate_refuses_leaves_the_one_in_use(tmp_path: Path, mon
     trainer = site.trainer()
     trainer.afterwards(trainer.do(site.round(1)))
 
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise GateError("worse than version 0001")
 
     monkeypatch.setattr("export.package.pass_gate", refuse)
