@@ -11,7 +11,7 @@ from rich.console import Console
 
 from experiments.errors import ExperimentError
 from experiments.options import Setting
-from experiments.sources import DIGITS
+from experiments.sources import DIGITS, Source
 from fedcg.learning.errors import NetworkError
 from fedcg.learning.registry import method_names
 from fedcg.learning.split_names import allow_here, check_name
@@ -66,7 +66,7 @@ def reasons(error: ValidationError) -> str:
 
 
 def check(setting: Setting) -> None:
-    """End the command before anything is started when method, network, data or partition can't be used.
+    """End the command before anything is started when method, network's name or partition can't be used.
 
     A `module:function` as network was typed by the person who runs the command: this process and its children may import it.
     """
@@ -76,9 +76,15 @@ def check(setting: Setting) -> None:
     try:
         check_name(setting.network)
         setting.checked_partition()
-        if setting.data != DIGITS:
-            setting.source()
     except (ExperimentError, NetworkError) as error:
+        raise bad_input(str(error)) from error
+
+
+def open_data(setting: Setting) -> Source:
+    """The images; the command ends with exit code 2 where they can't be used."""
+    try:
+        return setting.source()
+    except ExperimentError as error:
         raise bad_input(str(error)) from error
 
 

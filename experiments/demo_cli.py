@@ -28,10 +28,12 @@ from experiments.cli_options import (
     check,
     data_text,
     free_folder,
+    open_data,
     validated,
 )
 from experiments.errors import OptionError
 from experiments.options import DEMO_PUBLIC_IMAGES, Setting, parse_params
+from experiments.sources import DIGITS
 
 if TYPE_CHECKING:
     from experiments.run import Run
@@ -120,6 +122,8 @@ def demo_command(
         }
         setting = validated(Setting, values)
         check(setting)
+        if setting.data != DIGITS:  # they are always there, and reading them takes a second
+            open_data(setting)
         if method in DEMO_PUBLIC_IMAGES and not setting.public_images:
             raise bad_input(
                 f"{method} distils on unlabelled public images: leave --public-images out, or give a number"

@@ -30,14 +30,18 @@ from experiments.cli_options import (
     check,
     data_text,
     free_folder,
+    open_data,
     reasons,
 )
 from experiments.errors import ExperimentError
 from experiments.papers.catalogue import find_presets
 from experiments.papers.plan import table_batch
 from experiments.ray_cluster import LOCAL, check_ray
+from experiments.sources import Source
 from experiments.workers import Lanes, default_workers, open_lanes, open_ray_lanes
+from fedcg.learning.errors import NetworkError
 from fedcg.learning.registry import get_method
+from fedcg.learning.spec import plan_from_mapping
 
 # Options that are no field of a run's setting.
 _BESIDE = frozenset(
@@ -218,19 +222,19 @@ def _resumed(folder: Path) -> Batch:
 
 
 def _checked(batch: Batch) -> Batch:
-    """End the command before anything is started when a method, its parameters, the data or a partition can't be used."""
-    for setting in {
-        (run.setting.method, run.setting.data, run.setting.partition): run.setting for run in batch.runs
-    }.values():
+    """End the command before anything is started when a method, its parameters, the data, a partition or a network can't be used."""
+    settings = [run.setting for run in batch.runs]
+    for setting in settings:
         check(setting)
-    for run in batch.runs:
-        _check_method(run.setting)
+        _check_method(setting)
+    sources = {data: open_data(setting) for data, setting in {setting.data: setting for setting in settings}.items()}
+    for setting in {(setting.data, setting.network, setting.image_size): setting for setting in settings}.values():
+        _check_network(setting, sources[setting.data])
     return batch
 
 
 def _check_method(setting: RunSetting) -> None:
-    from fedcg.learning.networks.assembly import smallest_side  # torch comes with them: not for --help
-    from fedcg.learning.networks.discriminators import DISCRIMINATORS
+    from fedcg.learning.networks.discriminators import DISCRIMINATORS  # torch comes with them: not for --help
     from fedcg.learning.networks.generators import GENERATORS
 
     method, params = get_method(setting.method), setting.all_params()
@@ -249,11 +253,18 @@ def _check_method(setting: RunSetting) -> None:
     ):
         if name is not None and name not in known:
             raise bad_input(f"no {kind} {name!r}; there are {', '.join(sorted(known))}")
-    least = smallest_side(setting.network)
-    if setting.image_size < least:
-        raise bad_input(f"--image-size {setting.image_size}: {setting.network} needs at least {least}")
     if method.needs_public and not setting.public_images:
         raise bad_input(f"{method.name} distils on unlabelled public images: hold some out with --public-images N")
+
+
+def _check_network(setting: RunSetting, source: Source) -> None:
+    """The split's least size of an image; one of the user's own is run on random images of the data's form."""
+    from fedcg.learning.networks.assembly import split_of
+
+    try:
+        split_of(plan_from_mapping(setting.plan(source)))
+    except (NetworkError, ValidationError) as error:
+        raise bad_input(reasons(error) if isinstance(error, ValidationError) else str(error)) from error
 
 
 def _check_device(device: str) -> None:

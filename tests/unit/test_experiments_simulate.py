@@ -187,7 +187,7 @@ def test_images_too_small_for_the_network_end_the_call_before_anything_is_writte
     with pytest.raises(SystemExit) as ended:
         app.main(args=["simulate", "--image-size", "12", "--out", str(out)], prog_name="fedcg")
     assert (ended.value.code, out.exists()) == (2, False)
-    assert "--image-size 12: lenet5_relu needs at least 16" in capsys.readouterr().err
+    assert "lenet5_relu needs images of at least 16x16, not 12x12" in capsys.readouterr().err
 
 
 def test_a_compact_generator_brings_the_discriminator_of_its_kind() -> None:

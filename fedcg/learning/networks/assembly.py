@@ -80,7 +80,7 @@ def split_of(spec: NetworkSpec) -> Split:
             user's split that does not do what it says.
     """
     name, image = spec.network.split, spec.image
-    split = _split(name)
+    split = SPLITS.get(name) or (backbone_split(name) if is_backbone(name) else load_split(name))
     if min(image.height, image.width) < split.smallest_side:
         raise NetworkError(
             f"{name} needs images of at least {split.smallest_side}x{split.smallest_side}, "
@@ -89,19 +89,6 @@ def split_of(spec: NetworkSpec) -> Split:
     if split.initialises_itself:
         rehearse(split, Rehearsal(name, (image.channels, image.height, image.width), len(spec.classes)))
     return split
-
-
-def _split(name: str) -> Split:
-    return SPLITS.get(name) or (backbone_split(name) if is_backbone(name) else load_split(name))
-
-
-def smallest_side(name: str) -> int:
-    """The least height and width of an image that a split can take.
-
-    Raises:
-        NetworkError: unknown or not allowed here, or torchvision is missing.
-    """
-    return _split(name).smallest_side
 
 
 def feature_shape(spec: NetworkSpec) -> tuple[int, ...]:
