@@ -91,14 +91,16 @@ class GraphedStep:
             side = torch.cuda.Stream(device)
             side.wait_stream(torch.cuda.current_stream(device))
             random_state = torch.cuda.get_rng_state(device)
-            with torch.cuda.stream(side):
-                for _ in range(_WARM_UP_STEPS):
-                    step(*self._inputs)
-            torch.cuda.current_stream(device).wait_stream(side)
-            self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph, stream=side):  # the stream whose library handles exist by now
-                self._result = step(*self._inputs).detach()
-            torch.cuda.set_rng_state(random_state, device)
+            try:
+                with torch.cuda.stream(side):
+                    for _ in range(_WARM_UP_STEPS):
+                        step(*self._inputs)
+                torch.cuda.current_stream(device).wait_stream(side)
+                self._graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(self._graph, stream=side):  # the stream whose library handles exist by now
+                    self._result = step(*self._inputs).detach()
+            finally:  # also for the plain step that follows where nothing could be captured
+                torch.cuda.set_rng_state(random_state, device)
         rewind()  # capturing runs nothing: only the warm-up is to be undone
 
     def __call__(self, *inputs: torch.Tensor) -> torch.Tensor:
