@@ -11,7 +11,7 @@ from torch import nn
 from fedcg.learning.data import ImageSet
 from fedcg.learning.distillation import Distillation, Ensemble, Pair, draw_bank, teacher_logits, train_student, uniform
 from fedcg.learning.initial import complete_spec, initial_parts
-from fedcg.learning.loops import FeatureSource, train_classifier
+from fedcg.learning.loops import FeatureSource, LossMeter, train_classifier
 from fedcg.learning.losses import kl_teacher_student
 from fedcg.learning.method import RoundContext
 from fedcg.learning.methods import fedcg
@@ -47,6 +47,24 @@ def doubles() -> Iterator[None]:
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture
+def heard(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """By the name of a stage its mean loss, as our training watches it for divergence; every case is one block of batches."""
+    check, means = LossMeter.check, {}
+
+    def noted(meter: LossMeter) -> float:
+        means[meter._what] = check(meter)
+        return means[meter._what]
+
+    monkeypatch.setattr(LossMeter, "check", noted)
+    return means
+
+
+def mean_of(losses: list[float]) -> object:
+    """The mean of the reference's losses, to compare with."""
+    return pytest.approx(sum(losses) / len(losses), abs=1e-5)
 
 
 def colour_images(count: int) -> ImageSet:
@@ -85,7 +103,9 @@ def params_of(ctx: RoundContext) -> fedcg.FedcgParams:
 
 
 @pytest.mark.parametrize(("steps", "crop"), [(1, 0), (STEPS, 0), (STEPS, 4)])
-def test_classification_with_the_feature_loss_takes_the_same_steps_as_the_reference(steps: int, crop: int) -> None:
+def test_classification_with_the_feature_loss_takes_the_same_steps_as_the_reference(
+    steps: int, crop: int, heard: dict[str, float]
+) -> None:
     ctx, ours, theirs = case("conv", "conv_published", steps, crop)
     data = colour_images(20)
     assert fedcg.gamma(ctx.round, params_of(ctx)) > 0.5
@@ -94,6 +114,7 @@ def test_classification_with_the_feature_loss_takes_the_same_steps_as_the_refere
     loss = train_classifier(ours.extractor, ours.classifier, data, params_of(ctx), ctx, penalty)
     expected = classify(theirs, data, params_of(ctx), ctx)
     assert len(expected) == steps
+    assert heard["classification with penalties"] == mean_of(expected)
     assert 0 < loss < sum(expected) / steps  # ours reports the cross-entropy alone
     assert any(not torch.equal(before[name], tensor) for name, tensor in weights_of(ours.extractor).items())
     assert furthest(ours.extractor, theirs.extractor) < 1e-5
@@ -102,7 +123,12 @@ def test_classification_with_the_feature_loss_takes_the_same_steps_as_the_refere
 
 @pytest.mark.parametrize(("generator", "discriminator", "steps", "crop"), STEPPED)
 def test_the_gan_takes_the_same_steps_as_the_reference(
-    generator: str, discriminator: str, steps: int, crop: int, request: pytest.FixtureRequest
+    generator: str,
+    discriminator: str,
+    steps: int,
+    crop: int,
+    heard: dict[str, float],
+    request: pytest.FixtureRequest,
 ) -> None:
     # In float64, so that a difference is one in the maths, not in the order of additions.
     ctx, ours, theirs = case(generator, discriminator, steps, crop)
@@ -112,7 +138,8 @@ def test_the_gan_takes_the_same_steps_as_the_reference(
     before = plain(ours.generator)
     source = FeatureSource(ours.extractor, data, ctx.spec)
     fedcg.train_gan(ours.generator, ours.discriminator, source, params_of(ctx), ctx)
-    train_gan(theirs, data, params_of(ctx), ctx)
+    expected = train_gan(theirs, data, params_of(ctx), ctx)
+    assert heard["generator and discriminator"] == mean_of(expected)
     assert furthest(ours.generator, before) > 1e-5
     assert furthest(ours.generator, theirs.generator) < 1e-9
     assert furthest(ours.discriminator, theirs.discriminator) < 1e-9
@@ -138,7 +165,7 @@ def test_one_step_of_the_gan_agrees_in_float32(generator: str, discriminator: st
 
 @pytest.mark.parametrize("kind", ["conv", "mlp"])
 @pytest.mark.parametrize("steps", [1, STEPS])
-def test_the_student_takes_the_same_steps_as_the_reference(kind: str, steps: int) -> None:
+def test_the_student_takes_the_same_steps_as_the_reference(kind: str, steps: int, heard: dict[str, float]) -> None:
     ctx, student, theirs = case(kind, "mlp", 1)
     settings = Distillation(steps, 8, 3e-4, 1e-4)
     bank = draw_bank(ctx.streams, settings.rows, 8, uniform(3))
@@ -159,5 +186,6 @@ def test_the_student_takes_the_same_steps_as_the_reference(kind: str, steps: int
     )
     losses = distil(Pair(theirs.generator, theirs.classifier), teachers, bank, settings)
     assert len(losses) == steps
+    assert heard["distillation"] == mean_of(losses)
     assert furthest(student.generator, theirs.generator) < 1e-5
     assert furthest(student.classifier, theirs.classifier) < 1e-5

@@ -22,9 +22,9 @@ from fedcg.learning.simulation import MemorySpill
 from fedcg.learning.spec import NetworkChoice, ParameterValue
 from fedcg.wire.parts import Part
 from tests.unit.learning_cases import context, plan
-from tests.unit.test_learning_reference import COLOUR, colour_images, doubles, furthest, in_double
+from tests.unit.test_learning_reference import COLOUR, colour_images, doubles, furthest, heard, in_double, mean_of
 
-__all__ = ["doubles"]  # a fixture
+__all__ = ["doubles", "heard"]  # fixtures
 
 PRINT: dict[str, ParameterValue] = {"diversity": "normalised"}
 CODE: dict[str, ParameterValue] = {
@@ -57,7 +57,7 @@ def params_of(ctx: RoundContext) -> fedmd_cg.FedmdCgParams:
 @pytest.mark.parametrize(("params", "split", "crop"), [(PRINT, "lenet5_relu", 0), (CODE, "cnn_bn", 4)])
 @pytest.mark.parametrize("steps", [1, 3])
 def test_the_classifier_takes_the_same_steps_as_the_reference(
-    steps: int, params: dict[str, ParameterValue], split: str, crop: int
+    steps: int, params: dict[str, ParameterValue], split: str, crop: int, heard: dict[str, float]
 ) -> None:
     ctx, ours, theirs = case(steps, params, split, crop)
     data = colour_images(20)
@@ -66,6 +66,7 @@ def test_the_classifier_takes_the_same_steps_as_the_reference(
     loss = train_classifier(ours.extractor, ours.classifier, data, params_of(ctx), ctx, penalty)
     expected = classify(theirs, data, P_OF_Y, params_of(ctx), ctx)
     assert len(expected) == steps
+    assert heard["classification with penalties"] == mean_of(expected)
     assert 0 < loss < sum(expected) / steps  # ours reports the cross-entropy alone
     assert any(not torch.equal(before[name], tensor) for name, tensor in weights_of(ours.classifier).items())
     assert furthest(ours.extractor, theirs.extractor) < 1e-5
@@ -75,7 +76,11 @@ def test_the_classifier_takes_the_same_steps_as_the_reference(
 @pytest.mark.parametrize("params", [PRINT, CODE])
 @pytest.mark.parametrize(("steps", "crop"), [(1, 0), (3, 0), (3, 4)])
 def test_the_generator_takes_the_same_steps_as_the_reference(
-    steps: int, crop: int, params: dict[str, ParameterValue], request: pytest.FixtureRequest
+    steps: int,
+    crop: int,
+    params: dict[str, ParameterValue],
+    heard: dict[str, float],
+    request: pytest.FixtureRequest,
 ) -> None:
     ctx, ours, theirs = case(steps, params, crop=crop)
     ours, theirs = in_double(ours), in_double(theirs)
@@ -86,7 +91,9 @@ def test_the_generator_takes_the_same_steps_as_the_reference(
     before = plain(ours.generator)
     source = FeatureSource(ours.extractor, data, ctx.spec, steps * 8)
     fedmd_cg.train_generator(ours.generator, ours.classifier, source, params_of(ctx), ctx)
-    assert len(train_generator(theirs, data, params_of(ctx), ctx)) == steps
+    expected = train_generator(theirs, data, params_of(ctx), ctx)
+    assert len(expected) == steps
+    assert heard["generator"] == mean_of(expected)
     assert furthest(ours.generator, before) > 1e-5
     assert furthest(ours.generator, theirs.generator) < 1e-9
 
