@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from experiments.dealing import DealOptions
 from experiments.errors import OptionError
 from experiments.options import Setting, parse_params
 from experiments.sources import Source
@@ -92,6 +93,23 @@ class RunSetting(Setting):
         codecs = "" if (self.codec, self.aggregate_codec) == ("f32", "f32") else f"{self.codec}-{self.aggregate_codec}"
         parts = (self.paper or self.data_name, self.method, self.variant, codecs, f"seed{self.seed}")
         return "-".join(re.sub(r"[^A-Za-z0-9._=-]+", "-", part).strip("-") for part in parts if part)
+
+    def deal(self) -> DealOptions:
+        """What decides who gets which images.
+
+        Raises:
+            SourceError: not a partition.
+        """
+        partition = self.checked_partition()
+        return DealOptions(
+            self.clients,
+            partition,
+            self.seed,
+            self.images_per_client,
+            self.validation,
+            self.test,
+            self.public_images,
+        )
 
     def plan(self, source: Source) -> dict[str, object]:
         """As a demo's, with the codecs that this run asks for."""

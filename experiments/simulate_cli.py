@@ -33,6 +33,7 @@ from experiments.cli_options import (
     open_data,
     reasons,
 )
+from experiments.dealing import deal_out
 from experiments.errors import ExperimentError
 from experiments.papers.catalogue import find_presets
 from experiments.papers.plan import table_batch
@@ -161,6 +162,8 @@ def simulate_command(
     if ray is not None:
         check_ray()
     given = {name for name in ctx.params if getattr(ctx.get_parameter_source(name), "name", "") == "COMMANDLINE"}
+    if {"seed", "seeds"} <= given:
+        raise bad_input("--seed is one run's root and --seeds those of several; leave one of them out")
     if resume is not None:
         stray = sorted(given - {"resume", "workers", "ray", "force", "as_json", "tensorboard", "plot"})
         if stray:
@@ -212,6 +215,10 @@ def _remember(batch: Batch, folder: Path, *, force: bool) -> None:
         save_batch(batch, folder, force=force)
     except ExperimentError as error:
         raise bad_input(str(error)) from error
+    except OSError as error:
+        raise bad_input(
+            f"--out {folder}: nothing can be written there ({error.strerror}); choose another folder"
+        ) from error
 
 
 def _resumed(folder: Path) -> Batch:
@@ -222,7 +229,7 @@ def _resumed(folder: Path) -> Batch:
 
 
 def _checked(batch: Batch) -> Batch:
-    """End the command before anything is started when a method, its parameters, the data, a partition or a network can't be used."""
+    """End the command before anything is started when a method, a network, the data or a deal can't be had."""
     settings = [run.setting for run in batch.runs]
     for setting in settings:
         check(setting)
@@ -230,6 +237,11 @@ def _checked(batch: Batch) -> Batch:
     sources = {data: open_data(setting) for data, setting in {setting.data: setting for setting in settings}.items()}
     for setting in {(setting.data, setting.network, setting.image_size): setting for setting in settings}.values():
         _check_network(setting, sources[setting.data])
+    try:
+        for data, deal in dict.fromkeys((setting.data, setting.deal()) for setting in settings):
+            deal_out(sources[data], deal)
+    except ExperimentError as error:
+        raise bad_input(str(error)) from error
     return batch
 
 

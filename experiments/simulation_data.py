@@ -5,31 +5,20 @@ from __future__ import annotations
 from experiments.batch import RunSetting
 from experiments.coding import coding_of
 from experiments.cohort import Cohort, build_cohort
+from experiments.dealing import DealOptions
 from experiments.errors import SourceError
 from experiments.options import root_secret
 from experiments.sources import Source
 from fedcg.learning.registry import get_method
 from fedcg.learning.simulation import Party, Roots
-from fedcg.learning.spec import FederationSpec
-
-# What a cohort depends on, besides the images' form.
-_DECIDING = (
-    "data",
-    "partition",
-    "clients",
-    "seed",
-    "images_per_client",
-    "validation",
-    "test",
-    "public_images",
-)
+from fedcg.learning.spec import FederationSpec, ImageForm
 
 
 class Cohorts:
     """Builds cohorts and keeps the last one: the next run is mostly another method on the same images."""
 
     def __init__(self) -> None:
-        self._last: tuple[str, Cohort] | None = None
+        self._last: tuple[tuple[str, DealOptions, ImageForm], Cohort] | None = None
 
     def get(self, run: RunSetting, source: Source, spec: FederationSpec) -> Cohort:
         """The images of a run's clients.
@@ -37,19 +26,20 @@ class Cohorts:
         Raises:
             SourceError: the data can't be used, or not in this way.
         """
-        key = run.model_dump_json(include=set(_DECIDING)) + spec.image.model_dump_json()
+        deal = run.deal()
+        key = run.data, deal, spec.image
         if self._last is None or self._last[0] != key:
             self._last = None  # two of them need not fit into memory
             cohort = build_cohort(
                 source,
                 spec.image,
-                run.checked_partition(),
-                run.clients,
-                run.seed,
-                run.images_per_client,
-                run.validation,
-                run.test,
-                run.public_images,
+                deal.partition,
+                deal.clients,
+                deal.seed,
+                deal.images_per_client,
+                deal.validation,
+                deal.test,
+                deal.public_images,
             )
             self._last = key, cohort
         return self._last[1]

@@ -204,6 +204,13 @@ def test_a_run_whose_server_never_merged_says_so_beside_its_figures(tmp_path: Pa
         ("--crop 65", "crop: "),
         ("--crop 16", "crop: Value error, crops of 16 pixels can miss the whole image; the shorter side has 16"),
         ("--data /nowhere", "nowhere"),
+        ("--seed 1 --seeds 0-2", "--seed is one run's root and --seeds those of several"),
+        ("--partition domains", "digits: partition by domain: it has no domains"),
+        (
+            "--data digits-domains --partition domains --clients 4",
+            "5 domains (plain, inverted, blended, thick, rotated)",
+        ),
+        ("--clients 900", "training images can't be split over 900 clients with at least 40 each"),
     ],
 )
 def test_bad_options_end_the_call_before_anything_is_written(text: str, why: str, tmp_path: Path) -> None:
@@ -211,3 +218,10 @@ def test_bad_options_end_the_call_before_anything_is_written(text: str, why: str
     assert done.exit_code == 2
     assert why in done.stderr
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_folder_that_nothing_can_be_written_into_ends_the_call_with_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("a letter")
+    done = call(tmp_path / "taken", "--method local")
+    assert done.exit_code == 2
+    assert "nothing can be written there (Not a directory); choose another folder" in done.stderr
