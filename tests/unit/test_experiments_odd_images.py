@@ -63,8 +63,11 @@ def call(folder: Path, *arguments: str) -> Any:
 @pytest.mark.parametrize(
     "method",
     [
-        "fedmd_cg",
-        *(pytest.param(one, marks=pytest.mark.slow) for one in ("local", "fedavg", "fedper", "fedgen", "fedcg")),
+        "fedsplit",
+        *(
+            pytest.param(one, marks=pytest.mark.slow)
+            for one in ("local", "fedavg", "fedper", "fedgen", "fedcg", "fedmd_cg")
+        ),
     ],
 )
 def test_odd_clients_take_part_as_far_as_they_can_and_the_record_says_what_was_wrong(
