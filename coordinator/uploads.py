@@ -76,7 +76,9 @@ class Uploads:
         self._shared = shared or Window(500, 32_000_000)
         self._active: dict[str, _Upload] = {}
         self._held_back: dict[str, None] = {}  # devices that would have been granted more, oldest first
-        self._early: dict[str, list[bytes]] = {}  # frames of expected devices, from before their manifests were looked at
+        self._early: dict[
+            str, list[bytes]
+        ] = {}  # frames of expected devices, from before their manifests were looked at
         self._chunks = self._bytes = 0  # granted and not received, of all devices
 
     def first_chunks(self, devices: int) -> int:
