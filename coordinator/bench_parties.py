@@ -96,7 +96,7 @@ class BenchDevice:
     ) -> None:
         self.name = party.mqtt.identity
         self.receipts: list[Outcome] = []
-        self.is_welcome = False
+        self.is_invited = False
         self._party = party
         self._coordinator = coordinator
         self._make_update = make_update
@@ -107,6 +107,7 @@ class BenchDevice:
         self._store = ArtifactStore(party.folder)
         self._partials = Partials(party.folder / ".partial", 4, 1 << 40)
         self._session: Session | None = None
+        self._grant = 0
         self._nonce = ""
         self._hello_at = 0.0
         self._update: ChunkFile | None = None
@@ -131,10 +132,13 @@ class BenchDevice:
         self._transport.close()
 
     def announce(self, path: Path, round_number: int = 1, attempt: int = 1) -> None:
-        """Send the update in a file: its sha256 first, then the manifest."""
+        """Send the update in a file: its sha256 first, then the manifest with the chunks that the invite granted."""
         ref = file_ref(path, chunk_bytes_for(self._transport.max_payload, self._party.limits.chunk_bytes))
         self._update = ChunkFile(path, ref)
-        self._tell(Manifest(**self._addressed(round_number, attempt), artifact=ref))
+        following = min(self._grant, ref.chunks)
+        self._tell(Manifest(**self._addressed(round_number, attempt), artifact=ref, following=following))
+        if following:
+            self._sender.serve(self._topics.up_chunk(self.name), self._update, ((0, following),))
 
     def take(self, item: Delivery | bool) -> None:
         """Do what follows from a delivery or a change of the link."""
@@ -164,7 +168,6 @@ class BenchDevice:
     def _hear(self, message: AnyMessage) -> None:
         if isinstance(message, Welcome):
             self._session = Session(session_id(message.device_nonce, message.nonce))
-            self.is_welcome = True
         elif isinstance(message, Offer):
             self._offer = message
             if self._make_update is not None and not self._store.has(message.aggregate.id):
@@ -174,6 +177,7 @@ class BenchDevice:
         elif isinstance(message, Receipt):
             self.receipts.append(message.outcome)
         elif isinstance(message, Invite):
+            self.is_invited, self._grant = True, message.grant
             self._invited.add((message.round, message.attempt))
             self._tell(Accept(**self._addressed(message.round, message.attempt)))
             self._work()
@@ -227,7 +231,7 @@ def run_senders(parties: tuple[Party, ...], coordinator: str, files: tuple[tuple
     waiting = {device.name: deque(own) for device, own in zip(devices, files, strict=True)}
     for device in devices:
         device.start()
-    while not all(device.is_welcome for device in devices):
+    while not all(device.is_invited for device in devices):
         with contextlib.suppress(queue.Empty):
             device, item = inbox.get(timeout=0.1)
             device.take(item)
@@ -285,6 +289,7 @@ class BenchCoordinator:
         refusals = Refusals(EventLog(party.folder / "events.jsonl", time.time))
         self._ingest = Ingest(self._topics, self._sessions, refusals)
         self._ingest.learn_keys(devices.items())
+        self._devices = len(devices)
         self._transport = MqttTransport(party.mqtt)
         voice = Voice(SigningKey.load(party.signing))
         self._publisher = Publisher(self._transport, self._topics, voice, 1, self._sessions, Cohorts(), party.limits)
@@ -332,6 +337,8 @@ class BenchCoordinator:
         if incoming is not None and isinstance(incoming.message, Hello):
             nonce = self._sessions.greet(incoming.device, incoming.message.nonce)
             self._publisher.welcome(incoming.device, incoming.message.nonce, nonce, time.time(), PROTOCOL_VERSION)
+            grant = self._intake.expect(incoming.device, self._devices)
+            self._publisher.invite(incoming.device, (1, 1), grant)
         elif incoming is not None and isinstance(incoming.message, Manifest):
             self._intake.begin(incoming.device, incoming.message, time.time())
 
@@ -348,6 +355,7 @@ class BenchCoordinator:
     async def _keep(self, received: Received) -> None:
         await asyncio.to_thread(self._store.adopt, received.file, received.manifest.artifact.id)
         self._intake.end(received.device)
+        self._intake.expect(received.device, self._devices)  # one invite stands for that of each round
         self._publisher.receipt(received.device, received.manifest, Outcome.ACCEPTED, "")
 
 

@@ -45,6 +45,9 @@ log = logging.getLogger(__name__)
 class Uploading(Protocol):
     """What the conductor needs of the uplink."""
 
+    def invite(self, device: str, position: tuple[int, int]) -> None:
+        """Ask a device to take part in (round, attempt)."""
+
     def close(self, outcome: Outcome, reason: str) -> None:
         """End whatever is under way."""
 
@@ -198,7 +201,8 @@ class Conductor:
             self._worker.add(update.client, update.artifact)
 
     async def _invite(self, command: Invite) -> None:
-        self._publisher.invite(command.client, (command.round, command.attempt))
+        if self._uplink is not None:
+            self._uplink.invite(command.client, (command.round, command.attempt))
 
     async def _distil(self, command: Distil) -> None:
         key = self._key(command)

@@ -87,6 +87,21 @@ class Intake:
         if self._thread is not None:
             self._thread.join()
 
+    def expect(self, device: str, devices: int) -> int:
+        """Let the first chunks of a device's next update come with its manifest.
+
+        Args:
+            device: whose.
+            devices: how many such devices there are.
+
+        Returns:
+            How many chunks; 0 when so many devices would overfill what all of them share.
+        """
+        chunks = self._uploads.first_chunks(devices)
+        if chunks:
+            self._put(lambda: self._uploads.expect(device))
+        return chunks
+
     def begin(self, device: str, manifest: Manifest, manifest_at: float, carrier: Carrier = Carrier.MQTT) -> None:
         """Let an announced update come; `manifest_at` is unix time."""
         self._put(lambda: self._begin(device, manifest, manifest_at, carrier))
@@ -169,6 +184,7 @@ class Intake:
             self._uploads.close()
 
     def _begin(self, device: str, manifest: Manifest, manifest_at: float, carrier: Carrier) -> None:
+        early = self._uploads.early(device)
         try:
             follows = self._uploads.begin(device, manifest, self._monotonic(), manifest_at, carrier)
         except CapacityError as error:
@@ -179,10 +195,12 @@ class Intake:
             return
         if follows is not None:
             self._notify(follows)
+        for frame in early:
+            self._feed(device, frame)
 
     def _feed(self, device: str, payload: bytes) -> None:
         if self._uploads.announced(device) is None:
-            self.dropped += 1
+            self.dropped += not self._uploads.keep_early(device, payload)
             return
         try:
             self._take(device, parse_chunk(payload))

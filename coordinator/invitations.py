@@ -69,4 +69,4 @@ class Invitations:
         for device in sorted(state.outstanding & state.online):
             answered = (device, state.round, state.attempt) in self._accepted
             if not answered and not self._uplink.is_busy(device):
-                self._publisher.invite(device, (state.round, state.attempt))
+                self._uplink.invite(device, (state.round, state.attempt))

@@ -175,8 +175,8 @@ class Publisher:
         )
         return self._publish(self._topics.down_control(device), self._seal(message))
 
-    def invite(self, device: str, position: tuple[int, int]) -> bool:
-        """Ask a device to take part in (round, attempt)."""
+    def invite(self, device: str, position: tuple[int, int], grant: int = 0) -> bool:
+        """Ask a device to take part in (round, attempt); `grant` first chunks of its update may follow its manifest."""
         return self._tell(
             device,
             Invite(
@@ -187,6 +187,7 @@ class Publisher:
                 round=position[0],
                 attempt=position[1],
                 cohort=self._cohorts.verdict(device),
+                grant=grant,
             ),
         )
 

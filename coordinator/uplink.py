@@ -21,7 +21,7 @@ from coordinator.uploads import Received, Uploads
 from coordinator.validation import Expected, base_in, max_update_bytes, validate_update
 from fedcg.refusals import Refusals
 from fedcg.wire.artifacts import Base
-from fedcg.wire.messages import MAX_ARTIFACT_BYTES, Manifest, Outcome
+from fedcg.wire.messages import MAX_ARTIFACT_BYTES, Carrier, Manifest, Outcome
 from fedcg.wire.partial import Partials
 
 MAX_PARTIAL_FILES = 1024
@@ -86,6 +86,13 @@ class Uplink:
     def is_busy(self, device: str) -> bool:
         """Whether an update of a device is under way."""
         return device in self._active
+
+    def invite(self, device: str, position: tuple[int, int]) -> None:
+        """Ask a device to take part in (round, attempt), and grant the first chunks of its update where there is room."""
+        grant = 0
+        if self._publisher.carrier(device) is Carrier.MQTT and not self.is_busy(device):
+            grant = self.intake.expect(device, len(self._state().participants))
+        self._publisher.invite(device, position, grant)
 
     def follow(self, event: IntakeEvent) -> Received | None:
         """Do what the intake asks for; returns an update that is complete and has to be checked.

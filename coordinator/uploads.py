@@ -12,9 +12,9 @@ from pathlib import Path
 
 from fedcg.wire.carrier import HTTPS_WINDOW
 from fedcg.wire.grants import Ranges, Window
-from fedcg.wire.messages import ArtifactRef, Carrier, Manifest
+from fedcg.wire.messages import FIRST_CHUNKS, MAX_CHUNK_BYTES, ArtifactRef, Carrier, Manifest
 from fedcg.wire.partial import DurableReceiver, Partials
-from fedcg.wire.transfer import Chunk
+from fedcg.wire.transfer import FRAME_OVERHEAD_BYTES, Chunk
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,31 @@ class Uploads:
         self._shared = shared or Window(500, 32_000_000)
         self._active: dict[str, _Upload] = {}
         self._held_back: dict[str, None] = {}  # devices that would have been granted more, oldest first
+        self._early: dict[
+            str, list[bytes]
+        ] = {}  # frames of expected devices, from before their manifests were looked at
         self._chunks = self._bytes = 0  # granted and not received, of all devices
+
+    def first_chunks(self, devices: int) -> int:
+        """How many first chunks each of so many devices may send with its manifest; half of the shared window holds them all."""
+        chunks = min(FIRST_CHUNKS, self._window.chunks_of(MAX_CHUNK_BYTES))
+        return chunks if 2 * devices * chunks <= self._shared.chunks_of(MAX_CHUNK_BYTES) else 0
+
+    def expect(self, device: str) -> None:
+        """The first chunks of a device's next update may come before its manifest was looked at."""
+        self._early.setdefault(device, [])
+
+    def keep_early(self, device: str, frame: bytes) -> bool:
+        """Keep a chunk frame until its manifest was looked at; False when the device has no such right, or used it up."""
+        kept = self._early.get(device)
+        if kept is None or len(kept) >= FIRST_CHUNKS or len(frame) > MAX_CHUNK_BYTES + FRAME_OVERHEAD_BYTES:
+            return False
+        kept.append(frame)
+        return True
+
+    def early(self, device: str) -> list[bytes]:
+        """The frames kept for a device, to be taken now that its manifest was looked at; the right is used up."""
+        return self._early.pop(device, [])
 
     def begin(
         self, device: str, manifest: Manifest, now: float, manifest_at: float, carrier: Carrier = Carrier.MQTT
@@ -91,7 +115,8 @@ class Uploads:
             carrier: how its chunks will come.
 
         Returns:
-            What to grant at once; or the whole update, when all of it is here from before a restart.
+            What to grant at once and was not granted by the invite; or the whole update, when all of it is here from before
+            a restart.
 
         Raises:
             CapacityError: too many transfers are under way; the device announces it again later.
@@ -108,7 +133,9 @@ class Uploads:
             window = self._window if is_queued else HTTPS_WINDOW
             receiver = DurableReceiver(self._partials.open(manifest.artifact, device), window)
             upload = self._active[device] = _Upload(manifest, manifest_at, receiver, is_queued)
-        return self._next(device, upload, now)
+        follows = self._next(device, upload, now)
+        is_coming = isinstance(follows, Grant) and follows.ranges == ((0, manifest.following),)
+        return None if is_coming else follows
 
     def feed(self, device: str, chunk: Chunk, now: float) -> Received | Grant | None:
         """Take a chunk of a device's update.
@@ -151,6 +178,7 @@ class Uploads:
 
     def end(self, device: str) -> None:
         """Forget a device's upload and what came of it."""
+        self._early.pop(device, None)
         upload = self._let_go(device)
         if upload is not None:
             self._partials.discard(upload.manifest.artifact.id, device)
@@ -161,6 +189,7 @@ class Uploads:
             upload.receiver.close()
         self._active = {}
         self._held_back = {}
+        self._early = {}
         self._chunks = self._bytes = 0
         self._partials.clear()
 

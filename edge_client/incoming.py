@@ -124,7 +124,7 @@ class Incoming:
             return Welcomed(message.epoch, message.cohort, message.version)
         self._handshake.admit(message)
         if isinstance(message, Invite):
-            return Invited(Cursor(message.round, message.attempt), message.cohort)
+            return Invited(Cursor(message.round, message.attempt), message.cohort, message.grant)
         if isinstance(message, Need):
             return Granted(message)
         if isinstance(message, Receipt):

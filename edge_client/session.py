@@ -107,7 +107,7 @@ def _sending(state: SessionState, event: Sending, now: float) -> Step:
 
 
 def _link_changed(state: SessionState, event: LinkChanged, now: float) -> Step:
-    return replace(state, up=event.up, welcomed=False, hello_at=now, live=False), ()
+    return replace(state, up=event.up, welcomed=False, hello_at=now, live=False, granted=0), ()
 
 
 def _coordinator_seen(state: SessionState, event: CoordinatorSeen, now: float) -> Step:
@@ -123,7 +123,7 @@ def _welcomed(state: SessionState, event: Welcomed, now: float) -> Step:
     if delivery is not None:
         delivery = replace(delivery, manifest_at=now, delay_s=MANIFEST_FIRST_S, silent_since=None)
     epoch = max(state.epoch, event.epoch)
-    return replace(state, welcomed=True, epoch=epoch, accepted=None, delivery=delivery), ()
+    return replace(state, welcomed=True, epoch=epoch, accepted=None, granted=0, delivery=delivery), ()
 
 
 def _turned_away(state: SessionState, event: TurnedAway, now: float) -> Step:
@@ -143,7 +143,7 @@ def _ended(state: SessionState, event: Ended, now: float) -> Step:
 
 def _invited(state: SessionState, event: Invited, now: float) -> Step:
     cursor = event.cursor
-    state = replace(state, invited=cursor, accepted=None)
+    state = replace(state, invited=cursor, accepted=None, granted=event.grant)
     if state.declined is not None and state.declined[0] == cursor:
         return _decline(state, cursor, state.declined[1])
     if state.committed is None or cursor > state.committed:
@@ -316,9 +316,16 @@ def _advance_delivery(state: SessionState, now: float) -> Step:
         return state, ()
     silent_since = now if delivery.silent_since is None else delivery.silent_since
     delay = min(delivery.delay_s * 2.0, MANIFEST_MAX_S)
-    sent = replace(delivery, manifest_at=now + delivery.delay_s, delay_s=delay, silent_since=silent_since)
-    message = Manifest(**state.addressed(delivery.cursor), artifact=delivery.update)
-    return replace(state, delivery=sent), (Send(message), Note("manifest", delivery.cursor))
+    sent = replace(
+        delivery, manifest_at=now + delivery.delay_s, delay_s=delay, silent_since=silent_since, announced=True
+    )
+    is_granted = delivery.cursor == state.invited and not delivery.announced
+    following = min(state.granted, delivery.update.chunks) if is_granted else 0
+    message = Manifest(**state.addressed(delivery.cursor), artifact=delivery.update, following=following)
+    commands: tuple[Command, ...] = (Send(message), Note("manifest", delivery.cursor))
+    if following:
+        commands += (SendChunks(delivery.update, ((0, following),)),)
+    return replace(state, delivery=sent), commands
 
 
 def _advance_wanted(state: SessionState, now: float) -> Step:

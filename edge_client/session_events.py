@@ -82,6 +82,7 @@ class Invited:
 
     cursor: Cursor
     cohort: CohortVerdict = CohortVerdict.ALONE
+    grant: int = 0
 
 
 @dataclass(frozen=True)

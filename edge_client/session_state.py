@@ -39,6 +39,7 @@ class Delivery:
         manifest_at: when the manifest is due (again).
         delay_s: pause after the next manifest; doubles up to 30 s.
         silent_since: when the first manifest was sent that nobody has answered yet.
+        announced: a manifest was sent, in this session or an earlier one.
     """
 
     cursor: Cursor
@@ -46,6 +47,7 @@ class Delivery:
     manifest_at: float = 0.0
     delay_s: float = MANIFEST_FIRST_S
     silent_since: float | None = None
+    announced: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class SessionState:
         epoch: highest coordinator epoch heard of.
         hello_at: when the next hello is due while there is no session.
         live: whether the target's chunks are being broadcast now.
+        granted: chunks of the update of the invited attempt that may follow its first manifest, in this session.
         declined: the last refused attempt and why; repeated when the invite is.
         stored: digests of specs and aggregates at hand.
         verdict: the firewall's word on a spec: (digest, refusal or None).
@@ -74,6 +77,7 @@ class SessionState:
     finished: Finished | None = None
     live: bool = False
     invited: Cursor | None = None
+    granted: int = 0
     accepted: Cursor | None = None
     declined: tuple[Cursor, DeclineReason] | None = None
     stored: frozenset[str] = frozenset()

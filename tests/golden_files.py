@@ -100,10 +100,10 @@ def messages() -> tuple[AnyMessage, ...]:
             **greeting, version=1, device_nonce="0" * 32, nonce="2" * 32, server_time=2.5, cohort=CohortVerdict.SAME
         ),
         Refusal(**greeting, device_nonce="0" * 32, versions=(2, 3), device_versions=(1,), update="device"),
-        Invite(**down, cohort=CohortVerdict.DIFFERENT),
+        Invite(**down, cohort=CohortVerdict.DIFFERENT, grant=4),
         Accept(**up),
         Decline(**up, reason=DeclineReason.NO_DATA),
-        Manifest(**up, artifact=ref),
+        Manifest(**up, artifact=ref, following=4),
         Need(**down, artifact="a" * 64, ranges=((0, 3), (7, 1))),
         Leave(**up),
         Left(**down),

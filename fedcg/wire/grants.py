@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from fedcg.wire.messages import ArtifactRef
+from fedcg.wire.messages import FIRST_CHUNKS, ArtifactRef
 
 MAX_STALL_S = 60.0
 MAX_RANGES = 256  # of one request; the bound of the message
 GAP_FACTOR = 2.0  # a link is given this many times the pause between two chunks before its grants count as lost
 CALMING = 0.75  # how fast that patience shrinks again, per chunk
-FIRST_CHUNKS = 4  # the window before anything is known of the link
 UNDER_WAY_S = 4.0  # what is granted should arrive within this time
 Ranges = tuple[tuple[int, int], ...]
 

@@ -187,6 +187,7 @@ class FakeDevice:
     silent: bool = False
     carrier: Carrier = Carrier.MQTT  # over HTTPS the test puts what is granted
     decline: DeclineReason | None = None
+    follows: bool = False  # sends what the invite granted before its manifest: the broker may change their order
     received: list[AnyMessage] = field(default_factory=list)
     artifacts: dict[str, bytes] = field(default_factory=dict)
     asked_for: list[tuple[int, int]] = field(default_factory=list)
@@ -262,6 +263,11 @@ class FakeDevice:
             Manifest(**self._addressed(round_number, attempt), artifact=make_ref(data, 1024)),
             data,
         )
+        grant = self.of(Invite)[-1].grant if self.follows else 0
+        if grant:
+            self.pending = (self.pending[0].model_copy(update={"following": grant}), data)
+            for frame in frames_for(data, self.pending[0].artifact, ((0, grant),)):
+                self.transport.publish(self.topics.up_chunk(self.name), frame)
         self.sent_at = time.monotonic()
         self.tell(self.pending[0])
         return self.pending[0]

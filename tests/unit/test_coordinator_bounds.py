@@ -6,6 +6,7 @@ import asyncio
 import random
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from fedcg.wire.artifacts import ArtifactStore
 from fedcg.wire.errors import IntegrityError, TransportError
 from fedcg.wire.grants import Window
 from fedcg.wire.memory import MemoryTransport
-from fedcg.wire.messages import Manifest, Outcome
+from fedcg.wire.messages import MAX_CHUNK_BYTES, Manifest, Outcome
 from fedcg.wire.partial import Partials
 from fedcg.wire.transfer import frames_for, make_ref, parse_chunk
 from tests.unit.coordinator_support import RunningService, World, aggregate_bytes, tiny_spec, wait_until
@@ -161,6 +162,64 @@ def test_all_devices_together_stay_under_the_shared_window_and_take_turns(world:
         for grant in uploads.held_back(0.0):
             granted(grant)
     assert sorted(ended) == ["a", "b", "c"]
+
+
+def test_chunks_that_come_before_their_manifest_was_looked_at_are_kept_within_the_grant(world: World) -> None:
+    data = random.Random(1).randbytes(10 * 1024)
+    manifest, uploads = manifest_of(world, data), Uploads(partials(world))
+    frames = [*frames_for(data, manifest.artifact)]
+    assert not uploads.keep_early("a", frames[0])  # nobody granted it
+    uploads.expect("a")
+    assert not uploads.keep_early("a", bytes(MAX_CHUNK_BYTES + 1000))
+    assert [uploads.keep_early("a", frame) for frame in frames[:5]] == [True] * 4 + [False]
+    assert uploads.early("a") == frames[:4]
+    assert uploads.early("a") == []
+    for forget in (partial(uploads.end, "a"), uploads.clear):
+        uploads.expect("a")
+        forget()
+        assert not uploads.keep_early("a", frames[0])
+
+
+def test_what_the_invite_granted_is_not_granted_again_until_it_stalls(world: World) -> None:
+    data = random.Random(1).randbytes(10 * 1024)
+    manifest = manifest_of(world, data)
+    uploads = Uploads(partials(world))
+    assert uploads.begin("a", manifest.model_copy(update={"following": 4}), 0.0, 0.0) is None
+    assert list(uploads.stalled(1.0)) == []
+    [again] = uploads.stalled(3.0)  # a device that said so and did not do it delays itself
+    assert again.ranges[0][0] == 0
+    told = uploads.begin("b", manifest.model_copy(update={"following": 2}), 0.0, 0.0)
+    assert isinstance(told, Grant)
+    assert told.ranges == ((0, 4),)
+
+
+def test_first_chunks_are_granted_while_half_of_the_shared_window_holds_those_of_all_devices(world: World) -> None:
+    uploads = Uploads(partials(world), Window(), Window(chunks=80, bytes=1 << 30))
+    assert [uploads.first_chunks(devices) for devices in (1, 10, 11)] == [4, 4, 0]
+    assert Uploads(partials(world), Window(chunks=2), Window(80, 1 << 30)).first_chunks(1) == 2
+    assert Uploads(partials(world), Window(), Window(80, 7 * MAX_CHUNK_BYTES)).first_chunks(1) == 0
+
+
+def test_the_intake_takes_early_chunks_when_the_manifest_comes(world: World) -> None:
+    data = random.Random(1).randbytes(3 * 1024)
+    manifest = manifest_of(world, data)
+    told: list[object] = []
+    intake = Intake(
+        Uploads(partials(world)),
+        lambda: None,
+        told.append,
+        Refusals(EventLog(world.root / "events.jsonl", lambda: 0.0)),
+    )
+    assert intake.expect("a", 1) == 4
+    for frame in frames_for(data, manifest.artifact):
+        intake.frame("a", frame)
+    intake.begin("a", manifest.model_copy(update={"following": 3}), 0.0)
+    intake.start()
+    wait_until(lambda: bool(told), "the update is complete")
+    intake.close()
+    [received] = told
+    assert isinstance(received, Received)
+    assert (received.file.read_bytes(), intake.dropped) == (data, 0)
 
 
 def test_the_intake_drops_what_does_not_fit_and_what_nobody_announced(

@@ -16,6 +16,7 @@ from coordinator.rounds import Phase
 from fedcg.wire.artifacts import artifact_id, pack
 from fedcg.wire.messages import (
     COORDINATOR,
+    Carrier,
     CoordinatorStatus,
     DeclineReason,
     DeviceStatus,
@@ -257,6 +258,19 @@ def test_a_device_that_declines_is_not_waited_for(make_world: MakeWorld) -> None
     people = {person.client: person for person in world.store.participants(("tiny", 1, 1))}
     assert (people["c"].state, people["c"].reason) == (ParticipantState.DECLINED, "no_data")
     assert len(world.events("attempt_failed")) == 3
+
+
+def test_chunks_that_the_invite_granted_need_no_other_grant(make_world: MakeWorld) -> None:
+    world = make_world(rounds=1)
+    device, other = world.devices["a"], world.devices["b"]
+    device.follows, other.carrier = True, Carrier.HTTPS
+    with RunningService(world):
+        world.start_devices()
+        wait_until(lambda: bool(device.receipts()), "a has its receipt")
+        wait_until(lambda: bool(other.of(Invite)), "b is invited")
+    assert device.receipts()[-1].outcome is Outcome.ACCEPTED
+    assert (device.of(Invite)[-1].grant, other.of(Invite)[-1].grant) == (4, 0)  # HTTPS has a window of its own
+    assert min(first for first, _ in device.asked_for) == 4
 
 
 def test_an_update_survives_lost_chunks(make_world: MakeWorld) -> None:
