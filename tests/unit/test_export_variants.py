@@ -20,7 +20,7 @@ from export.manifest import Manifest, Variant, read_manifest
 from export.optimise_cli import model_app
 from export.package import package_personal
 from export.preprocess import Pixels
-from export.runtime import Model
+from export.runtime import Floats, Model
 from export.slots import Slots
 from export.variants import HeldOut, add_variants
 from tests.export_models import CLASSES, image_form, make_parts, make_spec, write_images
@@ -125,7 +125,7 @@ def test_a_variant_that_loses_too_much_is_not_kept(
     monkeypatch.setattr(variants, "_latencies", _clock({"fp32": 3.0, "fp16": 2.0, "int8": 1.0}))
     plain = variants._CONVERSIONS["int8"]
 
-    def spoilt(content: bytes, calibration: Sequence[Pixels]) -> bytes:
+    def spoilt(content: bytes, calibration: Sequence[Floats]) -> bytes:
         proto = onnx.load_model_from_string(plain(content, calibration))
         for tensor in proto.graph.initializer:
             if tensor.data_type == onnx.TensorProto.INT8 and len(tensor.dims) > 1:
@@ -145,7 +145,7 @@ def test_a_variant_that_loses_too_much_is_not_kept(
 def test_a_conversion_that_fails_is_recorded_and_harms_nothing(
     directory: Path, held_out: HeldOut, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(_content: bytes, _calibration: Sequence[Pixels]) -> bytes:
+    def broken(_content: bytes, _calibration: Sequence[Floats]) -> bytes:
         raise ConversionError("can't be made: no such operator")
 
     monkeypatch.setitem(variants._CONVERSIONS, "fp16", broken)
