@@ -23,6 +23,7 @@ from export.runtime import Model
 from export.slots import Slots
 from export.to_onnx import personal_model
 from export.variants import HeldOut, add_variants
+from fedcg.learning.data import normalise
 from fedcg.learning.networks import build_part, weights_of
 from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice
 from fedcg.wire.parts import Part, ReportField
@@ -118,7 +119,7 @@ def _single(
     def with_torch() -> None:
         with torch.inference_mode():
             for picture in pictures:
-                eager(torch.from_numpy(picture)[None])
+                eager(normalise(torch.from_numpy(picture)[None].permute(0, 3, 1, 2), spec.image))
 
     def with_onnxruntime() -> None:
         for picture in pictures:

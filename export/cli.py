@@ -284,6 +284,9 @@ def export_command(
         Path | None, typer.Option("--images", help="Test images as CLASS/*.png or .jpg; random pixels when left out.")
     ] = None,
     round_number: Annotated[int, typer.Option("--round", min=0, help="The round the weights come from.")] = 0,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Without preprocessing: it takes normalised float32 pixels at its own size.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Write a personal model as ONNX, check it against the trained one, and put it in use."""
@@ -303,6 +306,7 @@ def export_command(
             test_labels=labels,
             metrics={},
             round_number=round_number,
+            takes="normalised" if raw else "pixels",
             key=sign,
         )
 

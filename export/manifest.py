@@ -15,7 +15,7 @@ from export.errors import ManifestError, TamperedError
 
 MANIFEST_NAME = "manifest.json"
 MODEL_NAME = "model.onnx"
-MANIFEST_FORMAT = 1
+MANIFEST_FORMAT = 2
 MAX_MANIFEST_BYTES = 8 * 1024 * 1024
 
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -27,7 +27,7 @@ class _Frozen(BaseModel):
 
 
 class InputForm(_Frozen):
-    """What the model takes: uint8 [batch, height, width, channels]. `mean` and `std` are for information, they are in the graph."""
+    """The image that the network was trained with: mode, size, and statistics of values in [0, 1] per channel."""
 
     mode: Literal["L", "RGB"]
     height: Annotated[int, Field(ge=1, le=4096)]
@@ -77,6 +77,7 @@ class Verification(_Frozen):
 
 
 VariantName = Literal["fp32", "fp16", "int8"]
+Takes = Literal["pixels", "normalised"]
 
 
 class Variant(_Frozen):
@@ -120,14 +121,20 @@ class Gate(_Frozen):
 
 
 class Manifest(_Frozen):
-    """All that a runtime and a person need to know about an exported model."""
+    """All that a runtime and a person need to know about an exported model.
 
-    format: Literal[1] = 1
+    Attributes:
+        takes: "pixels" is uint8 [batch, any height, any width, channels], preprocessing inside; "normalised" is float32
+            [batch, channels, height, width] at the size of `image`, `(x / 255 - mean) / std` of its pixels: preprocessing outside.
+    """
+
+    format: Literal[2] = 2
     federation: Annotated[str, Field(min_length=1, max_length=63)]
     round: Annotated[int, Field(ge=0)]
     spec: Sha256
     classes: Annotated[tuple[str, ...], Field(min_length=2, max_length=10_000)]
     image: InputForm
+    takes: Takes
     model: ModelFile
     metrics: dict[str, Finite] = {}
     verification: Verification

@@ -18,6 +18,7 @@ from export.manifest import (
     InputForm,
     Manifest,
     ModelFile,
+    Takes,
     VariantName,
     Verification,
     digest,
@@ -54,6 +55,7 @@ def package_personal(
     test_labels: Sequence[int],
     metrics: Mapping[str, float],
     round_number: int,
+    takes: Takes = "pixels",
     variants: HeldOut | None = None,
     gate: float | None = None,
     key: Path | None = None,
@@ -69,6 +71,7 @@ def package_personal(
         test_labels: index of the right class per file.
         metrics: figures to keep beside the model, by name.
         round_number: the round the weights come from.
+        takes: pixels of any size, or normalised ones at the network's size: then there is no preprocessing in the file.
         variants: images to try float16 and int8 by; None for the model as exported alone.
         gate: accuracy that it may lose on the test files against the version in use, as a share; None for no comparison.
         key: file of the device's message key, which signs the manifest; None for an unsigned model.
@@ -86,10 +89,10 @@ def package_personal(
 
     def fill(directory: Path) -> None:
         model_path = directory / MODEL_NAME
-        exported = export_personal(spec, parts, model_path, round_number=round_number)
-        verification = verify(model_path, spec, parts, test_files, test_labels)
+        exported = export_personal(spec, parts, model_path, round_number=round_number, takes=takes)
+        verification = verify(model_path, spec, parts, test_files, test_labels, takes=takes)
         created = datetime.fromtimestamp(clock(), timezone.utc)
-        write_manifest(directory, _manifest(spec, exported, verification, metrics, round_number, created))
+        write_manifest(directory, _manifest(spec, exported, verification, metrics, round_number, takes, created))
         if variants is not None:
             add_variants(directory, variants, threads=torch.get_num_threads())
         if gate is not None:
@@ -109,6 +112,7 @@ def _manifest(
     verification: Verification,
     metrics: Mapping[str, float],
     round_number: int,
+    takes: Takes,
     created: datetime,
 ) -> Manifest:
     form = spec.image
@@ -118,6 +122,7 @@ def _manifest(
         spec=spec.digest,
         classes=spec.classes,
         image=InputForm(mode=form.mode, height=form.height, width=form.width, mean=form.mean, std=form.std),
+        takes=takes,
         model=ModelFile(
             name=MODEL_NAME, sha256=digest(exported.content), size=len(exported.content), opset=exported.opset
         ),

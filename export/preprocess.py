@@ -1,7 +1,8 @@
-"""An image file to the uint8 array that a model takes; numpy and Pillow only.
+"""An image file to the array that a model takes; numpy and Pillow only.
 
 Must stay the same function of the file's bytes as the decoder that training uses (`fedcg.learning.data`): `convert(mode)`, then
-a bilinear resize when the size differs. A test holds the two together. Normalisation is inside the model.
+a bilinear resize of the width and after it of the height. Models resize and normalise in the same way (`export.preprocess_graph`).
+Tests hold the three together.
 """
 
 from __future__ import annotations
@@ -41,8 +42,23 @@ class PixelForm(Protocol):
     def width(self) -> int:
         """Columns of pixels."""
 
+    @property
+    def mean(self) -> tuple[float, ...]:
+        """Of each channel, of values in [0, 1]; subtracted."""
 
-def load_image(source: Path | bytes, form: PixelForm, max_pixels: int = MAX_PIXELS, name: str | None = None) -> Pixels:
+    @property
+    def std(self) -> tuple[float, ...]:
+        """Of each channel, of values in [0, 1]; divided by."""
+
+
+def load_image(
+    source: Path | bytes,
+    form: PixelForm,
+    max_pixels: int = MAX_PIXELS,
+    name: str | None = None,
+    *,
+    resize: bool = True,
+) -> Pixels:
     """Decode one image and bring it to a model's form. Of an animation the first frame; EXIF orientation is ignored.
 
     Args:
@@ -50,6 +66,7 @@ def load_image(source: Path | bytes, form: PixelForm, max_pixels: int = MAX_PIXE
         form: mode and size that the model takes.
         max_pixels: larger images are refused from their header, before anything is decoded.
         name: what to call the image in errors; the path, or "image" for bytes.
+        resize: to the form's size; otherwise the image keeps its own, and a model that has its preprocessing inside does the rest.
 
     Returns:
         [height, width, channels] uint8, in memory of its own.
@@ -68,7 +85,7 @@ def load_image(source: Path | bytes, form: PixelForm, max_pixels: int = MAX_PIXE
             with Image.open(io.BytesIO(content), formats=FORMATS) as image:
                 if image.width * image.height > max_pixels:
                     raise TooLargeError(label, f"{image.width}x{image.height} pixels is over the limit of {max_pixels}")
-                return _fit(image, form)
+                return _fit(image, form, resize)
     except UnidentifiedImageError as error:
         raise InputError(label, f"not an image ({', '.join(FORMATS)} are read)") from error
     except Image.DecompressionBombError as error:
@@ -99,9 +116,26 @@ def _read(path: Path, label: str) -> bytes:
         raise InputError(label, error.strerror or str(error)) from error
 
 
-def _fit(image: Image.Image, form: PixelForm) -> Pixels:
+def normalise(images: Pixels, form: PixelForm) -> npt.NDArray[np.float32]:
+    """`(x / 255 - mean) / std` per channel, as in training: what a model without preprocessing takes.
+
+    Args:
+        images: [N, height, width, channels] uint8.
+        form: whose statistics.
+
+    Returns:
+        [N, channels, height, width] float32.
+    """
+    mean, std = (np.asarray(values, dtype=np.float32).reshape(1, -1, 1, 1) for values in (form.mean, form.std))
+    levels = np.ascontiguousarray(images.transpose(0, 3, 1, 2)).astype(np.float32)
+    normalised: npt.NDArray[np.float32] = (levels / np.float32(255) - mean) / std
+    return normalised
+
+
+def _fit(image: Image.Image, form: PixelForm, resize: bool) -> Pixels:
     fitted = image.convert(form.mode)
-    if fitted.size != (form.width, form.height):
+    if resize:  # in two steps: which side Pillow takes first when it is left to it changes with its version, and pixels with that
+        fitted = fitted.resize((form.width, fitted.height), Image.Resampling.BILINEAR)
         fitted = fitted.resize((form.width, form.height), Image.Resampling.BILINEAR)
     pixels = np.array(fitted, dtype=np.uint8)
     return pixels[..., None] if pixels.ndim == 2 else pixels

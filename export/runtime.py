@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,14 +12,15 @@ import numpy.typing as npt
 import onnxruntime
 
 from export.errors import ManifestError
-from export.manifest import Manifest, read_manifest, read_model
-from export.preprocess import MAX_PIXELS, PixelForm, Pixels, load_image
+from export.manifest import Manifest, Takes, read_manifest, read_model
+from export.preprocess import MAX_PIXELS, PixelForm, Pixels, load_image, normalise
 from export.slots import resolve
 
 Floats = npt.NDArray[np.float32]
 
 PROVIDERS = ("TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider")  # best first
-INPUT_NAME = "images"
+INPUT_NAME = "images"  # decoded pixels, of a model with its preprocessing inside
+NETWORK_INPUT = "input"  # the network's own input: of a model without
 OUTPUT_NAMES = ("logits", "probabilities")
 BATCH = 256
 _LOG_ERRORS_ONLY = 3
@@ -51,8 +53,9 @@ class Predictor:
 
     Args:
         content: bytes of the ONNX file.
-        form: mode and size of an image.
+        form: mode, size and statistics of an image.
         class_count: C, the number of classes.
+        takes: pixels, or what is left of them after preprocessing; that is done here then.
         name: what to call the file in errors.
         providers: execution providers to use; the best available ones when None.
         threads: threads of one prediction; 0 lets onnxruntime choose.
@@ -67,6 +70,7 @@ class Predictor:
         form: PixelForm,
         class_count: int,
         *,
+        takes: Takes = "pixels",
         name: str = "model",
         providers: Sequence[str] | None = None,
         threads: int = 0,
@@ -74,6 +78,9 @@ class Predictor:
         options = onnxruntime.SessionOptions()
         options.log_severity_level = _LOG_ERRORS_ONLY
         options.intra_op_num_threads = threads
+        # Images come at the network's size, so that different ones share a batch: told so, onnxruntime leaves the resize out.
+        options.add_free_dimension_override_by_name("height", form.height)
+        options.add_free_dimension_override_by_name("width", form.width)
         try:
             session = onnxruntime.InferenceSession(content, options, providers=list(providers or available_providers()))
         except Exception as error:  # onnxruntime's own exception types are not public
@@ -81,6 +88,8 @@ class Predictor:
         self.name = name
         self.shape = (form.height, form.width, 1 if form.mode == "L" else 3)
         self.class_count = class_count
+        self.takes = takes
+        self._form = form
         self._session = session
         self._check_signature(name)
 
@@ -106,18 +115,35 @@ class Predictor:
         for start in range(0, len(images), BATCH):
             rows = slice(start, start + BATCH)
             batch = np.stack(list(images[rows]))
-            logits[rows], probabilities[rows] = self._session.run(list(OUTPUT_NAMES), {INPUT_NAME: batch})
+            fed = {INPUT_NAME: batch} if self.takes == "pixels" else {NETWORK_INPUT: normalise(batch, self._form)}
+            logits[rows], probabilities[rows] = self._session.run(list(OUTPUT_NAMES), fed)
         return Outputs(logits, probabilities)
 
     def _check_signature(self, name: str) -> None:
         inputs = [(one.name, one.type, tuple(one.shape[1:])) for one in self._session.get_inputs()]
         outputs = [(one.name, one.type, tuple(one.shape[1:])) for one in self._session.get_outputs()]
-        expected = (
-            [(INPUT_NAME, "tensor(uint8)", self.shape)],
-            [(o, "tensor(float)", (self.class_count,)) for o in OUTPUT_NAMES],
-        )
+        height, width, channels = self.shape
+        taken = {
+            "pixels": (INPUT_NAME, "tensor(uint8)", self.shape),
+            "normalised": (NETWORK_INPUT, "tensor(float)", (channels, height, width)),
+        }[self.takes]
+        expected = ([taken], [(o, "tensor(float)", (self.class_count,)) for o in OUTPUT_NAMES])
         if (inputs, outputs) != expected:
             raise ManifestError(f"{name}: takes {inputs} and gives {outputs}; expected {expected[0]} and {expected[1]}")
+        self._check_form(name)
+
+    def _check_form(self, name: str) -> None:
+        """The file says what it was trained with; the shapes alone would not, as a model takes pixels of any size."""
+        form = self._form
+        sizes: dict[str, object] = {"mode": form.mode, "height": form.height, "width": form.width}
+        wanted = sizes | {"mean": list(form.mean), "std": list(form.std)}
+        told = self._session.get_modelmeta().custom_metadata_map.get("image", "")
+        try:
+            is_right = json.loads(told) == wanted
+        except ValueError:
+            is_right = False
+        if not is_right:
+            raise ManifestError(f"{name}: was made for images {told[:300] or 'of no stated form'}; expected {wanted}")
 
 
 @dataclass(frozen=True)
@@ -155,6 +181,7 @@ class Model:
             read_model(directory, manifest),
             manifest.image,
             len(manifest.classes),
+            takes=manifest.takes,
             name=str(directory / manifest.served.name),
             providers=providers,
             threads=threads,

@@ -1,6 +1,6 @@
 """A personal model (extractor + classifier) as one ONNX file: uint8 pixels in, logits and probabilities out.
 
-Normalisation and the softmax are in the graph; class names, image form and origin are in the file's metadata. Uses torch.
+Preprocessing and the softmax are in the graph; class names, image form and origin are in the file's metadata. Uses torch.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ import torch
 from torch import nn
 
 from export.errors import ConversionError
-from export.runtime import INPUT_NAME, OUTPUT_NAMES
-from fedcg.learning.data import normalise
+from export.manifest import Takes
+from export.preprocess_graph import add_preprocessing
+from export.runtime import NETWORK_INPUT, OUTPUT_NAMES
 from fedcg.learning.networks import load_part
-from fedcg.learning.spec import FederationSpec, ImageForm
+from fedcg.learning.spec import FederationSpec
 from fedcg.wire.parts import Part
 
 if TYPE_CHECKING:
@@ -41,23 +42,21 @@ EXPORTERS: tuple[Exporter, ...] = ("torchscript", "dynamo")
 
 
 class PersonalModel(nn.Module):
-    """Extractor + classifier behind raw pixels.
+    """Extractor + classifier.
 
     Args:
         extractor: takes [B, C, H, W] float32, normalised.
         classifier: takes the extractor's features.
-        form: the spec's image form.
     """
 
-    def __init__(self, extractor: nn.Module, classifier: nn.Module, form: ImageForm) -> None:
+    def __init__(self, extractor: nn.Module, classifier: nn.Module) -> None:
         super().__init__()
         self.extractor = extractor
         self.classifier = classifier
-        self.form = form
 
     def forward(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits and probabilities, both [B, classes], of [B, H, W, C] uint8 images."""
-        logits = self.classifier(self.extractor(normalise(images.permute(0, 3, 1, 2), self.form)))
+        """Logits and probabilities, both [B, classes], of [B, C, H, W] float32 images, normalised."""
+        logits = self.classifier(self.extractor(images))
         return logits, logits.softmax(dim=1)
 
 
@@ -77,7 +76,7 @@ def personal_model(spec: FederationSpec, parts: Mapping[Part, Weights]) -> Perso
         NetworkError: weights that do not fit the spec's networks.
     """
     extractor, classifier = (load_part(spec, part, parts[part]) for part in (Part.EXTRACTOR, Part.CLASSIFIER))
-    return PersonalModel(extractor, classifier, spec.image).eval()
+    return PersonalModel(extractor, classifier).eval()
 
 
 def export_personal(
@@ -86,6 +85,7 @@ def export_personal(
     out_path: Path,
     *,
     round_number: int = 0,
+    takes: Takes = "pixels",
     exporters: tuple[Exporter, ...] = EXPORTERS,
 ) -> Exported:
     """Write a personal model as ONNX; the same weights give the same bytes.
@@ -98,6 +98,7 @@ def export_personal(
         parts: weights of extractor and classifier; other parts are not looked at.
         out_path: file to write.
         round_number: the round the weights come from.
+        takes: pixels of any size, or normalised ones at the network's size: then there is no preprocessing in the file.
         exporters: which of torch's exporters to try, in order.
 
     Raises:
@@ -108,7 +109,9 @@ def export_personal(
 
     model = personal_model(spec, parts)
     proto, exporter = _convert(model, spec, exporters)
-    _describe(proto, spec, round_number)
+    if takes == "pixels":
+        proto = add_preprocessing(proto, spec.image)
+    _describe(proto, spec, round_number, takes)
     onnx.checker.check_model(proto, full_check=True)
     content = proto.SerializeToString(deterministic=True)
     out_path.write_bytes(content)
@@ -118,7 +121,7 @@ def export_personal(
 
 def preload() -> None:
     """Import what an export needs, so that the first one does not wait for it; safe to call from a background thread."""
-    for name in ("onnx", "onnx.checker", "torch.onnx", "torch.onnx.utils"):
+    for name in ("onnx", "onnx.checker", "onnx.compose", "onnx.parser", "torch.onnx", "torch.onnx.utils"):
         importlib.import_module(name)
 
 
@@ -126,7 +129,7 @@ def _convert(
     model: PersonalModel, spec: FederationSpec, exporters: tuple[Exporter, ...]
 ) -> tuple[onnx.ModelProto, Exporter]:
     form = spec.image
-    example = torch.zeros(_TRACED_BATCH, form.height, form.width, form.channels, dtype=torch.uint8)
+    example = torch.zeros(_TRACED_BATCH, form.channels, form.height, form.width)
     failures = []
     for name in exporters:
         convert = _with_torchscript if name == "torchscript" else _with_dynamo
@@ -151,9 +154,9 @@ def _with_torchscript(model: PersonalModel, example: torch.Tensor) -> onnx.Model
             path,
             dynamo=False,
             opset_version=OPSET,
-            input_names=[INPUT_NAME],
+            input_names=[NETWORK_INPUT],
             output_names=list(OUTPUT_NAMES),
-            dynamic_axes={name: {0: "batch"} for name in (INPUT_NAME, *OUTPUT_NAMES)},
+            dynamic_axes={name: {0: "batch"} for name in (NETWORK_INPUT, *OUTPUT_NAMES)},
         )
         return onnx.load_model_from_string(path.read_bytes())
 
@@ -164,7 +167,7 @@ def _with_dynamo(model: PersonalModel, example: torch.Tensor) -> onnx.ModelProto
         (example,),
         dynamo=True,
         opset_version=OPSET,
-        input_names=[INPUT_NAME],
+        input_names=[NETWORK_INPUT],
         output_names=list(OUTPUT_NAMES),
         dynamic_shapes=({0: torch.export.Dim("batch", min=1, max=1 << 16)},),
         optimize=False,  # onnxruntime optimises when it loads; here it costs more than a second
@@ -174,7 +177,7 @@ def _with_dynamo(model: PersonalModel, example: torch.Tensor) -> onnx.ModelProto
     return program.model_proto
 
 
-def _describe(proto: onnx.ModelProto, spec: FederationSpec, round_number: int) -> None:
+def _describe(proto: onnx.ModelProto, spec: FederationSpec, round_number: int, takes: Takes) -> None:
     import onnx
 
     form = spec.image
@@ -182,6 +185,7 @@ def _describe(proto: onnx.ModelProto, spec: FederationSpec, round_number: int) -
     properties = {
         "classes": json.dumps(spec.classes),
         "image": form.model_dump_json(),
+        "takes": takes,
         "federation": spec.federation,
         "round": str(round_number),
         "spec": spec.digest,

@@ -31,8 +31,9 @@ from export.manifest import (
     read_model,
     write_manifest,
 )
-from export.preprocess import Pixels
-from export.runtime import INPUT_NAME, Predictor
+from export.preprocess import Pixels, normalise
+from export.preprocess_graph import on_network
+from export.runtime import NETWORK_INPUT, Floats, Predictor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -96,11 +97,12 @@ def add_variants(
     """
     manifest = read_manifest(directory)
     plain = read_model(directory, manifest, manifest.model)
+    calibration = [normalise(one[None], manifest.image) for one in held_out.calibration[:CALIBRATION_IMAGES]]
     candidates, refused = [_Candidate("fp32", plain, _load("fp32", plain, manifest, threads))], []
     for name in names:
         tell(f"{name}: converting")
         try:
-            content = _CONVERSIONS[name](plain, held_out.calibration)
+            content = _CONVERSIONS[name](plain, calibration)
             candidates.append(_Candidate(name, content, _load(name, content, manifest, threads)))
         except (ConversionError, ModelError) as error:
             refused.append(Variant(name=name, reason=str(error)[:500]))
@@ -123,7 +125,8 @@ class _Candidate:
 
 
 def _load(name: VariantName, content: bytes, manifest: Manifest, threads: int) -> Predictor:
-    return Predictor(content, manifest.image, len(manifest.classes), name=name, threads=threads)
+    form, classes = manifest.image, len(manifest.classes)
+    return Predictor(content, form, classes, takes=manifest.takes, name=name, threads=threads)
 
 
 def _judge(candidates: Sequence[_Candidate], held_out: HeldOut, budget: float, plain: ModelFile) -> list[Variant]:
@@ -207,48 +210,61 @@ def _conversion() -> Iterator[None]:
         root.setLevel(level)
 
 
-def _to_fp16(content: bytes, _calibration: Sequence[Pixels]) -> bytes:
-    """Weights and arithmetic in float16; input and outputs keep their types."""
+def _converted(content: bytes, convert: Callable[[onnx.ModelProto], onnx.ModelProto]) -> bytes:
+    """Another form of a model's network; the preprocessing in front of it stays exact."""
     parsed = _parsed(content)
     with _conversion():
-        from onnxruntime.transformers.float16 import convert_float_to_float16
-
-        converted: bytes = convert_float_to_float16(parsed, keep_io_types=True).SerializeToString(deterministic=True)
+        converted: bytes = on_network(parsed, convert).SerializeToString(deterministic=True)
         return converted
 
 
-def _to_int8(content: bytes, calibration: Sequence[Pixels]) -> bytes:
-    """Static quantisation in QDQ form, weights per channel, ranges from local images."""
-    _parsed(content)
-    with _conversion(), tempfile.TemporaryDirectory(prefix="fedcg-int8-") as folder:
+def _to_fp16(content: bytes, _calibration: Sequence[Floats]) -> bytes:
+    """Weights and arithmetic of the network in float16; input and outputs keep their types."""
+    return _converted(content, _halved)
+
+
+def _halved(network: onnx.ModelProto) -> onnx.ModelProto:
+    from onnxruntime.transformers.float16 import convert_float_to_float16
+
+    halved: onnx.ModelProto = convert_float_to_float16(network, keep_io_types=True)
+    return halved
+
+
+def _to_int8(content: bytes, calibration: Sequence[Floats]) -> bytes:
+    """Static quantisation of the network in QDQ form, weights per channel, ranges from local images."""
+    return _converted(content, lambda network: _quantised(network, calibration))
+
+
+def _quantised(network: onnx.ModelProto, calibration: Sequence[Floats]) -> onnx.ModelProto:
+    with tempfile.TemporaryDirectory(prefix="fedcg-int8-") as folder:
         from onnxruntime.quantization import QuantFormat, QuantType, quantize_static
         from onnxruntime.quantization.shape_inference import quant_pre_process
 
         plain, ready, done = (Path(folder) / name for name in ("plain.onnx", "ready.onnx", "int8.onnx"))
-        plain.write_bytes(content)
+        plain.write_bytes(network.SerializeToString())
         quant_pre_process(plain, ready, skip_symbolic_shape=True)
         quantize_static(
             ready,
             done,
-            _Calibration(calibration[:CALIBRATION_IMAGES]),
+            _Calibration(calibration),
             quant_format=QuantFormat.QDQ,
             per_channel=True,
             activation_type=QuantType.QUInt8,
             weight_type=QuantType.QInt8,
         )
-        return done.read_bytes()
+        return _parsed(done.read_bytes())
 
 
 class _Calibration:
     """Images one by one, as onnxruntime's quantiser asks for them."""
 
-    def __init__(self, images: Sequence[Pixels]) -> None:
+    def __init__(self, images: Sequence[Floats]) -> None:
         self._images = iter(images)
 
-    def get_next(self) -> dict[str, Pixels] | None:
+    def get_next(self) -> dict[str, Floats] | None:
         """The next input, or None after the last one."""
         image = next(self._images, None)
-        return None if image is None else {INPUT_NAME: image[None]}
+        return None if image is None else {NETWORK_INPUT: image}
 
 
-_CONVERSIONS: dict[VariantName, Callable[[bytes, Sequence[Pixels]], bytes]] = {"fp16": _to_fp16, "int8": _to_int8}
+_CONVERSIONS: dict[VariantName, Callable[[bytes, Sequence[Floats]], bytes]] = {"fp16": _to_fp16, "int8": _to_int8}

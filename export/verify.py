@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import onnxruntime
 import torch
 
 from export.errors import InputError, VerificationError
-from export.manifest import Verification
+from export.manifest import Takes, Verification
 from export.preprocess import Pixels, load_image
-from export.runtime import Floats, Predictor
+from export.runtime import INPUT_NAME, Floats, Predictor
 from fedcg.learning.data import decode_image, normalise
+from fedcg.learning.decoding import fit_pixels
 from fedcg.learning.errors import DataError
 from fedcg.learning.networks import load_part
 from fedcg.learning.spec import FederationSpec, ImageForm
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 LOGIT_TOLERANCE = 1e-4
 MIN_TOP1_AGREEMENT = 0.995
 NOISE_IMAGES = 64
+OWN_SIZE_IMAGES = 8  # a photograph takes the model's own resize a quarter of a second
 _BATCH = 256
 
 
@@ -51,8 +54,13 @@ def verify(
     parts: Mapping[Part, Weights],
     files: Sequence[Path],
     labels: Sequence[int],
+    *,
+    takes: Takes = "pixels",
 ) -> Verification:
     """Run both models over image files and compare them.
+
+    The first files also go through a model's own preprocessing, each at its own size: the logits must be those of the image that
+    training would see, to the last bit.
 
     Args:
         model_path: the ONNX file.
@@ -60,23 +68,46 @@ def verify(
         parts: weights of extractor and classifier.
         files: held-out image files. Without any, random pixels are compared and no accuracy is given.
         labels: index of the right class per file.
+        takes: what the ONNX model takes.
 
     Raises:
-        VerificationError: a logit differs by more than 1e-4 of the largest one (or of 1), or fewer than 99.5 % of the images get
+        VerificationError: its preprocessing is not that of training, a logit differs by more than 1e-4 of the largest one (or of 1), or fewer than 99.5 % of the images get
             the same class, or a value is not finite.
         InputError: a file that cannot be read as an image.
         ModelError: onnxruntime refuses the model.
     """
     if len(files) != len(labels):
         raise ValueError(f"{len(files)} files but {len(labels)} labels")
-    predictor = Predictor(
-        model_path.read_bytes(), spec.image, spec.class_count, name=str(model_path), threads=torch.get_num_threads()
-    )
+    content, threads = model_path.read_bytes(), torch.get_num_threads()
+    predictor = Predictor(content, spec.image, spec.class_count, takes=takes, name=str(model_path), threads=threads)
+    if takes == "pixels":
+        _check_preprocessing(content, spec.image, files[:OWN_SIZE_IMAGES], model_path)
     reference = _Reference(spec, parts)
     batches = _file_batches(files, spec.image) if files else _noise_batch(spec.image)
     pairs = [(reference.logits(trained), predictor.run(exported).logits) for trained, exported in batches]
     trained, exported = (np.concatenate(side) for side in zip(*pairs, strict=True))
     return _compare(trained, exported, np.asarray(labels, dtype=np.int64), model_path)
+
+
+def _check_preprocessing(content: bytes, form: ImageForm, files: Sequence[Path], model_path: Path) -> None:
+    session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
+    for name, own_size, trained in _own_sizes(files, form):
+        fitted = np.ascontiguousarray(trained.transpose(1, 2, 0))
+        given, wanted = (session.run(["logits"], {INPUT_NAME: image[None]})[0] for image in (own_size, fitted))
+        if not np.array_equal(given, wanted, equal_nan=True):
+            raise VerificationError(
+                f"{model_path}: brings {name} to its size in another way than training; it is not installed. Install the newest "
+                "onnxruntime that this box can run, or export with --raw"
+            )
+
+
+def _own_sizes(files: Sequence[Path], form: ImageForm) -> Iterator[tuple[str, Pixels, np.ndarray]]:
+    """Images as decoded, [H, W, C], and as training sees them, [C, H, W]; one of random pixels at the end."""
+    for file in files:
+        yield str(file), load_image(file, form, resize=False), _decode_as_training(file, form)
+    shape = (2 * form.height + 1, form.width // 2 + 1, form.channels)
+    noise = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+    yield "an image of random pixels", noise, fit_pixels(noise.squeeze(-1) if form.channels == 1 else noise, form)
 
 
 def _file_batches(files: Sequence[Path], form: ImageForm) -> Iterator[tuple[np.ndarray, list[Pixels]]]:

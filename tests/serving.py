@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from export.manifest import Takes
 from export.package import package_personal
 from tests.export_models import TestImages, make_parts, make_spec
 from tests.stack import wait_for
@@ -112,11 +113,13 @@ def multipart(files: Mapping[str, bytes], boundary: str = BOUNDARY) -> tuple[byt
     return body, {"Content-Type": f'multipart/form-data; boundary="{boundary}"'}
 
 
-def install_versions(root: Path, count: int, images: TestImages | None = None) -> None:
+def install_versions(root: Path, count: int, images: TestImages | None = None, *, takes: Takes = "pixels") -> None:
     """Versions 0001, 0002, … of rounds 1, 2, … whose answers differ; the last is in use."""
     torch.set_num_threads(1)
     spec = make_spec()
     for number in range(1, count + 1):
         files, labels = (images.files, images.labels) if images else ([], [])
         parts = make_parts(spec, seed=number)
-        package_personal(spec, parts, root, test_files=files, test_labels=labels, metrics={}, round_number=number)
+        package_personal(
+            spec, parts, root, test_files=files, test_labels=labels, metrics={}, round_number=number, takes=takes
+        )

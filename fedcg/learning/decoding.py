@@ -1,6 +1,6 @@
 """One image to the spec's form: the same function of a file's bytes as `export.preprocess` is at inference.
 
-`convert(mode)`, then a bilinear resize when the size differs; the first frame, EXIF orientation ignored.
+`convert(mode)`, then a bilinear resize of the width and after it of the height; the first frame, EXIF orientation ignored.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def fit_pixels(pixels: NDArray[np.uint8], form: ImageForm) -> NDArray[np.uint8]:
 
 def _fit(image: Image.Image, form: ImageForm) -> NDArray[np.uint8]:
     fitted = image.convert(form.mode)
-    if fitted.size != (form.width, form.height):
-        fitted = fitted.resize((form.width, form.height), Image.Resampling.BILINEAR)
+    # In two steps: which side Pillow takes first when it is left to it changes with its version, and pixels with that.
+    fitted = fitted.resize((form.width, fitted.height), Image.Resampling.BILINEAR)
+    fitted = fitted.resize((form.width, form.height), Image.Resampling.BILINEAR)
     array = np.asarray(fitted, dtype=np.uint8)
     return array[None] if form.channels == 1 else np.ascontiguousarray(array.transpose(2, 0, 1))

@@ -32,6 +32,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with `models`, `image.png` and `pixels.json`, as the page has them."""
     folder = tmp_path_factory.mktemp("home")
     install_versions(folder / "models", 1)
+    install_versions(folder / "raw", 1, takes="normalised")
     (folder / "image.png").write_bytes(encoded(picture(1), "PNG"))
     pixels = load_image(folder / "image.png", Model.load(folder / "models").manifest.image)
     (folder / "pixels.json").write_text(json.dumps({"images": pixels.tolist()}))
@@ -68,14 +69,17 @@ def _python(code: str, home: Path) -> str:
     return done.stdout + done.stderr
 
 
-def test_the_model_runs_in_plain_onnxruntime_without_code_of_ours_and_gives_the_same_answer(home: Path) -> None:
+@pytest.mark.parametrize("root", ["models", pytest.param("raw", marks=pytest.mark.slow)])
+def test_the_model_runs_in_plain_onnxruntime_without_code_of_ours_and_gives_the_same_answer(
+    home: Path, root: str
+) -> None:
     best = load(home / "models").classify(home / "image.png")[0]
-    told, loaded = _python(_snippet("onnxruntime"), home).splitlines()
+    told, loaded = _python(_snippet(f'InferenceSession("{root}/'), home).splitlines()
     assert loaded == "[]"
     label, probability = told.split()
     assert label == best.label
     assert float(probability) == pytest.approx(best.probability, abs=1e-6)
-    onnx.checker.check_model(str(home / "models" / "0001" / "model.onnx"), full_check=True)
+    onnx.checker.check_model(str(home / root / "0001" / "model.onnx"), full_check=True)
 
 
 @pytest.mark.slow

@@ -34,6 +34,7 @@ def _manifest(content: bytes, round_number: int = 1) -> Manifest:
         spec="0" * 64,
         classes=("ant", "bee"),
         image=InputForm(mode="L", height=8, width=8, mean=(0.5,), std=(0.5,)),
+        takes="pixels",
         model=ModelFile(sha256=digest(content), size=len(content), opset=18),
         metrics={"accuracy": 0.5},
         verification=Verification(images=4, source="noise", max_abs_difference=0.0, top1_agreement=1.0),
@@ -74,7 +75,8 @@ def test_a_manifest_comes_back_as_it_was_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "named"),
     [
-        ('"format": 1', '"format": 2', "format"),
+        ('"format": 2', '"format": 1', "format"),
+        ('"takes": "pixels"', '"takes": "anything"', "takes"),
         ('"round": 1', '"round": 1, "surprise": 0', "surprise"),
         ('"round": 1', '"round": -1', "round"),
         ('"name": "model.onnx"', '"name": "../../etc/model.onnx"', "model.name"),

@@ -19,11 +19,11 @@ from export.labelled import labelled_images
 from export.manifest import Manifest, Variant, read_manifest
 from export.optimise_cli import model_app
 from export.package import package_personal
-from export.preprocess import Pixels
-from export.runtime import Model
+from export.preprocess import Pixels, load_image
+from export.runtime import Floats, Model
 from export.slots import Slots
 from export.variants import HeldOut, add_variants
-from tests.export_models import CLASSES, image_form, make_parts, make_spec, write_images
+from tests.export_models import CLASSES, encoded, image_form, make_parts, make_spec, picture, write_images
 
 FORM = image_form()
 
@@ -125,7 +125,7 @@ def test_a_variant_that_loses_too_much_is_not_kept(
     monkeypatch.setattr(variants, "_latencies", _clock({"fp32": 3.0, "fp16": 2.0, "int8": 1.0}))
     plain = variants._CONVERSIONS["int8"]
 
-    def spoilt(content: bytes, calibration: Sequence[Pixels]) -> bytes:
+    def spoilt(content: bytes, calibration: Sequence[Floats]) -> bytes:
         proto = onnx.load_model_from_string(plain(content, calibration))
         for tensor in proto.graph.initializer:
             if tensor.data_type == onnx.TensorProto.INT8 and len(tensor.dims) > 1:
@@ -145,7 +145,7 @@ def test_a_variant_that_loses_too_much_is_not_kept(
 def test_a_conversion_that_fails_is_recorded_and_harms_nothing(
     directory: Path, held_out: HeldOut, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(_content: bytes, _calibration: Sequence[Pixels]) -> bytes:
+    def broken(_content: bytes, _calibration: Sequence[Floats]) -> bytes:
         raise ConversionError("can't be made: no such operator")
 
     monkeypatch.setitem(variants._CONVERSIONS, "fp16", broken)
@@ -172,6 +172,46 @@ def test_a_variant_keeps_what_the_model_says_of_itself(
         assert {name: one[name] for name in ("federation", "round", "spec")} == {
             name: told[0][name] for name in ("federation", "round", "spec")
         }
+
+
+def test_variants_convert_the_network_and_leave_the_preprocessing_exact(
+    directory: Path, held_out: HeldOut, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(variants, "_latencies", _clock({"fp32": 3.0, "fp16": 2.0, "int8": 1.0}))
+    manifest = add_variants(directory, held_out, budget=1.0, threads=1)
+    image = np.asarray(picture(5, 61, 50))
+    fitted = load_image(encoded(picture(5, 61, 50), "PNG"), FORM)
+    fronts, answers = [], []
+    for file in manifest.files:
+        nodes = onnx.load(directory / file.name).graph.node
+        fronts.append([node for node in nodes if node.name.startswith("preprocess/")])
+        session = onnxruntime.InferenceSession(directory / file.name)
+        given, wanted = (session.run(["logits"], {"images": one[None]})[0] for one in (image, fitted))
+        np.testing.assert_array_equal(given, wanted)
+        answers.append(wanted)
+    assert len(fronts[0]) > 5
+    assert fronts[0] == fronts[1] == fronts[2]
+    assert not np.array_equal(answers[0], answers[1])
+    assert not np.array_equal(answers[0], answers[2])
+
+
+def test_a_model_without_preprocessing_has_variants_without(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(variants, "_latencies", _clock({"fp32": 3.0, "fp16": 2.0, "int8": 1.0}))
+    spec = make_spec(FORM)
+    directory = package_personal(
+        spec, make_parts(spec), tmp_path, test_files=[], test_labels=[], metrics={}, round_number=2, takes="normalised"
+    ).model_dir
+    pictures, _ = labelled_images(folder, CLASSES, FORM)
+    labels = Model.load(directory, threads=1).predict(pictures).argmax(axis=1).tolist()
+    manifest = add_variants(directory, HeldOut(pictures, labels, pictures[:8]), budget=0.2, threads=1)
+    assert (manifest.takes, manifest.serves) == ("normalised", "int8")
+    for file in manifest.files:
+        [taken] = onnxruntime.InferenceSession(directory / file.name).get_inputs()
+        assert (taken.name, taken.type) == ("input", "tensor(float)")
+    agreement = (Model.load(directory, threads=1).predict(pictures).argmax(axis=1) == np.asarray(labels)).mean()
+    assert agreement == _by_name(manifest)["int8"].accuracy
 
 
 def test_an_altered_variant_is_found_although_it_is_not_the_one_in_use(
