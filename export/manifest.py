@@ -6,6 +6,7 @@ A file format of its own with a version: a box that only predicts reads it witho
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -17,6 +18,8 @@ MANIFEST_NAME = "manifest.json"
 MODEL_NAME = "model.onnx"
 MANIFEST_FORMAT = 1
 MAX_MANIFEST_BYTES = 8 * 1024 * 1024
+Accept = Callable[[Path, bytes], None]
+"""Told a model's directory and the bytes of its manifest before they are believed; raises ModelError to refuse them."""
 
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -161,8 +164,12 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
     (directory / MANIFEST_NAME).write_text(manifest.model_dump_json(indent=2) + "\n", encoding="utf-8")
 
 
-def read_manifest(directory: Path) -> Manifest:
+def read_manifest(directory: Path, accept: Accept | None = None) -> Manifest:
     """Read and check a model directory's manifest.
+
+    Args:
+        directory: of the model.
+        accept: who must have signed it, for one (`signature.required`); None for anybody.
 
     Raises:
         ManifestError: there is none, it is of a newer format, or it is not valid; names every bad field.
@@ -177,6 +184,8 @@ def read_manifest(directory: Path) -> Manifest:
         ) from error
     if len(payload) > MAX_MANIFEST_BYTES:
         raise ManifestError(f"{path}: larger than {MAX_MANIFEST_BYTES} bytes")
+    if accept is not None:
+        accept(directory, payload)
     try:
         return Manifest.model_validate_json(payload)
     except ValidationError as error:
@@ -209,14 +218,14 @@ def read_model(directory: Path, manifest: Manifest, file: ModelFile | None = Non
     return content
 
 
-def read_all(directory: Path) -> Manifest:
+def read_all(directory: Path, accept: Accept | None = None) -> Manifest:
     """A model directory's manifest, after every model file in it was checked against it.
 
     Raises:
         ManifestError: no valid manifest, or a file that is not there.
         TamperedError: other bytes than the manifest names.
     """
-    manifest = read_manifest(directory)
+    manifest = read_manifest(directory, accept)
     for file in manifest.files:
         read_model(directory, manifest, file)
     return manifest

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import onnxruntime
 
 from export.errors import ManifestError
-from export.manifest import Manifest, read_manifest, read_model
+from export.manifest import Accept, Manifest, read_manifest, read_model
 from export.preprocess import MAX_PIXELS, PixelForm, Pixels, load_image
 from export.slots import resolve
 
@@ -135,7 +135,9 @@ class Model:
     predictor: Predictor
 
     @staticmethod
-    def load(directory: Path, *, providers: Sequence[str] | None = None, threads: int = 0) -> Model:
+    def load(
+        directory: Path, *, providers: Sequence[str] | None = None, threads: int = 0, accept: Accept | None = None
+    ) -> Model:
         """Read a model directory, or the version in use under a root of slots, and make it ready.
 
         The bytes that are checked are the bytes that run.
@@ -144,13 +146,14 @@ class Model:
             directory: holds the manifest and the model, or versions of it.
             providers: execution providers to use; the best available ones when None.
             threads: threads of one prediction; 0 lets onnxruntime choose.
+            accept: what its manifest must pass, e.g. the check of its signature; None for nothing.
 
         Raises:
-            ModelError: no valid manifest, altered bytes, or a model that onnxruntime refuses.
+            ModelError: no valid manifest, altered bytes, one that is not accepted, or a model that onnxruntime refuses.
             SlotError: slots without a usable version.
         """
         directory = resolve(directory)
-        manifest = read_manifest(directory)
+        manifest = read_manifest(directory, accept)
         predictor = Predictor(
             read_model(directory, manifest),
             manifest.image,

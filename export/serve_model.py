@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from export.errors import ExportError, ModelError
+from export.manifest import Accept
 from export.preprocess import Pixels
 from export.runtime import Floats, Model
 from export.serve_watch import Verdict
@@ -57,12 +58,20 @@ class ServedModel:
         threads: threads of one prediction; 0 lets onnxruntime choose.
         warm_up: batch sizes to predict before a version comes into service.
         observe: told "loaded" or "refused" for every version that was tried.
+        accept: what a version's manifest must pass, e.g. the check of its signature; None for nothing.
     """
 
     def __init__(
-        self, directory: Path, *, threads: int, warm_up: Sequence[int], observe: Callable[[str], None] = lambda _: None
+        self,
+        directory: Path,
+        *,
+        threads: int,
+        warm_up: Sequence[int],
+        observe: Callable[[str], None] = lambda _: None,
+        accept: Accept | None = None,
     ) -> None:
         self._directory, self._threads, self._warm_up, self._observe = directory, threads, warm_up, observe
+        self._accept = accept
         self._seen: tuple[Path, Stamp] | str | None = None
         self.current: Served | None = None
         self.refused = f"{directory}: no model was looked for yet"
@@ -94,7 +103,7 @@ class ServedModel:
 
         Nothing is done when there are no versions to choose from, or another one was chosen meanwhile.
         """
-        slots = Slots(self._directory)
+        slots = Slots(self._directory, accept=self._accept)
         try:
             if slots.current().name != verdict.version:
                 return False
@@ -116,7 +125,7 @@ class ServedModel:
             return str(error)
 
     def _load(self) -> Served:
-        model = Model.load(self._directory, threads=self._threads)
+        model = Model.load(self._directory, threads=self._threads, accept=self._accept)
         before = self.current
         if before is not None and before.model.manifest.federation != model.manifest.federation:
             raise ModelError(

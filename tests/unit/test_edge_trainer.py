@@ -39,7 +39,7 @@ from edge_client.trainer_process import (
 from edge_client.weights import to_arrays
 from export.errors import GateError
 from export.manifest import read_manifest
-from export.signature import check_signature
+from export.signature import required
 from export.slots import Slots
 from fedcg.event_log import EventLog, read_events
 from fedcg.learning.initial import complete_spec, initial_parts
@@ -418,7 +418,7 @@ def test_at_the_end_the_best_candidate_is_exported_and_described_once(tmp_path: 
     assert outcome["accuracy_local"] == scores["best_shadow.test"]
     assert outcome["accuracy_own"] == scores["best.test"]
     assert (outcome["test_images"], Path(outcome["onnx_model"]).is_file()) == (15, True)
-    check_signature(Path(outcome["model_dir"]), site.key.public.hex)
+    assert read_manifest(Path(outcome["model_dir"]), required(site.key.public.hex))
     assert site.trainer().do(command) == Chosen(site.aggregate, succeeded=True)
     assert [path.name for path in sorted((site.store.root / "models").glob("0*"))] == ["0001"]
 
