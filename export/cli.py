@@ -19,7 +19,7 @@ from export.preprocess import MAX_PIXELS
 from export.slots import Slots, Version
 
 if TYPE_CHECKING:
-    from export.manifest import Accept
+    from export.manifest import Accept, Manifest, Verification
 
 BAD_INPUT = 2
 T = TypeVar("T")
@@ -104,18 +104,22 @@ def infer_command(
     Over HTTP: `fedcg infer serve --help`.
     """
     from export.inference import classify_files, csv_text, expand, table_lines
+    from export.providers import told
     from export.runtime import Model
 
     if as_json and as_csv:
         _fail(ExportError("choose one of --json and --csv"))
     accept = _accept(signed_by)
     loaded = _or_fail(lambda: Model.load(model, threads=threads, accept=accept))
+    if sys.stderr.isatty():
+        typer.echo(f"{loaded.directory} ({loaded.served.name}) by {told(loaded.predictor.providers)}", err=True)
     results, failures = classify_files(loaded, expand(images), top=top, max_pixels=max_pixels)
     if as_json:
         document = {
             "model": str(loaded.directory),
             "federation": loaded.manifest.federation,
             "round": loaded.manifest.round,
+            "providers": list(loaded.predictor.providers),
             "results": [one.as_json() for one in results],
             "errors": [{"file": one.file, "error": one.reason} for one in failures],
         }
@@ -226,11 +230,11 @@ def list_versions(root: Root, as_json: AsJson = False) -> None:
         typer.echo(f"{star} {row['version']}  {row['state']}")
 
 
-def _version_row(version: Version) -> dict[str, str | bool | int | float | None]:
+def _version_row(version: Version) -> dict[str, object]:
     from export.manifest import read_manifest
     from export.signature import signer_of
 
-    row: dict[str, str | bool | int | float | None] = {"version": version.name, "current": version.is_current}
+    row: dict[str, object] = {"version": version.name, "current": version.is_current}
     try:
         manifest, signer = read_manifest(version.directory), signer_of(version.directory)
     except ExportError as error:
@@ -243,6 +247,7 @@ def _version_row(version: Version) -> dict[str, str | bool | int | float | None]
         "federation": manifest.federation,
         "round": manifest.round,
         "accuracy": accuracy,
+        "verification": manifest.verification.model_dump(mode="json"),
         "created": manifest.created.isoformat(),
         "serves": manifest.serves,
         "signed_by": signer,
@@ -265,18 +270,29 @@ def verify_versions(
     if not names:
         _fail(ExportError(f"{root}: no model is installed there"))
     checks = [_check(slots, name) for name in names]
-    for name, damage in zip(names, checks, strict=True):
-        typer.echo(f"Error: {damage}" if damage else f"{name}  as its manifest says", err=damage is not None)
-    if any(checks):
+    for name, found in zip(names, checks, strict=True):
+        if isinstance(found, ExportError):
+            typer.echo(f"Error: {found}", err=True)
+        else:
+            typer.echo(f"{name}  as its manifest says; {_accuracies(found.verification)}")
+    if any(isinstance(found, ExportError) for found in checks):
         raise typer.Exit(BAD_INPUT)
 
 
-def _check(slots: Slots, name: str) -> ExportError | None:
+def _check(slots: Slots, name: str) -> Manifest | ExportError:
     try:
-        slots.verify(name)
+        return slots.verify(name)
     except ExportError as error:
         return error
-    return None
+
+
+def _accuracies(verification: Verification) -> str:
+    if verification.accuracy_torch is None or verification.accuracy_onnx is None:
+        return "accuracy unavailable: there were no held-out images when it was exported"
+    forms = [("torch", verification.accuracy_torch), ("ONNX", verification.accuracy_onnx)]
+    forms += [(one.name, one.accuracy) for one in verification.variants]
+    rights = ", ".join(f"{name} {share:.1%}" for name, share in forms)
+    return f"accuracy on {verification.images} held-out images: {rights}"
 
 
 @model_app.command("use")

@@ -59,6 +59,29 @@ class ModelFile(_Frozen):
     opset: Annotated[int, Field(ge=1)]
 
 
+VariantName = Literal["fp32", "ort", "fp16", "int8", "trt_fp16"]
+
+
+class VariantCheck(_Frozen):
+    """A form of the model beside the model as exported, on the same held-out image files, which had no part in choosing it.
+
+    Attributes:
+        name: which form.
+        accuracy: share that it gets right, in [0, 1].
+        accuracy_fp32: share that the model as exported gets right.
+        top1_agreement: share for which both name the same class.
+        max_abs_difference: largest difference of a logit.
+        images: how many image files.
+    """
+
+    name: VariantName
+    accuracy: Annotated[float, Field(ge=0, le=1)]
+    accuracy_fp32: Annotated[float, Field(ge=0, le=1)]
+    top1_agreement: Annotated[float, Field(ge=0, le=1)]
+    max_abs_difference: Annotated[Finite, Field(ge=0)]
+    images: Annotated[int, Field(ge=1)]
+
+
 class Verification(_Frozen):
     """The ONNX model beside the trained one, on the same images, both from the encoded file on.
 
@@ -69,6 +92,7 @@ class Verification(_Frozen):
         top1_agreement: share of images for which both name the same class, in [0, 1].
         accuracy_torch: share that the trained model gets right, in [0, 1].
         accuracy_onnx: share that the ONNX model gets right, in [0, 1].
+        variants: the same of each other form of it that was tried and fast enough.
     """
 
     images: Annotated[int, Field(ge=1)]
@@ -77,31 +101,39 @@ class Verification(_Frozen):
     top1_agreement: Annotated[float, Field(ge=0, le=1)]
     accuracy_torch: Annotated[float, Field(ge=0, le=1)] | None = None
     accuracy_onnx: Annotated[float, Field(ge=0, le=1)] | None = None
-
-
-VariantName = Literal["fp32", "fp16", "int8"]
+    variants: Annotated[tuple[VariantCheck, ...], Field(max_length=8)] = ()
 
 
 class Variant(_Frozen):
     """One form of the model, as it was tried on the box that serves it.
 
     Attributes:
-        name: its arithmetic; "fp32" is the model as exported.
+        name: "fp32" is the model as exported; "ort" the same with its graph optimised for one machine; "fp16" and "int8" by their
+            arithmetic; "trt_fp16" the model as exported, with float16 inside TensorRT's engines.
         file: where it lies; None when it was not kept.
         latency_ms: median milliseconds of one prediction at batch 1.
+        start_ms: median milliseconds from the file's bytes to a session that predicts.
         accuracy: share of held-out images that it gets right, in [0, 1].
         top1_agreement: share of them for which it names the class that fp32 names.
         images: how many held-out images that was measured on.
         reason: why it was kept or not.
+        machine: what it is bound to (`providers.machine`); None where it runs anywhere.
     """
 
     name: VariantName
     file: ModelFile | None = None
     latency_ms: Annotated[Finite, Field(ge=0)] | None = None
+    start_ms: Annotated[Finite, Field(ge=0)] | None = None
     accuracy: Annotated[float, Field(ge=0, le=1)] | None = None
     top1_agreement: Annotated[float, Field(ge=0, le=1)] | None = None
     images: Annotated[int, Field(ge=0)] = 0
     reason: Annotated[str, Field(max_length=500)] = ""
+    machine: Annotated[str, Field(max_length=300)] | None = None
+
+    @property
+    def is_half(self) -> bool:
+        """Whether TensorRT may use float16 for it."""
+        return self.name == "trt_fp16"
 
 
 class Gate(_Frozen):
@@ -143,14 +175,19 @@ class Manifest(_Frozen):
     @property
     def files(self) -> tuple[ModelFile, ...]:
         """Every model file of the directory: the one as exported first, then the variants that were kept."""
-        kept = [one.file for one in self.variants if one.file is not None and one.name != "fp32"]
+        kept = [one.file for one in self.variants if one.file is not None and one.file != self.model]
         return (self.model, *kept)
 
-    @property
-    def served(self) -> ModelFile:
-        """The file to run."""
-        found = next((one.file for one in self.variants if one.name == self.serves), None)
-        return self.model if self.serves == "fp32" or found is None else found
+    def served_on(self, machine: Callable[[], str]) -> Variant:
+        """The form to run: the chosen one, or the model as exported where that is bound to another machine.
+
+        Args:
+            machine: tells what a form that was made here would be bound to; asked only where it matters.
+        """
+        for one in self.variants:
+            if one.name == self.serves and (one.machine is None or one.machine == machine()):
+                return one
+        return Variant(name="fp32", file=self.model)
 
     @model_validator(mode="after")
     def _serves_what_was_kept(self) -> Manifest:
@@ -199,13 +236,13 @@ def digest(content: bytes) -> str:
 
 
 def read_model(directory: Path, manifest: Manifest, file: ModelFile | None = None) -> bytes:
-    """The bytes of a model file, the one to run unless another is named, checked against the manifest.
+    """The bytes of a model file, the one as exported unless another is named, checked against the manifest.
 
     Raises:
         ManifestError: the file is not there.
         TamperedError: other bytes than the manifest names.
     """
-    named = file or manifest.served
+    named = file or manifest.model
     path = directory / named.name
     try:
         content = path.read_bytes()

@@ -13,6 +13,7 @@ import numpy as np
 from export.errors import ExportError, ModelError
 from export.manifest import Accept
 from export.preprocess import Pixels
+from export.providers import told
 from export.runtime import Floats, Model
 from export.serve_watch import Verdict
 from export.slots import Slots, resolve
@@ -96,7 +97,16 @@ class ServedModel:
             self.current, self.refused = served, ""
             self._observe("loaded")
             manifest = served.model.manifest
-            log.info("serving %s, round %d, version %s", manifest.federation, manifest.round, served.version)
+            by = told(served.model.predictor.providers)
+            form = served.model.served.name
+            log.info(
+                "serving %s, round %d, version %s (%s) by %s",
+                manifest.federation,
+                manifest.round,
+                served.version,
+                form,
+                by,
+            )
 
     def take_back(self, verdict: Verdict) -> bool:
         """Return to the version before one that does badly in service; whether that was possible.

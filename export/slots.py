@@ -26,6 +26,7 @@ KEEP = 3
 HISTORY = 16
 _LOCK_NAME = ".lock"
 _STAGING_PREFIX = ".staging-"
+_ENGINES_SUFFIX = ".engines"
 
 
 class Pointer(BaseModel):
@@ -103,6 +104,7 @@ class Slots:
                 return self._publish(staging)
             finally:
                 shutil.rmtree(staging, ignore_errors=True)
+                shutil.rmtree(engines_of(staging), ignore_errors=True)
 
     def _publish(self, staging: Path) -> Path:
         read_all(staging)
@@ -228,6 +230,9 @@ class Slots:
         for name in names:
             if name not in kept:
                 shutil.rmtree(self.root / name, ignore_errors=True)
+        for engines in self.root.glob(f"*{_ENGINES_SUFFIX}"):
+            if engines.stem not in kept:
+                shutil.rmtree(engines, ignore_errors=True)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -264,6 +269,11 @@ def resolve(directory: Path) -> Path:
     raise ManifestError(
         f"{directory}: holds neither {MANIFEST_NAME} (a model) nor {POINTER_NAME} (versions of a model)"
     )
+
+
+def engines_of(model_dir: Path) -> Path:
+    """Where what a card's compiler made of a model is kept: beside its directory, whose files are watched for changes."""
+    return model_dir.with_name(model_dir.name + _ENGINES_SUFFIX)
 
 
 def _sync(path: Path) -> None:

@@ -491,8 +491,11 @@ def test_variants_of_the_chosen_model_are_judged_by_validation_images(
     assert trainer.do(ChooseModel(site.spec.digest, site.aggregate)) == Chosen(site.aggregate, succeeded=True)
     outcome = site.store.finalised()
     manifest = read_manifest(Path(str(outcome["model_dir"])))
-    assert [one.name for one in manifest.variants] == ["fp32", "fp16", "int8"]
-    assert {one.images for one in manifest.variants} == {outcome["val_images"]}
+    assert sorted(one.name for one in manifest.variants) == ["fp16", "fp32", "int8", "ort", "trt_fp16"]
+    assert {one.images for one in manifest.variants if one.accuracy is not None} == {outcome["val_images"]}
+    checked = [one.name for one in manifest.variants if one.file is not None and one.name != "fp32"]
+    assert {one.images for one in manifest.verification.variants} <= {manifest.verification.images}
+    assert set(checked) <= {one.name for one in manifest.verification.variants}
     assert outcome["served_variant"] == manifest.serves
 
 
