@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import typer
 from typer.core import TyperGroup
@@ -18,6 +18,9 @@ from export.errors import ExportError
 from export.preprocess import MAX_PIXELS
 from export.slots import Slots, Version
 
+if TYPE_CHECKING:
+    from export.manifest import Accept, Manifest, Verification
+
 BAD_INPUT = 2
 T = TypeVar("T")
 
@@ -25,6 +28,14 @@ model_app = typer.Typer(
     help="Versions of the model on this box: list, check, choose, go back.", no_args_is_help=True, add_completion=False
 )
 Root = Annotated[Path, typer.Argument(metavar="DIR", help="Root of the versions: the folder with 0001, 0002, … in it.")]
+SignedBy = Annotated[
+    str | None,
+    typer.Option(
+        "--signed-by",
+        metavar="KEY",
+        help="Use only models signed by this device: its public key, 64 hex digits, or a file that holds it.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 
@@ -38,6 +49,14 @@ def _or_fail(action: Callable[[], T]) -> T:
         return action()
     except ExportError as error:
         _fail(error)
+
+
+def _accept(signed_by: str | None) -> Accept | None:
+    if signed_by is None:
+        return None
+    from export.signature import required
+
+    return _or_fail(lambda: required(signed_by))
 
 
 class _InferGroup(TyperGroup):
@@ -73,6 +92,7 @@ def infer_command(
     threads: Annotated[
         int, typer.Option("--threads", min=0, help="Threads of one prediction; 0: the runtime chooses.")
     ] = 0,
+    signed_by: SignedBy = None,
     as_json: AsJson = False,
     as_csv: Annotated[
         bool, typer.Option("--csv", help="Print CSV: file, class, probability, and again for --top.")
@@ -84,17 +104,22 @@ def infer_command(
     Over HTTP: `fedcg infer serve --help`.
     """
     from export.inference import classify_files, csv_text, expand, table_lines
+    from export.providers import told
     from export.runtime import Model
 
     if as_json and as_csv:
         _fail(ExportError("choose one of --json and --csv"))
-    loaded = _or_fail(lambda: Model.load(model, threads=threads))
+    accept = _accept(signed_by)
+    loaded = _or_fail(lambda: Model.load(model, threads=threads, accept=accept))
+    if sys.stderr.isatty():
+        typer.echo(f"{loaded.directory} ({loaded.served.name}) by {told(loaded.predictor.providers)}", err=True)
     results, failures = classify_files(loaded, expand(images), top=top, max_pixels=max_pixels)
     if as_json:
         document = {
             "model": str(loaded.directory),
             "federation": loaded.manifest.federation,
             "round": loaded.manifest.round,
+            "providers": list(loaded.predictor.providers),
             "results": [one.as_json() for one in results],
             "errors": [{"file": one.file, "error": one.reason} for one in failures],
         }
@@ -124,6 +149,7 @@ def serve_command(
     watch: Annotated[
         int, typer.Option(min=0, help="Predictions after which a new version that does badly is taken back; 0: never.")
     ] = 200,
+    signed_by: SignedBy = None,
 ) -> None:
     """Answer predictions over HTTP: POST /predict; /healthz, /readyz, /model, /metrics.
 
@@ -135,7 +161,8 @@ def serve_command(
     finally:
         gc.enable()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    settings = Settings(model, host, port, threads, max_batch, max_wait_ms, queue, max_bytes, max_pixels, watch)
+    accept = _accept(signed_by)
+    settings = Settings(model, host, port, threads, max_batch, max_wait_ms, queue, max_bytes, max_pixels, watch, accept)
     code = _or_fail(lambda: serve(settings, typer.echo))
     raise typer.Exit(code)
 
@@ -161,6 +188,7 @@ def serve_mqtt_command(
     watch: Annotated[
         int, typer.Option(min=0, help="Predictions after which a new version that does badly is taken back; 0: never.")
     ] = 200,
+    signed_by: SignedBy = None,
 ) -> None:
     """Answer predictions over MQTT, by request and response; follows the version in use.
 
@@ -169,7 +197,7 @@ def serve_mqtt_command(
     from export.serve_mqtt_run import Broker, run
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    broker = Broker(host, port, ca, cert, key, insecure)
+    broker, accept = Broker(host, port, ca, cert, key, insecure), _accept(signed_by)
     _or_fail(
         lambda: run(
             model,
@@ -182,6 +210,7 @@ def serve_mqtt_command(
             max_bytes=max_bytes,
             max_pixels=max_pixels,
             watch=watch,
+            accept=accept,
         )
     )
 
@@ -201,11 +230,11 @@ def list_versions(root: Root, as_json: AsJson = False) -> None:
         typer.echo(f"{star} {row['version']}  {row['state']}")
 
 
-def _version_row(version: Version) -> dict[str, str | bool | int | float | None]:
+def _version_row(version: Version) -> dict[str, object]:
     from export.manifest import read_manifest
     from export.signature import signer_of
 
-    row: dict[str, str | bool | int | float | None] = {"version": version.name, "current": version.is_current}
+    row: dict[str, object] = {"version": version.name, "current": version.is_current}
     try:
         manifest, signer = read_manifest(version.directory), signer_of(version.directory)
     except ExportError as error:
@@ -218,6 +247,7 @@ def _version_row(version: Version) -> dict[str, str | bool | int | float | None]
         "federation": manifest.federation,
         "round": manifest.round,
         "accuracy": accuracy,
+        "verification": manifest.verification.model_dump(mode="json"),
         "created": manifest.created.isoformat(),
         "serves": manifest.serves,
         "signed_by": signer,
@@ -232,32 +262,37 @@ def _local(moment: datetime) -> str:
 def verify_versions(
     root: Root,
     version: Annotated[str | None, typer.Argument(help="One version; all when left out.")] = None,
-    key: Annotated[
-        str | None, typer.Option("--key", help="Also: signed by the device with this public key, 64 hex digits.")
-    ] = None,
+    signed_by: SignedBy = None,
 ) -> None:
     """Check that every model is, byte for byte, the one its manifest names. Exit code 2 when one is not."""
-    slots = Slots(root)
+    slots = Slots(root, accept=_accept(signed_by))
     names = [version] if version else [one.name for one in _or_fail(slots.versions)]
     if not names:
         _fail(ExportError(f"{root}: no model is installed there"))
-    checks = [_check(slots, name, key) for name in names]
-    for name, damage in zip(names, checks, strict=True):
-        typer.echo(f"Error: {damage}" if damage else f"{name}  as its manifest says", err=damage is not None)
-    if any(checks):
+    checks = [_check(slots, name) for name in names]
+    for name, found in zip(names, checks, strict=True):
+        if isinstance(found, ExportError):
+            typer.echo(f"Error: {found}", err=True)
+        else:
+            typer.echo(f"{name}  as its manifest says; {_accuracies(found.verification)}")
+    if any(isinstance(found, ExportError) for found in checks):
         raise typer.Exit(BAD_INPUT)
 
 
-def _check(slots: Slots, name: str, key: str | None) -> ExportError | None:
-    from export.signature import check_signature
-
+def _check(slots: Slots, name: str) -> Manifest | ExportError:
     try:
-        slots.verify(name)
-        if key is not None:
-            check_signature(slots.root / name, key)
+        return slots.verify(name)
     except ExportError as error:
         return error
-    return None
+
+
+def _accuracies(verification: Verification) -> str:
+    if verification.accuracy_torch is None or verification.accuracy_onnx is None:
+        return "accuracy unavailable: there were no held-out images when it was exported"
+    forms = [("torch", verification.accuracy_torch), ("ONNX", verification.accuracy_onnx)]
+    forms += [(one.name, one.accuracy) for one in verification.variants]
+    rights = ", ".join(f"{name} {share:.1%}" for name, share in forms)
+    return f"accuracy on {verification.images} held-out images: {rights}"
 
 
 @model_app.command("use")

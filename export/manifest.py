@@ -6,6 +6,7 @@ A file format of its own with a version: a box that only predicts reads it witho
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -17,6 +18,8 @@ MANIFEST_NAME = "manifest.json"
 MODEL_NAME = "model.onnx"
 MANIFEST_FORMAT = 2
 MAX_MANIFEST_BYTES = 8 * 1024 * 1024
+Accept = Callable[[Path, bytes], None]
+"""Told a model's directory and the bytes of its manifest before they are believed; raises ModelError to refuse them."""
 
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -56,6 +59,30 @@ class ModelFile(_Frozen):
     opset: Annotated[int, Field(ge=1)]
 
 
+VariantName = Literal["fp32", "ort", "fp16", "int8", "trt_fp16"]
+Takes = Literal["pixels", "normalised"]
+
+
+class VariantCheck(_Frozen):
+    """A form of the model beside the model as exported, on the same held-out image files, which had no part in choosing it.
+
+    Attributes:
+        name: which form.
+        accuracy: share that it gets right, in [0, 1].
+        accuracy_fp32: share that the model as exported gets right.
+        top1_agreement: share for which both name the same class.
+        max_abs_difference: largest difference of a logit.
+        images: how many image files.
+    """
+
+    name: VariantName
+    accuracy: Annotated[float, Field(ge=0, le=1)]
+    accuracy_fp32: Annotated[float, Field(ge=0, le=1)]
+    top1_agreement: Annotated[float, Field(ge=0, le=1)]
+    max_abs_difference: Annotated[Finite, Field(ge=0)]
+    images: Annotated[int, Field(ge=1)]
+
+
 class Verification(_Frozen):
     """The ONNX model beside the trained one, on the same images, both from the encoded file on.
 
@@ -66,6 +93,7 @@ class Verification(_Frozen):
         top1_agreement: share of images for which both name the same class, in [0, 1].
         accuracy_torch: share that the trained model gets right, in [0, 1].
         accuracy_onnx: share that the ONNX model gets right, in [0, 1].
+        variants: the same of each other form of it that was tried and fast enough.
     """
 
     images: Annotated[int, Field(ge=1)]
@@ -74,32 +102,39 @@ class Verification(_Frozen):
     top1_agreement: Annotated[float, Field(ge=0, le=1)]
     accuracy_torch: Annotated[float, Field(ge=0, le=1)] | None = None
     accuracy_onnx: Annotated[float, Field(ge=0, le=1)] | None = None
-
-
-VariantName = Literal["fp32", "fp16", "int8"]
-Takes = Literal["pixels", "normalised"]
+    variants: Annotated[tuple[VariantCheck, ...], Field(max_length=8)] = ()
 
 
 class Variant(_Frozen):
     """One form of the model, as it was tried on the box that serves it.
 
     Attributes:
-        name: its arithmetic; "fp32" is the model as exported.
+        name: "fp32" is the model as exported; "ort" the same with its graph optimised for one machine; "fp16" and "int8" by their
+            arithmetic; "trt_fp16" the model as exported, with float16 inside TensorRT's engines.
         file: where it lies; None when it was not kept.
         latency_ms: median milliseconds of one prediction at batch 1.
+        start_ms: median milliseconds from the file's bytes to a session that predicts.
         accuracy: share of held-out images that it gets right, in [0, 1].
         top1_agreement: share of them for which it names the class that fp32 names.
         images: how many held-out images that was measured on.
         reason: why it was kept or not.
+        machine: what it is bound to (`providers.machine`); None where it runs anywhere.
     """
 
     name: VariantName
     file: ModelFile | None = None
     latency_ms: Annotated[Finite, Field(ge=0)] | None = None
+    start_ms: Annotated[Finite, Field(ge=0)] | None = None
     accuracy: Annotated[float, Field(ge=0, le=1)] | None = None
     top1_agreement: Annotated[float, Field(ge=0, le=1)] | None = None
     images: Annotated[int, Field(ge=0)] = 0
     reason: Annotated[str, Field(max_length=500)] = ""
+    machine: Annotated[str, Field(max_length=300)] | None = None
+
+    @property
+    def is_half(self) -> bool:
+        """Whether TensorRT may use float16 for it."""
+        return self.name == "trt_fp16"
 
 
 class Gate(_Frozen):
@@ -147,14 +182,19 @@ class Manifest(_Frozen):
     @property
     def files(self) -> tuple[ModelFile, ...]:
         """Every model file of the directory: the one as exported first, then the variants that were kept."""
-        kept = [one.file for one in self.variants if one.file is not None and one.name != "fp32"]
+        kept = [one.file for one in self.variants if one.file is not None and one.file != self.model]
         return (self.model, *kept)
 
-    @property
-    def served(self) -> ModelFile:
-        """The file to run."""
-        found = next((one.file for one in self.variants if one.name == self.serves), None)
-        return self.model if self.serves == "fp32" or found is None else found
+    def served_on(self, machine: Callable[[], str]) -> Variant:
+        """The form to run: the chosen one, or the model as exported where that is bound to another machine.
+
+        Args:
+            machine: tells what a form that was made here would be bound to; asked only where it matters.
+        """
+        for one in self.variants:
+            if one.name == self.serves and (one.machine is None or one.machine == machine()):
+                return one
+        return Variant(name="fp32", file=self.model)
 
     @model_validator(mode="after")
     def _serves_what_was_kept(self) -> Manifest:
@@ -168,8 +208,12 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
     (directory / MANIFEST_NAME).write_text(manifest.model_dump_json(indent=2) + "\n", encoding="utf-8")
 
 
-def read_manifest(directory: Path) -> Manifest:
+def read_manifest(directory: Path, accept: Accept | None = None) -> Manifest:
     """Read and check a model directory's manifest.
+
+    Args:
+        directory: of the model.
+        accept: who must have signed it, for one (`signature.required`); None for anybody.
 
     Raises:
         ManifestError: there is none, it is of a newer format, or it is not valid; names every bad field.
@@ -184,6 +228,8 @@ def read_manifest(directory: Path) -> Manifest:
         ) from error
     if len(payload) > MAX_MANIFEST_BYTES:
         raise ManifestError(f"{path}: larger than {MAX_MANIFEST_BYTES} bytes")
+    if accept is not None:
+        accept(directory, payload)
     try:
         return Manifest.model_validate_json(payload)
     except ValidationError as error:
@@ -197,13 +243,13 @@ def digest(content: bytes) -> str:
 
 
 def read_model(directory: Path, manifest: Manifest, file: ModelFile | None = None) -> bytes:
-    """The bytes of a model file, the one to run unless another is named, checked against the manifest.
+    """The bytes of a model file, the one as exported unless another is named, checked against the manifest.
 
     Raises:
         ManifestError: the file is not there.
         TamperedError: other bytes than the manifest names.
     """
-    named = file or manifest.served
+    named = file or manifest.model
     path = directory / named.name
     try:
         content = path.read_bytes()
@@ -216,14 +262,14 @@ def read_model(directory: Path, manifest: Manifest, file: ModelFile | None = Non
     return content
 
 
-def read_all(directory: Path) -> Manifest:
+def read_all(directory: Path, accept: Accept | None = None) -> Manifest:
     """A model directory's manifest, after every model file in it was checked against it.
 
     Raises:
         ManifestError: no valid manifest, or a file that is not there.
         TamperedError: other bytes than the manifest names.
     """
-    manifest = read_manifest(directory)
+    manifest = read_manifest(directory, accept)
     for file in manifest.files:
         read_model(directory, manifest, file)
     return manifest

@@ -57,11 +57,15 @@ def optimise_command(
     except ExportError as error:
         typer.echo(f"Error: {error}", err=True)
         raise typer.Exit(BAD_INPUT) from error
-    directory, manifest = made
+    from export.providers import available_providers, told
+
+    (directory, manifest), providers = made, available_providers()
     if as_json:
         tried = [one.model_dump(mode="json") for one in manifest.variants]
-        typer.echo(json.dumps({"model": str(directory), "serves": manifest.serves, "variants": tried}, indent=2))
+        document = {"model": str(directory), "serves": manifest.serves, "providers": providers, "variants": tried}
+        typer.echo(json.dumps(document, indent=2))
         return
+    typer.echo(f"  by {told(providers)}")
     for one in manifest.variants:
         star = "*" if one.name == manifest.serves else " "
         measured = "" if one.latency_ms is None else f"{one.latency_ms:.3f} ms, accuracy {one.accuracy or 0.0:.1%}; "

@@ -30,6 +30,7 @@ from export.slots import Slots
 from export.to_onnx import Exported, export_personal
 from export.variants import HeldOut, add_variants
 from export.verify import verify
+from export.verify_variants import verify_variants
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.parts import Part
 
@@ -95,6 +96,7 @@ def package_personal(
         write_manifest(directory, _manifest(spec, exported, verification, metrics, round_number, takes, created))
         if variants is not None:
             add_variants(directory, variants, threads=torch.get_num_threads())
+            verify_variants(directory, test_files, test_labels, threads=torch.get_num_threads())
         if gate is not None:
             passed = pass_gate(directory, slots, test_files, test_labels, gate, threads=torch.get_num_threads())
             write_manifest(directory, read_manifest(directory).model_copy(update={"gate": passed}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,18 +13,19 @@ import numpy.typing as npt
 import onnxruntime
 
 from export.errors import ManifestError
-from export.manifest import Manifest, Takes, read_manifest, read_model
+from export.manifest import Accept, Manifest, Takes, Variant, read_manifest, read_model
 from export.preprocess import MAX_PIXELS, PixelForm, Pixels, load_image, normalise
-from export.slots import resolve
+from export.providers import TensorRt, available_providers, machine, with_options
+from export.slots import engines_of, resolve
 
 Floats = npt.NDArray[np.float32]
 
-PROVIDERS = ("TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider")  # best first
 INPUT_NAME = "images"  # decoded pixels, of a model with its preprocessing inside
 NETWORK_INPUT = "input"  # the network's own input: of a model without
 OUTPUT_NAMES = ("logits", "probabilities")
 BATCH = 256
 _LOG_ERRORS_ONLY = 3
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -42,12 +44,6 @@ class Outputs:
     probabilities: Floats
 
 
-def available_providers() -> tuple[str, ...]:
-    """The execution providers this onnxruntime has, best first: TensorRT, CUDA, CPU."""
-    present = onnxruntime.get_available_providers()
-    return tuple(name for name in PROVIDERS if name in present)
-
-
 class Predictor:
     """An ONNX model in onnxruntime, checked to take and give what a form and a number of classes say.
 
@@ -59,6 +55,7 @@ class Predictor:
         name: what to call the file in errors.
         providers: execution providers to use; the best available ones when None.
         threads: threads of one prediction; 0 lets onnxruntime choose.
+        tensorrt: how TensorRT makes its engines, where it is among the providers.
 
     Raises:
         ManifestError: onnxruntime refuses the model, or it takes or gives something else.
@@ -74,6 +71,7 @@ class Predictor:
         name: str = "model",
         providers: Sequence[str] | None = None,
         threads: int = 0,
+        tensorrt: TensorRt = TensorRt(),
     ) -> None:
         options = onnxruntime.SessionOptions()
         options.log_severity_level = _LOG_ERRORS_ONLY
@@ -81,8 +79,9 @@ class Predictor:
         # Images come at the network's size, so that different ones share a batch: told so, onnxruntime leaves the resize out.
         options.add_free_dimension_override_by_name("height", form.height)
         options.add_free_dimension_override_by_name("width", form.width)
+        asked = with_options(providers or available_providers(), tensorrt)
         try:
-            session = onnxruntime.InferenceSession(content, options, providers=list(providers or available_providers()))
+            session = onnxruntime.InferenceSession(content, options, providers=asked)
         except Exception as error:  # onnxruntime's own exception types are not public
             raise ManifestError(f"{name}: onnxruntime cannot load it ({error})") from error
         self.name = name
@@ -154,14 +153,18 @@ class Model:
         manifest: what it is and what it takes.
         directory: where it was read from.
         predictor: the model in onnxruntime.
+        served: which of its forms that is; the one as exported where the manifest's choice is bound to another machine.
     """
 
     manifest: Manifest
     directory: Path
     predictor: Predictor
+    served: Variant
 
     @staticmethod
-    def load(directory: Path, *, providers: Sequence[str] | None = None, threads: int = 0) -> Model:
+    def load(
+        directory: Path, *, providers: Sequence[str] | None = None, threads: int = 0, accept: Accept | None = None
+    ) -> Model:
         """Read a model directory, or the version in use under a root of slots, and make it ready.
 
         The bytes that are checked are the bytes that run.
@@ -170,23 +173,35 @@ class Model:
             directory: holds the manifest and the model, or versions of it.
             providers: execution providers to use; the best available ones when None.
             threads: threads of one prediction; 0 lets onnxruntime choose.
+            accept: what its manifest must pass, e.g. the check of its signature; None for nothing.
 
         Raises:
-            ModelError: no valid manifest, altered bytes, or a model that onnxruntime refuses.
+            ModelError: no valid manifest, altered bytes, one that is not accepted, or a model that onnxruntime refuses.
             SlotError: slots without a usable version.
         """
         directory = resolve(directory)
-        manifest = read_manifest(directory)
+        manifest = read_manifest(directory, accept)
+        served = manifest.served_on(machine)
+        if served.name != manifest.serves:
+            log.warning(
+                "%s: its form %s was made on another machine or with another onnxruntime; %s is used. "
+                "`fedcg model optimise` tries the forms here",
+                directory,
+                manifest.serves,
+                served.name,
+            )
+        file = served.file or manifest.model
         predictor = Predictor(
-            read_model(directory, manifest),
+            read_model(directory, manifest, file),
             manifest.image,
             len(manifest.classes),
             takes=manifest.takes,
-            name=str(directory / manifest.served.name),
+            name=str(directory / file.name),
             providers=providers,
             threads=threads,
+            tensorrt=TensorRt(engines_of(directory) / file.sha256[:16], served.is_half),
         )
-        return Model(manifest, directory, predictor)
+        return Model(manifest, directory, predictor, served)
 
     def predict(self, images: Sequence[Pixels] | Pixels) -> Floats:
         """Probabilities of images, [N, C] float32.

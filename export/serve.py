@@ -15,6 +15,7 @@ from types import FrameType
 import uvicorn
 
 from export.errors import ServingError
+from export.manifest import Accept
 from export.preprocess import MAX_PIXELS
 from export.serve_app import Service, create_app
 from export.serve_batches import Batcher
@@ -46,6 +47,7 @@ class Settings:
         max_bytes: bytes of a request's body.
         max_pixels: pixels of an encoded image.
         watch: predictions by which a new version is compared with the one before it; 0 for never.
+        accept: what a version's manifest must pass, e.g. the check of its signature; None for nothing.
     """
 
     model: Path
@@ -58,6 +60,7 @@ class Settings:
     max_bytes: int = 16 * 1024 * 1024
     max_pixels: int = MAX_PIXELS
     watch: int = WINDOW
+    accept: Accept | None = None
 
 
 class _Server(uvicorn.Server):
@@ -119,7 +122,13 @@ def serve(settings: Settings, say: Callable[[str], None]) -> int:
     def count(outcome: str) -> None:
         metrics.swaps[outcome] += 1
 
-    models = ServedModel(settings.model, threads=settings.threads, warm_up=(1, settings.max_batch), observe=count)
+    models = ServedModel(
+        settings.model,
+        threads=settings.threads,
+        warm_up=(1, settings.max_batch),
+        observe=count,
+        accept=settings.accept,
+    )
     service = Service(models, batcher, limits, metrics, Watch(settings.watch))
     with _listening(settings) as listener:
         if settings.host not in LOOPBACK_HOSTS:

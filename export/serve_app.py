@@ -210,6 +210,7 @@ async def model(service: Running) -> dict[str, object]:
         **served.identity(),
         "since": served.since.isoformat(),
         "providers": list(served.model.predictor.providers),
+        "variant": served.model.served.name,
         "refused": service.models.refused or None,
         "taken_back": service.models.taken_back or None,
         "manifest": served.model.manifest.model_dump(mode="json"),
@@ -222,7 +223,8 @@ async def metrics(service: Running) -> Response:
     served = service.models.current
     identity = None
     if served is not None:
-        told = {**served.identity(), "sha256": served.model.manifest.served.sha256}
+        file = served.model.served.file or served.model.manifest.model
+        told = {**served.identity(), "sha256": file.sha256}
         identity = {name: str(value) for name, value in told.items()}
     is_ready = served is not None and not service.is_draining
     text = service.metrics.text(queue=service.batcher.length, is_ready=is_ready, identity=identity)

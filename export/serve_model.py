@@ -11,7 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from export.errors import ExportError, ModelError
+from export.manifest import Accept
 from export.preprocess import Pixels
+from export.providers import told
 from export.runtime import Floats, Model
 from export.serve_watch import Verdict
 from export.slots import Slots, resolve
@@ -57,12 +59,20 @@ class ServedModel:
         threads: threads of one prediction; 0 lets onnxruntime choose.
         warm_up: batch sizes to predict before a version comes into service.
         observe: told "loaded" or "refused" for every version that was tried.
+        accept: what a version's manifest must pass, e.g. the check of its signature; None for nothing.
     """
 
     def __init__(
-        self, directory: Path, *, threads: int, warm_up: Sequence[int], observe: Callable[[str], None] = lambda _: None
+        self,
+        directory: Path,
+        *,
+        threads: int,
+        warm_up: Sequence[int],
+        observe: Callable[[str], None] = lambda _: None,
+        accept: Accept | None = None,
     ) -> None:
         self._directory, self._threads, self._warm_up, self._observe = directory, threads, warm_up, observe
+        self._accept = accept
         self._seen: tuple[Path, Stamp] | str | None = None
         self.current: Served | None = None
         self.refused = f"{directory}: no model was looked for yet"
@@ -87,14 +97,23 @@ class ServedModel:
             self.current, self.refused = served, ""
             self._observe("loaded")
             manifest = served.model.manifest
-            log.info("serving %s, round %d, version %s", manifest.federation, manifest.round, served.version)
+            by = told(served.model.predictor.providers)
+            form = served.model.served.name
+            log.info(
+                "serving %s, round %d, version %s (%s) by %s",
+                manifest.federation,
+                manifest.round,
+                served.version,
+                form,
+                by,
+            )
 
     def take_back(self, verdict: Verdict) -> bool:
         """Return to the version before one that does badly in service; whether that was possible.
 
         Nothing is done when there are no versions to choose from, or another one was chosen meanwhile.
         """
-        slots = Slots(self._directory)
+        slots = Slots(self._directory, accept=self._accept)
         try:
             if slots.current().name != verdict.version:
                 return False
@@ -116,7 +135,7 @@ class ServedModel:
             return str(error)
 
     def _load(self) -> Served:
-        model = Model.load(self._directory, threads=self._threads)
+        model = Model.load(self._directory, threads=self._threads, accept=self._accept)
         before = self.current
         if before is not None and before.model.manifest.federation != model.manifest.federation:
             raise ModelError(

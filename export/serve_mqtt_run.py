@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from export.errors import ServingError
+from export.manifest import Accept
 from export.serve_inputs import Limits
 from export.serve_model import ServedModel
 from export.serve_mqtt import MqttServer, Place
@@ -39,6 +40,7 @@ def run(
     max_bytes: int,
     max_pixels: int,
     watch: int,
+    accept: Accept | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT.
 
@@ -60,7 +62,7 @@ def run(
     try:
         config = MqttConfig(broker.host, broker.port, name, tls=tls, insecure=broker.insecure)
         server = MqttServer(
-            ServedModel(model, threads=threads, warm_up=(1,)),
+            ServedModel(model, threads=threads, warm_up=(1,), accept=accept),
             place,
             lambda will: MqttTransport(config, will),
             Limits(max_bytes, max_pixels, MAX_IMAGES),

@@ -1,15 +1,21 @@
 """Whether a new version does in service what the one before it did: failures, predicted classes, confidence. Pure; no clock, no I/O.
 
-The test: the last `window` predictions of the version before are compared with the first `window` of the new one. The new one is
-taken back when
+The test: the last predictions of the version before, up to `LONGEST` windows of them, are compared with those of the new one from
+its first `window` on. The new one is taken back when
 
-* at least `FAILURES` of its requests failed inside the model, and those are more than `FAILURE_SHARE` of them; or
-* the shares of predicted classes are further apart (half the sum of absolute differences) than `CLASS_SHIFT` plus what chance
-  moves with so many classes and predictions; or
+* at least `FAILURES` of its requests failed inside the model, and those are more than `FAILURE_SHARE` of them, beside the share
+  that the version before failed at; or
+* the shares of predicted classes are further apart (half the sum of absolute differences) than `CLASS_SHIFT` and `CHANCE` times
+  what chance moves; or
 * its mean confidence (probability of the likeliest class) is lower by more than `CONFIDENCE_DROP`.
 
+What chance moves depends on how many images are independent. A camera on a line sees the same thing many times in a row, so the
+classes of the version before are counted in runs: where there are fewer than independent images would make, so many fewer images
+count. A new version is trusted once half a window of them count, or after `LONGEST` windows.
+
 Images may change at the same moment as the version; then a good version is taken back, which costs its improvement until
-somebody chooses it again. The opposite, a bad version that stays, costs wrong answers.
+somebody chooses it again. The opposite, a bad version that stays, costs wrong answers. How often either happens is measured in
+docs/serving.md.
 """
 
 from __future__ import annotations
@@ -17,6 +23,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 from export.runtime import Floats
@@ -25,6 +32,8 @@ WINDOW = 200
 FAILURES = 5
 FAILURE_SHARE = 0.05
 CLASS_SHIFT = 0.25
+CHANCE = 1.5
+LONGEST = 10
 CONFIDENCE_DROP = 0.2
 Kind = Literal["errors", "drift"]
 
@@ -43,24 +52,35 @@ class _Sample:
 
     def __init__(self, version: str, window: int) -> None:
         self.version = version
-        self.predictions: deque[tuple[int, float]] = deque(maxlen=window)
+        self.predictions: deque[tuple[int, float]] = deque(maxlen=LONGEST * window)
         self.failures = 0
         self.requests = 0
 
     @property
+    def is_full(self) -> bool:
+        return len(self.predictions) == self.predictions.maxlen
+
+    @property
+    def failure_share(self) -> float:
+        return self.failures / max(self.requests, 1)
+
+    @property
+    def shares(self) -> dict[int, float]:
+        """Share of each predicted class."""
+        counted = Counter(label for label, _ in self.predictions)
+        return {label: count / len(self.predictions) for label, count in counted.items()}
+
+    @property
+    def independent(self) -> float:
+        """For how many independent images one image counts, in (0, 1]: runs of one class over those that chance would make."""
+        labels = [label for label, _ in self.predictions]
+        changes = sum(one != other for one, other in pairwise(labels))
+        by_chance = (len(labels) - 1) * (1 - sum(share**2 for share in self.shares.values()))
+        return min(1.0, max(changes, 1) / max(by_chance, 1))
+
+    @property
     def confidence(self) -> float:
         return sum(one for _, one in self.predictions) / len(self.predictions)
-
-    def shift_from(self, other: _Sample) -> float:
-        """Half the sum of absolute differences of the class shares, in [0, 1]."""
-        ours, theirs = (Counter(label for label, _ in one.predictions) for one in (self, other))
-        return (
-            sum(
-                abs(ours[label] / len(self.predictions) - theirs[label] / len(other.predictions))
-                for label in ours.keys() | theirs.keys()
-            )
-            / 2
-        )
 
 
 class Watch:
@@ -95,16 +115,19 @@ class Watch:
         now = self._now
         if now is None or now.version in self._judged:
             return None
-        if now.failures >= FAILURES and now.failures > FAILURE_SHARE * now.requests and self._trusted is not None:
+        before = self._trusted
+        if before is not None and now.failures >= FAILURES and now.failure_share > FAILURE_SHARE + before.failure_share:
             self._judged.add(now.version)
             return Verdict(now.version, "errors", f"{now.failures} of its first {now.requests} requests failed")
         if len(now.predictions) < self.window:
             return None
-        self._judged.add(now.version)
-        reason = "" if self._trusted is None else _drift(now, self._trusted)
+        reason = "" if before is None else _drift(now, before)
         if reason:
+            self._judged.add(now.version)
             return Verdict(now.version, "drift", reason)
-        self._trusted = now
+        if before is None or now.is_full or len(now.predictions) * before.independent >= self.window / 2:
+            self._judged.add(now.version)
+            self._trusted = now
         return None
 
     def _sample(self, version: str) -> _Sample | None:
@@ -116,11 +139,25 @@ class Watch:
         return self._now
 
 
+def _by_chance(now: _Sample, before: _Sample) -> float:
+    """How far apart chance alone moves the class shares of two samples of the same images, on average."""
+    counts = [len(one.predictions) for one in (now, before)]
+    ours, theirs = now.shares, before.shares
+    both = {
+        label: (ours.get(label, 0.0) * counts[0] + theirs.get(label, 0.0) * counts[1]) / sum(counts)
+        for label in ours.keys() | theirs.keys()
+    }
+    spread = sum(1 / count for count in counts) / before.independent
+    # A difference is nearly normal, and half its mean absolute value is 1 / sqrt(2 pi) of its deviation.
+    return sum(math.sqrt(share * (1 - share) * spread) for share in both.values()) / math.sqrt(2 * math.pi)
+
+
 def _drift(now: _Sample, before: _Sample) -> str:
     """Why two samples are too different; empty when they are not."""
-    classes = len({label for sample in (now, before) for label, _ in sample.predictions})
-    allowed = CLASS_SHIFT + math.sqrt(classes / (2 * len(now.predictions)))
-    shift, drop = now.shift_from(before), before.confidence - now.confidence
+    ours, theirs = now.shares, before.shares
+    shift = sum(abs(ours.get(label, 0.0) - theirs.get(label, 0.0)) for label in ours.keys() | theirs.keys()) / 2
+    allowed = CLASS_SHIFT + CHANCE * _by_chance(now, before)
+    drop = before.confidence - now.confidence
     if shift > allowed:
         return f"its predicted classes are {shift:.0%} apart from those of version {before.version} (allowed {allowed:.0%})"
     if drop > CONFIDENCE_DROP:

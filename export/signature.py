@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from export.errors import ExportError, InputError, ManifestError, TamperedError
-from export.manifest import MANIFEST_NAME
+from export.manifest import MANIFEST_NAME, Accept
+
+if TYPE_CHECKING:
+    from fedcg.wire.signing import VerifyKey
 
 SIGNATURE_NAME = "manifest.sig"
 DOMAIN = b"fedcg/1 model manifest\0"
@@ -64,31 +68,44 @@ def signer_of(directory: Path) -> str | None:
     return None if signature is None else signature.key
 
 
-def check_signature(directory: Path, key: str) -> None:
-    """Check that a device signed the manifest of a model.
+def required(told: str) -> Accept:
+    """The check that a device signed a manifest, for `manifest.read_manifest` and what calls it.
 
     Args:
-        directory: of the model; its files are checked elsewhere (`manifest.read_all`).
-        key: the device's public key, 64 hex digits.
+        told: the device's public key in 64 hex digits, a file that holds them, or the device's own key file.
+
+    Returns:
+        Raises TamperedError for a manifest that is not signed, signed by another key, or not the one that was signed, and
+        ManifestError for a signature file that is not valid.
 
     Raises:
-        ManifestError: the signature file is not valid.
-        TamperedError: not signed, signed by another key, or not over this manifest.
-        ExportError: `cryptography` is not installed, or `key` is no public key.
+        ExportError: `cryptography` is not installed, or there is no such key.
     """
     with _cryptography():
         from fedcg.wire.errors import MalformedError
-        from fedcg.wire.signing import VerifyKey
+        from fedcg.wire.signing import SigningKey, VerifyKey
+    path = Path(told)
     try:
-        wanted = VerifyKey.from_hex(key)
-    except MalformedError as error:
-        raise ExportError(f"{key!r}: {error}; `fedcg device show` on the coordinator tells a device's") from error
+        if not path.is_file():
+            return partial(_check, wanted=VerifyKey.from_hex(told))
+        content = path.read_bytes()
+        if content.startswith(b"-----BEGIN"):
+            return partial(_check, wanted=SigningKey.load(path).public)
+        return partial(_check, wanted=VerifyKey.from_hex(content.decode("ascii", "replace")))
+    except (OSError, MalformedError) as error:
+        raise ExportError(
+            f"{told}: {error}; give a device's public key in 64 hex digits, or a file that holds it "
+            "(`fedcg device show` on the coordinator tells it)"
+        ) from error
+
+
+def _check(directory: Path, manifest: bytes, wanted: VerifyKey) -> None:
     signature, path = _read(directory), directory / SIGNATURE_NAME
     if signature is None:
         raise TamperedError(f"{path}: the model is not signed")
     if signature.key != wanted.hex:
         raise TamperedError(f"{path}: signed by {signature.key}, not by {wanted.hex}: the model of another box")
-    if not wanted.verifies(bytes.fromhex(signature.signature), DOMAIN + (directory / MANIFEST_NAME).read_bytes()):
+    if not wanted.verifies(bytes.fromhex(signature.signature), DOMAIN + manifest):
         raise TamperedError(f"{path}: the signature is not over this {MANIFEST_NAME}; one of them was altered")
 
 

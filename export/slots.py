@@ -19,13 +19,14 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from export.errors import ManifestError, ModelError, SlotError
-from export.manifest import MANIFEST_NAME, Manifest, read_all
+from export.manifest import MANIFEST_NAME, Accept, Manifest, read_all
 
 POINTER_NAME = "CURRENT"
 KEEP = 3
 HISTORY = 16
 _LOCK_NAME = ".lock"
 _STAGING_PREFIX = ".staging-"
+_ENGINES_SUFFIX = ".engines"
 
 
 class Pointer(BaseModel):
@@ -53,11 +54,13 @@ class Slots:
     Args:
         root: directory of the versions; made on the first install.
         keep: how many of the newest versions stay. The one in use and the one a rollback would return to stay in any case.
+        accept: what a version must pass beside the check of its bytes, to be put in use again; None for nothing.
     """
 
-    def __init__(self, root: Path, keep: int = KEEP) -> None:
+    def __init__(self, root: Path, keep: int = KEEP, accept: Accept | None = None) -> None:
         self.root = root
         self.keep = keep
+        self.accept = accept
 
     def versions(self) -> tuple[Version, ...]:
         """All versions, oldest first."""
@@ -84,12 +87,16 @@ class Slots:
 
         Raises:
             ModelError: `fill` left a manifest or a model that do not belong together.
+            SlotError: the disk is full or broken; what was begun is removed.
         """
-        self.root.mkdir(parents=True, exist_ok=True)
+        with self._writing():
+            self.root.mkdir(parents=True, exist_ok=True)
+            return self._install(fill)
+
+    def _install(self, fill: Callable[[Path], None]) -> Path:
         with self._lock():
-            for leftover in self.root.glob(
-                f"{_STAGING_PREFIX}*"
-            ):  # of a writer that was killed: nobody else has the lock
+            # Of a writer that was killed: nobody else has the lock.
+            for leftover in self.root.glob(f"{_STAGING_PREFIX}*"):
                 shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
             staging = Path(tempfile.mkdtemp(prefix=_STAGING_PREFIX, dir=self.root))
             try:
@@ -97,6 +104,7 @@ class Slots:
                 return self._publish(staging)
             finally:
                 shutil.rmtree(staging, ignore_errors=True)
+                shutil.rmtree(engines_of(staging), ignore_errors=True)
 
     def _publish(self, staging: Path) -> Path:
         read_all(staging)
@@ -106,7 +114,13 @@ class Slots:
         names = self._names()
         name = f"{int(names[-1]) + 1 if names else 1:04d}"
         staging.rename(self.root / name)
-        self._point_to(name)
+        try:
+            _sync(self.root)  # the version is durable before anything points to it
+            self._point_to(name)
+        except OSError:
+            if not self._points_to(name):
+                shutil.rmtree(self.root / name)
+            raise
         self._prune()
         return self.root / name
 
@@ -114,10 +128,10 @@ class Slots:
         """Put an installed version in use, after checking its bytes.
 
         Raises:
-            SlotError: no such version.
+            SlotError: no such version, or the disk is full or broken.
             ModelError: the version is damaged; the one in use stays.
         """
-        with self._lock():
+        with self._writing(), self._lock():
             self._check(name)
             self._point_to(name)
         return self.root / name
@@ -126,9 +140,9 @@ class Slots:
         """Return to the version that was in use before, skipping versions that are gone or damaged.
 
         Raises:
-            SlotError: there is none.
+            SlotError: there is none, or the disk is full or broken.
         """
-        with self._lock():
+        with self._writing(), self._lock():
             pointer = self._required_pointer()
             for position, name in enumerate(pointer.previous):
                 try:
@@ -151,7 +165,7 @@ class Slots:
     def _check(self, name: str) -> Manifest:
         if name not in self._names():
             raise SlotError(f"{self.root}: no version {name!r}; there are {', '.join(self._names()) or 'none'}")
-        return read_all(self.root / name)
+        return read_all(self.root / name, self.accept)
 
     def _names(self) -> list[str]:
         if not self.root.is_dir():
@@ -169,6 +183,13 @@ class Slots:
             raise SlotError(
                 f"{path}: not a pointer to a version; choose one with `fedcg model use {self.root} VERSION`"
             ) from error
+
+    def _points_to(self, name: str) -> bool:
+        try:
+            pointer = self._pointer()
+        except SlotError:
+            return False
+        return pointer is not None and pointer.current == name
 
     def _required_pointer(self) -> Pointer:
         pointer = self._pointer()
@@ -191,12 +212,15 @@ class Slots:
 
     def _write_pointer(self, pointer: Pointer) -> None:
         handle, temporary = tempfile.mkstemp(prefix=_STAGING_PREFIX, dir=self.root)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(pointer.model_dump_json() + "\n")
-            file.flush()
-            os.fchmod(file.fileno(), 0o644)
-            os.fsync(file.fileno())
-        Path(temporary).replace(self.root / POINTER_NAME)
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(pointer.model_dump_json() + "\n")
+                file.flush()
+                os.fchmod(file.fileno(), 0o644)
+                os.fsync(file.fileno())
+            Path(temporary).replace(self.root / POINTER_NAME)
+        finally:
+            Path(temporary).unlink(missing_ok=True)
         _sync(self.root)
 
     def _prune(self) -> None:
@@ -206,6 +230,19 @@ class Slots:
         for name in names:
             if name not in kept:
                 shutil.rmtree(self.root / name, ignore_errors=True)
+        for engines in self.root.glob(f"*{_ENGINES_SUFFIX}"):
+            if engines.stem not in kept:
+                shutil.rmtree(engines, ignore_errors=True)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise SlotError(
+                f"{error.filename or self.root}: {error.strerror or error}; the version in use stays. "
+                f"Free space on, or repair, {self.root}, then try again"
+            ) from error
 
     @contextmanager
     def _lock(self) -> Iterator[None]:
@@ -232,6 +269,11 @@ def resolve(directory: Path) -> Path:
     raise ManifestError(
         f"{directory}: holds neither {MANIFEST_NAME} (a model) nor {POINTER_NAME} (versions of a model)"
     )
+
+
+def engines_of(model_dir: Path) -> Path:
+    """Where what a card's compiler made of a model is kept: beside its directory, whose files are watched for changes."""
+    return model_dir.with_name(model_dir.name + _ENGINES_SUFFIX)
 
 
 def _sync(path: Path) -> None:

@@ -39,7 +39,7 @@ from edge_client.trainer_process import (
 from edge_client.weights import to_arrays
 from export.errors import GateError
 from export.manifest import read_manifest
-from export.signature import check_signature
+from export.signature import required
 from export.slots import Slots
 from fedcg.event_log import EventLog, read_events
 from fedcg.learning.initial import complete_spec, initial_parts
@@ -418,7 +418,7 @@ def test_at_the_end_the_best_candidate_is_exported_and_described_once(tmp_path: 
     assert outcome["accuracy_local"] == scores["best_shadow.test"]
     assert outcome["accuracy_own"] == scores["best.test"]
     assert (outcome["test_images"], Path(outcome["onnx_model"]).is_file()) == (15, True)
-    check_signature(Path(outcome["model_dir"]), site.key.public.hex)
+    assert read_manifest(Path(outcome["model_dir"]), required(site.key.public.hex))
     assert site.trainer().do(command) == Chosen(site.aggregate, succeeded=True)
     assert [path.name for path in sorted((site.store.root / "models").glob("0*"))] == ["0001"]
 
@@ -491,8 +491,11 @@ def test_variants_of_the_chosen_model_are_judged_by_validation_images(
     assert trainer.do(ChooseModel(site.spec.digest, site.aggregate)) == Chosen(site.aggregate, succeeded=True)
     outcome = site.store.finalised()
     manifest = read_manifest(Path(str(outcome["model_dir"])))
-    assert [one.name for one in manifest.variants] == ["fp32", "fp16", "int8"]
-    assert {one.images for one in manifest.variants} == {outcome["val_images"]}
+    assert sorted(one.name for one in manifest.variants) == ["fp16", "fp32", "int8", "ort", "trt_fp16"]
+    assert {one.images for one in manifest.variants if one.accuracy is not None} == {outcome["val_images"]}
+    checked = [one.name for one in manifest.variants if one.file is not None and one.name != "fp32"]
+    assert {one.images for one in manifest.verification.variants} <= {manifest.verification.images}
+    assert set(checked) <= {one.name for one in manifest.verification.variants}
     assert outcome["served_variant"] == manifest.serves
 
 

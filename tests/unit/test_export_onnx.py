@@ -17,7 +17,8 @@ from export.errors import ConversionError, InputError, ManifestError, TamperedEr
 from export.manifest import read_manifest, write_manifest
 from export.package import package_personal
 from export.preprocess import Pixels, load_image
-from export.runtime import Model, Predictor, available_providers
+from export.providers import available_providers
+from export.runtime import Model, Predictor
 from export.slots import Slots
 from export.to_onnx import OPSET, Exporter, export_personal, preload
 from fedcg.learning.data import load_folder, normalise

@@ -11,10 +11,11 @@ import torch
 from typer.testing import CliRunner
 
 from export.errors import ExportError, InputError, ManifestError, TamperedError
+from export.manifest import read_manifest
 from export.optimise_cli import model_app
 from export.package import package_personal
 from export.runtime import Model
-from export.signature import check_signature, sign_manifest, signer_of
+from export.signature import required, sign_manifest, signer_of
 from fedcg.wire.signing import SigningKey
 from tests.export_models import image_form, make_parts, make_spec
 
@@ -44,7 +45,7 @@ def directory(tmp_path: Path, key: SigningKey) -> Path:
 
 def test_a_model_says_which_box_made_it(directory: Path, key: SigningKey) -> None:
     assert signer_of(directory) == key.public.hex
-    check_signature(directory, key.public.hex)
+    read_manifest(directory, required(key.public.hex))
     listed = json.loads(CliRunner().invoke(model_app, ["list", str(directory.parent), "--json"]).stdout)
     assert [row["signed_by"] for row in listed] == [key.public.hex]
 
@@ -78,11 +79,11 @@ def _sign_by_another(directory: Path) -> None:
 def test_what_the_box_did_not_sign_is_refused_by_the_command(
     directory: Path, key: SigningKey, alter: Callable[[Path], None], told: str
 ) -> None:
-    command = ["verify", str(directory.parent), "--key", key.public.hex]
+    command = ["verify", str(directory.parent), "--signed-by", key.public.hex]
     assert CliRunner().invoke(model_app, command).exit_code == 0
     alter(directory)
     with pytest.raises(TamperedError, match=told):
-        check_signature(directory, key.public.hex)
+        read_manifest(directory, required(key.public.hex))
     refused = CliRunner().invoke(model_app, command)
     assert refused.exit_code == 2
     assert told in refused.stderr
@@ -92,12 +93,27 @@ def test_what_the_box_did_not_sign_is_refused_by_the_command(
 def test_a_file_that_is_no_signature_is_named(directory: Path, key: SigningKey) -> None:
     (directory / "manifest.sig").write_text("{}")
     with pytest.raises(ManifestError, match=r"manifest\.sig: not a signature"):
-        check_signature(directory, key.public.hex)
+        read_manifest(directory, required(key.public.hex))
 
 
-def test_what_is_no_key_says_where_to_find_one(directory: Path) -> None:
+def test_a_key_is_given_as_digits_or_as_a_file_of_either_half(directory: Path, key: SigningKey, tmp_path: Path) -> None:
+    public = tmp_path / "box.pub"
+    public.write_text(key.public.hex + "\n")
+    for told in (key.public.hex, str(public), str(tmp_path / "signing.key")):
+        assert read_manifest(directory, required(told)).federation == "garden"
+
+
+@pytest.mark.parametrize("told", ["abc", "gone.key", "."])
+def test_what_is_no_key_says_where_to_find_one(told: str) -> None:
     with pytest.raises(ExportError, match="fedcg device show"):
-        check_signature(directory, "abc")
+        required(told)
+
+
+def test_a_file_that_holds_no_key_is_named(tmp_path: Path) -> None:
+    for content in (b"-----BEGIN RUBBISH", b"\xff\x00", b"abc"):
+        (tmp_path / "odd.key").write_bytes(content)
+        with pytest.raises(ExportError, match=r"odd\.key: .*64 hex digits"):
+            required(str(tmp_path / "odd.key"))
 
 
 @pytest.mark.parametrize("content", [None, b"no key"])

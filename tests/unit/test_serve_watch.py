@@ -18,6 +18,7 @@ from export.slots import Slots
 from fedcg.wire.parts import Part
 from tests.export_models import encoded, make_parts, make_spec, picture
 from tests.serving import PNG, Server, install_versions, serving
+from tests.watch_rates import DAMAGE, TRAFFIC, taken_back
 
 WINDOW = 40
 
@@ -150,3 +151,23 @@ def test_a_single_model_has_nothing_to_return_to(tmp_path: Path) -> None:
     with pytest.raises(ExportError):
         Slots(tmp_path).rollback()
     assert Slots(tmp_path).current().name == "0001"
+
+
+@pytest.mark.parametrize("how", ["each image for itself", "in runs of 20"])
+def test_good_versions_stay_and_one_that_names_one_class_goes_also_where_images_repeat(how: str) -> None:
+    traffic = TRAFFIC[f"10 classes, {how}"]
+    good, _ = taken_back(traffic, traffic, 6)
+    assert good <= 1 / 6
+    bad, after = taken_back(traffic, DAMAGE["one class for every image"](traffic), 3)
+    assert bad == 1.0
+    assert after <= 2 * 200
+
+
+def test_failures_that_the_version_before_had_as_well_are_no_reason() -> None:
+    watch = Watch(WINDOW)
+    for version in ("0001", "0002"):
+        for number in range(100):
+            watch.heard(version, _rows([number % 4]))
+            if number % 10 == 0:
+                watch.failed(version)
+            assert watch.verdict() is None

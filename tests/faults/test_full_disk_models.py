@@ -1,0 +1,164 @@
+"""A disk that is full at any write of a new version: the one in use stays, nothing half-written stays, the next try works.
+
+The disk is the system's own refusal: a file that may not grow (RLIMIT_FSIZE) from the moment on at which one certain file is
+opened, and where it can be mounted, a filesystem of a few kilobytes.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from safetensors.torch import save_file
+
+from export.manifest import read_all
+from export.slots import POINTER_NAME, Slots
+from fedcg.wire.signing import SigningKey
+from tests.export_models import encoded, make_parts, make_spec, picture, write_images
+from tests.serving import PNG, install_versions, serving
+
+FULL_AT = """
+import re, resource, sys
+written = re.compile("[.]staging-[^/]*" + sys.argv.pop(1) + "$")
+def full(event, arguments):
+    if event == "open" and written.search(str(arguments[0])) and arguments[2] & 3:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+sys.addaudithook(full)
+"""
+"""From the moment on at which this file of a version is opened for writing (none named: the pointer), no file can grow."""
+
+INSTALL = f"""{FULL_AT}
+from pathlib import Path
+from export.errors import SlotError
+from export.manifest import write_manifest
+from export.slots import Slots
+from tests.unit.test_export_slots import _filler
+slots = Slots(Path(sys.argv[1]))
+try:
+    slots.install(_filler(b"two"))
+except SlotError as error:
+    print(error)
+"""
+COMMAND = f"""{FULL_AT}
+from export import variants
+variants.SPEED_UP, variants.TIMING_S = 0.0, 0.02  # every variant is fast enough to be kept
+from fedcg.cli import main
+main()
+"""
+
+
+def _python(program: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def _left(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+def _advises(told: str, root: Path) -> None:
+    assert f"Free space on, or repair, {root}, then try again" in told, told
+    assert "the version in use stays" in told
+
+
+@pytest.mark.parametrize("part", ["/model.onnx", pytest.param("/manifest.json", marks=pytest.mark.slow), ""])
+def test_a_version_that_finds_no_room_leaves_no_trace(tmp_path: Path, part: str) -> None:
+    root = tmp_path / "models"
+    install_versions(root, 1)
+    done = _python(INSTALL, part, root)
+    _advises(done.stdout, root)
+    assert _left(root) == [".lock", "0001", POINTER_NAME]
+    assert Slots(root).current().name == "0001"
+    done = _python(INSTALL, "/nowhere", root)
+    assert done.stdout == done.stderr == ""
+    assert Slots(root).current().name == "0002"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what `fedcg export` and `fedcg model optimise` are given."""
+    folder, spec = tmp_path_factory.mktemp("checkpoint"), make_spec()
+    (folder / "spec.json").write_bytes(spec.canonical())
+    tensors = {
+        f"{part.value}/{name}": tensor for part, found in make_parts(spec).items() for name, tensor in found.items()
+    }
+    save_file(tensors, folder / "weights.safetensors")
+    SigningKey.generate().save(folder / "signing.key")
+    write_images(folder / "images")
+    return folder
+
+
+def _export(folder: Path, root: Path) -> list[str]:
+    given = ["--spec", folder / "spec.json", "--weights", folder / "weights.safetensors", "--out", root]
+    return ["export", *map(str, given), "--sign", str(folder / "signing.key")]
+
+
+def _optimise(folder: Path, root: Path) -> list[str]:
+    given = [str(root), "--images", str(folder / "images"), "--budget", "100", "--sign", str(folder / "signing.key")]
+    return ["model", "optimise", *given]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "part"),
+    [(_export, part) for part in ("/model.onnx", "")]
+    + [(_optimise, part) for part in ("/model.onnx", "/model-.*[.]onnx", "/manifest.json", "/manifest.sig", "")],
+)
+def test_each_write_of_a_command_that_finds_no_room_is_told_and_the_server_goes_on(
+    tmp_path: Path, checkpoint: Path, command: Callable[[Path, Path], list[str]], part: str
+) -> None:
+    root = tmp_path / "models"
+    install_versions(root, 1)
+    served = encoded(picture(1), "PNG")
+    with serving(root) as server:
+        done = _python(COMMAND, part, *command(checkpoint, root))
+        assert done.returncode == 2, done.stdout + done.stderr
+        _advises(done.stderr, root)
+        assert "Traceback" not in done.stderr
+        assert _left(root) == [".lock", "0001", POINTER_NAME]
+        answer = server.ask("/predict", served, PNG)
+        assert (answer.status, answer.document["version"]) == (200, "0001")
+        done = _python(COMMAND, "/nowhere", *command(checkpoint, root))
+        assert done.returncode == 0, done.stderr
+        server.wait_for_version("0002")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A filesystem of 2 MB in memory; only root can mount one."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "fedcg-test", str(folder)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if mounted.returncode != 0:
+        pytest.skip(f"no filesystem can be mounted here: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spare", [0, 100_000])
+def test_on_a_small_filesystem_a_version_is_refused_until_there_is_room(
+    small_disk: Path, checkpoint: Path, spare: int
+) -> None:
+    root, ballast = small_disk / "models", small_disk / "ballast"
+    install_versions(root, 1)
+    before, told = _left(root), os.statvfs(small_disk)
+    ballast.write_bytes(b"\0" * max(0, told.f_bavail * told.f_frsize - spare))
+    done = _python(COMMAND, "/nowhere", *_export(checkpoint, root))
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "No space left on device" in done.stderr
+    _advises(done.stderr, root)
+    assert _left(root) == before
+    read_all(Slots(root).current())
+    ballast.unlink()
+    assert _python(COMMAND, "/nowhere", *_export(checkpoint, root)).returncode == 0
+    assert Slots(root).current().name == "0002"

@@ -1,0 +1,130 @@
+"""How often the server takes a good version back, and how many predictions a bad one makes before it goes; by seeded streams.
+
+`python -m tests.watch_rates` prints the tables of docs/serving.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from export.runtime import Floats
+from export.serve_watch import LONGEST, WINDOW, Verdict, Watch
+
+Shares = npt.NDArray[np.float64]
+LOOK = 25
+TEN = np.full(10, 0.1)
+TWO = np.array([0.9, 0.1])
+HUNDRED = np.full(100, 0.01)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What a version says of the images that come.
+
+    Attributes:
+        shares: of the predicted classes.
+        run: images of one class that come one after the other, on average; 1 where each is drawn for itself.
+        confidence: mean probability of the likeliest class.
+        failing: share of requests that fail.
+    """
+
+    shares: Shares
+    run: float = 1.0
+    confidence: float = 0.9
+    failing: float = 0.0
+
+    def rows(self, count: int, random: np.random.Generator) -> Floats:
+        """Probabilities of so many images, [count, classes]."""
+        fresh = random.random(count) < 1 / self.run
+        fresh[0] = True
+        drawn = random.choice(len(self.shares), size=count, p=self.shares)
+        labels = drawn[np.maximum.accumulate(np.where(fresh, np.arange(count), 0))]
+        sure = random.beta(20 * self.confidence, 20 * (1 - self.confidence), count)
+        sure = np.maximum(sure, 1.01 / len(self.shares))
+        rows = np.repeat(((1 - sure) / (len(self.shares) - 1))[:, None], len(self.shares), axis=1)
+        rows[np.arange(count), labels] = sure
+        return rows.astype(np.float32)
+
+
+def swap(before: Traffic, after: Traffic, random: np.random.Generator) -> tuple[Verdict | None, int]:
+    """One change of versions, looked at twice a second of 50 requests: the verdict, and after how many requests it came."""
+    watch, requests = Watch(WINDOW), LONGEST * WINDOW
+    watch.heard("0001", before.rows(requests, random))
+    assert watch.verdict() is None
+    rows = after.rows(requests, random)
+    failed = random.random(requests) < after.failing
+    for start in range(0, requests, LOOK):
+        for number in range(start, start + LOOK):
+            if failed[number]:
+                watch.failed("0002")
+            else:
+                watch.heard("0002", rows[number : number + 1])
+        verdict = watch.verdict()
+        if verdict is not None:
+            return verdict, start + LOOK
+    return None, requests
+
+
+def taken_back(before: Traffic, after: Traffic, swaps: int, seed: int = 0) -> tuple[float, float]:
+    """Share of changes after which the new version is taken back, and the median requests that this took (nan without any)."""
+    random = np.random.default_rng(seed)
+    taken = [requests for verdict, requests in (swap(before, after, random) for _ in range(swaps)) if verdict]
+    return len(taken) / swaps, float(np.median(taken)) if taken else float("nan")
+
+
+def collapsed(shares: Shares, part: float) -> Shares:
+    """As when the least frequent class is named for a part of the images of all others."""
+    moved = shares * (1 - part)
+    moved[int(shares.argmin())] += part
+    return moved
+
+
+TRAFFIC = {
+    f"{name}, {how}": Traffic(shares, run)
+    for name, shares in (("2 classes, 90 : 10", TWO), ("10 classes", TEN), ("100 classes", HUNDRED))
+    for how, run in (("each image for itself", 1.0), ("in runs of 5", 5.0), ("in runs of 20", 20.0))
+}
+DAMAGE: dict[str, Callable[[Traffic], Traffic]] = {
+    "one class for every image": lambda one: replace(one, shares=collapsed(one.shares, 1.0)),
+    "one class for three quarters": lambda one: replace(one, shares=collapsed(one.shares, 0.75)),
+    "one class for half": lambda one: replace(one, shares=collapsed(one.shares, 0.5)),
+    "one class for a third": lambda one: replace(one, shares=collapsed(one.shares, 0.33)),
+    "confidence 70% for 90%": lambda one: replace(one, confidence=0.7),
+    "confidence 65% for 90%": lambda one: replace(one, confidence=0.65),
+    "3% of requests fail": lambda one: replace(one, failing=0.03),
+    "10% of requests fail": lambda one: replace(one, failing=0.1),
+    "every request fails": lambda one: replace(one, failing=1.0),
+}
+
+
+def _lines(swaps: int) -> Iterator[str]:
+    yield "| traffic | good versions taken back | bad ones (one class for every image) | after |"
+    yield "|---|---|---|---|"
+    worst = DAMAGE["one class for every image"]
+    for name, traffic in TRAFFIC.items():
+        good, (bad, after) = taken_back(traffic, traffic, swaps)[0], taken_back(traffic, worst(traffic), swaps // 4)
+        yield f"| {name} | {good:.1%} | {bad:.0%} | {after:.0f} |"
+    yield ""
+    yield "| a version that says | is taken back, 10 classes, each image for itself | after | in runs of 20 | after |"
+    yield "|---|---|---|---|---|"
+    for name, damage in DAMAGE.items():
+        cells = []
+        for how in ("each image for itself", "in runs of 20"):
+            traffic = TRAFFIC[f"10 classes, {how}"]
+            share, after = taken_back(traffic, damage(traffic), swaps // 4)
+            cells.append(f"{share:.0%} | {after:.0f}" if share else "0% | never")
+        yield f"| {name} | {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--swaps", type=int, default=400, help="changes of versions per line (a quarter of them for bad ones)"
+    )
+    for line in _lines(parser.parse_args().swaps):
+        print(line, flush=True)  # noqa: T201 - it is a command
