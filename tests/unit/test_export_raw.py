@@ -132,7 +132,7 @@ def test_the_commands_export_check_and_run_it_with_the_same_answers(roots: tuple
     assert [read_manifest(root / "0001").takes for root in roots] == ["pixels", "normalised"]
     checked = _run(model_app, "verify", raw)
     assert checked.exit_code == 0
-        assert checked.stdout.startswith("0001  as its manifest says")
+    assert checked.stdout.startswith("0001  as its manifest says")
     write_images(tmp_path)
     answers = _answers(raw, tmp_path)
     assert len(answers) == 12
