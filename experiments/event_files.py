@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,18 @@ if TYPE_CHECKING:
 EVENTS_FOLDER = "tensorboard"
 
 
+def check_installed() -> None:
+    """Before anything is run: event files can be written.
+
+    Raises:
+        OptionError: the package is not installed.
+    """
+    if find_spec("tensorboard") is None:
+        raise OptionError(
+            "event files need the Python package 'tensorboard': install the extra `experiments`, or --no-tensorboard"
+        )
+
+
 class EventFiles:
     """Event files of runs, one folder per run.
 
@@ -29,18 +42,10 @@ class EventFiles:
         self._writer: tuple[str, SummaryWriter] | None = None
 
     def begin(self, name: str, done_rounds: int) -> None:
-        """Open a run's files; those of rounds that will be done again are cut off.
-
-        Raises:
-            OptionError: the package is not installed.
-        """
+        """Open a run's files; those of rounds that will be done again are cut off."""
         self.end()
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ModuleNotFoundError as error:
-            raise OptionError(
-                f"event files need the Python package {error.name!r}: install the extra `experiments`, or --no-tensorboard"
-            ) from error
+        from torch.utils.tensorboard import SummaryWriter
+
         if done_rounds == 0:
             shutil.rmtree(self._folder / name, ignore_errors=True)
         writer = SummaryWriter(str(self._folder / name), purge_step=done_rounds + 1 if done_rounds else None)

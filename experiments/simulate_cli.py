@@ -180,10 +180,21 @@ def simulate_command(
             batch = _of_table(paper, options, frozenset(given), method or [], asked, params or [])
     if ray is None:  # a cluster may have what this machine lacks
         _check_device(batch.runs[0].setting.device)
+    if tensorboard:
+        _check_events()
     if resume is None:
         _remember(batch, folder, force=force)
     lanes = _local_lanes(batch, workers) if ray is None else _ray_lanes(batch, workers, ray)
     _run(batch, folder, lanes, force=force, tensorboard=tensorboard, plot=plot, as_json=as_json)
+
+
+def _check_events() -> None:
+    from experiments.event_files import check_installed
+
+    try:
+        check_installed()
+    except ExperimentError as error:
+        raise bad_input(str(error)) from error
 
 
 def _planned(options: dict[str, Any], methods: list[str], seeds: str, params: list[str]) -> Batch:

@@ -13,6 +13,7 @@ import typer
 from pydantic import ValidationError
 from typer.testing import CliRunner
 
+from experiments import event_files
 from experiments.batch import (
     RunSetting,
     load_batch,
@@ -132,6 +133,14 @@ TINY = "--clients 2 --partition iid --images-per-client 40 --rounds 1 --local-ep
 
 def call(folder: Path, text: str) -> Any:
     return CliRunner().invoke(app, [*TINY.split(), "--out", str(folder), *text.split()])
+
+
+def test_without_tensorboard_nothing_is_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_files, "find_spec", lambda name: None)
+    refused = call(tmp_path / "runs", "--method local")
+    assert refused.exit_code == 2
+    assert "or --no-tensorboard" in refused.stderr
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_batch_fills_its_folder_and_does_nothing_twice(tmp_path: Path) -> None:
