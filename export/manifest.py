@@ -208,15 +208,22 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
     (directory / MANIFEST_NAME).write_text(manifest.model_dump_json(indent=2) + "\n", encoding="utf-8")
 
 
+def _check_intact(directory: Path, payload: bytes) -> None:
+    from export.signature import check_intact  # it imports this module
+
+    check_intact(directory, payload)
+
+
 def read_manifest(directory: Path, accept: Accept | None = None) -> Manifest:
     """Read and check a model directory's manifest.
 
     Args:
         directory: of the model.
-        accept: who must have signed it, for one (`signature.required`); None for anybody.
+        accept: who must have signed it, for one (`signature.required`); None for anybody or nobody (`signature.check_intact`).
 
     Raises:
         ManifestError: there is none, it is of a newer format, or it is not valid; names every bad field.
+        TamperedError: it is not the one that was signed.
     """
     path = directory / MANIFEST_NAME
     try:
@@ -228,8 +235,7 @@ def read_manifest(directory: Path, accept: Accept | None = None) -> Manifest:
         ) from error
     if len(payload) > MAX_MANIFEST_BYTES:
         raise ManifestError(f"{path}: larger than {MAX_MANIFEST_BYTES} bytes")
-    if accept is not None:
-        accept(directory, payload)
+    (accept or _check_intact)(directory, payload)
     try:
         return Manifest.model_validate_json(payload)
     except ValidationError as error:

@@ -1,7 +1,7 @@
 """The signature beside a manifest: which device made a model. The manifest names every file by its sha256, so it vouches for all.
 
-`manifest.sig` holds the device's public key and an Ed25519 signature over the manifest's bytes with a domain prefix. Checking needs
-`cryptography`; running a model does not.
+`manifest.sig` holds the device's public key and an Ed25519 signature over the manifest's bytes with a domain prefix. Where there is one and
+`cryptography` is installed, a manifest is believed only if it is the one that was signed; who signed it is asked with `required`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -97,6 +98,28 @@ def required(told: str) -> Accept:
             f"{told}: {error}; give a device's public key in 64 hex digits, or a file that holds it "
             "(`fedcg device show` on the coordinator tells it)"
         ) from error
+
+
+def check_intact(directory: Path, manifest: bytes) -> None:
+    """The check of a manifest when nobody said whose it has to be: it is the one that was signed, by whomever.
+
+    A manifest without a signature passes, and any where `cryptography` is not installed.
+
+    Raises:
+        TamperedError: the manifest, the signature or the key beside it was altered.
+        ManifestError: the signature file is not valid.
+    """
+    signature = _read(directory)
+    if signature is None or find_spec("cryptography") is None:
+        return
+    from fedcg.wire.errors import MalformedError
+    from fedcg.wire.signing import VerifyKey
+
+    try:
+        key = VerifyKey.from_hex(signature.key)
+    except MalformedError as error:
+        raise ManifestError(f"{directory / SIGNATURE_NAME}: {error}") from error
+    _check(directory, manifest, key)
 
 
 def _check(directory: Path, manifest: bytes, wanted: VerifyKey) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from export import signature
 from export.errors import ExportError, InputError, ManifestError, TamperedError
 from export.manifest import read_manifest
 from export.optimise_cli import model_app
@@ -68,16 +69,16 @@ def _sign_by_another(directory: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("alter", "told"),
+    ("alter", "told", "is_intact"),
     [
-        (_alter_manifest, "is not over this manifest"),
-        (_alter_signature, "is not over this manifest"),
-        (_sign_by_another, "the model of another box"),
-        (lambda directory: (directory / "manifest.sig").unlink(), "not signed"),
+        (_alter_manifest, "is not over this manifest", False),
+        (_alter_signature, "is not over this manifest", False),
+        (_sign_by_another, "the model of another box", True),
+        (lambda directory: (directory / "manifest.sig").unlink(), "not signed", True),
     ],
 )
 def test_what_the_box_did_not_sign_is_refused_by_the_command(
-    directory: Path, key: SigningKey, alter: Callable[[Path], None], told: str
+    directory: Path, key: SigningKey, alter: Callable[[Path], None], told: str, is_intact: bool
 ) -> None:
     command = ["verify", str(directory.parent), "--signed-by", key.public.hex]
     assert CliRunner().invoke(model_app, command).exit_code == 0
@@ -87,7 +88,19 @@ def test_what_the_box_did_not_sign_is_refused_by_the_command(
     refused = CliRunner().invoke(model_app, command)
     assert refused.exit_code == 2
     assert told in refused.stderr
-    assert Model.load(directory, threads=1).manifest.federation == "garden"  # running asks for no signature
+    if is_intact:  # running asks for no signature
+        assert Model.load(directory, threads=1).manifest.federation == "garden"
+    else:  # but what is there must be right
+        with pytest.raises(TamperedError, match=told):
+            Model.load(directory, threads=1)
+
+
+def test_without_cryptography_a_signature_nobody_asked_for_is_not_checked(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _alter_manifest(directory)
+    monkeypatch.setattr(signature, "find_spec", lambda name: None)
+    assert read_manifest(directory).round == 2
 
 
 def test_a_file_that_is_no_signature_is_named(directory: Path, key: SigningKey) -> None:
