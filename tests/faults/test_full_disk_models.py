@@ -45,7 +45,7 @@ except SlotError as error:
 """
 COMMAND = f"""{FULL_AT}
 from export import variants
-variants.SPEED_UP, variants.TIMING_S = 0.0, 0.02  # every variant is fast enough to be kept
+variants.TIMING_S, variants._objection = 0.02, lambda *_: ""  # every variant is kept
 from fedcg.cli import main
 main()
 """
