@@ -43,6 +43,7 @@ STEADY_S = 5.0  # a link that stood so long starts the backoff anew
 DRAIN_S = 2.0  # how long `close` lets queued messages leave
 CLOSE_S = 1.0  # how long `close` waits for its thread after that
 TICK_MS = 1000  # how often keepalive is looked after when nothing happens
+ANSWER_FACTOR = 2.0  # a broker that took the connection may take this many times `connect_timeout_s` to answer CONNECT
 HEADER_BYTES = 512  # fixed header, topic (at most 170 bytes for us), properties
 OK = MQTTErrorCode.MQTT_ERR_SUCCESS
 
@@ -250,6 +251,7 @@ class MqttTransport:
     def _serve(self, client: paho.Client) -> None:
         """Turn the client's wheel until the link is gone or the transport closes."""
         close_at: float | None = None
+        answer_by = time.monotonic() + ANSWER_FACTOR * self._config.connect_timeout_s
         while (sock := client.socket()) is not None:
             if self._closing.is_set():
                 close_at = close_at or time.monotonic() + (DRAIN_S if self._up else 0.0)
@@ -259,6 +261,10 @@ class MqttTransport:
             elif self._anew.is_set():
                 self.last_error = f"connecting anew to the broker at {self._config.address}"
                 client.disconnect()
+                return
+            elif not self._accepted and time.monotonic() >= answer_by:
+                client.disconnect()
+                self.last_error = f"the broker at {self._config.address} does not answer"
                 return
             self._hand_over(client)
             if self._step(client, sock, TICK_MS if close_at is None else TICK_MS // 10) is not OK:

@@ -221,6 +221,16 @@ def test_closing_does_not_wait_for_a_broker_that_never_answers(pki: Pki) -> None
     wait_until(lambda: "mqtt-a" not in [thread.name for thread in threading.enumerate()], "the thread ends too")
 
 
+def test_a_broker_that_takes_the_connection_and_never_answers_is_tried_again() -> None:
+    with socket.create_server((HOST, 0)) as mute:
+        address = mute.getsockname()[1]
+        client = mqtt_client(MqttConfig(HOST, address, "a", insecure=True, keepalive_s=600, connect_timeout_s=0.1))
+        client.start()
+        wait_until(lambda: client.transport.attempts > 1, "it tries again")  # type: ignore[attr-defined]
+        assert client.transport.last_error == f"the broker at {HOST}:{address} does not answer"  # type: ignore[attr-defined]
+        client.transport.close()
+
+
 def publish_or_note(client: Client, refused: list[str]) -> None:
     try:
         client.transport.publish(TOPICS.up_chunk("a"), b"x", qos=0)
