@@ -13,6 +13,7 @@ from export.serve_model import ServedModel
 from export.serve_mqtt import MqttServer, Place
 from export.serve_watch import Watch
 
+INBOUND_FACTOR = 4  # a request up to so many times too large is answered, a larger one ends the link
 MAX_IMAGES = 32  # of one request, in JSON
 
 
@@ -60,7 +61,14 @@ def run(
     tls = TlsFiles(*given) if given else None
     place = Place(prefix, name)
     try:
-        config = MqttConfig(broker.host, broker.port, name, tls=tls, insecure=broker.insecure)
+        config = MqttConfig(
+            broker.host,
+            broker.port,
+            name,
+            tls=tls,
+            insecure=broker.insecure,
+            max_inbound=INBOUND_FACTOR * max_bytes + 65_536,
+        )
         server = MqttServer(
             ServedModel(model, threads=threads, warm_up=(1,), accept=accept),
             place,

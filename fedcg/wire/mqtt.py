@@ -1,28 +1,20 @@
-"""Transport over MQTT 5 or 3.1.1, on paho 2. The only module that imports paho.
+"""Transport over MQTT 5 or 3.1.1: connects, and connects again, and keeps its promises over broken links.
 
-One thread per transport owns the paho client, its socket and every callback; paho's own threads and its reconnecting are
-not used, because they resend an oversize publish for ever, queue without a bound, and die silently of an exception in a
-callback. Other threads only put into a bounded queue. What was sent and not acknowledged when a link broke is sent again
-after the reconnect when it was QoS 1, and dropped when it was QoS 0.
+One thread per transport owns the link and every callback; other threads only put into a bounded queue. What was sent and not
+acknowledged when a link broke is sent again after the reconnect when it was QoS 1, and dropped when it was QoS 0. Packets are
+in `mqtt_packets`, the connection in `mqtt_link`; why no library does this: docs/decisions/011.
 """
 
 from __future__ import annotations
 
 import logging
 import random
-import select
 import socket
 import ssl
 import threading
 import time
-from typing import Any
 
-from paho.mqtt import client as paho
-from paho.mqtt.enums import CallbackAPIVersion, MQTTErrorCode, MQTTProtocolVersion
-from paho.mqtt.properties import Properties
-from paho.mqtt.reasoncodes import ReasonCode
-
-from fedcg.wire.errors import TransportError
+from fedcg.wire.errors import MalformedError, TransportError, WireError
 from fedcg.wire.mqtt_config import (
     PROTOCOL_MAX_PACKET,
     MqttConfig,
@@ -31,7 +23,23 @@ from fedcg.wire.mqtt_config import (
     explain_refusal,
     explain_silence,
 )
-from fedcg.wire.outgoing import Outgoing, OutgoingQueue
+from fedcg.wire.mqtt_link import MqttLink
+from fedcg.wire.mqtt_packets import (
+    FAILURE,
+    Acknowledged,
+    Connected,
+    Ended,
+    Message,
+    Packet,
+    Subscribed,
+    acknowledge,
+    connect,
+    disconnect,
+    explain,
+    publish,
+    subscribe,
+)
+from fedcg.wire.outgoing import MAX_PACKET_ID, Outgoing, OutgoingQueue
 from fedcg.wire.transport import Backlog, Delivery, OnDelivery, OnLink, Publication, Will, call_out
 
 __all__ = ["MqttConfig", "MqttTransport", "TlsFiles", "probe"]
@@ -42,10 +50,9 @@ BACKOFF_CAP_S = 30.0
 STEADY_S = 5.0  # a link that stood so long starts the backoff anew
 DRAIN_S = 2.0  # how long `close` lets queued messages leave
 CLOSE_S = 1.0  # how long `close` waits for its thread after that
-TICK_MS = 1000  # how often keepalive is looked after when nothing happens
+TICK_S = 1.0  # how often keepalive is looked after when nothing happens
 ANSWER_FACTOR = 2.0  # a broker that took the connection may take this many times `connect_timeout_s` to answer CONNECT
 HEADER_BYTES = 512  # fixed header, topic (at most 170 bytes for us), properties
-OK = MQTTErrorCode.MQTT_ERR_SUCCESS
 
 
 def backoff_s(failures: int, rng: random.Random) -> float:
@@ -83,11 +90,10 @@ class MqttTransport:
         self._is_woken = False
         self._thread: threading.Thread | None = None
         self._up = False
-        self._reached = False  # TCP and TLS stood, whatever the broker said then
         self._accepted = False
-        self._refusal: str | None = None
         self._in_flight = config.in_flight
         self._subscribing: int | None = None
+        self._last_subscription = 0
         self._versions = ["3.1.1", "5"] if config.protocol == "auto" else [config.protocol]
         self._max_payload = min(config.assumed_max_packet, config.max_packet) - HEADER_BYTES
         self._on_delivery: OnDelivery = _ignore
@@ -207,154 +213,151 @@ class MqttTransport:
 
     def _connect_once(self) -> None:
         self._anew.clear()
+        self.attempts += 1
+        self._accepted, reached = False, False
+        link: MqttLink | None = None
         try:
-            client = self._make_client(self._context())  # read again each time: a renewed certificate has the old name
+            link = MqttLink(self._config, self._context(), self.protocol)  # files are read again: they may be renewed
+            reached = True
+            self._serve(link)
         except TransportError as error:
             self.last_error = str(error)
-            return
-        try:
-            client.connect(self._config.host, self._config.port, self._config.keepalive_s)
-            self._reached = True
-            self._serve(client)
         except OSError as error:
-            self.last_error = explain_failure(self._config, error)
+            self.last_error = self._explain(error, reached=reached)
         except Exception as error:  # noqa: BLE001 - the run loop: broken bytes from a broker must not end the transport
-            _LOG.exception("the MQTT client failed; connecting again")
+            if not isinstance(error, WireError):
+                _LOG.exception("the MQTT client failed; connecting again")
             self.last_error = f"the broker at {self._config.address} sent something unexpected: {error}"
         finally:
-            self._link_down(client)
+            if reached and not self._accepted:
+                self._versions.reverse()
+            self._link_down()
+            if link is not None:
+                link.close()
 
-    def _make_client(self, context: ssl.SSLContext | None) -> paho.Client:
-        self.attempts += 1
-        self._reached, self._accepted, self._refusal, self._subscribing = False, False, None, None
-        v5 = self.protocol == "5"
-        client = paho.Client(
-            CallbackAPIVersion.VERSION2,
-            client_id=self._config.identity,
-            clean_session=None if v5 else True,
-            protocol=MQTTProtocolVersion.MQTTv5 if v5 else MQTTProtocolVersion.MQTTv311,
-            reconnect_on_failure=False,
+    def _explain(self, error: OSError, *, reached: bool) -> str:
+        if not reached:
+            return explain_failure(self._config, error)
+        if not self._accepted:
+            return explain_silence(self._config, str(error))
+        return f"the link to the broker at {self._config.address} broke: {error}"
+
+    def _serve(self, link: MqttLink) -> None:
+        """Move packets until the transport closes or connects anew.
+
+        Raises:
+            TransportError: the broker refuses, hangs up, or does not answer.
+            OSError: the link is gone.
+            MalformedError: bytes that a broker may not send.
+        """
+        link.watch(self._wake_out.fileno())
+        link.send(
+            connect(
+                self.protocol, self._config.identity, self._config.keepalive_s, self._config.max_inbound, self._will
+            )
         )
-        client.connect_timeout = self._config.connect_timeout_s
-        if context is not None:
-            client.tls_set_context(context)
-        if self._will is not None:
-            client.will_set(self._will.topic, self._will.payload, qos=1, retain=self._will.retain)
-        client.on_socket_open = send_at_once
-        client.on_connect = self._connected
-        client.on_subscribe = self._subscribed
-        client.on_publish = self._published
-        client.on_message = self._arrived
-        client.on_disconnect = self._disconnected
-        return client
-
-    def _serve(self, client: paho.Client) -> None:
-        """Turn the client's wheel until the link is gone or the transport closes."""
-        close_at: float | None = None
         answer_by = time.monotonic() + ANSWER_FACTOR * self._config.connect_timeout_s
-        while (sock := client.socket()) is not None:
+        close_at: float | None = None
+        while True:
+            now = time.monotonic()
             if self._closing.is_set():
-                close_at = close_at or time.monotonic() + (DRAIN_S if self._up else 0.0)
-                if time.monotonic() >= close_at or not (self._outgoing or client.want_write()):
-                    client.disconnect()
-                    return
-            elif self._anew.is_set():
-                self.last_error = f"connecting anew to the broker at {self._config.address}"
-                client.disconnect()
+                close_at = close_at or now + (DRAIN_S if self._up else 0.0)
+            elif not self._accepted and now >= answer_by:
+                raise TransportError(f"the broker at {self._config.address} does not answer")
+            self._hand_over(link)
+            is_drained = not self._outgoing and link.has_room
+            if self._anew.is_set() or (close_at is not None and (now >= close_at or is_drained)):
+                if self._anew.is_set():
+                    self.last_error = f"connecting anew to the broker at {self._config.address}"
+                if self._accepted:
+                    link.send(disconnect())
+                    link.flush()
                 return
-            elif not self._accepted and time.monotonic() >= answer_by:
-                client.disconnect()
-                self.last_error = f"the broker at {self._config.address} does not answer"
-                return
-            self._hand_over(client)
-            if self._step(client, sock, TICK_MS if close_at is None else TICK_MS // 10) is not OK:
-                return
+            if self._wake_out.fileno() in link.wait(
+                0.0 if link.holds_more else TICK_S if close_at is None else TICK_S / 10
+            ):
+                self._wake_out.recv(65_536)
+                self._is_woken = False  # before the queue is looked at: who comes later wakes again
+            for packet in link.read():
+                self._take(packet, link)
+            link.look_after(time.monotonic())
 
-    def _step(self, client: paho.Client, sock: Any, wait_ms: int) -> MQTTErrorCode:
-        poll = select.poll()
-        poll.register(sock, select.POLLIN | (select.POLLOUT if client.want_write() else 0))
-        poll.register(self._wake_out, select.POLLIN)
-        ready = dict(poll.poll(0 if _buffered(sock) else wait_ms))
-        if self._wake_out.fileno() in ready:
-            self._wake_out.recv(65_536)
-            self._is_woken = False  # before the queue is looked at: who comes later wakes again
-        status = OK
-        if ready.get(sock.fileno(), 0) & ~select.POLLOUT or _buffered(sock):
-            status = client.loop_read()
-        if status is OK and client.want_write():
-            status = client.loop_write()
-        return client.loop_misc() if status is OK else status
-
-    def _hand_over(self, client: paho.Client) -> None:
-        """Give paho what it can send at once; everything else stays in our bounded queue."""
+    def _hand_over(self, link: MqttLink) -> None:
+        """Let leave what the link takes at once; everything else stays in our bounded queue."""
         if self._accepted:
             with self._lock:
                 filters, self._new_filters = self._new_filters, []
             if filters:
-                client.subscribe(filters)
-        while self._up and client.socket() is not None and not client.want_write():
+                self._subscribe(link, filters)
+        link.flush()
+        while self._up and link.has_room:
             message = self._outgoing.take(self._in_flight)
             if message is None:
                 return
-            info = client.publish(message.topic, message.payload, message.qos, message.retain)
-            if message.qos > 0:
-                self._outgoing.sent(info.mid, message)
+            link.send(publish(self.protocol, message.topic, message.payload, message.packet, retain=message.retain))
+            link.flush()
 
-    def _connected(
-        self, client: paho.Client, _data: Any, _flags: Any, reason: ReasonCode, properties: Properties | None
-    ) -> None:
-        if reason.is_failure:
-            self._refusal = explain_refusal(self._config, str(reason))
-            return
+    def _subscribe(self, link: MqttLink, filters: list[tuple[str, int]]) -> int:
+        self._last_subscription = self._last_subscription % MAX_PACKET_ID + 1
+        packet = MAX_PACKET_ID + self._last_subscription
+        link.send(subscribe(self.protocol, packet, filters))
+        return packet
+
+    def _take(self, packet: Packet, link: MqttLink) -> None:
+        if isinstance(packet, Message):
+            call_out(self._on_delivery, Delivery(packet.topic, packet.payload, packet.retained))
+            if packet.packet:
+                link.send(acknowledge(packet.packet))
+        elif isinstance(packet, Acknowledged):
+            message = self._outgoing.acknowledged(packet.packet)
+            if message is not None and packet.reason >= FAILURE:
+                _LOG.error(
+                    "the broker at %s refused a publish on %s: %s",
+                    self._config.address,
+                    message.topic,
+                    explain(packet.reason),
+                )
+        elif isinstance(packet, Connected):
+            self._connected(packet, link)
+        elif isinstance(packet, Subscribed):
+            self._subscribed(packet)
+        elif isinstance(packet, Ended):
+            raise ConnectionError(explain(packet.reason))
+
+    def _connected(self, told: Connected, link: MqttLink) -> None:
+        if told.reason:
+            raise TransportError(explain_refusal(self._config, explain(told.reason)))
+        if self._accepted:
+            raise MalformedError("a second answer to one CONNECT")
         self._accepted = True
         unstated = PROTOCOL_MAX_PACKET if self.protocol == "5" else self._config.assumed_max_packet
-        told = getattr(properties, "MaximumPacketSize", unstated)
-        self._max_payload = min(told, self._config.max_packet) - HEADER_BYTES
-        self._in_flight = min(self._config.in_flight, getattr(properties, "ReceiveMaximum", self._config.in_flight))
+        self._max_payload = min(told.max_packet or unstated, self._config.max_packet) - HEADER_BYTES
+        self._in_flight = min(self._config.in_flight, told.in_flight or self._config.in_flight)
+        if told.keepalive_s is not None:
+            link.keepalive_s = told.keepalive_s
         with self._lock:
             filters, self._new_filters = list(self._filters.items()), []
         if filters:
-            self._subscribing = client.subscribe(filters)[1]
+            self._subscribing = self._subscribe(link, filters)
         else:
             self._link_up()
 
-    def _subscribed(self, _client: Any, _data: Any, mid: int, reasons: list[ReasonCode], _properties: Any) -> None:
-        refused = [str(reason) for reason in reasons if reason.is_failure]
+    def _subscribed(self, answer: Subscribed) -> None:
+        refused = [explain(reason) for reason in answer.reasons if reason >= FAILURE]
         if refused:
             _LOG.error("the broker at %s refused %d subscriptions: %s", self._config.address, len(refused), refused[0])
-        if mid == self._subscribing:
+        if answer.packet == self._subscribing:
             self._subscribing = None
             self._link_up()
-
-    def _published(self, _client: Any, _data: Any, mid: int, reason: ReasonCode, _properties: Any) -> None:
-        message = self._outgoing.acknowledged(mid)
-        if message is not None and reason.is_failure:
-            _LOG.error("the broker at %s refused a publish on %s: %s", self._config.address, message.topic, reason)
-
-    def _arrived(self, _client: Any, _data: Any, message: paho.MQTTMessage) -> None:
-        call_out(self._on_delivery, Delivery(message.topic, bytes(message.payload), message.retain))
-
-    def _disconnected(self, _client: Any, _data: Any, _flags: Any, reason: ReasonCode, _properties: Any) -> None:
-        if self._refusal is not None:
-            self.last_error = self._refusal
-        elif not self._accepted:
-            self.last_error = explain_silence(self._config, str(reason))
-        else:
-            self.last_error = f"the link to the broker at {self._config.address} broke: {reason}"
 
     def _link_up(self) -> None:
         self.last_error = None
         self._up = True
         call_out(self._on_link, argument=True)
 
-    def _link_down(self, client: paho.Client) -> None:
+    def _link_down(self) -> None:
         was_up, self._up = self._up, False
-        sock = client.socket()
-        if sock is not None:
-            sock.close()
         self._outgoing.link_lost()
-        if self._reached and not self._accepted:
-            self._versions.reverse()
         if was_up and not self._closing.is_set():
             call_out(self._on_link, argument=False)
 
@@ -381,13 +384,3 @@ def probe(config: MqttConfig, timeout_s: float = 10.0) -> str:
 
 def _ignore(_: object) -> None:
     """A callback of nobody."""
-
-
-def send_at_once(_client: Any, _data: Any, sock: Any) -> None:
-    """Turn off Nagle's algorithm: a grant that waits for a delayed ACK stalls a whole window."""
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-
-def _buffered(sock: Any) -> bool:
-    """Whether TLS holds decrypted bytes that no poll will announce."""
-    return isinstance(sock, ssl.SSLSocket) and sock.fileno() >= 0 and sock.pending() > 0

@@ -13,8 +13,8 @@ from fedcg.wire.clocks import SET_CLOCK, clock_says, explain_dates
 from fedcg.wire.errors import TransportError
 
 Protocol = Literal["5", "3.1.1", "auto"]
-HANDSHAKE_S = 10.0
 PROTOCOL_MAX_PACKET = 268_435_455
+MAX_INBOUND = 2 << 20  # bytes; what our brokers pass on, and many times a chunk
 IN_FLIGHT = 20  # unacknowledged QoS 1 publishes; Mosquitto's own default bound
 
 
@@ -24,21 +24,6 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-class _HandshakingSocket(ssl.SSLSocket):
-    """A TLS socket whose handshake has a limit of its own and closes the socket when it fails."""
-
-    def do_handshake(self, block: bool = False) -> None:
-        """Perform the handshake, within the shorter of the socket's timeout and `HANDSHAKE_S`."""
-        before = self.gettimeout()
-        self.settimeout(HANDSHAKE_S if before is None else min(before, HANDSHAKE_S))
-        try:
-            super().do_handshake(block)
-            self.settimeout(before)
-        except BaseException:
-            self.close()
-            raise
 
 
 @dataclass(frozen=True)
@@ -62,7 +47,6 @@ class TlsFiles:
                 )
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
-        context.sslsocket_class = _HandshakingSocket
         try:
             context.load_verify_locations(self.ca)
             context.load_cert_chain(self.cert, self.key)
@@ -85,6 +69,7 @@ class MqttConfig:
         assumed_max_packet: largest packet in bytes for a broker that does not tell its own (any with 3.1.1); the
             smallest limit among the known brokers is 128 KB.
         max_packet: largest packet in bytes whatever the broker tells, for services that take less than they tell.
+        max_inbound: largest packet in bytes that is taken from the broker; a larger one ends the link before it is read.
         in_flight: QoS 1 publishes sent and not acknowledged at most; fewer when the broker says so.
     """
 
@@ -100,6 +85,7 @@ class MqttConfig:
     queue_max_bytes: int = 64 * 1024 * 1024
     assumed_max_packet: int = 128 * 1024
     max_packet: int = PROTOCOL_MAX_PACKET
+    max_inbound: int = MAX_INBOUND
     in_flight: int = IN_FLIGHT
 
     def __post_init__(self) -> None:

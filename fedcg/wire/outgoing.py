@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from fedcg.wire.errors import TransportError
 from fedcg.wire.transport import Backlog
 
+MAX_PACKET_ID = 0x7FFF  # those above are for subscriptions
 MAX_SENDS = 3  # a QoS 1 publish under which three links broke is given up: it may be what breaks them
 
 
@@ -20,6 +21,7 @@ class Outgoing:
     """One publish.
 
     Attributes:
+        packet: its packet id on the present link; 0 at QoS 0.
         sends: how often it was handed to a link.
         is_under_way: it waits here for the link, or for the broker's acknowledgement.
     """
@@ -28,6 +30,7 @@ class Outgoing:
     payload: bytes
     qos: int
     retain: bool
+    packet: int = 0
     sends: int = 0
     is_under_way: bool = True
 
@@ -42,6 +45,7 @@ class OutgoingQueue:
         self._queue: deque[Outgoing] = deque()
         self._unacked: dict[int, Outgoing] = {}
         self._bytes = 0
+        self._last_packet = 0
 
     def __len__(self) -> int:
         """Messages queued or not acknowledged."""
@@ -71,7 +75,10 @@ class OutgoingQueue:
             self._bytes += len(message.payload)
 
     def take(self, in_flight: int) -> Outgoing | None:
-        """The next publish to send, or None; a QoS 1 publish waits while `in_flight` of them are not acknowledged."""
+        """The next publish to send, or None; a QoS 1 publish waits while `in_flight` of them are not acknowledged.
+
+        It gets a packet id and is remembered under it until `acknowledged`.
+        """
         with self._lock:
             if not self._queue or (self._queue[0].qos > 0 and len(self._unacked) >= in_flight):
                 return None
@@ -80,12 +87,14 @@ class OutgoingQueue:
             if message.qos == 0:
                 self._bytes -= len(message.payload)
                 message.is_under_way = False
+                return message
+            while True:
+                self._last_packet = self._last_packet % MAX_PACKET_ID + 1
+                if self._last_packet not in self._unacked:
+                    break
+            message.packet = self._last_packet
+            self._unacked[message.packet] = message
             return message
-
-    def sent(self, packet: int, message: Outgoing) -> None:
-        """Remember a QoS 1 publish under its packet id until `acknowledged`."""
-        with self._lock:
-            self._unacked[packet] = message
 
     def acknowledged(self, packet: int) -> Outgoing | None:
         """Forget a QoS 1 publish that the broker has; None for an unknown packet id."""

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from fedcg.wire.errors import TransportError
-from fedcg.wire.outgoing import MAX_SENDS, Outgoing, OutgoingQueue
+from fedcg.wire.outgoing import MAX_PACKET_ID, MAX_SENDS, Outgoing, OutgoingQueue
 
 
 def message(payload: bytes, qos: int = 1) -> Outgoing:
@@ -27,10 +27,10 @@ def test_the_queue_is_bounded_in_messages_and_counts_what_is_not_acknowledged() 
     queue.put(first := message(b"1"))
     queue.put(message(b"2"))
     assert queue.take(20) is first
-    queue.sent(7, first)
     with pytest.raises(TransportError, match="full"):
         queue.put(message(b"3"))
-    assert queue.acknowledged(7) is first
+    assert queue.acknowledged(first.packet) is first
+    assert queue.acknowledged(first.packet) is None
     queue.put(message(b"3"))
     assert len(queue) == 2
 
@@ -43,10 +43,9 @@ def test_the_queue_is_bounded_in_bytes_and_gives_them_back() -> None:
     queue.take(20)
     queue.put(again := message(b"1234567890"))
     queue.take(20)
-    queue.sent(1, again)
     with pytest.raises(TransportError):
         queue.put(message(b"1"))
-    queue.acknowledged(1)
+    queue.acknowledged(again.packet)
     queue.put(message(b"1"))
 
 
@@ -56,9 +55,8 @@ def test_a_qos_1_message_waits_for_room_in_flight() -> None:
         queue.put(message(payload))
     first = queue.take(1)
     assert first is not None
-    queue.sent(1, first)
     assert queue.take(1) is None
-    queue.acknowledged(1)
+    queue.acknowledged(first.packet)
     assert take(queue, 1) == b"2"
 
 
@@ -66,11 +64,8 @@ def test_after_a_lost_link_qos_1_is_sent_again_in_order_and_qos_0_is_gone() -> N
     queue = OutgoingQueue(10, 1000)
     for payload, qos in ((b"1", 1), (b"2", 0), (b"3", 1), (b"4", 0), (b"5", 1)):
         queue.put(message(payload, qos))
-    for packet in (11, 12, 13):
-        taken = queue.take(20)
-        assert taken is not None
-        if taken.qos:
-            queue.sent(packet, taken)
+    for _ in range(3):
+        assert queue.take(20) is not None
     queue.link_lost()
     assert [take(queue), take(queue), take(queue), take(queue)] == [b"1", b"3", b"5", None]
 
@@ -78,10 +73,30 @@ def test_after_a_lost_link_qos_1_is_sent_again_in_order_and_qos_0_is_gone() -> N
 def test_a_message_that_breaks_every_link_is_given_up() -> None:
     queue = OutgoingQueue(10, 1000)
     queue.put(message(b"poison"))
-    for attempt in range(MAX_SENDS):
-        taken = queue.take(20)
-        assert taken is not None
-        queue.sent(attempt, taken)
+    for _ in range(MAX_SENDS):
+        assert queue.take(20) is not None
         queue.link_lost()
     assert queue.take(20) is None
     assert len(queue) == 0
+
+
+def test_packet_ids_go_round_and_skip_those_that_wait_for_an_acknowledgement() -> None:
+    queue = OutgoingQueue(10, 1000)
+    queue.put(stuck := message(b"stuck"))
+    assert queue.take(20) is stuck
+    ids = set()
+    for _ in range(MAX_PACKET_ID + 5):
+        queue.put(message(b"x"))
+        taken = queue.take(20)
+        assert taken is not None
+        ids.add(taken.packet)
+        assert queue.acknowledged(taken.packet) is taken
+    assert ids == set(range(1, MAX_PACKET_ID + 1)) - {stuck.packet}
+
+
+def test_a_message_at_qos_0_has_no_packet_id() -> None:
+    queue = OutgoingQueue(10, 1000)
+    queue.put(message(b"x", qos=0))
+    taken = queue.take(20)
+    assert taken is not None
+    assert taken.packet == 0

@@ -1,0 +1,135 @@
+"""One connection to a broker: TCP, TLS, packets out and in, keepalive. No thread of its own, no policy; never blocks once it stands."""
+
+from __future__ import annotations
+
+import select
+import socket
+import ssl
+import time
+from collections.abc import Iterator
+
+from fedcg.wire.mqtt_config import MqttConfig
+from fedcg.wire.mqtt_packets import Packet, PacketReader, ping
+
+HANDSHAKE_S = 10.0
+READ_BYTES = 1 << 18  # taken in one go before the other direction has its turn
+_AGAIN = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+
+
+class MqttLink:
+    """A connection; whoever has it sends packets, reads packets and waits, all on one thread.
+
+    Args:
+        config: the broker.
+        context: for TLS; None for plain text.
+        protocol: the version to speak.
+
+    Raises:
+        OSError: no connection, or no handshake, within its time (`ssl.SSLError` is one).
+    """
+
+    def __init__(self, config: MqttConfig, context: ssl.SSLContext | None, protocol: str) -> None:
+        self.keepalive_s = config.keepalive_s
+        self._reader = PacketReader(protocol, config.max_inbound)
+        self._unsent: list[bytes] = []
+        self._leaving = memoryview(b"")
+        self._pinged = False
+        self._sent_at = self._heard_at = time.monotonic()
+        sock = socket.create_connection((config.host, config.port), config.connect_timeout_s)
+        try:
+            # Without this a grant waits for a delayed ACK and stalls a whole window.
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if context is not None:
+                sock.settimeout(HANDSHAKE_S)
+                sock = context.wrap_socket(sock, server_hostname=config.host)
+            sock.settimeout(0.0)
+        except BaseException:
+            sock.close()
+            raise
+        self._sock = sock
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
+        self._waits_to_write = False
+
+    def watch(self, descriptor: int) -> None:
+        """End `wait` also when this can be read."""
+        self._poll.register(descriptor, select.POLLIN)
+
+    def wait(self, seconds: float) -> set[int]:
+        """Wait until something can be done; which descriptors are ready, the link's own left out."""
+        ready = {descriptor for descriptor, _ in self._poll.poll(1000.0 * seconds)}
+        ready.discard(self._sock.fileno())
+        return ready
+
+    @property
+    def has_room(self) -> bool:
+        """Whether everything sent so far has left."""
+        return not self._unsent and not self._leaving
+
+    def send(self, packet: bytes) -> None:
+        """Queue a packet; `flush` lets it leave."""
+        self._unsent.append(packet)
+
+    def flush(self) -> None:
+        """Let leave what the socket takes.
+
+        Raises:
+            OSError: the connection is gone.
+        """
+        while self._leaving or self._unsent:
+            if not self._leaving:
+                self._leaving = memoryview(self._unsent[0] if len(self._unsent) == 1 else b"".join(self._unsent))
+                self._unsent.clear()
+            try:
+                count = self._sock.send(self._leaving)
+            except _AGAIN:
+                break
+            self._leaving = self._leaving[count:]
+            self._sent_at = time.monotonic()
+        if self._waits_to_write == self.has_room:
+            self._waits_to_write = not self.has_room
+            self._poll.modify(self._sock, select.POLLIN | (select.POLLOUT if self._waits_to_write else 0))
+
+    def read(self) -> Iterator[Packet]:
+        """The packets that have come, at most some of them where many wait; read on until there are none.
+
+        Raises:
+            OSError: the connection is gone.
+            MalformedError: bytes that a broker may not send.
+        """
+        taken = 0
+        while taken < READ_BYTES:
+            try:
+                count = self._sock.recv_into(self._reader.room)
+            except _AGAIN:
+                return
+            if count == 0:
+                raise ConnectionError("it closed the connection")
+            taken += count
+            self._heard_at, self._pinged = time.monotonic(), False
+            yield from self._reader.packets(count)
+
+    @property
+    def holds_more(self) -> bool:
+        """Whether TLS holds decrypted bytes that no `wait` will announce."""
+        return isinstance(self._sock, ssl.SSLSocket) and self._sock.pending() > 0
+
+    def look_after(self, now: float) -> None:
+        """Ping where a direction was silent for the keepalive.
+
+        Raises:
+            TimeoutError: a ping was not answered for as long again.
+        """
+        if not self.keepalive_s or now - min(self._sent_at, self._heard_at) < self.keepalive_s:
+            return
+        if not self._pinged:
+            self._pinged = True
+            self._sent_at = self._heard_at = now
+            self.send(ping())
+            self.flush()
+        elif now - self._heard_at >= self.keepalive_s:
+            raise TimeoutError(f"nothing came for {self.keepalive_s} s after a ping")
+
+    def close(self) -> None:
+        """Drop the connection."""
+        self._sock.close()
