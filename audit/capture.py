@@ -66,7 +66,7 @@ class Completed:
 class _Incoming:
     size: int | None = None
     chunk_bytes: int = 0
-    chunks: dict[int, bytes] = field(default_factory=dict)
+    chunks: dict[int, bytes | memoryview] = field(default_factory=dict)
     given_up: bool = False
 
     @property

@@ -12,6 +12,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ from coordinator.ingest import Ingest, Sessions
 from coordinator.intake import Intake, IntakeEvent, IntakeFailed
 from coordinator.message_keys import Voice
 from coordinator.publishing import Publisher
-from coordinator.uploads import Received, Uploads
+from coordinator.uplink import CHECKS
+from coordinator.uploads import Grant, Received, Uploads
 from fedcg.event_log import EventLog
 from fedcg.refusals import Refusals
 from fedcg.wire.artifacts import ArtifactStore
@@ -49,7 +51,7 @@ from fedcg.wire.presets import LinkLimits
 from fedcg.wire.sender import ChunkFile, ChunkSender, file_ref
 from fedcg.wire.signing import SigningKey, VerifyKey, open_envelope, seal
 from fedcg.wire.topics import TopicKind, Topics
-from fedcg.wire.transfer import chunk_bytes_for, parse_chunk
+from fedcg.wire.transfer import chunk_bytes_for, read_frame
 from fedcg.wire.transport import Delivery
 from fedcg.wire.versions import PROTOCOL_VERSION
 
@@ -103,7 +105,7 @@ class BenchDevice:
         self._key = SigningKey.load(party.signing)
         self._topics = Topics(party.federation)
         self._transport = MqttTransport(party.mqtt)
-        self._sender = ChunkSender(self._transport, f"chunks-{self.name}")
+        self._sender = ChunkSender(self._transport, f"chunks-{self.name}", at_once=True)
         self._store = ArtifactStore(party.folder)
         self._partials = Partials(party.folder / ".partial", 4, 1 << 40)
         self._session: Session | None = None
@@ -188,7 +190,7 @@ class BenchDevice:
         download = self._download
         if download is None:
             return
-        download.feed(parse_chunk(payload), time.monotonic())
+        download.feed(read_frame(payload), time.monotonic())
         if download.complete:
             self._store.adopt(download.finish(), download.ref.id)
             self._partials.discard(download.ref.id)
@@ -280,6 +282,11 @@ def run_receiver(party: Party, devices: dict[str, str], pipe: Any) -> None:
     asyncio.run(_receive(party, devices, pipe))
 
 
+@dataclass(frozen=True)
+class _Kept:
+    received: Received
+
+
 class BenchCoordinator:
     """Takes updates from whoever says hello: no rounds, no database, no checks of what is inside."""
 
@@ -295,10 +302,10 @@ class BenchCoordinator:
         self._publisher = Publisher(self._transport, self._topics, voice, 1, self._sessions, Cohorts(), party.limits)
         self._store = ArtifactStore(party.folder)
         partials = Partials(party.folder / ".partial", 1024, 1 << 40)
-        self._inbox: Inbox[Delivery | IntakeEvent | bool] = Inbox(asyncio.get_running_loop())
+        self._inbox: Inbox[Delivery | Grant | IntakeFailed | _Kept | bool] = Inbox(asyncio.get_running_loop())
         uploads = Uploads(partials, party.limits.window, party.limits.shared)
-        self._intake = Intake(uploads, partials.collect, self._inbox.put, refusals)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._intake = Intake(uploads, partials.collect, self._heard, refusals)
+        self._checks = ThreadPoolExecutor(CHECKS, "check")
 
     async def run(self, pipe: Any) -> None:
         """Work until the other end of the pipe says something."""
@@ -314,13 +321,18 @@ class BenchCoordinator:
                 pipe.send("ready")
             elif isinstance(item, Delivery):
                 self._hear(item)
-            elif item is not None and not isinstance(item, bool):
-                self._follow(item)
+            elif isinstance(item, _Kept):
+                self._answer(item.received)
+            elif isinstance(item, IntakeFailed):
+                raise item.error
+            elif isinstance(item, Grant):
+                self._publisher.need(item.device, item.manifest, item.ranges)
             if time.monotonic() - ticked_at >= TICK_S:
                 ticked_at = time.monotonic()
                 self._intake.tick()
                 if pipe.poll():
                     break
+        self._checks.shutdown()
         self._intake.close()
         self._publisher.close()
         self._transport.close()
@@ -342,18 +354,21 @@ class BenchCoordinator:
         elif incoming is not None and isinstance(incoming.message, Manifest):
             self._intake.begin(incoming.device, incoming.message, time.time())
 
-    def _follow(self, event: IntakeEvent) -> None:
-        if isinstance(event, IntakeFailed):
-            raise event.error
+    def _heard(self, event: IntakeEvent) -> None:
+        """On the intake's thread, as in `Uplink`."""
         if isinstance(event, Received):
-            task = asyncio.create_task(self._keep(event))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._checks.submit(self._keep, event)
         else:
-            self._publisher.need(event.device, event.manifest, event.ranges)
+            self._inbox.put(event)
 
-    async def _keep(self, received: Received) -> None:
-        await asyncio.to_thread(self._store.adopt, received.file, received.manifest.artifact.id)
+    def _keep(self, received: Received) -> None:
+        try:
+            self._store.adopt(received.file, received.manifest.artifact.id)
+            self._inbox.put(_Kept(received))
+        except OSError as error:
+            self._inbox.put(IntakeFailed(error))
+
+    def _answer(self, received: Received) -> None:
         self._intake.end(received.device)
         self._intake.expect(received.device, self._devices)  # one invite stands for that of each round
         self._publisher.receipt(received.device, received.manifest, Outcome.ACCEPTED, "")

@@ -19,7 +19,7 @@ from coordinator.uploads import Grant, Received, Uploads
 from fedcg.refusals import Refusals
 from fedcg.wire.errors import CapacityError, OrderError, WireError
 from fedcg.wire.messages import ArtifactRef, Carrier, Manifest
-from fedcg.wire.transfer import Chunk, parse_chunk
+from fedcg.wire.transfer import Chunk, read_frame
 
 MAX_BYTES = 64 * 1024 * 1024
 COLLECT_S = 3600.0
@@ -203,7 +203,7 @@ class Intake:
             self.dropped += not self._uploads.keep_early(device, payload)
             return
         try:
-            self._take(device, parse_chunk(payload))
+            self._take(device, read_frame(payload))
         except WireError as error:
             self._refuse(device, error)
 

@@ -29,7 +29,7 @@ from coordinator.cohorts import Cohorts
 from coordinator.conductor import Conductor
 from coordinator.inbox import Inbox
 from coordinator.ingest import FromDevice, Ingest, Sessions
-from coordinator.intake import IntakeEvent, IntakeFailed
+from coordinator.intake import IntakeFailed
 from coordinator.invitations import REMIND_S, Invitations
 from coordinator.library import Library
 from coordinator.membership import REFRESH_S, Membership
@@ -44,7 +44,7 @@ from coordinator.rounds import (
 from coordinator.setup import Setup
 from coordinator.shelf import Shelf
 from coordinator.uplink import Checked, Uplink
-from coordinator.uploads import Grant, Received
+from coordinator.uploads import Grant
 from fedcg.learning.spec import FederationSpec
 from fedcg.refusals import Refusals
 from fedcg.wire import versions
@@ -77,7 +77,7 @@ class _Stop:
     pass
 
 
-_Item = Delivery | WorkerEvent | Checked | IntakeEvent | _LinkChanged | _Broken | _Stop
+_Item = Delivery | WorkerEvent | Checked | Grant | IntakeFailed | _LinkChanged | _Broken | _Stop
 
 
 class Service:
@@ -100,7 +100,14 @@ class Service:
         self._library = Library(setup.artifacts, self._publisher.chunk_bytes)
         self._worker = setup.make_worker(setup.worker, self._inbox.put)
         self._conductor = Conductor(setup, self._publisher, self._library, self._worker)
-        self._uplink = Uplink(setup, self._publisher, lambda: self._conductor.state, self._inbox.put, self._refusals)
+        self._uplink = Uplink(
+            setup,
+            self._publisher,
+            lambda: self._conductor.state,
+            lambda: self._conductor.base,
+            self._inbox.put,
+            self._refusals,
+        )
         self._conductor.use_uplink(self._uplink)
         self._invitations = Invitations(setup, self._conductor, self._publisher, self._uplink)
         self._members = Membership(setup, self._ingest, self._uplink, self._conductor, self._publisher)
@@ -179,7 +186,7 @@ class Service:
         self._publisher.status(online=False)
         closing = [
             on_daemon(work)
-            for work in (self._publisher.close, self._uplink.intake.close, self._transport.close, self._worker.stop)
+            for work in (self._publisher.close, self._uplink.stop, self._transport.close, self._worker.stop)
         ]
         await asyncio.wait(closing, timeout=CLOSE_TIMEOUT_S)
         self._events.write("stopped", epoch=self.epoch)
@@ -199,10 +206,8 @@ class Service:
             await self._link_changed(item)
         elif isinstance(item, Checked):
             await self._checked(item)
-        elif isinstance(item, Grant | Received | IntakeFailed):
-            received = self._uplink.follow(item)
-            if received is not None:
-                self._spawn(self._check(received, self._conductor.base))
+        elif isinstance(item, Grant | IntakeFailed):
+            self._uplink.follow(item)
         elif isinstance(item, _Broken):
             raise item.error
         elif not isinstance(item, _Stop):
@@ -273,9 +278,6 @@ class Service:
             self._turned_away.add(device)
             log.warning("%s (agent %s): %s", device, hello.agent, reason)
         self._publisher.turn_away(device, hello)
-
-    async def _check(self, received: Received, base: str) -> None:
-        self._inbox.put(await asyncio.to_thread(self._uplink.check, received, base))
 
     async def _checked(self, checked: Checked) -> None:
         ended = await self._uplink.ended(checked)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from coordinator.errors import ValidationError
@@ -17,7 +18,7 @@ from coordinator.publishing import Publisher
 from coordinator.records import AttemptState, UpdateRecord
 from coordinator.rounds import Phase, RoundState, UpdateRefused, UpdateStored
 from coordinator.setup import Setup
-from coordinator.uploads import Received, Uploads
+from coordinator.uploads import Grant, Received, Uploads
 from coordinator.validation import Expected, base_in, max_update_bytes, validate_update
 from fedcg.refusals import Refusals
 from fedcg.wire.artifacts import Base
@@ -25,6 +26,7 @@ from fedcg.wire.messages import MAX_ARTIFACT_BYTES, Carrier, Manifest, Outcome
 from fedcg.wire.partial import Partials
 
 MAX_PARTIAL_FILES = 1024
+CHECKS = 8  # updates that are checked, or wait for the disk, at a time
 MAX_PARTIAL_BYTES = 64 * MAX_ARTIFACT_BYTES
 
 log = logging.getLogger(__name__)
@@ -57,7 +59,8 @@ class Uplink:
         setup: what the service was given.
         publisher: sends grants and receipts.
         state: asks for the round engine's state.
-        notify: gets what the intake's thread says, on that thread; to be handed to `follow` on the event loop.
+        base: asks for the aggregate that the open round starts from; from any thread.
+        notify: gets what the uplink's threads say, on those threads; to be handed to `follow` or `ended` on the event loop.
         refusals: counts and tells what the intake refuses.
     """
 
@@ -66,7 +69,8 @@ class Uplink:
         setup: Setup,
         publisher: Publisher,
         state: Callable[[], RoundState],
-        notify: Callable[[IntakeEvent], None],
+        base: Callable[[], str],
+        notify: Callable[[Grant | Checked | IntakeFailed], None],
         refusals: Refusals,
     ) -> None:
         self._spec = setup.spec
@@ -76,11 +80,14 @@ class Uplink:
         self._clock = setup.clock
         self._publisher = publisher
         self._state = state
+        self._open_base = base
+        self._notify = notify
         self._max_bytes = max_update_bytes(setup.spec)
         self._base: Base | None = None
         partials = Partials(setup.artifacts.root / ".partial", MAX_PARTIAL_FILES, MAX_PARTIAL_BYTES)
         uploads = Uploads(partials, setup.limits.window, setup.limits.shared)
-        self.intake = Intake(uploads, partials.collect, notify, refusals)
+        self.intake = Intake(uploads, partials.collect, self._heard, refusals)
+        self._checks = ThreadPoolExecutor(CHECKS, "check")
         self._active: dict[str, Manifest] = {}
 
     def is_busy(self, device: str) -> bool:
@@ -94,21 +101,35 @@ class Uplink:
             grant = self.intake.expect(device, len(self._state().participants))
         self._publisher.invite(device, position, grant)
 
-    def follow(self, event: IntakeEvent) -> Received | None:
-        """Do what the intake asks for; returns an update that is complete and has to be checked.
+    def follow(self, event: Grant | IntakeFailed) -> None:
+        """Do what the intake asks for.
 
         Raises:
             OSError: the disk failed under the intake.
         """
         if isinstance(event, IntakeFailed):
             raise event.error
-        known = self._active.get(event.device)
-        if known is None or known.artifact != event.manifest.artifact:
-            return None  # ended meanwhile
+        if self._is_current(event.device, event.manifest):
+            self._publisher.need(event.device, event.manifest, event.ranges)
+
+    def _is_current(self, device: str, manifest: Manifest) -> bool:
+        """Whether an update did not end meanwhile."""
+        known = self._active.get(device)
+        return known is not None and known.artifact == manifest.artifact
+
+    def _heard(self, event: IntakeEvent) -> None:
+        """On the intake's thread: what is complete is checked without a detour over the event loop."""
         if isinstance(event, Received):
-            return event
-        self._publisher.need(event.device, event.manifest, event.ranges)
-        return None
+            self._checks.submit(self._check, event)
+        else:
+            self._notify(event)
+
+    def _check(self, received: Received) -> None:
+        """On a thread of `_checks`."""
+        try:
+            self._notify(self.check(received, self._open_base()))
+        except Exception as error:  # noqa: BLE001 - the outermost frame of a thread: told to the service, which ends with it
+            self._notify(IntakeFailed(error))
 
     def forget(self, device: str) -> None:
         """Drop what a device that is no member any more has sent so far."""
@@ -164,6 +185,8 @@ class Uplink:
         """Commit how a checked update ended and send its receipt."""
         received = checked.received
         device, manifest = received.device, received.manifest
+        if checked.reason and not self._is_current(device, manifest):
+            return None  # forgotten or replaced while it was checked, perhaps with its file: that is no verdict on it
         verdict = await self._verdict(device, manifest)
         if verdict is not None:  # the attempt moved on while the update was checked
             self._end_with(device, manifest, verdict)
@@ -199,6 +222,11 @@ class Uplink:
     def tick(self) -> None:
         """Grant again what stalled."""
         self.intake.tick()
+
+    def stop(self) -> None:
+        """Take nothing more; what came stays on disk."""
+        self._checks.shutdown(wait=False, cancel_futures=True)
+        self.intake.close()
 
     def close(self, outcome: Outcome, reason: str) -> None:
         """The attempt takes nothing any more: end whatever is under way."""

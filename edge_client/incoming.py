@@ -37,7 +37,7 @@ from fedcg.wire.messages import (
 )
 from fedcg.wire.signing import open_envelope
 from fedcg.wire.topics import TopicKind, Topics
-from fedcg.wire.transfer import parse_chunk
+from fedcg.wire.transfer import read_frame
 from fedcg.wire.transport import Delivery
 
 
@@ -79,7 +79,7 @@ class Incoming:
         if parsed is None:
             raise MalformedError(f"{delivery.topic!r} is no topic of this federation")
         if parsed.kind in (TopicKind.AGGREGATE, TopicKind.DOWN_CHUNK):
-            self._downloads.feed(parse_chunk(delivery.payload), now)
+            self._downloads.feed(read_frame(delivery.payload), now)
             return None
         if parsed.kind is TopicKind.KEYS:
             return self._memory.follow(delivery.payload)

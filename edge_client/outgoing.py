@@ -54,7 +54,7 @@ class Outgoing:
         self._handshake = handshake
         self._topics = Topics(federation)
         self._chunk_bytes = chunk_bytes
-        self._sender = ChunkSender(transport, f"chunks-{device}")
+        self._sender = ChunkSender(transport, f"chunks-{device}", at_once=True)
 
     def start(self) -> None:
         """Begin to send chunks."""

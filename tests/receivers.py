@@ -15,7 +15,7 @@ class Receiver:
 
     def __init__(self, ref: ArtifactRef, window: Window | None = None, stall_s: float = 2.0) -> None:
         self._grants = Grants(ref, window, stall_s)
-        self._have: dict[int, bytes] = {}
+        self._have: dict[int, bytes | memoryview] = {}
 
     @property
     def ref(self) -> ArtifactRef:

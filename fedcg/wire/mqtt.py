@@ -87,7 +87,8 @@ class MqttTransport:
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.settimeout(0.0)
         self._wake_out.settimeout(0.0)
-        self._is_woken = False
+        self._is_called = False  # somebody has something for the thread; set before `_is_asleep` is looked at
+        self._is_asleep = False  # the thread waits, or is about to; set before `_is_called` is looked at
         self._thread: threading.Thread | None = None
         self._up = False
         self._accepted = False
@@ -178,9 +179,10 @@ class MqttTransport:
             self._thread.join(DRAIN_S + CLOSE_S)
 
     def _wake(self) -> None:
-        if self._is_woken:
+        self._is_called = True
+        if not self._is_asleep:
             return
-        self._is_woken = True
+        self._is_asleep = False
         try:
             self._wake_in.send(b"x")
         except OSError:
@@ -260,6 +262,7 @@ class MqttTransport:
         close_at: float | None = None
         while True:
             now = time.monotonic()
+            self._is_called = False  # before everything that a caller could have changed is looked at
             if self._closing.is_set():
                 close_at = close_at or now + (DRAIN_S if self._up else 0.0)
             elif not self._accepted and now >= answer_by:
@@ -273,22 +276,26 @@ class MqttTransport:
                     link.send(disconnect())
                     link.flush()
                 return
-            if self._wake_out.fileno() in link.wait(
-                0.0 if link.holds_more else TICK_S if close_at is None else TICK_S / 10
-            ):
-                self._wake_out.recv(65_536)
-                self._is_woken = False  # before the queue is looked at: who comes later wakes again
+            self._sleep(link, TICK_S if close_at is None else TICK_S / 10)
             for packet in link.read():
                 self._take(packet, link)
             link.look_after(time.monotonic())
 
+    def _sleep(self, link: MqttLink, seconds: float) -> None:
+        """Wait for the link or a caller; not at all when one of them was faster."""
+        self._is_asleep = True
+        if self._is_called or link.holds_more:
+            seconds = 0.0
+        if self._wake_out.fileno() in link.wait(seconds):
+            self._wake_out.recv(65_536)
+        self._is_asleep = False
+
     def _hand_over(self, link: MqttLink) -> None:
         """Let leave what the link takes at once; everything else stays in our bounded queue."""
-        if self._accepted:
+        if self._accepted and self._new_filters:
             with self._lock:
                 filters, self._new_filters = self._new_filters, []
-            if filters:
-                self._subscribe(link, filters)
+            self._subscribe(link, filters)
         link.flush()
         while self._up and link.has_room:
             message = self._outgoing.take(self._in_flight)

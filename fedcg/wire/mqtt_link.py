@@ -13,6 +13,7 @@ from fedcg.wire.mqtt_packets import Packet, PacketReader, ping
 
 HANDSHAKE_S = 10.0
 READ_BYTES = 1 << 18  # taken in one go before the other direction has its turn
+RECORD_BYTES = 16 * 1024  # TLS gives at most so much at once
 _AGAIN = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
@@ -55,11 +56,9 @@ class MqttLink:
         """End `wait` also when this can be read."""
         self._poll.register(descriptor, select.POLLIN)
 
-    def wait(self, seconds: float) -> set[int]:
-        """Wait until something can be done; which descriptors are ready, the link's own left out."""
-        ready = {descriptor for descriptor, _ in self._poll.poll(1000.0 * seconds)}
-        ready.discard(self._sock.fileno())
-        return ready
+    def wait(self, seconds: float) -> list[int]:
+        """Wait until something can be done; which descriptors are ready, the link's own among them."""
+        return [descriptor for descriptor, _ in self._poll.poll(1000.0 * seconds)]
 
     @property
     def has_room(self) -> bool:
@@ -81,10 +80,9 @@ class MqttLink:
                 self._leaving = memoryview(self._unsent[0] if len(self._unsent) == 1 else b"".join(self._unsent))
                 self._unsent.clear()
             try:
-                count = self._sock.send(self._leaving)
+                self._leaving = self._leaving[self._sock.send(self._leaving) :]
             except _AGAIN:
                 break
-            self._leaving = self._leaving[count:]
             self._sent_at = time.monotonic()
         if self._waits_to_write == self.has_room:
             self._waits_to_write = not self.has_room
@@ -97,17 +95,21 @@ class MqttLink:
             OSError: the connection is gone.
             MalformedError: bytes that a broker may not send.
         """
-        taken = 0
-        while taken < READ_BYTES:
+        taken, count = 0, RECORD_BYTES
+        while (
+            taken < READ_BYTES and count >= RECORD_BYTES
+        ):  # less: most likely all that was there, and `wait` tells if not
             try:
                 count = self._sock.recv_into(self._reader.room)
             except _AGAIN:
-                return
+                break
             if count == 0:
                 raise ConnectionError("it closed the connection")
             taken += count
+            if self._reader.add(count):
+                yield from self._reader.packets()
+        if taken:
             self._heard_at, self._pinged = time.monotonic(), False
-            yield from self._reader.packets(count)
 
     @property
     def holds_more(self) -> bool:

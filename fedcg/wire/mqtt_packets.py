@@ -18,6 +18,7 @@ from fedcg.wire.transport import Will
 CONNECT, CONNACK, PUBLISH, PUBACK, SUBSCRIBE, SUBACK, PINGREQ, PINGRESP, DISCONNECT = 1, 2, 3, 4, 8, 9, 12, 13, 14
 FAILURE = 0x80  # reasons from here on are failures
 _LEVELS = {"5": 5, "3.1.1": 4}
+_HEAD_BYTES = 2  # of the shortest packet
 _FIRST_ROOM = 32 * 1024
 _MORE_ROOM = 16 * 1024  # behind a large packet, so that the start of the next one comes with its end
 _RECEIVE_MAXIMUM, _MAXIMUM_PACKET, _SERVER_KEEPALIVE = 0x21, 0x27, 0x13
@@ -175,7 +176,7 @@ def disconnect() -> bytes:
 
 
 class PacketReader:
-    """Takes a stream of bytes apart: read into `room`, then iterate over `packets`.
+    """Takes a stream of bytes apart: read into `room`, `add`, then iterate over `packets`.
 
     Args:
         protocol: what was agreed on.
@@ -188,25 +189,31 @@ class PacketReader:
         self._buffer = bytearray(_FIRST_ROOM)
         self._view = memoryview(self._buffer)
         self._held = 0
+        self._wanted = _HEAD_BYTES  # before there is a packet to look at
 
     @property
     def room(self) -> memoryview:
         """Where the next bytes go; never empty after `packets` was used up."""
         return self._view[self._held :]
 
-    def packets(self, count: int) -> Iterator[Packet]:
-        """The packets that are whole now that `count` more bytes are in the room.
+    def add(self, count: int) -> bool:
+        """Take note that so many bytes were read into the room; whether `packets` has something now, and must be called."""
+        self._held += count
+        return self._held >= self._wanted
+
+    def packets(self) -> Iterator[Packet]:
+        """The packets that are whole.
 
         Raises:
             TooLargeError: a packet is announced that is over the bound.
             MalformedError: what a broker may not send to this client.
         """
-        self._held += count
-        begin = 0
+        begin, self._wanted = 0, _HEAD_BYTES
         while (span := self._span(begin)) is not None:
             body, end = span
             if end > self._held:
-                self._make_room(end - begin)
+                self._wanted = end - begin
+                self._make_room(self._wanted)
                 break
             yield self._parse(self._buffer[begin], _Body(self._view, body, end))
             begin = end

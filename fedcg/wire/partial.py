@@ -47,14 +47,13 @@ class PartialFile:
 
     def __init__(self, path: Path, ref: ArtifactRef) -> None:
         self.ref = ref
-        self.present: list[int] = []
-        self.damaged = 0
         self._path = path
         self._head = _sealed(_HEAD.pack(MAGIC, bytes.fromhex(ref.id), ref.size, ref.chunk_bytes))
+        self._end = ref.size  # of the journal
+        self.present: list[int] = []
+        self.damaged = 0
         self._digest = hashlib.sha256()
         self._hashed = 0  # chunks, from the first one on, that are in the digest
-        self._have = bytearray(ref.chunks)
-        self._end = ref.size  # of the journal
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             self._recover()
@@ -68,7 +67,6 @@ class PartialFile:
         check = chunk.check or chunk_check(chunk.artifact, chunk.index, chunk.data)
         _write_all(self._file, _sealed(_RECORD.pack(chunk.index, check)), self._end)
         self._end += RECORD_BYTES
-        self._have[chunk.index] = 1
         if chunk.index == self._hashed:
             self._digest.update(chunk.data)
             self._hashed += 1
@@ -77,15 +75,20 @@ class PartialFile:
         """Check the whole and return where it lies; the file is closed. Making it durable is left to who takes it over.
 
         Raises:
-            IntegrityError: it does not have the announced sha256; all of it is forgotten.
+            IntegrityError: it does not have the announced sha256. What is still `present` then are the chunks whose own hashes
+                fit, when others do not; when all of them fit, none can be believed.
         """
         while self._hashed < self.ref.chunks:
             self._digest.update(self._read(self._hashed))
             self._hashed += 1
         if self._digest.hexdigest() != self.ref.id:
-            self._start_again()
+            self._forget()
+            self._recover()
+            if not self.damaged:
+                self._start_again()
+            missing = self.ref.chunks - len(self.present)
             raise IntegrityError(
-                f"the chunks of artifact {self.ref.id} don't have its sha256; it must be fetched again"
+                f"the chunks of artifact {self.ref.id} don't have its sha256; {missing} of {self.ref.chunks} are fetched again"
             )
         os.ftruncate(self._file, self.ref.size)
         self.close()
@@ -116,7 +119,6 @@ class PartialFile:
             if chunk_check(self.ref.id, index, data) != checks[index]:
                 self.damaged += 1
                 continue
-            self._have[index] = 1
             self.present.append(index)
             if index == self._hashed:
                 self._digest.update(data)
@@ -133,9 +135,14 @@ class PartialFile:
         self.present = list(range(self.ref.chunks))
         return True
 
+    def _forget(self) -> None:
+        self.present = []
+        self.damaged = 0
+        self._digest = hashlib.sha256()
+        self._hashed = 0
+
     def _start_again(self) -> None:
-        self._digest, self._hashed = hashlib.sha256(), 0
-        self._have = bytearray(self.ref.chunks)
+        self._forget()
         os.ftruncate(self._file, 0)
         _write_all(self._file, self._head, self.ref.size)  # sparse: what is in front takes no room yet
         self._end = self.ref.size + HEAD_BYTES
@@ -206,7 +213,8 @@ class DurableReceiver:
 
         Raises:
             MalformedError: not complete yet.
-            IntegrityError: the chunks don't add up to the announced sha256; the receiver starts again from nothing.
+            IntegrityError: the chunks don't add up to the announced sha256; the receiver goes on with those that are sound, or
+                from nothing when no chunk shows what is wrong.
         """
         if not self.complete:
             raise MalformedError("an artifact was read before all its chunks were there")
@@ -214,6 +222,7 @@ class DurableReceiver:
             return self._file.finish()
         except IntegrityError:
             self._grants.start_again()
+            self._grants.restore(self._file.present)
             raise
 
     def close(self) -> None:
@@ -359,7 +368,7 @@ def _records(block: bytes, chunks: int) -> Iterator[tuple[int, bytes]]:
             yield index, check
 
 
-def _write_all(descriptor: int, data: bytes, offset: int) -> None:
+def _write_all(descriptor: int, data: bytes | memoryview, offset: int) -> None:
     view = memoryview(data)
     while view:
         written = os.pwrite(descriptor, view, offset)

@@ -29,7 +29,7 @@ REFUSED_S = 0.05
 MAX_GRANTED = 256  # chunks of one receiver; whoever wants more asks again
 MAX_JOBS = 4096
 BURST_CHUNKS = 16
-HASHED_BYTES = 1 << 20
+HASHED_BYTES = 1 << 16
 _LOG = logging.getLogger(__name__)
 
 
@@ -41,10 +41,11 @@ def file_ref(path: Path, chunk_bytes: int) -> ArtifactRef:
     """
     digest = hashlib.sha256()
     size = 0
-    with path.open("rb") as file:
-        while piece := file.read(HASHED_BYTES):
-            digest.update(piece)
-            size += len(piece)
+    room = memoryview(bytearray(HASHED_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(room):
+            digest.update(room[:count])
+            size += count
     return ArtifactRef(id=digest.hexdigest(), size=size, chunk_bytes=chunk_bytes)
 
 
@@ -123,13 +124,18 @@ class ChunkSender:
         transport: the link.
         name: of the thread.
         clock: monotonic seconds.
+        at_once: read and publish on the thread that calls `serve` for as long as the link takes it, and only the rest on the own
+            one; for who may wait for the disk. It saves two changes of threads a chunk.
 
     Attributes:
         sent: chunks published so far, per artifact.
     """
 
-    def __init__(self, transport: Transport, name: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, transport: Transport, name: str, clock: Callable[[], float] = time.monotonic, *, at_once: bool = False
+    ) -> None:
         self.sent: Counter[str] = Counter()
+        self._at_once = at_once
         self._transport = transport
         self._name = name
         self._clock = clock
@@ -174,7 +180,9 @@ class ChunkSender:
             job.add(ranges)
             if job.waiting and key not in self._turns:
                 self._turns.append(key)
-            self._filled.notify()
+        if not self._at_once or self._send_some():
+            with self._filled:
+                self._filled.notify()
 
     def broadcast(
         self,

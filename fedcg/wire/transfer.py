@@ -31,6 +31,7 @@ __all__ = [
     "frames_for",
     "make_ref",
     "parse_chunk",
+    "read_frame",
 ]
 
 MAGIC = b"FCGC"
@@ -46,7 +47,7 @@ class Chunk:
 
     artifact: str
     index: int
-    data: bytes
+    data: bytes | memoryview
     check: bytes = field(default=b"", compare=False)
 
 
@@ -86,7 +87,7 @@ def chunk_length(ref: ArtifactRef, index: int) -> int:
     return min(ref.chunk_bytes, ref.size - index * ref.chunk_bytes)
 
 
-def chunk_check(artifact: str, index: int, data: bytes) -> bytes:
+def chunk_check(artifact: str, index: int, data: bytes | memoryview) -> bytes:
     """The truncated hash of a chunk's name, place and content."""
     digest = hashlib.sha256(bytes.fromhex(artifact) + index.to_bytes(4, "big"))
     digest.update(data)
@@ -106,12 +107,12 @@ def chunk_frame(artifact: str, index: int, data: bytes, check: bytes = b"") -> b
     )
 
 
-def parse_chunk(frame: bytes) -> Chunk:
-    """The chunk in a frame.
+def read_frame(frame: bytes) -> Chunk:
+    """The chunk in a frame, its content not yet held against its hash: for who checks the whole artifact. Copies nothing.
 
     Raises:
         TooLargeError: over the bound of the protocol.
-        MalformedError: no chunk frame, or one whose hash does not fit its content.
+        MalformedError: no chunk frame.
     """
     if len(frame) > MAX_CHUNK_BYTES + FRAME_OVERHEAD_BYTES:
         raise TooLargeError(
@@ -120,11 +121,20 @@ def parse_chunk(frame: bytes) -> Chunk:
     if len(frame) <= FRAME_OVERHEAD_BYTES or not frame.startswith(MAGIC):
         raise MalformedError("not a chunk frame of this protocol")
     _, name, index, check = _HEAD.unpack_from(frame)
-    data = frame[FRAME_OVERHEAD_BYTES:]
-    artifact = name.hex()
-    if check != chunk_check(artifact, index, data):
-        raise MalformedError(f"chunk {index} of artifact {artifact} was damaged on its way")
-    return Chunk(artifact, index, data, check)
+    return Chunk(name.hex(), index, memoryview(frame)[FRAME_OVERHEAD_BYTES:], check)
+
+
+def parse_chunk(frame: bytes) -> Chunk:
+    """The chunk in a frame.
+
+    Raises:
+        TooLargeError: over the bound of the protocol.
+        MalformedError: no chunk frame, or one whose hash does not fit its content.
+    """
+    chunk = read_frame(frame)
+    if chunk.check != chunk_check(chunk.artifact, chunk.index, chunk.data):
+        raise MalformedError(f"chunk {chunk.index} of artifact {chunk.artifact} was damaged on its way")
+    return chunk
 
 
 def check_chunk(ref: ArtifactRef, chunk: Chunk) -> bool:

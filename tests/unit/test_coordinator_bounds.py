@@ -254,7 +254,7 @@ def test_of_two_updates_of_one_device_that_race_each_other_only_the_first_counts
     world.store.open_attempt(("tiny", 1, 1), world.base_id, frozenset(world.clients), 0.0, 600.0)
     publisher: Any = Silent()
     setup = world.setup()
-    uplink = Uplink(setup, publisher, lambda: state, lambda event: None, Refusals(setup.events))
+    uplink = Uplink(setup, publisher, lambda: state, lambda: "", lambda event: None, Refusals(setup.events))
     first = world.devices["a"].make_update(1, 1, world.base_id)
     second = world.devices["b"].make_update(1, 1, world.base_id)
     nowhere = world.root / "nowhere"

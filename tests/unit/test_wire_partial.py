@@ -16,7 +16,7 @@ from fedcg.wire.artifact_store import ArtifactStore
 from fedcg.wire.errors import CapacityError, IntegrityError, MalformedError
 from fedcg.wire.messages import ArtifactRef
 from fedcg.wire.partial import HEAD_BYTES, RECORD_BYTES, DurableReceiver, Partials
-from fedcg.wire.transfer import Chunk, Window, cut, frames_for, make_ref, parse_chunk
+from fedcg.wire.transfer import Chunk, Window, cut, frames_for, make_ref, parse_chunk, read_frame
 
 DATA = random.Random(1).randbytes(256 * 9 + 17)
 REF = make_ref(DATA, 256)
@@ -137,6 +137,26 @@ def test_chunks_that_do_not_add_up_are_forgotten_on_disk_too(tmp_path: Path) -> 
     assert receiver.progress == (0, 10)
     receiver.close()
     completed(tmp_path, set(range(10)))
+
+
+@pytest.mark.parametrize("damaged", [(0,), (4, 7), (9,), tuple(range(10))])
+def test_chunks_damaged_on_their_way_cost_themselves_and_no_other(tmp_path: Path, damaged: tuple[int, ...]) -> None:
+    receiver = DurableReceiver(partials(tmp_path).open(REF), Window(chunks=16))
+    for index, frame in enumerate(frames_for(DATA, REF)):
+        altered = frame[:-1] + bytes((frame[-1] ^ 1,)) if index in damaged else frame
+        receiver.feed(read_frame(altered), 0.0)
+    with pytest.raises(IntegrityError, match=f"{len(damaged)} of 10 are fetched again"):
+        receiver.finish()
+    assert receiver.progress == (10 - len(damaged), 10)
+    asked: set[int] = set()
+    while not receiver.complete:
+        need = receiver.next_need(0.0)
+        assert need is not None
+        for frame in frames_for(DATA, REF, need):
+            receiver.feed(read_frame(frame), 0.0)
+            asked.add(read_frame(frame).index)
+    assert asked == set(damaged)
+    assert receiver.finish().read_bytes() == DATA
 
 
 def test_reading_too_early_is_an_error_and_keeps_what_came(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from fedcg.wire.transfer import (
     frames_for,
     make_ref,
     parse_chunk,
+    read_frame,
 )
 from tests.receivers import Receiver
 
@@ -64,11 +65,23 @@ def test_no_changed_byte_of_a_frame_goes_unnoticed(position: int, change: int) -
         parse_chunk(bytes(frame))
 
 
+def test_a_frame_can_be_read_without_copying_or_hashing_its_content() -> None:
+    frame = chunk_frame(REF.id, 3, DATA[:256])
+    altered = frame[:-1] + bytes((frame[-1] ^ 1,))
+    chunk = read_frame(altered)
+    assert chunk == Chunk(REF.id, 3, altered[-256:])
+    assert chunk.check == read_frame(frame).check
+    assert isinstance(chunk.data, memoryview)
+    assert chunk.data.obj is altered
+
+
 @given(st.binary(max_size=100))
 def test_arbitrary_bytes_are_no_frame(data: bytes) -> None:
-    for candidate in (data, b"FCGC" + data):
+    for read in (parse_chunk, read_frame):
         with pytest.raises(MalformedError):
-            parse_chunk(candidate)
+            read(data)
+    with pytest.raises(MalformedError):
+        parse_chunk(b"FCGC" + data)
 
 
 def test_an_oversize_frame_is_refused_unread() -> None:
