@@ -21,7 +21,7 @@ class Inbox(Generic[Item]):
         self._items: deque[tuple[Item, int]] = deque()
         self._bytes = 0
         self._lock = threading.Lock()
-        self._filled = asyncio.Event()
+        self._waiting: asyncio.Future[None] | None = None
         self.dropped = 0
 
     def put(self, item: Item, size: int = 0) -> None:
@@ -39,21 +39,25 @@ class Inbox(Generic[Item]):
             self._bytes += size
             wake = len(self._items) == 1
         if wake and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._filled.set)
+            self._loop.call_soon_threadsafe(self._wake)
 
     async def get(self, timeout_s: float) -> Item | None:
         """The next item, or None when none came in time."""
         if not self._items:
-            self._filled.clear()
-            if not self._items:
-                try:
-                    async with asyncio.timeout(timeout_s):
-                        await self._filled.wait()
-                except TimeoutError:
-                    return None
+            self._waiting = self._loop.create_future()
+            timer = self._loop.call_later(timeout_s, self._wake)
+            try:
+                await self._waiting  # who puts something from now on calls `_wake` after this
+            finally:
+                self._waiting = None
+                timer.cancel()
         with self._lock:
             if not self._items:
                 return None
             item, size = self._items.popleft()
             self._bytes -= size
         return item
+
+    def _wake(self) -> None:
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
