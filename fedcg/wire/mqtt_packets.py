@@ -90,10 +90,10 @@ class Connected:
 
 @dataclass(frozen=True)
 class Subscribed:
-    """The answer to SUBSCRIBE: a reason for each filter, below `FAILURE` when it was granted."""
+    """The answer to SUBSCRIBE: a byte with the reason for each filter, below `FAILURE` when it was granted."""
 
     packet: int
-    reasons: tuple[int, ...]
+    reasons: bytes
 
 
 @dataclass(frozen=True)
@@ -278,7 +278,7 @@ class PacketReader:
         packet = body.u16()
         if self._is_5:
             body.skip_properties()
-        return Subscribed(packet, tuple(body.rest()))
+        return Subscribed(packet, body.rest())
 
     def _acknowledged(self, body: _Body) -> Acknowledged:
         packet = body.u16()
