@@ -6,9 +6,11 @@ import contextlib
 import socket
 from collections.abc import Iterator
 
+from fedcg.wire.mqtt_config import MqttConfig, Protocol
 from tests.brokers import DEADLINE_S, HOST
 
 CONNECT, PUBLISH, PUBACK, SUBSCRIBE, PINGREQ, DISCONNECT = 1, 3, 4, 8, 12, 14
+KEEPALIVE_S = 30
 PONG = b"\xd0\x00"
 
 
@@ -115,6 +117,12 @@ class ScriptedBroker:
         self._server.settimeout(DEADLINE_S)
         self.port = int(self._server.getsockname()[1])
         self._peers: list[Peer] = []
+
+    def config(self, protocol: Protocol = "5") -> MqttConfig:
+        """To reach it as client `a`."""
+        return MqttConfig(
+            HOST, self.port, "a", insecure=True, protocol=protocol, keepalive_s=KEEPALIVE_S, max_inbound=50_000
+        )
 
     def accept(self) -> Peer:
         """The next connection, before its CONNECT is read."""

@@ -33,6 +33,7 @@ _PROPERTIES: dict[int, int | str] = {
     0x26: "pair",
 }
 _REASONS = {
+    0x00: "normal disconnection",
     0x80: "unspecified error",
     0x81: "malformed packet",
     0x82: "protocol error",
@@ -335,8 +336,6 @@ class _Body:
     def properties(self) -> dict[int, int]:
         """The numbers among the properties, by identifier."""
         end = self._varint() + self._at
-        if end > self._end:
-            raise MalformedError("the broker sent properties that are longer than their packet")
         found: dict[int, int] = {}
         while self._at < end:
             name = self._varint()
@@ -351,6 +350,8 @@ class _Body:
             else:
                 for _ in range(2 if kind == "pair" else 1):
                     self._step(self.u16())
+        if self._at > end:
+            raise MalformedError("the broker sent properties that are longer than their length says")
         return found
 
     def _varint(self) -> int:

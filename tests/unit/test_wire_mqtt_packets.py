@@ -337,10 +337,14 @@ def test_properties_that_the_standard_forbids_are_refused(told: bytes) -> None:
         parse("5", connack("5", 0, told))
 
 
-def test_properties_that_are_longer_than_their_packet_are_refused() -> None:
-    for properties_at in (packet(0x20, b"\x00\x00\x09\x13\x00\x3c"), message("5", "t", b"")[:-1] + b"\x05"):
+def test_properties_of_another_length_than_they_say_are_refused() -> None:
+    for odd in (
+        packet(0x20, b"\x00\x00\x09\x13\x00\x3c"),
+        packet(0x20, b"\x00\x00\x02\x13\x00\x3c"),  # one that goes on behind them
+        message("5", "t", b"")[:-1] + b"\x05",
+    ):
         with pytest.raises(MalformedError):
-            parse("5", properties_at)
+            parse("5", odd)
 
 
 @pytest.mark.parametrize("protocol", VERSIONS)
