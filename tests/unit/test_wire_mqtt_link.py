@@ -190,6 +190,8 @@ def hear(link: MqttLink, peer: Peer) -> None:
 
 def test_a_handshake_that_nobody_answers_ends(broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mqtt_link, "HANDSHAKE_S", 0.1)
+    began = time.monotonic()
     with pytest.raises(TimeoutError):
         MqttLink(broker.config(), ssl.create_default_context(), "5")
+    assert time.monotonic() - began < DEADLINE_S
     assert broker.accept().sock.recv(1) == b"\x16"  # a TLS handshake was begun

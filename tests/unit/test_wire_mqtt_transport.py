@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
-from fedcg.wire import mqtt
+from fedcg.wire import mqtt, mqtt_link
 from fedcg.wire.mqtt import MqttTransport
 from fedcg.wire.mqtt_config import Protocol
 from fedcg.wire.mqtt_link import MqttLink
@@ -123,6 +124,7 @@ def test_how_a_broker_ends_a_link_is_told_and_what_it_has_not_acknowledged_is_se
     peer.send(puback(sent[1][0]), last)
     again = broker.welcome()
     assert told in caplog.text
+    assert "the MQTT client failed" not in caplog.text  # with a traceback, which is for our own mistakes
     client.await_link(2)
     resent = [again.expect_message() for _ in range(2)]
     assert [payload for _, payload in resent] == [b"1", b"3"]
@@ -149,7 +151,9 @@ def test_a_refused_subscription_is_logged_and_the_link_stands(
     client = connect(protocol, None, "mine", "others")
     peer = broker.welcome(protocol)
     number = int.from_bytes(peer.expect(SUBSCRIBE)[:2], "big")
-    assert client.links == []
+    peer.send(suback(protocol, number ^ 1, b"\x01\x01"), message(protocol, "mine", b"x"))
+    client.await_payload("mine", b"x")
+    assert client.links == []  # that was another subscription's
     peer.send(suback(protocol, number, b"\x01" + (b"\x87" if protocol == "5" else b"\x80")))
     client.await_link()
     words = "not authorized" if protocol == "5" else "unspecified error"
@@ -203,13 +207,23 @@ def test_who_leaves_before_the_broker_has_answered_says_good_bye_so_that_there_i
 
 
 def test_who_connects_anew_ends_the_packet_that_is_on_its_way_and_says_good_bye(
-    broker: ScriptedBroker, connect: Connect
+    broker: ScriptedBroker, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    links: list[MqttLink] = []
+
+    class NotedLink(MqttLink):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            links.append(self)
+
+    monkeypatch.setattr(mqtt, "MqttLink", NotedLink)
+    monkeypatch.setattr(mqtt_link, "HANG_UP_S", DEADLINE_S)
     client = connect("5", WILL)
     peer = broker.welcome()
     client.await_link()
     for _ in range(500):  # more than the buffers of both sockets hold
         client.transport.publish("t", bytes(100_000), qos=0)
+    wait_until(lambda: links[0]._waits_to_write, "the link is full")
     client.transport.change_will(Will("status", b"other"))
     kinds = []
     while (found := peer.next()) is not None:
