@@ -50,6 +50,7 @@ BACKOFF_CAP_S = 30.0
 STEADY_S = 5.0  # a link that stood so long starts the backoff anew
 DRAIN_S = 2.0  # how long `close` lets queued messages leave
 CLOSE_S = 1.0  # how long `close` waits for its thread after that
+TURN = 32  # messages that leave before the other direction has its turn
 TICK_S = 1.0  # how often keepalive is looked after when nothing happens
 ANSWER_FACTOR = 2.0  # a broker that took the connection may take this many times `connect_timeout_s` to answer CONNECT
 HEADER_BYTES = 512  # fixed header, topic (at most 170 bytes for us), properties
@@ -231,7 +232,7 @@ class MqttTransport:
                 _LOG.exception("the MQTT client failed; connecting again")
             self.last_error = f"the broker at {self._config.address} sent something unexpected: {error}"
         finally:
-            if reached and not self._accepted:
+            if reached and not self._accepted and not self._anew.is_set():
                 self._versions.reverse()
             self._link_down()
             if link is not None:
@@ -267,16 +268,14 @@ class MqttTransport:
                 close_at = close_at or now + (DRAIN_S if self._up else 0.0)
             elif not self._accepted and now >= answer_by:
                 raise TransportError(f"the broker at {self._config.address} does not answer")
-            self._hand_over(link)
+            is_busy = self._hand_over(link)
             is_drained = not self._outgoing and link.has_room
             if self._anew.is_set() or (close_at is not None and (now >= close_at or is_drained)):
                 if self._anew.is_set():
                     self.last_error = f"connecting anew to the broker at {self._config.address}"
-                if self._accepted:
-                    link.send(disconnect())
-                    link.flush()
+                link.hang_up(disconnect())
                 return
-            self._sleep(link, TICK_S if close_at is None else TICK_S / 10)
+            self._sleep(link, 0.0 if is_busy else TICK_S if close_at is None else TICK_S / 10)
             for packet in link.read():
                 self._take(packet, link)
             link.look_after(time.monotonic())
@@ -286,23 +285,24 @@ class MqttTransport:
         self._is_asleep = True
         if self._is_called or link.holds_more:
             seconds = 0.0
-        if self._wake_out.fileno() in link.wait(seconds):
+        if link.wait(seconds):
             self._wake_out.recv(65_536)
         self._is_asleep = False
 
-    def _hand_over(self, link: MqttLink) -> None:
-        """Let leave what the link takes at once; everything else stays in our bounded queue."""
+    def _hand_over(self, link: MqttLink) -> bool:
+        """Let leave what the link takes at once, and the rest stay in our bounded queue; whether the link would take more."""
         if self._accepted and self._new_filters:
             with self._lock:
                 filters, self._new_filters = self._new_filters, []
             self._subscribe(link, filters)
         link.flush()
-        while self._up and link.has_room:
-            message = self._outgoing.take(self._in_flight)
+        for _ in range(TURN):
+            message = self._outgoing.take(self._in_flight) if self._up and link.has_room else None
             if message is None:
-                return
+                return False
             link.send(publish(self.protocol, message.topic, message.payload, message.packet, retain=message.retain))
             link.flush()
+        return True
 
     def _subscribe(self, link: MqttLink, filters: list[tuple[str, int]]) -> int:
         self._last_subscription = self._last_subscription % MAX_PACKET_ID + 1
@@ -311,6 +311,8 @@ class MqttTransport:
         return packet
 
     def _take(self, packet: Packet, link: MqttLink) -> None:
+        if not self._accepted and not isinstance(packet, Connected | Ended):
+            raise MalformedError("a packet before the answer to CONNECT")
         if isinstance(packet, Message):
             call_out(self._on_delivery, Delivery(packet.topic, packet.payload, packet.retained))
             if packet.packet:
@@ -340,7 +342,7 @@ class MqttTransport:
         unstated = PROTOCOL_MAX_PACKET if self.protocol == "5" else self._config.assumed_max_packet
         self._max_payload = min(told.max_packet or unstated, self._config.max_packet) - HEADER_BYTES
         self._in_flight = min(self._config.in_flight, told.in_flight or self._config.in_flight)
-        if told.keepalive_s is not None:
+        if told.keepalive_s:  # 0 is none: a dead link would never be noticed, and a ping is always allowed
             link.keepalive_s = told.keepalive_s
         with self._lock:
             filters, self._new_filters = list(self._filters.items()), []
@@ -350,9 +352,11 @@ class MqttTransport:
             self._link_up()
 
     def _subscribed(self, answer: Subscribed) -> None:
-        refused = [explain(reason) for reason in answer.reasons if reason >= FAILURE]
+        refused = [reason for reason in answer.reasons if reason >= FAILURE]
         if refused:
-            _LOG.error("the broker at %s refused %d subscriptions: %s", self._config.address, len(refused), refused[0])
+            _LOG.error(
+                "the broker at %s refused %d subscriptions: %s", self._config.address, len(refused), explain(refused[0])
+            )
         if answer.packet == self._subscribing:
             self._subscribing = None
             self._link_up()

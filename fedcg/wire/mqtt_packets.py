@@ -34,6 +34,7 @@ _PROPERTIES: dict[int, int | str] = {
     0x26: "pair",
 }
 _REASONS = {
+    0x00: "normal disconnection",
     0x80: "unspecified error",
     0x81: "malformed packet",
     0x82: "protocol error",
@@ -91,10 +92,10 @@ class Connected:
 
 @dataclass(frozen=True)
 class Subscribed:
-    """The answer to SUBSCRIBE: a reason for each filter, below `FAILURE` when it was granted."""
+    """The answer to SUBSCRIBE: a byte with the reason for each filter, below `FAILURE` when it was granted."""
 
     packet: int
-    reasons: tuple[int, ...]
+    reasons: bytes
 
 
 @dataclass(frozen=True)
@@ -219,7 +220,7 @@ class PacketReader:
             begin = end
         if begin:
             rest = self._held - begin
-            self._buffer[:rest] = self._view[begin : self._held]
+            self._view[:rest] = self._view[begin : self._held]
             self._held = rest
 
     def _span(self, begin: int) -> tuple[int, int] | None:
@@ -285,7 +286,7 @@ class PacketReader:
         packet = body.u16()
         if self._is_5:
             body.skip_properties()
-        return Subscribed(packet, tuple(body.rest()))
+        return Subscribed(packet, body.rest())
 
     def _acknowledged(self, body: _Body) -> Acknowledged:
         packet = body.u16()
@@ -342,8 +343,6 @@ class _Body:
     def properties(self) -> dict[int, int]:
         """The numbers among the properties, by identifier."""
         end = self._varint() + self._at
-        if end > self._end:
-            raise MalformedError("the broker sent properties that are longer than their packet")
         found: dict[int, int] = {}
         while self._at < end:
             name = self._varint()
@@ -358,6 +357,8 @@ class _Body:
             else:
                 for _ in range(2 if kind == "pair" else 1):
                     self._step(self.u16())
+        if self._at > end:
+            raise MalformedError("the broker sent properties that are longer than their length says")
         return found
 
     def _varint(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -13,11 +13,12 @@ import pytest
 
 from coordinator.provision.mosquitto import QueueLimits
 from coordinator.provision.pki import issue_beside
+from fedcg.wire import mqtt, mqtt_link
 from fedcg.wire.errors import TransportError
 from fedcg.wire.mqtt import MqttConfig, MqttTransport, TlsFiles, probe
 from fedcg.wire.topics import Topics
 from fedcg.wire.transport import Will
-from tests.brokers import HOST, Client, Pki, Relay, RunningMosquitto, acl_for, mqtt_client, wait_until
+from tests.brokers import DEVICES, HOST, Client, Pki, Relay, RunningMosquitto, acl_for, mqtt_client, wait_until
 from tests.conftest import StartMosquitto
 from tests.contract.benches import AmqttServer
 
@@ -207,7 +208,9 @@ def test_a_client_that_a_namesake_threw_out_comes_back(broker: RunningMosquitto,
     wait_until(lambda: second.links[:2] == [True, False], "the second is thrown out in turn")
 
 
-def test_closing_does_not_wait_for_a_broker_that_never_answers(pki: Pki) -> None:
+def test_closing_does_not_wait_for_a_broker_that_never_answers(pki: Pki, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mqtt, "DRAIN_S", 0.1)
+    monkeypatch.setattr(mqtt, "CLOSE_S", 0.1)
     with socket.create_server((HOST, 0)) as mute:
         client = mqtt_client(
             MqttConfig(HOST, mute.getsockname()[1], "a", tls=pki.tls("a"), protocol="5", keepalive_s=600)
@@ -221,7 +224,9 @@ def test_closing_does_not_wait_for_a_broker_that_never_answers(pki: Pki) -> None
     wait_until(lambda: "mqtt-a" not in [thread.name for thread in threading.enumerate()], "the thread ends too")
 
 
-def test_a_broker_that_takes_the_connection_and_never_answers_is_tried_again() -> None:
+def test_a_broker_that_takes_the_connection_and_never_answers_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mqtt, "TICK_S", 0.05)
+    monkeypatch.setattr(mqtt_link, "HANG_UP_S", 0.05)
     with socket.create_server((HOST, 0)) as mute:
         address = mute.getsockname()[1]
         client = mqtt_client(MqttConfig(HOST, address, "a", insecure=True, keepalive_s=600, connect_timeout_s=0.1))
@@ -275,3 +280,46 @@ def test_a_renewed_certificate_is_used_by_the_next_connection_without_a_will_and
     wait_until(lambda: "work together" in (device.transport.last_error or ""), "it says so")  # type: ignore[attr-defined]
     files.cert.write_bytes(own.cert.read_bytes())
     device.await_link(3)
+
+
+@pytest.mark.broker
+@pytest.mark.parametrize("leave", [MqttTransport.close, MqttTransport.reconnect])
+def test_who_leaves_while_much_comes_in_leaves_no_will(
+    broker: RunningMosquitto,
+    clients: list[Client],
+    leave: Callable[[MqttTransport], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(mqtt, "BACKOFF_FIRST_S", 0.01)
+    listener, coordinator = mqtt_client(broker.config("observer")), mqtt_client(broker.config("coordinator"))
+    clients += [listener, coordinator]
+    listener.transport.subscribe(TOPICS.all_status())
+    listener.start().await_link()
+    coordinator.start().await_link()
+    is_over = threading.Event()
+    flood = threading.Thread(target=_flood, args=(coordinator, is_over), daemon=True)
+    flood.start()
+    for name in DEVICES * 3:
+        device = mqtt_client(broker.config(name), Will(TOPICS.status(name), b"vanished", retain=False))
+        device.transport.subscribe(TOPICS.offer)
+        clients.append(device.start())
+        wait_until(lambda: len(device.deliveries) > 5, "much comes in")  # noqa: B023 - it is over before the next
+        assert isinstance(device.transport, MqttTransport)
+        leave(device.transport)
+        device.await_link(1 if leave is MqttTransport.close else 2)
+        device.transport.close()
+    is_over.set()
+    flood.join()
+    for name in DEVICES:  # a will comes before what the same device says later
+        device = mqtt_client(broker.config(name)).start().await_link()
+        clients.append(device)
+        device.transport.publish(TOPICS.status(name), b"here")
+        listener.await_payload(TOPICS.status(name), b"here")
+    assert {delivery.payload for delivery in listener.deliveries} == {b"here"}
+
+
+def _flood(client: Client, is_over: threading.Event) -> None:
+    while not is_over.is_set():
+        while client.transport.backlog.messages < 500:
+            client.transport.publish(TOPICS.offer, bytes(60_000), qos=0)
+        is_over.wait(0.001)
