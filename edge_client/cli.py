@@ -1,4 +1,4 @@
-"""Commands of a device: `fedcg agent run|status|renew|leave|unit` and `fedcg doctor`. Importing this loads neither torch nor paho."""
+"""Commands of a device: `fedcg agent run|status|renew|leave|unit` and `fedcg doctor`. Importing this loads no torch."""
 
 from __future__ import annotations
 

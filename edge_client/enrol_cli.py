@@ -1,4 +1,4 @@
-"""Commands about this box's identity: `fedcg enrol`, `fedcg agent renew`, `fedcg agent leave`. Importing this loads neither torch nor paho."""
+"""Commands about this box's identity: `fedcg enrol`, `fedcg agent renew`, `fedcg agent leave`. Importing this loads no torch."""
 
 from __future__ import annotations
 

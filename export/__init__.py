@@ -1,6 +1,6 @@
 """Personal model to ONNX: exported, verified, versioned, and run on the box.
 
-`preprocess`, `manifest`, `slots`, `runtime`, `serve` (with the modules beside it) and `cli` import neither torch nor paho: the first
+`preprocess`, `manifest`, `slots`, `runtime`, `serve` (with the modules beside it) and `cli` import no torch: the first
 three and `runtime` need the `infer` extra, `serve` the extra `serve`. `to_onnx`, `verify` and `package` belong to the box that trains.
 """
 

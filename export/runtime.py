@@ -1,4 +1,4 @@
-"""Runs an exported model with onnxruntime and numpy; imports neither torch nor paho."""
+"""Runs an exported model with onnxruntime and numpy; imports no torch."""
 
 from __future__ import annotations
 

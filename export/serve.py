@@ -1,4 +1,4 @@
-"""`fedcg infer serve`: answers predictions over HTTP until it is told to end. Imports neither torch nor paho."""
+"""`fedcg infer serve`: answers predictions over HTTP until it is told to end. Imports no torch."""
 
 from __future__ import annotations
 

@@ -12,6 +12,9 @@ from export.serve_inputs import Limits
 from export.serve_model import ServedModel
 from export.serve_mqtt import MqttServer, Place
 from export.serve_watch import Watch
+from fedcg.wire.errors import TransportError
+from fedcg.wire.mqtt import MqttTransport
+from fedcg.wire.mqtt_config import MqttConfig, TlsFiles
 
 INBOUND_FACTOR = 4  # a request up to so many times too large is answered, a larger one ends the link
 MAX_IMAGES = 32  # of one request, in JSON
@@ -46,15 +49,9 @@ def run(
     """Serve until SIGTERM or SIGINT.
 
     Raises:
-        ServingError: the extra is not installed, or the broker's description can't be used.
+        ServingError: the broker's description can't be used.
         ExportError: a name that is no topic level.
     """
-    try:
-        from fedcg.wire.errors import TransportError
-        from fedcg.wire.mqtt import MqttTransport
-        from fedcg.wire.mqtt_config import MqttConfig, TlsFiles
-    except ImportError as error:
-        raise ServingError(f"{error.name} is not installed: pip install 'fedcg-edge[infer-mqtt]'") from error
     given = [path for path in (broker.ca, broker.cert, broker.key) if path is not None]
     if len(given) not in (0, 3):
         raise ServingError("TLS needs all of --ca, --cert and --key")

@@ -3,7 +3,7 @@
 A variant is kept when it is faster than the float32 model on this machine, with the execution providers that serve it, and
 loses no more accuracy on held-out images than the budget. onnxruntime optimises every graph when it loads it; "ort" is the result
 of that, kept, so it may also be as fast and ready sooner. What was measured and why it was decided so is in the manifest.
-Needs the package `onnx`; neither torch nor paho.
+Needs the package `onnx`, not torch.
 """
 
 from __future__ import annotations

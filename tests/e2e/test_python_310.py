@@ -24,7 +24,7 @@ from tests.serving import PNG, install_versions, serving
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # installs packages
 REPOSITORY = Path(__file__).resolve().parents[2]
-EXTRAS = "serve,infer-mqtt,wire"
+EXTRAS = "serve,wire"
 TESTS = ("test_wire_*.py", "test_devices_*.py", "test_edge_session.py", "test_edge_config.py", "test_export_slots.py",
          "test_event_log.py")  # fmt: skip
 TORCH = ("torch", "safetensors.torch", "sklearn", "torchvision")
@@ -97,7 +97,7 @@ def _requirements(extra: str) -> Iterator[str]:
 
 
 def test_what_a_box_installs_has_a_wheel_for_a_jetsons_python(tmp_path: Path) -> None:
-    needed = {one for extra in ("edge", "infer-mqtt") for one in _requirements(extra)}
+    needed = set(_requirements("edge"))
     without_torch = sorted(one for one in needed if not one.startswith("torch"))  # hundreds of MB; NVIDIA has its own
     assert len(without_torch) > 10
     target = ("--python-version", "3.10", "--implementation", "cp", "--only-binary=:all:", "--target", tmp_path / "box")
