@@ -26,12 +26,12 @@ class MissingExtraError(Exception):
     """A command that needs a Python package which is not installed on this machine."""
 
     def __init__(self, command: str, missing: ModuleNotFoundError) -> None:
-        name = missing.name or ""
+        name = (missing.name or "").partition(".")[0]
         extra = _EXTRAS.get(name) or _EXTRAS.get(f"{command} {name}")
         known = f"Install it with: pip install 'fedcg-edge[{extra}]'."
         guess = "Install the extra for this kind of machine, e.g. pip install 'fedcg-edge[edge]' (or infer, coordinator, demo)."
         super().__init__(
-            f"`fedcg {command}` needs the Python package {missing.name!r}, which is not installed here. "
+            f"`fedcg {command}` needs the Python package {name!r}, which is not installed here. "
             f"{known if extra else guess}"
         )
 

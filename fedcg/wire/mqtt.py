@@ -52,7 +52,7 @@ DRAIN_S = 2.0  # how long `close` lets queued messages leave
 CLOSE_S = 1.0  # how long `close` waits for its thread after that
 TURN = 32  # messages that leave before the other direction has its turn
 TICK_S = 1.0  # how often keepalive is looked after when nothing happens
-ANSWER_FACTOR = 2.0  # a broker that took the connection may take this many times `connect_timeout_s` to answer CONNECT
+ANSWER_FACTOR = 2.0  # a broker may take this many times `connect_timeout_s` to answer CONNECT, and then SUBSCRIBE
 HEADER_BYTES = 512  # fixed header, topic (at most 170 bytes for us), properties
 
 
@@ -93,6 +93,7 @@ class MqttTransport:
         self._thread: threading.Thread | None = None
         self._up = False
         self._accepted = False
+        self._answer_by = 0.0
         self._in_flight = config.in_flight
         self._subscribing: int | None = None
         self._last_subscription = 0
@@ -259,14 +260,14 @@ class MqttTransport:
                 self.protocol, self._config.identity, self._config.keepalive_s, self._config.max_inbound, self._will
             )
         )
-        answer_by = time.monotonic() + ANSWER_FACTOR * self._config.connect_timeout_s
+        self._await_answer()
         close_at: float | None = None
         while True:
             now = time.monotonic()
             self._is_called = False  # before everything that a caller could have changed is looked at
             if self._closing.is_set():
                 close_at = close_at or now + (DRAIN_S if self._up else 0.0)
-            elif not self._accepted and now >= answer_by:
+            elif not self._up and now >= self._answer_by:
                 raise TransportError(f"the broker at {self._config.address} does not answer")
             is_busy = self._hand_over(link)
             is_drained = not self._outgoing and link.has_room
@@ -279,6 +280,9 @@ class MqttTransport:
             for packet in link.read():
                 self._take(packet, link)
             link.look_after(time.monotonic())
+
+    def _await_answer(self) -> None:
+        self._answer_by = time.monotonic() + ANSWER_FACTOR * self._config.connect_timeout_s
 
     def _sleep(self, link: MqttLink, seconds: float) -> None:
         """Wait for the link or a caller; not at all when one of them was faster."""
@@ -339,6 +343,7 @@ class MqttTransport:
         if self._accepted:
             raise MalformedError("a second answer to one CONNECT")
         self._accepted = True
+        self._await_answer()
         unstated = PROTOCOL_MAX_PACKET if self.protocol == "5" else self._config.assumed_max_packet
         self._max_payload = min(told.max_packet or unstated, self._config.max_packet) - HEADER_BYTES
         self._in_flight = min(self._config.in_flight, told.in_flight or self._config.in_flight)

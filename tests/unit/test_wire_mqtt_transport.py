@@ -136,6 +136,22 @@ def test_how_a_broker_ends_a_link_is_told_and_what_it_has_not_acknowledged_is_se
     assert transport_of(client).last_error is None
 
 
+def test_a_broker_that_does_not_answer_a_subscription_is_tried_again(
+    broker: ScriptedBroker, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mqtt, "ANSWER_FACTOR", 0.02)
+    monkeypatch.setattr(mqtt, "TICK_S", 0.02)
+    client = connect("5", None, "t")
+    for _ in range(2):
+        peer = broker.accept()
+        peer.expect(CONNECT)
+        peer.send(connack())
+        peer.expect(SUBSCRIBE)
+        assert peer.next() is None
+        await_error(client, "does not answer")
+    assert client.links == []
+
+
 def test_messages_are_acknowledged_in_order_and_delivered(broker: ScriptedBroker, connect: Connect) -> None:
     client = connect()
     peer = broker.welcome()
