@@ -15,7 +15,7 @@ import pytest
 from coordinator import inbox as inbox_module
 from coordinator.app import _ended
 from coordinator.inbox import Inbox
-from coordinator.intake import Intake
+from coordinator.intake import Intake, IntakeFailed
 from coordinator.library import Library
 from coordinator.rounds import CameOnline, RoundState, UpdateStored, transition
 from coordinator.uplink import Checked, Uplink
@@ -267,6 +267,44 @@ def test_of_two_updates_of_one_device_that_race_each_other_only_the_first_counts
 
     assert asyncio.run(scenario()) == [UpdateStored(1, 1, "a"), None, None]
     assert [outcome for _, outcome in publisher.receipts] == [Outcome.ACCEPTED, Outcome.CONFLICT, Outcome.DUPLICATE]
+
+
+def test_an_update_that_ended_while_it_was_checked_gets_no_verdict_for_its_vanished_file(world: World) -> None:
+    state = RoundState(world.store.federation("tiny").policy)
+    for client in world.clients:
+        state, _ = transition(state, CameOnline(client), 0.0)
+    world.store.open_attempt(("tiny", 1, 1), world.base_id, frozenset(world.clients), 0.0, 600.0)
+    publisher: Any = Silent()
+    setup = world.setup()
+    told: list[object] = []
+    uplink = Uplink(setup, publisher, lambda: state, lambda: world.base_id, told.append, Refusals(setup.events))
+    update = manifest_of(world, world.devices["a"].make_update(1, 1, world.base_id))
+    uplink._heard(Received("a", update, 1.0, world.root / "gone"))
+    wait_until(lambda: len(told) == 1, "it was checked")
+    [checked] = told
+    assert isinstance(checked, Checked)
+    assert "ended while it was checked" in checked.reason
+    assert asyncio.run(uplink.ended(checked)) is None
+    assert publisher.receipts == []
+    assert world.store.update(("tiny", 1, 1), "a") is None
+
+
+def test_a_check_that_fails_by_itself_is_told_to_the_service(world: World) -> None:
+    def broken() -> str:
+        raise OSError("the disk is gone")
+
+    publisher: Any = Silent()
+    setup = world.setup()
+    state = RoundState(world.store.federation("tiny").policy)
+    told: list[object] = []
+    uplink = Uplink(setup, publisher, lambda: state, broken, told.append, Refusals(setup.events))
+    update = manifest_of(world, world.devices["a"].make_update(1, 1, world.base_id))
+    uplink._heard(Received("a", update, 1.0, world.root / "gone"))
+    wait_until(lambda: len(told) == 1, "it was told")
+    [failed] = told
+    assert isinstance(failed, IntakeFailed)
+    with pytest.raises(OSError, match="the disk is gone"):
+        uplink.follow(failed)
 
 
 def test_a_finished_coordinator_may_leave_when_its_devices_have_left(

@@ -104,6 +104,35 @@ def test_no_more_is_read_than_the_link_takes(sender: ChunkSender, link: SlowLink
     assert sender.sent[source.ref.id] == 101
 
 
+def test_who_sends_at_once_does_so_on_his_own_thread_and_leaves_the_rest_to_the_senders(
+    link: SlowLink, source: ChunkFile
+) -> None:
+    sender = ChunkSender(link, "sending", at_once=True)  # type: ignore[arg-type]
+    sender.serve("t", source, ((0, 3),))  # nobody has started its thread
+    assert link.indices("t") == [0, 1, 2]
+    sender.serve("t", source, ((3, 98),))
+    sent = len(link.sent)
+    assert HIGH_WATER_BYTES <= link.backlog.bytes < HIGH_WATER_BYTES + 60_000
+    sender.start()
+    while len(link.sent) < 101:
+        link.drain()
+        threading.Event().wait(0.002)
+    assert sent < 101
+    assert link.indices("t") == list(range(101))
+    sender.close()
+
+
+def test_who_sends_at_once_wakes_the_senders_thread_for_the_rest(link: SlowLink, source: ChunkFile) -> None:
+    sender = ChunkSender(link, "sending", at_once=True)  # type: ignore[arg-type]
+    sender.start()
+    sender.serve("t", source, ((0, 101),))
+    while len(link.sent) < 101:
+        link.drain()
+        threading.Event().wait(0.002)
+    assert link.indices("t") == list(range(101))
+    sender.close()
+
+
 def test_a_chunk_that_still_waits_is_not_sent_twice_and_a_lost_one_is(
     sender: ChunkSender, link: SlowLink, source: ChunkFile
 ) -> None:
