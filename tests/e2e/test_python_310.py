@@ -99,7 +99,7 @@ def _requirements(extra: str) -> Iterator[str]:
 def test_what_a_box_installs_has_a_wheel_for_a_jetsons_python(tmp_path: Path) -> None:
     needed = set(_requirements("edge"))
     without_torch = sorted(one for one in needed if not one.startswith("torch"))  # hundreds of MB; NVIDIA has its own
-    assert len(without_torch) > 10
+    assert len(without_torch) >= 10
     target = ("--python-version", "3.10", "--implementation", "cp", "--only-binary=:all:", "--target", tmp_path / "box")
     platforms = [word for one in ("2_17", "2_27", "2_28") for word in ("--platform", f"manylinux_{one}_aarch64")] + [
         "--platform",
