@@ -135,6 +135,12 @@ def test_serving_there_says_which_extra_is_missing(box: Box, model_root: Path) -
     assert "Traceback" not in done.stderr
 
 
+def test_serving_over_mqtt_needs_no_other_extra(box: Box, model_root: Path) -> None:
+    done = box.fedcg("infer", "serve-mqtt", "--model", model_root, "--name", "line-1", "--ca", "ca.pem", check=False)
+    assert done.returncode != 0
+    assert "TLS needs all of --ca, --cert and --key" in done.stderr
+
+
 @pytest.mark.slow
 def test_with_the_serve_extra_it_answers_over_http_with_neither_torch_nor_paho_installed(
     tmp_path: Path, model_root: Path
