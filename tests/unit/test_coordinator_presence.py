@@ -59,7 +59,7 @@ def test_a_device_that_dies_without_a_will_is_not_invited_to_the_next_round(
         ghost.transport.will = None
         ghost.stop()  # and the broker says nothing of it
         assert world.wait_event("offline")["reason"] == "it missed its heartbeats"
-        assert running.service.state.online == frozenset()
+        wait_until(lambda: running.service.state.online == frozenset(), "the state follows the event")
         for name in ("b", "c"):
             world.devices[name].start()
         world.wait_event("finished")
