@@ -255,11 +255,8 @@ class MqttTransport:
             MalformedError: bytes that a broker may not send.
         """
         link.watch(self._wake_out.fileno())
-        link.send(
-            connect(
-                self.protocol, self._config.identity, self._config.keepalive_s, self._config.max_inbound, self._will
-            )
-        )
+        own = self._config
+        link.send(connect(self.protocol, own.identity, own.keepalive_s, own.max_inbound, self._will))
         self._await_answer()
         close_at: float | None = None
         while True:

@@ -247,11 +247,17 @@ class Silent:
         return True
 
 
-def test_of_two_updates_of_one_device_that_race_each_other_only_the_first_counts(world: World) -> None:
+def opened(world: World) -> RoundState:
+    """Everybody is there, and the first attempt is open."""
     state = RoundState(world.store.federation("tiny").policy)
     for client in world.clients:
         state, _ = transition(state, CameOnline(client), 0.0)
     world.store.open_attempt(("tiny", 1, 1), world.base_id, frozenset(world.clients), 0.0, 600.0)
+    return state
+
+
+def test_of_two_updates_of_one_device_that_race_each_other_only_the_first_counts(world: World) -> None:
+    state = opened(world)
     publisher: Any = Silent()
     setup = world.setup()
     uplink = Uplink(setup, publisher, lambda: state, lambda: "", lambda event: None, Refusals(setup.events))
@@ -270,10 +276,7 @@ def test_of_two_updates_of_one_device_that_race_each_other_only_the_first_counts
 
 
 def test_an_update_that_ended_while_it_was_checked_gets_no_verdict_for_its_vanished_file(world: World) -> None:
-    state = RoundState(world.store.federation("tiny").policy)
-    for client in world.clients:
-        state, _ = transition(state, CameOnline(client), 0.0)
-    world.store.open_attempt(("tiny", 1, 1), world.base_id, frozenset(world.clients), 0.0, 600.0)
+    state = opened(world)
     publisher: Any = Silent()
     setup = world.setup()
     told: list[object] = []
