@@ -99,15 +99,16 @@ class Demo:
         lines = await processes.line(broker, "ready", READY_S)
         self._broker_named = lines[0].removeprefix("broker:").strip()
         self._progress.say(f"broker: {self._broker_named}")
-        observer = await self._start_observer(processes)
         if provisioned is not None:
             await provisioned
             self._complete(PROVISIONING)
-        await processes.line(observer, "ready", READY_S)
-        # Before the agents: their trainers load torch on every core, and the first round waits for the coordinator, not for them.
+        # Both before the agents: the observer misses nothing that a device sends, and the first round waits for the coordinator, not
+        # for the trainers, which load torch on every core.
+        observer = await self._start_observer(processes)
         coordinator = await processes.start("coordinator", fedcg("coordinator", "run", "--dir", run.home))
         await data
         self._allowed = self._policy()
+        await processes.line(observer, "ready", READY_S)
         agents = [await self._start_agent(processes, client) for client in self._clients]
         self._kept_up = (broker, observer, coordinator)
         return agents
