@@ -121,7 +121,7 @@ def federation_create(
     from coordinator.founding import read_plan
     from coordinator.opening import open_federation
 
-    with explained(), store_of(directory) as (home, store):
+    with explained(), store_of(directory) as (home, store), home.changing_members():
         record, initial = open_federation(home, store, read_plan(plan))
     values: dict[str, object] = {"federation": record.id, "spec": record.spec, "aggregate": initial.artifact}
     tell(values, f"Opened federation {record.id} ({record.method}, {record.rounds} rounds).", as_json=as_json)

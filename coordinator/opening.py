@@ -34,7 +34,7 @@ def initialise(root: Path, config: CoordinatorConfig, *, observers: tuple[str, .
 
 
 def open_federation(home: Home, store: Store, plan: FederationPlan) -> tuple[FederationRecord, AggregateRecord]:
-    """Complete a plan to a spec, make the initial aggregate, and register both.
+    """Complete a plan to a spec, make the initial aggregate, and register both. Call it with `home.changing_members` held.
 
     Raises:
         PlanError: the home has a federation, or the method or the networks refuse the plan.
@@ -60,6 +60,5 @@ def open_federation(home: Home, store: Store, plan: FederationPlan) -> tuple[Fed
         plan.federation, 0, 0, founded.aggregate, founded.aggregate_bytes, founded.server_state, now
     )
     store.add_federation(record, initial)
-    with home.changing_members():
-        publish_access(home)
+    publish_access(home)
     return record, initial

@@ -145,10 +145,10 @@ def _setup(home: Home, config: CoordinatorConfig) -> Iterator[Setup]:
     store = Store(home.database)
     events = EventLog(home.events_file, time.time)
     try:
+        _apply_members(home)  # what a killed coordinator did not get to; waits for a federation that is being opened
         federations = store.federations()
         if not federations:
             raise HomeError(f"{home.root} has no federation yet; open one with `fedcg federation create`")
-        _apply_members(home)  # what a coordinator that was killed in the middle of an enrolment did not get to
         artifacts = ArtifactStore(home.artifacts)
         yield Setup(
             federation=federations[0],

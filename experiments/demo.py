@@ -95,20 +95,14 @@ class Demo:
         broker = await processes.start("broker", serve, outlives_others=True)
         if run.setting.public_images:
             await data  # a federation is opened only when its public images can be read
-        provisioned = asyncio.create_task(asyncio.to_thread(self._provision)) if is_new else None
+        coordinator = await self._start_coordinator(processes, is_new=is_new)
         lines = await processes.line(broker, "ready", READY_S)
         self._broker_named = lines[0].removeprefix("broker:").strip()
         self._progress.say(f"broker: {self._broker_named}")
-        if provisioned is not None:
-            await provisioned
-            self._complete(PROVISIONING)
-        # Both before the agents: the observer misses nothing that a device sends, and the first round waits for the coordinator, not
-        # for the trainers, which load torch on every core.
         observer = await self._start_observer(processes)
-        coordinator = await processes.start("coordinator", fedcg("coordinator", "run", "--dir", run.home))
         await data
         self._allowed = self._policy()
-        await processes.line(observer, "ready", READY_S)
+        await processes.line(observer, "ready", READY_S)  # before the agents: it misses nothing that a device sends
         agents = [await self._start_agent(processes, client) for client in self._clients]
         self._kept_up = (broker, observer, coordinator)
         return agents
@@ -150,14 +144,23 @@ class Demo:
         home.secret_file.write_bytes(root_secret(run.setting.seed, "coordinator"))
         (run.root / "plan.toml").write_text(toml_text(run.setting.plan(source)))
 
-    def _provision(self) -> None:
+    async def _start_coordinator(self, processes: Children, *, is_new: bool) -> Child:
+        """Start the coordinator; in a new run it loads its packages while the federation is opened, and waits for that."""
+        home, command = Home(self._run.home), fedcg("coordinator", "run", "--dir", self._run.home)
+        if not is_new:
+            return await processes.start("coordinator", command)
+        with home.changing_members():
+            coordinator = await processes.start("coordinator", command)
+            await asyncio.to_thread(self._provision, home)
+        self._complete(PROVISIONING)
+        return coordinator
+
+    def _provision(self, home: Home) -> None:
         """Open the federation and make every device's bundle."""
-        run, home = self._run, Home(self._run.home)
         with contextlib.closing(Store(home.database)) as store:
-            open_federation(home, store, read_plan(run.root / "plan.toml"))
-            with home.changing_members():
-                enrol(home, store, self._clients, run.root / "devices", time.time())
-                publish_access(home)
+            open_federation(home, store, read_plan(self._run.root / "plan.toml"))
+            enrol(home, store, self._clients, self._run.root / "devices", time.time())
+            publish_access(home)
 
     async def _start_observer(self, processes: Children) -> Child:
         run = self._run
