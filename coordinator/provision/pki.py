@@ -17,6 +17,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from fedcg.wire.server_role import AUTHORITY_NAME
+
 CA_NAME = "ca"
 CA_DAYS = 3650
 LEAF_DAYS = 825
@@ -49,7 +51,7 @@ def create_ca(directory: Path, *, now: datetime | None = None) -> Credential:
     if credential.certificate.exists():
         raise FileExistsError(f"{credential.certificate} exists; a new authority would cut off every enrolled device")
     key = ec.generate_private_key(ec.SECP256R1())
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "FedCG Edge CA")])
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, AUTHORITY_NAME)])
     usage = x509.KeyUsage(
         digital_signature=True,
         key_cert_sign=True,

@@ -11,6 +11,7 @@ from typing import Literal
 
 from fedcg.wire.clocks import SET_CLOCK, clock_says, explain_dates
 from fedcg.wire.errors import TransportError
+from fedcg.wire.server_role import ServerRole, ServerRoleError, expect_role
 
 Protocol = Literal["5", "3.1.1", "auto"]
 PROTOCOL_MAX_PACKET = 268_435_455
@@ -28,14 +29,14 @@ def is_loopback(host: str) -> bool:
 
 @dataclass(frozen=True)
 class TlsFiles:
-    """PEM files of mutual TLS: the authority that signed the broker's certificate, and this side's own pair."""
+    """PEM files of mutual TLS: the authority that signed the server's certificate, and this side's own pair."""
 
     ca: Path
     cert: Path
     key: Path
 
-    def context(self) -> ssl.SSLContext:
-        """A TLS 1.3 client context that checks the broker's certificate and name and shows our own.
+    def context(self, role: ServerRole = ServerRole.BROKER) -> ssl.SSLContext:
+        """A TLS 1.3 client context that checks the server's certificate, name and role and shows our own.
 
         Raises:
             TransportError: a file is missing or not usable; says which.
@@ -54,6 +55,7 @@ class TlsFiles:
             raise TransportError(
                 f"the TLS files {self.ca}, {self.cert} and {self.key} don't work together: {error}"
             ) from error
+        expect_role(context, role)
         return context
 
 
@@ -104,7 +106,9 @@ class MqttConfig:
 
 def explain_failure(config: MqttConfig, error: OSError) -> str:
     """What an operator should look at when connecting failed with `error`."""
-    if isinstance(error, ssl.SSLCertVerificationError):
+    if isinstance(error, ServerRoleError):
+        cause = f"its certificate was not accepted: {error.verify_message}. Check host and port; else somebody is in between"
+    elif isinstance(error, ssl.SSLCertVerificationError):
         cause = explain_dates(error) or (
             f"its certificate was not accepted ({error.verify_message}): it must be signed by the configured CA and name "
             f"{config.host}"
