@@ -102,17 +102,26 @@ def coordinator_run(
 def coordinator_rotate_key(directory: Directory, as_json: AsJson = False) -> None:
     """Replace the key that signs the coordinator's messages; devices follow by a message that the old key signs.
 
-    It does not matter whether the coordinator runs; earlier keys stay in the directory. For a key that was stolen see docs/operations.md.
+    It does not matter whether the coordinator runs; earlier keys stay in the directory. Open enrolment tokens name the earlier key: they are
+    revoked and listed. For a key that was stolen see docs/operations.md.
     """
     from coordinator.message_keys import key_file, rotate_key
 
+    now = time.time()
     with explained(), store_of(directory) as (home, store):
-        link = rotate_key(home, store, time.time())
+        link = rotate_key(home, store, now)
+        void = [token for token in store.register.tokens() if token.revoked_at == now]
     path = key_file(home, link.serial)
     text = (
         f"The message key is now number {link.serial}, in {path}. Devices follow when they next hear the coordinator."
     )
-    tell({"serial": link.serial, "key": link.new, "replaces": link.old, "file": str(path)}, text, as_json=as_json)
+    if void:
+        text += f"\n{len(void)} open tokens named the earlier key and are revoked. Make new ones:"
+    for token in void:
+        wish = "" if token.device is None else f" --{'replaces' if token.replaces else 'device'} {token.device}"
+        text += f"\n  fedcg token create --dir {home.root}{wish}    (was {token.id})"
+    values = {"serial": link.serial, "key": link.new, "replaces": link.old, "file": str(path)}
+    tell({**values, "revoked_tokens": [token.id for token in void]}, text, as_json=as_json)
 
 
 @federation_app.command("create")

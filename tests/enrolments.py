@@ -145,6 +145,8 @@ class Pretender:
 
     def _serve(self, secured: ssl.SSLSocket) -> None:
         request = secured.recv(65_536)
+        if not request:
+            return  # the client did not like the certificate
         self.heard += request
         body = self._authority if request.startswith(b"GET") else self._answer(request, secured)
         secured.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)

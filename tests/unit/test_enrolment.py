@@ -40,7 +40,7 @@ from fedcg.wire.enrolment import (
     load_certificate,
 )
 from fedcg.wire.signing import SigningKey
-from tests.enrolments import FEDERATION, Desk, Pretender, json_of, open_home, running_desk
+from tests.enrolments import FEDERATION, Desk, open_home, running_desk
 
 
 @pytest.fixture
@@ -119,58 +119,6 @@ def test_the_coordinator_keeps_no_secret_of_a_token(desk: Desk) -> None:
     assert token.id.encode() in kept
     for form in (token.secret, token.secret.hex().encode(), token.text.encode()):
         assert form not in kept
-
-
-@pytest.mark.parametrize("shows", ["its own authority", "the true authority"])
-def test_an_intercepted_first_contact_is_refused_and_the_secret_is_not_sent(
-    home: Home, tmp_path: Path, shows: str
-) -> None:
-    """The one in between has a certificate of its own authority, for the right address."""
-    create_ca(tmp_path / "other")
-    own = issue(tmp_path / "other", "between", server=True)
-    shown = tmp_path / "other" if shows == "its own authority" else home.pki
-    between = Pretender(credential_of(shown, "ca").certificate.read_bytes(), own)
-    try:
-        with running_desk(home) as desk:
-            token = desk.token("line-4")
-        why = "another authority" if shows == "its own authority" else "not what the authority vouches for"
-        with pytest.raises(EnrolError, match=why):
-            enrol(token, tmp_path / "box", url=between.url)
-    finally:
-        between.close()
-    assert between.heard.startswith(b"GET /v1/authority")
-    assert b"POST" not in between.heard
-    assert token.secret.hex().encode() not in between.heard
-    assert not (tmp_path / "box" / "agent.toml").exists()
-
-
-def test_an_enrolled_device_can_not_play_the_coordinator_with_its_own_certificate(home: Home, tmp_path: Path) -> None:
-    thief = issue(home.pki, "127.0.0.1")
-    between = Pretender(credential_of(home.pki, "ca").certificate.read_bytes(), thief)
-    try:
-        with running_desk(home) as desk:
-            token = desk.token("line-4")
-        with pytest.raises(EnrolError, match="not what the authority vouches for"):
-            enrol(token, tmp_path / "box", url=between.url)
-    finally:
-        between.close()
-    assert token.secret.hex().encode() not in between.heard
-
-
-def test_a_pretender_hears_the_secret_where_nobody_checks_it(home: Home, tmp_path: Path) -> None:
-    """The tests above would notice: with a certificate of the true authority the request does arrive."""
-    own = issue(home.pki, "enrolment", server=True)
-    true = Pretender(credential_of(home.pki, "ca").certificate.read_bytes(), own)
-    try:
-        with running_desk(home) as desk:
-            token = desk.token("line-4")
-        with pytest.raises(EnrolError, match="not of this protocol"):
-            enrol(token, tmp_path / "box", url=true.url)
-    finally:
-        true.close()
-    sent = json_of(bytes(true.heard))
-    assert sent["secret"] == token.secret.hex()
-    assert b"PRIVATE" not in true.heard
 
 
 def test_a_used_token_is_refused_for_other_keys_and_nothing_changes(desk: Desk, tmp_path: Path) -> None:
