@@ -290,7 +290,7 @@ class Agent:
         self._handle(LinkChanged(up))
 
     def _find_outbox(self) -> None:
-        generation, _ = self._store.generations.current()
+        generation = self._store.generations.newest()
         if generation is None or (entry := self._store.outbox(generation)) is None:
             return
         try:
@@ -322,7 +322,7 @@ class Agent:
                 self._handle(TrainerDied())
 
     def _adopt_commit(self) -> None:
-        generation, _ = self._store.generations.current()
+        generation = self._store.generations.newest()
         if generation is None or (self._state.committed is not None and generation.cursor <= self._state.committed):
             return
         self._handle(RoundCommitted(generation.cursor, generation.spec, self._actions.load_update()))
