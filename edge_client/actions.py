@@ -114,11 +114,15 @@ class Actions:
         if self._update is not None and self._update.ref == command.update:
             self._outgoing.chunks(self._update, command.ranges)
 
-    def _want(self, command: Want, state: SessionState) -> None:
+    def _want(self, command: Want, state: SessionState) -> Event | None:
         try:
             self._downloads.want(command.downloads, self._clock())
         except WireError as error:
             self._events.write("refused", what="offer", detail=str(error))
+            _log.warning("%s does not take part: %s", self._config.device, error)
+            if state.offer is not None:  # until the agent starts again: a coordinator that asks for this is not sound
+                return SpecChecked(state.offer.spec.id, DeclineReason.SPEC_REFUSED)
+        return None
 
     def _check_spec(self, command: CheckSpec, state: SessionState) -> Event:
         spec = self._store.spec(command.digest)

@@ -132,7 +132,8 @@ class Agent:
         https = carrier_of(config, self._on_chunk, events)
         self._beat_at = float("-inf")
         limits = config.broker.limits
-        self._downloads = Downloads(store.partials, limits.window if https is None else HTTPS_WINDOW)
+        window = limits.window if https is None else HTTPS_WINDOW
+        self._downloads = Downloads(store.partials, window, config.policy.max_download_mb * 1_000_000)
         self._outgoing = Outgoing(
             config.federation, config.device, keys.signing, transport, self._handshake, limits.chunk_bytes, https
         )
