@@ -160,7 +160,7 @@ class Admission:
         self.store.register.admit(Admitted(token.id, purpose, request.signing_key, record, token.replaces), now)
         reloaded = self.publish()
         if not reloaded:
-            log.warning("%s is enrolled, but no broker was told: %s", device, RELOAD_BY_HAND)
+            log.warning("%s is enrolled, and no broker has read the new access list. %s", device, RELOAD_BY_HAND)
         if token.replaces:
             self.evict(device)
         self.events.write(

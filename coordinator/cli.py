@@ -225,21 +225,31 @@ def broker_run(
 @deploy_app.command("mosquitto")
 def deploy_mosquitto(
     directory: Directory,
-    out: Annotated[Path, typer.Option("--out", help="Directory for mosquitto.conf and acl.")],
+    out: Annotated[
+        Path, typer.Option("--out", help="The folder that Mosquitto starts from; it holds the broker's key.")
+    ],
 ) -> None:
-    """Write Mosquitto's configuration, access list and revocation list for a broker that somebody else runs."""
-    from coordinator.brokers import copy_lists, refresh_access
-    from coordinator.provision.mosquitto import ACL_NAME, CONFIG_NAME, mosquitto_config
-    from coordinator.provision.pki import CRL_NAME
+    """Write all that a Mosquitto of your own needs into one folder: configuration, certificates, key, access list, revocation list.
 
-    with explained(), store_of(directory) as (home, _):
-        out.mkdir(parents=True, exist_ok=True)
-        with home.changing_members():
-            refresh_access(home)
-            copy_lists(home, out)
-        text = mosquitto_config(
-            home, acl=out / ACL_NAME, crl=out / CRL_NAME, persistence=home.broker / "data", as_root=False
-        )
-        (out / CONFIG_NAME).write_text(text, encoding="utf-8")
-    names = ", ".join(str(out / name) for name in (CONFIG_NAME, ACL_NAME, CRL_NAME))
-    print(f"Wrote {names}. Send the broker SIGHUP after a change.")
+    On this machine the coordinator keeps the lists there up to date and makes Mosquitto read them. Given again it brings all up to date.
+    """
+    from coordinator.brokers import publish_access
+    from coordinator.own_broker import deploy
+    from coordinator.provision.mosquitto import CONFIG_NAME
+    from fedcg.broker_path import find_mosquitto
+
+    with explained(), store_of(directory) as (home, _), home.changing_members():
+        account = deploy(home, out)
+        runs = publish_access(home)
+    found = find_mosquitto()
+    print(f"Wrote {out}, for a Mosquitto that runs as user {account}. ", end="")
+    print(
+        "It runs, and has read the lists; start it again after a change of coordinator.toml:"
+        if runs
+        else "Start it with:"
+    )
+    print(f"  {'mosquitto' if found is None else found.binary} -c {out.resolve() / CONFIG_NAME}")
+    print(
+        f"On this machine the coordinator keeps acl and crl.pem there up to date. On another one: copy {out.resolve()} to the same "
+        "path there, and after every change of devices acl and crl.pem; then send Mosquitto SIGHUP."
+    )

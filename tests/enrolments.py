@@ -19,8 +19,8 @@ from coordinator.config import BrokerSettings, CoordinatorConfig, EnrolmentSetti
 from coordinator.enrolment_api import create_enrolment_app
 from coordinator.home import Home, create_home
 from coordinator.limits import ALL, PER_ADDRESS, FailureLimits, Rate
-from coordinator.listeners import listening, server_context, server_credential, serving
-from coordinator.provision.pki import Credential
+from coordinator.listeners import listening, server_context, serving
+from coordinator.provision.pki import Credential, server_credential
 from coordinator.records import AggregateRecord, FederationRecord
 from coordinator.store import Store
 from coordinator.tokens import Wish, create_token
