@@ -147,7 +147,7 @@ def test_the_printed_commands_lead_to_a_box_that_is_welcome(operator: Operator) 
     operator.start("mosquitto", start)
     wait_for(operator.listens, "Mosquitto listens", 30)
     if operator.user == "root":
-        assert operator.running["mosquitto"].pid and owner(operator.running["mosquitto"].pid) == ACCOUNT
+        assert owner(operator.running["mosquitto"].pid) == ACCOUNT
     operator.start("coordinator", run)
     log = folder / "home" / "events.jsonl"
     wait_for(lambda: operator.has_event(log, '"event": "link", "up": true'), "the coordinator has its link")
