@@ -126,6 +126,11 @@ def publish_access(home: Home) -> bool:
     """
     refresh_access(home)
     refresh_lists(home)
+    return reload_brokers(home)
+
+
+def reload_brokers(home: Home) -> bool:
+    """Make the home's brokers on this machine read their lists again; False when none was reached."""
     reloaded = [_reload(broker) for broker in running_brokers(home)]
     return any(reloaded)
 
@@ -136,9 +141,9 @@ def running_brokers(home: Home) -> list[int]:
     A file with a process id outlives its process, and the id is given to others: so it is looked at what has it now.
     """
     own, named = home.broker / PID_NAME, home.config().broker.pid_file
-    pid_files = [home.broker / PID_FILE] + ([home.root / named] if named is not None else [])
-    found = [pid for pid in (_recorded(own),) if pid is not None and _has_open(pid, own)]
-    return found + [pid for pid in map(_recorded, pid_files) if pid is not None and _is_mosquitto(pid)]
+    others = [home.broker / PID_FILE] + ([home.root / named] if named is not None else [])
+    found = _process_of(own, lambda pid: _has_open(pid, own))
+    return found + [pid for path in others for pid in _process_of(path, _is_mosquitto)]
 
 
 def _reload(broker: int) -> bool:
@@ -150,11 +155,12 @@ def _reload(broker: int) -> bool:
     return True
 
 
-def _recorded(pid_file: Path) -> int | None:
+def _process_of(pid_file: Path, is_broker: Callable[[int], bool]) -> list[int]:
     try:
-        return int(pid_file.read_text(encoding="ascii"))
+        pid = int(pid_file.read_text(encoding="ascii"))
+        return [pid] if is_broker(pid) else []
     except (OSError, ValueError):
-        return None
+        return []
 
 
 def _has_open(pid: int, path: Path) -> bool:
@@ -167,10 +173,7 @@ def _has_open(pid: int, path: Path) -> bool:
 
 
 def _is_mosquitto(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/comm").read_text(encoding="utf-8").strip() == BROKER_COMMAND
-    except OSError:
-        return False
+    return Path(f"/proc/{pid}/comm").read_text(encoding="utf-8").strip() == BROKER_COMMAND
 
 
 class Members:

@@ -233,14 +233,15 @@ def deploy_mosquitto(
 
     On this machine the coordinator keeps the lists there up to date and makes Mosquitto read them. Given again it brings all up to date.
     """
-    from coordinator.brokers import publish_access
+    from coordinator.brokers import refresh_access, reload_brokers
     from coordinator.own_broker import deploy
     from coordinator.provision.mosquitto import CONFIG_NAME
     from fedcg.broker_path import find_mosquitto
 
     with explained(), store_of(directory) as (home, _), home.changing_members():
+        refresh_access(home)
         account = deploy(home, out)
-        runs = publish_access(home)
+        runs = reload_brokers(home)
     found = find_mosquitto()
     print(f"Wrote {out}, for a Mosquitto that runs as user {account}. ", end="")
     print(

@@ -6,7 +6,6 @@ rights, or by the user that made it, and copied to another machine. The home has
 
 from __future__ import annotations
 
-import logging
 import os
 import pwd
 import stat
@@ -15,7 +14,7 @@ from pathlib import Path
 from coordinator.errors import BrokerError
 from coordinator.home import BROKER_NAME, Home
 from coordinator.provision.mosquitto import ACL_NAME, CONFIG_NAME, mosquitto_config
-from coordinator.provision.pki import CA_NAME, CRL_NAME, credential_of, server_credential
+from coordinator.provision.pki import CA_NAME, credential_of, server_credential
 from fedcg.files import READABLE, replace_durably
 
 LINK_NAME = "deployed"
@@ -27,8 +26,6 @@ ACCOUNT = "mosquitto"
 """The user that Mosquitto turns into when root starts it; made by the distributions' packages."""
 SHARED = 0o640
 FOLDER = 0o755
-
-log = logging.getLogger(__name__)
 
 
 def deploy(home: Home, out: Path) -> str:
@@ -42,11 +39,30 @@ def deploy(home: Home, out: Path) -> str:
         The user that Mosquitto will run under.
 
     Raises:
-        BrokerError: the user that Mosquitto will run under can't enter it.
+        BrokerError: it can't be written, or the user that Mosquitto will run under can't enter it.
     """
     out = out.resolve()
     account = _account()
     _check_way(out, account)
+    try:
+        _write(home, out, account)
+    except OSError as error:
+        raise BrokerError(f"{out} can't be made a broker's folder: {error}") from error
+    return account.pw_name
+
+
+def refresh_lists(home: Home) -> None:
+    """Bring the lists up to date wherever a Mosquitto of the operator's reads them.
+
+    Raises:
+        BrokerError: a folder can't be written to; whoever was revoked may still be on its lists.
+    """
+    named, deployed = home.config().broker.lists, home.broker / LINK_NAME
+    for folder in ([deployed] if deployed.is_dir() else []) + ([home.root / named] if named is not None else []):
+        _copy_lists(home, folder)
+
+
+def _write(home: Home, out: Path, account: pwd.struct_passwd) -> None:
     if not out.is_dir():
         out.mkdir(parents=True)
         out.chmod(FOLDER)
@@ -55,52 +71,34 @@ def deploy(home: Home, out: Path) -> str:
     server = server_credential(home.pki, BROKER_NAME, home.config().broker.host)
     text = mosquitto_config(home, acl=out / ACL_NAME, persistence=data, user=account.pw_name, pki=out)
     replace_durably(out / CONFIG_NAME, text, READABLE)
-    copies = [credential_of(home.pki, CA_NAME).certificate, server.certificate, server.key]
-    for source in copies:
-        replace_durably(out / source.name, source.read_bytes())
-    for name in (ACL_NAME, CRL_NAME):
-        (out / name).touch(SHARED)
+    authority = credential_of(home.pki, CA_NAME).certificate
+    own = [data]
+    for source in (authority, server.certificate, server.key, home.revocations, home.broker / ACL_NAME):
+        own.append(out / source.name)
+        replace_durably(own[-1], source.read_bytes())
     if os.geteuid() == 0:
-        for name in (DATA_NAME, ACL_NAME, CRL_NAME, *(source.name for source in copies)):
-            os.chown(out / name, account.pw_uid, account.pw_gid)
+        for path in own:
+            os.chown(path, account.pw_uid, account.pw_gid, follow_symlinks=False)
     link = home.broker / LINK_NAME
     link.unlink(missing_ok=True)
     link.symlink_to(out)
-    return account.pw_name
-
-
-def refresh_lists(home: Home) -> None:
-    """Bring the lists up to date wherever a Mosquitto of the operator's reads them.
-
-    Raises:
-        BrokerError: the directory `lists` of the configuration can't be written to.
-    """
-    named, deployed = home.config().broker.lists, home.broker / LINK_NAME
-    if deployed.is_dir():
-        try:
-            _copy_lists(home, deployed)
-        except OSError as error:
-            log.warning(
-                "the lists in %s are out of date: %s; repeat `fedcg deploy mosquitto`", deployed.resolve(), error
-            )
-    if named is not None:
-        try:
-            _copy_lists(home, home.root / named)
-        except OSError as error:
-            raise BrokerError(
-                f"the broker's lists can't be written to {home.root / named}: {error}; see `lists` under [broker]"
-            ) from error
 
 
 def _copy_lists(home: Home, target: Path) -> None:
     """Replace access list and revocation list in a folder, each in one step; they stay their owner's."""
-    for source in (home.revocations, home.broker / ACL_NAME):
-        path = target / source.name
-        owner = path.stat() if path.exists() else None
-        # 0640 for a broker under another user: give the directory its group, and the setgid bit
-        replace_durably(path, source.read_bytes(), SHARED)
-        if owner is not None and os.geteuid() == 0:
-            os.chown(path, owner.st_uid, owner.st_gid)
+    try:
+        for source in (home.revocations, home.broker / ACL_NAME):
+            path = target / source.name
+            owner = path.stat() if path.exists() else None
+            # 0640 for a broker under another user: give the directory its group, and the setgid bit
+            replace_durably(path, source.read_bytes(), SHARED)
+            if owner is not None and os.geteuid() == 0:
+                os.chown(path, owner.st_uid, owner.st_gid, follow_symlinks=False)
+    except OSError as error:
+        raise BrokerError(
+            f"the broker's lists can't be written to {target.resolve()}: {error}. Give that folder to the user that the coordinator "
+            f"runs under; or, if no broker reads it, remove {home.broker / LINK_NAME} or `lists` under [broker]"
+        ) from error
 
 
 def _account() -> pwd.struct_passwd:

@@ -19,6 +19,7 @@ from coordinator.provision.pki import create_ca, credential_of, issue
 from fedcg.broker_path import Mosquitto
 from fedcg.wire.mqtt import MqttConfig, MqttTransport, TlsFiles
 from fedcg.wire.mqtt_config import Protocol
+from fedcg.wire.server_role import ServerRole
 from fedcg.wire.topics import Topics
 from fedcg.wire.transport import Delivery, Transport, Will
 
@@ -51,7 +52,8 @@ class Pki:
     @staticmethod
     def create(directory: Path, identities: tuple[str, ...], now: datetime | None = None) -> Pki:
         create_ca(directory, now=now)
-        issue(directory, "broker", server=True, now=now)
+        for role in ServerRole:
+            issue(directory, role.value, server=True, now=now)
         for identity in identities:
             issue(directory, identity, now=now)
         return Pki(directory)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,9 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.brokers import PID_NAME, publish_access
+from coordinator import own_broker
+from coordinator.brokers import PID_NAME, publish_access, refresh_access
 from coordinator.config import BrokerSettings, CoordinatorConfig
+from coordinator.errors import BrokerError
 from coordinator.home import Home, create_home
+from coordinator.own_broker import deploy
 from coordinator.store import Store
 from tests.brokers import free_port, wait_until
 
@@ -99,3 +103,19 @@ def test_a_broker_that_gets_sighup_while_it_starts_starts(tmp_path: Path) -> Non
     finally:
         broker.kill()
         broker.wait()
+
+
+def test_lists_that_can_not_be_written_are_an_error_and_no_success(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever is revoked would stay on the broker's lists, and nobody would know."""
+    monkeypatch.setattr(own_broker, "ACCOUNT", "no-such-user")
+    home = make_home(tmp_path / "home")
+    refresh_access(home)
+    deploy(home, tmp_path / "config")
+    (tmp_path / "config" / "acl").unlink()
+    (tmp_path / "config" / "acl").mkdir()
+    with pytest.raises(BrokerError, match=r"config.*Give that folder to the user"):
+        publish_access(home)
+    shutil.rmtree(tmp_path / "config")  # a folder that is gone is no broker's any more
+    assert publish_access(home) is False
