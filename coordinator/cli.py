@@ -62,9 +62,7 @@ def coordinator_init(
         CoordinatorConfig,
         EnrolmentSettings,
     )
-    from coordinator.home import create_home
-    from coordinator.provision.mosquitto import ACL_NAME, write_access_list
-    from coordinator.store import Store
+    from coordinator.opening import initialise
 
     config = CoordinatorConfig(
         broker=BrokerSettings(host=host, port=broker_port),
@@ -74,9 +72,7 @@ def coordinator_init(
         aggregation=AggregationSettings(public_data=None if public_data is None else str(public_data.resolve())),
     )
     with explained():
-        home = create_home(directory, config, observers=("observer",) if observer else ())
-        Store(home.database).close()
-        write_access_list(home, home.broker / ACL_NAME, [], [])
+        home = initialise(directory, config, observers=("observer",) if observer else ())
     text = f"Created {home.root}. Next: fedcg federation create --dir {home.root} plan.toml"
     tell({"dir": str(home.root), "config": str(home.config_file)}, text, as_json=as_json)
 
@@ -131,40 +127,12 @@ def federation_create(
     as_json: AsJson = False,
 ) -> None:
     """Open a federation: check the plan, complete it to a spec, make the initial aggregate."""
-    from coordinator.brokers import publish_access
-    from coordinator.config import load_config
-    from coordinator.errors import PlanError
-    from coordinator.founding import found, read_plan
-    from coordinator.records import AggregateRecord, FederationRecord
+    from coordinator.founding import read_plan
+    from coordinator.opening import open_federation
 
     with explained(), store_of(directory) as (home, store):
-        wanted = read_plan(plan)
-        existing = [record.id for record in store.federations()]
-        if existing:
-            raise PlanError(
-                f"{home.root} has a federation already ({existing[0]}); use another directory for another one"
-            )
-        config = load_config(home.config_file)
-        public = home.public_data(config), config.aggregation.public_images
-        founded, now = found(wanted, home.artifacts, *public), time.time()
-        record = FederationRecord(
-            id=wanted.federation,
-            method=wanted.method,
-            spec=founded.spec,
-            rounds=wanted.rounds,
-            min_clients=wanted.min_clients,
-            max_attempts=wanted.max_attempts,
-            deadline_s=wanted.deadline_s,
-            first_attempt=1,
-            created_at=now,
-        )
-        initial = AggregateRecord(
-            wanted.federation, 0, 0, founded.aggregate, founded.aggregate_bytes, founded.server_state, now
-        )
-        store.add_federation(record, initial)
-        with home.changing_members():
-            publish_access(home)
-    values: dict[str, object] = {"federation": record.id, "spec": founded.spec, "aggregate": founded.aggregate}
+        record, initial = open_federation(home, store, read_plan(plan))
+    values: dict[str, object] = {"federation": record.id, "spec": record.spec, "aggregate": initial.artifact}
     tell(values, f"Opened federation {record.id} ({record.method}, {record.rounds} rounds).", as_json=as_json)
 
 
