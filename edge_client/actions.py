@@ -19,7 +19,9 @@ from edge_client.session_events import (
     Done,
     Event,
     Finalise,
+    LoadUpdate,
     Note,
+    OutboxFound,
     RecordDelivery,
     Send,
     SendChunks,
@@ -34,7 +36,7 @@ from edge_client.session_state import SessionState
 from edge_client.trainer_process import ChooseModel, TrainerHandle, TrainRound
 from fedcg.event_log import EventLog
 from fedcg.wire.errors import IntegrityError, WireError
-from fedcg.wire.messages import ArtifactRef, DeclineReason, Outcome
+from fedcg.wire.messages import DeclineReason, Outcome
 from fedcg.wire.sender import ChunkFile, file_ref
 
 _log = logging.getLogger(__name__)
@@ -77,6 +79,7 @@ class Actions:
             Send: self._send,
             SendChunks: self._send_chunks,
             Want: self._want,
+            LoadUpdate: self._load_update,
             CheckSpec: self._check_spec,
             StartTrainer: self._start_trainer,
             StartRound: self._start_round,
@@ -90,7 +93,7 @@ class Actions:
         """Do what a command says; returns what the state machine has to hear about at once."""
         return self._handlers[type(command)](command, state)
 
-    def load_update(self) -> ArtifactRef:
+    def _load_update(self, command: LoadUpdate, state: SessionState) -> Event:
         """Read the outbox of the current generation and cut it for the link."""
         generation, _ = self._store.generations.current()
         assert generation is not None
@@ -101,7 +104,7 @@ class Actions:
             ref = known  # an announced chunk size is kept for as long as the link takes it
         if known != ref:
             self._update = ChunkFile(path, ref)
-        return ref
+        return OutboxFound(generation.cursor, ref)
 
     def _send_hello(self, command: SendHello, state: SessionState) -> None:
         self._outgoing.hello(state.epoch)

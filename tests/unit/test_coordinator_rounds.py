@@ -8,14 +8,13 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.pacing import RETRY_MAX_S, Accepted, Expected, LinkChanged, Policy
+from coordinator.pacing import Accepted, Expected, LinkChanged, Policy
 from coordinator.round_commands import (
     Command,
     Distil,
     FailAttempt,
     Finish,
     Invite,
-    MoveDeadline,
     OpenAttempt,
     Pause,
     ResumeAttempt,
