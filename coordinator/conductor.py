@@ -206,14 +206,9 @@ class Conductor:
     async def _move_deadline(self, command: MoveDeadline) -> None:
         await asyncio.to_thread(self._store.move_deadline, self._key(command), command.deadline_at)
         if command.reason:
-            log.warning("round %d, attempt %d goes on: %s", command.round, command.attempt, command.reason)
-            self._events.write(
-                "deadline_moved",
-                round=command.round,
-                attempt=command.attempt,
-                deadline_at=command.deadline_at,
-                reason=command.reason,
-            )
+            round_number, attempt, reason = command.round, command.attempt, command.reason
+            log.warning("round %d, attempt %d goes on: %s", round_number, attempt, reason)
+            self._events.write("deadline_moved", round=round_number, attempt=attempt, reason=reason)
 
     async def _invite(self, command: Invite) -> None:
         if self._uplink is not None:
