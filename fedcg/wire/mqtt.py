@@ -54,7 +54,7 @@ DRAIN_S = 2.0  # how long `close` lets queued messages leave
 CLOSE_S = 1.0  # how long `close` waits for its thread after that
 TURN = 32  # messages that leave before the other direction has its turn
 TICK_S = 1.0  # how often keepalive is looked after when nothing happens
-ANSWER_FACTOR = 2.0  # a broker may take this many times `connect_timeout_s` to answer CONNECT, and then each SUBSCRIBE
+ANSWER_FACTOR = 2.0  # a broker may take this many times `connect_timeout_s` to answer CONNECT, and then SUBSCRIBE
 ACK_S = 60.0  # without any acknowledgement while some are owed; at 2 KB/s a chunk of 120 KB takes so long
 HEADER_BYTES = 512  # fixed header, topic (at most 170 bytes for us), properties
 
@@ -277,7 +277,8 @@ class MqttTransport:
             link.look_after(time.monotonic())
 
     def _await_answer(self) -> None:
-        self._answer_by = time.monotonic() + ANSWER_FACTOR * self._config.connect_timeout_s
+        # On a link that stands the answer comes behind chunks, as acknowledgements do.
+        self._answer_by = time.monotonic() + (ACK_S if self._up else ANSWER_FACTOR * self._config.connect_timeout_s)
 
     def _sleep(self, link: MqttLink, seconds: float) -> None:
         """Wait for the link or a caller; not at all when one of them was faster."""

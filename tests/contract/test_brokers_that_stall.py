@@ -114,7 +114,7 @@ def test_a_subscription_that_is_not_granted_ends_the_link_which_is_tried_again(
 def test_a_later_subscription_that_is_refused_or_not_answered_ends_the_link_too(
     broker: ScriptedBroker, connect: Connect, monkeypatch: pytest.MonkeyPatch, reasons: bytes | None
 ) -> None:
-    monkeypatch.setattr(mqtt, "ANSWER_FACTOR", 0.02)
+    monkeypatch.setattr(mqtt, "ACK_S", 0.1)
     client = connect()
     peer = broker.welcome()
     client.await_link()
@@ -125,7 +125,6 @@ def test_a_later_subscription_that_is_refused_or_not_answered_ends_the_link_too(
         grant(peer, reasons=reasons)
     assert peer.rest() == []
     again = broker.welcome()
-    monkeypatch.setattr(mqtt, "ANSWER_FACTOR", 2.0)
     grant(again)
     client.await_link(2)
     assert client.links == [True, False, True]
