@@ -19,7 +19,9 @@ from edge_client.session_events import (
     Done,
     Event,
     Finalise,
+    LoadUpdate,
     Note,
+    OutboxFound,
     RecordDelivery,
     Send,
     SendChunks,
@@ -77,6 +79,7 @@ class Actions:
             Send: self._send,
             SendChunks: self._send_chunks,
             Want: self._want,
+            LoadUpdate: self._load_update,
             CheckSpec: self._check_spec,
             StartTrainer: self._start_trainer,
             StartRound: self._start_round,
@@ -90,7 +93,7 @@ class Actions:
         """Do what a command says; returns what the state machine has to hear about at once."""
         return self._handlers[type(command)](command, state)
 
-    def load_update(self) -> ArtifactRef:
+    def _load_update(self, command: LoadUpdate, state: SessionState) -> Event:
         """The outbox of the newest generation, cut for the link; its digest is that of the commit."""
         generation = self._store.generations.newest()
         assert generation is not None
@@ -102,7 +105,7 @@ class Actions:
             ref = known  # an announced chunk size is kept for as long as the link takes it
         if known != ref:
             self._update = ChunkFile(path, ref)
-        return ref
+        return OutboxFound(generation.cursor, ref)
 
     def _send_hello(self, command: SendHello, state: SessionState) -> None:
         self._outgoing.hello(state.epoch)
