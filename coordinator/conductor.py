@@ -9,16 +9,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
-from coordinator.aggregation_messages import Job, JobDone
+from coordinator.aggregation_messages import Job, JobDone, UpdateFailed
 from coordinator.aggregation_worker import spill_directory
 from coordinator.errors import StoreError
 from coordinator.library import Library
 from coordinator.pruning import Pruner
 from coordinator.publishing import Publisher
 from coordinator.records import AggregateRecord
+from coordinator.robustness import given_weights, limits_of
 from coordinator.rounds import (
     AggregateStored,
     Command,
@@ -33,10 +35,12 @@ from coordinator.rounds import (
     Restarted,
     ResumeAttempt,
     RoundState,
+    UpdateRefused,
     transition,
 )
+from coordinator.schema import Key
 from coordinator.setup import Setup, Worker
-from coordinator.store import Key
+from coordinator.track_record import LEFT_OUT_ROUNDS
 from fedcg.wire.messages import Outcome
 
 log = logging.getLogger(__name__)
@@ -75,6 +79,7 @@ class Conductor:
         self._state = RoundState(setup.federation.policy)
         self._base = ""
         self._is_announced = True
+        self._left_out: Mapping[str, str] = {}
         self._do_what: dict[type[Any], Callable[[Any], Awaitable[None]]] = {
             OpenAttempt: self._open_attempt,
             ResumeAttempt: self._resume_attempt,
@@ -100,6 +105,11 @@ class Conductor:
         """Whether the broker was handed what the offer topic must say now; when not, `announce` has to be repeated."""
         return self._is_announced
 
+    @property
+    def left_out(self) -> Mapping[str, str]:
+        """Devices that are not invited while enough others are there, and why."""
+        return self._left_out
+
     def use_uplink(self, uplink: Uploading) -> None:
         """Say who holds the updates that are under way."""
         self._uplink = uplink
@@ -113,13 +123,38 @@ class Conductor:
         await self._prune(aggregates[-1].round)
         self._library.allow(self._setup.federation.spec)
         self._events.write("resumed", phase=self._state.phase.value, round=self._state.round)
+        await self._judge_devices(self._state.round)
         await self.apply(Restarted())
 
     async def apply(self, event: Event) -> None:
         """Tell the engine what happened and do what it commands."""
+        if isinstance(event, UpdateRefused):
+            await self._judge_devices(self._state.round)
         self._state, commands = transition(self._state, event, self._setup.clock())
         for command in commands:
             await self._do(command)
+
+    async def update_failed(self, failed: UpdateFailed) -> None:
+        """Reject an update that was accepted and can't be merged; its round goes on without it."""
+        state, client = self._state, failed.client
+        if (state.round, state.attempt) != (failed.round, failed.attempt) or client not in state.updates:
+            return
+        key, reason = (self._id, state.round, state.attempt), failed.reason[:300]
+        await asyncio.to_thread(self._store.track_record.reject, key, client, reason)
+        log.error("the update of %s to round %d can't be merged: %s", client, state.round, reason)
+        self._events.write("update_rejected", client=client, round=state.round, attempt=state.attempt, reason=reason)
+        await self.apply(UpdateRefused(state.round, state.attempt, client, reason))
+
+    async def _judge_devices(self, round_number: int) -> None:
+        """Leave repeat offenders out of the next attempts of a round, and let those back in whose time is over."""
+        before = self._left_out
+        now = self._left_out = await asyncio.to_thread(self._store.track_record.left_out, self._id, round_number)
+        self._state = replace(self._state, left_out=frozenset(now))
+        for client in sorted(now.keys() - before.keys()):
+            log.error("%s is left out for %d rounds: %s", client, LEFT_OUT_ROUNDS, now[client])
+            self._events.write("left_out", client=client, round=round_number, reason=now[client])
+        for client in sorted(before.keys() - now.keys()):
+            self._events.write("let_in", client=client, round=round_number)
 
     async def job_done(self, done: JobDone) -> None:
         """Close the attempt with the aggregate that the worker stored."""
@@ -136,6 +171,7 @@ class Conductor:
         spilled = spill_directory(self._setup.worker.spill, self._id, done.round, done.attempt)
         await asyncio.to_thread(shutil.rmtree, spilled, ignore_errors=True)
         await self._prune(done.round)
+        await self._judge_devices(done.round + 1)
         await self.apply(AggregateStored(done.round, done.attempt))
 
     async def _prune(self, closed: int) -> None:
@@ -178,7 +214,7 @@ class Conductor:
             participants=sorted(command.participants),
             aggregate=base.artifact,
         )
-        self._worker.open(self._job(command, base))
+        self._worker.open(await self._job(command, base))
         await self.announce()
         source = await asyncio.to_thread(self._library.source, base.artifact)
         self._publisher.broadcast(source, lambda: self._state.is_open(command.round, command.attempt))
@@ -196,7 +232,7 @@ class Conductor:
             attempt=command.attempt,
             stored=[update.client for update in accepted],
         )
-        self._worker.open(self._job(command, base))
+        self._worker.open(await self._job(command, base))
         for update in accepted:
             self._worker.add(update.client, update.artifact)
 
@@ -208,10 +244,23 @@ class Conductor:
         key = self._key(command)
         await asyncio.to_thread(self._store.start_distilling, key, self._setup.clock())
         self._end_uploads(Outcome.LATE, "the round was closed without this update")
-        updates = await asyncio.to_thread(self._store.updates, key)
-        chosen = tuple((update.client, update.artifact) for update in updates if update.client in command.clients)
+        stored = await asyncio.to_thread(self._store.updates, key)
+        updates = [update for update in stored if update.client in command.clients]
+        reported = {update.client: update.examples for update in updates}
+        weights = given_weights(reported, self._setup.robustness)
+        await asyncio.to_thread(self._store.track_record.give_weights, key, weights)
         self._events.write("distilling", round=command.round, attempt=command.attempt, clients=list(command.clients))
-        self._worker.finish(chosen)
+        for client, examples in reported.items():
+            if weights[client] != examples:
+                self._events.write(
+                    "weight_capped",
+                    client=client,
+                    round=command.round,
+                    attempt=command.attempt,
+                    reported=examples,
+                    given=weights[client],
+                )
+        self._worker.finish(tuple((update.client, update.artifact, weights[update.client]) for update in updates))
 
     async def _fail_attempt(self, command: FailAttempt) -> None:
         await asyncio.to_thread(self._store.fail_attempt, self._key(command), command.reason, self._setup.clock())
@@ -239,9 +288,12 @@ class Conductor:
             raise StoreError(f"the aggregate of round {round_number} is missing from the database")
         return record
 
-    def _job(self, command: OpenAttempt | ResumeAttempt, base: AggregateRecord) -> Job:
+    async def _job(self, command: OpenAttempt | ResumeAttempt, base: AggregateRecord) -> Job:
         spec = self._setup.federation.spec
-        return Job(self._id, command.round, command.attempt, spec, base.artifact, base.server_state)
+        typical = await asyncio.to_thread(self._store.track_record.typical_distances, self._id, command.round - 1)
+        limits = limits_of(typical, self._setup.robustness.clip_medians)
+        named = tuple(sorted((part.value, limit) for part, limit in limits.items()))
+        return Job(self._id, command.round, command.attempt, spec, base.artifact, base.server_state, named)
 
     def _key(self, command: OpenAttempt | ResumeAttempt | Distil | FailAttempt) -> Key:
         return (self._id, command.round, command.attempt)

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
+NAMED_CLIENTS = 5
+"""So many clients a failed attempt's reason names; the API and the event log have all of them."""
 RESTART_GRACE_S = 120.0
 """A deadline that passed while the coordinator was down is moved by this much: devices could not deliver meanwhile."""
 
@@ -54,6 +56,7 @@ class RoundState:
         declined: participants that will not deliver one.
         deadline_at: unix time at which collecting ends.
         reason: why it is paused.
+        left_out: clients that are not invited while enough others are online: their last updates were rejected.
         first_attempt: the attempt that `max_attempts` is counted from; moves when an operator resumes.
     """
 
@@ -67,7 +70,14 @@ class RoundState:
     declined: frozenset[str] = frozenset()
     deadline_at: float = 0.0
     reason: str = ""
+    left_out: frozenset[str] = frozenset()
     first_attempt: int = 1
+
+    @property
+    def candidates(self) -> frozenset[str]:
+        """Clients that an attempt opened now would invite: those left out as well when the quorum needs them."""
+        others = self.online - self.left_out
+        return others if len(others) >= self.policy.min_clients else self.online
 
     @property
     def outstanding(self) -> frozenset[str]:
@@ -111,11 +121,12 @@ class UpdateStored:
 
 @dataclass(frozen=True)
 class UpdateRefused:
-    """A participant will deliver nothing usable: it declined, or its update was rejected."""
+    """A participant delivers nothing usable: it declined, or its update was rejected, also after it had been stored."""
 
     round: int
     attempt: int
     client: str
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -268,9 +279,19 @@ def _update_stored(state: RoundState, event: UpdateStored, now: float) -> Step:
 
 
 def _update_refused(state: RoundState, event: UpdateRefused, now: float) -> Step:
-    if not state.is_open(event.round, event.attempt) or event.client not in state.outstanding:
+    collecting, stored = state.phase is Phase.COLLECTING, event.client in state.updates
+    is_current = collecting or state.phase is Phase.DISTILLING
+    if not is_current or (event.round, event.attempt) != (state.round, state.attempt):
         return state, ()
-    return _judge(replace(state, declined=state.declined | {event.client}), now)
+    if not stored and not (collecting and event.client in state.outstanding):
+        return state, ()
+    state = replace(state, updates=state.updates - {event.client}, declined=state.declined | {event.client})
+    if collecting:
+        return _judge(state, now)
+    if len(state.updates) >= state.policy.min_clients:
+        return state, (Distil(state.round, state.attempt, tuple(sorted(state.updates))),)
+    left = f"{len(state.updates)} updates are left, and {state.policy.min_clients} are needed"
+    return _fail(state, f"the update of {event.client} was rejected ({event.reason}); {left}", now)
 
 
 def _tick(state: RoundState, event: Tick, now: float) -> Step:
@@ -326,6 +347,7 @@ def _waiting(state: RoundState, round_number: int, attempt: int, *, first_attemp
         attempt=attempt,
         online=state.online,
         reason=state.reason,
+        left_out=state.left_out,
         first_attempt=first_attempt,
     )
 
@@ -334,15 +356,19 @@ def _open_if_enough(state: RoundState, now: float) -> Step:
     if state.phase is not Phase.WAITING or len(state.online) < state.policy.min_clients:
         return state, ()
     deadline_at = now + state.policy.deadline_s
-    opened = replace(state, phase=Phase.COLLECTING, participants=state.online, deadline_at=deadline_at, reason="")
-    invites = [Invite(state.round, state.attempt, client) for client in sorted(state.online)]
-    return opened, (OpenAttempt(state.round, state.attempt, state.online, deadline_at), *invites)
+    invited = state.candidates
+    opened = replace(state, phase=Phase.COLLECTING, participants=invited, deadline_at=deadline_at, reason="")
+    invites = [Invite(state.round, state.attempt, client) for client in sorted(invited)]
+    return opened, (OpenAttempt(state.round, state.attempt, invited, deadline_at), *invites)
 
 
 def _judge(state: RoundState, now: float) -> Step:
     possible = len(state.participants - state.declined)
     if possible < state.policy.min_clients:
-        missing = f"{len(state.declined)} of {len(state.participants)} clients declined, were rejected or are gone"
+        names = ", ".join(sorted(state.declined)[:NAMED_CLIENTS])
+        missing = (
+            f"{len(state.declined)} of {len(state.participants)} clients declined, were rejected or are gone ({names})"
+        )
         return _fail(state, f"{missing}; {state.policy.min_clients} updates are needed", now)
     enough = len(state.updates) >= state.policy.min_clients
     if not state.outstanding or (now >= state.deadline_at and enough):

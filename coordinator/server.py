@@ -171,6 +171,7 @@ def _setup(home: Home, config: CoordinatorConfig) -> Iterator[Setup]:
             publish_access=lambda: _apply_members(home),
             limits=config.broker.limits,
             keep_rounds=config.storage.keep_rounds,
+            robustness=config.robustness,
         )
     finally:
         store.close()

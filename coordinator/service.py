@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from coordinator.aggregation_messages import (
     PhaseStarted,
     Progressed,
     UpdateAdded,
+    UpdateFailed,
     WorkerDied,
     WorkerEvent,
     WorkerReady,
@@ -133,6 +134,11 @@ class Service:
     def shelf(self) -> Shelf:
         """What the HTTPS carrier serves from and takes into."""
         return Shelf(self._library, self._uplink.intake, self._setup.store, self._events)
+
+    @property
+    def left_out(self) -> Mapping[str, str]:
+        """Devices that are not invited while enough others are there, and why."""
+        return self._conductor.left_out
 
     @property
     def is_connected(self) -> bool:
@@ -344,6 +350,8 @@ class Service:
             self._write_progress("aggregate_step", event, step=event.step, steps=event.steps)
         elif isinstance(event, UpdateAdded):
             self._events.write("teacher_done", client=event.client, round=event.round, attempt=event.attempt)
+        elif isinstance(event, UpdateFailed):
+            await self._conductor.update_failed(event)
         elif isinstance(event, JobFailed):
             await self._conductor.apply(AggregationFailed(event.round, event.attempt, event.reason))
         elif isinstance(event, JobDone):

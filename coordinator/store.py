@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Select, Table, and_, insert, select, update
+from sqlalchemy import Connection, Select, Table, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from coordinator import schema
@@ -29,10 +29,9 @@ from coordinator.records import (
 )
 from coordinator.register import Register
 from coordinator.rounds import Phase, RoundState, paused_reason
+from coordinator.schema import Key
+from coordinator.track_record import TrackRecord
 from fedcg.wire.messages import KeyLink, Outcome
-
-Key = tuple[str, int, int]
-"""(federation, round, attempt)."""
 
 
 class Store:
@@ -40,11 +39,13 @@ class Store:
 
     Attributes:
         register: tokens, certificates, and the end of a device's membership.
+        track_record: what devices' updates were like, and what became of them.
     """
 
     def __init__(self, path: Path) -> None:
         self._engine = schema.open_database(path)
         self.register = Register(self._engine)
+        self.track_record = TrackRecord(self._engine)
 
     def close(self) -> None:
         """Close every connection."""
@@ -201,7 +202,9 @@ class Store:
         try:
             with self._engine.begin() as connection:
                 connection.execute(insert(schema.aggregates).values(**asdict(aggregate)))
-                connection.execute(update(schema.attempts).where(_is(schema.attempts, key)).values(**closed))
+                connection.execute(
+                    update(schema.attempts).where(schema.of_attempt(schema.attempts, key)).values(**closed)
+                )
                 connection.execute(update(table).where(table.c.id == key[0]).values(first_attempt=1))
         except IntegrityError as error:
             raise StoreError(f"round {aggregate.round} has an aggregate already") from error
@@ -214,7 +217,7 @@ class Store:
 
     def attempt(self, key: Key) -> AttemptRecord | None:
         """One attempt."""
-        row = self._row(select(schema.attempts).where(_is(schema.attempts, key)))
+        row = self._row(select(schema.attempts).where(schema.of_attempt(schema.attempts, key)))
         return None if row is None else _attempt(row)
 
     def last_attempt(self, federation: str) -> AttemptRecord | None:
@@ -229,7 +232,11 @@ class Store:
     def participants(self, key: Key) -> list[ParticipantRecord]:
         """Whom an attempt invited, sorted by id."""
         table = schema.participants
-        query = select(table.c.client, table.c.state, table.c.reason).where(_is(table, key)).order_by(table.c.client)
+        query = (
+            select(table.c.client, table.c.state, table.c.reason)
+            .where(schema.of_attempt(table, key))
+            .order_by(table.c.client)
+        )
         return [
             ParticipantRecord(row["client"], ParticipantState(row["state"]), row["reason"]) for row in self._rows(query)
         ]
@@ -263,13 +270,16 @@ class Store:
     def update(self, key: Key, client: str) -> UpdateRecord | None:
         """How the update of a client to an attempt ended, or None when none ended yet."""
         table = schema.updates
-        row = self._row(select(table).where(_is(table, key), table.c.client == client))
+        row = self._row(select(table).where(schema.of_attempt(table, key), table.c.client == client))
         return None if row is None else _update(row)
 
     def updates(self, key: Key) -> list[UpdateRecord]:
         """All ended updates of an attempt, sorted by client."""
         table = schema.updates
-        return [_update(row) for row in self._rows(select(table).where(_is(table, key)).order_by(table.c.client))]
+        return [
+            _update(row)
+            for row in self._rows(select(table).where(schema.of_attempt(table, key)).order_by(table.c.client))
+        ]
 
     # Aggregates
 
@@ -330,7 +340,7 @@ class Store:
 
     def _change_attempt(self, key: Key, values: Mapping[str, object]) -> None:
         with self._engine.begin() as connection:
-            connection.execute(update(schema.attempts).where(_is(schema.attempts, key)).values(**values))
+            connection.execute(update(schema.attempts).where(schema.of_attempt(schema.attempts, key)).values(**values))
 
     def _rows(self, query: Select[Any]) -> list[dict[str, Any]]:
         with self._engine.connect() as connection:
@@ -361,11 +371,6 @@ def _after_failure(record: FederationRecord, last: AttemptRecord) -> RoundState:
     )
 
 
-def _is(table: Table, key: Key) -> Any:
-    federation, round_number, attempt = key
-    return and_(table.c.federation == federation, table.c.round == round_number, table.c.attempt == attempt)
-
-
 def _key_values(key: Key) -> dict[str, Any]:
     return dict(zip(("federation", "round", "attempt"), key, strict=True))
 
@@ -375,7 +380,7 @@ def _plain(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _answer(connection: Connection, table: Table, key: Key, client: str, values: Mapping[str, str]) -> None:
-    connection.execute(update(table).where(_is(table, key), table.c.client == client).values(**values))
+    connection.execute(update(table).where(schema.of_attempt(table, key), table.c.client == client).values(**values))
 
 
 def _device(row: dict[str, Any]) -> DeviceRecord:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from coordinator.aggregation_messages import Updates
 from edge_client.agent import Agent, AgentKeys
 from edge_client.config import AgentConfig, BrokerSection, DataSection, ExportSection
 from edge_client.outgoing import offline_will
@@ -122,7 +123,7 @@ def alter(passing: Passing, rng: random.Random) -> bytes:
 class DigestWorker(PlainWorker):
     """Merges without torch into something that depends on every update."""
 
-    def finish(self, updates: tuple[tuple[str, str], ...]) -> None:
+    def finish(self, updates: Updates) -> None:
         self.merged = updates
         super().finish(updates)
 

@@ -15,7 +15,15 @@ from typing import Any
 import numpy as np
 from typing_extensions import Self
 
-from coordinator.aggregation_messages import Job, JobDone, UpdateAdded, WorkerEvent, WorkerReady, WorkerSettings
+from coordinator.aggregation_messages import (
+    Job,
+    JobDone,
+    UpdateAdded,
+    Updates,
+    WorkerEvent,
+    WorkerReady,
+    WorkerSettings,
+)
 from coordinator.app import Beside
 from coordinator.message_keys import Voice
 from coordinator.records import AggregateRecord, FederationRecord
@@ -157,7 +165,7 @@ class PlainWorker:
         self.asked.append(("add", client, artifact))
         self._notify(UpdateAdded(self._job.round, self._job.attempt, client))
 
-    def finish(self, updates: tuple[tuple[str, str], ...]) -> None:
+    def finish(self, updates: Updates) -> None:
         assert self._job is not None
         self.asked.append(("finish", updates))
         spec = FederationSpec.parse(self._store.get(self._job.spec))
