@@ -114,31 +114,25 @@ class Workbench:
         self._shelf = shelf
         self._store = ArtifactStore(settings.artifacts)
         self._counted: dict[str, int] = {}  # the weight with which the aggregator has counted each client
-        self._failed: dict[str, str] = {}  # clients whose update can't be merged, and why
+        self._rejected: dict[str, str] = {}  # clients whose update can't be merged, and why
         self._distances: dict[str, Distances] = {}
         self._has_diverged = False
-        self._broken = self._guarded(self._open)
+        self._failed = not self._guarded(self._open)
 
     def serve(self, request: AddUpdate | FinishJob) -> None:
-        """Do what is asked and reply; a failure that is no single update's ends the job."""
-        if not self._broken:
-            work = partial(self._add, request) if isinstance(request, AddUpdate) else partial(self._finish, request)
-            self._broken = self._guarded(work)
-        else:
-            self._fail(self._broken)
+        """Do what is asked and reply; a failure that is no single update's is replied once and ends the job."""
+        if self._failed:
+            return
+        work = partial(self._add, request) if isinstance(request, AddUpdate) else partial(self._finish, request)
+        self._failed = not self._guarded(work)
 
-    def _guarded(self, work: Callable[[], None]) -> str:
-        """Why the job has failed; empty when the work was done."""
+    def _guarded(self, work: Callable[[], None]) -> bool:
         try:
             work()
         except Exception as error:  # noqa: BLE001 - the run loop of this process; the reason goes to the operator
-            reason = self._reason(error)
-            self._fail(reason)
-            return reason
-        return ""
-
-    def _fail(self, reason: str) -> None:
-        self._send(JobFailed(self._job.round, self._job.attempt, reason))
+            self._send(JobFailed(self._job.round, self._job.attempt, self._reason(error)))
+            return False
+        return True
 
     def _reason(self, error: Exception) -> str:
         """For the operator; after an error that leaves the accelerator unusable this process ends."""
@@ -202,7 +196,7 @@ class Workbench:
         return True
 
     def _reject(self, client: str, reason: str) -> None:
-        self._failed[client] = reason
+        self._rejected[client] = reason
         self._forget_counted()  # which may have counted a part of this update
         self._send(UpdateFailed(self._job.round, self._job.attempt, client, reason))
 
@@ -215,8 +209,8 @@ class Workbench:
         from fedcg.wire.errors import CodecError
 
         weights = {client: weight for client, _, weight in request.updates}
-        for client in weights.keys() & self._failed.keys():
-            self._reject(client, self._failed[client])
+        if known := weights.keys() & self._rejected.keys():
+            self._reject(min(known), self._rejected[min(known)])
             return
         if any(weights.get(client) != weight for client, weight in self._counted.items()):
             self._forget_counted()

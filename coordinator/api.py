@@ -190,7 +190,7 @@ def devices(service: Running, given: Given) -> list[DeviceView]:
             state=device.state.value,
             online=device.id in state.online,
             participates=device.id in state.participants,
-            left_out=service.left_out.get(device.id, ""),
+            left_out=state.left_out.get(device.id, ""),
             enrolled_at=device.enrolled_at,
             last_seen_at=device.last_seen_at,
             agent=device.agent,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -38,9 +38,9 @@ from coordinator.rounds import (
     UpdateRefused,
     transition,
 )
-from coordinator.schema import Key
 from coordinator.setup import Setup, Worker
-from coordinator.track_record import LEFT_OUT_ROUNDS
+from coordinator.store import Key
+from coordinator.track_record import LEFT_OUT_ROUNDS, left_out, typical_distances
 from fedcg.wire.messages import Outcome
 
 log = logging.getLogger(__name__)
@@ -79,7 +79,6 @@ class Conductor:
         self._state = RoundState(setup.federation.policy)
         self._base = ""
         self._is_announced = True
-        self._left_out: Mapping[str, str] = {}
         self._do_what: dict[type[Any], Callable[[Any], Awaitable[None]]] = {
             OpenAttempt: self._open_attempt,
             ResumeAttempt: self._resume_attempt,
@@ -104,11 +103,6 @@ class Conductor:
     def is_announced(self) -> bool:
         """Whether the broker was handed what the offer topic must say now; when not, `announce` has to be repeated."""
         return self._is_announced
-
-    @property
-    def left_out(self) -> Mapping[str, str]:
-        """Devices that are not invited while enough others are there, and why."""
-        return self._left_out
 
     def use_uplink(self, uplink: Uploading) -> None:
         """Say who holds the updates that are under way."""
@@ -140,16 +134,15 @@ class Conductor:
         if (state.round, state.attempt) != (failed.round, failed.attempt) or client not in state.updates:
             return
         key, reason = (self._id, state.round, state.attempt), failed.reason[:300]
-        await asyncio.to_thread(self._store.track_record.reject, key, client, reason)
+        await asyncio.to_thread(self._store.reject_update, key, client, reason)
         log.error("the update of %s to round %d can't be merged: %s", client, state.round, reason)
         self._events.write("update_rejected", client=client, round=state.round, attempt=state.attempt, reason=reason)
         await self.apply(UpdateRefused(state.round, state.attempt, client, reason))
 
     async def _judge_devices(self, round_number: int) -> None:
         """Leave repeat offenders out of the next attempts of a round, and let those back in whose time is over."""
-        before = self._left_out
-        now = self._left_out = await asyncio.to_thread(self._store.track_record.left_out, self._id, round_number)
-        self._state = replace(self._state, left_out=frozenset(now))
+        before, now = self._state.left_out, await asyncio.to_thread(left_out, self._store, self._id, round_number)
+        self._state = replace(self._state, left_out=now)
         for client in sorted(now.keys() - before.keys()):
             log.error("%s is left out for %d rounds: %s", client, LEFT_OUT_ROUNDS, now[client])
             self._events.write("left_out", client=client, round=round_number, reason=now[client])
@@ -242,24 +235,17 @@ class Conductor:
 
     async def _distil(self, command: Distil) -> None:
         key = self._key(command)
-        await asyncio.to_thread(self._store.start_distilling, key, self._setup.clock())
-        self._end_uploads(Outcome.LATE, "the round was closed without this update")
         stored = await asyncio.to_thread(self._store.updates, key)
         updates = [update for update in stored if update.client in command.clients]
         reported = {update.client: update.examples for update in updates}
         weights = given_weights(reported, self._setup.robustness)
-        await asyncio.to_thread(self._store.track_record.give_weights, key, weights)
+        await asyncio.to_thread(self._store.start_distilling, key, self._setup.clock(), weights)
+        self._end_uploads(Outcome.LATE, "the round was closed without this update")
         self._events.write("distilling", round=command.round, attempt=command.attempt, clients=list(command.clients))
         for client, examples in reported.items():
             if weights[client] != examples:
-                self._events.write(
-                    "weight_capped",
-                    client=client,
-                    round=command.round,
-                    attempt=command.attempt,
-                    reported=examples,
-                    given=weights[client],
-                )
+                given = weights[client]
+                self._events.write("weight_capped", client=client, round=command.round, reported=examples, given=given)
         self._worker.finish(tuple((update.client, update.artifact, weights[update.client]) for update in updates))
 
     async def _fail_attempt(self, command: FailAttempt) -> None:
@@ -290,7 +276,7 @@ class Conductor:
 
     async def _job(self, command: OpenAttempt | ResumeAttempt, base: AggregateRecord) -> Job:
         spec = self._setup.federation.spec
-        typical = await asyncio.to_thread(self._store.track_record.typical_distances, self._id, command.round - 1)
+        typical = await asyncio.to_thread(typical_distances, self._store, self._id, command.round - 1)
         limits = limits_of(typical, self._setup.robustness.clip_medians)
         named = tuple(sorted((part.value, limit) for part, limit in limits.items()))
         return Job(self._id, command.round, command.attempt, spec, base.artifact, base.server_state, named)

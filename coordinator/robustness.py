@@ -6,7 +6,7 @@ Torch-free arithmetic on values; it knows no database and no network. What it st
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -23,8 +23,8 @@ NORM_BOUND = 1e5
 DISTANCE_BOUND = 10.0
 """An update farther from the base than so many times its norm, and the last round's median distance, is rejected; honest
 ones stayed below 2 times (docs/security.md)."""
-SMALL_RMS = 0.01
-"""A part whose base is smaller than this per number (biases that start at 0) is measured as if it had this size."""
+SMALL_NORM = 1.0
+"""A part whose base has a smaller norm (it may start at 0) is measured as if it had this one."""
 MIN_MEDIAN = 3
 """A median of fewer updates is not that of a majority of honest ones."""
 
@@ -47,7 +47,7 @@ class Yardstick:
     def bounds(self) -> Distances:
         """Per part of the base, the distance from which on an update is rejected."""
         return {
-            part: DISTANCE_BOUND * max(_norm(arrays, {}), SMALL_RMS * _size(arrays) ** 0.5, self.typical.get(part, 0.0))
+            part: DISTANCE_BOUND * max(_norm(arrays, {}), SMALL_NORM, self.typical.get(part, 0.0))
             for part, arrays in self.base.parts.items()
         }
 
@@ -73,12 +73,10 @@ def limits_of(typical: Distances, medians: float) -> dict[Part, float]:
     return {part: medians * distance for part, distance in typical.items() if distance > 0}
 
 
-def medians_of(updates: Iterable[Distances]) -> dict[Part, float]:
-    """The median distance of each part; empty for fewer than `MIN_MEDIAN` updates."""
-    rows = list(updates)
-    if len(rows) < MIN_MEDIAN:
-        return {}
-    return {part: statistics.median_low(row[part] for row in rows) for part in sorted(rows[0])}
+def medians_of(updates: Collection[Distances]) -> dict[Part, float]:
+    """The median distance of each part."""
+    parts = sorted(set().union(*updates))
+    return {part: statistics.median_low(row[part] for row in updates) for part in parts}
 
 
 def over(distances: Distances, limits: Distances) -> dict[Part, float]:
@@ -100,9 +98,7 @@ def clipped(parts: PartArrays, base: PartArrays, shares: Mapping[Part, float]) -
 
 def outlier(updates: Mapping[str, Distances]) -> str:
     """The client whose update is farthest from the base, in medians of the part in which it is farthest."""
-    medians = {
-        part: statistics.median_low(row[part] for row in updates.values()) for part in next(iter(updates.values()))
-    }
+    medians = medians_of(updates.values())
 
     def farness(client: str) -> float:
         return max((row / medians[part] for part, row in updates[client].items() if medians[part] > 0), default=0.0)
@@ -149,10 +145,6 @@ def _norm(arrays: Mapping[str, Array], origin: Mapping[str, Array]) -> float:
         if array.dtype.kind == "f"
     )
     return float(np.sqrt(sum(float(np.vdot(difference, difference)) for difference in differences)))
-
-
-def _size(arrays: Mapping[str, Array]) -> int:
-    return sum(array.size for array in arrays.values() if array.dtype.kind == "f")
 
 
 def _towards(array: Array, origin: Array | None, share: float) -> Array:

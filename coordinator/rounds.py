@@ -7,8 +7,8 @@ Laws (property-tested): an update counts once, a round closes once, and commands
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -56,7 +56,7 @@ class RoundState:
         declined: participants that will not deliver one.
         deadline_at: unix time at which collecting ends.
         reason: why it is paused.
-        left_out: clients that are not invited while enough others are online: their last updates were rejected.
+        left_out: clients that are not invited while enough others are online, and why.
         first_attempt: the attempt that `max_attempts` is counted from; moves when an operator resumes.
     """
 
@@ -70,13 +70,13 @@ class RoundState:
     declined: frozenset[str] = frozenset()
     deadline_at: float = 0.0
     reason: str = ""
-    left_out: frozenset[str] = frozenset()
+    left_out: Mapping[str, str] = field(default_factory=dict)
     first_attempt: int = 1
 
     @property
     def candidates(self) -> frozenset[str]:
         """Clients that an attempt opened now would invite: those left out as well when the quorum needs them."""
-        others = self.online - self.left_out
+        others = self.online.difference(self.left_out)
         return others if len(others) >= self.policy.min_clients else self.online
 
     @property

@@ -11,7 +11,6 @@ from typing import Any
 from sqlalchemy import (
     Boolean,
     Column,
-    ColumnElement,
     Connection,
     Engine,
     Float,
@@ -20,7 +19,6 @@ from sqlalchemy import (
     MetaData,
     String,
     Table,
-    and_,
     create_engine,
     event,
 )
@@ -30,9 +28,6 @@ from coordinator.errors import StoreError
 from coordinator.migrations import SCHEMA_VERSION, migrate
 
 BUSY_TIMEOUT_MS = 10_000
-
-Key = tuple[str, int, int]
-"""(federation, round, attempt)."""
 
 metadata = MetaData()
 
@@ -156,12 +151,6 @@ aggregates = Table(
     Column("server_state", String, nullable=False),
     Column("stored_at", Float, nullable=False),
 )
-
-
-def of_attempt(table: Table, key: Key) -> ColumnElement[bool]:
-    """Whether a row belongs to an attempt."""
-    federation, round_number, attempt = key
-    return and_(table.c.federation == federation, table.c.round == round_number, table.c.attempt == attempt)
 
 
 def open_database(path: Path) -> Engine:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,11 +134,6 @@ class Service:
     def shelf(self) -> Shelf:
         """What the HTTPS carrier serves from and takes into."""
         return Shelf(self._library, self._uplink.intake, self._setup.store, self._events)
-
-    @property
-    def left_out(self) -> Mapping[str, str]:
-        """Devices that are not invited while enough others are there, and why."""
-        return self._conductor.left_out
 
     @property
     def is_connected(self) -> bool:

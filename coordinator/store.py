@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Select, Table, insert, select, update
+from sqlalchemy import Connection, Select, Table, and_, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from coordinator import schema
@@ -29,9 +29,10 @@ from coordinator.records import (
 )
 from coordinator.register import Register
 from coordinator.rounds import Phase, RoundState, paused_reason
-from coordinator.schema import Key
-from coordinator.track_record import TrackRecord
 from fedcg.wire.messages import KeyLink, Outcome
+
+Key = tuple[str, int, int]
+"""(federation, round, attempt)."""
 
 
 class Store:
@@ -39,13 +40,11 @@ class Store:
 
     Attributes:
         register: tokens, certificates, and the end of a device's membership.
-        track_record: what devices' updates were like, and what became of them.
     """
 
     def __init__(self, path: Path) -> None:
         self._engine = schema.open_database(path)
         self.register = Register(self._engine)
-        self.track_record = TrackRecord(self._engine)
 
     def close(self) -> None:
         """Close every connection."""
@@ -155,9 +154,8 @@ class Store:
 
     def add_key_link(self, federation: str, link: KeyLink, now: float) -> None:
         """From now on the key that a link names counts."""
-        values = {"federation": federation, "made_at": now, **link.model_dump()}
         with self._engine.begin() as connection:
-            connection.execute(insert(schema.key_links).values(**values))
+            connection.execute(insert(schema.key_links).values(federation=federation, made_at=now, **link.model_dump()))
 
     # Attempts
 
@@ -178,8 +176,11 @@ class Store:
         """Change until when an attempt collects."""
         self._change_attempt(key, {"deadline_at": deadline_at})
 
-    def start_distilling(self, key: Key, now: float) -> None:
-        """The set of updates is final; nothing is accepted any more."""
+    def start_distilling(self, key: Key, now: float, weights: Mapping[str, int] = {}) -> None:
+        """Nothing is accepted any more; these clients' updates are merged with these weights."""
+        with self._engine.begin() as connection:
+            for client, weight in weights.items():
+                _answer(connection, schema.updates, key, client, {"weight": weight})
         self._change_attempt(key, {"state": AttemptState.DISTILLING.value, "distilling_at": now})
 
     def fail_attempt(self, key: Key, reason: str, now: float) -> None:
@@ -202,9 +203,7 @@ class Store:
         try:
             with self._engine.begin() as connection:
                 connection.execute(insert(schema.aggregates).values(**asdict(aggregate)))
-                connection.execute(
-                    update(schema.attempts).where(schema.of_attempt(schema.attempts, key)).values(**closed)
-                )
+                connection.execute(update(schema.attempts).where(_is(schema.attempts, key)).values(**closed))
                 connection.execute(update(table).where(table.c.id == key[0]).values(first_attempt=1))
         except IntegrityError as error:
             raise StoreError(f"round {aggregate.round} has an aggregate already") from error
@@ -217,7 +216,7 @@ class Store:
 
     def attempt(self, key: Key) -> AttemptRecord | None:
         """One attempt."""
-        row = self._row(select(schema.attempts).where(schema.of_attempt(schema.attempts, key)))
+        row = self._row(select(schema.attempts).where(_is(schema.attempts, key)))
         return None if row is None else _attempt(row)
 
     def last_attempt(self, federation: str) -> AttemptRecord | None:
@@ -232,11 +231,7 @@ class Store:
     def participants(self, key: Key) -> list[ParticipantRecord]:
         """Whom an attempt invited, sorted by id."""
         table = schema.participants
-        query = (
-            select(table.c.client, table.c.state, table.c.reason)
-            .where(schema.of_attempt(table, key))
-            .order_by(table.c.client)
-        )
+        query = select(table.c.client, table.c.state, table.c.reason).where(_is(table, key)).order_by(table.c.client)
         return [
             ParticipantRecord(row["client"], ParticipantState(row["state"]), row["reason"]) for row in self._rows(query)
         ]
@@ -267,19 +262,23 @@ class Store:
             return earlier
         return record
 
+    def reject_update(self, key: Key, client: str, reason: str) -> None:
+        """An update that was accepted can't be merged: it and its client end as if it had been rejected at once."""
+        ends = {"outcome": Outcome.REJECTED.value, "weight": None}, {"state": ParticipantState.DECLINED.value}
+        with self._engine.begin() as connection:
+            for table, end in zip((schema.updates, schema.participants), ends, strict=True):
+                _answer(connection, table, key, client, {**end, "reason": reason})
+
     def update(self, key: Key, client: str) -> UpdateRecord | None:
         """How the update of a client to an attempt ended, or None when none ended yet."""
         table = schema.updates
-        row = self._row(select(table).where(schema.of_attempt(table, key), table.c.client == client))
+        row = self._row(select(table).where(_is(table, key), table.c.client == client))
         return None if row is None else _update(row)
 
     def updates(self, key: Key) -> list[UpdateRecord]:
         """All ended updates of an attempt, sorted by client."""
         table = schema.updates
-        return [
-            _update(row)
-            for row in self._rows(select(table).where(schema.of_attempt(table, key)).order_by(table.c.client))
-        ]
+        return [_update(row) for row in self._rows(select(table).where(_is(table, key)).order_by(table.c.client))]
 
     # Aggregates
 
@@ -340,7 +339,7 @@ class Store:
 
     def _change_attempt(self, key: Key, values: Mapping[str, object]) -> None:
         with self._engine.begin() as connection:
-            connection.execute(update(schema.attempts).where(schema.of_attempt(schema.attempts, key)).values(**values))
+            connection.execute(update(schema.attempts).where(_is(schema.attempts, key)).values(**values))
 
     def _rows(self, query: Select[Any]) -> list[dict[str, Any]]:
         with self._engine.connect() as connection:
@@ -371,6 +370,11 @@ def _after_failure(record: FederationRecord, last: AttemptRecord) -> RoundState:
     )
 
 
+def _is(table: Table, key: Key) -> Any:
+    federation, round_number, attempt = key
+    return and_(table.c.federation == federation, table.c.round == round_number, table.c.attempt == attempt)
+
+
 def _key_values(key: Key) -> dict[str, Any]:
     return dict(zip(("federation", "round", "attempt"), key, strict=True))
 
@@ -379,8 +383,8 @@ def _plain(values: dict[str, Any]) -> dict[str, Any]:
     return {name: getattr(value, "value", value) for name, value in values.items()}
 
 
-def _answer(connection: Connection, table: Table, key: Key, client: str, values: Mapping[str, str]) -> None:
-    connection.execute(update(table).where(schema.of_attempt(table, key), table.c.client == client).values(**values))
+def _answer(connection: Connection, table: Table, key: Key, client: str, values: Mapping[str, object]) -> None:
+    connection.execute(update(table).where(_is(table, key), table.c.client == client).values(**values))
 
 
 def _device(row: dict[str, Any]) -> DeviceRecord:

@@ -1,16 +1,13 @@
-"""What devices' updates were like and what became of them: queries of the coordinator's database. Synchronous and thread-safe."""
+"""What devices' updates were like in past rounds, and what follows from that for the next one."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections import defaultdict
 
-from sqlalchemy import Engine, select, update
-
-from coordinator import schema
-from coordinator.records import ParticipantState
-from coordinator.robustness import Distances, medians_of
-from coordinator.schema import Key, of_attempt
+from coordinator.records import UpdateRecord
+from coordinator.robustness import MIN_MEDIAN, Distances, medians_of
+from coordinator.store import Store
 from fedcg.wire.messages import Outcome
 from fedcg.wire.parts import Part
 
@@ -20,66 +17,24 @@ LEFT_OUT_ROUNDS = 5
 """For so many rounds."""
 
 
-class TrackRecord:
-    """The updates of past attempts, and what follows from them for the next."""
+def typical_distances(store: Store, federation: str, round_number: int) -> Distances:
+    """Per part, the median distance from the base that the updates merged in a closed round had; empty for a few."""
+    aggregate = store.aggregate(federation, round_number)
+    ended = [] if aggregate is None else store.updates((federation, round_number, aggregate.attempt))
+    rows = [json.loads(each.distances) for each in ended if each.weight and each.distances]
+    return medians_of([{Part(part): row[part] for part in row} for row in rows]) if len(rows) >= MIN_MEDIAN else {}
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
 
-    def reject(self, key: Key, client: str, reason: str) -> None:
-        """An update that was accepted can't be merged: it and its client end as if it had been rejected at once."""
-        updates, participants = schema.updates, schema.participants
-        with self._engine.begin() as connection:
-            values = {"outcome": Outcome.REJECTED.value, "reason": reason, "weight": None}
-            connection.execute(
-                update(updates).where(of_attempt(updates, key), updates.c.client == client).values(**values)
-            )
-            declined = {"state": ParticipantState.DECLINED.value, "reason": reason}
-            connection.execute(
-                update(participants)
-                .where(of_attempt(participants, key), participants.c.client == client)
-                .values(**declined)
-            )
-
-    def give_weights(self, key: Key, weights: Mapping[str, int]) -> None:
-        """Store the number of examples that each update which is merged counts for."""
-        table = schema.updates
-        with self._engine.begin() as connection:
-            for client, weight in weights.items():
-                connection.execute(
-                    update(table).where(of_attempt(table, key), table.c.client == client).values(weight=weight)
-                )
-
-    def typical_distances(self, federation: str, round_number: int) -> Distances:
-        """Per part, the median distance from its base that the updates merged in a closed round had."""
-        updates, aggregates = schema.updates, schema.aggregates
-        closed = select(aggregates.c.attempt).where(
-            aggregates.c.federation == federation, aggregates.c.round == round_number
-        )
-        query = select(updates.c.distances).where(
-            updates.c.federation == federation,
-            updates.c.round == round_number,
-            updates.c.attempt == closed.scalar_subquery(),
-            updates.c.weight.is_not(None),
-            updates.c.distances.is_not(None),
-        )
-        with self._engine.connect() as connection:
-            rows = [json.loads(text) for text in connection.execute(query).scalars()]
-        return medians_of({Part(part): float(distance) for part, distance in row.items()} for row in rows)
-
-    def left_out(self, federation: str, round_number: int) -> dict[str, str]:
-        """The clients that a round does without, and why: their last `REJECTED_IN_A_ROW` updates were rejected, not long ago."""
-        table = schema.updates
-        query = select(table.c.client, table.c.outcome, table.c.reason).where(
-            table.c.federation == federation, table.c.round >= round_number - LEFT_OUT_ROUNDS
-        )
-        ended: dict[str, list[tuple[str, str]]] = {}
-        with self._engine.connect() as connection:
-            for client, outcome, reason in connection.execute(query.order_by(table.c.round, table.c.attempt)):
-                ended.setdefault(client, []).append((outcome, reason))
-        last = {client: each[-REJECTED_IN_A_ROW:] for client, each in ended.items()}
-        return {
-            client: each[-1][1]
-            for client, each in last.items()
-            if [outcome for outcome, _ in each] == [Outcome.REJECTED.value] * REJECTED_IN_A_ROW
-        }
+def left_out(store: Store, federation: str, round_number: int) -> dict[str, str]:
+    """The clients that a round does without, and why: their last `REJECTED_IN_A_ROW` updates were rejected, not long ago."""
+    ended: dict[str, list[UpdateRecord]] = defaultdict(list)
+    for attempt in store.attempts(federation):
+        if attempt.round >= round_number - LEFT_OUT_ROUNDS:
+            for each in store.updates((federation, attempt.round, attempt.attempt)):
+                ended[each.client].append(each)
+    last = {client: updates[-REJECTED_IN_A_ROW:] for client, updates in ended.items()}
+    return {
+        client: updates[-1].reason
+        for client, updates in last.items()
+        if len(updates) == REJECTED_IN_A_ROW and all(each.outcome is Outcome.REJECTED for each in updates)
+    }

@@ -20,6 +20,7 @@ from coordinator.records import AttemptState, UpdateRecord
 from coordinator.robustness import Distances, Yardstick, limits_of, over
 from coordinator.rounds import Phase, RoundState, UpdateRefused, UpdateStored
 from coordinator.setup import Setup
+from coordinator.track_record import typical_distances
 from coordinator.uploads import Grant, Received, Uploads
 from coordinator.validation import Expected, base_in, max_update_bytes, validate_update
 from fedcg.refusals import Refusals
@@ -192,7 +193,7 @@ class Uplink:
         known = self._yardstick
         if known is None or known.base.id != artifact:
             base = base_in(self._artifacts.get(artifact), self._spec, artifact)
-            typical = self._store.track_record.typical_distances(self._spec.federation, round_number - 1)
+            typical = typical_distances(self._store, self._spec.federation, round_number - 1)
             known = self._yardstick = Yardstick(base, typical)
         return known
 

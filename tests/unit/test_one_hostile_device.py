@@ -151,7 +151,7 @@ def test_an_update_whose_merge_fails_is_rejected_durably_and_the_round_closes_wi
         last.silent = False
         last.act()
         world.wait_event("finished")
-        assert running.service.left_out == {"b": "its logits are not finite"}
+        assert running.service.state.left_out == {"b": "its logits are not finite"}
     assert not world.events("attempt_failed")
     with_and_without = (["a", "b", "c"], ["a", "c"])
     assert [event["clients"] for event in world.events("distilling")] == [
