@@ -122,7 +122,7 @@ class Conductor:
 
     async def apply(self, event: Event) -> None:
         """Tell the engine what happened and do what it commands."""
-        if isinstance(event, UpdateRefused):
+        if isinstance(event, UpdateRefused) and event.reason:
             await self._judge_devices(self._state.round)
         self._state, commands = transition(self._state, event, self._setup.clock())
         for command in commands:

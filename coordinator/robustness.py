@@ -112,6 +112,8 @@ def given_weights(reported: Mapping[str, int], settings: RobustnessSettings) -> 
     A client that the operator's `examples` names counts for that many. Any other counts for what it reported, at most
     `weight_medians` times the median, and for at most the share `max_share` of all.
     """
+    if not reported:
+        return {}
     weights = {client: settings.examples.get(client, count) for client, count in reported.items()}
     bound = settings.weight_medians * statistics.median_low(weights.values())
     held = {

@@ -121,7 +121,7 @@ class UpdateStored:
 
 @dataclass(frozen=True)
 class UpdateRefused:
-    """A participant delivers nothing usable: it declined, or its update was rejected, also after it had been stored."""
+    """A participant delivers nothing usable: it declined, or its update was rejected (`reason`), also after it was stored."""
 
     round: int
     attempt: int

@@ -14,7 +14,7 @@ from fedcg.wire.parts import Part
 REJECTED_IN_A_ROW = 2
 """A device whose updates were rejected in so many of its attempts running is left out of the next ones."""
 LEFT_OUT_ROUNDS = 5
-"""For so many rounds."""
+"""For so many rounds; rejected again after them, it is left out again at once."""
 
 
 def typical_distances(store: Store, federation: str, round_number: int) -> Distances:
@@ -29,12 +29,13 @@ def left_out(store: Store, federation: str, round_number: int) -> dict[str, str]
     """The clients that a round does without, and why: their last `REJECTED_IN_A_ROW` updates were rejected, not long ago."""
     ended: dict[str, list[UpdateRecord]] = defaultdict(list)
     for attempt in store.attempts(federation):
-        if attempt.round >= round_number - LEFT_OUT_ROUNDS:
+        if attempt.round >= round_number - 2 * LEFT_OUT_ROUNDS:
             for each in store.updates((federation, attempt.round, attempt.attempt)):
                 ended[each.client].append(each)
-    last = {client: updates[-REJECTED_IN_A_ROW:] for client, updates in ended.items()}
     return {
         client: updates[-1].reason
-        for client, updates in last.items()
-        if len(updates) == REJECTED_IN_A_ROW and all(each.outcome is Outcome.REJECTED for each in updates)
+        for client, updates in ended.items()
+        if len(updates) >= REJECTED_IN_A_ROW
+        and updates[-1].round >= round_number - LEFT_OUT_ROUNDS
+        and all(each.outcome is Outcome.REJECTED for each in updates[-REJECTED_IN_A_ROW:])
     }

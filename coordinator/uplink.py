@@ -304,7 +304,7 @@ class Uplink:
         record = self._record(device, manifest, manifest_at, Outcome.REJECTED, reason=reason[:300])
         await asyncio.to_thread(self._store.end_update, record)
         self._end_with(device, manifest, Verdict(Outcome.REJECTED, reason))
-        return UpdateRefused(manifest.round, manifest.attempt, device)
+        return UpdateRefused(manifest.round, manifest.attempt, device, reason)
 
     def _record(
         self,

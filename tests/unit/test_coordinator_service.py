@@ -204,7 +204,7 @@ def spoilt(world: World, spoil: str) -> bytes:
 
 SPOILT = {
     "nan": "NaN",
-    "huge": "norm",
+    "huge": "away from the round's base",
     "extractor": "layouts",
     "shape": "layouts",
     "base": "base",
