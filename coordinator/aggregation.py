@@ -21,6 +21,7 @@ from coordinator.aggregation_messages import (
     JobDone,
     JobFailed,
     JobReply,
+    Limits,
     PhaseStarted,
     Reply,
     Request,
@@ -86,10 +87,10 @@ class AggregationWorker:
         with self._lock:
             self._ask(AddUpdate(client, artifact))
 
-    def finish(self, updates: Updates) -> None:
+    def finish(self, updates: Updates, limits: Limits = ()) -> None:
         """Have the updates of the open job merged."""
         with self._lock:
-            self._ask(FinishJob(tuple(sorted(updates))))
+            self._ask(FinishJob(tuple(sorted(updates)), limits))
 
     def stop(self) -> None:
         """End the worker at once; nothing it has not stored is worth waiting for."""

@@ -37,15 +37,13 @@ class WorkerSettings:
 
 Updates = tuple[tuple[str, str, int], ...]
 """(client, artifact, the number of examples that it counts for) of each update to be merged."""
+Limits = tuple[tuple[str, float], ...]
+"""(part, the largest distance from the base that an update keeps); a larger one is scaled back to it."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One attempt to aggregate; all ids are artifact ids.
-
-    Attributes:
-        limits: (part, the largest distance from the base that an update keeps); a larger one is scaled back to it.
-    """
+    """One attempt to aggregate; all ids are artifact ids."""
 
     federation: str
     round: int
@@ -53,7 +51,7 @@ class Job:
     spec: str
     base: str
     server_state: str
-    limits: tuple[tuple[str, float], ...] = ()
+    limits: Limits = ()
 
 
 @dataclass(frozen=True)
@@ -66,9 +64,10 @@ class AddUpdate:
 
 @dataclass(frozen=True)
 class FinishJob:
-    """Merge exactly these updates, sorted by client."""
+    """Merge exactly these updates, sorted by client; other limits than the job's take another teacher pass."""
 
     updates: Updates
+    limits: Limits = ()
 
 
 Request = Job | AddUpdate | FinishJob

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from hashlib import sha256
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,6 +24,7 @@ from coordinator.aggregation_messages import (
     Job,
     JobDone,
     JobFailed,
+    Limits,
     PhaseStarted,
     Progressed,
     Reply,
@@ -41,7 +43,7 @@ from fedcg.wire.parts import Part, Report
 if TYPE_CHECKING:
     import torch
 
-    from fedcg.learning.method import Update
+    from fedcg.learning.method import Aggregator, Update
     from fedcg.learning.spec import ImageForm
 
 PROGRESS_EVERY_S = 0.2
@@ -113,7 +115,7 @@ class Workbench:
         self._send = send
         self._shelf = shelf
         self._store = ArtifactStore(settings.artifacts)
-        self._counted: dict[str, int] = {}  # the weight with which the aggregator has counted each client
+        self._counted: dict[str, int]  # the weight with which the aggregator has counted each client
         self._rejected: dict[str, str] = {}  # clients whose update can't be merged, and why
         self._distances: dict[str, Distances] = {}
         self._has_diverged = False
@@ -157,7 +159,6 @@ class Workbench:
         self._method = get_method(self._spec.method)
         packed = self._store.get(job.base)
         self._yardstick = Yardstick(base_in(packed, self._spec, job.base), {})
-        self._limits = {Part(part): limit for part, limit in job.limits}
         aggregate = unpack_aggregate(packed, self._spec, self._method)
         state = ServerState(aggregate, decode_extras(self._store.get(job.server_state)))
         context = RoundContext(
@@ -170,9 +171,18 @@ class Workbench:
             progress=Throttle(job, self._send),
             public=self._shelf.images(self._spec.image) if self._method.needs_public else None,
         )
-        spill = DirectorySpill(spill_directory(self._settings.spill, job.federation, job.round, job.attempt))
-        self._start = partial(self._method.aggregator, state, context, spill)
-        self._aggregator = self._start()
+        folder = spill_directory(self._settings.spill, job.federation, job.round, job.attempt)
+
+        def start(limits: Limits) -> Aggregator:
+            rows = folder / sha256(repr(limits).encode()).hexdigest()[:16]  # those of clipped updates are others
+            return self._method.aggregator(state, context, DirectorySpill(rows))
+
+        self._start = start
+        self._begin_again(job.limits)
+
+    def _begin_again(self, limits: Limits) -> None:
+        """Count nobody: what was counted has another weight, other limits, or no part in the merge."""
+        self._limits, self._counted, self._aggregator = limits, {}, self._start(limits)
 
     def _add(self, request: AddUpdate) -> None:
         if self._counts(request.client, request.artifact, 0):
@@ -197,11 +207,8 @@ class Workbench:
 
     def _reject(self, client: str, reason: str) -> None:
         self._rejected[client] = reason
-        self._forget_counted()  # which may have counted a part of this update
+        self._begin_again(self._limits)  # a part of this update may have been counted
         self._send(UpdateFailed(self._job.round, self._job.attempt, client, reason))
-
-    def _forget_counted(self) -> None:
-        self._counted, self._aggregator = {}, self._start()
 
     def _finish(self, request: FinishJob) -> None:
         """Merge, with rows of teacher passes from the disk where a client was counted with another weight, or not yet."""
@@ -212,8 +219,9 @@ class Workbench:
         if known := weights.keys() & self._rejected.keys():
             self._reject(min(known), self._rejected[min(known)])
             return
-        if any(weights.get(client) != weight for client, weight in self._counted.items()):
-            self._forget_counted()
+        is_other = any(weights.get(client) != weight for client, weight in self._counted.items())
+        if is_other or request.limits != self._limits:
+            self._begin_again(request.limits)
         for client, artifact, weight in request.updates:
             if client not in self._counted and not self._counts(client, artifact, weight):
                 return
@@ -247,7 +255,11 @@ class Workbench:
 
         decoded = unpack_update(self._store.get(artifact), self._spec, self._yardstick.base)
         distances = self._distances[client] = self._yardstick.distances(decoded.parts)
-        parts = clipped(decoded.parts, self._yardstick.base.parts, over(distances, self._limits))
+        parts = clipped(
+            decoded.parts,
+            self._yardstick.base.parts,
+            over(distances, {Part(part): limit for part, limit in self._limits}),
+        )
         report = decoded.header.report or Report()
         examples, counts = report.examples or 1, report.label_counts
         if weight and weight != examples and counts is not None:

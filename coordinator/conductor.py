@@ -13,14 +13,14 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
-from coordinator.aggregation_messages import Job, JobDone, UpdateFailed
+from coordinator.aggregation_messages import Job, JobDone, Limits, UpdateFailed
 from coordinator.aggregation_worker import spill_directory
 from coordinator.errors import StoreError
 from coordinator.library import Library
 from coordinator.pruning import Pruner
 from coordinator.publishing import Publisher
 from coordinator.records import AggregateRecord
-from coordinator.robustness import given_weights, limits_of
+from coordinator.robustness import Distances, given_weights, limits_of, medians_of, over
 from coordinator.rounds import (
     AggregateStored,
     Command,
@@ -241,12 +241,20 @@ class Conductor:
         weights = given_weights(reported, self._setup.robustness)
         await asyncio.to_thread(self._store.start_distilling, key, self._setup.clock(), weights)
         self._end_uploads(Outcome.LATE, "the round was closed without this update")
-        self._events.write("distilling", round=command.round, attempt=command.attempt, clients=list(command.clients))
-        for client, examples in reported.items():
-            if weights[client] != examples:
-                given = weights[client]
-                self._events.write("weight_capped", client=client, round=command.round, reported=examples, given=given)
-        self._worker.finish(tuple((update.client, update.artifact, weights[update.client]) for update in updates))
+        where = {"round": command.round, "attempt": command.attempt}
+        self._events.write("distilling", **where, clients=list(command.clients))
+        for client in sorted(client for client in reported if weights[client] != reported[client]):
+            self._events.write(
+                "weight_capped", **where, client=client, reported=reported[client], given=weights[client]
+            )
+        clip_medians = self._setup.robustness.clip_medians
+        first = limits_of(medians_of([update.distance_of for update in updates]), clip_medians)
+        limits = await self._limits(command.round) or first
+        shares = {update.client: over(update.distance_of, limits) for update in updates}
+        for client, part, share in ((client, *item) for client, kept in shares.items() for item in kept.items()):
+            self._events.write("update_clipped", **where, client=client, part=part.value, kept=round(share, 4))
+        chosen = tuple((update.client, update.artifact, weights[update.client]) for update in updates)
+        self._worker.finish(chosen, _named(limits) if limits is not first or any(shares.values()) else ())
 
     async def _fail_attempt(self, command: FailAttempt) -> None:
         await asyncio.to_thread(self._store.fail_attempt, self._key(command), command.reason, self._setup.clock())
@@ -276,10 +284,17 @@ class Conductor:
 
     async def _job(self, command: OpenAttempt | ResumeAttempt, base: AggregateRecord) -> Job:
         spec = self._setup.federation.spec
-        typical = await asyncio.to_thread(typical_distances, self._store, self._id, command.round - 1)
-        limits = limits_of(typical, self._setup.robustness.clip_medians)
-        named = tuple(sorted((part.value, limit) for part, limit in limits.items()))
-        return Job(self._id, command.round, command.attempt, spec, base.artifact, base.server_state, named)
+        limits = _named(await self._limits(command.round))
+        return Job(self._id, command.round, command.attempt, spec, base.artifact, base.server_state, limits)
+
+    async def _limits(self, round_number: int) -> Distances:
+        """How far from the base an update of a round may be, where the round before it tells."""
+        typical = await asyncio.to_thread(typical_distances, self._store, self._id, round_number - 1)
+        return limits_of(typical, self._setup.robustness.clip_medians)
 
     def _key(self, command: OpenAttempt | ResumeAttempt | Distil | FailAttempt) -> Key:
         return (self._id, command.round, command.attempt)
+
+
+def _named(limits: Distances) -> Limits:
+    return tuple((part.value, limit) for part, limit in sorted(limits.items()))

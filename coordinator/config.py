@@ -125,13 +125,14 @@ class RobustnessSettings(_Section):
         weight_medians: a device counts for at most so many times the median number of examples of the attempt.
         max_share: a device counts for at most this share of all examples.
         examples: numbers of examples by device that stand in the place of what the devices report; they are not capped.
-        clip_medians: an update farther from the base than so many times the median of the last closed attempt is scaled back.
+        clip_medians: an update farther from the base than so many times the median of the last closed round (in the first: of its
+            own) is scaled back.
     """
 
     weight_medians: Annotated[float, Field(ge=1, le=1e9)] = 3.0
     max_share: Annotated[float, Field(gt=0, le=1)] = 1.0
     examples: dict[str, Annotated[int, Field(ge=1, le=1 << 40)]] = {}
-    clip_medians: Annotated[float, Field(ge=1, le=1e9)] = 3.0
+    clip_medians: Annotated[float, Field(ge=1, le=1e9)] = 2.5
 
 
 class StorageSettings(_Section):

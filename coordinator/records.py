@@ -8,6 +8,7 @@ from enum import Enum
 
 from coordinator.rounds import Policy
 from fedcg.wire.messages import Outcome
+from fedcg.wire.parts import Part
 
 
 class AttemptState(str, Enum):
@@ -177,6 +178,11 @@ class UpdateRecord:
     def examples(self) -> int:
         """The number of examples that the device reported; 1 when it reported none."""
         return int(json.loads(self.report or "{}").get("examples", 1))
+
+    @property
+    def distance_of(self) -> dict[Part, float]:
+        """`distances` by part."""
+        return {Part(part): float(distance) for part, distance in json.loads(self.distances or "{}").items()}
 
 
 @dataclass(frozen=True)

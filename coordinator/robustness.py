@@ -74,8 +74,8 @@ def limits_of(typical: Distances, medians: float) -> dict[Part, float]:
 
 
 def medians_of(updates: Collection[Distances]) -> dict[Part, float]:
-    """The median distance of each part."""
-    parts = sorted(set().union(*updates))
+    """The median distance of each part; empty for fewer than `MIN_MEDIAN` updates."""
+    parts = sorted(set().union(*updates)) if len(updates) >= MIN_MEDIAN else ()
     return {part: statistics.median_low(row[part] for row in updates) for part in parts}
 
 
@@ -97,11 +97,11 @@ def clipped(parts: PartArrays, base: PartArrays, shares: Mapping[Part, float]) -
 
 
 def outlier(updates: Mapping[str, Distances]) -> str:
-    """The client whose update is farthest from the base, in medians of the part in which it is farthest."""
+    """The client whose update is farthest from the base, in medians of the part in which it is farthest, where there are any."""
     medians = medians_of(updates.values())
 
     def farness(client: str) -> float:
-        return max((row / medians[part] for part, row in updates[client].items() if medians[part] > 0), default=0.0)
+        return max((row / (medians.get(part) or 1.0) for part, row in updates[client].items()), default=0.0)
 
     return max(sorted(updates), key=farness)
 

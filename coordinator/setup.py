@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from coordinator.aggregation import AggregationWorker
-from coordinator.aggregation_messages import Job, Updates, WorkerEvent, WorkerSettings
+from coordinator.aggregation_messages import Job, Limits, Updates, WorkerEvent, WorkerSettings
 from coordinator.config import KEEP_ROUNDS, RobustnessSettings
 from coordinator.message_keys import Voice
 from coordinator.records import FederationRecord
@@ -32,8 +32,8 @@ class Worker(Protocol):
     def add(self, client: str, artifact: str) -> None:
         """Have the teacher pass of a stored update done."""
 
-    def finish(self, updates: Updates) -> None:
-        """Have the updates merged."""
+    def finish(self, updates: Updates, limits: Limits = ()) -> None:
+        """Have the updates merged, none of them farther from the base than the limits."""
 
     def stop(self) -> None:
         """End at once."""

@@ -264,10 +264,11 @@ class Store:
 
     def reject_update(self, key: Key, client: str, reason: str) -> None:
         """An update that was accepted can't be merged: it and its client end as if it had been rejected at once."""
-        ends = {"outcome": Outcome.REJECTED.value, "weight": None}, {"state": ParticipantState.DECLINED.value}
+        values = {"state": ParticipantState.DECLINED.value, "reason": reason}
         with self._engine.begin() as connection:
-            for table, end in zip((schema.updates, schema.participants), ends, strict=True):
-                _answer(connection, table, key, client, {**end, "reason": reason})
+            _answer(connection, schema.participants, key, client, values)
+            values = {"outcome": Outcome.REJECTED.value, "reason": reason}
+            _answer(connection, schema.updates, key, client, {**values, "weight": None})
 
     def update(self, key: Key, client: str) -> UpdateRecord | None:
         """How the update of a client to an attempt ended, or None when none ended yet."""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 
 from coordinator.records import UpdateRecord
-from coordinator.robustness import MIN_MEDIAN, Distances, medians_of
+from coordinator.robustness import Distances, medians_of
 from coordinator.store import Store
 from fedcg.wire.messages import Outcome
-from fedcg.wire.parts import Part
 
 REJECTED_IN_A_ROW = 2
 """A device whose updates were rejected in so many of its attempts running is left out of the next ones."""
@@ -21,8 +19,7 @@ def typical_distances(store: Store, federation: str, round_number: int) -> Dista
     """Per part, the median distance from the base that the updates merged in a closed round had; empty for a few."""
     aggregate = store.aggregate(federation, round_number)
     ended = [] if aggregate is None else store.updates((federation, round_number, aggregate.attempt))
-    rows = [json.loads(each.distances) for each in ended if each.weight and each.distances]
-    return medians_of([{Part(part): row[part] for part in row} for row in rows]) if len(rows) >= MIN_MEDIAN else {}
+    return medians_of([each.distance_of for each in ended if each.weight and each.distances])
 
 
 def left_out(store: Store, federation: str, round_number: int) -> dict[str, str]:

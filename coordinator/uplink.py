@@ -17,7 +17,7 @@ from coordinator.errors import ValidationError
 from coordinator.intake import Intake, IntakeEvent, IntakeFailed
 from coordinator.publishing import Publisher
 from coordinator.records import AttemptState, UpdateRecord
-from coordinator.robustness import Distances, Yardstick, limits_of, over
+from coordinator.robustness import Distances, Yardstick
 from coordinator.rounds import Phase, RoundState, UpdateRefused, UpdateStored
 from coordinator.setup import Setup
 from coordinator.track_record import typical_distances
@@ -41,14 +41,12 @@ class Checked:
     Attributes:
         reason: why it is rejected; empty when it may be merged.
         distances: of each part from the base.
-        kept: the share of a part's distance that is merged, for parts that are beyond their limit.
     """
 
     received: Received
     report: str | None
     reason: str
     distances: Distances = field(default_factory=dict)
-    kept: Distances = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -93,7 +91,6 @@ class Uplink:
         self._open_base = base
         self._notify = notify
         self._max_bytes = max_update_bytes(setup.spec)
-        self._clip_medians = setup.robustness.clip_medians
         self._yardstick: Yardstick | None = None
         partials = Partials(setup.artifacts.root / ".partial", MAX_PARTIAL_FILES, MAX_PARTIAL_BYTES)
         uploads = Uploads(partials, setup.limits.window, setup.limits.shared)
@@ -185,8 +182,7 @@ class Uplink:
             return Checked(received, None, "its attempt ended while it was checked")
         report = artifact.header.report
         told = None if report is None else report.model_dump_json(exclude_none=True)
-        kept = over(distances, limits_of(yardstick.typical, self._clip_medians))
-        return Checked(received, told, "", distances, kept)
+        return Checked(received, told, "", distances)
 
     def _yardstick_for(self, artifact: str, round_number: int) -> Yardstick:
         """What updates are taken to and measured by, made once a round; two threads that come first both do it."""
@@ -235,10 +231,6 @@ class Uplink:
             size=manifest.artifact.size,
             seconds=round(record.stored_at - record.manifest_at, 4),
         )
-        for part, share in checked.kept.items():
-            self._events.write(
-                "update_clipped", client=device, round=manifest.round, part=part.value, kept=round(share, 4)
-            )
         self._publisher.receipt(device, manifest, Outcome.ACCEPTED, "")
         return UpdateStored(manifest.round, manifest.attempt, device)
 

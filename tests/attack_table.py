@@ -123,21 +123,24 @@ class AttackedRunner(SerialRunner):
     def _defended(self, outcomes: Mapping[str, LocalOutcome], aggregate: Aggregate) -> dict[str, LocalOutcome]:
         spec = self._started.spec
         yardstick = Yardstick(Base(BASE, arrays_of(aggregate.parts)), self._typical)
-        limits = limits_of(self._typical, SETTINGS.clip_medians)
-        passed, distances = dict(outcomes), {}
+        passed, decoded, distances = dict(outcomes), {}, {}
         for client, outcome in outcomes.items():
             assert outcome.result is not None
             try:
-                parts = _validated(spec, client, outcome.result, yardstick.base)
-                distances[client] = yardstick.distances(parts)
-                yardstick.check(client, distances[client])
+                decoded[client] = _validated(spec, client, outcome.result, yardstick.base)
+                measured = yardstick.distances(decoded[client])
+                yardstick.check(client, measured)
+                distances[client] = measured
             except ValidationError as error:
-                distances.pop(client, None)
                 passed[client] = replace(outcome, result=None, failure=error.reason)
-                continue
-            kept = tensors_of(clipped(parts, yardstick.base.parts, over(distances[client], limits)))
-            passed[client] = replace(outcome, result=_shared(outcome.result, kept))
-        self._typical = medians_of(distances.values())
+        medians = medians_of(list(distances.values()))
+        limits = limits_of(self._typical or medians, SETTINGS.clip_medians)
+        self._typical = medians
+        for client, row in distances.items():
+            result = outcomes[client].result
+            assert result is not None
+            kept = tensors_of(clipped(decoded[client], yardstick.base.parts, over(row, limits)))
+            passed[client] = replace(passed[client], result=_shared(result, kept))
         results = {client: outcome.result for client, outcome in passed.items() if outcome.result is not None}
         weights = given_weights({client: each.report.examples or 1 for client, each in results.items()}, SETTINGS)
         for client, result in results.items():

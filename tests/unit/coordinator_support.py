@@ -18,6 +18,7 @@ from typing_extensions import Self
 from coordinator.aggregation_messages import (
     Job,
     JobDone,
+    Limits,
     UpdateAdded,
     Updates,
     WorkerEvent,
@@ -165,7 +166,7 @@ class PlainWorker:
         self.asked.append(("add", client, artifact))
         self._notify(UpdateAdded(self._job.round, self._job.attempt, client))
 
-    def finish(self, updates: Updates) -> None:
+    def finish(self, updates: Updates, limits: Limits = ()) -> None:
         assert self._job is not None
         self.asked.append(("finish", updates))
         spec = FederationSpec.parse(self._store.get(self._job.spec))

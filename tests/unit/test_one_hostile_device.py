@@ -123,13 +123,13 @@ def test_rounds_close_without_a_negative_variance_and_a_norm_of_9e4_and_their_de
 class RejectingWorker(PlainWorker):
     """Can't merge one client's update, which it says when it is asked to merge."""
 
-    def finish(self, updates: Any) -> None:
+    def finish(self, updates: Any, limits: Any = ()) -> None:
         assert self._job is not None
         if any(client == "b" for client, *_ in updates):
             self.asked.append(("finish", updates))
             self._notify(UpdateFailed(self._job.round, self._job.attempt, "b", "its logits are not finite"))
         else:
-            super().finish(updates)
+            super().finish(updates, limits)
 
 
 def hostile_world(root: Path, **settings: Any) -> World:
