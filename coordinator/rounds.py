@@ -8,7 +8,7 @@ Laws (property-tested): an update counts once, a round closes once, and commands
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
@@ -26,7 +26,8 @@ from coordinator.round_commands import (
     ResumeAttempt,
 )
 
-NAMED = 5  # clients that a reason names
+NAMED_CLIENTS = 5
+"""So many clients a failed attempt's reason names; the API and the event log have all of them."""
 RESTART_GRACE_S = 120.0
 """A deadline that passed while the coordinator was down is moved by this much: devices could not deliver meanwhile."""
 
@@ -52,6 +53,7 @@ class RoundState:
         declined: participants that will not deliver one.
         deadline_at: unix time at which collecting ends.
         reason: why it is paused.
+        left_out: clients that are not invited while enough others are online, and why.
         first_attempt: the attempt that `max_attempts` is counted from; moves when an operator resumes, and over attempts that do
             not count.
         accepted: participants that have said that they work on it.
@@ -68,6 +70,7 @@ class RoundState:
     declined: frozenset[str] = frozenset()
     deadline_at: float = 0.0
     reason: str = ""
+    left_out: Mapping[str, str] = field(default_factory=dict)
     first_attempt: int = 1
     accepted: frozenset[str] = frozenset()
     pace: Pace = field(default_factory=Pace)
@@ -76,6 +79,12 @@ class RoundState:
     def answered(self) -> frozenset[str]:
         """Participants that work on an update, or have delivered it."""
         return (self.accepted | self.updates) - self.declined
+
+    @property
+    def candidates(self) -> frozenset[str]:
+        """Clients that an attempt opened now would invite: those left out as well when the quorum needs them."""
+        others = self.online.difference(self.left_out)
+        return others if len(others) >= self.policy.min_clients else self.online
 
     @property
     def outstanding(self) -> frozenset[str]:
@@ -119,11 +128,12 @@ class UpdateStored:
 
 @dataclass(frozen=True)
 class UpdateRefused:
-    """A participant will deliver nothing usable: it declined, or its update was rejected."""
+    """A participant delivers nothing usable: it declined, or its update was rejected (`reason`), also after it was stored."""
 
     round: int
     attempt: int
     client: str
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -247,9 +257,19 @@ def _update_stored(state: RoundState, event: UpdateStored, now: float) -> Step:
 
 
 def _update_refused(state: RoundState, event: UpdateRefused, now: float) -> Step:
-    if not state.is_open(event.round, event.attempt) or event.client not in state.outstanding:
+    collecting, stored = state.phase is Phase.COLLECTING, event.client in state.updates
+    is_current = collecting or state.phase is Phase.DISTILLING
+    if not is_current or (event.round, event.attempt) != (state.round, state.attempt):
         return state, ()
-    return _judge(replace(state, declined=state.declined | {event.client}), now)
+    if not stored and not (collecting and event.client in state.outstanding):
+        return state, ()
+    state = replace(state, updates=state.updates - {event.client}, declined=state.declined | {event.client})
+    if collecting:
+        return _judge(state, now)
+    if len(state.updates) >= state.policy.min_clients:
+        return state, (Distil(state.round, state.attempt, tuple(sorted(state.updates))),)
+    left = f"{len(state.updates)} updates are left, and {state.policy.min_clients} are needed"
+    return _fail(state, f"the update of {event.client} was rejected ({event.reason}); {left}", now)
 
 
 def _tick(state: RoundState, event: Tick, now: float) -> Step:
@@ -309,6 +329,7 @@ def _waiting(state: RoundState, round_number: int, attempt: int, *, first_attemp
         attempt=attempt,
         online=state.online,
         reason=state.reason,
+        left_out=state.left_out,
         first_attempt=first_attempt,
         pace=state.pace,
     )
@@ -324,15 +345,19 @@ def _open_if_enough(state: RoundState, now: float) -> Step:
     if state.phase is not Phase.WAITING or not state.pace.may_open(state.online, state.policy, failures, now):
         return state, ()
     deadline_at = now + state.policy.deadline_s
-    opened = replace(state, phase=Phase.COLLECTING, participants=state.online, deadline_at=deadline_at, reason="")
-    invites = [Invite(state.round, state.attempt, client) for client in sorted(state.online)]
-    return opened, (OpenAttempt(state.round, state.attempt, state.online, deadline_at), *invites)
+    invited = state.candidates
+    opened = replace(state, phase=Phase.COLLECTING, participants=invited, deadline_at=deadline_at, reason="")
+    invites = [Invite(state.round, state.attempt, client) for client in sorted(invited)]
+    return opened, (OpenAttempt(state.round, state.attempt, invited, deadline_at), *invites)
 
 
 def _judge(state: RoundState, now: float) -> Step:
     possible = len(state.participants - state.declined)
     if possible < state.policy.min_clients:
-        missing = f"{len(state.declined)} of {len(state.participants)} clients declined, were rejected or are gone"
+        names = ", ".join(sorted(state.declined)[:NAMED_CLIENTS])
+        missing = (
+            f"{len(state.declined)} of {len(state.participants)} clients declined, were rejected or are gone ({names})"
+        )
         return _fail(state, f"{missing}; {state.policy.min_clients} updates are needed", now)
     enough = len(state.updates) >= state.policy.min_clients
     is_late = now >= state.deadline_at and state.pace.down_since is None
@@ -345,8 +370,10 @@ def _judge(state: RoundState, now: float) -> Step:
 def _run_out(state: RoundState, now: float) -> Step:
     """At the deadline, with too few updates: wait on while the quorum has not accepted and can; else the attempt failed."""
     needed, there = state.policy.min_clients, state.updates | state.online
-    missing = ", ".join(f"{client} ({_why_missing(state, client)})" for client in sorted(state.outstanding)[:NAMED])
-    could = len((state.participants - state.declined) & there) >= needed and state.online <= state.participants
+    missing = ", ".join(
+        f"{client} ({_why_missing(state, client)})" for client in sorted(state.outstanding)[:NAMED_CLIENTS]
+    )
+    could = len((state.participants - state.declined) & there) >= needed and state.candidates <= state.participants
     if len(state.answered) < needed and could:
         told = f"only {len(state.answered)} of {needed} needed clients have answered; missing: {missing}"
         return _move_deadline(state, now + state.policy.deadline_s, told)

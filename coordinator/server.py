@@ -172,6 +172,7 @@ def _setup(home: Home, config: CoordinatorConfig) -> Iterator[Setup]:
             limits=config.broker.limits,
             keep_rounds=config.storage.keep_rounds,
             rounds=config.rounds,
+            robustness=config.robustness,
         )
     finally:
         store.close()

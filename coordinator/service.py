@@ -19,6 +19,7 @@ from coordinator.aggregation_messages import (
     PhaseStarted,
     Progressed,
     UpdateAdded,
+    UpdateFailed,
     WorkerDied,
     WorkerEvent,
     WorkerReady,
@@ -354,6 +355,8 @@ class Service:
             self._write_progress("aggregate_step", event, step=event.step, steps=event.steps)
         elif isinstance(event, UpdateAdded):
             self._events.write("teacher_done", client=event.client, round=event.round, attempt=event.attempt)
+        elif isinstance(event, UpdateFailed):
+            await self._conductor.update_failed(event)
         elif isinstance(event, JobFailed):
             await self._conductor.apply(AggregationFailed(event.round, event.attempt, event.reason))
         elif isinstance(event, JobDone):

@@ -155,9 +155,8 @@ class Store:
 
     def add_key_link(self, federation: str, link: KeyLink, now: float) -> None:
         """From now on the key that a link names counts."""
-        values = {"federation": federation, "made_at": now, **link.model_dump()}
         with self._engine.begin() as connection:
-            connection.execute(insert(schema.key_links).values(**values))
+            connection.execute(insert(schema.key_links).values(federation=federation, made_at=now, **link.model_dump()))
 
     # Attempts
 
@@ -178,8 +177,11 @@ class Store:
         """Change until when an attempt collects."""
         self._change_attempt(key, {"deadline_at": deadline_at})
 
-    def start_distilling(self, key: Key, now: float) -> None:
-        """The set of updates is final; nothing is accepted any more."""
+    def start_distilling(self, key: Key, now: float, weights: Mapping[str, int] = {}) -> None:
+        """Nothing is accepted any more; these clients' updates are merged with these weights."""
+        with self._engine.begin() as connection:
+            for client, weight in weights.items():
+                _answer(connection, schema.updates, key, client, {"weight": weight})
         self._change_attempt(key, {"state": AttemptState.DISTILLING.value, "distilling_at": now})
 
     def fail_attempt(self, key: Key, reason: str, now: float, first_attempt: int | None = None) -> None:
@@ -265,6 +267,14 @@ class Store:
                 raise
             return earlier
         return record
+
+    def reject_update(self, key: Key, client: str, reason: str) -> None:
+        """An update that was accepted can't be merged: it and its client end as if it had been rejected at once."""
+        values = {"state": ParticipantState.DECLINED.value, "reason": reason}
+        with self._engine.begin() as connection:
+            _answer(connection, schema.participants, key, client, values)
+            values = {"outcome": Outcome.REJECTED.value, "reason": reason}
+            _answer(connection, schema.updates, key, client, {**values, "weight": None})
 
     def update(self, key: Key, client: str) -> UpdateRecord | None:
         """How the update of a client to an attempt ended, or None when none ended yet."""
@@ -382,7 +392,7 @@ def _plain(values: dict[str, Any]) -> dict[str, Any]:
     return {name: getattr(value, "value", value) for name, value in values.items()}
 
 
-def _answer(connection: Connection, table: Table, key: Key, client: str, values: Mapping[str, str]) -> None:
+def _answer(connection: Connection, table: Table, key: Key, client: str, values: Mapping[str, object]) -> None:
     connection.execute(update(table).where(_is(table, key), table.c.client == client).values(**values))
 
 

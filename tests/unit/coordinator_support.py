@@ -15,7 +15,16 @@ from typing import Any
 import numpy as np
 from typing_extensions import Self
 
-from coordinator.aggregation_messages import Job, JobDone, UpdateAdded, WorkerEvent, WorkerReady, WorkerSettings
+from coordinator.aggregation_messages import (
+    Job,
+    JobDone,
+    Limits,
+    UpdateAdded,
+    Updates,
+    WorkerEvent,
+    WorkerReady,
+    WorkerSettings,
+)
 from coordinator.app import Beside
 from coordinator.config import RoundSettings
 from coordinator.message_keys import Voice
@@ -158,7 +167,7 @@ class PlainWorker:
         self.asked.append(("add", client, artifact))
         self._notify(UpdateAdded(self._job.round, self._job.attempt, client))
 
-    def finish(self, updates: tuple[tuple[str, str], ...]) -> None:
+    def finish(self, updates: Updates, limits: Limits = ()) -> None:
         assert self._job is not None
         self.asked.append(("finish", updates))
         spec = FederationSpec.parse(self._store.get(self._job.spec))
