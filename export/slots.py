@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from export.errors import ManifestError, ModelError, SlotError
 from export.manifest import MANIFEST_NAME, Accept, Manifest, read_all
+from export.signature import SIGNATURE_NAME
 
 POINTER_NAME = "CURRENT"
 KEEP = 3
@@ -106,8 +107,22 @@ class Slots:
                 shutil.rmtree(staging, ignore_errors=True)
                 shutil.rmtree(engines_of(staging), ignore_errors=True)
 
+    def check_signed(self, *, is_signed: bool) -> None:
+        """Refuse an unsigned version in the place of a signed one: whoever asks for the device's signature would not use it.
+
+        Raises:
+            SlotError: the version in use is signed, and the new one is not.
+        """
+        pointer = self._pointer()
+        if pointer is not None and not is_signed and (self.root / pointer.current / SIGNATURE_NAME).exists():
+            raise SlotError(
+                f"{self.root}: version {pointer.current}, which is in use, is signed, and the new one is not; it was not installed. "
+                "Give --sign KEY, the device's message key (signing.key beside its agent.toml)"
+            )
+
     def _publish(self, staging: Path) -> Path:
         read_all(staging)
+        self.check_signed(is_signed=(staging / SIGNATURE_NAME).exists())
         staging.chmod(0o755)
         for path in (*staging.iterdir(), staging):
             _sync(path)
