@@ -13,12 +13,14 @@ from typing import Annotated
 
 import typer
 
-from coordinator.command_line import AsJson, Directory, explained, say, store_of, tell
+from coordinator.command_line import AsJson, Directory, explained, sayer, store_of, tell
 
-coordinator_app = typer.Typer(help="Create and run a coordinator.", no_args_is_help=True)
-federation_app = typer.Typer(help="Open and look at federations.", no_args_is_help=True)
-broker_app = typer.Typer(help="Run a broker for a coordinator.", no_args_is_help=True)
-deploy_app = typer.Typer(help="Write configuration for programs that are run by others.", no_args_is_help=True)
+coordinator_app = typer.Typer(help="Create and run a coordinator.", no_args_is_help=True, add_completion=False)
+federation_app = typer.Typer(help="Open and look at federations.", no_args_is_help=True, add_completion=False)
+broker_app = typer.Typer(help="Run a broker for a coordinator.", no_args_is_help=True, add_completion=False)
+deploy_app = typer.Typer(
+    help="Write configuration for programs that are run by others.", no_args_is_help=True, add_completion=False
+)
 
 BROKERS = ("auto", "mosquitto", "extracted", "amqtt")
 
@@ -77,7 +79,10 @@ def coordinator_init(
         home = create_home(directory, config, observers=("observer",) if observer else ())
         Store(home.database).close()
         write_access_list(home, home.broker / ACL_NAME, [], [])
-    text = f"Created {home.root}. Next: fedcg federation create --dir {home.root} plan.toml"
+    text = (
+        f"Created {home.root}. Next: fedcg federation plan --example > plan.toml, change it to your task, then\n"
+        f"fedcg federation create --dir {home.root} plan.toml"
+    )
     tell({"dir": str(home.root), "config": str(home.config_file)}, text, as_json=as_json)
 
 
@@ -87,6 +92,7 @@ def coordinator_run(
     exit_when_finished: Annotated[
         bool, typer.Option("--exit-when-finished", help="End after the last round, once the devices have left.")
     ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Run the coordinator until SIGTERM or Ctrl-C; started again it goes on where it was."""
     from coordinator.home import Home
@@ -94,7 +100,7 @@ def coordinator_run(
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     with explained():
-        code = run_coordinator(Home(directory), exit_when_finished=exit_when_finished, say=say)
+        code = run_coordinator(Home(directory), exit_when_finished=exit_when_finished, say=sayer(as_json=as_json))
     raise typer.Exit(code)
 
 
@@ -113,6 +119,26 @@ def coordinator_rotate_key(directory: Directory, as_json: AsJson = False) -> Non
         f"The message key is now number {link.serial}, in {path}. Devices follow when they next hear the coordinator."
     )
     tell({"serial": link.serial, "key": link.new, "replaces": link.old, "file": str(path)}, text, as_json=as_json)
+
+
+@federation_app.command("plan")
+def federation_plan(
+    plan: Annotated[Path | None, typer.Argument(help="TOML file to check; nothing is created.")] = None,
+    example: Annotated[bool, typer.Option("--example", help="Print a plan with comments, to start from.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Check a plan, or print an example of one; docs/plan.md has every field."""
+    from coordinator.errors import PlanError
+    from coordinator.founding import example_plan, read_plan
+
+    with explained():
+        if example:
+            print(example_plan(), end="")
+            return
+        if plan is None:
+            raise PlanError("name a file to check, or ask for --example")
+        wanted = read_plan(plan)
+    tell(wanted.model_dump(mode="json"), f"{plan}: all fields can be used ({wanted.method}).", as_json=as_json)
 
 
 @federation_app.command("create")
@@ -185,18 +211,21 @@ def federation_show(directory: Directory, as_json: AsJson = False) -> None:
 
 
 @federation_app.command("resume")
-def federation_resume(directory: Directory) -> None:
+def federation_resume(directory: Directory, as_json: AsJson = False) -> None:
     """Let a paused federation try its round again; the coordinator must not be running."""
     with explained(), store_of(directory) as (home, store), home.locked():
         for record in store.federations():
             store.resume(record.id)
-            print(f"{record.id}: {store.round_state(record.id).phase.value}. Start the coordinator again.")
+            phase = store.round_state(record.id).phase.value
+            text = f"{record.id}: {phase}. Start the coordinator again."
+            tell({"federation": record.id, "phase": phase}, text, as_json=as_json)
 
 
 @broker_app.command("run")
 def broker_run(
     directory: Directory,
     broker: Annotated[str, typer.Option(help="auto, mosquitto (installed), extracted (unpacked), or amqtt.")] = "auto",
+    as_json: AsJson = False,
 ) -> None:
     """Run a broker with mutual TLS for a coordinator, in the foreground, until SIGTERM or Ctrl-C."""
     from coordinator.brokers import BrokerKind, run_broker
@@ -209,7 +238,7 @@ def broker_run(
     with explained():
         if broker not in BROKERS:
             raise BrokerError(f"--broker {broker}: choose one of {', '.join(BROKERS)}")
-        code = run_broker(Home(directory).require(), BrokerKind(broker), say)
+        code = run_broker(Home(directory).require(), BrokerKind(broker), sayer(as_json=as_json))
     raise typer.Exit(code)
 
 
@@ -217,6 +246,7 @@ def broker_run(
 def deploy_mosquitto(
     directory: Directory,
     out: Annotated[Path, typer.Option("--out", help="Directory for mosquitto.conf and acl.")],
+    as_json: AsJson = False,
 ) -> None:
     """Write Mosquitto's configuration, access list and revocation list for a broker that somebody else runs."""
     from coordinator.brokers import copy_lists, refresh_access
@@ -232,5 +262,6 @@ def deploy_mosquitto(
             home, acl=out / ACL_NAME, crl=out / CRL_NAME, persistence=home.broker / "data", as_root=False
         )
         (out / CONFIG_NAME).write_text(text, encoding="utf-8")
-    names = ", ".join(str(out / name) for name in (CONFIG_NAME, ACL_NAME, CRL_NAME))
-    print(f"Wrote {names}. Send the broker SIGHUP after a change.")
+    names = [str(out / name) for name in (CONFIG_NAME, ACL_NAME, CRL_NAME)]
+    text = f"Wrote {', '.join(names)}. Send the broker SIGHUP after a change."
+    tell({"files": names}, text, as_json=as_json)

@@ -19,9 +19,13 @@ if TYPE_CHECKING:
     from coordinator.store import Store
     from fedcg.event_log import EventLog
 
-token_app = typer.Typer(help="Make, list and revoke the one-time tokens that boxes enrol with.", no_args_is_help=True)
+token_app = typer.Typer(
+    help="Make, list and revoke the one-time tokens that boxes enrol with.", no_args_is_help=True, add_completion=False
+)
 device_app = typer.Typer(
-    help="List, show and revoke devices; make bundles for sites without a network.", no_args_is_help=True
+    help="List, show and revoke devices; make bundles for sites without a network.",
+    no_args_is_help=True,
+    add_completion=False,
 )
 
 
@@ -62,7 +66,7 @@ def token_create(
     named = "" if token.device else " --device ID"
     text = (
         f"{token.text}\n\nOn the box, until {_when(now + hours * 3600)}, once:\n"
-        f"  fedcg enrol --token TOKEN{named} --out DIR --data IMAGES\n"
+        f"  fedcg enrol --token -{named} --out DIR --data IMAGES      # then paste the token and press Enter\n"
         "Whoever has the token can enrol a box: hand it over as you would a password."
     )
     tell(values, text, as_json=as_json)

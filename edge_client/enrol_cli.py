@@ -46,6 +46,8 @@ def enrol_command(
     from fedcg.wire.enrolment import Token
     from fedcg.wire.errors import WireError
 
+    if token == STDIN and sys.stdin.isatty():
+        typer.echo("token: ", err=True, nl=False)
     try:
         parsed = Token.parse(sys.stdin.readline() if token == STDIN else token)
     except WireError as error:

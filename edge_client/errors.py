@@ -14,8 +14,7 @@ EdgeError
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from fedcg.toml_problems import ConfigProblem, listed
 from fedcg.wire.messages import DeclineReason
 from fedcg.wire.parts import Part
 
@@ -24,33 +23,13 @@ class EdgeError(Exception):
     """Base of everything the agent raises."""
 
 
-@dataclass(frozen=True)
-class ConfigProblem:
-    """One thing that is wrong with a configuration.
-
-    Attributes:
-        key: dotted name of the setting, e.g. `broker.port`.
-        where: `line N` of the file, or the environment variable.
-    """
-
-    key: str
-    where: str
-    message: str
-    hint: str = ""
-
-    def __str__(self) -> str:
-        hint = f" ({self.hint})" if self.hint else ""
-        return f"{self.where}: {self.key}: {self.message}{hint}"
-
-
 class ConfigError(EdgeError):
     """The configuration is wrong; `problems` holds all of it at once."""
 
     def __init__(self, source: str, problems: tuple[ConfigProblem, ...]) -> None:
         self.source = source
         self.problems = problems
-        lines = "".join(f"\n  {problem}" for problem in problems)
-        super().__init__(f"{source}: {len(problems)} problem{'s' if len(problems) != 1 else ''}{lines}")
+        super().__init__(listed(source, problems))
 
 
 class StoreError(EdgeError):

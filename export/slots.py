@@ -59,7 +59,7 @@ class Slots:
     """
 
     def __init__(self, root: Path, keep: int = KEEP, accept: Accept | None = None) -> None:
-        self.root = root
+        self.root = _root_of(root)
         self.keep = keep
         self.accept = accept
 
@@ -277,13 +277,19 @@ def resolve(directory: Path) -> Path:
     """
     if (directory / MANIFEST_NAME).is_file():
         return directory
-    if (directory / POINTER_NAME).is_file():
+    if (_root_of(directory) / POINTER_NAME).is_file():
         return Slots(directory).current()
     if not directory.is_dir():
         raise ManifestError(f"{directory}: no such folder")
     raise ManifestError(
         f"{directory}: holds neither {MANIFEST_NAME} (a model) nor {POINTER_NAME} (versions of a model)"
     )
+
+
+def _root_of(directory: Path) -> Path:
+    """The root of the versions that a path means: itself, or `models` in a device's private store or folder."""
+    places = (directory, directory / "models", directory / "store" / "models")
+    return next((place for place in places if (place / POINTER_NAME).is_file()), directory)
 
 
 def engines_of(model_dir: Path) -> Path:

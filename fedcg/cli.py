@@ -59,6 +59,11 @@ class LazyGroup(TyperGroup):
         """Names of all registered sub-commands."""
         return sorted(entry.name for entry in entry_points(group=self.entry_point_group))
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command that is meant; a mistyped one is refused with the names that are close to it."""
+        self.commands.update(dict.fromkeys(self.list_commands(ctx), self))  # only the names are looked at
+        return super().resolve_command(ctx, args)
+
     def get_command(self, ctx: Any, cmd_name: str) -> TyperCommand | TyperGroup | None:
         """Load one sub-command."""
         entry = self._entry(cmd_name)
@@ -106,7 +111,6 @@ def _build() -> TyperCommand | TyperGroup:
     root = typer.Typer(
         cls=LazyGroup,
         no_args_is_help=True,
-        add_completion=False,
         result_callback=_exit_with,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
