@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from edge_client.config import AgentConfig
+from edge_client.diary import describe_end
 from edge_client.downloads import Downloads
 from edge_client.firewall import check_spec, explain
 from edge_client.outgoing import Outgoing
@@ -191,4 +192,6 @@ class Actions:
 
     def _done(self, command: Done, state: SessionState) -> None:
         self.outcome = command.succeeded
-        self._events.write("finished", succeeded=command.succeeded)
+        end = describe_end(self._store.finalised(), succeeded=command.succeeded)
+        self._events.write("finished", succeeded=command.succeeded, summary=end)
+        _log.log(logging.INFO if command.succeeded else logging.ERROR, "%s: %s", self._config.device, end)

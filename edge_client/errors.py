@@ -8,6 +8,7 @@ EdgeError
 │   └── StoreDamagedError    no generation passes its checksums
 ├── CohortError          no cohort code, or the private store can't take its secret
 ├── EnrolError           this box could not be enrolled, its certificate not renewed, or its leaving not told
+├── NoAnswerError        the coordinator does not answer this device; says how far a message came
 ├── FirewallError        something that may not leave the box was about to; names device, part and tensor
 └── RoundError           a local round can't be done here; carries the reason that goes into the decline
 """
@@ -54,6 +55,10 @@ class StoreDamagedError(StoreError):
 
 class EnrolError(EdgeError):
     """This box could not be enrolled, its certificate not renewed, or its leaving not told; says what to do."""
+
+
+class NoAnswerError(EdgeError):
+    """The coordinator does not answer this device; says how far a message came and the likely cause."""
 
 
 class FirewallError(EdgeError):
