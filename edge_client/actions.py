@@ -128,7 +128,7 @@ class Actions:
             refusal = check_spec(spec, self._config.policy)
             detail = "" if refusal is None else explain(refusal, spec, self._config.policy)
         if refusal is not None:
-            self._events.write("refused", what="spec", detail=detail)
+            self._events.write("refused", what="spec", reason=refusal.value, detail=detail)
             _log.warning("%s does not take part: %s", self._config.device, detail)
         return SpecChecked(command.digest, refusal)
 

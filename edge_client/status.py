@@ -97,7 +97,7 @@ def _latest(path: Path) -> Status:
         elif name == "refused" and isinstance(count := event.get("count"), int):
             refused[str(event.get("reason"))] = count
         elif name == "refused" and event.get("what") == "spec":
-            why["spec_refused"] = event.get("detail")
+            why[event.get("reason")] = event.get("detail")
         elif name == "round_failed":
             why[about] = event.get("detail")
         elif name == "declined":
