@@ -15,12 +15,10 @@ import typer
 
 from coordinator.command_line import AsJson, Directory, explained, sayer, store_of, tell
 
-coordinator_app = typer.Typer(help="Create and run a coordinator.", no_args_is_help=True, add_completion=False)
-federation_app = typer.Typer(help="Open and look at federations.", no_args_is_help=True, add_completion=False)
-broker_app = typer.Typer(help="Run a broker for a coordinator.", no_args_is_help=True, add_completion=False)
-deploy_app = typer.Typer(
-    help="Write configuration for programs that are run by others.", no_args_is_help=True, add_completion=False
-)
+coordinator_app = typer.Typer(help="Create and run a coordinator.", no_args_is_help=True)
+federation_app = typer.Typer(help="Open and look at federations.", no_args_is_help=True)
+broker_app = typer.Typer(help="Run a broker for a coordinator.", no_args_is_help=True)
+deploy_app = typer.Typer(help="Write configuration for programs that are run by others.", no_args_is_help=True)
 
 BROKERS = ("auto", "mosquitto", "extracted", "amqtt")
 
@@ -79,10 +77,7 @@ def coordinator_init(
         home = create_home(directory, config, observers=("observer",) if observer else ())
         Store(home.database).close()
         write_access_list(home, home.broker / ACL_NAME, [], [])
-    text = (
-        f"Created {home.root}. Next: fedcg federation plan --example > plan.toml, change it to your task, then\n"
-        f"fedcg federation create --dir {home.root} plan.toml"
-    )
+    text = f"Created {home.root}. Next: fedcg federation create --dir {home.root} plan.toml (plan --example prints one)"
     tell({"dir": str(home.root), "config": str(home.config_file)}, text, as_json=as_json)
 
 

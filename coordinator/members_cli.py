@@ -19,13 +19,9 @@ if TYPE_CHECKING:
     from coordinator.store import Store
     from fedcg.event_log import EventLog
 
-token_app = typer.Typer(
-    help="Make, list and revoke the one-time tokens that boxes enrol with.", no_args_is_help=True, add_completion=False
-)
+token_app = typer.Typer(help="Make, list and revoke the one-time tokens that boxes enrol with.", no_args_is_help=True)
 device_app = typer.Typer(
-    help="List, show and revoke devices; make bundles for sites without a network.",
-    no_args_is_help=True,
-    add_completion=False,
+    help="List, show and revoke devices; make bundles for sites without a network.", no_args_is_help=True
 )
 
 

@@ -16,9 +16,7 @@ from rich.console import Console
 from edge_client.enrol_cli import leave_command, renew_command
 from edge_client.provision.units import unit_command
 
-app = typer.Typer(
-    help="Run this device's agent, or look at its private store.", no_args_is_help=True, add_completion=False
-)
+app = typer.Typer(help="Run this device's agent, or look at its private store.", no_args_is_help=True)
 
 ConfigOption = Annotated[Path, typer.Option("--config", help="the device's agent.toml")]
 JsonOption = Annotated[bool, typer.Option("--json", help="machine-readable output on stdout")]

@@ -17,9 +17,7 @@ if TYPE_CHECKING:
     from edge_client.private_store import PrivateStore
 
 app = typer.Typer(
-    help="Give the devices of a federation their common secret; the coordinator never sees it.",
-    no_args_is_help=True,
-    add_completion=False,
+    help="Give the devices of a federation their common secret; the coordinator never sees it.", no_args_is_help=True
 )
 
 ConfigOption = Annotated[Path, typer.Option("--config", help="the device's agent.toml")]

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from importlib.metadata import version
 
 from edge_client.agent import AgentKeys
-from edge_client.cohort import mark_of
 from edge_client.config import AgentConfig
 from edge_client.errors import EnrolError, NoAnswerError
 from edge_client.handshake import Handshake
@@ -23,6 +22,11 @@ from fedcg.wire.transport import Delivery, Transport
 
 REPEAT_S = 2.0
 INBOX_MAX = 256
+UNANSWERED = {  # by what the coordinator's retained status says, None where it does not come
+    None: "the broker delivers nothing to this device: it is missing in the access list, or the coordinator has never run",
+    False: "the coordinator does not run; its last status says so",
+    True: "the coordinator runs and does not know this device: it was revoked or enrolled anew, or its access list is wrong",
+}
 
 
 def say_goodbye(
@@ -39,7 +43,7 @@ def say_goodbye(
         EnrolError: no confirmation in time.
     """
     try:
-        _converse(_Conversation(config, keys, transport, memory, leaves=True), transport, timeout_s, clock)
+        Conversation(config, keys, transport, memory, leaves=True).hold(timeout_s, clock)
     except NoAnswerError as error:
         raise EnrolError(
             f"the coordinator did not confirm within {timeout_s:g} s ({error}). Nothing was erased. Try again, let the operator "
@@ -47,71 +51,17 @@ def say_goodbye(
         ) from error
 
 
-def greet(
-    config: AgentConfig,
-    keys: AgentKeys,
-    transport: Transport,
-    memory: Remembered,
-    cohort: bytes | None,
-    timeout_s: float,
-    clock: Callable[[], float] = time.monotonic,
-) -> str:
-    """Open a session and end it at once: the answer shows that the broker takes and delivers this device's messages.
+class Conversation:
+    """Hello and welcome, which show that the broker delivers in both directions and the coordinator knows this device; then perhaps leave and left.
 
     Args:
         config: of a device whose agent does not run.
         keys: its keys.
         transport: not started yet.
         memory: what the device remembers of the coordinator; nothing is saved.
-        cohort: its cohort secret, or None.
-        timeout_s: how long to wait.
-        clock: monotonic seconds.
-
-    Returns:
-        What the coordinator answered.
-
-    Raises:
-        NoAnswerError: says how far it came.
+        cohort: mark of its cohort secret, None without one.
+        leaves: whether it leaves the federation; else it is counted as offline again at the end.
     """
-    mark = None if cohort is None else mark_of(cohort, config.federation)
-    conversation = _Conversation(config, keys, transport, memory, cohort=mark)
-    _converse(conversation, transport, timeout_s, clock)
-    return conversation.answer
-
-
-def _converse(conversation: _Conversation, transport: Transport, timeout_s: float, clock: Callable[[], float]) -> None:
-    """Speak until the conversation is over.
-
-    Raises:
-        NoAnswerError: it is not over in time.
-    """
-    inbox: queue.Queue[Delivery | bool] = queue.Queue(INBOX_MAX)
-    conversation.subscribe()
-    transport.start(_offer(inbox), _offer(inbox))
-    deadline, say_at = clock() + timeout_s, float("inf")
-    try:
-        while clock() < deadline:
-            item: Delivery | bool | None = None
-            with contextlib.suppress(queue.Empty):
-                item = inbox.get(timeout=max(0.0, min(0.25, deadline - clock())))
-            if isinstance(item, Delivery):
-                if conversation.hear(item):
-                    return
-                say_at = min(say_at, clock()) if conversation.is_welcome else say_at
-            elif item is not None:
-                conversation.link_changed()
-                say_at = clock() if item else float("inf")
-            if clock() >= say_at:
-                conversation.say()
-                say_at = clock() + REPEAT_S
-    finally:
-        conversation.end()
-        transport.close()
-    raise NoAnswerError(getattr(transport, "last_error", None) or conversation.progress)
-
-
-class _Conversation:
-    """Hello and welcome; then leave and left, when the device leaves."""
 
     def __init__(
         self,
@@ -119,76 +69,68 @@ class _Conversation:
         keys: AgentKeys,
         transport: Transport,
         memory: Remembered,
-        *,
-        leaves: bool = False,
         cohort: str | None = None,
+        *,
+        leaves: bool,
     ) -> None:
-        self._leaves = leaves
-        self._seen: CoordinatorStatus | None = None
-        self.answer = ""
-        self._config = config
-        self._memory = memory
+        self._config, self._transport, self._memory, self._leaves = config, transport, memory, leaves
         self._epoch = memory.order.highest[0]
+        self._is_online: bool | None = None
         self._handshake = Handshake(config.federation, config.device, version("fedcg-edge"), cohort)
         self._outgoing = Outgoing(config.federation, config.device, keys.signing, transport, self._handshake)
 
-    def subscribe(self) -> None:
-        """Ask for everything that a device reads but chunks."""
+    def hold(self, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """Speak until the coordinator has answered.
+
+        Raises:
+            NoAnswerError: it has not in time; says how far the messages came.
+        """
+        inbox: queue.Queue[Delivery | bool] = queue.Queue(INBOX_MAX)
         self._outgoing.subscribe(chunks=False)
+        self._transport.start(_offer(inbox), _offer(inbox))
+        deadline, say_at = clock() + timeout_s, float("inf")
+        try:
+            while clock() < deadline:
+                item: Delivery | bool | None = None
+                with contextlib.suppress(queue.Empty):
+                    item = inbox.get(timeout=max(0.0, min(0.25, deadline - clock())))
+                if isinstance(item, Delivery):
+                    if self._hear(item):
+                        return
+                    say_at = min(say_at, clock()) if self._handshake.is_open else say_at
+                elif item is not None:
+                    self._handshake.close()
+                    say_at = clock() if item else float("inf")
+                if clock() >= say_at:
+                    self._say()
+                    say_at = clock() + REPEAT_S
+        finally:
+            if not self._leaves:
+                self._outgoing.status(online=False)
+            self._transport.close()
+        raise NoAnswerError(getattr(self._transport, "last_error", None) or UNANSWERED[self._is_online])
 
-    def end(self) -> None:
-        """A device that was greeted and does not go on is not there any more."""
-        if not self._leaves:
-            self._outgoing.status(online=False)
-
-    @property
-    def progress(self) -> str:
-        """How far it came without an answer, with the likely cause."""
-        if self._seen is None:
-            return (
-                "the broker took the connection and delivers nothing to this device: it is missing in the broker's access list, it "
-                "was revoked, or the coordinator has never run"
-            )
-        if not self._seen.online:
-            return "the coordinator does not run; its last status says so"
-        return (
-            "the coordinator runs and does not answer this device: its messages are not delivered (access list), or it was "
-            "revoked or enrolled anew with other keys"
-        )
-
-    @property
-    def is_welcome(self) -> bool:
-        """Whether a session stands."""
-        return self._handshake.is_open
-
-    def link_changed(self) -> None:
-        """A session ends with its link."""
-        self._handshake.close()
-
-    def say(self) -> None:
+    def _say(self) -> None:
         """What is to be said now: goodbye in a session, else hello."""
         if not self._handshake.is_open:
             self._outgoing.hello(self._epoch)
             return
+        own = self._config
         self._outgoing.send(
-            Leave(
-                federation=self._config.federation,
-                sender=self._config.device,
-                recipient=COORDINATOR,
-                epoch=self._epoch,
-            )
+            Leave(federation=own.federation, sender=own.device, recipient=COORDINATOR, epoch=self._epoch)
         )
 
-    def hear(self, delivery: Delivery) -> bool:
-        """Whether a delivery confirms; what is not of the coordinator, or of another session, changes nothing."""
+    def _hear(self, delivery: Delivery) -> bool:
+        """Whether a delivery ends the conversation; what is not of the coordinator, or of another session, changes nothing."""
+        topics = Topics(self._config.federation)
         with contextlib.suppress(WireError):
-            if delivery.topic == Topics(self._config.federation).keys:
+            if delivery.topic == topics.keys:
                 self._memory.follow(delivery.payload)
                 return False
             message = open_envelope(delivery.payload, lambda name: self._memory.key if name == COORDINATOR else None)
             if isinstance(message, CoordinatorStatus):
-                self._seen = message
-            elif delivery.topic == Topics(self._config.federation).down_control(self._config.device):
+                self._is_online = message.online
+            elif delivery.topic == topics.down_control(self._config.device):
                 return self._is_over(message)
         return False
 
@@ -200,7 +142,6 @@ class _Conversation:
                 raise OldEpochError(f"a welcome of epoch {message.epoch} after epoch {self._epoch}")
             self._handshake.welcome(message)
             self._epoch = message.epoch
-            self.answer = f"the coordinator answers; protocol version {message.version}"
             return not self._leaves
         if isinstance(message, Refusal):
             raise NoAnswerError(self._handshake.refusal(message))

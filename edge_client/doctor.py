@@ -11,7 +11,6 @@ import ssl
 import stat
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from http.client import HTTPException
@@ -24,8 +23,9 @@ from cryptography import x509
 from devices.detect import detect
 from devices.errors import DeviceError
 from devices.profile import plan_training
+from edge_client.cohort import mark_of
 from edge_client.config import AgentConfig
-from edge_client.conversation import greet
+from edge_client.conversation import Conversation
 from edge_client.errors import EdgeError
 from edge_client.https_carrier import check_ready, tls_of
 from edge_client.identity import life_of
@@ -194,22 +194,18 @@ def _coordinator(config: AgentConfig, now: datetime) -> Finding:
     if identity.exists() and is_locked(config.store / "lock"):
         return _running(config)
     try:
-        with ExitStack() as held:
-            # A store that no agent has made yet stays unmade: it would belong to whoever runs this.
-            empty = Path(held.enter_context(TemporaryDirectory(prefix="fedcg-doctor-")))
-            store = PrivateStore(config.store if identity.exists() else empty)
-            held.enter_context(store.locked())
-            keys = load_keys(config)
+        # A store that no agent has made yet stays unmade: it would belong to whoever runs this.
+        with TemporaryDirectory() as empty:
+            store, keys = PrivateStore(config.store if identity.exists() else Path(empty)), load_keys(config)
             memory = Remembered(store, config.federation, keys.coordinator)
             transport = MqttTransport(mqtt_config(config))
-            cohort = secret.read_bytes() if secret.exists() else None
-            answer = greet(config, keys, transport, memory, cohort, ANSWER_TIMEOUT_S)
+            mark = mark_of(secret.read_bytes(), config.federation) if secret.exists() else None
+            with store.locked():
+                Conversation(config, keys, transport, memory, mark, leaves=False).hold(ANSWER_TIMEOUT_S)
     except (EdgeError, WireError, OSError) as error:
-        advice = (
-            f"ask the operator: `fedcg device show {config.device}`, the broker's access list, the coordinator's log"
-        )
+        advice = f"ask the operator: `fedcg device show {config.device}`, and that the broker has read its access list"
         return Finding("coordinator", "failed", str(error), advice)
-    return Finding("coordinator", "ok", answer)
+    return Finding("coordinator", "ok", "it answers this device")
 
 
 def _running(config: AgentConfig) -> Finding:

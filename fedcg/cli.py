@@ -70,9 +70,12 @@ class LazyGroup(TyperGroup):
         if entry is None:
             return None
         try:
-            return _as_command(entry.load(), cmd_name)
+            command = _as_command(entry.load(), cmd_name)
         except ModuleNotFoundError as error:
             return _unavailable(cmd_name, error)
+        # Completion is installed for `fedcg` as a whole.
+        command.params = [one for one in command.params if one.name not in ("install_completion", "show_completion")]
+        return command
 
 
 def _unavailable(name: str, error: ModuleNotFoundError) -> TyperCommand | TyperGroup:

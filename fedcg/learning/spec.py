@@ -174,24 +174,16 @@ class FederationPlan(_Frozen):
     image: ImageForm
     network: NetworkChoice = NetworkChoice()
     method: Annotated[_MethodName, Field(description="`fedcg method list`")]
-    params: Annotated[
-        dict[str, ParameterValue], Field(description="parameters of the method: `fedcg method show NAME`")
-    ] = {}
+    params: Annotated[dict[str, ParameterValue], Field(description="of the method: `fedcg method show NAME`")] = {}
     rounds: Annotated[_Rounds, Field(description="rounds until the federation is over")]
     seed: Annotated[_Seed, Field(description="initial weights of the shared parts follow from it")] = 0
     augment_flip: Annotated[bool, Field(description="mirror half of the training images at random")] = False
-    augment_crop: Annotated[
-        CropPixels, Field(description="pad training images by so many pixels and cut random windows; 0: do not")
-    ] = 0
+    augment_crop: Annotated[CropPixels, Field(description="random windows of images padded by so many pixels")] = 0
     codec: Annotated[UpdateCodec, Field(description="how updates are coded")] = DEFAULT_UPDATE_CODEC
     aggregate_codec: Annotated[AggregateCodec, Field(description="how aggregates are coded")] = DEFAULT_AGGREGATE_CODEC
-    min_clients: Annotated[
-        int, Field(ge=1, description="a round opens with so many devices and closes with at least so many updates")
-    ] = 3
+    min_clients: Annotated[int, Field(ge=1, description="a round opens and closes with at least so many")] = 3
     deadline_s: Annotated[float, Field(gt=0, description="seconds from the opening of a round to its end")] = 3600.0
-    max_attempts: Annotated[
-        int, Field(ge=1, description="tries of one round before the federation is paused with a reason")
-    ] = 3
+    max_attempts: Annotated[int, Field(ge=1, description="tries of one round before the federation is paused")] = 3
 
     _crop_fits = field_validator("augment_crop")(_within_image)
 

@@ -46,7 +46,8 @@ def test_every_command_that_tells_something_takes_json() -> None:
 
 def test_only_the_whole_command_offers_to_install_completion() -> None:
     assert "--install-completion" in _options(app)
-    groups = [app.get_command(None, name) for name in app.list_commands(None)]
+    whole: Any = app
+    groups = [whole.get_command(None, name) for name in whole.list_commands(None)]
     assert [group.name for group in groups if "--install-completion" in _options(group)] == []
 
 

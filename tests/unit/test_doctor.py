@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from edge_client.agent import AgentKeys
 from edge_client.cli import doctor_command
 from edge_client.config import AgentConfig, BrokerSection, DataSection
-from edge_client.conversation import greet
+from edge_client.conversation import Conversation
 from edge_client.doctor import Finding, examine
 from edge_client.errors import NoAnswerError
 from edge_client.private_store import PrivateStore
@@ -59,16 +59,16 @@ def box(root: Path) -> AgentConfig:
     )
 
 
-def ask(world: World, tmp_path: Path, key: SigningKey, timeout_s: float) -> str:
+def ask(world: World, tmp_path: Path, key: SigningKey, timeout_s: float) -> None:
     keys = AgentKeys(key, world.key.public)
     config = box(tmp_path)
     memory = Remembered(PrivateStore.open(config.store, FEDERATION, "a"), FEDERATION, keys.coordinator)
-    return greet(config, keys, MemoryTransport(world.broker, "a"), memory, None, timeout_s)
+    Conversation(config, keys, MemoryTransport(world.broker, "a"), memory, leaves=False).hold(timeout_s)
 
 
 def test_a_member_is_answered_and_counts_as_gone_right_afterwards(world: World, tmp_path: Path) -> None:
     with RunningService(world):
-        assert "the coordinator answers" in ask(world, tmp_path, world.devices["a"].key, 20.0)
+        ask(world, tmp_path, world.devices["a"].key, 20.0)
         assert world.wait_event("offline")["client"] == "a"
     assert world.events("attempt_opened") == []
 
@@ -83,7 +83,7 @@ def test_a_device_that_the_coordinator_does_not_know_gets_no_answer_and_the_like
 
 
 def test_a_broker_that_delivers_nothing_to_a_device_is_told_apart(world: World, tmp_path: Path) -> None:
-    with pytest.raises(NoAnswerError, match="missing in the broker's access list"):
+    with pytest.raises(NoAnswerError, match="missing in the access list"):
         ask(world, tmp_path, world.devices["a"].key, 0.5)
 
 
