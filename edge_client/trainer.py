@@ -15,7 +15,7 @@ import torch
 from devices.detect import detect
 from devices.errors import NotTrainableError
 from devices.profile import TrainingPlan, plan_training
-from edge_client.errors import FirewallError, RoundError
+from edge_client.errors import EdgeError, FirewallError, RoundError
 from edge_client.exporting import export_best
 from edge_client.finalise import choose_model
 from edge_client.local_data import LocalData
@@ -147,7 +147,7 @@ class Trainer:
             if is_sticky(error):
                 self._give_up(command, error)
             reason = reason_for(error)
-            if reason is DeclineReason.TRAINING_FAILED and not isinstance(error, OSError):
+            if reason is DeclineReason.TRAINING_FAILED and not isinstance(error, EdgeError | OSError):
                 _log.exception("%s failed on %s", command.cursor, self._work.settings.device)
             advice = f". {advice_for(error, self._work.store.root)}" if isinstance(error, OSError) else ""
             return Failed(command.cursor, reason, f"{str(error) or type(error).__name__}{advice}")
@@ -185,7 +185,7 @@ class Trainer:
     def _choose(self, command: ChooseModel) -> TrainerReport:
         try:
             outcome = choose_model(self._work, command)
-        except (RoundError, WireError, ExportError, LearningError, OSError) as error:
+        except (EdgeError, WireError, ExportError, LearningError, OSError) as error:
             advice = f". {advice_for(error, self._work.store.root)}" if isinstance(error, OSError) else ""
             self._events.write("finalise_failed", detail=f"{error}{advice}")
             _log.error("the personal model can't be chosen or exported: %s%s", error, advice)
