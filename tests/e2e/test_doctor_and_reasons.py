@@ -74,6 +74,11 @@ def test_the_doctor_is_green_for_a_member_and_red_for_one_outside_the_access_lis
     assert revoked["state"] == "failed"
     assert "revoked" in revoked["detail"]
     assert "fedcg device show site-2" in revoked["advice"]
+    stack.start_agent("site-2")
+    stack.wait_event("site-2", lambda event: event["event"] == "link_problem", "the refusal")
+    assert "revoked" in status(stack, "site-2")["link_problem"]
+    assert coordinator_finding(stack, "site-2")["detail"].startswith("the agent runs, without an answer: ")
+    stack.kill("site-2")
 
 
 def test_a_class_that_the_spec_does_not_have_is_told_then_the_device_finishes_and_tells_so(stack: Stack) -> None:

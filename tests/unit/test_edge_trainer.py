@@ -483,7 +483,7 @@ def test_an_export_that_finds_the_disk_full_is_told_and_the_version_in_use_stays
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as broken:
-        broken.setattr("export.slots._sync", full)
+        broken.setattr("export.slots.fsync_path", full)
         trainer.afterwards(report)
     assert Slots(models).versions() == before
     told = [event for event in read_events(site.events_path) if event["event"] == "export_failed"]
