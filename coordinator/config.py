@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from coordinator.errors import ConfigError
 from coordinator.pacing import GATHER_S, RETRY_S
+from fedcg.toml_problems import read_toml
 from fedcg.watchdog import STALL_S
 from fedcg.wire.messages import MAX_CHUNK_BYTES
 from fedcg.wire.presets import DEFAULT_PRESET, LinkLimits, PresetName, limits_for
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
 EVERY_ADDRESS = "0.0.0.0"  # noqa: S104 - boxes are on other machines; TLS and a token are asked of each
@@ -198,20 +193,9 @@ def load_config(path: Path) -> CoordinatorConfig:
         ConfigError: not TOML, or values out of their bounds; names every error.
     """
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{path}: {error}") from error
-    try:
-        return CoordinatorConfig.model_validate(values)
-    except ValidationError as error:
-        raise ConfigError(explain(path, error)) from error
-
-
-def explain(source: Path, error: ValidationError) -> str:
-    """Every error of a file, one per line."""
-    found = error.errors(include_url=False)
-    lines = [f"  {'.'.join(str(step) for step in item['loc']) or '(file)'}: {item['msg']}" for item in found]
-    return "\n".join([f"{source}:", *lines])
+        return read_toml(path, CoordinatorConfig)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def check_api_host(host: str) -> None:

@@ -64,7 +64,7 @@ def token_create(
     named = "" if token.device else " --device ID"
     text = (
         f"{token.text}\n\nOn the box, until {_when(now + hours * 3600)}, once:\n"
-        f"  fedcg enrol --token TOKEN{named} --out DIR --data IMAGES\n"
+        f"  fedcg enrol --token -{named} --out DIR --data IMAGES      # then paste the token and press Enter\n"
         "Whoever has the token can enrol a box: hand it over as you would a password."
     )
     tell(values, text if is_broker_here else f"{text}\n{RELOAD_BY_HAND}", as_json=as_json)

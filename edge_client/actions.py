@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from edge_client.config import AgentConfig
+from edge_client.diary import describe_end
 from edge_client.downloads import Downloads
 from edge_client.firewall import check_spec, explain
 from edge_client.outgoing import Outgoing
@@ -135,7 +136,7 @@ class Actions:
             refusal = check_spec(spec, self._config.policy)
             detail = "" if refusal is None else explain(refusal, spec, self._config.policy)
         if refusal is not None:
-            self._events.write("refused", what="spec", detail=detail)
+            self._events.write("refused", what="spec", reason=refusal.value, detail=detail)
             _log.warning("%s does not take part: %s", self._config.device, detail)
         return SpecChecked(command.digest, refusal)
 
@@ -199,4 +200,6 @@ class Actions:
 
     def _done(self, command: Done, state: SessionState) -> None:
         self.outcome = command.succeeded
-        self._events.write("finished", succeeded=command.succeeded)
+        end = describe_end(self._store.finalised(), succeeded=command.succeeded)
+        self._events.write("finished", succeeded=command.succeeded, summary=end)
+        _log.log(logging.INFO if command.succeeded else logging.ERROR, "%s: %s", self._config.device, end)

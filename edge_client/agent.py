@@ -38,6 +38,7 @@ from edge_client.session_events import (
     OutboxFound,
     RoundCommitted,
     RoundFailed,
+    SendHello,
     Sending,
     Tick,
     TrainerDied,
@@ -247,6 +248,8 @@ class Agent:
                 self._carry_out(command)
 
     def _carry_out(self, command: Command) -> None:
+        if isinstance(command, SendHello):
+            self._diary.hello()
         try:
             follows = self._actions.carry_out(command, self._state)
         except OSError as error:  # a full disk must not take the commands after this one along: nobody gives them again
@@ -310,13 +313,12 @@ class Agent:
             self._handle(RoundCommitted(report.cursor))  # before whatever can fail: the disk, the size of chunks
             self._prune()
         elif isinstance(report, Failed):
-            about = {"round": report.cursor.round, "attempt": report.cursor.attempt}
-            self._events.write("round_failed", **about, reason=report.reason.value, detail=report.detail)
+            self._diary.failed(report)
             self._handle(RoundFailed(report.cursor, report.reason))
         elif isinstance(report, Chosen):
             self._handle(Finalised(report.aggregate, report.succeeded))
         elif isinstance(report, Exited):
-            self._events.write("trainer_died", pid=report.pid, exit_code=report.exit_code, reason=report.reason)
+            self._diary.died(report)
             try:
                 self._adopt_commit()  # it may have died between its commit and its report
             finally:
