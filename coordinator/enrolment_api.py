@@ -10,12 +10,12 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from fastapi import FastAPI, Request, Response
-from fastapi.concurrency import run_in_threadpool
 from pydantic import BaseModel, ValidationError
 
 from coordinator.admission import Admission, RefusedError
 from coordinator.limits import FailureLimits
 from coordinator.peers import peer_of
+from coordinator.threads import Threads
 from fedcg.wire.enrolment import (
     AUTHORITY_PATH,
     ENROL_PATH,
@@ -27,6 +27,8 @@ from fedcg.wire.enrolment import (
 )
 
 TOLD_EVERY_S = 10.0
+THREADS = 2
+"""That decide; a decision holds the lock of the members, so more would only wait."""
 
 log = logging.getLogger(__name__)
 RequestT = TypeVar("RequestT", bound=BaseModel)
@@ -45,6 +47,7 @@ class _Desk:
     def __init__(self, admission: Admission, limits: FailureLimits) -> None:
         self.admission = admission
         self._limits = limits
+        self._threads = Threads("enrolment", THREADS)
         self._limited = 0
         self._limited_told_at = float("-inf")
 
@@ -58,7 +61,7 @@ class _Desk:
         try:
             body = await _body(request)
             wanted = _parse(schema, body)
-            answer = await run_in_threadpool(grant, wanted)
+            answer = await self._threads.run(grant, wanted)
         except _BadRequestError as error:
             return self._refuse(event, address, error.status, str(error), str(error))
         except RefusedError as error:

@@ -19,12 +19,13 @@ from coordinator.config import BrokerSettings, CoordinatorConfig, EnrolmentSetti
 from coordinator.enrolment_api import create_enrolment_app
 from coordinator.home import Home, create_home
 from coordinator.limits import ALL, PER_ADDRESS, FailureLimits, Rate
-from coordinator.listeners import listening, server_context, server_credential, serving
+from coordinator.listeners import CONNECTION_S, listening, server_context, server_credential, serving
 from coordinator.provision.pki import Credential
 from coordinator.records import AggregateRecord, FederationRecord
 from coordinator.store import Store
 from coordinator.tokens import Wish, create_token
 from fedcg.event_log import EventLog, read_events
+from fedcg.listening import Caps, Connections
 from fedcg.wire.enrolment import Token
 from tests.brokers import free_port
 
@@ -73,7 +74,9 @@ class Desk:
 
 
 @contextmanager
-def running_desk(home: Home, *, per_address: Rate = PER_ADDRESS, everybody: Rate = ALL) -> Iterator[Desk]:
+def running_desk(
+    home: Home, *, per_address: Rate = PER_ADDRESS, everybody: Rate = ALL, life_s: float = CONNECTION_S
+) -> Iterator[Desk]:
     """The listener of a home, as `fedcg coordinator run` starts it, without a coordinator."""
     config, store = home.config(), Store(home.database)
     desk = Desk(home, store)
@@ -93,9 +96,10 @@ def running_desk(home: Home, *, per_address: Rate = PER_ADDRESS, everybody: Rate
     async def serve() -> None:
         stop = asyncio.Event()
         loops.append((asyncio.get_running_loop(), stop))
-        with listening("enrolment", config.enrolment, config.enrolment_host) as listener:
+        table = Connections(Caps(64, 32))
+        with listening("enrolment", config.enrolment, config.enrolment_host, table) as listener:
             assert listener is not None
-            async with serving(create_enrolment_app(admission, limits), listener, context):
+            async with serving(create_enrolment_app(admission, limits), listener, context, life_s):
                 ready.set()
                 await stop.wait()
 

@@ -30,6 +30,7 @@ from edge_client.enrolment import Folder, enrol
 from edge_client.errors import EnrolError
 from edge_client.identity import TlsKey
 from edge_client.launch import load_keys
+from fedcg.listening import Caps, Connections
 from fedcg.wire.enrolment import (
     ENROL_PATH,
     MAX_BODY_BYTES,
@@ -357,18 +358,18 @@ def test_a_port_that_is_taken_is_told_with_the_setting(home: Home) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         settings = EnrolmentSettings(port=other.getsockname()[1])
         with (
-            pytest.raises(HomeError, match=r"\[enrolment\] port"),
-            listeners.listening("enrolment", settings, "127.0.0.1"),
+            pytest.raises(HomeError, match=r"the port under \[enrolment\]"),
+            listeners.listening("enrolment", settings, "127.0.0.1", Connections(Caps(8, 8))),
         ):
             pass
 
 
-def test_a_connection_that_says_nothing_is_ended(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listeners, "CONNECTION_S", 0.3)
-    port = desk.home.config().enrolment.port
+def test_a_connection_whose_request_does_not_end_is_ended(home: Home) -> None:
+    port = home.config().enrolment.port
     assert port is not None
-    context = trusting(authority_of(desk.home))
+    context = trusting(authority_of(home))
     with (
+        running_desk(home, life_s=0.3),
         socket.create_connection(("127.0.0.1", port), timeout=20) as plain,
         context.wrap_socket(plain, server_hostname="127.0.0.1") as secured,
     ):
