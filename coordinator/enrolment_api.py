@@ -24,6 +24,7 @@ from fedcg.wire.enrolment import (
     EnrolRequest,
     Refusal,
     RenewRequest,
+    common_name,
 )
 
 TOLD_EVERY_S = 10.0
@@ -44,9 +45,10 @@ class _BadRequestError(Exception):
 class _Desk:
     """Takes one request at a time from whoever comes: limits, bounds, schema, decision, and a line in the event log."""
 
-    def __init__(self, admission: Admission, limits: FailureLimits) -> None:
+    def __init__(self, admission: Admission, limits: FailureLimits, device_limits: FailureLimits) -> None:
         self.admission = admission
         self._limits = limits
+        self._device_limits = device_limits
         self._threads = Threads("enrolment", THREADS)
         self._limited = 0
         self._limited_told_at = float("-inf")
@@ -55,7 +57,9 @@ class _Desk:
         self, request: Request, schema: type[RequestT], grant: Callable[[RequestT], BaseModel], event: str
     ) -> Response:
         address = request.client.host if request.client is not None else "unknown"
-        wait_s = self._limits.wait_s(address)
+        peer = peer_of(request)
+        limits, asker = (self._limits, address) if peer is None else (self._device_limits, common_name(peer) or "")
+        wait_s = limits.wait_s(asker)
         if wait_s > 0:
             return self._limit(address, wait_s)
         try:
@@ -63,8 +67,10 @@ class _Desk:
             wanted = _parse(schema, body)
             answer = await self._threads.run(grant, wanted)
         except _BadRequestError as error:
+            limits.refused(asker)
             return self._refuse(event, address, error.status, str(error), str(error))
         except RefusedError as error:
+            limits.refused(asker)
             return self._refuse(event, address, 403, error.told, str(error), getattr(wanted, "device", ""))
         except Exception:
             log.exception("a request of %s failed", address)
@@ -72,7 +78,6 @@ class _Desk:
         return Response(answer.model_dump_json(), media_type="application/json")
 
     def _refuse(self, event: str, address: str, status: int, told: str, reason: str, device: str = "") -> Response:
-        self._limits.refused(address)
         self.admission.events.write(event, address=address, reason=reason, client=device)
         return _refusal(status, told)
 
@@ -88,14 +93,15 @@ class _Desk:
         return answer
 
 
-def create_enrolment_app(admission: Admission, limits: FailureLimits) -> FastAPI:
+def create_enrolment_app(admission: Admission, limits: FailureLimits, device_limits: FailureLimits) -> FastAPI:
     """The application of the enrolment listener.
 
     Args:
         admission: decides.
-        limits: counts refusals.
+        limits: counts refusals of those who show no certificate, by address.
+        device_limits: counts those of devices, by name: what strangers do delays no renewal.
     """
-    desk = _Desk(admission, limits)
+    desk = _Desk(admission, limits, device_limits)
     application = FastAPI(title="FedCG Edge enrolment", openapi_url=None, docs_url=None, redoc_url=None)
 
     async def authority() -> Response:

@@ -22,7 +22,7 @@ from coordinator.config import ListenerSettings
 from coordinator.errors import HomeError
 from coordinator.peers import HANG_UP, PEER
 from coordinator.provision.pki import CA_NAME, CRL_NAME, Credential, credential_of, issue
-from fedcg.listening import Connections, Guard, Listener, http_config
+from fedcg.listening import ACCEPTS, Connections, Guard, Listener, http_config
 from fedcg.wire.enrolment import common_name
 
 HANDSHAKE_S = 5.0
@@ -152,6 +152,7 @@ async def serving(
     server = await asyncio.get_running_loop().create_server(
         lambda: config.http_protocol_class(config, state, {}),  # type: ignore[call-arg]
         sock=listener,
+        backlog=ACCEPTS,
         ssl=context,
         ssl_handshake_timeout=HANDSHAKE_S,
         ssl_shutdown_timeout=HANDSHAKE_S,

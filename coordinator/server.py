@@ -89,7 +89,7 @@ def _boxes(
         publish=lambda: publish_access(home),
         evict=lambda device: evict(home, device),
     )
-    application = create_enrolment_app(admission, FailureLimits(time.monotonic))
+    application = create_enrolment_app(admission, FailureLimits(time.monotonic), FailureLimits(time.monotonic))
     context = server_context(home.pki, server_credential(home.pki, "enrolment", config.enrolment_host))
     return serving(application, listener, context, CONNECTION_S)
 

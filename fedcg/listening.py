@@ -30,6 +30,8 @@ STALL_S = 30.0
 WARN_EVERY_S = 60.0
 QUEUE = 1024
 """Connections that the kernel holds until they are accepted: a full queue makes honest ones wait a second and more."""
+ACCEPTS = 8
+"""Accepted in one turn of the event loop: in a flood the connections that are there get on too, before they are ended."""
 MAX_HEADER_BYTES = 16 * 1024
 MAX_DESCRIPTORS = 65_536
 """The soft limit of descriptors is raised up to this; a higher one would only hide a leak."""
@@ -109,20 +111,17 @@ class Connections:
     def __len__(self) -> int:
         return len(self._open)
 
-    def admit(self, connection: Connection, listener: str, address: str) -> bool:
-        """Count a new connection.
-
-        Returns:
-            Whether another one was ended for it.
+    def admit(self, connection: Connection, listener: str, address: str) -> None:
+        """Count a new connection; where there are too many already, another one ends for it.
 
         Raises:
             ConnectionRefusedError: there is no room, and no other connection is idle.
         """
         owner = _Owner(is_identified=False, name=f"{listener} {network_of(address)}")
-        is_full = len(self._open) >= self._total
-        ended = self._bound(owner, self._caps.per_address) or (is_full and self._end_oldest(self._largest_idle()))
+        is_bounded = self._bound(owner, self._caps.per_address)
+        if len(self._open) >= self._total and not is_bounded:
+            self._end_oldest(self._largest_idle())
         self._open[connection] = owner
-        return ended
 
     def identify(self, descriptor: int, name: str) -> None:
         """Count a connection as that of the device whose certificate it has shown, verified, from now on.
@@ -152,7 +151,9 @@ class Connections:
 
     def _bound(self, owner: _Owner, cap: int) -> bool:
         own = [connection for connection, other in self._open.items() if other == owner]
-        return len(own) >= cap and self._end_oldest(own)
+        if len(own) >= cap:
+            self._end_oldest(own)
+        return len(own) >= cap
 
     def _largest_idle(self) -> list[Connection]:
         idle = [(connection, owner) for connection, owner in self._open.items() if connection.is_idle]
@@ -160,7 +161,7 @@ class Connections:
         largest = Counter(owner for _, owner in idle).most_common(1)
         return [connection for connection, owner in idle if owner == largest[0][0]]
 
-    def _end_oldest(self, connections: list[Connection]) -> bool:
+    def _end_oldest(self, connections: list[Connection]) -> None:
         oldest = next((connection for connection in connections if connection.is_idle), None)
         owner = self._open[connections[0]].name if connections else "all"
         self.warn(f"too many connections, most of them of {owner}")
@@ -169,7 +170,6 @@ class Connections:
         oldest.is_ending = True
         with suppress(OSError):
             oldest.shutdown(socket.SHUT_RDWR)  # the event loop sees the end and closes it
-        return True
 
 
 class Listener(socket.socket):
@@ -188,7 +188,7 @@ class Listener(socket.socket):
     def __init__(self, name: str, address: str, port: int, connections: Connections) -> None:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         super().__init__(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # named, else asyncio sets no TCP_NODELAY
-        self.connections, self._name, self._must_wait = connections, name, False
+        self.connections, self._name = connections, name
         self._spare = socket.socket()
         self.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -198,7 +198,7 @@ class Listener(socket.socket):
             raise
 
     def listen(self, backlog: int = 0, /) -> None:
-        """Listen with a long queue; asyncio's own number, how many it accepts in one go, is small."""
+        """Listen with a long queue. What asyncio gives is `ACCEPTS`, which it uses for both."""
         super().listen(max(backlog, QUEUE))
 
     def close(self) -> None:
@@ -210,24 +210,20 @@ class Listener(socket.socket):
         """The next connection that may stay; asyncio's event loop calls it whenever one waits.
 
         Raises:
-            BlockingIOError: none waits, or the event loop has to close first what was ended.
+            BlockingIOError: none waits that may stay.
             OSError: descriptors are missing; asyncio logs it and tries again a second later.
         """
-        if self._must_wait:
-            self._must_wait = False
-            raise BlockingIOError
         try:
             accepted, address = super().accept()
         except OSError as error:
             if error.errno not in NO_DESCRIPTOR:
                 raise
-            self._must_wait = True  # asyncio would try, and log, a hundred times
             self._refuse_one()
             raise BlockingIOError from error
         connection = Connection(self.family, self.type, self.proto, accepted.detach())
         connection.table = self.connections
         try:
-            self._must_wait = self.connections.admit(connection, self._name, address[0])
+            self.connections.admit(connection, self._name, address[0])
         except ConnectionRefusedError as error:
             connection.close()
             raise BlockingIOError from error
@@ -349,6 +345,7 @@ def http_config(application: Any, guard: Guard, **more: Any) -> uvicorn.Config:
         access_log=False,
         proxy_headers=False,  # the address that counts is the connection's: a header is whatever the sender likes
         server_header=False,
+        backlog=ACCEPTS,
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         **more,
     )

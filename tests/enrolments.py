@@ -90,6 +90,7 @@ def running_desk(
         evict=desk.evicted.append,
     )
     limits = FailureLimits(time.monotonic, per_address, everybody)
+    device_limits = FailureLimits(time.monotonic, per_address, everybody)
     context = server_context(home.pki, server_credential(home.pki, "enrolment", config.enrolment_host))
     ready, loops = threading.Event(), []
 
@@ -99,7 +100,7 @@ def running_desk(
         table = Connections(Caps(64, 32))
         with listening("enrolment", config.enrolment, config.enrolment_host, table) as listener:
             assert listener is not None
-            async with serving(create_enrolment_app(admission, limits), listener, context, life_s):
+            async with serving(create_enrolment_app(admission, limits, device_limits), listener, context, life_s):
                 ready.set()
                 await stop.wait()
 
