@@ -10,6 +10,7 @@ import asyncio
 import errno
 import ipaddress
 import logging
+import re
 import resource
 import socket
 import time
@@ -35,6 +36,7 @@ ACCEPTS = 8
 MAX_HEADER_BYTES = 16 * 1024
 MAX_DESCRIPTORS = 65_536
 """The soft limit of descriptors is raised up to this; a higher one would only hide a leak."""
+HOST = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[^\[\]:]+)(:[0-9]*)?")
 NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 
 log = logging.getLogger(__name__)
@@ -317,6 +319,7 @@ class GuardedProtocol(H11Protocol):
         self._header_is_here()
         try:
             await application(scope, receiving, lambda message: self._in_time(send(message)))
+            await self._in_time(self.flow.drain())
         finally:
             self._is_serving = connection.is_busy = False
 
@@ -369,8 +372,8 @@ def own_hosts_only(
     async def check(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http":
             told = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"host"), "")
-            host = told[1:].partition("]")[0] if told.startswith("[") else told.partition(":")[0]
-            if host.lower() not in own | {scope["server"][0].removeprefix("::ffff:")}:
+            found = HOST.fullmatch(told.lower())
+            if found is None or found["name"].strip("[]") not in own | {scope["server"][0].removeprefix("::ffff:")}:
                 message = f"the Host header names {told[:100]!r}, which is not this server; add that name to {setting}"
                 await refuse(message)(scope, receive, send)
                 return
