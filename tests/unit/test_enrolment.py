@@ -364,22 +364,6 @@ def test_a_port_that_is_taken_is_told_with_the_setting(home: Home) -> None:
             pass
 
 
-def test_a_connection_whose_request_does_not_end_is_ended(home: Home) -> None:
-    port = home.config().enrolment.port
-    assert port is not None
-    context = trusting(authority_of(home))
-    with (
-        running_desk(home, life_s=0.3),
-        socket.create_connection(("127.0.0.1", port), timeout=20) as plain,
-        context.wrap_socket(plain, server_hostname="127.0.0.1") as secured,
-    ):
-        secured.sendall(b"POST /v1/enrol HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
-        heard = b""
-        with contextlib.suppress(ssl.SSLError, ConnectionError):
-            heard = secured.recv(10)
-    assert heard == b""
-
-
 def test_a_folder_that_holds_a_device_or_other_things_is_left_alone(desk: Desk, tmp_path: Path) -> None:
     enrol(desk.token("a"), tmp_path / "box")
     before = {path: path.read_bytes() for path in (tmp_path / "box").rglob("*") if path.is_file()}

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -124,7 +125,8 @@ def test_a_request_that_is_being_answered_is_not_ended_to_make_room(open_sockets
         refused = open_sockets.enter_context(connect(site.port))
         wait_until(lambda: is_ended(refused), "there is no room")
         site.go.set()
-        assert [http.client.HTTPResponse(one).begin() for one in held] == [None, None]
+        for one in held:
+            http.client.HTTPResponse(one).begin()
         assert ask(open_sockets.enter_context(connect(site.port))) == 200
 
 
@@ -256,8 +258,14 @@ def test_an_ipv6_network_counts_as_one_address_and_an_ipv4_address_in_ipv6_form_
     assert network_of("10.0.0.1") == "10.0.0.1"
 
 
-def refuse(message: str) -> Any:
-    return JSONResponse({"detail": message}, 400)
+@pytest.fixture(scope="module")
+def named_site() -> Iterator[Site]:
+    def wrap(application: Any) -> Any:
+        refuse = partial(JSONResponse, status_code=400)
+        return own_hosts_only(application, ["line-4.example"], "--allow-host", lambda told: refuse({"detail": told}))
+
+    with serving(Caps(10, 10), wrap) as site:
+        yield site
 
 
 @pytest.mark.parametrize(
@@ -281,15 +289,11 @@ def refuse(message: str) -> Any:
         ("", 400),
     ],
 )
-def test_only_names_of_this_server_count_in_the_host_header(named: str, status: int) -> None:
-    def wrap(application: Any) -> Any:
-        return own_hosts_only(application, ["line-4.example"], "--allow-host", refuse)
-
-    with serving(Caps(10, 10), wrap) as site:
-        connection = http.client.HTTPConnection(HOST, site.port, timeout=20)
-        connection.request("GET", "/", headers={"Host": named})
-        response = connection.getresponse()
-        text = response.read().decode()
-        connection.close()
+def test_only_names_of_this_server_count_in_the_host_header(named_site: Site, named: str, status: int) -> None:
+    connection = http.client.HTTPConnection(HOST, named_site.port, timeout=20)
+    connection.request("GET", "/", headers={"Host": named})
+    response = connection.getresponse()
+    text = response.read().decode()
+    connection.close()
     assert response.status == status
     assert status == 200 or "add that name to --allow-host" in text

@@ -290,3 +290,12 @@ def test_callers_at_once_each_get_the_answer_to_their_own_image(server: Server) 
         assert result["class"] == wanted["class"]
         assert result["probability"] == pytest.approx(wanted["probability"], abs=1e-5)
     assert server.metric("fedcg_serve_batch_images_count") < before + 200  # some were predicted together
+
+
+def test_a_page_that_leads_a_browser_here_under_its_own_name_gets_nothing(server: Server, root: Path) -> None:
+    refused = server.ask("/model", headers={"Host": "evil.example"})
+    assert (refused.status, refused.code) == (400, "wrong_host")
+    assert "--allow-host" in refused.document["error"]["message"]
+    assert server.ask("/model", headers={"Host": f"localhost:{server.port}"}).status == 200
+    with serving(root, "--allow-host", "line-4.example") as named:
+        assert named.ask("/model", headers={"Host": "line-4.example:80"}).status == 200
