@@ -213,7 +213,7 @@ def create_carrier_app(shelf: Shelf, clock: Callable[[], float]) -> FastAPI:
         shelf: what is fetched and where updates go.
         clock: monotonic seconds.
     """
-    threads = Threads("carrier", THREADS)
+    threads = Threads(THREADS, "carrier")
     gate = _Gate(shelf, clock, threads)
     counter = _Counter(shelf, gate, threads)
     application = FastAPI(title="FedCG Edge carrier", openapi_url=None, docs_url=None, redoc_url=None)

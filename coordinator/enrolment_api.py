@@ -49,7 +49,7 @@ class _Desk:
         self.admission = admission
         self._limits = limits
         self._device_limits = device_limits
-        self._threads = Threads("enrolment", THREADS)
+        self._threads = Threads(THREADS, "enrolment")
         self._limited = 0
         self._limited_told_at = float("-inf")
 

@@ -22,52 +22,14 @@ from coordinator.config import ListenerSettings
 from coordinator.errors import HomeError
 from coordinator.peers import HANG_UP, PEER
 from coordinator.provision.pki import CA_NAME, CRL_NAME, Credential, credential_of, issue
-from fedcg.listening import ACCEPTS, Connections, Guard, Listener, http_config
+from fedcg.listening import ACCEPTS, Connections, Listener, http_config
 from fedcg.wire.enrolment import common_name
 
 HANDSHAKE_S = 5.0
-CONNECTION_S = 20.0
 KEEP_ALIVE_S = 20
 RENEW_SERVER_BEFORE = timedelta(days=60)
 
 log = logging.getLogger(__name__)
-
-
-class Revocations:
-    """Keeps the revocation list of a TLS context as the file is.
-
-    Args:
-        context: to which the list is added; of two lists OpenSSL takes the newer.
-        path: the list, replaced in one step by whoever revokes.
-
-    Raises:
-        OSError: it can't be read.
-    """
-
-    def __init__(self, context: ssl.SSLContext, path: Path) -> None:
-        self._context, self._path = context, path
-        self._read: tuple[int, int] | None = None
-        self._failed = ""
-        self._follow()
-        context.verify_flags |= ssl.VERIFY_CRL_CHECK_LEAF
-        context.num_tickets = 0  # a resumed session would bring no certificate to look at
-        context.sni_callback = self._before_handshake
-
-    def _before_handshake(self, *_: object) -> int | None:
-        try:
-            self._follow()
-        except OSError as error:
-            if str(error) != self._failed:
-                self._failed = str(error)
-                log.error("nobody gets in: the revocation list %s can't be read: %s", self._path, error)  # noqa: TRY400
-            return ssl.ALERT_DESCRIPTION_INTERNAL_ERROR
-        return None
-
-    def _follow(self) -> None:
-        now = self._path.stat()
-        if (now.st_ino, now.st_mtime_ns) != self._read:
-            self._context.load_verify_locations(self._path)
-            self._read, self._failed = (now.st_ino, now.st_mtime_ns), ""
 
 
 def server_credential(pki: Path, name: str, host: str) -> Credential:
@@ -94,7 +56,7 @@ def server_context(
     context.load_verify_locations(credential_of(pki, CA_NAME).certificate)
     context.load_cert_chain(credential.certificate, credential.key)
     context.verify_mode = client_certificate
-    Revocations(context, pki / CRL_NAME)
+    _check_revocations(context, pki / CRL_NAME)
     return context
 
 
@@ -138,12 +100,12 @@ async def serving(
     application: FastAPI,
     listener: Listener,
     context: ssl.SSLContext,
-    life_s: float | None = None,
 ) -> AsyncIterator[None]:
     """Serve boxes on a bound socket for as long as the context lasts."""
     config = http_config(
         application,
-        Guard(listener.connections, _identify, life_s),
+        listener,
+        _identify,
         lifespan="off",
         timeout_keep_alive=KEEP_ALIVE_S,
     )
@@ -176,6 +138,29 @@ def _identify(transport: asyncio.Transport) -> tuple[str | None, dict[str, objec
     der = transport.get_extra_info("ssl_object").getpeercert(binary_form=True)
     name = None if der is None else common_name(x509.load_der_x509_certificate(der))
     return name, {PEER: der, HANG_UP: transport.abort}
+
+
+def _check_revocations(context: ssl.SSLContext, path: Path) -> None:
+    """Refuse certificates that the revocation list names, as it is in the file at each handshake; all of them without a list."""
+    read = -1
+
+    def before_handshake(*_: object) -> int | None:
+        nonlocal read
+        try:
+            if (changed := path.stat().st_mtime_ns) != read:
+                context.load_verify_locations(path)  # added: of two lists OpenSSL takes the newer
+                read = changed
+        except OSError as error:
+            if read:
+                log.error("nobody gets in: the revocation list %s can't be read: %s", path, error)  # noqa: TRY400
+            read = 0
+            return ssl.ALERT_DESCRIPTION_INTERNAL_ERROR
+        return None
+
+    context.load_verify_locations(path)
+    context.verify_flags |= ssl.VERIFY_CRL_CHECK_LEAF
+    context.num_tickets = 0  # a resumed session would bring no certificate to look at
+    context.sni_callback = before_handshake
 
 
 def _names(certificate: x509.Certificate) -> set[str]:

@@ -39,7 +39,7 @@ class Membership:
         self._uplink = uplink
         self._conductor = conductor
         self._publisher = publisher
-        self._threads = Threads("members", 1)
+        self._threads = Threads(1, "members")
         self._read_at = 0.0
 
     def is_older_than(self, age_s: float) -> bool:

@@ -21,7 +21,7 @@ from coordinator.enrolment_api import create_enrolment_app
 from coordinator.errors import HomeError
 from coordinator.home import Home
 from coordinator.limits import FailureLimits
-from coordinator.listeners import CONNECTION_S, bound, carrying, listening, server_context, server_credential, serving
+from coordinator.listeners import bound, carrying, listening, server_context, server_credential, serving
 from coordinator.message_keys import Voice, voice_of
 from coordinator.provision.pki import CA_NAME, credential_of
 from coordinator.revocation import evict
@@ -30,7 +30,7 @@ from coordinator.setup import Setup
 from coordinator.store import Store
 from fedcg.event_log import EventLog
 from fedcg.learning.spec import FederationSpec
-from fedcg.listening import Caps, Connections, Guard, Listener, http_config, own_hosts_only
+from fedcg.listening import Caps, Connections, Listener, http_config, own_hosts_only
 from fedcg.wire.artifacts import ArtifactStore
 from fedcg.wire.messages import COORDINATOR
 from fedcg.wire.mqtt import MqttTransport
@@ -91,7 +91,7 @@ def _boxes(
     )
     application = create_enrolment_app(admission, FailureLimits(time.monotonic), FailureLimits(time.monotonic))
     context = server_context(home.pki, server_credential(home.pki, "enrolment", config.enrolment_host))
-    return serving(application, listener, context, CONNECTION_S)
+    return serving(application, listener, context)
 
 
 def _carrying(home: Home, config: CoordinatorConfig, listener: Listener | None) -> Beside:
@@ -125,8 +125,7 @@ def _serve(
     application = create_app(setup, request_exit, exit_when_finished=exit_when_finished, beside=carrying)
     names = (config.api.host, *config.api.names)
     checked = own_hosts_only(application, names, "[api] names in coordinator.toml", _refuse_host)
-    guard = Guard(listener.connections)
-    server = uvicorn.Server(http_config(checked, guard, lifespan="on", timeout_graceful_shutdown=GRACEFUL_S))
+    server = uvicorn.Server(http_config(checked, listener, lifespan="on", timeout_graceful_shutdown=GRACEFUL_S))
     # uvicorn raises the signal that ended it once more when it is done; ours makes that a normal end
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)

@@ -116,7 +116,7 @@ class Service:
         self._worker_pid: int | None = None
         self._attendance = Attendance(self._conductor, self._uplink.intake, setup.events)
         self._turned_away: set[str] = set()
-        self._readers = Threads("artifacts", 1)
+        self._readers = Threads(1, "artifacts")
         self._tasks: set[asyncio.Task[Any]] = set()
         self._link_up = False
         self._finished_at: float | None = None

@@ -5,24 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from typing import ParamSpec, TypeVar
+from typing import TypeVar
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Threads:
-    """A bounded pool. Work of the round engine has asyncio's own; nothing else may use that.
+class Threads(ThreadPoolExecutor):
+    """A bounded pool. The round engine works on asyncio's own (`asyncio.to_thread`), which nothing else may use."""
 
-    Args:
-        name: of its threads.
-        count: how many.
-    """
-
-    def __init__(self, name: str, count: int) -> None:
-        self._pool = ThreadPoolExecutor(count, name)
-
-    async def run(self, work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+    async def run(self, work: Callable[..., T], *arguments: object) -> T:
         """Do something that blocks, once a thread is free."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, partial(work, *arguments, **named))
+        return await asyncio.get_running_loop().run_in_executor(self, work, *arguments)

@@ -149,8 +149,6 @@ def serve_command(
     watch: Annotated[
         int, typer.Option(min=0, help="Predictions after which a new version that does badly is taken back; 0: never.")
     ] = 200,
-    max_connections: Annotated[int, typer.Option(min=16, help="Open connections; idle ones end for new ones.")] = 1024,
-    max_per_address: Annotated[int, typer.Option(min=1, help="Open connections of one address.")] = 1024,
     allow_host: Annotated[
         list[str] | None, typer.Option(help="A further name of this box in requests' Host header; may be repeated.")
     ] = None,
@@ -167,22 +165,8 @@ def serve_command(
         gc.enable()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     accept = _accept(signed_by)
-    settings = Settings(
-        model,
-        host,
-        port,
-        threads,
-        max_batch,
-        max_wait_ms,
-        queue,
-        max_bytes,
-        max_pixels,
-        watch,
-        max_connections,
-        max_per_address,
-        tuple(allow_host or ()),
-        accept,
-    )
+    bounds = (threads, max_batch, max_wait_ms, queue, max_bytes, max_pixels, watch)
+    settings = Settings(model, host, port, *bounds, names=tuple(allow_host or ()), accept=accept)
     code = _or_fail(lambda: serve(settings, typer.echo))
     raise typer.Exit(code)
 

@@ -23,7 +23,7 @@ from export.serve_inputs import Limits
 from export.serve_metrics import Metrics
 from export.serve_model import ServedModel
 from export.serve_watch import WINDOW, Watch
-from fedcg.listening import Caps, Connections, Guard, Listener, http_config, own_hosts_only
+from fedcg.listening import Caps, Connections, Listener, http_config, own_hosts_only
 
 LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
 DRAIN_S = 30.0
@@ -47,8 +47,6 @@ class Settings:
         max_bytes: bytes of a request's body.
         max_pixels: pixels of an encoded image.
         watch: predictions by which a new version is compared with the one before it; 0 for never.
-        max_connections: open connections at once.
-        max_per_address: open connections of one address.
         names: further host names that requests may name in their Host header.
         accept: what a version's manifest must pass, e.g. the check of its signature; None for nothing.
     """
@@ -63,8 +61,6 @@ class Settings:
     max_bytes: int = 16 * 1024 * 1024
     max_pixels: int = MAX_PIXELS
     watch: int = WINDOW
-    max_connections: int = 1024
-    max_per_address: int = 1024
     names: tuple[str, ...] = ()
     accept: Accept | None = None
 
@@ -136,7 +132,10 @@ def serve(settings: Settings, say: Callable[[str], None]) -> int:
         accept=settings.accept,
     )
     service = Service(models, batcher, limits, metrics, Watch(settings.watch))
-    with _bound(settings, Connections(Caps(settings.max_connections, settings.max_per_address))) as listener:
+    room = 2 * _concurrency(
+        settings
+    )  # those in between get an answer that says why; of the address with most ends the oldest
+    with _bound(settings, Connections(Caps(room, room))) as listener:
         if settings.host not in LOOPBACK_HOSTS:
             log.warning("%s is no loopback address: whoever reaches it may ask, there are no accounts", settings.host)
         host, port = listener.getsockname()[:2]
@@ -152,11 +151,15 @@ def _config(service: Service, settings: Settings, listener: Listener) -> uvicorn
     names = (settings.host, *settings.names)
     return http_config(
         own_hosts_only(create_app(service), names, "--allow-host", _refuse_host),
-        Guard(listener.connections),
+        listener,
         lifespan="on",
-        limit_concurrency=2 * settings.queue + 64,  # beyond the queue, so that those get an answer that says why
+        limit_concurrency=_concurrency(settings),
         timeout_graceful_shutdown=_FLUSH_S,
     )
+
+
+def _concurrency(settings: Settings) -> int:
+    return 2 * settings.queue + 64  # beyond the queue, so that those get an answer that says why
 
 
 def _bound(settings: Settings, connections: Connections) -> Listener:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -41,6 +41,7 @@ NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 
 log = logging.getLogger(__name__)
 Application = Callable[[Any, Any, Any], Any]
+Identify = Callable[[asyncio.Transport], tuple[str | None, dict[str, object]]]
 
 
 @dataclass(frozen=True)
@@ -58,11 +59,6 @@ class Caps:
     per_certificate: int = 8
 
 
-class _Owner(NamedTuple):
-    is_identified: bool
-    name: str
-
-
 class Connection(socket.socket):
     """An accepted connection; it counts from `accept` until its descriptor is closed.
 
@@ -75,11 +71,6 @@ class Connection(socket.socket):
     table: Connections
     is_busy = False
     is_ending = False
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether it may be ended to make room."""
-        return not self.is_busy and not self.is_ending
 
     def close(self) -> None:
         """Close it."""
@@ -100,40 +91,19 @@ class Connections:
     def __init__(self, caps: Caps) -> None:
         self._caps = caps
         self._total = min(caps.total, _raise_descriptor_limit() // 2)
-        self._open: dict[Connection, _Owner] = {}
+        self._open: dict[Connection, tuple[bool, str]] = {}
         self._ended = 0
         self._warned_at = float("-inf")
         if self._total < caps.total:
-            log.warning(
-                "at most %d connections instead of %d, half of the process's descriptors; raise LimitNOFILE or `ulimit -n`",
-                self._total,
-                caps.total,
-            )
-
-    def __len__(self) -> int:
-        return len(self._open)
+            log.warning("room for %d of %d connections; raise LimitNOFILE or `ulimit -n`", self._total, caps.total)
 
     def admit(self, connection: Connection, listener: str, address: str) -> None:
-        """Count a new connection; where there are too many already, another one ends for it.
+        """Count a new connection; where there are too many, another one ends for it, or itself when all others are busy."""
+        self._count(connection, (False, f"{listener} {network_of(address)}"), self._caps.per_address)
 
-        Raises:
-            ConnectionRefusedError: there is no room, and no other connection is idle.
-        """
-        owner = _Owner(is_identified=False, name=f"{listener} {network_of(address)}")
-        is_bounded = self._bound(owner, self._caps.per_address)
-        if len(self._open) >= self._total and not is_bounded:
-            self._end_oldest(self._largest_idle())
-        self._open[connection] = owner
-
-    def identify(self, descriptor: int, name: str) -> None:
-        """Count a connection as that of the device whose certificate it has shown, verified, from now on.
-
-        Raises:
-            ConnectionRefusedError: the device has too many, and all are busy.
-        """
-        owner = _Owner(is_identified=True, name=name)
-        self._bound(owner, self._caps.per_certificate)
-        self._open[self.of(descriptor)] = owner
+    def identify(self, connection: Connection, name: str) -> None:
+        """Count a connection as that of the device whose certificate it has shown, verified, from now on."""
+        self._count(connection, (True, name), self._caps.per_certificate)
 
     def of(self, descriptor: int) -> Connection:
         """The open connection of a descriptor."""
@@ -151,24 +121,19 @@ class Connections:
             self._warned_at = now
             log.warning("%s; connections ended or refused so far: %d", cause, self._ended)
 
-    def _bound(self, owner: _Owner, cap: int) -> bool:
-        own = [connection for connection, other in self._open.items() if other == owner]
-        if len(own) >= cap:
-            self._end_oldest(own)
-        return len(own) >= cap
+    def _count(self, connection: Connection, owner: tuple[bool, str], cap: int) -> None:
+        self._open[connection] = owner
+        if sum(other == owner for other in self._open.values()) > cap:
+            self._end_oldest(owner)
+        elif len(self._open) > self._total:
+            idle = [owner for one, owner in self._open.items() if not one.is_busy and not one.is_ending]
+            strangers = [owner for owner in idle if not owner[0]]
+            self._end_oldest(Counter(strangers or idle).most_common(1)[0][0])
 
-    def _largest_idle(self) -> list[Connection]:
-        idle = [(connection, owner) for connection, owner in self._open.items() if connection.is_idle]
-        idle = [item for item in idle if not item[1].is_identified] or idle
-        largest = Counter(owner for _, owner in idle).most_common(1)
-        return [connection for connection, owner in idle if owner == largest[0][0]]
-
-    def _end_oldest(self, connections: list[Connection]) -> None:
-        oldest = next((connection for connection in connections if connection.is_idle), None)
-        owner = self._open[connections[0]].name if connections else "all"
-        self.warn(f"too many connections, most of them of {owner}")
-        if oldest is None:
-            raise ConnectionRefusedError(errno.ECONNREFUSED, f"the connections of {owner} are busy")
+    def _end_oldest(self, owner: tuple[bool, str]) -> None:
+        self.warn(f"too many connections, most of them of {owner[1]}")
+        own = (connection for connection, other in self._open.items() if other == owner)
+        oldest = next(connection for connection in own if not connection.is_busy and not connection.is_ending)
         oldest.is_ending = True
         with suppress(OSError):
             oldest.shutdown(socket.SHUT_RDWR)  # the event loop sees the end and closes it
@@ -212,7 +177,7 @@ class Listener(socket.socket):
         """The next connection that may stay; asyncio's event loop calls it whenever one waits.
 
         Raises:
-            BlockingIOError: none waits that may stay.
+            BlockingIOError: none waits.
             OSError: descriptors are missing; asyncio logs it and tries again a second later.
         """
         try:
@@ -224,11 +189,7 @@ class Listener(socket.socket):
             raise BlockingIOError from error
         connection = Connection(self.family, self.type, self.proto, accepted.detach())
         connection.table = self.connections
-        try:
-            self.connections.admit(connection, self._name, address[0])
-        except ConnectionRefusedError as error:
-            connection.close()
-            raise BlockingIOError from error
+        self.connections.admit(connection, self._name, address[0])
         return connection, address
 
     def _refuse_one(self) -> None:
@@ -240,45 +201,27 @@ class Listener(socket.socket):
         self._spare = socket.socket()
 
 
-@dataclass(frozen=True)
-class Guard:
-    """What a listener's connections may take.
-
-    Attributes:
-        connections: where they count.
-        identify: the device whose certificate a connection has shown, if any, and what its requests find in their scope.
-        life_s: longest life of a connection; None for any.
-    """
-
-    connections: Connections
-    identify: Callable[[asyncio.Transport], tuple[str | None, dict[str, object]]] = lambda _: (None, {})
-    life_s: float | None = None
+def _no_certificate(_: asyncio.Transport) -> tuple[str | None, dict[str, object]]:
+    return None, {}
 
 
 class GuardedProtocol(H11Protocol):
-    """HTTP/1.1 whose headers, bodies and answers may not stand still. Its first argument is the `Guard`; partial() gives it."""
+    """HTTP/1.1 whose headers, bodies and answers may not stand still; for the arguments see `http_config`."""
 
-    def __init__(self, guard: Guard, *arguments: Any, **named: Any) -> None:
+    def __init__(self, connections: Connections, identify: Identify, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self._guard = guard
-        self._life: asyncio.TimerHandle | None = None
+        self._table, self._identify = connections, identify
         self._header: asyncio.TimerHandle | None = None
         self._is_serving = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin a connection."""
         super().connection_made(transport)
-        if self._guard.life_s is not None:
-            self._life = self.loop.call_later(self._guard.life_s, transport.abort)
         self._expect_header()
-        descriptor = transport.get_extra_info("socket").fileno()
-        name, more = self._guard.identify(transport)
-        connection, application = self._guard.connections.of(descriptor), self.app
-        try:
-            if name is not None:
-                self._guard.connections.identify(descriptor, name)
-        except ConnectionRefusedError:
-            transport.abort()
+        connection, application = self._table.of(transport.get_extra_info("socket").fileno()), self.app
+        name, more = self._identify(transport)
+        if name is not None:
+            self._table.identify(connection, name)
 
         async def serve(scope: Any, receive: Any, send: Any) -> None:
             await self._serve(connection, application, ({**scope, **more}, receive, send))
@@ -294,8 +237,6 @@ class GuardedProtocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """End a connection."""
         self._header_is_here()
-        if self._life is not None:
-            self._life.cancel()
         super().connection_lost(exc)
 
     def _expect_header(self) -> None:
@@ -331,17 +272,20 @@ class GuardedProtocol(H11Protocol):
             stalled.cancel()
 
 
-def http_config(application: Any, guard: Guard, **more: Any) -> uvicorn.Config:
+def http_config(
+    application: Any, listener: Listener, identify: Identify = _no_certificate, **more: Any
+) -> uvicorn.Config:
     """How uvicorn serves an application on a `Listener`.
 
     Args:
         application: ASGI.
-        guard: of its connections.
+        listener: where its connections count.
+        identify: gives the device whose certificate a connection has shown, if any, and what its requests find in their scope.
         more: what differs between listeners.
     """
     return uvicorn.Config(
         application,
-        http=partial(GuardedProtocol, guard),  # type: ignore[arg-type]  # it only calls it
+        http=partial(GuardedProtocol, listener.connections, identify),  # type: ignore[arg-type]  # it only calls it
         ws="none",
         log_level=logging.ERROR,  # below that, every malformed request would be a line
         log_config=None,
@@ -394,9 +338,7 @@ def network_of(address: str) -> str:
 
 
 def _raise_descriptor_limit() -> int:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        return wanted
-    return MAX_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
+    soft, hard = (MAX_DESCRIPTORS if limit < 0 else limit for limit in resource.getrlimit(resource.RLIMIT_NOFILE))
+    wanted = max(soft, min(hard, MAX_DESCRIPTORS))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    return wanted

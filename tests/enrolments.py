@@ -19,7 +19,7 @@ from coordinator.config import BrokerSettings, CoordinatorConfig, EnrolmentSetti
 from coordinator.enrolment_api import create_enrolment_app
 from coordinator.home import Home, create_home
 from coordinator.limits import ALL, PER_ADDRESS, FailureLimits, Rate
-from coordinator.listeners import CONNECTION_S, listening, server_context, server_credential, serving
+from coordinator.listeners import listening, server_context, server_credential, serving
 from coordinator.provision.pki import Credential
 from coordinator.records import AggregateRecord, FederationRecord
 from coordinator.store import Store
@@ -74,9 +74,7 @@ class Desk:
 
 
 @contextmanager
-def running_desk(
-    home: Home, *, per_address: Rate = PER_ADDRESS, everybody: Rate = ALL, life_s: float = CONNECTION_S
-) -> Iterator[Desk]:
+def running_desk(home: Home, *, per_address: Rate = PER_ADDRESS, everybody: Rate = ALL) -> Iterator[Desk]:
     """The listener of a home, as `fedcg coordinator run` starts it, without a coordinator."""
     config, store = home.config(), Store(home.database)
     desk = Desk(home, store)
@@ -100,7 +98,7 @@ def running_desk(
         table = Connections(Caps(64, 32))
         with listening("enrolment", config.enrolment, config.enrolment_host, table) as listener:
             assert listener is not None
-            async with serving(create_enrolment_app(admission, limits, device_limits), listener, context, life_s):
+            async with serving(create_enrolment_app(admission, limits, device_limits), listener, context):
                 ready.set()
                 await stop.wait()
 

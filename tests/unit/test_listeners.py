@@ -23,6 +23,7 @@ from edge_client.contact import trusting
 from edge_client.enrolment import enrol
 from edge_client.launch import load_keys
 from edge_client.renewal import renew
+from fedcg import listening
 from fedcg.wire.carrier import READY_PATH
 from fedcg.wire.enrolment import ENROL_PATH, load_certificate
 from fedcg.wire.messages import Carrier, Welcome
@@ -125,8 +126,9 @@ def test_reads_of_the_carrier_that_hang_hold_up_no_round(site: Site, monkeypatch
         connection.close()
 
 
-def test_a_connection_whose_request_does_not_end_is_ended(home: Home) -> None:
-    with running_desk(home, life_s=0.3), secured(home) as slow:
+def test_a_connection_whose_request_does_not_end_is_ended(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listening, "STALL_S", 0.3)
+    with running_desk(home), secured(home) as slow:
         slow.sendall(b"POST /v1/enrol HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
         heard = b""
         with suppress(*REFUSED):

@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from fedcg import listening
-from fedcg.listening import Caps, Connections, Guard, Listener, http_config, network_of, own_hosts_only
+from fedcg.listening import Caps, Connections, Listener, http_config, network_of, own_hosts_only
 from tests.brokers import wait_until
 
 HOST = "127.0.0.1"
@@ -81,7 +81,7 @@ def serving(caps: Caps, wrap: Callable[[Any], Any] = lambda application: applica
     connections = Connections(caps)
     with Listener("test", HOST, 0, connections) as listener:
         site.port = listener.getsockname()[1]
-        server = uvicorn.Server(http_config(wrap(site), Guard(connections), lifespan="off", timeout_keep_alive=60))
+        server = uvicorn.Server(http_config(wrap(site), listener, lifespan="off", timeout_keep_alive=60))
         thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
         thread.start()
         try:
@@ -91,7 +91,7 @@ def serving(caps: Caps, wrap: Callable[[Any], Any] = lambda application: applica
             site.go.set()
             server.force_exit = server.should_exit = True
             thread.join(20)
-    assert len(connections) == 0
+    assert connections._open == {}
 
 
 @pytest.fixture
@@ -192,7 +192,7 @@ def test_who_has_shown_a_certificate_stays_when_strangers_fill_the_table(
     listener: Listener, open_sockets: ExitStack
 ) -> None:
     device, *strangers = accepted(listener, open_sockets, 4)
-    listener.connections.identify(device.fileno(), "line-4")
+    listener.connections.identify(device, "line-4")
     accepted(listener, open_sockets, 3)
     assert (device.is_ending, [one.is_ending for one in strangers]) == (False, [True, True, True])
 
@@ -200,7 +200,7 @@ def test_who_has_shown_a_certificate_stays_when_strangers_fill_the_table(
 def test_a_device_loses_the_oldest_of_too_many_connections(listener: Listener, open_sockets: ExitStack) -> None:
     made = accepted(listener, open_sockets, 3)
     for connection in made:
-        listener.connections.identify(connection.fileno(), "line-4")
+        listener.connections.identify(connection, "line-4")
     assert [connection.is_ending for connection in made] == [True, False, False]
 
 
@@ -209,10 +209,10 @@ def test_a_device_whose_connections_are_all_busy_gets_no_further_one(
 ) -> None:
     *busy, further = accepted(listener, open_sockets, 3)
     for connection in busy:
-        listener.connections.identify(connection.fileno(), "line-4")
+        listener.connections.identify(connection, "line-4")
         connection.is_busy = True
-    with pytest.raises(ConnectionRefusedError, match="line-4"):
-        listener.connections.identify(further.fileno(), "line-4")
+    listener.connections.identify(further, "line-4")
+    assert [one.is_ending for one in (*busy, further)] == [False, False, True]
 
 
 def test_without_a_free_descriptor_waiting_connections_are_refused_and_later_ones_accepted(
