@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from coordinator.errors import ConfigError
+from coordinator.pacing import GATHER_S, RETRY_S
 from fedcg.watchdog import STALL_S
 from fedcg.wire.messages import MAX_CHUNK_BYTES
 from fedcg.wire.presets import DEFAULT_PRESET, LinkLimits, PresetName, limits_for
@@ -149,6 +150,18 @@ class StorageSettings(_Section):
     keep_rounds: Annotated[int, Field(ge=1, le=1_000_000)] = KEEP_ROUNDS
 
 
+class RoundSettings(_Section):
+    """How long rounds wait before they open.
+
+    Attributes:
+        gather_s: with the quorum online, for further enrolled devices after the last one came.
+        retry_s: after a failed attempt; doubles with each failed attempt of the round, up to 10 minutes.
+    """
+
+    gather_s: Annotated[float, Field(ge=0, le=3600)] = GATHER_S
+    retry_s: Annotated[float, Field(ge=0, le=600)] = RETRY_S
+
+
 class CoordinatorConfig(_Section):
     """coordinator.toml."""
 
@@ -159,6 +172,7 @@ class CoordinatorConfig(_Section):
     connections: ConnectionSettings = ConnectionSettings()
     aggregation: AggregationSettings = AggregationSettings()
     storage: StorageSettings = StorageSettings()
+    rounds: RoundSettings = RoundSettings()
 
     @property
     def enrolment_host(self) -> str:
@@ -291,4 +305,10 @@ stall_s = {config.aggregation.stall_s}
 [storage]
 # Updates and aggregates of so many closed rounds stay on the disk; older ones are deleted. What a restart needs always stays.
 keep_rounds = {config.storage.keep_rounds}
+
+[rounds]
+# A round opens when all enrolled devices are online, or min_clients are and no further one came for so many seconds.
+gather_s = {config.rounds.gather_s}
+# Seconds until the next attempt after a failed one; doubles with each failed attempt of a round, up to 600.
+retry_s = {config.rounds.retry_s}
 """

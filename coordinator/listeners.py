@@ -11,7 +11,6 @@ import logging
 import ssl
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
-from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 from cryptography import x509
@@ -21,27 +20,14 @@ from uvicorn.server import ServerState
 from coordinator.config import ListenerSettings
 from coordinator.errors import HomeError
 from coordinator.peers import HANG_UP, PEER
-from coordinator.provision.pki import CA_NAME, CRL_NAME, Credential, credential_of, issue
+from coordinator.provision.pki import CA_NAME, CRL_NAME, Credential, credential_of
 from fedcg.listening import ACCEPTS, Connections, Listener, http_config
 from fedcg.wire.enrolment import common_name
 
 HANDSHAKE_S = 5.0
 KEEP_ALIVE_S = 20
-RENEW_SERVER_BEFORE = timedelta(days=60)
 
 log = logging.getLogger(__name__)
-
-
-def server_credential(pki: Path, name: str, host: str) -> Credential:
-    """A listener's certificate: issued, and issued anew when it runs out or boxes reach it under another name."""
-    names = tuple(dict.fromkeys((host, "127.0.0.1", "localhost")))
-    credential = credential_of(pki, name)
-    if credential.certificate.exists() and credential.key.exists():
-        certificate = x509.load_pem_x509_certificate(credential.certificate.read_bytes())
-        left = certificate.not_valid_after_utc - datetime.now(timezone.utc)
-        if left > RENEW_SERVER_BEFORE and _names(certificate) == set(names):
-            return credential
-    return issue(pki, name, server=True, sans=names)
 
 
 def server_context(
@@ -161,9 +147,3 @@ def _check_revocations(context: ssl.SSLContext, path: Path) -> None:
     context.verify_flags |= ssl.VERIFY_CRL_CHECK_LEAF
     context.num_tickets = 0  # a resumed session would bring no certificate to look at
     context.sni_callback = before_handshake
-
-
-def _names(certificate: x509.Certificate) -> set[str]:
-    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    found = {str(address) for address in names.get_values_for_type(x509.IPAddress)}
-    return found | set(names.get_values_for_type(x509.DNSName))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from coordinator.rounds import Policy
+from coordinator.pacing import Policy
 from fedcg.wire.messages import Outcome
 
 

@@ -21,9 +21,9 @@ from coordinator.enrolment_api import create_enrolment_app
 from coordinator.errors import HomeError
 from coordinator.home import Home
 from coordinator.limits import FailureLimits
-from coordinator.listeners import bound, carrying, listening, server_context, server_credential, serving
+from coordinator.listeners import bound, carrying, listening, server_context, serving
 from coordinator.message_keys import Voice, voice_of
-from coordinator.provision.pki import CA_NAME, credential_of
+from coordinator.provision.pki import CA_NAME, credential_of, server_credential
 from coordinator.revocation import evict
 from coordinator.service import Service
 from coordinator.setup import Setup
@@ -176,6 +176,7 @@ def _setup(home: Home, config: CoordinatorConfig) -> Iterator[Setup]:
             publish_access=lambda: _apply_members(home),
             limits=config.broker.limits,
             keep_rounds=config.storage.keep_rounds,
+            rounds=config.rounds,
         )
     finally:
         store.close()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from coordinator.aggregation import AggregationWorker
 from coordinator.aggregation_messages import Job, WorkerEvent, WorkerSettings
-from coordinator.config import KEEP_ROUNDS
+from coordinator.config import KEEP_ROUNDS, RoundSettings
 from coordinator.message_keys import Voice
 from coordinator.records import FederationRecord
 from coordinator.store import Store
@@ -60,6 +60,7 @@ class Setup:
         make_worker: makes what merges updates.
         keep_rounds: closed rounds whose updates and aggregates stay on the disk.
         publish_access: makes the broker apply who may take part; blocking.
+        rounds: how long rounds wait before they open.
     """
 
     federation: FederationRecord
@@ -75,3 +76,4 @@ class Setup:
     make_worker: MakeWorker = AggregationWorker
     keep_rounds: int = KEEP_ROUNDS
     publish_access: Callable[[], object] = lambda: None
+    rounds: RoundSettings = field(default_factory=RoundSettings)

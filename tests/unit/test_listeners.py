@@ -27,6 +27,7 @@ from fedcg import listening
 from fedcg.wire.carrier import READY_PATH
 from fedcg.wire.enrolment import ENROL_PATH, load_certificate
 from fedcg.wire.messages import Carrier, Welcome
+from fedcg.wire.server_role import ServerRole
 from tests.brokers import DEADLINE_S, DEVICES, Pki, free_port
 from tests.carriers import ask, carrying, connect
 from tests.enrolments import Desk, open_home, running_desk
@@ -94,7 +95,7 @@ def test_nobody_gets_in_while_the_revocation_list_cannot_be_read(site: Site, cap
 
 
 def test_no_session_is_resumed_because_that_would_skip_the_certificate(site: Site) -> None:
-    connection = connect(site.port, site.pki.tls("a").context())
+    connection = connect(site.port, site.pki.tls("a").context(ServerRole.CARRIER))
     connection.request("GET", READY_PATH)
     assert connection.getresponse().status == 204
     assert isinstance(connection.sock, ssl.SSLSocket)
@@ -113,7 +114,7 @@ def test_reads_of_the_carrier_that_hang_hold_up_no_round(site: Site, monkeypatch
         go.wait(DEADLINE_S)
 
     monkeypatch.setattr(carrier_api._Gate, "_read", hang)
-    held = [connect(site.port, site.pki.tls(name).context()) for name in ("a", "b") for _ in range(8)]
+    held = [connect(site.port, site.pki.tls(name).context(ServerRole.CARRIER)) for name in ("a", "b") for _ in range(8)]
     for connection in held:
         connection.request("GET", READY_PATH)
     wait_until(lambda: len(reading) >= carrier_api.THREADS, "the carrier's threads hang")
