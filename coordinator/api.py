@@ -124,13 +124,13 @@ router = APIRouter()
 
 
 @router.get("/healthz")
-def healthz() -> HealthView:
+async def healthz() -> HealthView:  # on no thread: it answers also when all are busy
     """Whether the process answers."""
     return HealthView(status="ok")
 
 
 @router.get("/readyz")
-def readyz(service: Running, response: Response) -> HealthView:
+async def readyz(service: Running, response: Response) -> HealthView:
     """Whether the coordinator is connected to its broker; 503 when not."""
     if not service.is_connected:
         response.status_code = 503

@@ -13,6 +13,7 @@ from coordinator.publishing import Publisher
 from coordinator.records import DeviceState, ParticipantState
 from coordinator.rounds import Departed, Phase
 from coordinator.setup import Setup
+from coordinator.threads import Threads
 from coordinator.uplink import Uplink
 
 REFRESH_S = 2.0
@@ -39,6 +40,7 @@ class Membership:
         self._uplink = uplink
         self._conductor = conductor
         self._publisher = publisher
+        self._threads = Threads(1, "members")
         self._read_at = 0.0
 
     def is_older_than(self, age_s: float) -> bool:
@@ -76,7 +78,7 @@ class Membership:
     async def shut_out(self) -> None:
         """Take devices that left off the broker's lists, once their confirmation had time to arrive."""
         await asyncio.sleep(FAREWELL_S)
-        await asyncio.to_thread(self._setup.publish_access)
+        await self._threads.run(self._setup.publish_access)  # waits for the lock of the members
 
     async def _departed(self, device: str) -> None:
         state = self._conductor.state

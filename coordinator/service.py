@@ -45,6 +45,7 @@ from coordinator.rounds import (
 )
 from coordinator.setup import Setup
 from coordinator.shelf import Shelf
+from coordinator.threads import Threads
 from coordinator.uplink import Checked, Uplink
 from coordinator.uploads import Grant
 from fedcg.learning.spec import FederationSpec
@@ -119,6 +120,7 @@ class Service:
         self._worker_pid: int | None = None
         self._attendance = Attendance(self._conductor, self._uplink.intake, setup.events)
         self._turned_away: set[str] = set()
+        self._readers = Threads(1, "artifacts")
         self._tasks: set[asyncio.Task[Any]] = set()
         self._link_up = False
         self._finished_at: float | None = None
@@ -292,7 +294,7 @@ class Service:
 
     async def _serve(self, device: str, need: Need) -> None:
         try:
-            source = await asyncio.to_thread(self._library.source, need.artifact)
+            source = await self._readers.run(self._library.source, need.artifact)
         except (IntegrityError, OSError):
             log.exception("%s asked for artifact %s, which can't be read", device, need.artifact)
             return
