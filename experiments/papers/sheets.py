@@ -51,7 +51,9 @@ def comparison_sheet(found: Comparison) -> Sheet:
         notes.append(found.preset.stand_in)
     notes += [f"{file} fits no row of this table" for file in found.strangers]
     title = f"{found.preset.base}  {found.preset.title}  [{budget}]"
-    return Sheet(title, (*columns, "after download", "local-only", "alone is better", "remarks"), tuple(rows), tuple(notes))
+    return Sheet(
+        title, (*columns, "after download", "local-only", "alone is better", "remarks"), tuple(rows), tuple(notes)
+    )
 
 
 def orders_sheet(comparisons: Sequence[Comparison]) -> Sheet:

@@ -211,7 +211,8 @@ def test_an_order_is_judged_by_the_line_of_a_row_with_the_most_seeds() -> None:
     mlp = [record("fedcg", seed, 0.50, generator="mlp", reduced={"generator": ["conv", "mlp"]}) for seed in range(3)]
     split = [record("fedsplit", seed, 0.44) for seed in range(3)]
     (order,) = _only(other, *mlp, *split).orders
-    assert (order.verdict.seeds, order.verdict.difference) == (3, pytest.approx(6.0))
+    assert order.verdict.seeds == 3
+    assert order.verdict.difference == pytest.approx(6.0)
 
 
 def test_accuracy_after_the_download_and_local_only_of_the_same_seeds_stand_beside_each_row() -> None:
