@@ -44,12 +44,18 @@ def test_the_calibrated_loss_does_not_depend_on_how_confident_a_model_is() -> No
     # Three of four are right. The best any margin can say is 3/4, a margin of ln 3 = 1.0986; the loss there is
     # -3/4 ln 3/4 - 1/4 ln 1/4 = 0.2158 + 0.3466 = 0.5623. Plain cross-entropy at margin 8 is (3 ln(1 + e^-8) + 8) / 4 = 2.0003.
     entropy = -0.75 * math.log(0.75) - 0.25 * math.log(0.25)
-    for margin in (0.1, math.log(3.0), 8.0):
+    for margin in (math.log(3.0), 4.0, 8.0):
         assert calibrated_loss(*two_classes(margin, 3, 1)) == pytest.approx(entropy, abs=1e-3)
     confident = two_classes(8.0, 3, 1)
     assert float(torch.nn.functional.cross_entropy(*confident)) == pytest.approx(2.0003, abs=1e-3)
-    # Half right: no margin says more than 1/2, so the highest temperature wins, ln 2 = 0.6931. The confident one is better.
-    assert calibrated_loss(*two_classes(0.1, 2, 2)) == pytest.approx(math.log(2.0), abs=1e-3)
+    # Half right: no margin says more than 1/2, ln 2 = 0.6931. By plain cross-entropy this one would be better than the confident.
+    assert calibrated_loss(*two_classes(0.8, 2, 2)) == pytest.approx(math.log(2.0), abs=1e-3)
+
+
+def test_a_model_is_not_made_more_confident_than_it_is() -> None:
+    # All right at margin 1: ln(1 + e^-1) = 0.3133, at margin 2 ln(1 + e^-2) = 0.1269; sharpened, both would come to 0.
+    assert calibrated_loss(*two_classes(1.0, 4, 0)) == pytest.approx(0.3133, abs=1e-4)
+    assert calibrated_loss(*two_classes(2.0, 4, 0)) == pytest.approx(0.1269, abs=1e-4)
 
 
 def test_the_least_loss_is_chosen_and_the_first_of_equals() -> None:
