@@ -62,6 +62,8 @@ class FedgenParams(TrainingParams):
     replay: float = Field(default=1.0, ge=0, description="weight of the classifier's loss on generated features")
     replay_labels: Literal["batch", "uniform"] = Field(
         default="batch",
+        # A spec that leaves it out keeps the digest that it had before this parameter existed.
+        exclude_if=lambda labels: labels == "batch",
         description="labels of the replayed features: those of the client's batch, or drawn from all classes",
     )
     diversity: float = Field(default=1.0, ge=0, description="weight of the mode-seeking term in the generator's loss")
