@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from coordinator.errors import ConfigError
+from coordinator.pacing import GATHER_S, RETRY_S
 from fedcg.watchdog import STALL_S
 from fedcg.wire.messages import MAX_CHUNK_BYTES
 from fedcg.wire.presets import DEFAULT_PRESET, LinkLimits, PresetName, limits_for
@@ -118,6 +119,23 @@ class AggregationSettings(_Section):
     stall_s: Annotated[float, Field(ge=1, le=86_400)] = STALL_S
 
 
+class RobustnessSettings(_Section):
+    """How much one device may weigh in a merge; a large number switches a bound off.
+
+    Attributes:
+        weight_medians: a device counts for at most so many times the median number of examples of the attempt.
+        max_share: a device counts for at most this share of all examples.
+        examples: numbers of examples by device that stand in the place of what the devices report; they are not capped.
+        clip_medians: an update farther from the base than so many times the median of the last closed round (in the first: of its
+            own) is scaled back.
+    """
+
+    weight_medians: Annotated[float, Field(ge=1, le=1e9)] = 3.0
+    max_share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    examples: dict[str, Annotated[int, Field(ge=1, le=1 << 40)]] = {}
+    clip_medians: Annotated[float, Field(ge=1, le=1e9)] = 2.5
+
+
 class StorageSettings(_Section):
     """What stays on the disk.
 
@@ -128,6 +146,18 @@ class StorageSettings(_Section):
     keep_rounds: Annotated[int, Field(ge=1, le=1_000_000)] = KEEP_ROUNDS
 
 
+class RoundSettings(_Section):
+    """How long rounds wait before they open.
+
+    Attributes:
+        gather_s: with the quorum online, for further enrolled devices after the last one came.
+        retry_s: after a failed attempt; doubles with each failed attempt of the round, up to 10 minutes.
+    """
+
+    gather_s: Annotated[float, Field(ge=0, le=3600)] = GATHER_S
+    retry_s: Annotated[float, Field(ge=0, le=600)] = RETRY_S
+
+
 class CoordinatorConfig(_Section):
     """coordinator.toml."""
 
@@ -136,7 +166,9 @@ class CoordinatorConfig(_Section):
     enrolment: EnrolmentSettings = EnrolmentSettings()
     carrier: CarrierSettings = CarrierSettings()
     aggregation: AggregationSettings = AggregationSettings()
+    robustness: RobustnessSettings = RobustnessSettings()
     storage: StorageSettings = StorageSettings()
+    rounds: RoundSettings = RoundSettings()
 
     @property
     def enrolment_host(self) -> str:
@@ -257,7 +289,22 @@ public_images = {config.aggregation.public_images}
 # The worker is replaced when it has work and gives no sign of life for so many seconds.
 stall_s = {config.aggregation.stall_s}
 
+[robustness]
+# A device counts for at most so many times the median number of examples, and for at most this share of all examples.
+weight_medians = {config.robustness.weight_medians}
+max_share = {config.robustness.max_share}
+# Numbers of examples that stand in the place of what these devices report; they are not capped.
+examples = {{{", ".join(f"{json.dumps(name)} = {count}" for name, count in config.robustness.examples.items())}}}
+# An update farther from the base than so many times the last round's median is scaled back. A large number switches this off.
+clip_medians = {config.robustness.clip_medians}
+
 [storage]
 # Updates and aggregates of so many closed rounds stay on the disk; older ones are deleted. What a restart needs always stays.
 keep_rounds = {config.storage.keep_rounds}
+
+[rounds]
+# A round opens when all enrolled devices are online, or min_clients are and no further one came for so many seconds.
+gather_s = {config.rounds.gather_s}
+# Seconds until the next attempt after a failed one; doubles with each failed attempt of a round, up to 600.
+retry_s = {config.rounds.retry_s}
 """

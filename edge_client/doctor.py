@@ -27,9 +27,11 @@ from edge_client.launch import load_keys, mqtt_config
 from edge_client.private_store import PrivateStore
 from fedcg.learning.formats import dataset_name, is_array_source, stamp
 from fedcg.wire.clocks import SET_CLOCK, clock_says
-from fedcg.wire.errors import TransportError, WireError
+from fedcg.wire.enrolment import common_name, load_certificate
+from fedcg.wire.errors import MalformedError, TransportError, WireError
 from fedcg.wire.messages import Carrier
 from fedcg.wire.mqtt_config import explain_failure
+from fedcg.wire.server_role import AUTHORITY_NAME
 
 LEAST_FREE_BYTES = 1 << 30
 EXPIRES_SOON = timedelta(days=14)
@@ -65,6 +67,7 @@ def examine(config: AgentConfig, now: datetime) -> tuple[Finding, ...]:
         _keys,
         _certificate,
         _broker,
+        _authority,
         _carrier,
         _data,
         _cohort_secret,
@@ -168,6 +171,21 @@ def _broker(config: AgentConfig, now: datetime) -> Finding:
     except (OSError, ssl.SSLError) as error:
         return Finding("broker", "failed", explain_failure(mqtt, error), "ask whoever runs the broker")
     return Finding("broker", "ok", f"{mqtt.address} answers, without TLS")
+
+
+def _authority(config: AgentConfig, now: datetime) -> Finding:
+    if config.tls is None:
+        return Finding("authority", "ok", "no TLS")
+    try:
+        name = common_name(load_certificate(config.tls.ca.read_bytes()))
+    except (OSError, MalformedError) as error:
+        return Finding(
+            "authority", "failed", f"{config.tls.ca}: {error}", "enrol the device again, or copy its bundle again"
+        )
+    if name == AUTHORITY_NAME:
+        return Finding("authority", "ok", f"{name}: the broker must show a certificate that was made for the broker")
+    told = f"{name!r} was made by no coordinator: whoever has a certificate of it for {config.broker.host} passes for the broker"
+    return Finding("authority", "ok", told)
 
 
 def _carrier(config: AgentConfig, now: datetime) -> Finding:

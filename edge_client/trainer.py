@@ -58,17 +58,11 @@ def trainer_main(connection: Connection, settings: TrainerSettings) -> None:
     events = EventLog(settings.store / "events.jsonl", time.time)
     with store.locked("trainer.lock", wait_s=LOCK_WAIT_S):
         trainer = Trainer(settings, store, events, SignsOfLife(connection))
-        warm_up()
         connection.send(Ready(os.getpid()))
         while True:
             report = trainer.do(commands.get())
             connection.send(report)
             trainer.afterwards(report)
-
-
-def warm_up() -> None:
-    """Make torch load what it loads on first use (its compiler, with the first optimiser), while the link comes up."""
-    torch.optim.Adam([torch.zeros(1, requires_grad=True)])
 
 
 def _listen(connection: Connection, commands: queue.SimpleQueue[TrainerCommand]) -> None:
