@@ -9,7 +9,7 @@ Agent:
   trainer_started / trainer_died {pid, exit_code}          phase_started {phase, round, attempt, pid}
   progress {phase, step, steps, round, attempt, pid}       committed {round, attempt, pid, ...accuracies, update_bytes}
   round_failed {round, attempt, reason, detail}            manifest {round, attempt, artifact}
-  receipt {round, attempt, artifact, outcome, reason, chunks_sent}   finalised {candidate, model_dir, ...accuracies}
+  receipt {round, attempt, artifact, outcome, reason, chunks_sent}   finalised {candidate, model_dir, ...accuracies and losses}
   refused {what, reason, detail, count}                    agent_stopped {pid, dropped, refused}
   certificate_renewed {until}   renewal_failed {detail}
   carrier {way: up | down, works, detail}   images_skipped {count, images}   cohort {others: alone | same | different}
