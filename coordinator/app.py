@@ -8,12 +8,14 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 
 from fastapi import FastAPI
 
 from coordinator.api import router
 from coordinator.service import Service, start_service
 from coordinator.setup import Setup
+from fedcg.disk_errors import advice_for
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +64,7 @@ async def _life(
     application.state.service = service
     application.state.setup = setup
     work = asyncio.create_task(service.run(), name="service")
-    work.add_done_callback(partial(_ended, request_exit))
+    work.add_done_callback(partial(_ended, request_exit, setup.artifacts.root))
     leaving = asyncio.create_task(_leave(service, request_exit)) if exit_when_finished else None
     try:
         async with beside(service):
@@ -80,11 +82,13 @@ async def _leave(service: Service, request_exit: RequestExit) -> None:
     request_exit(0)
 
 
-def _ended(request_exit: RequestExit, work: asyncio.Task[None]) -> None:
+def _ended(request_exit: RequestExit, directory: Path, work: asyncio.Task[None]) -> None:
     error = None if work.cancelled() else work.exception()
     if error is not None:
-        advice = " Free space on, or repair, the disk of its directory first." if isinstance(error, OSError) else ""
+        told = f" {advice_for(error, directory)} first: {error}" if isinstance(error, OSError) else ""
         log.critical(
-            "the coordinator fails and ends; started again it goes on with the same attempt.%s", advice, exc_info=error
+            "the coordinator fails and ends; started again it goes on with the same attempt.%s",
+            told,
+            exc_info=None if told else error,
         )
         request_exit(1)

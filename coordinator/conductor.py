@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any, Protocol
@@ -21,23 +22,18 @@ from coordinator.pruning import Pruner
 from coordinator.publishing import Publisher
 from coordinator.records import AggregateRecord
 from coordinator.robustness import Distances, given_weights, limits_of, medians_of, over
-from coordinator.rounds import (
-    AggregateStored,
+from coordinator.round_commands import (
     Command,
     Distil,
-    Event,
     FailAttempt,
     Finish,
     Invite,
+    MoveDeadline,
     OpenAttempt,
     Pause,
-    Phase,
-    Restarted,
     ResumeAttempt,
-    RoundState,
-    UpdateRefused,
-    transition,
 )
+from coordinator.rounds import AggregateStored, Event, Phase, Restarted, RoundState, UpdateRefused, transition
 from coordinator.setup import Setup, Worker
 from coordinator.store import Key
 from coordinator.track_record import LEFT_OUT_ROUNDS, left_out, typical_distances
@@ -76,12 +72,15 @@ class Conductor:
         self._worker = worker
         self._pruner = Pruner(setup.store, setup.artifacts, self._id, setup.keep_rounds, library.forget)
         self._uplink: Uploading | None = None
-        self._state = RoundState(setup.federation.policy)
+        self._policy = replace(setup.federation.policy, gather_s=setup.rounds.gather_s, retry_s=setup.rounds.retry_s)
+        self._state = RoundState(self._policy)
+        self.announced_at = 0.0
         self._base = ""
         self._is_announced = True
         self._do_what: dict[type[Any], Callable[[Any], Awaitable[None]]] = {
             OpenAttempt: self._open_attempt,
             ResumeAttempt: self._resume_attempt,
+            MoveDeadline: self._move_deadline,
             Invite: self._invite,
             Distil: self._distil,
             FailAttempt: self._fail_attempt,
@@ -110,7 +109,9 @@ class Conductor:
 
     async def restart(self) -> None:
         """Rebuild the state from the database and go on where it was left."""
-        self._state = await asyncio.to_thread(self._store.round_state, self._id)
+        stored = await asyncio.to_thread(self._store.round_state, self._id)
+        pace = replace(stored.pace, expected=self._state.pace.expected)
+        self._state = replace(stored, policy=self._policy, pace=pace)
         aggregates = await asyncio.to_thread(self._store.aggregates, self._id)
         for aggregate in aggregates:
             self._library.allow(aggregate.artifact)
@@ -174,7 +175,7 @@ class Conductor:
 
     async def announce(self) -> None:
         """Publish what the retained offer topic must say now; while the link is down this does nothing."""
-        self._is_announced = True
+        self._is_announced, self.announced_at = True, time.monotonic()
         state = self._state
         if state.phase in (Phase.WAITING, Phase.PAUSED):
             return
@@ -229,6 +230,13 @@ class Conductor:
         for update in accepted:
             self._worker.add(update.client, update.artifact)
 
+    async def _move_deadline(self, command: MoveDeadline) -> None:
+        await asyncio.to_thread(self._store.move_deadline, self._key(command), command.deadline_at)
+        if command.reason:
+            round_number, attempt, reason = command.round, command.attempt, command.reason
+            log.warning("round %d, attempt %d goes on: %s", round_number, attempt, reason)
+            self._events.write("deadline_moved", round=round_number, attempt=attempt, reason=reason)
+
     async def _invite(self, command: Invite) -> None:
         if self._uplink is not None:
             self._uplink.invite(command.client, (command.round, command.attempt))
@@ -257,7 +265,8 @@ class Conductor:
         self._worker.finish(chosen, _named(limits) if limits is not first or any(shares.values()) else ())
 
     async def _fail_attempt(self, command: FailAttempt) -> None:
-        await asyncio.to_thread(self._store.fail_attempt, self._key(command), command.reason, self._setup.clock())
+        now, first_attempt = self._setup.clock(), command.first_attempt
+        await asyncio.to_thread(self._store.fail_attempt, self._key(command), command.reason, now, first_attempt)
         self._end_uploads(Outcome.CLOSED, "the attempt ended without an aggregate")
         self._events.write("attempt_failed", round=command.round, attempt=command.attempt, reason=command.reason)
         spilled = spill_directory(self._setup.worker.spill, self._id, command.round, command.attempt)
@@ -292,7 +301,7 @@ class Conductor:
         typical = await asyncio.to_thread(typical_distances, self._store, self._id, round_number - 1)
         return limits_of(typical, self._setup.robustness.clip_medians)
 
-    def _key(self, command: OpenAttempt | ResumeAttempt | Distil | FailAttempt) -> Key:
+    def _key(self, command: OpenAttempt | ResumeAttempt | MoveDeadline | Distil | FailAttempt) -> Key:
         return (self._id, command.round, command.attempt)
 
 

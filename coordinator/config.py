@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from coordinator.errors import ConfigError
+from coordinator.pacing import GATHER_S, RETRY_S
+from fedcg.toml_problems import read_toml
 from fedcg.watchdog import STALL_S
 from fedcg.wire.messages import MAX_CHUNK_BYTES
 from fedcg.wire.presets import DEFAULT_PRESET, LinkLimits, PresetName, limits_for
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
 EVERY_ADDRESS = "0.0.0.0"  # noqa: S104 - boxes are on other machines; TLS and a token are asked of each
@@ -145,6 +141,18 @@ class StorageSettings(_Section):
     keep_rounds: Annotated[int, Field(ge=1, le=1_000_000)] = KEEP_ROUNDS
 
 
+class RoundSettings(_Section):
+    """How long rounds wait before they open.
+
+    Attributes:
+        gather_s: with the quorum online, for further enrolled devices after the last one came.
+        retry_s: after a failed attempt; doubles with each failed attempt of the round, up to 10 minutes.
+    """
+
+    gather_s: Annotated[float, Field(ge=0, le=3600)] = GATHER_S
+    retry_s: Annotated[float, Field(ge=0, le=600)] = RETRY_S
+
+
 class CoordinatorConfig(_Section):
     """coordinator.toml."""
 
@@ -155,6 +163,7 @@ class CoordinatorConfig(_Section):
     aggregation: AggregationSettings = AggregationSettings()
     robustness: RobustnessSettings = RobustnessSettings()
     storage: StorageSettings = StorageSettings()
+    rounds: RoundSettings = RoundSettings()
 
     @property
     def enrolment_host(self) -> str:
@@ -184,20 +193,9 @@ def load_config(path: Path) -> CoordinatorConfig:
         ConfigError: not TOML, or values out of their bounds; names every error.
     """
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{path}: {error}") from error
-    try:
-        return CoordinatorConfig.model_validate(values)
-    except ValidationError as error:
-        raise ConfigError(explain(path, error)) from error
-
-
-def explain(source: Path, error: ValidationError) -> str:
-    """Every error of a file, one per line."""
-    found = error.errors(include_url=False)
-    lines = [f"  {'.'.join(str(step) for step in item['loc']) or '(file)'}: {item['msg']}" for item in found]
-    return "\n".join([f"{source}:", *lines])
+        return read_toml(path, CoordinatorConfig)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def check_api_host(host: str) -> None:
@@ -287,4 +285,10 @@ clip_medians = {config.robustness.clip_medians}
 [storage]
 # Updates and aggregates of so many closed rounds stay on the disk; older ones are deleted. What a restart needs always stays.
 keep_rounds = {config.storage.keep_rounds}
+
+[rounds]
+# A round opens when all enrolled devices are online, or min_clients are and no further one came for so many seconds.
+gather_s = {config.rounds.gather_s}
+# Seconds until the next attempt after a failed one; doubles with each failed attempt of a round, up to 600.
+retry_s = {config.rounds.retry_s}
 """

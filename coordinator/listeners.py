@@ -12,12 +12,10 @@ import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
-from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
 import uvicorn
-from cryptography import x509
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
@@ -25,7 +23,7 @@ from uvicorn.server import ServerState
 from coordinator.config import ListenerSettings
 from coordinator.errors import HomeError
 from coordinator.peers import HANG_UP, PEER
-from coordinator.provision.pki import CA_NAME, Credential, credential_of, issue
+from coordinator.provision.pki import CA_NAME, Credential, credential_of
 from fedcg.wire.carrier import STALL_S
 
 HANDSHAKE_S = 10.0
@@ -34,7 +32,6 @@ KEEP_ALIVE_S = 20
 MAX_CONNECTIONS = 128
 MAX_CARRIER_CONNECTIONS = 1024
 MAX_HEADER_BYTES = 16 * 1024
-RENEW_SERVER_BEFORE = timedelta(days=60)
 Send = Callable[[Any], Awaitable[None]]
 
 
@@ -82,18 +79,6 @@ class CarrierProtocol(EnrolmentProtocol):
         self._expiry.cancel()
         if not self.transport.is_closing():
             self._expiry = self.loop.call_later(STALL_S, self.transport.abort)
-
-
-def server_credential(pki: Path, name: str, host: str) -> Credential:
-    """A listener's certificate: issued, and issued anew when it runs out or boxes reach it under another name."""
-    names = tuple(dict.fromkeys((host, "127.0.0.1", "localhost")))
-    credential = credential_of(pki, name)
-    if credential.certificate.exists() and credential.key.exists():
-        certificate = x509.load_pem_x509_certificate(credential.certificate.read_bytes())
-        left = certificate.not_valid_after_utc - datetime.now(timezone.utc)
-        if left > RENEW_SERVER_BEFORE and _names(certificate) == set(names):
-            return credential
-    return issue(pki, name, server=True, sans=names)
 
 
 def server_context(
@@ -184,9 +169,3 @@ def carrying(
     """Serve the carrier to boxes that show a certificate of the authority, for as long as the context lasts."""
     context = server_context(pki, credential, ssl.CERT_REQUIRED)
     return serving(application, listener, context, CarrierProtocol, MAX_CARRIER_CONNECTIONS)
-
-
-def _names(certificate: x509.Certificate) -> set[str]:
-    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    found = {str(address) for address in names.get_values_for_type(x509.IPAddress)}
-    return found | set(names.get_values_for_type(x509.DNSName))

@@ -8,6 +8,7 @@ from functools import partial
 
 from coordinator.conductor import Conductor
 from coordinator.ingest import Ingest
+from coordinator.pacing import Expected
 from coordinator.publishing import Publisher
 from coordinator.records import DeviceState, ParticipantState
 from coordinator.rounds import Departed, Phase
@@ -48,6 +49,7 @@ class Membership:
         """Learn who may take part now; whoever may not any more is waited for no longer."""
         self._read_at = time.monotonic()
         members = await asyncio.to_thread(self._setup.store.members)
+        await self._conductor.apply(Expected(frozenset(member.id for member in members)))
         for device in sorted(self._ingest.learn_keys((member.id, member.public_key) for member in members)):
             self._setup.events.write("departed", client=device)
             await self._departed(device)

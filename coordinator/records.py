@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from enum import Enum
 
-from coordinator.rounds import Policy
+from coordinator.pacing import Policy
 from fedcg.wire.messages import Outcome
 from fedcg.wire.parts import Part
 

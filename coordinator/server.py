@@ -22,9 +22,9 @@ from coordinator.enrolment_api import create_enrolment_app
 from coordinator.errors import HomeError
 from coordinator.home import Home
 from coordinator.limits import FailureLimits
-from coordinator.listeners import carrying, listening, server_context, server_credential, serving
+from coordinator.listeners import carrying, listening, server_context, serving
 from coordinator.message_keys import voice_of
-from coordinator.provision.pki import CA_NAME, credential_of
+from coordinator.provision.pki import CA_NAME, credential_of, server_credential
 from coordinator.revocation import evict
 from coordinator.service import Service
 from coordinator.setup import Setup
@@ -171,6 +171,7 @@ def _setup(home: Home, config: CoordinatorConfig) -> Iterator[Setup]:
             publish_access=lambda: _apply_members(home),
             limits=config.broker.limits,
             keep_rounds=config.storage.keep_rounds,
+            rounds=config.rounds,
             robustness=config.robustness,
         )
     finally:

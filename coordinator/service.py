@@ -34,6 +34,7 @@ from coordinator.intake import IntakeFailed
 from coordinator.invitations import REMIND_S, Invitations
 from coordinator.library import Library
 from coordinator.membership import REFRESH_S, Membership
+from coordinator.pacing import LinkChanged
 from coordinator.publishing import Publisher, status_will
 from coordinator.rounds import (
     AggregationFailed,
@@ -56,6 +57,8 @@ from fedcg.wire.transport import Delivery
 
 TICK_S = 0.25
 STRANGER_REFRESH_S = 1.0
+OFFER_EVERY_S = 30.0
+"""A broker may lose an offer, or the end, although it is retained: as many bytes a day as heartbeats have."""
 LEAVE_AFTER_S = 5.0
 LEAVE_AT_LATEST_S = 60.0
 CLOSE_TIMEOUT_S = 2.0
@@ -299,20 +302,22 @@ class Service:
         self._link_up = change.up
         self._events.write("link", up=change.up)
         if not change.up:
+            await self._conductor.apply(LinkChanged(up=False))
             return
         self._attendance.presence.pardon(time.monotonic())
         self._library.change_chunk_bytes(self._publisher.chunk_bytes)
         self._publisher.keys()
         self._publisher.status(online=True)
+        await self._conductor.apply(LinkChanged(up=True))
         await self._conductor.announce()
         self._invitations.remind()
 
     async def _tick(self) -> None:
         self._uplink.tick()
         await self._conductor.apply(Tick())
-        if self._link_up and not self._conductor.is_announced:
-            await self._conductor.announce()  # the queue was full: a lost offer would cost the round
         now = time.monotonic()
+        if self._link_up and (not self._conductor.is_announced or self._is_offer_due(now)):
+            await self._conductor.announce()  # the queue was full, or somebody may not have heard
         if self._members.is_older_than(REFRESH_S):
             await self._members.refresh()
             await self._follow_key()
@@ -325,6 +330,11 @@ class Service:
         since = now - self._finished_at
         if since >= LEAVE_AT_LATEST_S or (since >= LEAVE_AFTER_S and not self.state.online):
             self.finished_and_left.set()
+
+    def _is_offer_due(self, now: float) -> bool:
+        is_over = self.state.phase is Phase.FINISHED and bool(self.state.online)
+        is_wanted = is_over or (self.state.phase is Phase.COLLECTING and bool(self._invitations.unanswered))
+        return is_wanted and now - self._conductor.announced_at >= OFFER_EVERY_S
 
     async def _follow_key(self) -> None:
         """Sign with the new key after `fedcg coordinator rotate-key`."""

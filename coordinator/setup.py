@@ -9,7 +9,7 @@ from typing import Protocol
 
 from coordinator.aggregation import AggregationWorker
 from coordinator.aggregation_messages import Job, Limits, Updates, WorkerEvent, WorkerSettings
-from coordinator.config import KEEP_ROUNDS, RobustnessSettings
+from coordinator.config import KEEP_ROUNDS, RobustnessSettings, RoundSettings
 from coordinator.message_keys import Voice
 from coordinator.records import FederationRecord
 from coordinator.store import Store
@@ -61,6 +61,7 @@ class Setup:
         keep_rounds: closed rounds whose updates and aggregates stay on the disk.
         robustness: how much one device may weigh in a merge.
         publish_access: makes the broker apply who may take part; blocking.
+        rounds: how long rounds wait before they open.
     """
 
     federation: FederationRecord
@@ -77,3 +78,4 @@ class Setup:
     keep_rounds: int = KEEP_ROUNDS
     robustness: RobustnessSettings = field(default_factory=RobustnessSettings)
     publish_access: Callable[[], object] = lambda: None
+    rounds: RoundSettings = field(default_factory=RoundSettings)

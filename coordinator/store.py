@@ -15,6 +15,7 @@ from sqlalchemy.exc import IntegrityError
 
 from coordinator import schema
 from coordinator.errors import EnrolmentError, PlanError, StoreError
+from coordinator.pacing import Pace
 from coordinator.records import (
     AggregateRecord,
     AttemptRecord,
@@ -181,9 +182,14 @@ class Store:
                 _answer(connection, schema.updates, key, client, {"weight": weight})
         self._change_attempt(key, {"state": AttemptState.DISTILLING.value, "distilling_at": now})
 
-    def fail_attempt(self, key: Key, reason: str, now: float) -> None:
-        """The attempt ended without an aggregate."""
-        self._change_attempt(key, {"state": AttemptState.FAILED.value, "reason": reason[:300], "closed_at": now})
+    def fail_attempt(self, key: Key, reason: str, now: float, first_attempt: int | None = None) -> None:
+        """The attempt ended without an aggregate; failed ones are counted from `first_attempt` on, when that moved."""
+        failed = {"state": AttemptState.FAILED.value, "reason": reason[:300], "closed_at": now}
+        table = schema.federations
+        with self._engine.begin() as connection:
+            connection.execute(update(schema.attempts).where(_is(schema.attempts, key)).values(**failed))
+            if first_attempt is not None:
+                connection.execute(update(table).where(table.c.id == key[0]).values(first_attempt=first_attempt))
 
     def close_attempt(self, aggregate: AggregateRecord) -> None:
         """Store aggregate and server state and close the attempt, in one transaction.
@@ -334,6 +340,7 @@ class Store:
             declined=frozenset(person.client for person in people if person.state is ParticipantState.DECLINED),
             deadline_at=last.deadline_at,
             first_attempt=record.first_attempt,
+            accepted=frozenset(person.client for person in people if person.state is ParticipantState.ACCEPTED),
         )
 
     def _change_attempt(self, key: Key, values: Mapping[str, object]) -> None:
@@ -356,6 +363,7 @@ def _after_failure(record: FederationRecord, last: AttemptRecord) -> RoundState:
         attempt=last.attempt + 1,
         reason=last.reason,
         first_attempt=record.first_attempt,
+        pace=Pace(failed_at=last.closed_at or 0.0),
     )
     if failed < record.max_attempts:
         return state

@@ -19,8 +19,8 @@ from coordinator.config import BrokerSettings, CoordinatorConfig, EnrolmentSetti
 from coordinator.enrolment_api import create_enrolment_app
 from coordinator.home import Home, create_home
 from coordinator.limits import ALL, PER_ADDRESS, FailureLimits, Rate
-from coordinator.listeners import listening, server_context, server_credential, serving
-from coordinator.provision.pki import Credential
+from coordinator.listeners import listening, server_context, serving
+from coordinator.provision.pki import Credential, server_credential
 from coordinator.records import AggregateRecord, FederationRecord
 from coordinator.store import Store
 from coordinator.tokens import Wish, create_token
@@ -145,6 +145,8 @@ class Pretender:
 
     def _serve(self, secured: ssl.SSLSocket) -> None:
         request = secured.recv(65_536)
+        if not request:
+            return  # the client did not like the certificate
         self.heard += request
         body = self._authority if request.startswith(b"GET") else self._answer(request, secured)
         secured.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)

@@ -26,6 +26,7 @@ from coordinator.aggregation_messages import (
     WorkerSettings,
 )
 from coordinator.app import Beside
+from coordinator.config import RoundSettings
 from coordinator.message_keys import Voice
 from coordinator.records import AggregateRecord, FederationRecord
 from coordinator.service import Service, start_service
@@ -410,6 +411,7 @@ class World:
     deadline_s: float = 600.0
     public_data: Path | None = None
     keep_rounds: int = 10
+    rounds: RoundSettings = field(default_factory=lambda: RoundSettings(gather_s=0.0, retry_s=0.0))
 
     def __post_init__(self) -> None:
         self.broker = MemoryBroker(self._rules)
@@ -455,6 +457,7 @@ class World:
             events=EventLog(self.root / "events.jsonl", time.time),
             make_worker=make_worker,
             keep_rounds=self.keep_rounds,
+            rounds=self.rounds,
         )
 
     def start_devices(self) -> None:
