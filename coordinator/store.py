@@ -67,8 +67,6 @@ class Store:
         with self._engine.connect() as connection:
             return connection.execute(select(schema.leases.c.epoch)).scalar_one_or_none() or 0
 
-    # Devices
-
     def add_device(
         self, device: str, public_key: str, now: float, certificate: CertificateRecord | None = None
     ) -> None:
@@ -270,11 +268,11 @@ class Store:
 
     def reject_update(self, key: Key, client: str, reason: str) -> None:
         """An update that was accepted can't be merged: it and its client end as if it had been rejected at once."""
-        values = {"state": ParticipantState.DECLINED.value, "reason": reason}
+        rejected, declined = Outcome.REJECTED.value, ParticipantState.DECLINED.value
         with self._engine.begin() as connection:
-            _answer(connection, schema.participants, key, client, values)
-            values = {"outcome": Outcome.REJECTED.value, "reason": reason}
-            _answer(connection, schema.updates, key, client, {**values, "weight": None})
+            values = {"outcome": rejected, "reason": reason, "weight": None}
+            _answer(connection, schema.updates, key, client, values)
+            _answer(connection, schema.participants, key, client, {"state": declined, "reason": reason})
 
     def update(self, key: Key, client: str) -> UpdateRecord | None:
         """How the update of a client to an attempt ended, or None when none ended yet."""

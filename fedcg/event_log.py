@@ -24,6 +24,8 @@ Coordinator:
   device_enrolled {client, token, serial, replaced, reloaded}   enrolment_refused / renewal_refused {address, reason, client}
   enrolment_limited {address, refused}   certificate_renewed {client, serial, until}   device_revoked {client, reason, reloaded}
   carrier_refused {certificate, refused}   departed {client}   left {client}   token_created {token, client, until}   token_revoked {token}
+  update_rejected {client, reason} (it was accepted, and can't be merged)   left_out {client, reason}   let_in {client}
+  weight_capped {client, reported, given}   update_clipped {client, part, kept}
   distilling {clients}   aggregate_stored {artifact, size}   finished {round, attempt, aggregate}
 """
 

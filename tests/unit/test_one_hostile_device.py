@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +19,11 @@ from coordinator.aggregation_messages import (
     Job,
     JobDone,
     JobFailed,
-    PhaseStarted,
+    Limits,
     Reply,
-    UpdateAdded,
     UpdateFailed,
     WorkerDied,
     WorkerEvent,
-    WorkerReady,
     WorkerSettings,
 )
 from coordinator.aggregation_worker import PublicShelf, Workbench
@@ -39,6 +33,7 @@ from fedcg.wire.artifacts import ArtifactStore, Base, pack, unpack
 from fedcg.wire.messages import Outcome
 from fedcg.wire.parts import Part, Report
 from fedcg.wire.tensors import Array
+from tests import hanging_children
 from tests.unit.coordinator_support import (
     FakeDevice,
     PlainWorker,
@@ -109,7 +104,7 @@ def test_rounds_close_without_a_negative_variance_and_a_norm_of_9e4_and_their_de
         world.store.add_device(name, world.devices[name].key.public.hex, 1.0)
     with RunningService(world):
         world.start_devices()
-        world.wait_event("finished")
+        wait_until(lambda: bool(world.events("finished")), "the end", 120)
     assert not world.events("attempt_failed")
     merged = [tuple(event["clients"]) for event in world.events("distilling")]
     assert merged == [honest] * 3
@@ -201,24 +196,11 @@ def handle(
         worker.stop()
 
 
-def _die_over_b(connection: Connection, _settings: WorkerSettings) -> None:
-    connection.send(WorkerReady(os.getpid(), 1, "cpu"))
-    while True:
-        request: Any = connection.recv()
-        if isinstance(request, AddUpdate):
-            connection.send(PhaseStarted(os.getpid(), 1, 1, "teacher", request.client))
-            if request.client == "b":
-                os.kill(os.getpid(), signal.SIGKILL)
-            connection.send(UpdateAdded(1, 1, request.client))
-        elif isinstance(request, FinishJob):
-            connection.send(JobDone(1, 1, "9" * 64, len(request.updates), "8" * 64))
-
-
 @pytest.mark.slow
 def test_an_update_over_which_every_worker_dies_is_rejected_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with handle(tmp_path, monkeypatch, _die_over_b) as (worker, said):
+    with handle(tmp_path, monkeypatch, hanging_children.die_over_b) as (worker, said):
         for client in "abc":
             worker.add(client, "3" * 64)
         wait_until(lambda: any(isinstance(event, UpdateFailed) for event in said), "the update is given up", 100)
@@ -229,52 +211,16 @@ def test_an_update_over_which_every_worker_dies_is_rejected_alone(
     assert not any(isinstance(event, JobFailed) for event in said)
 
 
-def _fail_the_job_and_answer_nothing_more(connection: Connection, settings: WorkerSettings) -> None:
-    connection.send(WorkerReady(os.getpid(), 1, "cpu"))
-    job: Any = connection.recv()
-    connection.send(JobFailed(job.round, job.attempt, "no such file"))
-    asked: list[str] = []
-    while True:
-        request: Any = connection.recv()
-        if isinstance(request, Job):  # the next attempt: it names what it was asked for in between
-            connection.send(UpdateFailed(request.round, request.attempt, ",".join(asked), ""))
-        else:
-            asked.append(request.client)
-
-
 def test_what_is_added_between_a_jobs_failure_and_its_handling_is_asked_of_no_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with handle(tmp_path, monkeypatch, _fail_the_job_and_answer_nothing_more) as (worker, said):
+    with handle(tmp_path, monkeypatch, hanging_children.fail_the_job_and_answer_nothing_more) as (worker, said):
         wait_until(lambda: any(isinstance(event, JobFailed) for event in said), "the job fails")
         worker.add("late", "3" * 64)  # as the service does that has not got to the failure yet
         worker.finish((("late", "3" * 64, 1),))
         worker.open(replace(JOB, attempt=2))
         wait_until(lambda: any(isinstance(event, UpdateFailed) for event in said), "the next job is told")
     assert [event.client for event in said if isinstance(event, UpdateFailed)] == [""]
-
-
-def _answer_late(connection: Connection, _settings: WorkerSettings) -> None:
-    """Answers the first job's update after the second job was opened, then rests."""
-    connection.send(WorkerReady(os.getpid(), 1, "cpu"))
-    requests: list[Any] = [connection.recv() for _ in range(3)]
-    assert [type(request) for request in requests] == [Job, AddUpdate, Job]
-    connection.send(UpdateAdded(1, 1, "a"))
-    connection.send(PhaseStarted(os.getpid(), 1, 2, "distil", ""))
-    connection.recv()
-
-
-@pytest.mark.slow
-def test_a_worker_whose_job_was_taken_back_is_not_killed_for_an_answer_that_nobody_waits_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with handle(tmp_path, monkeypatch, _answer_late, stall_s=1.0) as (worker, said):
-        wait_until(lambda: any(isinstance(event, WorkerReady) for event in said), "the worker is there")
-        worker.add("a", "3" * 64)
-        worker.open(replace(JOB, attempt=2))
-        wait_until(lambda: any(isinstance(event, PhaseStarted) for event in said), "the first answer came")
-        threading.Event().wait(3.0)  # three times as long as a worker with work may be silent
-    assert not any(isinstance(event, WorkerDied) for event in said)
 
 
 # ------------------------------------------------------------------ the worker at work
@@ -309,9 +255,9 @@ def benches(tmp_path: Path, founded: tuple[Founded, ArtifactStore]) -> Benches:
     return Benches(tmp_path, *founded)
 
 
-def merged(bench: Workbench, said: list[Reply], *updates: tuple[str, str, int]) -> str:
+def merged(bench: Workbench, said: list[Reply], *updates: tuple[str, str, int], limits: Limits = ()) -> str:
     """The id of the aggregate."""
-    bench.serve(FinishJob(updates))
+    bench.serve(FinishJob(updates, limits))
     done = said[-1]
     assert isinstance(done, JobDone), done
     return done.aggregate
@@ -362,11 +308,18 @@ def test_a_weight_that_was_capped_counts_as_if_it_had_been_reported(benches: Ben
     assert capped != merged(*benches.open("uncapped"), honest, ("b", boast, 10**9))
 
 
-def test_an_update_beyond_the_limit_is_merged_as_one_that_is_at_it(benches: Benches) -> None:
-    updates = [(client, benches.update(client), 10) for client in "abc"]
-    free, clipped = (
-        merged(*benches.open(name, limits=limits), *updates)
-        for name, limits in (("free", (("classifier", 1e6),)), ("clipped", (("classifier", 1e-3),)))
-    )
-    assert free == merged(*benches.open("without"), *updates)
-    assert free != clipped
+def test_limits_known_at_last_give_the_bytes_of_limits_known_at_arrival_and_wide_ones_change_nothing(
+    benches: Benches,
+) -> None:
+    updates = [(client, benches.update(client), 10) for client in "ab"]
+
+    def aggregate(name: str, on_arrival: Limits, at_last: Limits) -> str:
+        bench, said = benches.open(name, limits=on_arrival)
+        for client, artifact, _ in updates:
+            bench.serve(AddUpdate(client, artifact))
+        return merged(bench, said, *updates, limits=at_last)
+
+    wide, narrow = (("classifier", 1e6),), (("classifier", 1e-3),)
+    free = aggregate("free", (), ())
+    assert aggregate("wide", wide, wide) == free
+    assert aggregate("late", (), narrow) == aggregate("early", narrow, narrow) != free
