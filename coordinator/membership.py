@@ -8,10 +8,12 @@ from functools import partial
 
 from coordinator.conductor import Conductor
 from coordinator.ingest import Ingest
+from coordinator.pacing import Expected
 from coordinator.publishing import Publisher
 from coordinator.records import DeviceState, ParticipantState
 from coordinator.rounds import Departed, Phase
 from coordinator.setup import Setup
+from coordinator.threads import Threads
 from coordinator.uplink import Uplink
 
 REFRESH_S = 2.0
@@ -38,6 +40,7 @@ class Membership:
         self._uplink = uplink
         self._conductor = conductor
         self._publisher = publisher
+        self._threads = Threads(1, "members")
         self._read_at = 0.0
 
     def is_older_than(self, age_s: float) -> bool:
@@ -48,6 +51,7 @@ class Membership:
         """Learn who may take part now; whoever may not any more is waited for no longer."""
         self._read_at = time.monotonic()
         members = await asyncio.to_thread(self._setup.store.members)
+        await self._conductor.apply(Expected(frozenset(member.id for member in members)))
         for device in sorted(self._ingest.learn_keys((member.id, member.public_key) for member in members)):
             self._setup.events.write("departed", client=device)
             await self._departed(device)
@@ -74,7 +78,7 @@ class Membership:
     async def shut_out(self) -> None:
         """Take devices that left off the broker's lists, once their confirmation had time to arrive."""
         await asyncio.sleep(FAREWELL_S)
-        await asyncio.to_thread(self._setup.publish_access)
+        await self._threads.run(self._setup.publish_access)  # waits for the lock of the members
 
     async def _departed(self, device: str) -> None:
         state = self._conductor.state

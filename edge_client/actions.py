@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from edge_client.config import AgentConfig
+from edge_client.diary import describe_end
 from edge_client.downloads import Downloads
 from edge_client.firewall import check_spec, explain
 from edge_client.outgoing import Outgoing
@@ -19,7 +20,9 @@ from edge_client.session_events import (
     Done,
     Event,
     Finalise,
+    LoadUpdate,
     Note,
+    OutboxFound,
     RecordDelivery,
     Send,
     SendChunks,
@@ -35,7 +38,7 @@ from edge_client.trainer_process import ChooseModel, TrainerHandle, TrainRound
 from fedcg.event_log import EventLog
 from fedcg.wire.errors import IntegrityError, WireError
 from fedcg.wire.messages import ArtifactRef, DeclineReason, Outcome
-from fedcg.wire.sender import ChunkFile, file_ref
+from fedcg.wire.sender import ChunkFile
 
 _log = logging.getLogger(__name__)
 
@@ -77,6 +80,7 @@ class Actions:
             Send: self._send,
             SendChunks: self._send_chunks,
             Want: self._want,
+            LoadUpdate: self._load_update,
             CheckSpec: self._check_spec,
             StartTrainer: self._start_trainer,
             StartRound: self._start_round,
@@ -90,18 +94,19 @@ class Actions:
         """Do what a command says; returns what the state machine has to hear about at once."""
         return self._handlers[type(command)](command, state)
 
-    def load_update(self) -> ArtifactRef:
-        """Read the outbox of the current generation and cut it for the link."""
-        generation, _ = self._store.generations.current()
+    def _load_update(self, command: LoadUpdate, state: SessionState) -> Event:
+        """The outbox of the newest generation, cut for the link; its digest is that of the commit."""
+        generation = self._store.generations.newest()
         assert generation is not None
-        path = self._store.generations.update_path(generation)
-        ref = file_ref(path, self._outgoing.chunk_bytes())
+        assert generation.outbox is not None
+        entry, path = generation.outbox, self._store.generations.update_path(generation)
+        ref = ArtifactRef(id=entry.artifact, size=entry.size, chunk_bytes=self._outgoing.chunk_bytes())
         known = None if self._update is None else self._update.ref
         if known is not None and known.id == ref.id and known.chunk_bytes < ref.chunk_bytes:
             ref = known  # an announced chunk size is kept for as long as the link takes it
         if known != ref:
             self._update = ChunkFile(path, ref)
-        return ref
+        return OutboxFound(generation.cursor, ref)
 
     def _send_hello(self, command: SendHello, state: SessionState) -> None:
         self._outgoing.hello(state.epoch)
@@ -113,11 +118,15 @@ class Actions:
         if self._update is not None and self._update.ref == command.update:
             self._outgoing.chunks(self._update, command.ranges)
 
-    def _want(self, command: Want, state: SessionState) -> None:
+    def _want(self, command: Want, state: SessionState) -> Event | None:
         try:
             self._downloads.want(command.downloads, self._clock())
         except WireError as error:
             self._events.write("refused", what="offer", detail=str(error))
+            _log.warning("%s does not take part: %s", self._config.device, error)
+            if state.offer is not None:  # until the agent starts again: a coordinator that asks for this is not sound
+                return SpecChecked(state.offer.spec.id, DeclineReason.SPEC_REFUSED)
+        return None
 
     def _check_spec(self, command: CheckSpec, state: SessionState) -> Event:
         spec = self._store.spec(command.digest)
@@ -127,7 +136,7 @@ class Actions:
             refusal = check_spec(spec, self._config.policy)
             detail = "" if refusal is None else explain(refusal, spec, self._config.policy)
         if refusal is not None:
-            self._events.write("refused", what="spec", detail=detail)
+            self._events.write("refused", what="spec", reason=refusal.value, detail=detail)
             _log.warning("%s does not take part: %s", self._config.device, detail)
         return SpecChecked(command.digest, refusal)
 
@@ -191,4 +200,6 @@ class Actions:
 
     def _done(self, command: Done, state: SessionState) -> None:
         self.outcome = command.succeeded
-        self._events.write("finished", succeeded=command.succeeded)
+        end = describe_end(self._store.finalised(), succeeded=command.succeeded)
+        self._events.write("finished", succeeded=command.succeeded, summary=end)
+        _log.log(logging.INFO if command.succeeded else logging.ERROR, "%s: %s", self._config.device, end)

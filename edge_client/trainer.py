@@ -15,7 +15,7 @@ import torch
 from devices.detect import detect
 from devices.errors import NotTrainableError
 from devices.profile import TrainingPlan, plan_training
-from edge_client.errors import FirewallError, RoundError
+from edge_client.errors import EdgeError, FirewallError, RoundError
 from edge_client.exporting import export_best
 from edge_client.finalise import choose_model
 from edge_client.local_data import LocalData
@@ -35,6 +35,7 @@ from edge_client.trainer_process import (
 from edge_client.training import Workplace, train_round
 from export.errors import ExportError
 from export.to_onnx import preload
+from fedcg.disk_errors import advice_for
 from fedcg.event_log import EventLog
 from fedcg.learning.device_errors import BROKEN_EXIT, is_sticky
 from fedcg.learning.errors import DataError, LearningError
@@ -140,9 +141,9 @@ class Trainer:
             if is_sticky(error):
                 self._give_up(command, error)
             reason = reason_for(error)
-            if reason is DeclineReason.TRAINING_FAILED:
-                _log.exception("round %s failed on %s", command.cursor, self._work.settings.device)
-            advice = f". Free space on, or repair, {self._work.store.root}" if isinstance(error, OSError) else ""
+            if reason is DeclineReason.TRAINING_FAILED and not isinstance(error, EdgeError | OSError):
+                _log.exception("%s failed on %s", command.cursor, self._work.settings.device)
+            advice = f". {advice_for(error, self._work.store.root)}" if isinstance(error, OSError) else ""
             return Failed(command.cursor, reason, f"{str(error) or type(error).__name__}{advice}")
         self._prepare_export()
         return Committed(generation.cursor)
@@ -178,8 +179,10 @@ class Trainer:
     def _choose(self, command: ChooseModel) -> TrainerReport:
         try:
             outcome = choose_model(self._work, command)
-        except (RoundError, WireError, ExportError, LearningError) as error:
-            self._events.write("finalise_failed", detail=str(error))
+        except (EdgeError, WireError, ExportError, LearningError, OSError) as error:
+            advice = f". {advice_for(error, self._work.store.root)}" if isinstance(error, OSError) else ""
+            self._events.write("finalise_failed", detail=f"{error}{advice}")
+            _log.error("the personal model can't be chosen or exported: %s%s", error, advice)
             return Chosen(command.aggregate, succeeded=False)
         self._events.write("finalised", **{name: outcome[name] for name in outcome if name != "format"})
         return Chosen(command.aggregate, succeeded=True)

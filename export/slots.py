@@ -7,7 +7,6 @@ one. Writers take a lock; readers need none. Knows nothing of how a model is mad
 from __future__ import annotations
 
 import fcntl
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -20,6 +19,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from export.errors import ManifestError, ModelError, SlotError
 from export.manifest import MANIFEST_NAME, Accept, Manifest, read_all
+from export.signature import SIGNATURE_NAME
+from fedcg.files import READABLE, fsync_path, replace_durably
 
 POINTER_NAME = "CURRENT"
 KEEP = 3
@@ -58,7 +59,7 @@ class Slots:
     """
 
     def __init__(self, root: Path, keep: int = KEEP, accept: Accept | None = None) -> None:
-        self.root = root
+        self.root = _root_of(root)
         self.keep = keep
         self.accept = accept
 
@@ -96,7 +97,7 @@ class Slots:
     def _install(self, fill: Callable[[Path], None]) -> Path:
         with self._lock():
             # Of a writer that was killed: nobody else has the lock.
-            for leftover in self.root.glob(f"{_STAGING_PREFIX}*"):
+            for leftover in (*self.root.glob(f"{_STAGING_PREFIX}*"), *self.root.glob(f".{POINTER_NAME}.*.new")):
                 shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
             staging = Path(tempfile.mkdtemp(prefix=_STAGING_PREFIX, dir=self.root))
             try:
@@ -106,16 +107,30 @@ class Slots:
                 shutil.rmtree(staging, ignore_errors=True)
                 shutil.rmtree(engines_of(staging), ignore_errors=True)
 
+    def check_signed(self, *, is_signed: bool) -> None:
+        """Refuse an unsigned version in the place of a signed one: whoever asks for the device's signature would not use it.
+
+        Raises:
+            SlotError: the version in use is signed, and the new one is not.
+        """
+        pointer = self._sound_pointer()
+        if pointer is not None and not is_signed and (self.root / pointer.current / SIGNATURE_NAME).exists():
+            raise SlotError(
+                f"{self.root}: version {pointer.current}, which is in use, is signed, and the new one is not; it was not installed. "
+                "Give --sign KEY, the device's message key (signing.key beside its agent.toml)"
+            )
+
     def _publish(self, staging: Path) -> Path:
         read_all(staging)
+        self.check_signed(is_signed=(staging / SIGNATURE_NAME).exists())
         staging.chmod(0o755)
         for path in (*staging.iterdir(), staging):
-            _sync(path)
+            fsync_path(path)
         names = self._names()
         name = f"{int(names[-1]) + 1 if names else 1:04d}"
         staging.rename(self.root / name)
         try:
-            _sync(self.root)  # the version is durable before anything points to it
+            fsync_path(self.root)  # the version is durable before anything points to it
             self._point_to(name)
         except OSError:
             if not self._points_to(name):
@@ -184,11 +199,15 @@ class Slots:
                 f"{path}: not a pointer to a version; choose one with `fedcg model use {self.root} VERSION`"
             ) from error
 
-    def _points_to(self, name: str) -> bool:
+    def _sound_pointer(self) -> Pointer | None:
+        """The pointer; None also for a damaged one, which is replaced and loses its history."""
         try:
-            pointer = self._pointer()
+            return self._pointer()
         except SlotError:
-            return False
+            return None
+
+    def _points_to(self, name: str) -> bool:
+        pointer = self._sound_pointer()
         return pointer is not None and pointer.current == name
 
     def _required_pointer(self) -> Pointer:
@@ -202,26 +221,13 @@ class Slots:
         return pointer
 
     def _point_to(self, name: str) -> None:
-        try:
-            before = self._pointer()
-        except SlotError:
-            before = None  # a damaged pointer is replaced; its history is lost with it
+        before = self._sound_pointer()
         history = (before.current, *before.previous) if before else ()
         previous = tuple(dict.fromkeys(one for one in history if one != name))
         self._write_pointer(Pointer(current=name, previous=previous[:HISTORY]))
 
     def _write_pointer(self, pointer: Pointer) -> None:
-        handle, temporary = tempfile.mkstemp(prefix=_STAGING_PREFIX, dir=self.root)
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(pointer.model_dump_json() + "\n")
-                file.flush()
-                os.fchmod(file.fileno(), 0o644)
-                os.fsync(file.fileno())
-            Path(temporary).replace(self.root / POINTER_NAME)
-        finally:
-            Path(temporary).unlink(missing_ok=True)
-        _sync(self.root)
+        replace_durably(self.root / POINTER_NAME, pointer.model_dump_json() + "\n", READABLE)
 
     def _prune(self) -> None:
         pointer = self._required_pointer()
@@ -262,7 +268,7 @@ def resolve(directory: Path) -> Path:
     """
     if (directory / MANIFEST_NAME).is_file():
         return directory
-    if (directory / POINTER_NAME).is_file():
+    if (_root_of(directory) / POINTER_NAME).is_file():
         return Slots(directory).current()
     if not directory.is_dir():
         raise ManifestError(f"{directory}: no such folder")
@@ -271,14 +277,12 @@ def resolve(directory: Path) -> Path:
     )
 
 
+def _root_of(directory: Path) -> Path:
+    """The root of the versions that a path means: itself, or `models` in a device's private store or folder."""
+    places = (directory, directory / "models", directory / "store" / "models")
+    return next((place for place in places if (place / POINTER_NAME).is_file()), directory)
+
+
 def engines_of(model_dir: Path) -> Path:
     """Where what a card's compiler made of a model is kept: beside its directory, whose files are watched for changes."""
     return model_dir.with_name(model_dir.name + _ENGINES_SUFFIX)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
