@@ -97,10 +97,10 @@ class Demo:
         if run.setting.public_images:
             await data  # a federation is opened only when its public images can be read
         coordinator = await self._start_coordinator(processes, is_new=is_new)
+        observer = await self._start_observer(processes)
         lines = await processes.line(broker, "ready", READY_S)
         self._broker_named = lines[0].removeprefix("broker:").strip()
         self._progress.say(f"broker: {self._broker_named}")
-        observer = await self._start_observer(processes)
         await data
         self._allowed = self._policy()
         await processes.line(observer, "ready", READY_S)  # before the agents: it misses nothing that a device sends
