@@ -83,7 +83,7 @@ class RoundView(BaseModel):
 
 
 class DeviceView(BaseModel):
-    """A device that is or was enrolled."""
+    """A device that is or was enrolled; `refused` messages of it since the coordinator started."""
 
     id: str
     state: str
@@ -92,6 +92,8 @@ class DeviceView(BaseModel):
     enrolled_at: float
     last_seen_at: float | None
     agent: str | None
+    refused: int
+    silenced: bool
 
 
 class HealthView(BaseModel):
@@ -185,6 +187,8 @@ def devices(service: Running, given: Given) -> list[DeviceView]:
             enrolled_at=device.enrolled_at,
             last_seen_at=device.last_seen_at,
             agent=device.agent,
+            refused=service.refused_of(device.id),
+            silenced=service.is_silenced(device.id),
         )
         for device in given.store.devices()
     ]

@@ -60,6 +60,8 @@ class Setup:
         make_worker: makes what merges updates.
         keep_rounds: closed rounds whose updates and aggregates stay on the disk.
         publish_access: makes the broker apply who may take part; blocking.
+        silence: takes a device off the broker's access list until a unix time, or with None puts it back; whether a running
+            broker applied it; blocking.
     """
 
     federation: FederationRecord
@@ -75,3 +77,4 @@ class Setup:
     make_worker: MakeWorker = AggregationWorker
     keep_rounds: int = KEEP_ROUNDS
     publish_access: Callable[[], object] = lambda: None
+    silence: Callable[[str, float | None], bool] = lambda device, until: True

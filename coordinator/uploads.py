@@ -171,6 +171,11 @@ class Uploads:
             if grant is not None:
                 yield grant
 
+    def unfinished(self, device: str) -> Received:
+        """The update of a device that is under way, for who has to give it up."""
+        upload = self._active[device]
+        return Received(device, upload.manifest, upload.manifest_at, Path())
+
     def announced(self, device: str) -> ArtifactRef | None:
         """The update of a device that is under way."""
         upload = self._active.get(device)

@@ -232,7 +232,11 @@ class Site:
         for process in reversed(self.processes):
             process.terminate()
         for process in self.processes:
-            process.wait(timeout=20)
+            try:
+                process.wait(timeout=5)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(timeout=20)
 
 
 @contextmanager
@@ -250,7 +254,7 @@ def site(root: Path, rounds: int = ROUNDS) -> Iterator[Site]:
         made.stop()
 
 
-def flooded(root: Path, kind: str, rate: int, *, declines: bool = True, deadline_s: float = 60.0) -> Outcome:
+def flooded(root: Path, kind: str, rate: int, *, declines: bool = True, deadline_s: float = 40.0) -> Outcome:
     """Run a federation to its end while its device `FLOODER` floods."""
     with site(root) as running:
         running.start("flooder", "tests.floods", "flood", str(root), kind, str(rate), str(int(declines)))
