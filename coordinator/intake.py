@@ -269,7 +269,7 @@ class Intake:
         except (WireError, OSError):
             raise
         except Exception as error:  # whatever is wrong with this update, the others go on
-            self._notify(GivenUp(self._uploads.unfinished(device), error))
+            self._notify(GivenUp(self._uploads.give_up(device), error))
             raise OrderError(f"the update of {device} was given up") from error
         self._heard[device] = now
         if follows is not None:

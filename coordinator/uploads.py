@@ -171,9 +171,10 @@ class Uploads:
             if grant is not None:
                 yield grant
 
-    def unfinished(self, device: str) -> Received:
-        """The update of a device that is under way, for who has to give it up."""
+    def give_up(self, device: str) -> Received:
+        """Take no more of the update of a device that is under way; what it was."""
         upload = self._active[device]
+        upload.taken = True
         return Received(device, upload.manifest, upload.manifest_at, Path())
 
     def announced(self, device: str) -> ArtifactRef | None:
