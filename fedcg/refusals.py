@@ -8,7 +8,9 @@ from collections import Counter
 from fedcg.event_log import EventLog
 from fedcg.wire.errors import WireError
 
-ALWAYS_TOLD = 50  # of each reason and device; afterwards only when their number has doubled: a flood must not fill the disk
+ALWAYS_TOLD = (
+    50  # of each reason and device; afterwards only when their number has doubled: a flood must not fill the disk
+)
 
 MAX_TEXT = 200  # characters; topics and fields that somebody chose can be long
 

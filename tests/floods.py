@@ -8,24 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from coordinator.brokers import publish_access
 from coordinator.config import BrokerSettings, CoordinatorConfig
 from coordinator.enrolment import enrol
 from coordinator.home import Home, create_home
-from coordinator.provision.pki import CA_NAME, credential_of
 from coordinator.records import AggregateRecord, FederationRecord
 from coordinator.server import _setup
 from coordinator.service import start_service
@@ -33,7 +31,7 @@ from coordinator.store import Store
 from fedcg.event_log import read_events
 from fedcg.wire.artifacts import ArtifactStore
 from fedcg.wire.errors import TransportError
-from fedcg.wire.messages import DeclineReason, DeviceStatus, Heartbeat, Hello, Manifest, Need
+from fedcg.wire.messages import Decline, DeclineReason, DeviceStatus, Heartbeat, Hello, Manifest, Need
 from fedcg.wire.mqtt import MqttTransport
 from fedcg.wire.mqtt_config import MqttConfig, TlsFiles
 from fedcg.wire.signing import SigningKey, seal
@@ -46,8 +44,18 @@ HONEST = ("a", "b", "c")
 FLOODER = "flooder"
 KINDS = ("heartbeats", "hellos", "manifests", "bad signatures", "chunks", "statuses", "needs")
 CHUNK = 8 * 1024
+READY = 200
 PACE_S = 0.01  # a flood leaves in bursts of so long
-ROUNDS = 40
+TRAINING_S = 0.5
+DEADLINE_S = 3.0  # a device that says hello all the time has no session to decline in
+BLOCK = 4  # so many rounds undisturbed, then so many in a flood, in turns: the machine may have other work
+HARD_FROM = 4 * BLOCK  # the round from which on the flooder sends as much as it can, and answers nothing
+ROUNDS = HARD_FROM + 4
+
+
+def is_flooded(round_number: int) -> bool:
+    """Whether the flooder floods in this round."""
+    return round_number >= HARD_FROM or (round_number // BLOCK) % 2 == 1
 
 
 class _AnyBroker:
@@ -78,57 +86,68 @@ class Box(FakeDevice):
         threading.Thread(target=self._repeat, daemon=True).start()
         return self
 
+    def send_update(self, round_number: int, attempt: int, data: bytes) -> Any:
+        """After a while, as if it had trained."""
+
+        def send() -> None:
+            with self.lock, suppress(TransportError, AssertionError):  # the link or the session ended meanwhile
+                FakeDevice.send_update(self, round_number, attempt, data)
+
+        timer = threading.Timer(TRAINING_S, send)
+        timer.daemon = True
+        timer.start()
+
 
 class Flooder:
-    """An enrolled device: honest in the first round, from the second one on it sends so many messages of one kind a second.
+    """An enrolled device that floods in every other block of rounds, and in the end for ever.
 
     Args:
         box: its keys and its link.
         kind: one of `KINDS`.
-        rate: messages a second; with 0 it only declines.
-        declines: whether it answers invitations meanwhile; else rounds have to do without an answer.
+        rate: messages a second in the blocks, in which it declines all invitations.
+        hard_rate: messages a second in the end, when it was invited and answers nothing.
     """
 
-    def __init__(self, box: Box, kind: str, rate: int, *, declines: bool) -> None:
-        self.box, self.rate, self.declines = box, rate, declines
+    def __init__(self, box: Box, kind: str, rate: int, hard_rate: int) -> None:
+        self.box, self.rate, self.hard_rate = box, rate, hard_rate
         self.make = getattr(self, "_" + kind.replace(" ", "_"))
         self.numbers = itertools.count(1)
         self.garbage = random.Random(1).randbytes(CHUNK)
-        self.sent = 0
+
+    @property
+    def round(self) -> int:
+        return int(getattr(self.box.offer, "round", 0))
 
     def run(self) -> None:
         """Flood until the process ends."""
-        box = self.box.start()
-        wait_until(lambda: getattr(box.offer, "round", 0) >= 2, "the second round")
-        with box.lock:
-            box.silent = True
-            box.decline = DeclineReason.NOT_ELIGIBLE if self.declines else None
+        self.box.decline = DeclineReason.NOT_ELIGIBLE
+        self.box.start()
         due, last = 0.0, time.monotonic()
+        ready: list[tuple[str, bytes]] = []  # making and signing them takes longer than sending them
         pause = threading.Event()
         while not pause.wait(PACE_S):
+            is_hard = self.round >= HARD_FROM
             now = time.monotonic()
-            due, last = due + self.rate * (now - last), now
-            for _ in range(int(due)):
-                self._send()
+            due, last = due + (self.hard_rate if is_hard else self.rate) * (now - last) * is_flooded(self.round), now
+            if is_hard and not ready:
+                ready = [self.make() for _ in range(READY)]
+            for number in range(int(due)):
+                self._send(*(ready[number % READY] if ready else self.make()))
             due -= int(due)
-            self._decline()
+            with self.box.lock:
+                self.box.silent, self.box.decline = is_hard, None if is_hard else DeclineReason.NOT_ELIGIBLE
+            if not is_hard:
+                self._decline()
 
-    def _send(self) -> None:
-        topic, payload = self.make()
+    def _send(self, topic: str, payload: bytes) -> None:
         with suppress(TransportError):
             self.box.transport.publish(topic, payload, qos=0)
-        self.sent += 1
 
     def _decline(self) -> None:
         """Again and again: in a flood of its own some get lost."""
-        offer = self.box.offer
-        if self.declines and offer is not None and self.box.session is not None:
-            with self.box.lock:
-                from fedcg.wire.messages import Decline
-
-                where = self.box._addressed(offer.round, offer.attempt)
-                with suppress(TransportError):
-                    self.box.tell(Decline(**where, reason=DeclineReason.NOT_ELIGIBLE))
+        with self.box.lock, suppress(TransportError):
+            if self.box.session is not None and self.round:
+                self.box.tell(Decline(**self.box._addressed(self.round, 1), reason=DeclineReason.NOT_ELIGIBLE))
 
     def _signed(self, message: Any, *, stamped: bool = True) -> tuple[str, bytes]:
         box = self.box
@@ -154,7 +173,9 @@ class Flooder:
         return topic, payload[:10] + bytes([payload[10] ^ 1]) + payload[11:]
 
     def _chunks(self) -> tuple[str, bytes]:
-        return self.box.topics.up_chunk(self.box.name), chunk_frame("5" * 64, next(self.numbers), self.garbage, b"12345678")
+        return self.box.topics.up_chunk(self.box.name), chunk_frame(
+            "5" * 64, next(self.numbers), self.garbage, b"12345678"
+        )
 
     def _statuses(self) -> tuple[str, bytes]:
         status = DeviceStatus(**self.box._addressed(), online=next(self.numbers) % 2 == 0)
@@ -172,15 +193,19 @@ class Outcome:
     """What a run showed.
 
     Attributes:
-        seconds: from the opening of the second round to the end.
+        calm_s: from the opening of an undisturbed round to the last honest update, on average.
+        flooded_s: the same in the flood.
+        hard_s: from the opening of the first round in the hard flood to the end of the last one.
+        silenced_s: from there to the silence of the flooder; None when it was not silenced, or before.
         log_bytes: of the coordinator's event log.
-        silenced_s: how long after the flood began its device was silenced; None when it was not.
     """
 
-    seconds: float
-    log_bytes: int
+    calm_s: float
+    flooded_s: float
+    hard_s: float
     silenced_s: float | None
-    events: list[dict[str, Any]] = field(default_factory=list, repr=False)
+    log_bytes: int
+    events: list[dict[str, Any]] = field(repr=False)
 
 
 @dataclass
@@ -201,7 +226,7 @@ class Site:
         artifacts, store = ArtifactStore(home.artifacts), Store(home.database)
         base = aggregate_bytes(spec, 0, 0, seed=1)
         record = FederationRecord(
-            FEDERATION, spec.method, artifacts.put(spec.canonical()), spec.rounds, len(HONEST), 3, 60.0, 1, 1.0
+            FEDERATION, spec.method, artifacts.put(spec.canonical()), spec.rounds, len(HONEST), 3, DEADLINE_S, 1, 1.0
         )
         initial = AggregateRecord(FEDERATION, 0, 0, artifacts.put(base), len(base), artifacts.put(b"state"), 1.0)
         store.add_federation(record, initial)
@@ -254,10 +279,10 @@ def site(root: Path, rounds: int = ROUNDS) -> Iterator[Site]:
         made.stop()
 
 
-def flooded(root: Path, kind: str, rate: int, *, declines: bool = True, deadline_s: float = 40.0) -> Outcome:
+def flooded(root: Path, kind: str, rate: int, hard_rate: int, deadline_s: float = 60.0) -> Outcome:
     """Run a federation to its end while its device `FLOODER` floods."""
     with site(root) as running:
-        running.start("flooder", "tests.floods", "flood", str(root), kind, str(rate), str(int(declines)))
+        running.start("flooder", "tests.floods", "flood", str(root), kind, str(rate), str(hard_rate))
         wait_until(lambda: bool(running.events("online")), f"the flooder is online {running.log('flooder')}")
         boxes = [running.box(name).start() for name in HONEST]
         try:
@@ -265,11 +290,22 @@ def flooded(root: Path, kind: str, rate: int, *, declines: bool = True, deadline
         finally:
             for box in boxes:
                 box.stop()
-        events = running.events()
-        begun = next(e["t"] for e in events if e["event"] == "attempt_opened" and e["round"] == 2)
-        ended = next(e["t"] for e in events if e["event"] == "finished")
-        silenced = next((e["t"] - begun for e in events if e["event"] == "silenced"), None)
-        return Outcome(ended - begun, running.home.events_file.stat().st_size, silenced, events)
+        return _outcome(running.events(), running.home.events_file.stat().st_size)
+
+
+def _outcome(events: list[dict[str, Any]], log_bytes: int) -> Outcome:
+    opened = {event["round"]: event["t"] for event in events if event["event"] == "attempt_opened"}
+    ended = next(event["t"] for event in events if event["event"] == "finished")
+    stored = [event for event in events if event["event"] == "update_stored"]
+    settled = {
+        number: max(event["t"] for event in stored if event["round"] == number) - opened[number]
+        for number in range(2, HARD_FROM)
+    }
+    calm = [seconds for number, seconds in settled.items() if not is_flooded(number)]
+    wild = [seconds for number, seconds in settled.items() if is_flooded(number)]
+    silenced = next((event["t"] - opened[HARD_FROM] for event in events if event["event"] == "silenced"), None)
+    hard_s = ended - opened[HARD_FROM]
+    return Outcome(statistics.mean(calm), statistics.mean(wild), hard_s, silenced, log_bytes, events)
 
 
 async def _coordinate(root: Path) -> None:
@@ -283,24 +319,17 @@ async def _coordinate(root: Path) -> None:
             await service.close()
 
 
-def _table(kinds: tuple[str, ...], rates: tuple[int, ...]) -> None:
+def _table(kinds: tuple[str, ...]) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        numbers = itertools.count()
-
-        def show(kind: str, rate: int) -> None:
+        for number, kind in enumerate(kinds):
             try:
-                seen = flooded(Path(folder) / str(next(numbers)), kind, rate, declines=rate <= 500)
+                seen = flooded(Path(folder) / str(number), kind, 500, 4000)
             except AssertionError as error:
-                print(f"{kind:15} {rate:6} not finished: {str(error)[:60]}", flush=True)
-                return
-            told = "-" if seen.silenced_s is None else f"{seen.silenced_s:.1f}"
-            print(f"{kind:15} {rate:6} {seen.seconds:6.2f} s {seen.log_bytes:9} bytes  silenced {told}", flush=True)
-
-        show("heartbeats", 0)
-        for kind in kinds:
-            for rate in rates:
-                show(kind, rate)
-        show("heartbeats", 0)
+                print(f"{kind:15} not finished: {str(error)[:60]}", flush=True)
+                continue
+            rounds = f"{1000 * seen.calm_s:5.0f} {1000 * seen.flooded_s:5.0f} ms"
+            told = f"silenced {seen.silenced_s} s, {seen.hard_s:.1f} s"
+            print(f"{kind:15} {rounds} {seen.log_bytes:9} bytes {told}", flush=True)
 
 
 if __name__ == "__main__":
@@ -308,7 +337,6 @@ if __name__ == "__main__":
         asyncio.run(_coordinate(Path(sys.argv[2])))
     elif sys.argv[1:2] == ["flood"]:
         place = Site(Path(sys.argv[2]))
-        Flooder(place.box(FLOODER), sys.argv[3], int(sys.argv[4]), declines=sys.argv[5] == "1").run()
+        Flooder(place.box(FLOODER), sys.argv[3], int(sys.argv[4]), int(sys.argv[5])).run()
     else:
-        chosen = tuple(sys.argv[1].split(",")) if len(sys.argv) > 1 else KINDS
-        _table(chosen, tuple(map(int, sys.argv[2].split(","))) if len(sys.argv) > 2 else (500, 4000))
+        _table(tuple(sys.argv[1].split(",")) if len(sys.argv) > 1 else KINDS)

@@ -212,7 +212,9 @@ def test_the_round_completes_without_a_flooding_device_which_comes_back_when_its
         assert world.wait_event("attempt_opened", 2)["participants"] == ["b", "c"]
         assert running.service.refused_of("a") > 0
         assert running.service.refused_of("b") == 0
-        participants = {person.client: person.reason for person in world.store.participants((world.spec.federation, 1, 1))}
+        participants = {
+            person.client: person.reason for person in world.store.participants((world.spec.federation, 1, 1))
+        }
         assert "500 messages a second" in participants["a"]
         world.wait_event("silence_ended")
         a.tell(beat)

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from coordinator import uplink as uplink_module
 from coordinator.cohorts import Cohorts
 from coordinator.records import DeviceState
 from coordinator.uploads import Uploads
+from coordinator.validation import validate_update
 from fedcg.wire.messages import CohortVerdict, Outcome
 from tests.unit.coordinator_support import RunningService, World, aggregate_bytes, tiny_spec, wait_until
 
@@ -55,14 +55,12 @@ def is_refused_alone(world: World, reason: str) -> None:
 def test_an_update_whose_check_fails_in_an_unforeseen_way_is_rejected_alone(
     world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
 ) -> None:
-    validate = uplink_module.validate_update
-
     def breaks_on_a(data: bytes, spec: Any, expected: Any, base: Any = None) -> Any:
         if expected.client == "a":
             raise error
-        return validate(data, spec, expected, base)
+        return validate_update(data, spec, expected, base)
 
-    monkeypatch.setattr(uplink_module, "validate_update", breaks_on_a)
+    monkeypatch.setattr("coordinator.uplink.validate_update", breaks_on_a)
     with caplog.at_level(logging.ERROR):
         is_refused_alone(world, type(error).__name__)
     [first, *_] = [record for record in caplog.records if record.levelno == logging.ERROR]
