@@ -1,5 +1,7 @@
-"""Who may take part, as the running service sees it: reads the register, drops whoever is no member any more, lets devices leave,
-and silences those that send too much."""
+"""Who may take part, as the running service sees it.
+
+Reads the register, drops whoever is no member any more, lets devices leave, and silences those that send too much.
+"""
 
 from __future__ import annotations
 
@@ -113,7 +115,7 @@ class Membership:
         try:
             is_applied = await asyncio.to_thread(self._setup.silence, device, until)
         except (BrokerError, OSError) as error:
-            log.error("the broker's access list could not be changed for %s: %s", device, error)
+            log.warning("the broker's access list could not be changed for %s: %s", device, error)
         else:
             if not is_applied:
                 log.warning("%s: no broker was reached that applies the new access list; %s", device, RELOAD_BY_HAND)

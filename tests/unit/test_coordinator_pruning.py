@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -120,8 +119,8 @@ def test_deleting_several_tells_their_size_and_passes_over_what_is_gone(tmp_path
 def open_artifacts(world: World) -> list[str]:
     """Descriptors of this process on files below the artifacts' folder; a deleted file has its mark."""
     gc.collect()
-    links = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
-    named = [os.readlink(link) for link in links if os.path.lexists(link)]
+    links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    named = [str(link.readlink()) for link in links if link.is_symlink()]
     return [name for name in named if name.startswith(str(world.root / "artifacts"))]
 
 
