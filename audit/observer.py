@@ -16,6 +16,7 @@ from pathlib import Path
 
 from audit.capture import Capture
 from audit.errors import CaptureError
+from fedcg.files import READABLE, replace_durably
 from fedcg.wire.topics import Topics
 from fedcg.wire.transport import Delivery, Transport
 
@@ -26,13 +27,6 @@ WRITE_EVERY_S = 0.25
 QUIET_S = 1.0  # after the end was announced: late chunks and receipts still count
 MAX_QUEUED = 100_000
 _FRAME = struct.Struct(">II")
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace a file in one step: a reader sees the old or the new content, never a piece."""
-    temporary = path.with_name(f".{path.name}.new")
-    temporary.write_text(text)
-    temporary.replace(path)
 
 
 def read_frames(path: Path) -> Iterator[tuple[str, bytes]]:
@@ -148,13 +142,11 @@ class Observer:
             topic = delivery.topic.encode()
             self._frames.write(_FRAME.pack(len(topic), len(delivery.payload)) + topic + delivery.payload)
         for completed in self.capture.feed(delivery.topic, delivery.payload):
-            temporary = self._out / f".{completed.seen.id}.new"
-            temporary.write_bytes(completed.data)
-            temporary.replace(self._out / ARTIFACTS / completed.seen.id)
+            replace_durably(self._out / ARTIFACTS / completed.seen.id, completed.data)
         return True
 
     def _write(self) -> None:
         if self._frames is not None:
             self._frames.flush()
         record = self.capture.record() | {"lost_frames": self._lost, "links": self._links}
-        write_atomically(self._out / WIRE_FILE, json.dumps(record, indent=1))
+        replace_durably(self._out / WIRE_FILE, json.dumps(record, indent=1), READABLE)

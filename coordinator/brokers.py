@@ -7,7 +7,6 @@ import fcntl
 import json
 import logging
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -27,6 +26,7 @@ from coordinator.provision.mosquitto import ACL_NAME, CONFIG_NAME, mosquitto_con
 from coordinator.provision.pki import CA_NAME, credential_of, write_revocations
 from coordinator.store import Store
 from fedcg.broker_path import Mosquitto, find_extracted, find_installed
+from fedcg.files import replace_durably
 from fedcg.wire.messages import COORDINATOR
 from fedcg.wire.topics import Topics
 
@@ -167,10 +167,8 @@ def copy_lists(home: Home, target: Path) -> None:
     """
     try:
         for source in (home.revocations, home.broker / ACL_NAME):
-            temporary = target / f".{source.name}.new"
-            shutil.copyfile(source, temporary)
-            temporary.chmod(0o640)  # for a broker under another user: give the directory its group, and the setgid bit
-            temporary.replace(target / source.name)
+            # 0640 for a broker under another user: give the directory its group, and the setgid bit
+            replace_durably(target / source.name, source.read_bytes(), 0o640)
     except OSError as error:
         raise BrokerError(
             f"the broker's lists can't be written to {target}: {error}; see `lists` under [broker]"

@@ -13,6 +13,7 @@ from pathlib import Path
 from coordinator.config import CoordinatorConfig, load_config, render_config
 from coordinator.errors import HomeError
 from coordinator.provision.pki import CRL_NAME, create_ca, credential_of, issue, write_revocations
+from fedcg.files import READABLE, replace_durably
 from fedcg.wire.messages import COORDINATOR
 from fedcg.wire.signing import SigningKey
 
@@ -172,7 +173,7 @@ def create_home(root: Path, config: CoordinatorConfig, *, observers: tuple[str, 
     _write_secret(home.secret_file, secrets.token_bytes(SECRET_BYTES))
     for directory in (home.artifacts, home.spill, home.broker):
         directory.mkdir()
-    home.config_file.write_text(render_config(config), encoding="utf-8")
+    replace_durably(home.config_file, render_config(config), READABLE)
     return home
 
 

@@ -6,13 +6,13 @@ durable before the link is. So whatever is killed in between, the key that count
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.errors import HomeError, PlanError
 from coordinator.home import Home
 from coordinator.store import Store
+from fedcg.files import fsync_path
 from fedcg.wire.errors import WireError
 from fedcg.wire.key_chain import make_link
 from fedcg.wire.messages import KeyLink
@@ -78,9 +78,5 @@ def _new_key(path: Path) -> SigningKey:
         path.unlink()  # killed while it was written
     key = SigningKey.generate()
     key.save(path)
-    descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    fsync_path(path.parent)
     return key

@@ -35,7 +35,7 @@ from edge_client.trainer_process import ChooseModel, TrainerHandle, TrainRound
 from fedcg.event_log import EventLog
 from fedcg.wire.errors import IntegrityError, WireError
 from fedcg.wire.messages import ArtifactRef, DeclineReason, Outcome
-from fedcg.wire.sender import ChunkFile, file_ref
+from fedcg.wire.sender import ChunkFile
 
 _log = logging.getLogger(__name__)
 
@@ -91,11 +91,12 @@ class Actions:
         return self._handlers[type(command)](command, state)
 
     def load_update(self) -> ArtifactRef:
-        """Read the outbox of the current generation and cut it for the link."""
-        generation, _ = self._store.generations.current()
+        """The outbox of the newest generation, cut for the link; its digest is that of the commit."""
+        generation = self._store.generations.newest()
         assert generation is not None
-        path = self._store.generations.update_path(generation)
-        ref = file_ref(path, self._outgoing.chunk_bytes())
+        assert generation.outbox is not None
+        entry, path = generation.outbox, self._store.generations.update_path(generation)
+        ref = ArtifactRef(id=entry.artifact, size=entry.size, chunk_bytes=self._outgoing.chunk_bytes())
         known = None if self._update is None else self._update.ref
         if known is not None and known.id == ref.id and known.chunk_bytes < ref.chunk_bytes:
             ref = known  # an announced chunk size is kept for as long as the link takes it
@@ -113,11 +114,15 @@ class Actions:
         if self._update is not None and self._update.ref == command.update:
             self._outgoing.chunks(self._update, command.ranges)
 
-    def _want(self, command: Want, state: SessionState) -> None:
+    def _want(self, command: Want, state: SessionState) -> Event | None:
         try:
             self._downloads.want(command.downloads, self._clock())
         except WireError as error:
             self._events.write("refused", what="offer", detail=str(error))
+            _log.warning("%s does not take part: %s", self._config.device, error)
+            if state.offer is not None:  # until the agent starts again: a coordinator that asks for this is not sound
+                return SpecChecked(state.offer.spec.id, DeclineReason.SPEC_REFUSED)
+        return None
 
     def _check_spec(self, command: CheckSpec, state: SessionState) -> Event:
         spec = self._store.spec(command.digest)

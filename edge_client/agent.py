@@ -132,7 +132,8 @@ class Agent:
         https = carrier_of(config, self._on_chunk, events)
         self._beat_at = float("-inf")
         limits = config.broker.limits
-        self._downloads = Downloads(store.partials, limits.window if https is None else HTTPS_WINDOW)
+        window = limits.window if https is None else HTTPS_WINDOW
+        self._downloads = Downloads(store.partials, window, config.policy.max_download_mb * 1_000_000)
         self._outgoing = Outgoing(
             config.federation, config.device, keys.signing, transport, self._handshake, limits.chunk_bytes, https
         )
@@ -290,7 +291,7 @@ class Agent:
         self._handle(LinkChanged(up))
 
     def _find_outbox(self) -> None:
-        generation, _ = self._store.generations.current()
+        generation = self._store.generations.newest()
         if generation is None or (entry := self._store.outbox(generation)) is None:
             return
         try:
@@ -322,7 +323,7 @@ class Agent:
                 self._handle(TrainerDied())
 
     def _adopt_commit(self) -> None:
-        generation, _ = self._store.generations.current()
+        generation = self._store.generations.newest()
         if generation is None or (self._state.committed is not None and generation.cursor <= self._state.committed):
             return
         self._handle(RoundCommitted(generation.cursor, generation.spec, self._actions.load_update()))

@@ -13,7 +13,7 @@ from edge_client.session_events import Wanted
 from edge_client.session_state import SILENCE_S
 from fedcg.wire.errors import IntegrityError, TooLargeError
 from fedcg.wire.grants import Ranges, Window
-from fedcg.wire.messages import ArtifactRef
+from fedcg.wire.messages import MAX_ARTIFACT_BYTES, ArtifactRef
 from fedcg.wire.partial import DurableReceiver, Partials
 from fedcg.wire.transfer import Chunk
 
@@ -60,9 +60,11 @@ class Downloads:
     Args:
         partials: where half-received artifacts lie.
         window: what one download may have under way.
+        max_bytes: of the largest artifact.
     """
 
-    def __init__(self, partials: Partials, window: Window | None = None) -> None:
+    def __init__(self, partials: Partials, window: Window | None = None, max_bytes: int = MAX_ARTIFACT_BYTES) -> None:
+        self._max_bytes = max_bytes
         self._partials = partials
         self._window = window
         self._active: dict[str, _Download] = {}
@@ -76,11 +78,16 @@ class Downloads:
         """From now on exactly these are wanted; what has come of them already is kept.
 
         Raises:
-            TooLargeError: a spec larger than any real one; nothing is fetched.
+            TooLargeError: a spec larger than any real one, or an aggregate above the bound; nothing is fetched.
         """
         for wanted in downloads:
             if wanted.what == "spec" and wanted.ref.size > MAX_SPEC_BYTES:
                 raise TooLargeError(f"a spec of {wanted.ref.size} bytes is over the bound of {MAX_SPEC_BYTES}")
+            if wanted.ref.size > self._max_bytes:
+                raise TooLargeError(
+                    f"an aggregate of {wanted.ref.size} bytes; policy.max_download_mb of this device is "
+                    f"{self._max_bytes // 1_000_000}"
+                )
         before, self._active = self._active, {}
         for wanted in downloads:
             known = before.get(wanted.ref.id)

@@ -9,9 +9,9 @@ from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from edge_client.contact import ask, fetch_authority, trusting
-from edge_client.durable import fsync_directory, replace_durably
 from edge_client.errors import EnrolError
 from edge_client.identity import TlsKey, check_issued
+from fedcg.files import fsync_path, replace_durably
 from fedcg.provision.agent_config import CONFIG_NAME, DATA, render_agent_config
 from fedcg.wire.enrolment import (
     ENROL_PATH,
@@ -174,4 +174,4 @@ def _write(folder: Folder, answer: EnrolAnswer, authority: x509.Certificate, url
     replace_durably(folder.certificate, answer.certificate.encode())
     replace_durably(folder.coordinator_key, f"{answer.coordinator_key}\n".encode())
     replace_durably(folder.config, text.encode())
-    fsync_directory(folder.root.parent)
+    fsync_path(folder.root.parent)

@@ -15,6 +15,7 @@ EdgeError
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from fedcg.wire.messages import DeclineReason
 from fedcg.wire.parts import Part
@@ -59,6 +60,14 @@ class StoreError(EdgeError):
 
 class CohortError(EdgeError):
     """No cohort code, or a store that can't take its secret."""
+
+
+def unreadable(path: Path, error: OSError) -> StoreError:
+    """What a file of the store that exists and can't be read amounts to: nothing may be concluded from it."""
+    return StoreError(
+        f"{error.filename or path} can't be read: {error.strerror or error}. Nothing was changed; "
+        "check the disk (`dmesg`) and the file's owner and permissions, then start the agent again"
+    )
 
 
 class StoreLockedError(StoreError):

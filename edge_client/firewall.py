@@ -62,9 +62,20 @@ def check_spec(spec: FederationSpec, policy: PolicySection) -> DeclineReason | N
         return DeclineReason.UPLOAD_NOT_ALLOWED
     if not spec.required_report <= policy.allow_report:
         return DeclineReason.REPORT_NOT_ALLOWED
-    if not all(spec.layouts.get(part) for part in spec.upload) or _network_problem(spec):
+    if not all(spec.layouts.get(part) for part in spec.upload) or _network_problem(spec) or _excess(spec, policy):
         return DeclineReason.SPEC_REFUSED
     return None
+
+
+def _excess(spec: FederationSpec, policy: PolicySection) -> str:
+    """What a round would cost this box above its policy, or nothing. A method's own defaults are modest."""
+    asked = {name: spec.params.get(name, 0) for name in ("epochs", "steps", "batch_size")}
+    bounds = {"epochs": "max_epochs", "steps": "max_steps", "batch_size": "max_batch"}
+    for name, bound in bounds.items():
+        value, most = asked[name], getattr(policy, bound)
+        if isinstance(value, int | float) and value > most and not (name == "epochs" and asked["steps"]):
+            return f"the spec asks for {name} = {value}; policy.{bound} of this device is {most}"
+    return ""
 
 
 def _network_problem(spec: FederationSpec) -> str:
@@ -86,7 +97,11 @@ def explain(reason: DeclineReason, spec: FederationSpec, policy: PolicySection) 
         return f"method {spec.method} needs {fields}, which policy.allow_report of this device does not list"
     if reason is DeclineReason.UNKNOWN_METHOD:
         return f"method {spec.method} is not installed here (there are {', '.join(method_names())}); update the agent"
-    return _network_problem(spec) or "the spec asks for a part without saying which tensors it has"
+    return (
+        _network_problem(spec)
+        or _excess(spec, policy)
+        or "the spec asks for a part without saying which tensors it has"
+    )
 
 
 def build_update(

@@ -7,7 +7,8 @@
     CURRENT                             the number of the generation that counts
 
 A crash before the rename leaves the old generation in force; a crash after it leaves the new one. A newest generation
-that fails its checksums falls back to the one before it.
+that fails its checksums falls back to the one before it. A disk that does not answer is no damage: falling back for it would
+train a round twice.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ import numpy as np
 from safetensors.numpy import load as load_safetensors
 from safetensors.numpy import save as save_safetensors
 
-from edge_client.durable import file_sha256, fsync_directory, replace_durably, write_durably
-from edge_client.errors import StoreDamagedError
+from edge_client.errors import StoreDamagedError, unreadable
 from edge_client.snapshot import Snapshot
+from fedcg.files import file_sha256, fsync_path, replace_durably, write_durably
 from fedcg.wire.parts import Part
 from fedcg.wire.tensors import Array, PartArrays
 
@@ -100,19 +101,44 @@ class Generations:
         self._root = root
         self._folder = root / "generations"
         self._pointer = root / "CURRENT"
+        self._verified: tuple[int | None, Generation] | None = None  # what CURRENT held, and what was found for it
+
+    def newest(self) -> Generation | None:
+        """The newest committed generation, from its description alone; for the agent's loop, which hashes no state.
+
+        A generation is verified by `current` when a process starts and by `load` before it is trained on. One that was
+        committed since then was written by the trainer just now.
+
+        Raises:
+            StoreDamagedError: see `current`.
+            StoreError: the disk does not answer.
+        """
+        try:
+            pointed = self._pointed()
+            if self._verified is not None and self._verified[0] == pointed:
+                return self._verified[1]
+            if pointed is not None:
+                return self._described(pointed)
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            pass  # `current` tells nothing committed from damage
+        return self.current()[0]
 
     def current(self) -> tuple[Generation | None, tuple[str, ...]]:
         """The newest committed generation that passes its checksums, and what was wrong with newer ones.
 
         Raises:
             StoreDamagedError: something was committed, and no generation is whole.
+            StoreError: the disk does not answer, which says nothing about what is on it.
         """
-        if not self._pointer.exists():
+        try:
+            pointed = self._pointed()
+        except FileNotFoundError:
             return None, ()
         problems: list[str] = []
-        for number in self._candidates():
+        for number in self._candidates(pointed):
             found = self._read(number)
             if isinstance(found, Generation):
+                self._verified = pointed, found
                 return found, tuple(problems)
             problems.append(f"generation {number} is damaged: {found}")
         raise StoreDamagedError(
@@ -125,6 +151,7 @@ class Generations:
 
         Raises:
             StoreDamagedError: see `current`.
+            StoreError: see `current`.
         """
         generation, _ = self.current()
         if generation is None:
@@ -146,8 +173,8 @@ class Generations:
 
     def commit(self, new: NewGeneration) -> Generation:
         """Make a new generation the current one, in one atomic and durable step."""
-        before, _ = self.current()
-        number = max([*self._numbers(), self._pointed() or 0]) + 1
+        before = self.newest()
+        number = max([*self._numbers(), 0 if before is None else before.number]) + 1
         files = {"state.safetensors": _join_names(new.slots), "snapshot.json": new.snapshot.encode()}
         outbox = None
         if new.update is not None:
@@ -156,7 +183,7 @@ class Generations:
         checksums = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
         generation = Generation(number, new.cursor, new.spec, new.snapshot.digest, dict(new.scores), outbox, checksums)
         self._write(generation, files)
-        replace_durably(self._pointer, f"{number}\n".encode())
+        replace_durably(self._pointer, f"{number}\n")
         self._prune({number} if before is None else {number, before.number})
         return generation
 
@@ -171,17 +198,26 @@ class Generations:
         body = json.dumps(described, sort_keys=True).encode()
         check = hashlib.sha256(body).hexdigest()
         write_durably(unfinished / "state.json", body + b"\n" + check.encode() + b"\n")
-        fsync_directory(unfinished)
+        fsync_path(unfinished)
         unfinished.rename(self._path(generation.number))
-        fsync_directory(self._folder)
+        fsync_path(self._folder)
 
     def _read(self, number: int) -> Generation | Exception:
         try:
             return self._checked(number)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
             return error
+        except OSError as error:
+            raise unreadable(self._path(number), error) from error
 
     def _checked(self, number: int) -> Generation:
+        generation = self._described(number)
+        for name, expected in generation.checksums.items():
+            if file_sha256(self._path(number) / name) != expected:
+                raise ValueError(f"{name} fails its checksum")
+        return generation
+
+    def _described(self, number: int) -> Generation:
         folder = self._path(number)
         body, _, check = (folder / "state.json").read_bytes().partition(b"\n")
         if hashlib.sha256(body).hexdigest().encode() != check.strip():
@@ -192,23 +228,28 @@ class Generations:
         outbox = values.pop("outbox")
         cursor = Cursor(**values.pop("cursor"))
         entry = None if outbox is None else OutboxEntry(Cursor(**outbox["cursor"]), outbox["artifact"], outbox["size"])
-        generation = Generation(**values, cursor=cursor, outbox=entry)
-        for name, expected in generation.checksums.items():
-            if file_sha256(folder / name) != expected:
-                raise ValueError(f"{name} fails its checksum")
-        return generation
+        return Generation(**values, cursor=cursor, outbox=entry)
 
-    def _candidates(self) -> list[int]:
-        pointed = self._pointed()
+    def _candidates(self, pointed: int | None) -> list[int]:
         numbers = sorted(self._numbers(), reverse=True)
         # Numbers above the pointer were never committed; an unreadable pointer leaves all of them to be tried.
         return [number for number in numbers if pointed is None or number <= pointed]
 
     def _pointed(self) -> int | None:
+        """What CURRENT holds; None when that is no number.
+
+        Raises:
+            FileNotFoundError: nothing was committed yet.
+            StoreError: the disk does not answer.
+        """
         try:
-            return int(self._pointer.read_text())
-        except (OSError, ValueError):
+            return int(self._pointer.read_bytes())
+        except ValueError:
             return None
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise unreadable(self._pointer, error) from error
 
     def _numbers(self) -> list[int]:
         return [int(path.name) for path in self._folder.glob("[0-9]*") if path.name.isdecimal()]

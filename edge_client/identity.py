@@ -15,8 +15,8 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from edge_client.durable import fsync_directory, replace_durably
 from edge_client.errors import EnrolError
+from fedcg.files import fsync_path, replace_durably
 from fedcg.wire.enrolment import certificate_key_digest, common_name, key_digest, load_certificate
 from fedcg.wire.errors import MalformedError
 
@@ -114,10 +114,10 @@ def settle_pair(certificate: Path, key: Path) -> None:
         return
     if new_key.exists() and _fit(new_certificate, new_key):
         new_key.replace(key)
-        fsync_directory(key.parent)
+        fsync_path(key.parent)
     if _fit(new_certificate, key):
         new_certificate.replace(certificate)
-        fsync_directory(certificate.parent)
+        fsync_path(certificate.parent)
     for left in (new_certificate, new_key):
         left.unlink(missing_ok=True)
 

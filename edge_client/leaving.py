@@ -13,13 +13,13 @@ from pathlib import Path
 
 from edge_client.agent import AgentKeys
 from edge_client.config import AgentConfig
-from edge_client.durable import fsync_directory
 from edge_client.errors import EnrolError, StoreFormatError
 from edge_client.handshake import Handshake
 from edge_client.launch import load_keys, mqtt_config
 from edge_client.outgoing import Outgoing, offline_will
 from edge_client.private_store import PrivateStore
 from edge_client.remembered import Remembered
+from fedcg.files import fsync_path
 from fedcg.wire.errors import OldEpochError, OtherDeviceError, WireError
 from fedcg.wire.messages import COORDINATOR, AnyMessage, Leave, Left, Welcome
 from fedcg.wire.mqtt import MqttTransport
@@ -197,7 +197,7 @@ def _erase(config: AgentConfig, store: PrivateStore) -> tuple[Path, ...]:
     erased = [path for path in files if path.exists()]
     for path in erased:
         path.unlink()
-        fsync_directory(path.parent)
+        fsync_path(path.parent)
     for path in sorted(store.root.iterdir(), key=lambda path: path.name == "format.json"):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

@@ -25,13 +25,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from edge_client.durable import fsync_directory, replace_durably, write_durably
-from edge_client.errors import StoreError, StoreFormatError, StoreLockedError
+from edge_client.errors import StoreError, StoreFormatError, StoreLockedError, unreadable
 from edge_client.generations import Generation, Generations, OutboxEntry
 from edge_client.snapshot import Snapshot
+from fedcg.files import replace_durably
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifact_store import ArtifactStore
 from fedcg.wire.channel import START, Position
+from fedcg.wire.errors import WireError
 from fedcg.wire.key_chain import PinnedKey
 from fedcg.wire.messages import MAX_ARTIFACT_BYTES
 from fedcg.wire.partial import Partials
@@ -74,14 +75,14 @@ class PrivateStore:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         root.chmod(0o700)
         expected = {"format": STORE_FORMAT, "federation": federation, "device": device}
-        identity = root / "format.json"
-        if not identity.exists():
+        found = _read_json(root / "format.json")
+        if not found:
             if (root / "CURRENT").exists() or (root / "generations").exists():
                 raise StoreFormatError(
                     f"{root} holds private state but no format.json; restore that file from a backup"
                 )
-            replace_durably(identity, json.dumps(expected).encode())
-        found = json.loads(identity.read_bytes())
+            replace_durably(root / "format.json", json.dumps(expected))
+            found = expected
         if found.get("format") != STORE_FORMAT:
             raise StoreFormatError(f"{root} has store format {found.get('format')}; this program reads {STORE_FORMAT}")
         if found != expected:
@@ -119,12 +120,10 @@ class PrivateStore:
     def device_secret(self) -> bytes:
         """This device's own root of randomness: made once, never sent."""
         path = self.root / "secrets" / "device.key"
-        if not path.exists():
-            unfinished = path.with_suffix(".new")
-            write_durably(unfinished, secrets.token_bytes(SECRET_BYTES))
-            unfinished.rename(path)
-            fsync_directory(path.parent)
-        return _secret(path)
+        kept = _secret(path)
+        if kept is None:
+            replace_durably(path, kept := secrets.token_bytes(SECRET_BYTES))
+        return kept
 
     def cohort_secret(self) -> bytes | None:
         """The secret shared by all devices of the federation, or None when nobody put one there.
@@ -132,8 +131,7 @@ class PrivateStore:
         Raises:
             StoreError: the file is too short to be a secret.
         """
-        path = self.root / "secrets" / "cohort.key"
-        return _secret(path) if path.exists() else None
+        return _secret(self.root / "secrets" / "cohort.key")
 
     def keep_cohort_secret(self, secret: bytes) -> None:
         """Keep the cohort's secret, for its owner's eyes only; replaces none."""
@@ -184,10 +182,12 @@ class PrivateStore:
 
     def seen(self) -> Position:
         """The highest (epoch, round, attempt) of a broadcast admitted so far."""
-        kept = _read_json(self.root / "seen.json").get("highest")
-        if not isinstance(kept, list) or len(kept) != 3:
-            return START
-        return (int(kept[0]), int(kept[1]), int(kept[2]))
+        kept = _read_json(self.root / "seen.json").get("highest", START)
+        try:
+            epoch, round_number, attempt = map(int, kept)
+        except (TypeError, ValueError) as error:
+            raise _damaged(self.root / "seen.json") from error
+        return (epoch, round_number, attempt)
 
     def save_seen(self, highest: Position) -> None:
         """Remember the highest broadcast admitted."""
@@ -198,7 +198,10 @@ class PrivateStore:
         kept = _read_json(self.root / "coordinator.json")
         if kept.get("enrolled") != enrolled.hex:
             return PinnedKey(enrolled)
-        return PinnedKey(VerifyKey.from_hex(str(kept["key"])), int(kept["serial"]))
+        try:
+            return PinnedKey(VerifyKey.from_hex(str(kept["key"])), int(kept["serial"]))
+        except (WireError, KeyError, TypeError, ValueError) as error:
+            raise _damaged(self.root / "coordinator.json") from error
 
     def save_pinned_key(self, enrolled: VerifyKey, pinned: PinnedKey) -> None:
         """Remember the coordinator's key that counts."""
@@ -236,18 +239,39 @@ class PrivateStore:
                 self.artifacts.delete(artifact)
 
 
-def _secret(path: Path) -> bytes:
-    path.chmod(0o600)
-    value = path.read_bytes()
+def _secret(path: Path) -> bytes | None:
+    """The secret in a file of ours, or None when there is no such file; anything else is an error, never a new secret."""
+    try:
+        path.chmod(0o600)
+        value = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise unreadable(path, error) from error
     if len(value) < SECRET_BYTES:
         raise StoreError(f"{path} has {len(value)} bytes; a secret needs at least {SECRET_BYTES}")
     return value
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """A small JSON file of ours; absent or unreadable counts as empty, since each of them can be made again."""
+    """A small JSON file of ours; only an absent one counts as empty.
+
+    Raises:
+        StoreError: it is there and can't be read, or does not hold what we wrote: an empty one in its place would start the
+            order of broadcasts anew, or trust a key that was rotated away.
+    """
     try:
         values = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except FileNotFoundError:
         return {}
-    return values if isinstance(values, dict) else {}
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except ValueError:
+        values = None
+    if not isinstance(values, dict):
+        raise _damaged(path)
+    return values
+
+
+def _damaged(path: Path) -> StoreError:
+    return StoreError(f"{path} is damaged; restore it from a backup, or enrol this device anew with a new store")

@@ -270,10 +270,8 @@ def _advance_round(state: SessionState, now: float) -> Step:
         return state, ()
     if state.bound_spec not in (None, offer.spec.id):
         return _decline(state, cursor, DeclineReason.SPEC_REFUSED)
-    if offer.spec.id not in state.stored:
-        return state, ()
     if state.verdict is None or state.verdict[0] != offer.spec.id:
-        return state, (CheckSpec(offer.spec.id),)
+        return state, (CheckSpec(offer.spec.id),) if offer.spec.id in state.stored else ()
     if state.verdict[1] is not None:
         return _decline(state, cursor, state.verdict[1])
     commands: tuple[Command, ...] = ()

@@ -17,6 +17,7 @@ from experiments.dealing import DealOptions
 from experiments.errors import OptionError
 from experiments.options import Setting, parse_params
 from experiments.sources import Source
+from fedcg.files import replace_durably
 from fedcg.learning.spec import ParameterValue
 from fedcg.wire.parts import AggregateCodec, UpdateCodec
 
@@ -253,10 +254,8 @@ def save_batch(batch: Batch, folder: Path, *, force: bool = False) -> None:
     runs = {**known, **{run.setting.name: run for run in batch.runs}}
     state = folder / STATE_FOLDER
     state.mkdir(parents=True, exist_ok=True, mode=0o700)
-    temporary = state / f".{_BATCH_FILE}.new"
     whole = Batch(runs=tuple(runs.values())).model_dump(mode="json")
-    temporary.write_text(json.dumps({"format": BATCH_FORMAT, "batch": whole}, indent=1))
-    temporary.replace(state / _BATCH_FILE)
+    replace_durably(state / _BATCH_FILE, json.dumps({"format": BATCH_FORMAT, "batch": whole}, indent=1))
 
 
 def _known_runs(folder: Path) -> dict[str, PlannedRun]:

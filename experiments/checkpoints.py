@@ -6,7 +6,6 @@ For this machine alone: it holds private parts of all simulated clients. No pick
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -18,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from experiments.batch import RunSetting
+from fedcg.files import fsync_path
 from fedcg.learning.method import Aggregate, ClientState, ServerState, Weights
 from fedcg.learning.simulation import Failure, RoundRecord, Simulation
 from fedcg.wire.parts import Part
@@ -48,10 +48,10 @@ class Checkpoints:
         save_file(dict(_tensors(now)), fresh / _TENSORS)
         (fresh / _REST).write_text(json.dumps({**_rest(now), "setting": self._setting.published(), "seconds": seconds}))
         for path in (fresh / _TENSORS, fresh / _REST, fresh):
-            _sync(path)
+            fsync_path(path)
         shutil.rmtree(target, ignore_errors=True)
         fresh.replace(target)
-        _sync(self._folder)
+        fsync_path(self._folder)
         for other in self._saved():
             if other != target:
                 shutil.rmtree(other, ignore_errors=True)
@@ -80,14 +80,6 @@ class Checkpoints:
 
     def _saved(self) -> list[Path]:
         return sorted(self._folder.glob("round-*"))
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _tensors(now: Simulation) -> Iterator[tuple[str, torch.Tensor]]:

@@ -26,6 +26,7 @@ from experiments.record import versions
 from experiments.run import LOOPBACK, Run, write_secrets
 from experiments.sources import Source
 from experiments.summary import seconds, summarise
+from fedcg.files import READABLE, replace_durably
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, DEFAULT_ALLOW_UPLOAD, Part, ReportField
 
@@ -243,7 +244,5 @@ class Demo:
             run.root / "accuracy.png",
             f"{run.setting.method}, {run.setting.data}, seed {run.setting.seed}",
         )
-        temporary = run.root / ".summary.json.new"
-        temporary.write_text(json.dumps(summary, indent=1))
-        temporary.replace(run.root / "summary.json")
+        replace_durably(run.root / "summary.json", json.dumps(summary, indent=1), READABLE)
         return summary

@@ -11,6 +11,7 @@ from typing import Any
 
 from devices.detect import detect
 from experiments.sources import DIGITS
+from fedcg.files import READABLE, replace_durably
 
 RECORD_FORMAT = 1
 
@@ -72,6 +73,4 @@ def _relative(path: str, root: Path) -> str:
 def write_record(summary: Mapping[str, Any], root: Path, out: Path) -> None:
     """Write the record of a run to a file."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = out.with_name(f".{out.name}.new")
-    temporary.write_text(json.dumps(record_of_summary(summary, root), indent=1) + "\n")
-    temporary.replace(out)
+    replace_durably(out, json.dumps(record_of_summary(summary, root), indent=1) + "\n", READABLE)

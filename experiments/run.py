@@ -16,6 +16,7 @@ from pathlib import Path
 
 from experiments.errors import OptionError
 from experiments.options import OPTIONS_FILE, Setting, load_setting, root_secret
+from fedcg.files import replace_durably
 
 LOOPBACK = "127.0.0.1"
 
@@ -58,9 +59,7 @@ class Run:
             "ports": [self.broker_port, self.api_port],
             "done": sorted(done),
         }
-        temporary = self.root / f".{OPTIONS_FILE}.new"
-        temporary.write_text(json.dumps(record, indent=1))
-        temporary.replace(self.root / OPTIONS_FILE)
+        replace_durably(self.root / OPTIONS_FILE, json.dumps(record, indent=1))
 
     def done(self) -> frozenset[str]:
         """The preparing steps that were completed."""

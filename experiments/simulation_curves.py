@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.simulation_record import COLUMNS, read_records, replace_file
+from experiments.simulation_record import COLUMNS, read_records
+from fedcg.files import READABLE, replace_durably
 
 RUNS_FILE, CURVES_FILE, PICTURE_FILE = "runs.csv", "curves.csv", "curves.png"
 _ABOUT = ("name", "paper", "method", "variant", "seed", "data", "partition", "rounds")
@@ -40,7 +41,7 @@ def _write_csv(path: Path, header: Sequence[str], lines: Iterable[Sequence[objec
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(header)
     writer.writerows(lines)
-    replace_file(path, text.getvalue().encode())
+    replace_durably(path, text.getvalue(), READABLE)
 
 
 def draw_curves(folder: Path) -> None:
@@ -65,7 +66,7 @@ def draw_curves(folder: Path) -> None:
         panel.set_title(title)
     picture = io.BytesIO()
     figure.savefig(picture, dpi=110, format="png")
-    replace_file(folder / PICTURE_FILE, picture.getvalue())
+    replace_durably(folder / PICTURE_FILE, picture.getvalue(), READABLE)
 
 
 def _draw_panel(panel: Any, records: Sequence[Record]) -> None:

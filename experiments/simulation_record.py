@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
@@ -18,6 +17,7 @@ from typing import Any
 from experiments.batch import RunSetting
 from experiments.record import machine, versions
 from experiments.summary import mean
+from fedcg.files import READABLE, replace_durably
 from fedcg.learning.registry import get_method
 from fedcg.learning.simulation import Failure, Party, RoundRecord, Simulation
 from fedcg.learning.spec import FederationSpec
@@ -186,19 +186,9 @@ def _rounded(value: float | None) -> float | int | None:
     return round(value, _DIGITS) if math.isfinite(value) else None
 
 
-def replace_file(path: Path, content: bytes) -> None:
-    """Write a file in one rename, durably; several processes may do so at once."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-
-
 def write_json(value: Mapping[str, Any], path: Path) -> None:
     """Write a record in one rename."""
-    replace_file(path, json.dumps(value, separators=(",", ":")).encode() + b"\n")
+    replace_durably(path, json.dumps(value, separators=(",", ":")) + "\n", READABLE)
 
 
 def read_records(folder: Path) -> list[dict[str, Any]]:

@@ -7,7 +7,6 @@ one. Writers take a lock; readers need none. Knows nothing of how a model is mad
 from __future__ import annotations
 
 import fcntl
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from export.errors import ManifestError, ModelError, SlotError
 from export.manifest import MANIFEST_NAME, Accept, Manifest, read_all
+from fedcg.files import READABLE, fsync_path, replace_durably
 
 POINTER_NAME = "CURRENT"
 KEEP = 3
@@ -96,7 +96,7 @@ class Slots:
     def _install(self, fill: Callable[[Path], None]) -> Path:
         with self._lock():
             # Of a writer that was killed: nobody else has the lock.
-            for leftover in self.root.glob(f"{_STAGING_PREFIX}*"):
+            for leftover in (*self.root.glob(f"{_STAGING_PREFIX}*"), *self.root.glob(f".{POINTER_NAME}.*.new")):
                 shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
             staging = Path(tempfile.mkdtemp(prefix=_STAGING_PREFIX, dir=self.root))
             try:
@@ -110,12 +110,12 @@ class Slots:
         read_all(staging)
         staging.chmod(0o755)
         for path in (*staging.iterdir(), staging):
-            _sync(path)
+            fsync_path(path)
         names = self._names()
         name = f"{int(names[-1]) + 1 if names else 1:04d}"
         staging.rename(self.root / name)
         try:
-            _sync(self.root)  # the version is durable before anything points to it
+            fsync_path(self.root)  # the version is durable before anything points to it
             self._point_to(name)
         except OSError:
             if not self._points_to(name):
@@ -211,17 +211,7 @@ class Slots:
         self._write_pointer(Pointer(current=name, previous=previous[:HISTORY]))
 
     def _write_pointer(self, pointer: Pointer) -> None:
-        handle, temporary = tempfile.mkstemp(prefix=_STAGING_PREFIX, dir=self.root)
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(pointer.model_dump_json() + "\n")
-                file.flush()
-                os.fchmod(file.fileno(), 0o644)
-                os.fsync(file.fileno())
-            Path(temporary).replace(self.root / POINTER_NAME)
-        finally:
-            Path(temporary).unlink(missing_ok=True)
-        _sync(self.root)
+        replace_durably(self.root / POINTER_NAME, pointer.model_dump_json() + "\n", READABLE)
 
     def _prune(self) -> None:
         pointer = self._required_pointer()
@@ -274,11 +264,3 @@ def resolve(directory: Path) -> Path:
 def engines_of(model_dir: Path) -> Path:
     """Where what a card's compiler made of a model is kept: beside its directory, whose files are watched for changes."""
     return model_dir.with_name(model_dir.name + _ENGINES_SUFFIX)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

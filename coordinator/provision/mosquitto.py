@@ -11,6 +11,7 @@ from string import Template
 from coordinator.config import LOOPBACK_HOSTS
 from coordinator.home import BROKER_NAME, Home, observers_of
 from coordinator.provision.pki import CA_NAME, credential_of
+from fedcg.files import replace_durably
 from fedcg.wire.topics import Topics
 
 ACL_NAME = "acl"
@@ -92,7 +93,4 @@ def access_list(federations: Sequence[str], devices: Iterable[str], observers: I
 
 def write_access_list(home: Home, target: Path, federations: Sequence[str], devices: Iterable[str]) -> None:
     """Replace the access list at `target` in one step, readable by its owner only."""
-    temporary = target.with_suffix(".new")
-    temporary.write_text(access_list(federations, devices, observers_of(home)), encoding="utf-8")
-    temporary.chmod(0o600)
-    temporary.replace(target)
+    replace_durably(target, access_list(federations, devices, observers_of(home)))

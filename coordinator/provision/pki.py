@@ -17,6 +17,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from fedcg.files import READABLE, replace_durably
+
 CA_NAME = "ca"
 CA_DAYS = 3650
 LEAF_DAYS = 825
@@ -179,9 +181,7 @@ def write_revocations(directory: Path, serials: Iterable[tuple[int, datetime]], 
     for serial, revoked_at in serials:
         entry = x509.RevokedCertificateBuilder().serial_number(serial).revocation_date(revoked_at).build()
         builder = builder.add_revoked_certificate(entry)
-    temporary = path.with_suffix(".new")
-    temporary.write_bytes(builder.sign(ca_key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
-    temporary.replace(path)
+    replace_durably(path, builder.sign(ca_key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM), READABLE)
     return path
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from fedcg.files import replace_durably
 
 if TYPE_CHECKING:
     from fedcg.learning.method import Weights
@@ -18,21 +19,11 @@ class DirectorySpill:
         directory.mkdir(parents=True, exist_ok=True)
 
     def put(self, client: str, tensors: Weights) -> None:
-        """Keep a client's rows durably: temporary file, fsync, rename, fsync of the directory."""
+        """Keep a client's rows durably."""
         from safetensors.torch import save
 
-        temporary = self._path(client).with_suffix(f".{os.getpid()}.partial")
         rows = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-        with temporary.open("wb") as stream:
-            stream.write(save(rows))
-            stream.flush()
-            os.fsync(stream.fileno())
-        temporary.replace(self._path(client))
-        descriptor = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        replace_durably(self._path(client), save(rows))
 
     def get(self, client: str) -> Weights:
         """A client's rows."""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import re
-import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from fedcg.files import fsync_path, replace_durably
 from fedcg.wire.errors import IntegrityError, MalformedError
 
 _ID = re.compile(r"[0-9a-f]{64}")
@@ -23,22 +22,12 @@ class ArtifactStore:
         root.mkdir(parents=True, exist_ok=True)
 
     def put(self, data: bytes) -> str:
-        """Keep an artifact durably (temporary file, fsync, rename, fsync of the directory) and return its id."""
+        """Keep an artifact durably and return its id."""
         name = hashlib.sha256(data).hexdigest()
         target = self._root / name
         if target.exists() and target.stat().st_size == len(data) and self._is_sound(name):
             return name
-        descriptor, temporary = tempfile.mkstemp(prefix=".incoming-", dir=self._root)
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            Path(temporary).replace(target)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
-        self._sync_directory()
+        replace_durably(target, data)
         return name
 
     @property
@@ -48,13 +37,9 @@ class ArtifactStore:
 
     def adopt(self, file: Path, artifact: str) -> None:
         """Take over a file of the same file system whose content has the sha256 of its new name, durably."""
-        descriptor = os.open(file, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        fsync_path(file)
         file.replace(self.path(artifact))
-        self._sync_directory()
+        fsync_path(self._root)
 
     def get(self, artifact: str) -> bytes:
         """The bytes of an artifact.
@@ -87,7 +72,7 @@ class ArtifactStore:
     def delete(self, artifact: str) -> None:
         """Forget an artifact; nothing happens when it is not here."""
         self.path(artifact).unlink(missing_ok=True)
-        self._sync_directory()
+        fsync_path(self._root)
 
     def delete_all(self, artifacts: Iterable[str]) -> tuple[int, int]:
         """Forget several; returns how many files went and their bytes. Those that are not here are passed over."""
@@ -97,7 +82,7 @@ class ArtifactStore:
                 size = self.path(artifact).stat().st_size
                 self.path(artifact).unlink()
                 sizes.append(size)
-        self._sync_directory()
+        fsync_path(self._root)
         return len(sizes), sum(sizes)
 
     def ids(self) -> Iterator[str]:
@@ -110,10 +95,3 @@ class ArtifactStore:
         except IntegrityError:
             return False
         return True
-
-    def _sync_directory(self) -> None:
-        descriptor = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

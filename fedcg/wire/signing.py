@@ -5,7 +5,6 @@ An envelope is the magic, 64 bytes of signature, then the JSON of one message. K
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,6 +19,7 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 
+from fedcg.files import write_durably
 from fedcg.wire.errors import MalformedError, SignatureError, TooLargeError
 from fedcg.wire.messages import MAX_MESSAGE_BYTES, AnyMessage, decode, encode
 
@@ -107,11 +107,7 @@ class SigningKey:
             FileExistsError: there is a file already.
         """
         pem = self._private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(pem)
-            file.flush()
-            os.fsync(file.fileno())
+        write_durably(path, pem, is_new=True)
 
     @property
     def public(self) -> VerifyKey:

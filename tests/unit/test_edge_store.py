@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edge_client import durable
 from edge_client.errors import StoreDamagedError, StoreError, StoreFormatError, StoreLockedError
 from edge_client.generations import Cursor, Generations
 from edge_client.private_store import RECEIPTS_KEPT, DeliveryRecord, PrivateStore
 from edge_client.snapshot import Snapshot, SnapshotFile
+from fedcg import files
 from fedcg.wire.parts import Part
 from tests.edge_worlds import DEVICE, FEDERATION, toy_generation, toy_snapshot, toy_spec
 
@@ -104,7 +104,7 @@ def test_a_store_without_any_whole_generation_says_what_to_do(store: PrivateStor
         store.generations.current()
 
 
-STEPS = ("write_durably", "fsync_directory", "replace_durably")
+STEPS = ("write_durably", "fsync_path", "replace_durably")
 
 
 class Saboteur:
@@ -125,7 +125,7 @@ def sabotaged_commit(monkeypatch: pytest.MonkeyPatch, store: PrivateStore, cut_b
     saboteur = Saboteur(cut_before)
     with monkeypatch.context() as patch:
         for name in STEPS:
-            real = getattr(durable, name)
+            real = getattr(files, name)
 
             def wrapped(*args: object, real: object = real) -> object:
                 saboteur.step()

@@ -1,0 +1,78 @@
+"""Files that survive a power cut: content and name are durable, and a name has the old content or the new, never a piece.
+
+The one way to write such a file, for every package. Torch-free, and imports nothing of ours.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from pathlib import Path
+
+PRIVATE = 0o600
+READABLE = 0o644
+_PIECE_BYTES = 1 << 20
+
+
+def fsync_path(path: Path) -> None:
+    """Make a file's content, or the names in a directory, durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_durably(path: Path, data: bytes, *, is_new: bool = False) -> None:
+    """Write a private file (0600) and fsync its content; the caller makes its name durable.
+
+    Args:
+        path: the file.
+        data: its whole content.
+        is_new: never write over a file that is there.
+
+    Raises:
+        FileExistsError: `is_new`, and there is a file already.
+        OSError: the disk is full or broken; the file may hold a piece of `data`.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | (os.O_EXCL if is_new else os.O_TRUNC)
+    with os.fdopen(os.open(path, flags, PRIVATE), "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def replace_durably(path: Path, data: bytes | str, mode: int = PRIVATE) -> None:
+    """Give `path` new content in one atomic, durable step; several threads and processes may do so at once.
+
+    Args:
+        path: the file; its directory exists.
+        data: its whole content; text is encoded as UTF-8.
+        mode: permissions of the file, whatever the umask and the file before had.
+
+    Raises:
+        OSError: the disk is full or broken; the old content is untouched, unless only the last fsync of the directory failed.
+    """
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".new", dir=path.parent)
+    temporary = Path(name)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data.encode() if isinstance(data, str) else data)
+            file.flush()
+            os.fchmod(file.fileno(), mode)
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    fsync_path(path.parent)
+
+
+def file_sha256(path: Path) -> str:
+    """The sha256 of a file's bytes, in hex; reads it in pieces."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE_BYTES):
+            digest.update(piece)
+    return digest.hexdigest()
