@@ -125,9 +125,7 @@ def silence(home: Home, device: str, until: float | None) -> bool:
         silenced = {name: end for name, end in _silenced(home).items() if name != device}
         if until is not None:
             silenced[device] = until
-        temporary = home.broker / f"{SILENCED_NAME}.new"
-        temporary.write_text(json.dumps(silenced), encoding="utf-8")
-        temporary.replace(home.broker / SILENCED_NAME)
+        replace_durably(home.broker / SILENCED_NAME, json.dumps(silenced))
         return publish_access(home)
 
 
