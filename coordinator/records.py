@@ -6,7 +6,8 @@ import json
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from coordinator.pacing import Policy
+from coordinator.pacing import Pace, Policy
+from coordinator.rounds import Phase, RoundState, paused_reason
 from fedcg.wire.messages import Outcome
 from fedcg.wire.parts import Part
 
