@@ -90,7 +90,12 @@ class RoundView(BaseModel):
 
 
 class DeviceView(BaseModel):
-    """A device that is or was enrolled; `left_out` says why it is not invited while enough others are there."""
+    """A device that is or was enrolled.
+
+    Attributes:
+        left_out: why it is not invited while enough others are there.
+        refused: messages of it that were refused since the coordinator started.
+    """
 
     id: str
     state: str
@@ -100,6 +105,8 @@ class DeviceView(BaseModel):
     enrolled_at: float
     last_seen_at: float | None
     agent: str | None
+    refused: int
+    silenced: bool
 
 
 class HealthView(BaseModel):
@@ -124,13 +131,13 @@ router = APIRouter()
 
 
 @router.get("/healthz")
-def healthz() -> HealthView:
+async def healthz() -> HealthView:  # on no thread: it answers also when all are busy
     """Whether the process answers."""
     return HealthView(status="ok")
 
 
 @router.get("/readyz")
-def readyz(service: Running, response: Response) -> HealthView:
+async def readyz(service: Running, response: Response) -> HealthView:
     """Whether the coordinator is connected to its broker; 503 when not."""
     if not service.is_connected:
         response.status_code = 503
@@ -194,6 +201,8 @@ def devices(service: Running, given: Given) -> list[DeviceView]:
             enrolled_at=device.enrolled_at,
             last_seen_at=device.last_seen_at,
             agent=device.agent,
+            refused=service.refused_of(device.id),
+            silenced=service.is_silenced(device.id),
         )
         for device in given.store.devices()
     ]

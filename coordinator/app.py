@@ -10,12 +10,16 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
+import anyio.to_thread
 from fastapi import FastAPI
 
 from coordinator.api import router
 from coordinator.service import Service, start_service
 from coordinator.setup import Setup
 from fedcg.disk_errors import advice_for
+
+THREADS = 4
+"""That read the database for HTTP requests: the rest of its connections is the round engine's."""
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +67,7 @@ async def _life(
     service = await start_service(setup)
     application.state.service = service
     application.state.setup = setup
+    anyio.to_thread.current_default_thread_limiter().total_tokens = THREADS
     work = asyncio.create_task(service.run(), name="service")
     work.add_done_callback(partial(_ended, request_exit, setup.artifacts.root))
     leaving = asyncio.create_task(_leave(service, request_exit)) if exit_when_finished else None

@@ -52,10 +52,31 @@ class BrokerSettings(_Section):
 
 
 class ApiSettings(_Section):
-    """Where the HTTP interface listens."""
+    """Where the HTTP interface listens.
+
+    Attributes:
+        host: a loopback address.
+        port: where it listens.
+        names: further host names that requests may name in their Host header.
+    """
 
     host: str = "127.0.0.1"
     port: Port = 8440
+    names: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+
+
+class ConnectionSettings(_Section):
+    """How many TCP connections may be open at once; see `fedcg.listening.Caps`.
+
+    Attributes:
+        total: at the HTTP interface, the enrolment listener and the carrier together; half of the descriptors is a bound too.
+        per_address: of one address at one listener, before it shows a certificate. Sites behind one NAT share it.
+        per_device: with the certificate of one device.
+    """
+
+    total: Annotated[int, Field(ge=16, le=32_768)] = 2048
+    per_address: Annotated[int, Field(ge=1, le=32_768)] = 512
+    per_device: Annotated[int, Field(ge=2, le=64)] = 8
 
 
 class ListenerSettings(_Section):
@@ -160,6 +181,7 @@ class CoordinatorConfig(_Section):
     api: ApiSettings = ApiSettings()
     enrolment: EnrolmentSettings = EnrolmentSettings()
     carrier: CarrierSettings = CarrierSettings()
+    connections: ConnectionSettings = ConnectionSettings()
     aggregation: AggregationSettings = AggregationSettings()
     robustness: RobustnessSettings = RobustnessSettings()
     storage: StorageSettings = StorageSettings()
@@ -252,6 +274,8 @@ preset = "{config.broker.preset}"
 # Loopback only: the HTTP interface has no authentication.
 host = "{config.api.host}"
 port = {config.api.port}
+# Further host names under which it is asked, e.g. by a proxy on this machine: others in the Host header are refused.
+names = {json.dumps(config.api.names)}
 
 [enrolment]
 # HTTPS for boxes: enrolment by token (`fedcg token create`) and renewal of certificates. Off without a port.
@@ -262,6 +286,13 @@ certificate_days = {enrolment.certificate_days}
 [carrier]
 # HTTPS that carries the artifacts of boxes with `carrier = "https"` in their agent.toml. Off without a port.
 {_listener(config.carrier, 8445)}
+
+[connections]
+# Open TCP connections: of all three listeners together (at most half of the process's descriptors), of one address at one
+# listener before it shows a certificate (sites behind one NAT share it), and with one device's certificate.
+total = {config.connections.total}
+per_address = {config.connections.per_address}
+per_device = {config.connections.per_device}
 
 [aggregation]
 # Results repeat bit for bit only with the same number of threads on the same device.

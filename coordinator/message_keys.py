@@ -28,14 +28,21 @@ class Voice:
     links: tuple[KeyLink, ...] = ()
 
 
-def voice_of(home: Home, store: Store) -> Voice:
+def voice_of(home: Home, store: Store, known: Voice | None = None) -> Voice:
     """The key that counts now.
+
+    Args:
+        home: where its file is.
+        store: where its links are.
+        known: what counted before: its file isn't read again when the links are the same.
 
     Raises:
         HomeError: its file is missing, or holds another key.
     """
     federations = store.federations()
     links = store.key_links(federations[0].id) if federations else ()
+    if known is not None and known.links == links:
+        return known
     path = key_file(home, links[-1].serial if links else 0)
     try:
         key = SigningKey.load(path)

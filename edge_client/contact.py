@@ -106,7 +106,9 @@ def _cause(error: Exception) -> str:
     if isinstance(error, ConnectionRefusedError):
         return "nobody listens there: does the coordinator run, with a port under [enrolment]?"
     if isinstance(error, ssl.SSLError) and "CERTIFICATE" in str(error).upper():
-        return f"it does not accept this device's certificate (expired, or of another authority): {error}"
+        return f"it does not accept this device's certificate (expired, revoked, or of another authority): {error}"
+    if isinstance(error, ConnectionError | ssl.SSLEOFError):
+        return "it ended the connection: perhaps this device's certificate is expired or revoked, or the coordinator is overloaded"
     if isinstance(error, TimeoutError):
         return "it took too long: check address, route and firewalls"
     return str(error) or type(error).__name__

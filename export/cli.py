@@ -155,6 +155,9 @@ def serve_command(
     watch: Annotated[
         int, typer.Option(min=0, help="Predictions after which a new version that does badly is taken back; 0: never.")
     ] = 200,
+    allow_host: Annotated[
+        list[str] | None, typer.Option(help="A further name of this box in requests' Host header; may be repeated.")
+    ] = None,
     signed_by: SignedBy = None,
     as_json: AsJson = False,
 ) -> None:
@@ -169,7 +172,8 @@ def serve_command(
         gc.enable()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     accept = _accept(signed_by)
-    settings = Settings(model, host, port, threads, max_batch, max_wait_ms, queue, max_bytes, max_pixels, watch, accept)
+    bounds = (threads, max_batch, max_wait_ms, queue, max_bytes, max_pixels, watch)
+    settings = Settings(model, host, port, *bounds, names=tuple(allow_host or ()), accept=accept)
     code = _or_fail(
         lambda: serve(settings, lambda line: typer.echo(json.dumps({"message": line}) if as_json else line))
     )

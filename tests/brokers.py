@@ -15,7 +15,7 @@ from datetime import datetime
 from pathlib import Path
 
 from coordinator.provision.mosquitto import QueueLimits
-from coordinator.provision.pki import create_ca, credential_of, issue
+from coordinator.provision.pki import create_ca, credential_of, issue, write_revocations
 from fedcg.broker_path import Mosquitto
 from fedcg.wire.mqtt import MqttConfig, MqttTransport, TlsFiles
 from fedcg.wire.mqtt_config import Protocol
@@ -57,6 +57,7 @@ class Pki:
             issue(directory, role.value, server=True, now=now)
         for identity in identities:
             issue(directory, identity, now=now)
+        write_revocations(directory, (), now=now)
         return Pki(directory)
 
     @property

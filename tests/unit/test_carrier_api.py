@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from coordinator import listeners
 from coordinator.carrier_api import MEMBER_S
 from coordinator.enrolment import certificate_record
 from coordinator.records import DeviceState
 from edge_client.https_carrier import Line, check_ready
+from fedcg import listening
 from fedcg.wire.carrier import ARTIFACTS_PATH, READY_PATH, UPDATES_PATH, span_of
 from fedcg.wire.enrolment import load_certificate
 from fedcg.wire.errors import TransportError
@@ -340,7 +340,7 @@ def test_a_device_has_a_few_requests_at_once_and_others_are_not_held_up(bench: B
 
 
 def test_a_connection_on_which_nothing_moves_is_ended(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listeners, "STALL_S", 0.3)
+    monkeypatch.setattr(listening, "HEADER_S", 0.3)
     context = bench.pki.tls("a").context(ServerRole.CARRIER)
     with (
         socket.create_connection((HOST, bench.port), 20) as plain,

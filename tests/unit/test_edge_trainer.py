@@ -438,7 +438,9 @@ def test_at_the_end_the_best_candidate_is_exported_and_described_once(tmp_path: 
     command = ChooseModel(site.spec.digest, site.aggregate)
     assert trainer.do(command) == Chosen(site.aggregate, succeeded=True)
     outcome = site.store.finalised()
-    assert outcome["candidate"] in ("own", "downloaded", "tuned")
+    losses = {name.removeprefix("loss_val_"): outcome[name] for name in outcome if name.startswith("loss_val_")}
+    assert set(losses) == {"own", "downloaded", "interpolated", "tuned", "averaged"}
+    assert outcome["candidate"] == min(losses, key=lambda name: losses[name])
     assert outcome["accuracy_personal"] == outcome[f"accuracy_{outcome['candidate']}"]
     assert outcome["accuracy_common_personal"] == outcome[f"accuracy_common_{outcome['candidate']}"]
     assert outcome["accuracy_onnx"] == pytest.approx(outcome["accuracy_personal"])
@@ -554,7 +556,7 @@ def test_the_downloaded_candidate_has_every_part_that_the_last_aggregate_brings(
 
     monkeypatch.setattr(finalise, "measure", watched)
     assert trainer.do(ChooseModel(site.spec.digest, site.aggregate)) == Chosen(site.aggregate, succeeded=True)
-    assert len(seen) == (3 if brought else 1)  # own, downloaded, tuned
+    assert len(seen) == (5 if brought else 1)
     if not brought:
         return
     held = {part: site.spec.layouts[part] for part in get_method(method).shared_down}

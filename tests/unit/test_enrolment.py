@@ -30,6 +30,7 @@ from edge_client.enrolment import Folder, enrol
 from edge_client.errors import EnrolError
 from edge_client.identity import TlsKey
 from edge_client.launch import load_keys
+from fedcg.listening import Caps, Connections
 from fedcg.wire.enrolment import (
     ENROL_PATH,
     MAX_BODY_BYTES,
@@ -307,26 +308,10 @@ def test_a_port_that_is_taken_is_told_with_the_setting(home: Home) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         settings = EnrolmentSettings(port=other.getsockname()[1])
         with (
-            pytest.raises(HomeError, match=r"\[enrolment\] port"),
-            listeners.listening("enrolment", settings, "127.0.0.1"),
+            pytest.raises(HomeError, match=r"the port under \[enrolment\]"),
+            listeners.listening("enrolment", settings, "127.0.0.1", Connections(Caps(8, 8))),
         ):
             pass
-
-
-def test_a_connection_that_says_nothing_is_ended(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listeners, "CONNECTION_S", 0.3)
-    port = desk.home.config().enrolment.port
-    assert port is not None
-    context = trusting(authority_of(desk.home))
-    with (
-        socket.create_connection(("127.0.0.1", port), timeout=20) as plain,
-        context.wrap_socket(plain, server_hostname="127.0.0.1") as secured,
-    ):
-        secured.sendall(b"POST /v1/enrol HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
-        heard = b""
-        with contextlib.suppress(ssl.SSLError, ConnectionError):
-            heard = secured.recv(10)
-    assert heard == b""
 
 
 def test_a_folder_that_holds_a_device_or_other_things_is_left_alone(desk: Desk, tmp_path: Path) -> None:
