@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
-from coordinator.pacing import Policy
+from coordinator.pacing import Pace, Policy
+from coordinator.rounds import Phase, RoundState, paused_reason
 from fedcg.wire.messages import Outcome
 from fedcg.wire.parts import Part
 
@@ -122,6 +123,21 @@ class FederationRecord:
     def policy(self) -> Policy:
         """The part of it that the round engine needs."""
         return Policy(self.rounds, self.min_clients, self.max_attempts, self.deadline_s)
+
+    def after_failure(self, last: AttemptRecord) -> RoundState:
+        """Where the round engine stands when the last attempt failed."""
+        failed = last.attempt - self.first_attempt + 1
+        state = RoundState(
+            self.policy,
+            round=last.round,
+            attempt=last.attempt + 1,
+            reason=last.reason,
+            first_attempt=self.first_attempt,
+            pace=Pace(failed_at=last.closed_at or 0.0),
+        )
+        if failed < self.max_attempts:
+            return state
+        return replace(state, phase=Phase.PAUSED, reason=paused_reason(state, failed), pace=Pace())
 
 
 @dataclass(frozen=True)

@@ -257,14 +257,12 @@ def _update_stored(state: RoundState, event: UpdateStored, now: float) -> Step:
 
 
 def _update_refused(state: RoundState, event: UpdateRefused, now: float) -> Step:
-    collecting, stored = state.phase is Phase.COLLECTING, event.client in state.updates
-    is_current = collecting or state.phase is Phase.DISTILLING
-    if not is_current or (event.round, event.attempt) != (state.round, state.attempt):
-        return state, ()
-    if not stored and not (collecting and event.client in state.outstanding):
+    is_open = state.is_open(event.round, event.attempt)
+    is_merging = state.phase is Phase.DISTILLING and (event.round, event.attempt) == (state.round, state.attempt)
+    if event.client not in (state.updates if is_merging else state.updates | state.outstanding if is_open else ()):
         return state, ()
     state = replace(state, updates=state.updates - {event.client}, declined=state.declined | {event.client})
-    if collecting:
+    if is_open:
         return _judge(state, now)
     if len(state.updates) >= state.policy.min_clients:
         return state, (Distil(state.round, state.attempt, tuple(sorted(state.updates))),)
@@ -355,10 +353,8 @@ def _judge(state: RoundState, now: float) -> Step:
     possible = len(state.participants - state.declined)
     if possible < state.policy.min_clients:
         names = ", ".join(sorted(state.declined)[:NAMED_CLIENTS])
-        missing = (
-            f"{len(state.declined)} of {len(state.participants)} clients declined, were rejected or are gone ({names})"
-        )
-        return _fail(state, f"{missing}; {state.policy.min_clients} updates are needed", now)
+        ended = f"{len(state.declined)} of {len(state.participants)} clients declined, were rejected or are gone"
+        return _fail(state, f"{ended} ({names}); {state.policy.min_clients} updates are needed", now)
     enough = len(state.updates) >= state.policy.min_clients
     is_late = now >= state.deadline_at and state.pace.down_since is None
     if not state.outstanding or (is_late and enough):

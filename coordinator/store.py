@@ -15,7 +15,6 @@ from sqlalchemy.exc import IntegrityError
 
 from coordinator import schema
 from coordinator.errors import EnrolmentError, PlanError, StoreError
-from coordinator.pacing import Pace
 from coordinator.records import (
     AggregateRecord,
     AttemptRecord,
@@ -29,7 +28,7 @@ from coordinator.records import (
     UpdateRecord,
 )
 from coordinator.register import Register
-from coordinator.rounds import Phase, RoundState, paused_reason
+from coordinator.rounds import Phase, RoundState
 from fedcg.wire.messages import KeyLink, Outcome
 
 Key = tuple[str, int, int]
@@ -327,7 +326,7 @@ class Store:
                 return RoundState(record.policy, Phase.FINISHED, last.round, last.attempt)
             return RoundState(record.policy, round=last.round + 1)
         if last.state is AttemptState.FAILED:
-            return _after_failure(record, last)
+            return record.after_failure(last)
         people = self.participants((federation, last.round, last.attempt))
         stored = self.updates((federation, last.round, last.attempt))
         return RoundState(
@@ -353,28 +352,6 @@ class Store:
 
     def _row(self, query: Select[Any]) -> dict[str, Any] | None:
         return next(iter(self._rows(query)), None)
-
-
-def _after_failure(record: FederationRecord, last: AttemptRecord) -> RoundState:
-    failed = last.attempt - record.first_attempt + 1
-    state = RoundState(
-        record.policy,
-        round=last.round,
-        attempt=last.attempt + 1,
-        reason=last.reason,
-        first_attempt=record.first_attempt,
-        pace=Pace(failed_at=last.closed_at or 0.0),
-    )
-    if failed < record.max_attempts:
-        return state
-    return RoundState(
-        record.policy,
-        Phase.PAUSED,
-        state.round,
-        state.attempt,
-        reason=paused_reason(state, failed),
-        first_attempt=state.first_attempt,
-    )
 
 
 def _is(table: Table, key: Key) -> Any:
