@@ -309,7 +309,8 @@ def flooded(root: Path, kind: str, rate: int, hard_rate: int, deadline_s: float 
 
 
 def _outcome(events: list[dict[str, Any]], log_bytes: int) -> Outcome:
-    opened = {event["round"]: event["t"] for event in events if event["event"] == "attempt_opened"}
+    attempts = [event for event in events if event["event"] == "attempt_opened"]
+    opened = {event["round"]: event["t"] for event in reversed(attempts)}  # the first attempt of each
     ended = next(event["t"] for event in events if event["event"] == "finished")
     stored = [event for event in events if event["event"] == "update_stored"]
     settled = {
