@@ -90,7 +90,12 @@ class RoundView(BaseModel):
 
 
 class DeviceView(BaseModel):
-    """A device that is or was enrolled; `left_out` says why it is not invited while enough others are there."""
+    """A device that is or was enrolled.
+
+    Attributes:
+        left_out: why it is not invited while enough others are there.
+        refused: messages of it that were refused since the coordinator started.
+    """
 
     id: str
     state: str
@@ -100,6 +105,8 @@ class DeviceView(BaseModel):
     enrolled_at: float
     last_seen_at: float | None
     agent: str | None
+    refused: int
+    silenced: bool
 
 
 class HealthView(BaseModel):
@@ -194,6 +201,8 @@ def devices(service: Running, given: Given) -> list[DeviceView]:
             enrolled_at=device.enrolled_at,
             last_seen_at=device.last_seen_at,
             agent=device.agent,
+            refused=service.refused_of(device.id),
+            silenced=service.is_silenced(device.id),
         )
         for device in given.store.devices()
     ]

@@ -21,7 +21,7 @@ from coordinator.aggregation_messages import Job, JobDone, Limits, Updates, Work
 from coordinator.cohorts import Cohorts
 from coordinator.inbox import Inbox
 from coordinator.ingest import Ingest, Sessions
-from coordinator.intake import Intake, IntakeEvent, IntakeFailed
+from coordinator.intake import GivenUp, Intake, IntakeEvent, IntakeFailed
 from coordinator.message_keys import Voice
 from coordinator.publishing import Publisher
 from coordinator.uplink import CHECKS
@@ -302,7 +302,7 @@ class BenchCoordinator:
         self._publisher = Publisher(self._transport, self._topics, voice, 1, self._sessions, Cohorts(), party.limits)
         self._store = ArtifactStore(party.folder)
         partials = Partials(party.folder / ".partial", 1024, 1 << 40)
-        self._inbox: Inbox[Delivery | Grant | IntakeFailed | _Kept | bool] = Inbox(asyncio.get_running_loop())
+        self._inbox: Inbox[Delivery | Grant | GivenUp | IntakeFailed | _Kept | bool] = Inbox(asyncio.get_running_loop())
         uploads = Uploads(partials, party.limits.window, party.limits.shared)
         self._intake = Intake(uploads, partials.collect, self._heard, refusals)
         self._checks = ThreadPoolExecutor(CHECKS, "check")
@@ -323,7 +323,7 @@ class BenchCoordinator:
                 self._hear(item)
             elif isinstance(item, _Kept):
                 self._answer(item.received)
-            elif isinstance(item, IntakeFailed):
+            elif isinstance(item, GivenUp | IntakeFailed):
                 raise item.error
             elif isinstance(item, Grant):
                 self._publisher.need(item.device, item.manifest, item.ranges)
@@ -338,11 +338,11 @@ class BenchCoordinator:
         self._transport.close()
 
     def _deliver(self, delivery: Delivery) -> None:
-        parsed = self._topics.parse(delivery.topic)
-        if parsed is not None and parsed.device is not None and parsed.kind is TopicKind.UP_CHUNK:
-            self._intake.frame(parsed.device, delivery.payload)
+        device, kind = self._ingest.origin(delivery)
+        if kind is TopicKind.UP_CHUNK:
+            self._intake.frame(device, delivery.payload)
         else:
-            self._inbox.put(delivery, len(delivery.payload))
+            self._inbox.put(delivery, len(delivery.payload), device)
 
     def _hear(self, delivery: Delivery) -> None:
         incoming = self._ingest.open(delivery)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import json
 import logging
 import os
 import signal
@@ -26,6 +27,7 @@ from coordinator.provision.mosquitto import ACL_NAME, CONFIG_NAME, mosquitto_con
 from coordinator.provision.pki import CA_NAME, credential_of, server_credential, write_revocations
 from coordinator.store import Store
 from fedcg.broker_path import Mosquitto, find_extracted, find_installed
+from fedcg.files import replace_durably
 from fedcg.wire.messages import COORDINATOR
 from fedcg.wire.topics import Topics
 
@@ -35,6 +37,7 @@ RELOAD_BY_HAND = (
 )
 BROKER_COMMAND = "mosquitto"
 PID_NAME = "broker.pid"
+SILENCED_NAME = "silenced.json"
 START_TIMEOUT_S = 15.0
 PR_SET_PDEATHSIG = 1
 
@@ -107,7 +110,8 @@ def refresh_access(home: Home) -> None:
     store = Store(home.database)
     try:
         federations = [record.id for record in store.federations()]
-        devices = [device.id for device in store.members()]
+        silenced = _silenced(home)
+        devices = [device.id for device in store.members() if device.id not in silenced]
         revoked = store.register.revoked_certificates(time.time())
     finally:
         store.close()
@@ -116,6 +120,30 @@ def refresh_access(home: Home) -> None:
     ]
     write_revocations(home.pki, serials)
     write_access_list(home, home.broker / ACL_NAME, federations, devices)
+
+
+def silence(home: Home, device: str, until: float | None) -> bool:
+    """Leave a device out of every access list until a unix time, or with None no longer; `publish_access` tells the result."""
+    with home.changing_members():
+        silenced = {name: end for name, end in _silenced(home).items() if name != device}
+        if until is not None:
+            silenced[device] = until
+        replace_durably(home.broker / SILENCED_NAME, json.dumps(silenced))
+        return publish_access(home)
+
+
+def end_silences(home: Home) -> None:
+    """Leave nobody out any more: the coordinator starts, and counts anew."""
+    (home.broker / SILENCED_NAME).unlink(missing_ok=True)
+
+
+def _silenced(home: Home) -> dict[str, float]:
+    """Until when devices are silenced; a file that can't be read is none: whoever goes on is silenced again."""
+    try:
+        known = json.loads((home.broker / SILENCED_NAME).read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return {}
+    return {device: until for device, until in known.items() if until > time.time()}
 
 
 def publish_access(home: Home) -> bool:
@@ -187,7 +215,8 @@ class Members:
         """Read federations, devices, observers and revoked certificates again."""
         store = Store(self._home.database)
         try:
-            devices = [device.id for device in store.members()]
+            silenced = _silenced(self._home)
+            devices = [device.id for device in store.members() if device.id not in silenced]
             self._topics = [Topics(record.id) for record in store.federations()]
             revoked = store.register.revoked_certificates(0.0)
         finally:

@@ -16,6 +16,10 @@ class Cohorts:
         self._marks[device] = mark
         return tuple(sorted(name for name, other in self._marks.items() if other != mark))
 
+    def forget(self, device: str) -> None:
+        """A device takes part no more: the others are judged without it."""
+        self._marks.pop(device, None)
+
     def verdict(self, device: str) -> CohortVerdict:
         """How a device's secret stands beside those of all others heard of."""
         mine = self._marks.get(device)

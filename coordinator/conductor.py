@@ -70,7 +70,7 @@ class Conductor:
         self._publisher = publisher
         self._library = library
         self._worker = worker
-        self._pruner = Pruner(setup.store, setup.artifacts, self._id, setup.keep_rounds, library.forget)
+        self._pruner = Pruner(setup.store, setup.artifacts, self._id, setup.keep_rounds, self._forget)
         self._uplink: Uploading | None = None
         self._policy = replace(setup.federation.policy, gather_s=setup.rounds.gather_s, retry_s=setup.rounds.retry_s)
         self._state = RoundState(self._policy)
@@ -172,6 +172,10 @@ class Conductor:
         pruned = await asyncio.to_thread(self._pruner.prune, closed)
         if pruned.files:
             self._events.write("pruned", files=pruned.files, bytes=pruned.bytes)
+
+    def _forget(self, artifact: str) -> None:
+        self._library.forget(artifact)
+        self._publisher.forget(artifact)
 
     async def announce(self) -> None:
         """Publish what the retained offer topic must say now; while the link is down this does nothing."""

@@ -5,45 +5,60 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 MAX_ITEMS = 20_000
 MAX_BYTES = 64 * 1024 * 1024
+SENDER_ITEMS = 256
+SENDER_BYTES = 1024 * 1024
 
 Item = TypeVar("Item")
 
 
+@dataclass
+class _Queue(Generic[Item]):
+    items: deque[tuple[Item, int]] = field(default_factory=deque)
+    bytes: int = 0
+
+
 class Inbox(Generic[Item]):
-    """First in, first out. What does not fit is dropped and counted: every sender repeats what was not answered."""
+    """Our own items first, then the senders in turns, each one's items in order.
+
+    What does not fit, because its sender or all of them have too much waiting, is dropped and counted: every sender repeats
+    what was not answered.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._items: deque[tuple[Item, int]] = deque()
-        self._bytes = 0
+        self._own: deque[Item] = deque()
+        self._senders: dict[str, _Queue[Item]] = {}  # those with items, the next one first
+        self._items = self._bytes = 0  # of all senders
         self._lock = threading.Lock()
         self._waiting: asyncio.Future[None] | None = None
         self.dropped = 0
 
-    def put(self, item: Item, size: int = 0) -> None:
+    def put(self, item: Item, size: int = 0, sender: str = "") -> None:
         """Add an item from any thread. Items of size 0 (our own) are never dropped.
 
         Args:
             item: what to add.
             size: bytes it holds.
+            sender: whose it is.
         """
         with self._lock:
-            if size and (len(self._items) >= MAX_ITEMS or self._bytes + size > MAX_BYTES):
+            wake = not self._own and not self._senders
+            if size == 0:
+                self._own.append(item)
+            elif not self._add(item, size, sender):
                 self.dropped += 1
                 return
-            self._items.append((item, size))
-            self._bytes += size
-            wake = len(self._items) == 1
         if wake and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._wake)
 
     async def get(self, timeout_s: float) -> Item | None:
         """The next item, or None when none came in time."""
-        if not self._items:
+        if not self._own and not self._senders:
             self._waiting = self._loop.create_future()
             timer = self._loop.call_later(timeout_s, self._wake)
             try:
@@ -52,10 +67,32 @@ class Inbox(Generic[Item]):
                 self._waiting = None
                 timer.cancel()
         with self._lock:
-            if not self._items:
-                return None
-            item, size = self._items.popleft()
-            self._bytes -= size
+            if self._own:
+                return self._own.popleft()
+            return self._take() if self._senders else None
+
+    def _add(self, item: Item, size: int, sender: str) -> bool:
+        queue = self._senders.get(sender) or _Queue()
+        if len(queue.items) >= SENDER_ITEMS or queue.bytes + size > SENDER_BYTES:
+            return False
+        if self._items >= MAX_ITEMS or self._bytes + size > MAX_BYTES:
+            return False
+        queue.items.append((item, size))
+        queue.bytes += size
+        self._senders[sender] = queue
+        self._items += 1
+        self._bytes += size
+        return True
+
+    def _take(self) -> Item:
+        sender = next(iter(self._senders))
+        queue = self._senders.pop(sender)
+        item, size = queue.items.popleft()
+        queue.bytes -= size
+        if queue.items:
+            self._senders[sender] = queue  # behind the others
+        self._items -= 1
+        self._bytes -= size
         return item
 
     def _wake(self) -> None:

@@ -157,17 +157,19 @@ class Ingest:
         """Whether a device's key is in the register."""
         return device in self._keys
 
-    def device_of(self, delivery: Delivery) -> str | None:
-        """Whose topic a delivery came on."""
+    def origin(self, delivery: Delivery) -> tuple[str, TopicKind]:
+        """The registered device on whose topic a delivery came, empty for all others, and the kind of topic. From any thread."""
         parsed = self._topics.parse(delivery.topic)
-        return None if parsed is None else parsed.device
+        if parsed is None or parsed.device not in self._keys:
+            return "", TopicKind.UP_CONTROL if parsed is None else parsed.kind
+        return parsed.device, parsed.kind
 
     def open(self, delivery: Delivery) -> FromDevice | None:
         """What a delivery says, or None when it is refused (and counted)."""
         try:
             return self._open(delivery)
         except WireError as error:
-            if self._refusals.note(delivery.topic, error):
+            if self._refusals.note(delivery.topic, error, self.origin(delivery)[0]):
                 log.warning("refused a message on %s: %s", delivery.topic, error)
             return None
 

@@ -1,7 +1,7 @@
 """The thread that takes updates in: hashing and disk stay off the event loop, which only hears what follows.
 
-Chunk frames come straight from the transport; everything else comes from the event loop. Bounded in bytes: what does not fit
-is dropped and counted, and asked for again.
+Chunk frames come straight from the transport, and only as many as their device was granted get in; everything else comes from
+the event loop. Bounded in bytes: what does not fit is dropped and counted, and asked for again.
 """
 
 from __future__ import annotations
@@ -13,15 +13,18 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 from coordinator.uploads import Grant, Received, Uploads
 from fedcg.refusals import Refusals
 from fedcg.wire.errors import CapacityError, OrderError, WireError
-from fedcg.wire.messages import ArtifactRef, Carrier, Manifest
-from fedcg.wire.transfer import Chunk, read_frame
+from fedcg.wire.messages import MAX_CHUNK_BYTES, ArtifactRef, Carrier, Manifest
+from fedcg.wire.transfer import FRAME_OVERHEAD_BYTES, Chunk, read_frame
 
 MAX_BYTES = 64 * 1024 * 1024
+SPARE_FRAMES = 32  # of an update beyond its grants: what was not acknowledged when a link broke comes twice
+MAX_FRAMES = 512  # granted to one device and not received; those of grants that stalled count until then
 COLLECT_S = 3600.0
 log = logging.getLogger(__name__)
 
@@ -33,7 +36,15 @@ class IntakeFailed:
     error: BaseException
 
 
-IntakeEvent = Grant | Received | IntakeFailed
+@dataclass(frozen=True)
+class GivenUp:
+    """Something that nobody foresaw happened under one update, which is not complete."""
+
+    received: Received
+    error: Exception
+
+
+IntakeEvent = Grant | Received | GivenUp | IntakeFailed
 _Work = Callable[[], None]
 ResultT = TypeVar("ResultT")
 
@@ -71,6 +82,7 @@ class Intake:
         self._filled = threading.Condition()
         self._closing = False
         self._heard: dict[str, float] = {}
+        self._frames: dict[str, int] = {}  # that each device may send now
         self._thread: threading.Thread | None = None
         self._collected_at = float("-inf")
 
@@ -99,6 +111,7 @@ class Intake:
         """
         chunks = self._uploads.first_chunks(devices)
         if chunks:
+            self._allow(device, chunks)
             self._put(lambda: self._uploads.expect(device))
         return chunks
 
@@ -106,9 +119,20 @@ class Intake:
         """Let an announced update come; `manifest_at` is unix time."""
         self._put(lambda: self._begin(device, manifest, manifest_at, carrier))
 
-    def frame(self, device: str, payload: bytes) -> None:
-        """Take a chunk frame as the broker delivered it on a device's topic. From any thread."""
+    def frame(self, device: str, payload: bytes) -> bool:
+        """Take a chunk frame as the broker delivered it on a device's topic. From any thread.
+
+        Returns:
+            False when it was dropped unseen, since it was not granted.
+        """
+        with self._filled:
+            left = self._frames.get(device, 0)
+            if not left or len(payload) > MAX_CHUNK_BYTES + FRAME_OVERHEAD_BYTES:
+                self.dropped += 1
+                return False
+            self._frames[device] = left - 1
         self._put(lambda: self._feed(device, payload), len(payload))
+        return True
 
     def announced(self, device: str) -> Future[ArtifactRef | None]:
         """Which update of a device is under way. From any thread."""
@@ -125,10 +149,12 @@ class Intake:
 
     def end(self, device: str) -> None:
         """Forget a device's upload."""
+        self._frames.pop(device, None)
         self._put(lambda: self._uploads.end(device))
 
     def clear(self) -> None:
         """Forget all uploads, and what earlier processes left."""
+        self._frames.clear()
         self._put(self._uploads.clear)
 
     def tick(self) -> None:
@@ -155,6 +181,16 @@ class Intake:
         if not self._put(answered, size):
             answer.set_exception(CapacityError("too many updates come at once; try again later"))
         return answer
+
+    def _allow(self, device: str, frames: int) -> None:
+        with self._filled:
+            self._frames[device] = min(self._frames.get(device, SPARE_FRAMES) + frames, MAX_FRAMES)
+
+    def _tell(self, event: Grant | Received) -> None:
+        """On the intake's thread; what a grant allows may come as soon as it is told."""
+        if isinstance(event, Grant):
+            self._allow(event.device, sum(count for _, count in event.ranges))
+        self._notify(event)
 
     def _put(self, work: _Work, size: int = 0) -> bool:
         with self._filled:
@@ -193,8 +229,13 @@ class Intake:
         except WireError as error:
             log.warning("the update of %s is fetched again: %s", device, error)
             return
+        except OSError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever is wrong with this update, the others go on
+            self._notify(GivenUp(Received(device, manifest, manifest_at, Path()), error))
+            return
         if follows is not None:
-            self._notify(follows)
+            self._tell(follows)
         for frame in early:
             self._feed(device, frame)
 
@@ -218,22 +259,28 @@ class Intake:
             raise
 
     def _refuse(self, device: str, error: WireError) -> None:
-        if self._refusals.note(f"a chunk of {device}", error):
+        if self._refusals.note(f"a chunk of {device}", error, device):
             log.warning("chunk of %s refused: %s", device, error)
 
     def _take(self, device: str, chunk: Chunk) -> None:
         now = self._monotonic()
-        follows = self._uploads.feed(device, chunk, now)
+        try:
+            follows = self._uploads.feed(device, chunk, now)
+        except (WireError, OSError):
+            raise
+        except Exception as error:  # whatever is wrong with this update, the others go on
+            self._notify(GivenUp(self._uploads.give_up(device), error))
+            raise OrderError(f"the update of {device} was given up") from error
         self._heard[device] = now
         if follows is not None:
-            self._notify(follows)
+            self._tell(follows)
         for grant in self._uploads.held_back(now):
-            self._notify(grant)
+            self._tell(grant)
 
     def _tick(self) -> None:
         now = self._monotonic()
         for grant in self._uploads.stalled(now):
-            self._notify(grant)
+            self._tell(grant)
         if now - self._collected_at >= COLLECT_S:
             self._collected_at = now
             self._collect()

@@ -7,6 +7,8 @@ from fedcg.wire.errors import IntegrityError
 from fedcg.wire.messages import ArtifactRef
 from fedcg.wire.sender import ChunkFile, file_ref
 
+OPEN_FILES = 8  # the spec and the newest aggregates; others are opened again when a device asks
+
 
 class Library:
     """Says how artifacts are announced, and gives the sender something to read chunks from; holds none in memory.
@@ -63,4 +65,6 @@ class Library:
             if ref.id != artifact:
                 raise IntegrityError(f"{path} is damaged: its content does not have the sha256 it is named by")
             known = self._sources[artifact] = ChunkFile(path, ref)
+            for oldest in list(self._sources)[:-OPEN_FILES]:
+                self._sources.pop(oldest, None)
         return known

@@ -233,6 +233,10 @@ class Publisher:
         """Send what one device asked for, as the link takes it; what is lost on the way is asked for again."""
         self._sender.serve(self._topics.down_chunk(device), source, ranges)
 
+    def forget(self, artifact: str) -> None:
+        """Send nothing more of an artifact: it is deleted."""
+        self._sender.forget(artifact)
+
     def broadcast(self, source: ChunkFile, is_current: Callable[[], bool]) -> None:
         """Send an aggregate to everybody, paced, at most once; who misses a chunk asks for it.
 

@@ -14,11 +14,12 @@ from starlette.responses import JSONResponse
 from coordinator.admission import Admission
 from coordinator.aggregation_messages import WorkerSettings
 from coordinator.app import Beside, create_app
-from coordinator.brokers import publish_access
+from coordinator.brokers import end_silences, publish_access, silence
 from coordinator.carrier_api import create_carrier_app
 from coordinator.config import CoordinatorConfig, check_api_host
 from coordinator.enrolment_api import create_enrolment_app
 from coordinator.errors import HomeError
+from coordinator.floods import LineLimit
 from coordinator.home import Home
 from coordinator.limits import FailureLimits
 from coordinator.listeners import bound, carrying, listening, server_context, serving
@@ -141,7 +142,7 @@ def _serve(
 @contextmanager
 def _setup(home: Home, config: CoordinatorConfig) -> Iterator[Setup]:
     store = Store(home.database)
-    events = EventLog(home.events_file, time.time)
+    events = EventLog(home.events_file, time.time, LineLimit().allows)
     known: Voice | None = None
 
     def voice() -> Voice:
@@ -153,6 +154,7 @@ def _setup(home: Home, config: CoordinatorConfig) -> Iterator[Setup]:
         federations = store.federations()
         if not federations:
             raise HomeError(f"{home.root} has no federation yet; open one with `fedcg federation create`")
+        end_silences(home)
         _apply_members(home)  # what a coordinator that was killed in the middle of an enrolment did not get to
         artifacts = ArtifactStore(home.artifacts)
         yield Setup(
@@ -174,6 +176,7 @@ def _setup(home: Home, config: CoordinatorConfig) -> Iterator[Setup]:
             ),
             events=events,
             publish_access=lambda: _apply_members(home),
+            silence=lambda device, until: silence(home, device, until),
             limits=config.broker.limits,
             keep_rounds=config.storage.keep_rounds,
             rounds=config.rounds,

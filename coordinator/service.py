@@ -28,6 +28,7 @@ from coordinator.attendance import Attendance
 from coordinator.closing import on_daemon
 from coordinator.cohorts import Cohorts
 from coordinator.conductor import Conductor
+from coordinator.floods import FloodGate
 from coordinator.inbox import Inbox
 from coordinator.ingest import FromDevice, Ingest, Sessions
 from coordinator.intake import IntakeFailed
@@ -51,7 +52,7 @@ from coordinator.uploads import Grant
 from fedcg.learning.spec import FederationSpec
 from fedcg.refusals import Refusals
 from fedcg.wire import versions
-from fedcg.wire.errors import IntegrityError, VersionError
+from fedcg.wire.errors import CapacityError, IntegrityError, VersionError
 from fedcg.wire.messages import Accept, Decline, DeviceStatus, Heartbeat, Hello, Leave, Manifest, Need
 from fedcg.wire.topics import TopicKind, Topics
 from fedcg.wire.transport import Delivery
@@ -73,6 +74,11 @@ class _LinkChanged:
 
 
 @dataclass(frozen=True)
+class _Flooded:
+    device: str
+
+
+@dataclass(frozen=True)
 class _Broken:
     error: BaseException
 
@@ -82,7 +88,7 @@ class _Stop:
     pass
 
 
-_Item = Delivery | WorkerEvent | Checked | Grant | IntakeFailed | _LinkChanged | _Broken | _Stop
+_Item = Delivery | WorkerEvent | Checked | Grant | IntakeFailed | _LinkChanged | _Flooded | _Broken | _Stop
 
 
 class Service:
@@ -115,7 +121,8 @@ class Service:
         )
         self._conductor.use_uplink(self._uplink)
         self._invitations = Invitations(setup, self._conductor, self._publisher, self._uplink)
-        self._members = Membership(setup, self._ingest, self._uplink, self._conductor, self._publisher)
+        self._members = Membership(setup, self._ingest, self._uplink, self._conductor, self._publisher, self._cohorts)
+        self._floods = FloodGate(lambda device: self._inbox.put(_Flooded(device)))
         self._topics = topics
         self._worker_pid: int | None = None
         self._attendance = Attendance(self._conductor, self._uplink.intake, setup.events)
@@ -154,6 +161,14 @@ class Service:
     def refusals(self) -> dict[str, int]:
         """Messages refused since the start, by reason, and messages dropped because too many came."""
         return {**self._refusals.counts, "dropped": self._inbox.dropped + self._uplink.intake.dropped}
+
+    def refused_of(self, device: str) -> int:
+        """Messages of a device refused since the start."""
+        return self._refusals.of(device)
+
+    def is_silenced(self, device: str) -> bool:
+        """Whether a device sent so much that it is off the broker's access list for a while."""
+        return self._floods.is_silenced(device)
 
     async def start(self) -> None:
         """Start the worker, rebuild the state, connect."""
@@ -198,12 +213,15 @@ class Service:
         self._events.write("stopped", epoch=self.epoch)
 
     def _on_delivery(self, delivery: Delivery) -> None:
-        """On the transport's thread: enqueue, nothing else."""
-        parsed = self._topics.parse(delivery.topic)
-        if parsed is not None and parsed.device is not None and parsed.kind is TopicKind.UP_CHUNK:
-            self._uplink.intake.frame(parsed.device, delivery.payload)
-        else:
-            self._inbox.put(delivery, max(1, len(delivery.payload)))
+        """On the transport's thread: count and enqueue, nothing else."""
+        device, kind = self._ingest.origin(delivery)
+        is_chunk = kind is TopicKind.UP_CHUNK
+        if is_chunk and self._uplink.intake.frame(device, delivery.payload):
+            return
+        if not self._floods.admits(device, kind):
+            self._refusals.note(delivery.topic, CapacityError("more messages than a device may send"), device)
+        elif not is_chunk:
+            self._inbox.put(delivery, max(1, len(delivery.payload)), device)
 
     async def _handle(self, item: _Item) -> None:
         if isinstance(item, Delivery):
@@ -214,15 +232,19 @@ class Service:
             await self._checked(item)
         elif isinstance(item, Grant | IntakeFailed):
             self._uplink.follow(item)
+        elif isinstance(item, _Flooded):
+            await self._members.flooded(item.device)
+            self._spawn(self._members.silence(item.device))
         elif isinstance(item, _Broken):
             raise item.error
         elif not isinstance(item, _Stop):
             await self._worker_said(item)
 
     async def _delivered(self, delivery: Delivery) -> None:
-        device = self._ingest.device_of(delivery)
-        is_stranger = device is not None and not self._ingest.knows(device)
-        if is_stranger and self._members.is_older_than(STRANGER_REFRESH_S):
+        device, _ = self._ingest.origin(delivery)
+        if self._floods.is_silenced(device):
+            return
+        if not device and self._members.is_older_than(STRANGER_REFRESH_S):
             await self._members.refresh()  # enrolled since the start, perhaps
         incoming = self._ingest.open(delivery)
         if incoming is not None:
@@ -268,8 +290,7 @@ class Service:
         now = self._setup.clock()
         await asyncio.to_thread(self._setup.store.saw_device, device, hello.agent, now)
         unlike = self._cohorts.hear(device, hello.cohort)
-        if unlike:
-            self._events.write("cohort_differs", client=device, unlike=",".join(unlike))
+        if unlike and self._events.write("cohort_differs", client=device, unlike=",".join(unlike)):
             log.warning(
                 "%s: its cohort secret is not that of %s: private networks start apart", device, ", ".join(unlike)
             )
@@ -279,7 +300,7 @@ class Service:
 
     def _turn_away(self, device: str, hello: Hello) -> None:
         reason = versions.explain_versions(hello.versions, versions.SPOKEN)
-        self._refusals.note(f"the hello of {device}", VersionError(reason))
+        self._refusals.note(f"the hello of {device}", VersionError(reason), device)
         if device not in self._turned_away:
             self._turned_away.add(device)
             log.warning("%s (agent %s): %s", device, hello.agent, reason)
@@ -323,6 +344,8 @@ class Service:
         if self._members.is_older_than(REFRESH_S):
             await self._members.refresh()
             await self._follow_key()
+        for device in self._floods.released():
+            self._spawn(self._members.release(device))
         if self._link_up:
             await self._attendance.miss_silent(now)
         self._invitations.remind(REMIND_S)

@@ -62,6 +62,8 @@ class Setup:
         robustness: how much one device may weigh in a merge.
         publish_access: makes the broker apply who may take part; blocking.
         rounds: how long rounds wait before they open.
+        silence: takes a device off the broker's access list until a unix time, or with None puts it back; whether a running
+            broker applied it; blocking.
     """
 
     federation: FederationRecord
@@ -79,3 +81,4 @@ class Setup:
     robustness: RobustnessSettings = field(default_factory=RobustnessSettings)
     publish_access: Callable[[], object] = lambda: None
     rounds: RoundSettings = field(default_factory=RoundSettings)
+    silence: Callable[[str, float | None], bool] = lambda device, until: True

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 from coordinator.errors import ValidationError
-from coordinator.intake import Intake, IntakeEvent, IntakeFailed
+from coordinator.intake import GivenUp, Intake, IntakeEvent, IntakeFailed
 from coordinator.publishing import Publisher
 from coordinator.records import AttemptState, UpdateRecord
 from coordinator.robustness import Distances, Yardstick
@@ -95,6 +95,7 @@ class Uplink:
         partials = Partials(setup.artifacts.root / ".partial", MAX_PARTIAL_FILES, MAX_PARTIAL_BYTES)
         uploads = Uploads(partials, setup.limits.window, setup.limits.shared)
         self.intake = Intake(uploads, partials.collect, self._heard, refusals)
+        self._refusals = refusals
         self._checks = ThreadPoolExecutor(CHECKS, "check")
         self._active: dict[str, Manifest] = {}
 
@@ -129,6 +130,8 @@ class Uplink:
         """On the intake's thread: what is complete is checked without a detour over the event loop."""
         if isinstance(event, Received):
             self._checks.submit(self._check, event)
+        elif isinstance(event, GivenUp):
+            self._unforeseen(event.received, event.error)
         else:
             self._notify(event)
 
@@ -136,8 +139,24 @@ class Uplink:
         """On a thread of `_checks`."""
         try:
             self._notify(self.check(received, self._open_base()))
-        except Exception as error:  # noqa: BLE001 - the outermost frame of a thread: told to the service, which ends with it
+        except OSError as error:  # our disk's, not the update's: the service ends with it
             self._notify(IntakeFailed(error))
+        except Exception as error:  # noqa: BLE001 - the outermost frame of a thread
+            self._unforeseen(received, error)
+
+    def _unforeseen(self, received: Received, error: Exception) -> None:
+        """Reject the one update under which it happened: after a restart the same would happen again."""
+        device, manifest = received.device, received.manifest
+        log.error(
+            "the update of %s to round %d, attempt %d, is rejected: its check failed",
+            device,
+            manifest.round,
+            manifest.attempt,
+            exc_info=error,
+        )
+        self._refusals.note("unforeseen", error, device)
+        reason = f"its check failed with {type(error).__name__}; the coordinator's log has the details"
+        self._notify(Checked(received, None, reason))
 
     def forget(self, device: str) -> None:
         """Drop what a device that is no member any more has sent so far."""
@@ -267,9 +286,10 @@ class Uplink:
             return Verdict(Outcome.CLOSED, "the federation is finished")
         return Verdict(Outcome.LATE, "the round was closed without this update")
 
-    def _end_with(self, device: str, manifest: Manifest, verdict: Verdict) -> None:
+    def _end_with(self, device: str, manifest: Manifest, verdict: Verdict) -> bool:
+        """Forget the upload and send its receipt; whether that was worth a line."""
         self._end(device)
-        self._events.write(
+        is_told = self._events.write(
             "update_refused",
             client=device,
             round=manifest.round,
@@ -278,12 +298,13 @@ class Uplink:
             reason=verdict.reason,
         )
         self._publisher.receipt(device, manifest, verdict.outcome, verdict.reason)
+        return is_told
 
     def _conflict(self, device: str, manifest: Manifest) -> None:
         """Another update was ended under the same name: a box and a copy of it, or of its private store, both take part."""
-        self._end_with(
-            device, manifest, Verdict(Outcome.CONFLICT, "another update of this round and attempt was ended before")
-        )
+        verdict = Verdict(Outcome.CONFLICT, "another update of this round and attempt was ended before")
+        if not self._end_with(device, manifest, verdict):
+            return
         log.warning(
             "%s delivered two different updates of round %d, attempt %d; the first one counts. Two boxes seem to use its "
             "private store: stop one, or give it an identity of its own with `fedcg token create`",

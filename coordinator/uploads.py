@@ -171,6 +171,12 @@ class Uploads:
             if grant is not None:
                 yield grant
 
+    def give_up(self, device: str) -> Received:
+        """Take no more of the update of a device that is under way; what it was."""
+        upload = self._active[device]
+        upload.taken = True
+        return Received(device, upload.manifest, upload.manifest_at, Path())
+
     def announced(self, device: str) -> ArtifactRef | None:
         """The update of a device that is under way."""
         upload = self._active.get(device)

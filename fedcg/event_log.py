@@ -17,8 +17,8 @@ Agent:
 Coordinator:
   started {epoch}   stopped   link {up}   online {client}   offline {client, reason}   accepted / declined {client, round, attempt}
   attempt_opened {round, attempt, participants, aggregate}   attempt_resumed / attempt_failed   paused {reason}
-  deadline_moved {round, attempt, reason}
-  cohort_differs {client, unlike}   refused {what, reason, detail, count}
+  deadline_moved {round, attempt, reason}   cohort_differs {client, unlike}   silenced {client, seconds, reason}
+  silence_ended {client}   refused {what, reason, detail, count}
   update_stored {client, artifact, size, seconds, resumed, received, repeated}   update_refused {outcome, reason}
   worker_ready / worker_died {pid}   phase_started {phase, pid}   aggregate_step {phase, step, steps, pid}   teacher_done
   device_enrolled {client, token, serial, replaced, reloaded}   enrolment_refused / renewal_refused {address, reason, client}
@@ -42,28 +42,45 @@ EventValue = str | int | float | bool | None | list[str] | dict[str, int]
 
 
 class EventLog:
-    """Appends events; several processes may write one file, since each line is a single O_APPEND write."""
+    """Appends events; several processes may write one file, since each line is a single O_APPEND write.
 
-    def __init__(self, path: Path, clock: Callable[[], float]) -> None:
+    Args:
+        path: of the file.
+        clock: unix time.
+        allows: whether one more line of (event, client) is written; lines without a client always are.
+    """
+
+    def __init__(
+        self, path: Path, clock: Callable[[], float], allows: Callable[[str, str], bool] = lambda event, client: True
+    ) -> None:
         self._path = path
         self._clock = clock
+        self._allows = allows
 
-    def write(self, event: str, **fields: EventValue) -> None:
-        """Append one event; a full disk never stops the program."""
+    def write(self, event: str, **fields: EventValue) -> bool:
+        """Append one event; a full disk never stops the program.
+
+        Returns:
+            Whether the event was worth a line.
+        """
+        client = fields.get("client")
+        if isinstance(client, str) and not self._allows(event, client):
+            return False
         line = json.dumps({"t": round(self._clock(), 3), "event": event, **fields}) + "\n"
         try:
             descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         except OSError:
-            return
+            return True
         try:
             os.write(descriptor, line.encode())
             is_full = os.fstat(descriptor).st_size > ROTATE_BYTES
         except OSError:
-            return
+            return True
         finally:
             os.close(descriptor)
         if is_full:
             self._rotate()
+        return True
 
     def _rotate(self) -> None:
         """Keep one old file; another process that writes here opens the new one with its next line."""

@@ -8,38 +8,58 @@ from collections import Counter
 from fedcg.event_log import EventLog
 from fedcg.wire.errors import WireError
 
-ALWAYS_TOLD = 50  # of each reason; afterwards only when their number has doubled: a flood must not fill the disk
+ALWAYS_TOLD = (
+    50  # of each reason and device; afterwards only when their number has doubled: a flood must not fill the disk
+)
+
+MAX_TEXT = 200  # characters; topics and fields that somebody chose can be long
 
 
 class Refusals:
     """Counts refusals of one process, from any thread.
 
     Args:
-        events: gets a line `refused {what, reason, detail, count}`, where `count` is the number of that reason so far.
+        events: gets a line `refused {what, reason, detail, count}`, where `count` is the number of that reason so far, of the
+            same device where there are several.
     """
 
     def __init__(self, events: EventLog) -> None:
         self._events = events
         self._lock = threading.Lock()
-        self._counts: Counter[str] = Counter()
+        self._counts: Counter[tuple[str, str]] = Counter()  # by device and reason
 
     @property
     def counts(self) -> dict[str, int]:
         """How many were refused since the start, by reason."""
+        totals: Counter[str] = Counter()
         with self._lock:
-            return dict(self._counts)
+            for (_, reason), count in self._counts.items():
+                totals[reason] += count
+        return dict(totals)
 
-    def note(self, what: str, error: Exception) -> bool:
+    def of(self, device: str) -> int:
+        """How many of a device were refused since the start."""
+        with self._lock:
+            return sum(count for (name, _), count in self._counts.items() if name == device)
+
+    def note(self, what: str, error: Exception, device: str = "") -> bool:
         """Count a refusal under the reason of its error; what was refused outside the wire counts under `what`.
+
+        Args:
+            what: was refused.
+            error: why.
+            device: whose it was, where several are known; a name that nobody checked would take memory.
 
         Returns:
             Whether it was worth a line.
         """
         reason = error.reason if isinstance(error, WireError) else what
         with self._lock:
-            self._counts[reason] += 1
-            count = self._counts[reason]
+            self._counts[device, reason] += 1
+            count = self._counts[device, reason]
         is_told = count <= ALWAYS_TOLD or count & (count - 1) == 0
         if is_told:
-            self._events.write("refused", what=what, reason=reason, detail=str(error), count=count)
+            self._events.write(
+                "refused", what=what[:MAX_TEXT], reason=reason, detail=str(error)[:MAX_TEXT], count=count
+            )
         return is_told

@@ -27,7 +27,7 @@ HIGH_WATER_MESSAGES = 200  # for small chunks; control messages need room in the
 PAUSE_S = 0.003
 REFUSED_S = 0.05
 MAX_GRANTED = 256  # chunks of one receiver; whoever wants more asks again
-MAX_JOBS = 4096
+SPARE_PUBLICATIONS = 16  # finished ones that may be held beside twice as many as were under way at the last look
 BURST_CHUNKS = 16
 HASHED_BYTES = 1 << 16
 _LOG = logging.getLogger(__name__)
@@ -92,16 +92,14 @@ class _Job:
     source: ChunkFile
     waiting: deque[int] = field(default_factory=deque)
     listed: set[int] = field(default_factory=set)
-    sent: dict[int, Publication] = field(default_factory=dict)
 
-    def add(self, ranges: Ranges) -> None:
+    def add(self, ranges: Ranges, is_under_way: Callable[[int], bool]) -> None:
         """Queue granted chunks; indices behind the last one are left out, a grant comes from the other side."""
         for first, count in ranges:
             for index in range(first, min(first + count, self.source.ref.chunks)):
                 if len(self.waiting) >= MAX_GRANTED:
                     return
-                under_way = self.sent.get(index)
-                if index not in self.listed and (under_way is None or not under_way.is_under_way):
+                if index not in self.listed and not is_under_way(index):
                     self.waiting.append(index)
                     self.listed.add(index)
 
@@ -139,7 +137,9 @@ class ChunkSender:
         self._transport = transport
         self._name = name
         self._clock = clock
-        self._jobs: dict[tuple[str, str], _Job] = {}
+        self._jobs: dict[tuple[str, str], _Job] = {}  # those with chunks that wait, and so with a turn
+        self._under_way: dict[tuple[str, str, int], Publication] = {}
+        self._look_at = SPARE_PUBLICATIONS
         self._turns: deque[tuple[str, str]] = deque()
         self._broadcasts: deque[_Broadcast] = deque()
         self._filled = threading.Condition()
@@ -164,22 +164,19 @@ class ChunkSender:
     def is_busy(self) -> bool:
         """Whether chunks wait to be published, or were published and wait for the link."""
         with self._filled:
-            if self._turns:
-                return True
-            return any(sent.is_under_way for job in self._jobs.values() for sent in job.sent.values())
+            return bool(self._turns) or any(sent.is_under_way for sent in self._under_way.values())
 
     def serve(self, topic: str, source: ChunkFile, ranges: Ranges) -> None:
         """Send these chunks on a topic (QoS 1), after what was granted there before."""
         key = (topic, source.ref.id)
         with self._filled:
-            job = self._jobs.get(key)
-            if job is None or job.source.ref != source.ref:
-                if len(self._jobs) >= MAX_JOBS:
-                    self._forget_idle()
-                job = self._jobs[key] = _Job(topic, source)
-            job.add(ranges)
-            if job.waiting and key not in self._turns:
-                self._turns.append(key)
+            known = self._jobs.get(key)
+            job = known if known is not None and known.source.ref == source.ref else _Job(topic, source)
+            job.add(ranges, lambda index: self._is_under_way((*key, index)))
+            if job.waiting:
+                self._jobs[key] = job
+                if known is None:
+                    self._turns.append(key)
         if not self._at_once or self._send_some():
             with self._filled:
                 self._filled.notify()
@@ -208,17 +205,15 @@ class ChunkSender:
     def forget(self, artifact: str) -> None:
         """Send nothing more of an artifact, and forget its count."""
         with self._filled:
-            for key in [key for key in self._jobs if key[1] == artifact]:
-                del self._jobs[key]
-            self._turns = deque(key for key in self._turns if key[1] != artifact)
+            self._jobs = {key: job for key, job in self._jobs.items() if key[1] != artifact}
+            self._turns = deque(self._jobs)
+            self._under_way = {key: sent for key, sent in self._under_way.items() if key[1] != artifact}
             self.sent.pop(artifact, None)
 
     def drop_waiting(self) -> None:
         """Forget what was granted and not published: the link is gone, and receivers ask again."""
         with self._filled:
-            for job in self._jobs.values():
-                job.waiting.clear()
-                job.listed.clear()
+            self._jobs.clear()
             self._turns.clear()
             self._broadcasts.clear()
 
@@ -264,17 +259,17 @@ class ChunkSender:
 
     def _take(self) -> tuple[_Job, int] | None:
         with self._filled:
-            while self._turns:
-                key = self._turns.popleft()
-                job = self._jobs.get(key)
-                if job is None or not job.waiting:
-                    continue
-                index = job.waiting.popleft()
-                job.listed.discard(index)
-                if job.waiting:
-                    self._turns.append(key)
-                return job, index
-        return None
+            if not self._turns:
+                return None
+            key = self._turns.popleft()
+            job = self._jobs[key]
+            index = job.waiting.popleft()
+            job.listed.discard(index)
+            if job.waiting:
+                self._turns.append(key)
+            else:
+                del self._jobs[key]
+            return job, index
 
     def _publish(self, job: _Job, index: int) -> bool:
         try:
@@ -290,11 +285,20 @@ class ChunkSender:
             self.drop_waiting()  # no link, or a full queue: whoever still wants it asks again
             return False
         with self._filled:
-            if len(job.sent) > 2 * MAX_GRANTED:
-                job.sent = {sent: kept for sent, kept in job.sent.items() if kept.is_under_way}
-            job.sent[index] = publication
+            self._remember((job.topic, job.source.ref.id, index), publication)
             self.sent[job.source.ref.id] += 1
         return True
+
+    def _remember(self, key: tuple[str, str, int], publication: Publication) -> None:
+        """Keep what is under way, and little of what was: a publication holds its chunk's bytes."""
+        self._under_way[key] = publication
+        if len(self._under_way) >= self._look_at:
+            self._under_way = {name: sent for name, sent in self._under_way.items() if sent.is_under_way}
+            self._look_at = 2 * len(self._under_way) + SPARE_PUBLICATIONS
+
+    def _is_under_way(self, key: tuple[str, str, int]) -> bool:
+        known = self._under_way.get(key)
+        return known is not None and known.is_under_way
 
     def _burst(self, broadcast: _Broadcast, now: float) -> bool:
         """Send the next chunks of a broadcast; False when it is over."""
@@ -314,7 +318,3 @@ class ChunkSender:
                 break
         broadcast.ready_at = now + sent / broadcast.bytes_per_s
         return broadcast.next < broadcast.source.ref.chunks
-
-    def _forget_idle(self) -> None:
-        for key in [key for key, job in self._jobs.items() if not job.waiting]:
-            del self._jobs[key]

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from coordinator import inbox as inbox_module
+from coordinator import intake as intake_module
 from coordinator.app import _ended
 from coordinator.inbox import Inbox
 from coordinator.intake import Intake, IntakeFailed
@@ -41,18 +42,55 @@ def world(tmp_path: Path) -> Iterator[World]:
     made.close()
 
 
-def test_the_inbox_keeps_order_drops_what_does_not_fit_and_never_drops_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
+async def taken_from(box: Inbox[str], count: int) -> list[str | None]:
+    return [await box.get(0.01) for _ in range(count)]
+
+
+def test_the_inbox_gives_our_own_first_and_then_each_sender_a_turn_in_its_own_order() -> None:
+    async def scenario() -> list[str | None]:
+        box: Inbox[str] = Inbox(asyncio.get_running_loop())
+        for name, sender in (("a1", "a"), ("a2", "a"), ("a3", "a"), ("b1", "b"), ("b2", "b"), ("c1", "c")):
+            box.put(name, 1, sender)
+        box.put("ours")
+        early = await taken_from(box, 4)
+        box.put("c2", 1, "c")
+        return early + await taken_from(box, 5)
+
+    assert asyncio.run(scenario()) == ["ours", "a1", "b1", "c1", "a2", "b2", "c2", "a3", None]
+
+
+def test_a_sender_that_fills_its_share_of_the_inbox_takes_nothing_from_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(inbox_module, "SENDER_ITEMS", 3)
+    monkeypatch.setattr(inbox_module, "SENDER_BYTES", 10)
+
+    async def scenario() -> tuple[list[str | None], int]:
+        box: Inbox[str] = Inbox(asyncio.get_running_loop())
+        for number in range(100):
+            box.put(f"many{number}", 1, "many")
+        for name, size in (("large", 6), ("too large", 6), ("small", 4)):
+            box.put(name, size, "large")
+        box.put("honest", 5, "honest")
+        return await taken_from(box, 7), box.dropped
+
+    taken, dropped = asyncio.run(scenario())
+    assert taken == ["many0", "large", "honest", "many1", "small", "many2", None]
+    assert dropped == 98
+
+
+def test_the_inbox_is_bounded_in_total_and_never_drops_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inbox_module, "MAX_BYTES", 10)
 
     async def scenario() -> tuple[list[str | None], int]:
         box: Inbox[str] = Inbox(asyncio.get_running_loop())
         for name, size in (("a", 6), ("b", 6), ("ours", 0), ("c", 4)):
-            box.put(name, size)
-        taken = [await box.get(0.01) for _ in range(3)]
-        box.put("d", 10)
-        return [*taken, await box.get(0.01), await box.get(0.01)], box.dropped
+            box.put(name, size, name)
+        taken = await taken_from(box, 3)
+        box.put("d", 10, "d")
+        return taken + await taken_from(box, 2), box.dropped
 
-    assert asyncio.run(scenario()) == (["a", "ours", "c", "d", None], 1)
+    assert asyncio.run(scenario()) == (["ours", "a", "c", "d", None], 1)
 
 
 def test_the_inbox_wakes_its_reader_from_any_thread() -> None:
@@ -61,7 +99,7 @@ def test_the_inbox_wakes_its_reader_from_any_thread() -> None:
 
         def fill() -> None:
             for number in range(500):
-                box.put(number, 1)
+                box.put(number, 1, str(number))
 
         threads = [threading.Thread(target=fill) for _ in range(2)]
         for thread in threads:
@@ -223,17 +261,40 @@ def test_the_intake_takes_early_chunks_when_the_manifest_comes(world: World) -> 
     assert (received.file.read_bytes(), intake.dropped) == (data, 0)
 
 
-def test_the_intake_drops_what_does_not_fit_and_what_nobody_announced(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("coordinator.intake.MAX_BYTES", 100)
+def intake_of(world: World, notify: Any) -> Intake:
     refusals = Refusals(EventLog(world.root / "events.jsonl", lambda: 0.0))
-    intake = Intake(Uploads(partials(world)), lambda: None, lambda event: None, refusals)
-    for _ in range(3):
-        intake.frame("a", bytes(60))
+    return Intake(Uploads(partials(world)), lambda: None, notify, refusals)
+
+
+def test_the_intake_drops_what_does_not_fit(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coordinator.intake.MAX_BYTES", 100)
+    intake = intake_of(world, lambda event: None)
+    intake.expect("a", 1)
+    assert [intake.frame("a", bytes(60)) for _ in range(3)] == [True] * 3
     assert intake.dropped == 2
+
+
+def test_a_frame_that_was_not_granted_never_reaches_the_intakes_thread(world: World) -> None:
+    data = random.Random(1).randbytes(60 * 1024)
+    manifest = manifest_of(world, data)
+    told: list[object] = []
+    intake = intake_of(world, told.append)
+    frame = next(frames_for(data, manifest.artifact))
+    assert not intake.frame("a", frame)
+    intake.expect("a", 1)
+    assert not intake.frame("a", bytes(MAX_CHUNK_BYTES + 1000))
+    taken = sum(intake.frame("a", frame) for _ in range(1000))
+    assert taken == 4 + intake_module.SPARE_FRAMES
+    assert not intake.frame("b", frame)
+    assert intake.dropped == 1003 - taken
     intake.start()
-    wait_until(lambda: intake.dropped == 3, "the stranger's frame is dropped")
+    intake.begin("a", manifest, 0.0)
+    wait_until(lambda: bool(told), "chunks are granted")
+    [grant] = told
+    assert isinstance(grant, Grant)
+    assert sum(intake.frame("a", frame) for _ in range(1000)) == sum(count for _, count in grant.ranges)
+    intake.end("a")
+    assert not intake.frame("a", frame)
     intake.close()
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from coordinator.library import OPEN_FILES
 from coordinator.pruning import Pruner
 from coordinator.rounds import Phase
 from fedcg.wire.artifacts import ArtifactStore
@@ -112,3 +114,31 @@ def test_deleting_several_tells_their_size_and_passes_over_what_is_gone(tmp_path
     ids = [store.put(b"x" * 100), store.put(b"y" * 50)]
     assert store.delete_all([*ids, "f" * 64]) == (2, 150)
     assert list(store.ids()) == []
+
+
+def open_artifacts(world: World) -> list[str]:
+    """Descriptors of this process on files below the artifacts' folder; a deleted file has its mark."""
+    gc.collect()
+    links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    named = [str(link.readlink()) for link in links if link.is_symlink()]
+    return [name for name in named if name.startswith(str(world.root / "artifacts"))]
+
+
+def test_no_file_of_a_deleted_aggregate_stays_open(make_world: MakeWorld) -> None:
+    world = make_world(10, 2)
+    with RunningService(world):
+        world.start_devices()
+        final = world.wait_event("finished")["aggregate"]
+        for device in world.devices.values():
+            wait_until(lambda device=device: final in device.artifacts, "the final aggregate is fetched")  # type: ignore[misc]
+        found = open_artifacts(world)
+        assert [name for name in found if name.endswith(" (deleted)")] == []
+        assert str(world.artifacts.path(final)) in found  # the newest one is served
+
+
+def test_few_files_stay_open_however_many_rounds_are_kept(make_world: MakeWorld) -> None:
+    world = make_world(25, 100)
+    with RunningService(world):
+        world.start_devices()
+        world.wait_event("finished")
+        assert len(open_artifacts(world)) <= OPEN_FILES

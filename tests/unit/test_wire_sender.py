@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 
 from fedcg.wire.errors import TransportError
+from fedcg.wire.outgoing import Outgoing, OutgoingQueue
 from fedcg.wire.sender import HIGH_WATER_BYTES, MAX_GRANTED, ChunkFile, ChunkSender, file_ref
 from fedcg.wire.transfer import cut, make_ref, parse_chunk
 from fedcg.wire.transport import Backlog
@@ -209,3 +212,41 @@ def test_a_broadcast_keeps_its_pace_and_ends_when_it_is_not_current(link: SlowLi
     wait_until(lambda: not sender._broadcasts, "it is over")
     assert len(link.indices("all")) == 32
     sender.close()
+
+
+class AcknowledgingLink:
+    """A transport over the real queue whose broker acknowledges everything at once."""
+
+    def __init__(self) -> None:
+        self.queue = OutgoingQueue(1000, 64_000_000)
+        self.published: list[weakref.ref[Outgoing]] = []
+
+    @property
+    def backlog(self) -> Backlog:
+        return self.queue.backlog
+
+    def publish(self, topic: str, payload: bytes, *, qos: int = 1, retain: bool = False) -> Outgoing:
+        message = Outgoing(topic, payload, qos, retain)
+        self.published.append(weakref.ref(message))
+        self.queue.put(message)
+        sent = self.queue.take(20)
+        assert sent is message
+        self.queue.acknowledged(message.packet)
+        return message
+
+    @property
+    def held_bytes(self) -> int:
+        """Of payloads that somebody still refers to."""
+        gc.collect()
+        alive = [reference() for reference in self.published]
+        return sum(len(message.payload) for message in alive if message is not None)
+
+
+def test_what_the_broker_has_acknowledged_is_not_kept_however_many_receivers_there_are(source: ChunkFile) -> None:
+    link = AcknowledgingLink()
+    sender = ChunkSender(link, "sending", at_once=True)  # type: ignore[arg-type]
+    for receiver in range(40):
+        sender.serve(f"device-{receiver}", source, ((0, source.ref.chunks),))
+    assert len(link.published) == 40 * source.ref.chunks
+    assert link.held_bytes <= HIGH_WATER_BYTES
+    assert not sender.is_busy

@@ -1,0 +1,106 @@
+"""How much a device may send: token buckets that count before a signature is checked or a byte is hashed.
+
+A device that stays above what any honest one sends is silenced: the service then takes it off the broker's access list.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from fedcg.wire.topics import TopicKind
+
+MESSAGES_PER_S = 200.0  # of one device and topic kind; 8 chunks a grant make it 190 MB/s of downloads
+MESSAGES_AT_ONCE = 1000.0  # the grants of a download of 900 MB
+FLOOD_PER_S = 500.0  # of one device, on all topics, without the chunks that were granted
+FLOOD_AT_ONCE = 3000.0  # so that 4,000/s are a flood after one second, and 600/s after 30
+SILENCE_S = 600.0
+LINES_PER_S = 0.5  # in the event log, about one device, of the kinds that it can cause at will; a round in two seconds
+LINES_AT_ONCE = 200.0
+LIMITED_EVENTS = frozenset({"accepted", "cohort_differs", "declined", "offline", "online", "update_refused"})
+
+KeyT = TypeVar("KeyT")
+
+
+class Buckets(Generic[KeyT]):
+    """A token bucket for each key; a new one is full. Not for two threads at once.
+
+    Args:
+        per_s: tokens that a bucket gains in a second.
+        at_once: tokens that it holds at most.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, per_s: float, at_once: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._per_s = per_s
+        self._at_once = at_once
+        self._clock = clock
+        self._levels: dict[KeyT, tuple[float, float]] = {}
+
+    def take(self, key: KeyT) -> bool:
+        """Take a token; False when there is none."""
+        now = self._clock()
+        level, at = self._levels.get(key, (self._at_once, now))
+        level = min(self._at_once, level + self._per_s * (now - at))
+        self._levels[key] = (level - 1.0 if level >= 1.0 else level, now)
+        return level >= 1.0
+
+    def forget(self, key: KeyT) -> None:
+        """Fill a key's bucket."""
+        self._levels.pop(key, None)
+
+
+class LineLimit:
+    """Which lines of the event log about a device are written: all, until it causes too many of those that it can repeat."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._lines: Buckets[str] = Buckets(LINES_PER_S, LINES_AT_ONCE, clock)
+
+    def allows(self, event: str, client: str) -> bool:
+        """Whether one more line of this kind about this device may be written."""
+        return event not in LIMITED_EVENTS or self._lines.take(client)
+
+
+class FloodGate:
+    """Decides, on the transport's thread, which messages of a device are looked at.
+
+    Args:
+        report: gets the device that is silenced from now on, on the transport's thread.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, report: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._report = report
+        self._clock = clock
+        self._messages: Buckets[tuple[str, TopicKind]] = Buckets(MESSAGES_PER_S, MESSAGES_AT_ONCE, clock)
+        self._all: Buckets[str] = Buckets(FLOOD_PER_S, FLOOD_AT_ONCE, clock)
+        self._silenced: dict[str, float] = {}
+
+    def admits(self, device: str, kind: TopicKind) -> bool:
+        """Whether a message may be looked at.
+
+        Args:
+            device: who sent it; empty for all devices that are not in the register, which share a bucket.
+            kind: of its topic.
+        """
+        if device in self._silenced:
+            return False
+        if device and not self._all.take(device):
+            self._silenced[device] = self._clock() + SILENCE_S
+            self._report(device)
+            return False
+        return self._messages.take((device, kind))
+
+    def is_silenced(self, device: str) -> bool:
+        """Whether nothing of a device is looked at now."""
+        return device in self._silenced
+
+    def released(self) -> list[str]:
+        """The devices whose silence is over; each one once."""
+        now = self._clock()
+        over = [device for device, until in list(self._silenced.items()) if now >= until]
+        for device in over:
+            self._all.forget(device)
+            del self._silenced[device]
+        return over

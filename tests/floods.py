@@ -1,0 +1,361 @@
+"""A federation with one device that floods: broker and coordinator in processes of their own, three honest devices, the flooder.
+
+Nothing is trained. The broker is Mosquitto as `fedcg broker run` configures it, the coordinator the real service over a real
+home, with a worker that merges nothing. Run `python -m tests.floods` for the table of all kinds and rates.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from coordinator.config import BrokerSettings, CoordinatorConfig
+from coordinator.enrolment import enrol
+from coordinator.home import Home, create_home
+from coordinator.records import AggregateRecord, FederationRecord
+from coordinator.server import _setup
+from coordinator.service import start_service
+from coordinator.store import Store
+from fedcg.event_log import read_events
+from fedcg.wire.artifacts import ArtifactStore
+from fedcg.wire.errors import TransportError
+from fedcg.wire.messages import Decline, DeclineReason, DeviceStatus, Heartbeat, Hello, Invite, Manifest, Need, Receipt
+from fedcg.wire.mqtt import MqttTransport
+from fedcg.wire.mqtt_config import MqttConfig, TlsFiles
+from fedcg.wire.signing import SigningKey, seal
+from fedcg.wire.transfer import chunk_frame, make_ref
+from fedcg.wire.transport import Will
+from tests.brokers import free_port
+from tests.unit.coordinator_support import FEDERATION, FakeDevice, PlainWorker, aggregate_bytes, tiny_spec, wait_until
+
+HONEST = ("a", "b", "c")
+FLOODER = "flooder"
+KINDS = ("heartbeats", "hellos", "manifests", "bad signatures", "chunks", "statuses", "needs")
+CHUNK = 8 * 1024
+READY = 200
+DECLINE_S = 0.2
+PACE_S = 0.01  # a flood leaves in bursts of so long
+TRAINING_S = 0.5
+DEADLINE_S = 3.0  # a device that says hello all the time has no session to decline in
+BLOCK = 4  # so many rounds undisturbed, then so many in a flood, in turns: the machine may have other work
+HARD_FROM = 4 * BLOCK  # the round from which on the flooder sends as much as it can, and answers nothing
+ROUNDS = HARD_FROM + 4
+
+
+def is_flooded(round_number: int) -> bool:
+    """Whether the flooder floods in this round."""
+    return round_number >= HARD_FROM or (round_number // BLOCK) % 2 == 1
+
+
+class _AnyBroker:
+    """What a FakeDevice asks of the broker in memory; the real one is behind its transport."""
+
+    def is_attached(self, _transport: object) -> bool:
+        return True
+
+
+@dataclass
+class Box(FakeDevice):
+    """A scripted device on a real broker."""
+
+    home: Path = Path()
+    port: int = 0
+
+    def start(self) -> Box:
+        folder = self.home.parent / "bundles" / self.name
+        tls = TlsFiles(folder / "tls" / "ca.pem", folder / "tls" / "device.pem", folder / "tls" / "device.key")
+        will = Will(self.topics.status(self.name), seal(self._status(online=False), self.key))
+        self.transport: Any = MqttTransport(MqttConfig("127.0.0.1", self.port, self.name, tls=tls), will)
+        topics = self.topics
+        for topic in (topics.offer, topics.coordinator, topics.aggregate):
+            self.transport.subscribe(topic)
+        for topic in (topics.down_control(self.name), topics.down_chunk(self.name)):
+            self.transport.subscribe(topic)
+        self.transport.start(self._delivered, self._link)
+        threading.Thread(target=self._repeat, daemon=True).start()
+        return self
+
+    def send_update(self, round_number: int, attempt: int, data: bytes) -> Any:
+        """After a while, as if it had trained."""
+
+        def send() -> None:
+            with self.lock, suppress(TransportError, AssertionError):  # the link or the session ended meanwhile
+                FakeDevice.send_update(self, round_number, attempt, data)
+
+        timer = threading.Timer(TRAINING_S, send)
+        timer.daemon = True
+        timer.start()
+
+    def _in_session(self, message: Invite | Need | Receipt) -> None:
+        is_old = (
+            isinstance(message, Receipt)
+            and self.pending is not None
+            and message.artifact != self.pending[0].artifact.id
+        )
+        if not is_old:
+            super()._in_session(message)
+
+
+class Flooder:
+    """An enrolled device that floods in every other block of rounds, and in the end for ever.
+
+    Args:
+        box: its keys and its link.
+        kind: one of `KINDS`.
+        rate: messages a second in the blocks, in which it declines all invitations.
+        hard_rate: messages a second in the end, when it was invited and answers nothing.
+    """
+
+    def __init__(self, box: Box, kind: str, rate: int, hard_rate: int) -> None:
+        self.box, self.rate, self.hard_rate = box, rate, hard_rate
+        self.make = getattr(self, "_" + kind.replace(" ", "_"))
+        self.numbers = itertools.count(1)
+        self.garbage = random.Random(1).randbytes(CHUNK)
+
+    @property
+    def round(self) -> int:
+        return int(getattr(self.box.offer, "round", 0))
+
+    def run(self) -> None:
+        """Flood until the process ends."""
+        self.box.decline = DeclineReason.NOT_ELIGIBLE
+        self.box.start()
+        due, last, declined_at = 0.0, time.monotonic(), 0.0
+        ready: list[tuple[str, bytes]] = []  # making and signing them takes longer than sending them
+        pause = threading.Event()
+        while not pause.wait(PACE_S):
+            is_hard = self.round >= HARD_FROM
+            now = time.monotonic()
+            due, last = due + (self.hard_rate if is_hard else self.rate) * (now - last) * is_flooded(self.round), now
+            if is_hard and not ready:
+                ready = [self.make() for _ in range(READY)]
+            for number in range(int(due)):
+                self._send(*(ready[number % READY] if ready else self.make()))
+            due -= int(due)
+            with self.box.lock:
+                self.box.silent, self.box.decline = is_hard, None if is_hard else DeclineReason.NOT_ELIGIBLE
+            if not is_hard and now >= declined_at + DECLINE_S:
+                declined_at = now
+                self._decline()
+
+    def _send(self, topic: str, payload: bytes) -> None:
+        with suppress(TransportError):
+            self.box.transport.publish(topic, payload, qos=0)
+
+    def _decline(self) -> None:
+        """Again and again: in a flood of its own some get lost."""
+        with self.box.lock, suppress(TransportError):
+            if self.box.session is not None and self.round:
+                self.box.tell(Decline(**self.box._addressed(self.round, 1), reason=DeclineReason.NOT_ELIGIBLE))
+
+    def _signed(self, message: Any, *, stamped: bool = True) -> tuple[str, bytes]:
+        box = self.box
+        with box.lock:
+            assert box.session is not None
+            message = box.session.stamp(message) if stamped else message
+        return box.topics.up_control(box.name), seal(message, box.key)
+
+    def _heartbeats(self) -> tuple[str, bytes]:
+        return self._signed(Heartbeat(**self.box._addressed()))
+
+    def _hellos(self) -> tuple[str, bytes]:
+        nonce = f"{next(self.numbers) + (1 << 64):032x}"
+        hello = Hello(**self.box._addressed(), nonce=nonce, versions=(1,), agent="flood-1")
+        return self._signed(hello, stamped=False)
+
+    def _manifests(self) -> tuple[str, bytes]:
+        where = self.box._addressed(1_000_000 + next(self.numbers), 1)
+        return self._signed(Manifest(**where, artifact=make_ref(self.garbage, 1024)))
+
+    def _bad_signatures(self) -> tuple[str, bytes]:
+        topic, payload = self._signed(Heartbeat(**self.box._addressed()))
+        return topic, payload[:10] + bytes([payload[10] ^ 1]) + payload[11:]
+
+    def _chunks(self) -> tuple[str, bytes]:
+        return self.box.topics.up_chunk(self.box.name), chunk_frame(
+            "5" * 64, next(self.numbers), self.garbage, b"12345678"
+        )
+
+    def _statuses(self) -> tuple[str, bytes]:
+        status = DeviceStatus(**self.box._addressed(), online=next(self.numbers) % 2 == 0)
+        return self.box.topics.status(self.box.name), seal(status, self.box.key)
+
+    def _needs(self) -> tuple[str, bytes]:
+        offer = self.box.offer
+        assert offer is not None
+        need = Need(**self.box._addressed(), artifact=offer.aggregate.id, ranges=((0, 256),))
+        return self._signed(need)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run showed.
+
+    Attributes:
+        calm_s: from the opening of an undisturbed round to the last honest update, on average.
+        flooded_s: the same in the flood.
+        hard_s: from the opening of the first round in the hard flood to the end of the last one.
+        silenced_s: from there to the silence of the flooder; None when it was not silenced, or before.
+        log_bytes: of the coordinator's event log.
+    """
+
+    calm_s: float
+    flooded_s: float
+    hard_s: float
+    silenced_s: float | None
+    log_bytes: int
+    events: list[dict[str, Any]] = field(repr=False)
+
+
+@dataclass
+class Site:
+    """Home, broker and coordinator."""
+
+    root: Path
+    rounds: int = ROUNDS
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    @property
+    def home(self) -> Home:
+        return Home(self.root / "home")
+
+    def prepare(self) -> None:
+        spec = tiny_spec(rounds=self.rounds)
+        home = create_home(self.root / "home", CoordinatorConfig(broker=BrokerSettings(port=free_port())))
+        artifacts, store = ArtifactStore(home.artifacts), Store(home.database)
+        base = aggregate_bytes(spec, 0, 0, seed=1)
+        record = FederationRecord(
+            FEDERATION, spec.method, artifacts.put(spec.canonical()), spec.rounds, len(HONEST), 10, DEADLINE_S, 1, 1.0
+        )
+        initial = AggregateRecord(FEDERATION, 0, 0, artifacts.put(base), len(base), artifacts.put(b"state"), 1.0)
+        store.add_federation(record, initial)
+        enrol(home, store, [*HONEST, FLOODER], self.root / "bundles", time.time())
+        store.close()
+
+    def start(self, name: str, *command: str) -> subprocess.Popen[bytes]:
+        with (self.root / f"{name}.log").open("ab") as log:
+            process = subprocess.Popen([sys.executable, "-m", *command], stdout=log, stderr=log)
+        self.processes.append(process)
+        return process
+
+    def log(self, name: str) -> str:
+        path = self.root / f"{name}.log"
+        return path.read_text() if path.exists() else ""
+
+    def events(self, name: str = "") -> list[dict[str, Any]]:
+        return [dict(event) for event in read_events(self.home.events_file) if name in ("", event["event"])]
+
+    def box(self, name: str) -> Box:
+        key = SigningKey.load(self.root / "bundles" / name / "signing.key")
+        coordinator = SigningKey.load(self.home.signing_key)
+        any_broker: Any = _AnyBroker()
+        port = self.home.config().broker.port
+        return Box(name, any_broker, tiny_spec(rounds=self.rounds), coordinator, key, home=self.home.root, port=port)
+
+    def stop(self) -> None:
+        for process in reversed(self.processes):
+            process.terminate()
+        for process in self.processes:
+            _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    try:
+        process.wait(timeout=5)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait(timeout=20)
+
+
+@contextmanager
+def site(root: Path, rounds: int = ROUNDS) -> Iterator[Site]:
+    """A running broker and coordinator, no device yet."""
+    made = Site(root, rounds)
+    made.prepare()
+    try:
+        made.start("broker", "fedcg", "broker", "run", "--dir", str(made.home.root))
+        wait_until(lambda: "ready" in made.log("broker"), "the broker is ready")
+        made.start("coordinator", "tests.floods", "coordinator", str(root))
+        wait_until(lambda: any(event["up"] for event in made.events("link")), "the coordinator is connected")
+        yield made
+    finally:
+        made.stop()
+
+
+def flooded(root: Path, kind: str, rate: int, hard_rate: int, deadline_s: float = 120.0) -> Outcome:
+    """Run a federation to its end while its device `FLOODER` floods."""
+    with site(root) as running:
+        running.start("flooder", "tests.floods", "flood", str(root), kind, str(rate), str(hard_rate))
+        wait_until(lambda: bool(running.events("online")), f"the flooder is online {running.log('flooder')}")
+        boxes = [running.box(name).start() for name in HONEST]
+        try:
+            wait_until(lambda: bool(running.events("finished")), f"the end {running.log('flooder')}", deadline_s)
+        finally:
+            for box in boxes:
+                box.stop()
+        return _outcome(running.events(), running.home.events_file.stat().st_size)
+
+
+def _outcome(events: list[dict[str, Any]], log_bytes: int) -> Outcome:
+    opened = {event["round"]: event["t"] for event in events if event["event"] == "attempt_opened"}
+    ended = next(event["t"] for event in events if event["event"] == "finished")
+    stored = [event for event in events if event["event"] == "update_stored"]
+    settled = {
+        number: max(event["t"] for event in stored if event["round"] == number) - opened[number]
+        for number in range(2, HARD_FROM)
+    }
+    calm = [seconds for number, seconds in settled.items() if not is_flooded(number)]
+    wild = [seconds for number, seconds in settled.items() if is_flooded(number)]
+    silenced = next((event["t"] - opened[HARD_FROM] for event in events if event["event"] == "silenced"), None)
+    hard_s = ended - opened[HARD_FROM]
+    return Outcome(statistics.mean(calm), statistics.mean(wild), hard_s, silenced, log_bytes, events)
+
+
+async def _coordinate(root: Path) -> None:
+    home = Home(root / "home")
+    with home.locked(), _setup(home, home.config()) as setup:
+        service = await start_service(replace(setup, make_worker=PlainWorker))
+        asyncio.get_running_loop().add_signal_handler(15, service.stop)
+        try:
+            await service.run()
+        finally:
+            await service.close()
+
+
+def _table(kinds: tuple[str, ...]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for number, kind in enumerate(kinds):
+            sys.stdout.write(f"{kind:15} {_row(Path(folder) / str(number), kind)}\n")
+            sys.stdout.flush()
+
+
+def _row(root: Path, kind: str) -> str:
+    try:
+        seen = flooded(root, kind, 500, 4000)
+    except AssertionError as error:
+        return f"not finished: {str(error)[:60]}"
+    silenced = "-" if seen.silenced_s is None else f"{seen.silenced_s:.1f} s"
+    rounds = f"{seen.calm_s:6.2f} s {seen.flooded_s:6.2f} s"
+    return f"{rounds}  log {seen.log_bytes:8} bytes  silenced {silenced}, then done after {seen.hard_s:.1f} s"
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["coordinator"]:
+        asyncio.run(_coordinate(Path(sys.argv[2])))
+    elif sys.argv[1:2] == ["flood"]:
+        place = Site(Path(sys.argv[2]))
+        Flooder(place.box(FLOODER), sys.argv[3], int(sys.argv[4]), int(sys.argv[5])).run()
+    else:
+        _table(tuple(sys.argv[1].split(",")) if len(sys.argv) > 1 else KINDS)
