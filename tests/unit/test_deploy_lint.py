@@ -161,6 +161,12 @@ def test_yamllint_accepts_the_yaml_files() -> None:
     assert_clean(run("yamllint", "--strict", "--config-file", config, DEPLOY, REPOSITORY / ".pre-commit-config.yaml"))
 
 
+def test_everything_that_listens_may_open_as_many_files_as_its_bound_of_connections_needs() -> None:
+    for name in ("fedcg-coordinator.service", "fedcg-infer@.service", "fedcg-broker.service"):
+        assert "\nLimitNOFILE=65536\n" in (DEPLOY / "systemd" / name).read_text()
+    assert compose()["services"]["coordinator"]["ulimits"] == {"nofile": 65536}
+
+
 def test_the_compose_file_starts_a_broker_a_coordinator_and_as_many_agents_as_a_round_needs() -> None:
     services = compose()["services"]
     agents = [name for name in services if name.startswith("agent-")]

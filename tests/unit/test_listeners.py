@@ -28,7 +28,7 @@ from fedcg.wire.carrier import READY_PATH
 from fedcg.wire.enrolment import ENROL_PATH, load_certificate
 from fedcg.wire.messages import Carrier, Welcome
 from fedcg.wire.server_role import ServerRole
-from tests.brokers import DEADLINE_S, DEVICES, Pki, free_port
+from tests.brokers import DEVICES, Pki, free_port
 from tests.carriers import ask, carrying, connect
 from tests.enrolments import Desk, open_home, running_desk
 from tests.unit.coordinator_support import RunningService, World, aggregate_bytes, tiny_spec, wait_until
@@ -111,7 +111,7 @@ def test_reads_of_the_carrier_that_hang_hold_up_no_round(site: Site, monkeypatch
 
     def hang(*_: object) -> None:
         reading.append(None)
-        go.wait(DEADLINE_S)
+        go.wait()
 
     monkeypatch.setattr(carrier_api._Gate, "_read", hang)
     held = [connect(site.port, site.pki.tls(name).context(ServerRole.CARRIER)) for name in ("a", "b") for _ in range(8)]
@@ -121,10 +121,12 @@ def test_reads_of_the_carrier_that_hang_hold_up_no_round(site: Site, monkeypatch
     device = site.world.devices["a"]
     welcomes = len(device.of(Welcome))
     device.hello()
-    wait_until(lambda: len(device.of(Welcome)) > welcomes, "the hello is answered")
-    go.set()
-    for connection in held:
-        connection.close()
+    try:
+        wait_until(lambda: len(device.of(Welcome)) > welcomes, "the hello is answered")
+    finally:
+        go.set()
+        for connection in held:
+            connection.close()
 
 
 def test_a_connection_whose_request_does_not_end_is_ended(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -171,12 +171,12 @@ def _is_reset(connection: socket.socket) -> bool:
     return False
 
 
-def accepted(listener: Listener, clients: ExitStack, count: int) -> list[listening.Connection]:
-    """Connections that a listener has accepted; closed at the end."""
+def accepted(listener: Listener, clients: ExitStack, *sources: str) -> list[listening.Connection]:
+    """Connections from these addresses that a listener has accepted; closed at the end."""
     port = listener.getsockname()[1]
     made = []
-    for _ in range(count):
-        clients.enter_context(connect(port))
+    for source in sources:
+        clients.enter_context(connect(port, source))
         made.append(clients.enter_context(listener.accept()[0]))
     return made
 
@@ -188,17 +188,18 @@ def listener(request: pytest.FixtureRequest) -> Iterator[Listener]:
         yield made
 
 
-def test_who_has_shown_a_certificate_stays_when_strangers_fill_the_table(
+def test_who_has_shown_a_certificate_stays_when_strangers_of_many_addresses_come(
     listener: Listener, open_sockets: ExitStack
 ) -> None:
-    device, *strangers = accepted(listener, open_sockets, 4)
-    listener.connections.identify(device, "line-4")
-    accepted(listener, open_sockets, 3)
-    assert (device.is_ending, [one.is_ending for one in strangers]) == (False, [True, True, True])
+    *device, first, second = accepted(listener, open_sockets, HOST, HOST, OTHER, "127.0.0.3")
+    for connection in device:
+        listener.connections.identify(connection, "line-4")
+    accepted(listener, open_sockets, "127.0.0.4", "127.0.0.5")
+    assert [one.is_ending for one in (*device, first, second)] == [False, False, True, True]
 
 
 def test_a_device_loses_the_oldest_of_too_many_connections(listener: Listener, open_sockets: ExitStack) -> None:
-    made = accepted(listener, open_sockets, 3)
+    made = accepted(listener, open_sockets, *[HOST] * 3)
     for connection in made:
         listener.connections.identify(connection, "line-4")
     assert [connection.is_ending for connection in made] == [True, False, False]
@@ -207,7 +208,7 @@ def test_a_device_loses_the_oldest_of_too_many_connections(listener: Listener, o
 def test_a_device_whose_connections_are_all_busy_gets_no_further_one(
     listener: Listener, open_sockets: ExitStack
 ) -> None:
-    *busy, further = accepted(listener, open_sockets, 3)
+    *busy, further = accepted(listener, open_sockets, *[HOST] * 3)
     for connection in busy:
         listener.connections.identify(connection, "line-4")
         connection.is_busy = True
@@ -229,7 +230,7 @@ def test_without_a_free_descriptor_waiting_connections_are_refused_and_later_one
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     wait_until(lambda: is_ended(client), "the one that waited is refused")
-    assert accepted(listener, open_sockets, 1)
+    assert accepted(listener, open_sockets, HOST)
 
 
 def test_half_of_the_descriptors_bound_the_connections(
@@ -238,7 +239,7 @@ def test_half_of_the_descriptors_bound_the_connections(
     monkeypatch.setattr(listening, "_raise_descriptor_limit", lambda: 6)
     with Listener("test", HOST, 0, Connections(Caps(100, 100))) as listener:
         listener.listen()
-        made = accepted(listener, open_sockets, 4)
+        made = accepted(listener, open_sockets, *[HOST] * 4)
     assert [connection.is_ending for connection in made] == [True, False, False, False]
     assert "LimitNOFILE" in caplog.text
 
@@ -246,7 +247,7 @@ def test_half_of_the_descriptors_bound_the_connections(
 def test_a_flood_is_one_line_in_the_log(
     listener: Listener, open_sockets: ExitStack, caplog: pytest.LogCaptureFixture
 ) -> None:
-    accepted(listener, open_sockets, 30)
+    accepted(listener, open_sockets, *[HOST] * 30)
     assert len(caplog.records) == 1
     assert "test 127.0.0.1" in caplog.text
 
