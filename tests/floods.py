@@ -43,7 +43,7 @@ from tests.unit.coordinator_support import FEDERATION, FakeDevice, PlainWorker, 
 HONEST = ("a", "b", "c")
 FLOODER = "flooder"
 KINDS = ("heartbeats", "hellos", "manifests", "bad signatures", "chunks", "statuses", "needs")
-CHUNK = 8 * 1024
+CHUNK = 2 * 1024
 READY = 200
 DECLINE_S = 0.2
 PACE_S = 0.01  # a flood leaves in bursts of so long
