@@ -33,6 +33,7 @@ from fedcg.wire.enrolment import (
     EnrolRequest,
     RenewAnswer,
     RenewRequest,
+    answer_statement,
     common_name,
     enrolment_statement,
     key_digest,
@@ -99,6 +100,10 @@ class Admission:
             if token is None or not is_secret_of(token, bytes.fromhex(request.secret)):
                 reason = "no token of that id" if token is None else "the secret is wrong"
                 raise RefusedError("the token is not valid here", f"token {request.token}: {reason}")
+            if request.nonce is None:
+                raise RefusedError(
+                    "this box's program is older than the coordinator's: update it and ask for a new token"
+                )
             key = _requested_key(request.request, request.device)
             purpose = _purpose(request, key)
             earlier = self._earlier(token, purpose, now)
@@ -106,7 +111,7 @@ class Admission:
                 _check_token(token, request.device, now)
                 _check_proof(request, key)
                 earlier = self._admit(token, request, key, purpose, now)
-            return self._answer(request.device, earlier)
+            return self._answer(request, earlier)
 
     def renew(self, peer: x509.Certificate | None, request: RenewRequest) -> RenewAnswer:
         """The next certificate of a device.
@@ -155,7 +160,7 @@ class Admission:
         self.store.register.admit(Admitted(token.id, purpose, request.signing_key, record, token.replaces), now)
         reloaded = self.publish()
         if not reloaded:
-            log.warning("%s is enrolled, but no broker was told: %s", device, RELOAD_BY_HAND)
+            log.warning("%s is enrolled, and no broker has read the new access list. %s", device, RELOAD_BY_HAND)
         if token.replaces:
             self.evict(device)
         self.events.write(
@@ -183,18 +188,20 @@ class Admission:
             raise RefusedError("the device is not enrolled any more; ask the operator for a new token")
         return known.public_key
 
-    def _answer(self, device: str, certificate: CertificateRecord) -> EnrolAnswer:
-        return EnrolAnswer(
-            device=device,
+    def _answer(self, request: EnrolRequest, certificate: CertificateRecord) -> EnrolAnswer:
+        key = voice_of(self.home, self.store).key
+        answer = EnrolAnswer(
+            device=request.device,
             federation=self.store.federations()[0].id,
             certificate=certificate.pem,
             authority=self.authority().decode(),
-            coordinator_key=voice_of(self.home, self.store).key.public.hex,
+            coordinator_key=key.public.hex,
             broker_host=self.config.broker.host,
             broker_port=self.config.broker.port,
             broker_preset=self.config.broker.preset,
             carrier_url=self.config.carrier_url,
         )
+        return answer.model_copy(update={"signature": key.sign(answer_statement(request, answer)).hex()})
 
 
 def _check_token(token: TokenRecord, device: str, now: float) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import threading
+from collections import Counter
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
@@ -19,9 +20,14 @@ from coordinator.aggregation_messages import (
     Job,
     JobDone,
     JobFailed,
+    JobReply,
+    Limits,
+    PhaseStarted,
     Reply,
     Request,
     UpdateAdded,
+    UpdateFailed,
+    Updates,
     WorkerBroke,
     WorkerDied,
     WorkerEvent,
@@ -32,7 +38,7 @@ from coordinator.aggregation_worker import worker_main
 from fedcg.watchdog import POLL_S, Watchdog
 
 MAX_DEATHS = 5
-"""Deaths without progress after which a job is given up: such an update kills every worker, memory for example."""
+"""Deaths over one update after which it is rejected; over anything else, after which the job is given up."""
 STOP_TIMEOUT_S = 1.0
 MAX_BACKOFF_S = 10.0
 
@@ -50,6 +56,7 @@ class AggregationWorker:
     def __init__(self, settings: WorkerSettings, notify: Callable[[WorkerEvent], None]) -> None:
         self._watchdog = Watchdog(settings.stall_s)
         self._unanswered = 0
+        self._under_way = ""  # the client whose update the worker counts now
         self._reason = ""
         self._settings = settings
         self._notify = notify
@@ -60,7 +67,7 @@ class AggregationWorker:
         self._connection: Connection | None = None
         self._teller: threading.Thread | None = None
         self._stopping = threading.Event()
-        self._deaths = 0
+        self._deaths: Counter[str] = Counter()  # by the client whose update was under way; "" for none
         self._thread = threading.Thread(target=self._supervise, name="aggregation", daemon=True)
 
     def start(self) -> None:
@@ -71,18 +78,19 @@ class AggregationWorker:
         """Begin an attempt; whatever was wanted before is forgotten."""
         with self._lock:
             self._forget()
-            self._deaths = 0
-            self._ask(job)
+            self._deaths.clear()
+            self._wanted.append(job)
+            self._lock.notify_all()
 
     def add(self, client: str, artifact: str) -> None:
         """Have the teacher pass of a stored update done. Asking twice does no harm."""
         with self._lock:
             self._ask(AddUpdate(client, artifact))
 
-    def finish(self, updates: tuple[tuple[str, str], ...]) -> None:
+    def finish(self, updates: Updates, limits: Limits = ()) -> None:
         """Have the updates of the open job merged."""
         with self._lock:
-            self._ask(FinishJob(tuple(sorted(updates))))
+            self._ask(FinishJob(tuple(sorted(updates)), limits))
 
     def stop(self) -> None:
         """End the worker at once; nothing it has not stored is worth waiting for."""
@@ -93,14 +101,25 @@ class AggregationWorker:
             process.kill()
         self._thread.join(STOP_TIMEOUT_S)
 
-    def _ask(self, request: Request) -> None:
-        if self._wanted and request in self._wanted:
-            return
-        self._wanted.append(request)
-        self._lock.notify_all()
+    def _ask(self, request: AddUpdate | FinishJob) -> None:
+        """Have a request served for the open job; without one (it failed, or is done) nothing would answer it."""
+        if self._wanted and request not in self._wanted:
+            self._wanted.append(request)
+            self._lock.notify_all()
 
     def _forget(self) -> None:
-        self._wanted, self._told = [], 0
+        self._wanted, self._told, self._unanswered, self._under_way = [], 0, 0, ""
+
+    def _drop(self, client: str) -> None:
+        """Ask no worker any more for what an update that can't be merged is part of."""
+
+        def is_kept(request: Request) -> bool:
+            if isinstance(request, AddUpdate):
+                return request.client != client
+            return not isinstance(request, FinishJob) or all(client != name for name, *_ in request.updates)
+
+        self._told = sum(map(is_kept, self._wanted[: self._told]))
+        self._wanted = list(filter(is_kept, self._wanted))
 
     def _tell(self, connection: Connection) -> None:
         while True:
@@ -149,7 +168,7 @@ class AggregationWorker:
                 target=worker_main, args=(theirs, self._settings), name="fedcg-aggregation", daemon=True
             )
             self._process.start()
-            self._connection, self._reason, self._unanswered = ours, "", 0
+            self._connection, self._reason, self._unanswered, self._under_way = ours, "", 0, ""
             self._watchdog.started()
         theirs.close()
         return ours
@@ -157,12 +176,6 @@ class AggregationWorker:
     def _take(self, reply: Reply) -> None:
         with self._lock:
             self._watchdog.alive()
-            if isinstance(reply, JobFailed):
-                self._unanswered = 0  # it answers nothing more of this job
-            elif isinstance(reply, UpdateAdded | JobDone):
-                self._unanswered -= 1
-            if self._unanswered <= 0:
-                self._watchdog.rest()
             if isinstance(reply, WorkerBroke):
                 self._reason = reply.reason
                 return
@@ -173,13 +186,25 @@ class AggregationWorker:
                     target=self._tell, args=(self._connection,), name="aggregation-requests", daemon=True
                 )
                 self._teller.start()
-            elif isinstance(reply, UpdateAdded | JobDone):
-                self._deaths = 0
-            if isinstance(reply, JobDone | JobFailed) and self._is_about_current_job(reply):
-                self._forget()
+            elif self._is_about_current_job(reply):
+                self._note(reply)
+            if self._unanswered <= 0:
+                self._watchdog.rest()
         self._notify(reply)
 
-    def _is_about_current_job(self, reply: JobDone | JobFailed) -> bool:
+    def _note(self, reply: JobReply) -> None:
+        """How far the open job is."""
+        if isinstance(reply, PhaseStarted):
+            self._under_way = reply.client
+        elif isinstance(reply, JobDone | JobFailed):
+            self._forget()
+        elif isinstance(reply, UpdateAdded | UpdateFailed):
+            self._unanswered -= 1
+            self._under_way = ""
+            if isinstance(reply, UpdateFailed):
+                self._drop(reply.client)
+
+    def _is_about_current_job(self, reply: JobReply) -> bool:
         job = self._job()
         return job is not None and (job.round, job.attempt) == (reply.round, reply.attempt)
 
@@ -192,12 +217,15 @@ class AggregationWorker:
             connection, self._connection = self._connection, None
             teller, self._teller = self._teller, None
             self._lock.notify_all()
-            self._deaths += 1
-            deaths, job = self._deaths, self._job()
-            given_up = deaths >= MAX_DEATHS and job is not None
-            if given_up:
+            client, job = self._under_way, self._job()
+            is_busy = teller is None or self._unanswered > 0  # an idle worker was ended by somebody else
+            self._deaths[client] += is_busy
+            deaths = max(1, self._deaths[client])
+            is_given_up = deaths >= MAX_DEATHS and job is not None
+            if is_given_up and client:
+                self._drop(client)
+            elif is_given_up:
                 self._forget()
-                self._deaths = 0
         if teller is not None:
             teller.join()  # nobody reads at the other end, so it does not wait for room
         if connection is not None:
@@ -209,8 +237,13 @@ class AggregationWorker:
         pid = (process.pid or 0) if process is not None else 0
         log.warning("the aggregation worker (process %d) died; starting another one. %s", pid, self._reason)
         self._notify(WorkerDied(pid, deaths, self._reason))
-        if given_up and job is not None:
-            reason = f"the aggregation worker died {MAX_DEATHS} times over the same updates ({self._reason or 'out of memory?'})"
-            self._notify(JobFailed(job.round, job.attempt, reason))
+        if is_given_up and job is not None:
+            over = f"the update of {client}" if client else "the same updates"
+            reason = f"the aggregation worker died {deaths} times over {over} ({self._reason or 'out of memory?'})"
+            self._notify(
+                UpdateFailed(job.round, job.attempt, client, reason)
+                if client
+                else JobFailed(job.round, job.attempt, reason)
+            )
         if deaths > 1:
             self._stopping.wait(min(0.1 * 2.0**deaths, MAX_BACKOFF_S))

@@ -35,6 +35,12 @@ class WorkerSettings:
         return f"WorkerSettings(threads={self.threads}, device={self.device!r})"
 
 
+Updates = tuple[tuple[str, str, int], ...]
+"""(client, artifact, the number of examples that it counts for) of each update to be merged."""
+Limits = tuple[tuple[str, float], ...]
+"""(part, the largest distance from the base that an update keeps); a larger one is scaled back to it."""
+
+
 @dataclass(frozen=True)
 class Job:
     """One attempt to aggregate; all ids are artifact ids."""
@@ -45,6 +51,7 @@ class Job:
     spec: str
     base: str
     server_state: str
+    limits: Limits = ()
 
 
 @dataclass(frozen=True)
@@ -57,9 +64,10 @@ class AddUpdate:
 
 @dataclass(frozen=True)
 class FinishJob:
-    """Merge exactly these updates: (client, artifact) pairs sorted by client."""
+    """Merge exactly these updates, sorted by client; other limits than the job's take another teacher pass."""
 
-    updates: tuple[tuple[str, str], ...]
+    updates: Updates
+    limits: Limits = ()
 
 
 Request = Job | AddUpdate | FinishJob
@@ -107,6 +115,16 @@ class UpdateAdded:
 
 
 @dataclass(frozen=True)
+class UpdateFailed:
+    """One client's update can't be merged. The job goes on: a merge without it has to be asked for."""
+
+    round: int
+    attempt: int
+    client: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class JobDone:
     """Aggregate and server state are in the artifact store."""
 
@@ -142,5 +160,6 @@ class WorkerDied:
     reason: str = ""
 
 
-Reply = WorkerReady | PhaseStarted | Progressed | UpdateAdded | JobDone | JobFailed | WorkerBroke
+JobReply = PhaseStarted | Progressed | UpdateAdded | UpdateFailed | JobDone | JobFailed
+Reply = WorkerReady | JobReply | WorkerBroke
 WorkerEvent = Reply | WorkerDied

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from hashlib import sha256
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,22 +24,26 @@ from coordinator.aggregation_messages import (
     Job,
     JobDone,
     JobFailed,
+    Limits,
     PhaseStarted,
     Progressed,
     Reply,
     Request,
     UpdateAdded,
+    UpdateFailed,
     WorkerBroke,
     WorkerReady,
     WorkerSettings,
 )
+from coordinator.robustness import Distances, Yardstick, clipped, outlier, over
 from coordinator.validation import base_in, unpack_update
 from fedcg.wire.artifacts import ArtifactStore
+from fedcg.wire.parts import Part, Report
 
 if TYPE_CHECKING:
     import torch
 
-    from fedcg.learning.method import Update
+    from fedcg.learning.method import Aggregator, Update
     from fedcg.learning.spec import ImageForm
 
 PROGRESS_EVERY_S = 0.2
@@ -101,7 +106,7 @@ class PublicShelf:
 
 
 class Workbench:
-    """One job at work: turns requests into calls of the method's aggregator."""
+    """One job at work: turns requests into calls of the method's aggregator. Every request gets one reply."""
 
     def __init__(self, job: Job, settings: WorkerSettings, device: str, send: Send, shelf: PublicShelf) -> None:
         self._job = job
@@ -110,10 +115,14 @@ class Workbench:
         self._send = send
         self._shelf = shelf
         self._store = ArtifactStore(settings.artifacts)
+        self._counted: dict[str, int]  # the weight with which the aggregator has counted each client
+        self._rejected: dict[str, str] = {}  # clients whose update can't be merged, and why
+        self._distances: dict[str, Distances] = {}
+        self._has_diverged = False
         self._failed = not self._guarded(self._open)
 
     def serve(self, request: AddUpdate | FinishJob) -> None:
-        """Do what is asked and reply; a failure is replied once and ends the job."""
+        """Do what is asked and reply; a failure that is no single update's is replied once and ends the job."""
         if self._failed:
             return
         work = partial(self._add, request) if isinstance(request, AddUpdate) else partial(self._finish, request)
@@ -123,15 +132,19 @@ class Workbench:
         try:
             work()
         except Exception as error:  # noqa: BLE001 - the run loop of this process; the reason goes to the operator
-            from fedcg.learning.device_errors import BROKEN_EXIT, is_sticky
-
-            reason = f"{type(error).__name__}: {error}"[:280]
-            if is_sticky(error):
-                self._send(WorkerBroke(reason))
-                os._exit(BROKEN_EXIT)
-            self._send(JobFailed(self._job.round, self._job.attempt, reason))
+            self._send(JobFailed(self._job.round, self._job.attempt, self._reason(error)))
             return False
         return True
+
+    def _reason(self, error: Exception) -> str:
+        """For the operator; after an error that leaves the accelerator unusable this process ends."""
+        from fedcg.learning.device_errors import BROKEN_EXIT, is_sticky
+
+        reason = f"{type(error).__name__}: {error}"[:280]
+        if is_sticky(error):
+            self._send(WorkerBroke(reason))
+            os._exit(BROKEN_EXIT)
+        return reason
 
     def _open(self) -> None:
         from coordinator.server_state import decode_extras, unpack_aggregate
@@ -145,7 +158,7 @@ class Workbench:
         self._spec = FederationSpec.parse(self._store.get(job.spec))
         self._method = get_method(self._spec.method)
         packed = self._store.get(job.base)
-        self._base = base_in(packed, self._spec, job.base)
+        self._yardstick = Yardstick(base_in(packed, self._spec, job.base), {})
         aggregate = unpack_aggregate(packed, self._spec, self._method)
         state = ServerState(aggregate, decode_extras(self._store.get(job.server_state)))
         context = RoundContext(
@@ -158,39 +171,104 @@ class Workbench:
             progress=Throttle(job, self._send),
             public=self._shelf.images(self._spec.image) if self._method.needs_public else None,
         )
-        self._spill = DirectorySpill(spill_directory(self._settings.spill, job.federation, job.round, job.attempt))
-        self._aggregator = self._method.aggregator(state, context, self._spill)
+        folder = spill_directory(self._settings.spill, job.federation, job.round, job.attempt)
+
+        def start(limits: Limits) -> Aggregator:
+            rows = folder / sha256(repr(limits).encode()).hexdigest()[:16]  # those of clipped updates are others
+            return self._method.aggregator(state, context, DirectorySpill(rows))
+
+        self._start = start
+        self._begin_again(job.limits)
+
+    def _begin_again(self, limits: Limits) -> None:
+        """Count nobody: what was counted has another weight, other limits, or no part in the merge."""
+        self._limits, self._counted, self._aggregator = limits, {}, self._start(limits)
 
     def _add(self, request: AddUpdate) -> None:
+        if self._counts(request.client, request.artifact, 0):
+            self._send(UpdateAdded(self._job.round, self._job.attempt, request.client))
+
+    def _counts(self, client: str, artifact: str, weight: int) -> bool:
+        """Have the aggregator count an update; one that it can't count is reported, and its round goes on without it."""
+        from fedcg.learning.device_errors import is_of_this_machine
+
         job = self._job
-        if not self._spill.has(request.client):
-            self._send(PhaseStarted(os.getpid(), job.round, job.attempt, "teacher", request.client))
-        self._aggregator.add(self._update(request.client, request.artifact))
-        self._send(UpdateAdded(job.round, job.attempt, request.client))
+        self._send(PhaseStarted(os.getpid(), job.round, job.attempt, "teacher", client))
+        try:
+            update = self._update(client, artifact, weight)
+            self._aggregator.add(update)
+        except Exception as error:
+            if is_of_this_machine(error):
+                raise
+            self._reject(client, self._reason(error))
+            return False
+        self._counted[client] = update.examples
+        return True
+
+    def _reject(self, client: str, reason: str) -> None:
+        self._rejected[client] = reason
+        self._begin_again(self._limits)  # a part of this update may have been counted
+        self._send(UpdateFailed(self._job.round, self._job.attempt, client, reason))
 
     def _finish(self, request: FinishJob) -> None:
+        """Merge, with rows of teacher passes from the disk where a client was counted with another weight, or not yet."""
+        from fedcg.learning.method import DivergedError
+        from fedcg.wire.errors import CodecError
+
+        weights = {client: weight for client, _, weight in request.updates}
+        if known := weights.keys() & self._rejected.keys():
+            self._reject(min(known), self._rejected[min(known)])
+            return
+        is_other = any(weights.get(client) != weight for client, weight in self._counted.items())
+        if is_other or request.limits != self._limits:
+            self._begin_again(request.limits)
+        for client, artifact, weight in request.updates:
+            if client not in self._counted and not self._counts(client, artifact, weight):
+                return
+        self._send(PhaseStarted(os.getpid(), self._job.round, self._job.attempt, "distil", ""))
+        try:
+            self._merge(request)
+        except (DivergedError, CodecError) as error:
+            if self._has_diverged or len(weights) < 2:
+                raise
+            self._has_diverged = True
+            farthest = outlier({client: self._distances[client] for client in weights})
+            self._reject(farthest, f"the merge diverged, and this update is the farthest from the base: {error}"[:280])
+
+    def _merge(self, request: FinishJob) -> None:
         from coordinator.server_state import check_parts, encode_extras, pack_aggregate
 
         job = self._job
-        self._send(PhaseStarted(os.getpid(), job.round, job.attempt, "distil", ""))
-        updates = {client: partial(self._update, client, artifact) for client, artifact in request.updates}
+        updates = {
+            client: partial(self._update, client, artifact, weight) for client, artifact, weight in request.updates
+        }
         aggregate, state = self._aggregator.finish(updates)
         check_parts(aggregate.parts, self._spec, self._method)
         packed = pack_aggregate(self._spec, aggregate, job.round, job.attempt, job.base, self._device)
         stored, extras = self._store.put(packed), self._store.put(encode_extras(state))
         self._send(JobDone(job.round, job.attempt, stored, len(packed), extras))
 
-    def _update(self, client: str, artifact: str) -> Update:
+    def _update(self, client: str, artifact: str, weight: int) -> Update:
+        """An update as it is merged: clipped, and with the weight that it is given (its own for 0)."""
         from coordinator.server_state import tensors_of
         from fedcg.learning.method import Update
 
-        decoded = unpack_update(self._store.get(artifact), self._spec, self._base)
-        report = decoded.header.report
+        decoded = unpack_update(self._store.get(artifact), self._spec, self._yardstick.base)
+        distances = self._distances[client] = self._yardstick.distances(decoded.parts)
+        parts = clipped(
+            decoded.parts,
+            self._yardstick.base.parts,
+            over(distances, {Part(part): limit for part, limit in self._limits}),
+        )
+        report = decoded.header.report or Report()
+        examples, counts = report.examples or 1, report.label_counts
+        if weight and weight != examples and counts is not None:
+            counts = tuple(-(-count * weight // examples) for count in counts)
         return Update(
             client=client,
-            parts=tensors_of(decoded),
-            examples=1 if report is None or report.examples is None else report.examples,
-            label_counts=None if report is None else report.label_counts,
+            parts=tensors_of(parts),
+            examples=weight or examples,
+            label_counts=counts,
         )
 
 

@@ -36,7 +36,12 @@ class FederationView(BaseModel):
 
 
 class UpdateView(BaseModel):
-    """How a client's update ended."""
+    """How a client's update ended.
+
+    Attributes:
+        weight: the number of examples that it counts for in the merge; None when it is not merged (yet).
+        distances: L2 distance of each part from the round's base.
+    """
 
     client: str
     artifact: str
@@ -44,6 +49,8 @@ class UpdateView(BaseModel):
     outcome: str
     reason: str
     report: dict[str, object] | None
+    weight: int | None
+    distances: dict[str, float]
     manifest_at: float
     stored_at: float
 
@@ -83,12 +90,18 @@ class RoundView(BaseModel):
 
 
 class DeviceView(BaseModel):
-    """A device that is or was enrolled; `refused` messages of it since the coordinator started."""
+    """A device that is or was enrolled.
+
+    Attributes:
+        left_out: why it is not invited while enough others are there.
+        refused: messages of it that were refused since the coordinator started.
+    """
 
     id: str
     state: str
     online: bool
     participates: bool
+    left_out: str
     enrolled_at: float
     last_seen_at: float | None
     agent: str | None
@@ -118,13 +131,13 @@ router = APIRouter()
 
 
 @router.get("/healthz")
-def healthz() -> HealthView:
+async def healthz() -> HealthView:  # on no thread: it answers also when all are busy
     """Whether the process answers."""
     return HealthView(status="ok")
 
 
 @router.get("/readyz")
-def readyz(service: Running, response: Response) -> HealthView:
+async def readyz(service: Running, response: Response) -> HealthView:
     """Whether the coordinator is connected to its broker; 503 when not."""
     if not service.is_connected:
         response.status_code = 503
@@ -184,6 +197,7 @@ def devices(service: Running, given: Given) -> list[DeviceView]:
             state=device.state.value,
             online=device.id in state.online,
             participates=device.id in state.participants,
+            left_out=state.left_out.get(device.id, ""),
             enrolled_at=device.enrolled_at,
             last_seen_at=device.last_seen_at,
             agent=device.agent,
@@ -229,6 +243,8 @@ def _attempt(given: Setup, record: AttemptRecord) -> AttemptView:
                 outcome=update.outcome.value,
                 reason=update.reason,
                 report=None if update.report is None else json.loads(update.report),
+                weight=update.weight,
+                distances=json.loads(update.distances or "{}"),
                 manifest_at=update.manifest_at,
                 stored_at=update.stored_at,
             )

@@ -8,12 +8,18 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 
+import anyio.to_thread
 from fastapi import FastAPI
 
 from coordinator.api import router
 from coordinator.service import Service, start_service
 from coordinator.setup import Setup
+from fedcg.disk_errors import advice_for
+
+THREADS = 4
+"""That read the database for HTTP requests: the rest of its connections is the round engine's."""
 
 log = logging.getLogger(__name__)
 
@@ -61,8 +67,9 @@ async def _life(
     service = await start_service(setup)
     application.state.service = service
     application.state.setup = setup
+    anyio.to_thread.current_default_thread_limiter().total_tokens = THREADS
     work = asyncio.create_task(service.run(), name="service")
-    work.add_done_callback(partial(_ended, request_exit))
+    work.add_done_callback(partial(_ended, request_exit, setup.artifacts.root))
     leaving = asyncio.create_task(_leave(service, request_exit)) if exit_when_finished else None
     try:
         async with beside(service):
@@ -80,11 +87,13 @@ async def _leave(service: Service, request_exit: RequestExit) -> None:
     request_exit(0)
 
 
-def _ended(request_exit: RequestExit, work: asyncio.Task[None]) -> None:
+def _ended(request_exit: RequestExit, directory: Path, work: asyncio.Task[None]) -> None:
     error = None if work.cancelled() else work.exception()
     if error is not None:
-        advice = " Free space on, or repair, the disk of its directory first." if isinstance(error, OSError) else ""
+        told = f" {advice_for(error, directory)} first: {error}" if isinstance(error, OSError) else ""
         log.critical(
-            "the coordinator fails and ends; started again it goes on with the same attempt.%s", advice, exc_info=error
+            "the coordinator fails and ends; started again it goes on with the same attempt.%s",
+            told,
+            exc_info=None if told else error,
         )
         request_exit(1)

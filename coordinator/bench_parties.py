@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from coordinator.aggregation_messages import Job, JobDone, WorkerEvent, WorkerReady, WorkerSettings
+from coordinator.aggregation_messages import Job, JobDone, Limits, Updates, WorkerEvent, WorkerReady, WorkerSettings
 from coordinator.cohorts import Cohorts
 from coordinator.inbox import Inbox
 from coordinator.ingest import Ingest, Sessions
@@ -397,7 +397,7 @@ class NoWorker:
     def add(self, client: str, artifact: str) -> None:
         """No teacher pass."""
 
-    def finish(self, updates: tuple[tuple[str, str], ...]) -> None:
+    def finish(self, updates: Updates, limits: Limits = ()) -> None:
         """Hand the base back."""
         assert self.job is not None
         size = ArtifactStore(self.settings.artifacts).path(self.job.base).stat().st_size

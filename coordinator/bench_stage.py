@@ -93,7 +93,7 @@ def bench(devices: Sequence[str]) -> Iterator[Bench]:
         acl.chmod(0o600)
         data = home.broker / "data"
         data.mkdir()
-        text = mosquitto_config(home, acl=acl, persistence=data, as_root=os.geteuid() == 0)
+        text = mosquitto_config(home, acl=acl, persistence=data, user="root" if os.geteuid() == 0 else None)
         (home.broker / CONFIG_NAME).write_text(text, encoding="utf-8")
         command = [str(mosquitto.binary), "-c", str(home.broker / CONFIG_NAME)]
         with (root / "mosquitto.log").open("wb") as log:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from enum import Enum
@@ -22,8 +22,9 @@ from pathlib import Path
 from coordinator.config import LOOPBACK_HOSTS
 from coordinator.errors import BrokerError
 from coordinator.home import BROKER_NAME, Home, observers_of
+from coordinator.own_broker import PID_FILE, refresh_lists
 from coordinator.provision.mosquitto import ACL_NAME, CONFIG_NAME, mosquitto_config, write_access_list
-from coordinator.provision.pki import CA_NAME, credential_of, write_revocations
+from coordinator.provision.pki import CA_NAME, credential_of, server_credential, write_revocations
 from coordinator.store import Store
 from fedcg.broker_path import Mosquitto, find_extracted, find_installed
 from fedcg.files import replace_durably
@@ -31,9 +32,10 @@ from fedcg.wire.messages import COORDINATOR
 from fedcg.wire.topics import Topics
 
 RELOAD_BY_HAND = (
-    "no broker of `fedcg broker run` runs here and coordinator.toml names no `pid_file` under [broker]; repeat "
-    "`fedcg deploy mosquitto` and send your broker SIGHUP"
+    "No broker of this coordinator runs on this machine. If yours is on another one: copy `acl` and `crl.pem` of the folder of "
+    "`fedcg deploy mosquitto` there after every change of devices, and send it SIGHUP."
 )
+BROKER_COMMAND = "mosquitto"
 PID_NAME = "broker.pid"
 SILENCED_NAME = "silenced.json"
 START_TIMEOUT_S = 15.0
@@ -95,6 +97,7 @@ def run_broker(home: Home, kind: BrokerKind, say: Say) -> int:
     with _pid_file(home):
         with home.changing_members():
             refresh_access(home)
+            server_credential(home.pki, BROKER_NAME, broker.host)
         say(f"broker: {choice.title}")
         ready = f"ready on {broker.host}:{broker.port}"
         if choice.mosquitto is None:
@@ -144,57 +147,61 @@ def _silenced(home: Home) -> dict[str, float]:
 
 
 def publish_access(home: Home) -> bool:
-    """`refresh_access`, and make the running broker apply it.
+    """`refresh_access`, and make every broker on this machine that reads the lists read them again.
 
     Returns:
-        False when no broker was reached: none of `fedcg broker run` here, and none by the `pid_file` of the configuration.
+        False when none was reached.
     """
     refresh_access(home)
-    broker = home.config().broker
-    if broker.lists is not None:
-        copy_lists(home, home.root / broker.lists)
-    is_ours = reload_running_broker(home)
-    return (broker.pid_file is not None and _reload(home.root / broker.pid_file)) or is_ours
+    refresh_lists(home)
+    return reload_brokers(home)
 
 
-def copy_lists(home: Home, target: Path) -> None:
-    """Put access list and revocation list into a directory that another broker reads; each changes in one step.
+def reload_brokers(home: Home) -> bool:
+    """Make the home's brokers on this machine read their lists again; False when none was reached."""
+    reloaded = [_reload(broker) for broker in running_brokers(home)]
+    return any(reloaded)
 
-    Raises:
-        BrokerError: the directory can't be written to.
+
+def running_brokers(home: Home) -> list[int]:
+    """Process ids of the home's brokers on this machine: the one of `fedcg broker run`, and the operator's own Mosquitto.
+
+    A file with a process id outlives its process, and the id is given to others: so it is looked at what has it now.
     """
+    own, named = home.broker / PID_NAME, home.config().broker.pid_file
+    others = [home.broker / PID_FILE] + ([home.root / named] if named is not None else [])
+    found = _process_of(own, lambda pid: _has_open(pid, own))
+    return found + [pid for path in others for pid in _process_of(path, _is_mosquitto)]
+
+
+def _reload(broker: int) -> bool:
     try:
-        for source in (home.revocations, home.broker / ACL_NAME):
-            # 0640 for a broker under another user: give the directory its group, and the setgid bit
-            replace_durably(target / source.name, source.read_bytes(), 0o640)
+        os.kill(broker, signal.SIGHUP)
     except OSError as error:
-        raise BrokerError(
-            f"the broker's lists can't be written to {target}: {error}; see `lists` under [broker]"
-        ) from error
-
-
-def reload_running_broker(home: Home) -> bool:
-    """Make a broker that runs for this home read its lists again; False when none runs."""
-    path = home.broker / PID_NAME
-    if not path.is_file():
+        log.warning("the broker, process %d, was not made to read its lists again: %s", broker, error)
         return False
-    with path.open("r+", encoding="ascii") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.kill(int(stream.read()), signal.SIGHUP)
-            return True
+    return True
+
+
+def _process_of(pid_file: Path, is_broker: Callable[[int], bool]) -> list[int]:
+    try:
+        pid = int(pid_file.read_text(encoding="ascii"))
+        return [pid] if is_broker(pid) else []
+    except (OSError, ValueError):
+        return []
+
+
+def _has_open(pid: int, path: Path) -> bool:
+    """Whether a process has a file open, as a broker has the one that it holds locked."""
+    for opened in Path(f"/proc/{pid}/fd").glob("*"):
+        with suppress(OSError):  # closed meanwhile
+            if opened.samefile(path):
+                return True
     return False
 
 
-def _reload(pid_file: Path) -> bool:
-    """Send SIGHUP to a broker of the operator's own; False, and a line in the log, when it is not there."""
-    try:
-        os.kill(int(pid_file.read_text(encoding="ascii")), signal.SIGHUP)
-    except (OSError, ValueError) as error:
-        log.warning("the broker of %s was not reloaded: %s", pid_file, error)
-        return False
-    return True
+def _is_mosquitto(pid: int) -> bool:
+    return Path(f"/proc/{pid}/comm").read_text(encoding="utf-8").strip() == BROKER_COMMAND
 
 
 class Members:
@@ -239,6 +246,7 @@ def _run_amqtt(home: Home, host: str, port: int, ready: Callable[[], None]) -> i
         raise BrokerError("no Mosquitto here and amqtt is not installed: pip install 'fedcg-edge[broker]'") from error
     members = Members(home)
     signal.signal(signal.SIGHUP, lambda *_: members.reload())
+    members.reload()
     server = credential_of(home.pki, BROKER_NAME)
     ca = credential_of(home.pki, CA_NAME).certificate
     try:
@@ -252,11 +260,15 @@ def _run_mosquitto(home: Home, mosquitto: Mosquitto, port: int, ready: Callable[
     persistence = home.broker / "data"
     persistence.mkdir(exist_ok=True)
     config = home.broker / CONFIG_NAME
-    text = mosquitto_config(home, acl=home.broker / ACL_NAME, persistence=persistence, as_root=os.geteuid() == 0)
+    text = mosquitto_config(
+        home, acl=home.broker / ACL_NAME, persistence=persistence, user="root" if os.geteuid() == 0 else None
+    )
     config.write_text(text, encoding="utf-8")
     if _accepts(port):
         raise BrokerError(f"port {port} is in use on this machine; end what listens there or change broker.port")
     stopping: list[int] = []
+    asked: list[int] = []
+    signal.signal(signal.SIGHUP, lambda number, _: asked.append(number))
     child = subprocess.Popen(
         [str(mosquitto.binary), "-c", str(config)],
         env=mosquitto.environment(),
@@ -269,13 +281,15 @@ def _run_mosquitto(home: Home, mosquitto: Mosquitto, port: int, ready: Callable[
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end)
-    signal.signal(signal.SIGHUP, lambda *_: child.send_signal(signal.SIGHUP))
     deadline = time.monotonic() + START_TIMEOUT_S
     while not _accepts(port):
         if child.poll() is not None or time.monotonic() > deadline:
             child.kill()
             raise BrokerError(f"mosquitto did not start (exit code {child.wait()}); its messages are above")
         time.sleep(0.005)
+    signal.signal(signal.SIGHUP, lambda *_: child.send_signal(signal.SIGHUP))
+    if asked:
+        child.send_signal(signal.SIGHUP)
     ready()
     code = child.wait()
     return 0 if stopping else (code or 1)
@@ -283,6 +297,7 @@ def _run_mosquitto(home: Home, mosquitto: Mosquitto, port: int, ready: Callable[
 
 def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until it has a handler of its own
 
 
 def _accepts(port: int) -> bool:
@@ -293,6 +308,7 @@ def _accepts(port: int) -> bool:
 @contextmanager
 def _pid_file(home: Home) -> Iterator[None]:
     path: Path = home.broker / PID_NAME
+    signal.signal(signal.SIGHUP, lambda *_: None)  # from here on others may ask for the lists to be read, which follows
     with path.open("a+", encoding="ascii") as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)

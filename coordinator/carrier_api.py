@@ -20,6 +20,7 @@ from starlette.requests import ClientDisconnect
 
 from coordinator.peers import HANG_UP, PEER, member_of, peer_of
 from coordinator.shelf import Shelf
+from coordinator.threads import Threads
 from fedcg.wire.carrier import ARTIFACTS_PATH, READY_PATH, STALL_S, UPDATES_PATH, Span, parse_content_range, parse_range
 from fedcg.wire.enrolment import Refusal, common_name
 from fedcg.wire.errors import (
@@ -39,6 +40,8 @@ MEMBER_S = 2.0
 REQUESTS_AT_ONCE = 4
 """Of one device; it uses two, and a dead connection may linger."""
 PIECE_BYTES = 128 * 1024
+THREADS = 4
+"""That read artifacts and the register for all devices together; one disk gains nothing by more."""
 TOLD_EVERY_S = 10.0
 MAX_REMEMBERED = 4096
 STATUS: dict[type[WireError], int] = {
@@ -62,9 +65,10 @@ class _RefusedError(Exception):
 class _Gate:
     """Lets members in: who a connection is, and whether it may (still) take or bring anything."""
 
-    def __init__(self, shelf: Shelf, clock: Callable[[], float]) -> None:
+    def __init__(self, shelf: Shelf, clock: Callable[[], float], threads: Threads) -> None:
         self._shelf = shelf
         self._clock = clock
+        self._threads = threads
         self._members: dict[bytes, tuple[str | None, float]] = {}
         self._busy: Counter[str] = Counter()
         self._refused = 0
@@ -79,7 +83,7 @@ class _Gate:
         shown = request.scope[PEER]
         name, read_at = self._members.get(shown, (None, float("-inf")))
         if self._clock() - read_at >= MEMBER_S:
-            name = await asyncio.to_thread(self._read, request)
+            name = await self._threads.run(self._read, request)
             if len(self._members) >= MAX_REMEMBERED:
                 self._members.clear()
             self._members[shown] = (name, self._clock())
@@ -133,9 +137,10 @@ class _Gate:
 class _Counter:
     """Serves fetches and takes updates."""
 
-    def __init__(self, shelf: Shelf, gate: _Gate) -> None:
+    def __init__(self, shelf: Shelf, gate: _Gate, threads: Threads) -> None:
         self._shelf = shelf
         self._gate = gate
+        self._threads = threads
 
     async def fetch(self, artifact: str, request: Request) -> Response:
         """Whole chunks or any other range of the spec or of an aggregate."""
@@ -144,7 +149,7 @@ class _Counter:
         if not self._shelf.library.allows(artifact):
             raise _RefusedError(404, f"there is no artifact {artifact} to fetch")
         try:
-            source = await asyncio.to_thread(self._shelf.library.source, artifact)
+            source = await self._threads.run(self._shelf.library.source, artifact)
         except (IntegrityError, OSError):
             log.exception("%s asked for artifact %s, which can't be read", device, artifact)
             raise _RefusedError(500, "the artifact can't be read; the coordinator's log says why") from None
@@ -161,14 +166,14 @@ class _Counter:
 
     async def _pieces(self, device: str, request: Request, source: ChunkFile, span: Span) -> AsyncIterator[bytes]:
         with self._gate.occupied(device):
-            file = await asyncio.to_thread(os.open, source.path, os.O_RDONLY | os.O_CLOEXEC)
+            file = await self._threads.run(os.open, source.path, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 for start in range(span.first, span.last + 1, PIECE_BYTES):
                     if not await self._gate.is_open(request):
                         request.scope[HANG_UP]()
                         await asyncio.sleep(STALL_S)  # ended by the disconnect
                     length = min(PIECE_BYTES, span.last + 1 - start)
-                    yield await asyncio.to_thread(os.pread, file, length, start)
+                    yield await self._threads.run(os.pread, file, length, start)
             finally:
                 os.close(file)
 
@@ -208,8 +213,9 @@ def create_carrier_app(shelf: Shelf, clock: Callable[[], float]) -> FastAPI:
         shelf: what is fetched and where updates go.
         clock: monotonic seconds.
     """
-    gate = _Gate(shelf, clock)
-    counter = _Counter(shelf, gate)
+    threads = Threads(THREADS, "carrier")
+    gate = _Gate(shelf, clock, threads)
+    counter = _Counter(shelf, gate, threads)
     application = FastAPI(title="FedCG Edge carrier", openapi_url=None, docs_url=None, redoc_url=None)
 
     async def ready(request: Request) -> Response:

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from coordinator.command_line import AsJson, Directory, explained, say, store_of, tell
+from coordinator.command_line import AsJson, Directory, explained, sayer, store_of, tell
 
 coordinator_app = typer.Typer(help="Create and run a coordinator.", no_args_is_help=True)
 federation_app = typer.Typer(help="Open and look at federations.", no_args_is_help=True)
@@ -62,9 +62,7 @@ def coordinator_init(
         CoordinatorConfig,
         EnrolmentSettings,
     )
-    from coordinator.home import create_home
-    from coordinator.provision.mosquitto import ACL_NAME, write_access_list
-    from coordinator.store import Store
+    from coordinator.opening import initialise
 
     config = CoordinatorConfig(
         broker=BrokerSettings(host=host, port=broker_port),
@@ -74,10 +72,8 @@ def coordinator_init(
         aggregation=AggregationSettings(public_data=None if public_data is None else str(public_data.resolve())),
     )
     with explained():
-        home = create_home(directory, config, observers=("observer",) if observer else ())
-        Store(home.database).close()
-        write_access_list(home, home.broker / ACL_NAME, [], [])
-    text = f"Created {home.root}. Next: fedcg federation create --dir {home.root} plan.toml"
+        home = initialise(directory, config, observers=("observer",) if observer else ())
+    text = f"Created {home.root}. Next: fedcg federation create --dir {home.root} plan.toml (plan --example prints one)"
     tell({"dir": str(home.root), "config": str(home.config_file)}, text, as_json=as_json)
 
 
@@ -87,6 +83,7 @@ def coordinator_run(
     exit_when_finished: Annotated[
         bool, typer.Option("--exit-when-finished", help="End after the last round, once the devices have left.")
     ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Run the coordinator until SIGTERM or Ctrl-C; started again it goes on where it was."""
     from coordinator.home import Home
@@ -94,7 +91,7 @@ def coordinator_run(
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     with explained():
-        code = run_coordinator(Home(directory), exit_when_finished=exit_when_finished, say=say)
+        code = run_coordinator(Home(directory), exit_when_finished=exit_when_finished, say=sayer(as_json=as_json))
     raise typer.Exit(code)
 
 
@@ -102,17 +99,46 @@ def coordinator_run(
 def coordinator_rotate_key(directory: Directory, as_json: AsJson = False) -> None:
     """Replace the key that signs the coordinator's messages; devices follow by a message that the old key signs.
 
-    It does not matter whether the coordinator runs; earlier keys stay in the directory. For a key that was stolen see docs/operations.md.
+    It does not matter whether the coordinator runs; earlier keys stay in the directory. Open enrolment tokens name the earlier key: they are
+    revoked and listed. For a key that was stolen see docs/operations.md.
     """
     from coordinator.message_keys import key_file, rotate_key
 
+    now = time.time()
     with explained(), store_of(directory) as (home, store):
-        link = rotate_key(home, store, time.time())
+        link = rotate_key(home, store, now)
+        void = [token for token in store.register.tokens() if token.revoked_at == now]
     path = key_file(home, link.serial)
     text = (
         f"The message key is now number {link.serial}, in {path}. Devices follow when they next hear the coordinator."
     )
-    tell({"serial": link.serial, "key": link.new, "replaces": link.old, "file": str(path)}, text, as_json=as_json)
+    if void:
+        text += f"\n{len(void)} open tokens named the earlier key and are revoked. Make new ones:"
+    for token in void:
+        wish = "" if token.device is None else f" --{'replaces' if token.replaces else 'device'} {token.device}"
+        text += f"\n  fedcg token create --dir {home.root}{wish}    (was {token.id})"
+    values = {"serial": link.serial, "key": link.new, "replaces": link.old, "file": str(path)}
+    tell({**values, "revoked_tokens": [token.id for token in void]}, text, as_json=as_json)
+
+
+@federation_app.command("plan")
+def federation_plan(
+    plan: Annotated[Path | None, typer.Argument(help="TOML file to check; nothing is created.")] = None,
+    example: Annotated[bool, typer.Option("--example", help="Print a plan with comments, to start from.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Check a plan, or print an example of one; docs/plan.md has every field."""
+    from coordinator.errors import PlanError
+    from coordinator.founding import example_plan, read_plan
+
+    with explained():
+        if example:
+            print(example_plan(), end="")
+            return
+        if plan is None:
+            raise PlanError("name a file to check, or ask for --example")
+        wanted = read_plan(plan)
+    tell(wanted.model_dump(mode="json"), f"{plan}: all fields can be used ({wanted.method}).", as_json=as_json)
 
 
 @federation_app.command("create")
@@ -122,40 +148,12 @@ def federation_create(
     as_json: AsJson = False,
 ) -> None:
     """Open a federation: check the plan, complete it to a spec, make the initial aggregate."""
-    from coordinator.brokers import publish_access
-    from coordinator.config import load_config
-    from coordinator.errors import PlanError
-    from coordinator.founding import found, read_plan
-    from coordinator.records import AggregateRecord, FederationRecord
+    from coordinator.founding import read_plan
+    from coordinator.opening import open_federation
 
     with explained(), store_of(directory) as (home, store):
-        wanted = read_plan(plan)
-        existing = [record.id for record in store.federations()]
-        if existing:
-            raise PlanError(
-                f"{home.root} has a federation already ({existing[0]}); use another directory for another one"
-            )
-        config = load_config(home.config_file)
-        public = home.public_data(config), config.aggregation.public_images
-        founded, now = found(wanted, home.artifacts, *public), time.time()
-        record = FederationRecord(
-            id=wanted.federation,
-            method=wanted.method,
-            spec=founded.spec,
-            rounds=wanted.rounds,
-            min_clients=wanted.min_clients,
-            max_attempts=wanted.max_attempts,
-            deadline_s=wanted.deadline_s,
-            first_attempt=1,
-            created_at=now,
-        )
-        initial = AggregateRecord(
-            wanted.federation, 0, 0, founded.aggregate, founded.aggregate_bytes, founded.server_state, now
-        )
-        store.add_federation(record, initial)
-        with home.changing_members():
-            publish_access(home)
-    values: dict[str, object] = {"federation": record.id, "spec": founded.spec, "aggregate": founded.aggregate}
+        record, initial = open_federation(home, store, read_plan(plan))
+    values: dict[str, object] = {"federation": record.id, "spec": record.spec, "aggregate": initial.artifact}
     tell(values, f"Opened federation {record.id} ({record.method}, {record.rounds} rounds).", as_json=as_json)
 
 
@@ -185,18 +183,21 @@ def federation_show(directory: Directory, as_json: AsJson = False) -> None:
 
 
 @federation_app.command("resume")
-def federation_resume(directory: Directory) -> None:
+def federation_resume(directory: Directory, as_json: AsJson = False) -> None:
     """Let a paused federation try its round again; the coordinator must not be running."""
     with explained(), store_of(directory) as (home, store), home.locked():
         for record in store.federations():
             store.resume(record.id)
-            print(f"{record.id}: {store.round_state(record.id).phase.value}. Start the coordinator again.")
+            phase = store.round_state(record.id).phase.value
+            text = f"{record.id}: {phase}. Start the coordinator again."
+            tell({"federation": record.id, "phase": phase}, text, as_json=as_json)
 
 
 @broker_app.command("run")
 def broker_run(
     directory: Directory,
     broker: Annotated[str, typer.Option(help="auto, mosquitto (installed), extracted (unpacked), or amqtt.")] = "auto",
+    as_json: AsJson = False,
 ) -> None:
     """Run a broker with mutual TLS for a coordinator, in the foreground, until SIGTERM or Ctrl-C."""
     from coordinator.brokers import BrokerKind, run_broker
@@ -209,28 +210,41 @@ def broker_run(
     with explained():
         if broker not in BROKERS:
             raise BrokerError(f"--broker {broker}: choose one of {', '.join(BROKERS)}")
-        code = run_broker(Home(directory).require(), BrokerKind(broker), say)
+        code = run_broker(Home(directory).require(), BrokerKind(broker), sayer(as_json=as_json))
     raise typer.Exit(code)
 
 
 @deploy_app.command("mosquitto")
 def deploy_mosquitto(
     directory: Directory,
-    out: Annotated[Path, typer.Option("--out", help="Directory for mosquitto.conf and acl.")],
+    out: Annotated[
+        Path, typer.Option("--out", help="The folder that Mosquitto starts from; it holds the broker's key.")
+    ],
+    as_json: AsJson = False,
 ) -> None:
-    """Write Mosquitto's configuration, access list and revocation list for a broker that somebody else runs."""
-    from coordinator.brokers import copy_lists, refresh_access
-    from coordinator.provision.mosquitto import ACL_NAME, CONFIG_NAME, mosquitto_config
-    from coordinator.provision.pki import CRL_NAME
+    """Write all that a Mosquitto of your own needs into one folder: configuration, certificates, key, access list, revocation list.
 
-    with explained(), store_of(directory) as (home, _):
-        out.mkdir(parents=True, exist_ok=True)
-        with home.changing_members():
-            refresh_access(home)
-            copy_lists(home, out)
-        text = mosquitto_config(
-            home, acl=out / ACL_NAME, crl=out / CRL_NAME, persistence=home.broker / "data", as_root=False
-        )
-        (out / CONFIG_NAME).write_text(text, encoding="utf-8")
-    names = ", ".join(str(out / name) for name in (CONFIG_NAME, ACL_NAME, CRL_NAME))
-    print(f"Wrote {names}. Send the broker SIGHUP after a change.")
+    On this machine the coordinator keeps the lists there up to date and makes Mosquitto read them. Given again it brings all up to date.
+    """
+    from coordinator.brokers import refresh_access, reload_brokers
+    from coordinator.own_broker import deploy
+    from coordinator.provision.mosquitto import CONFIG_NAME
+    from fedcg.broker_path import find_mosquitto
+
+    with explained(), store_of(directory) as (home, _), home.changing_members():
+        refresh_access(home)
+        account = deploy(home, out)
+        runs = reload_brokers(home)
+    found = find_mosquitto()
+    start = f"{'mosquitto' if found is None else found.binary} -c {out.resolve() / CONFIG_NAME}"
+    state = (
+        "It runs, and has read the lists; start it again after a change of coordinator.toml:"
+        if runs
+        else "Start it with:"
+    )
+    text = (
+        f"Wrote {out}, for a Mosquitto that runs as user {account}. {state}\n  {start}\n"
+        f"On this machine the coordinator keeps acl and crl.pem there up to date. On another one: copy {out.resolve()} to the same "
+        "path there, and after every change of devices acl and crl.pem; then send Mosquitto SIGHUP."
+    )
+    tell({"dir": str(out.resolve()), "user": account, "runs": bool(runs), "start": start}, text, as_json=as_json)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -58,6 +58,10 @@ def tell(values: object, text: str, *, as_json: bool) -> None:
     print(json.dumps(values) if as_json else text)  # noqa: T201 - the commands' output
 
 
-def say(line: str) -> None:
-    """Print a line at once."""
-    print(line, flush=True)  # noqa: T201 - the commands' output
+def sayer(*, as_json: bool) -> Callable[[str], None]:
+    """What prints the lines of a server at once, for scripts or for people."""
+
+    def say(line: str) -> None:
+        print(json.dumps({"message": line}) if as_json else line, flush=True)  # noqa: T201 - the commands' output
+
+    return say

@@ -9,34 +9,34 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
+import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any, Protocol
 
-from coordinator.aggregation_messages import Job, JobDone
+from coordinator.aggregation_messages import Job, JobDone, Limits, UpdateFailed
 from coordinator.aggregation_worker import spill_directory
 from coordinator.errors import StoreError
 from coordinator.library import Library
 from coordinator.pruning import Pruner
 from coordinator.publishing import Publisher
 from coordinator.records import AggregateRecord
-from coordinator.rounds import (
-    AggregateStored,
+from coordinator.robustness import Distances, given_weights, limits_of, medians_of, over
+from coordinator.round_commands import (
     Command,
     Distil,
-    Event,
     FailAttempt,
     Finish,
     Invite,
+    MoveDeadline,
     OpenAttempt,
     Pause,
-    Phase,
-    Restarted,
     ResumeAttempt,
-    RoundState,
-    transition,
 )
+from coordinator.rounds import AggregateStored, Event, Phase, Restarted, RoundState, UpdateRefused, transition
 from coordinator.setup import Setup, Worker
 from coordinator.store import Key
+from coordinator.track_record import LEFT_OUT_ROUNDS, left_out, typical_distances
 from fedcg.wire.messages import Outcome
 
 log = logging.getLogger(__name__)
@@ -72,12 +72,15 @@ class Conductor:
         self._worker = worker
         self._pruner = Pruner(setup.store, setup.artifacts, self._id, setup.keep_rounds, self._forget)
         self._uplink: Uploading | None = None
-        self._state = RoundState(setup.federation.policy)
+        self._policy = replace(setup.federation.policy, gather_s=setup.rounds.gather_s, retry_s=setup.rounds.retry_s)
+        self._state = RoundState(self._policy)
+        self.announced_at = 0.0
         self._base = ""
         self._is_announced = True
         self._do_what: dict[type[Any], Callable[[Any], Awaitable[None]]] = {
             OpenAttempt: self._open_attempt,
             ResumeAttempt: self._resume_attempt,
+            MoveDeadline: self._move_deadline,
             Invite: self._invite,
             Distil: self._distil,
             FailAttempt: self._fail_attempt,
@@ -106,20 +109,46 @@ class Conductor:
 
     async def restart(self) -> None:
         """Rebuild the state from the database and go on where it was left."""
-        self._state = await asyncio.to_thread(self._store.round_state, self._id)
+        stored = await asyncio.to_thread(self._store.round_state, self._id)
+        pace = replace(stored.pace, expected=self._state.pace.expected)
+        self._state = replace(stored, policy=self._policy, pace=pace)
         aggregates = await asyncio.to_thread(self._store.aggregates, self._id)
         for aggregate in aggregates:
             self._library.allow(aggregate.artifact)
         await self._prune(aggregates[-1].round)
         self._library.allow(self._setup.federation.spec)
         self._events.write("resumed", phase=self._state.phase.value, round=self._state.round)
+        await self._judge_devices(self._state.round)
         await self.apply(Restarted())
 
     async def apply(self, event: Event) -> None:
         """Tell the engine what happened and do what it commands."""
+        if isinstance(event, UpdateRefused) and event.reason:
+            await self._judge_devices(self._state.round)
         self._state, commands = transition(self._state, event, self._setup.clock())
         for command in commands:
             await self._do(command)
+
+    async def update_failed(self, failed: UpdateFailed) -> None:
+        """Reject an update that was accepted and can't be merged; its round goes on without it."""
+        state, client = self._state, failed.client
+        if (state.round, state.attempt) != (failed.round, failed.attempt) or client not in state.updates:
+            return
+        key, reason = (self._id, state.round, state.attempt), failed.reason[:300]
+        await asyncio.to_thread(self._store.reject_update, key, client, reason)
+        log.error("the update of %s to round %d can't be merged: %s", client, state.round, reason)
+        self._events.write("update_rejected", client=client, round=state.round, attempt=state.attempt, reason=reason)
+        await self.apply(UpdateRefused(state.round, state.attempt, client, reason))
+
+    async def _judge_devices(self, round_number: int) -> None:
+        """Leave repeat offenders out of the next attempts of a round, and let those back in whose time is over."""
+        before, now = self._state.left_out, await asyncio.to_thread(left_out, self._store, self._id, round_number)
+        self._state = replace(self._state, left_out=now)
+        for client in sorted(now.keys() - before.keys()):
+            log.error("%s is left out for %d rounds: %s", client, LEFT_OUT_ROUNDS, now[client])
+            self._events.write("left_out", client=client, round=round_number, reason=now[client])
+        for client in sorted(before.keys() - now.keys()):
+            self._events.write("let_in", client=client, round=round_number)
 
     async def job_done(self, done: JobDone) -> None:
         """Close the attempt with the aggregate that the worker stored."""
@@ -136,6 +165,7 @@ class Conductor:
         spilled = spill_directory(self._setup.worker.spill, self._id, done.round, done.attempt)
         await asyncio.to_thread(shutil.rmtree, spilled, ignore_errors=True)
         await self._prune(done.round)
+        await self._judge_devices(done.round + 1)
         await self.apply(AggregateStored(done.round, done.attempt))
 
     async def _prune(self, closed: int) -> None:
@@ -149,7 +179,7 @@ class Conductor:
 
     async def announce(self) -> None:
         """Publish what the retained offer topic must say now; while the link is down this does nothing."""
-        self._is_announced = True
+        self._is_announced, self.announced_at = True, time.monotonic()
         state = self._state
         if state.phase in (Phase.WAITING, Phase.PAUSED):
             return
@@ -182,7 +212,7 @@ class Conductor:
             participants=sorted(command.participants),
             aggregate=base.artifact,
         )
-        self._worker.open(self._job(command, base))
+        self._worker.open(await self._job(command, base))
         await self.announce()
         source = await asyncio.to_thread(self._library.source, base.artifact)
         self._publisher.broadcast(source, lambda: self._state.is_open(command.round, command.attempt))
@@ -200,9 +230,16 @@ class Conductor:
             attempt=command.attempt,
             stored=[update.client for update in accepted],
         )
-        self._worker.open(self._job(command, base))
+        self._worker.open(await self._job(command, base))
         for update in accepted:
             self._worker.add(update.client, update.artifact)
+
+    async def _move_deadline(self, command: MoveDeadline) -> None:
+        await asyncio.to_thread(self._store.move_deadline, self._key(command), command.deadline_at)
+        if command.reason:
+            round_number, attempt, reason = command.round, command.attempt, command.reason
+            log.warning("round %d, attempt %d goes on: %s", round_number, attempt, reason)
+            self._events.write("deadline_moved", round=round_number, attempt=attempt, reason=reason)
 
     async def _invite(self, command: Invite) -> None:
         if self._uplink is not None:
@@ -210,15 +247,30 @@ class Conductor:
 
     async def _distil(self, command: Distil) -> None:
         key = self._key(command)
-        await asyncio.to_thread(self._store.start_distilling, key, self._setup.clock())
+        stored = await asyncio.to_thread(self._store.updates, key)
+        updates = [update for update in stored if update.client in command.clients]
+        reported = {update.client: update.examples for update in updates}
+        weights = given_weights(reported, self._setup.robustness)
+        await asyncio.to_thread(self._store.start_distilling, key, self._setup.clock(), weights)
         self._end_uploads(Outcome.LATE, "the round was closed without this update")
-        updates = await asyncio.to_thread(self._store.updates, key)
-        chosen = tuple((update.client, update.artifact) for update in updates if update.client in command.clients)
-        self._events.write("distilling", round=command.round, attempt=command.attempt, clients=list(command.clients))
-        self._worker.finish(chosen)
+        where = {"round": command.round, "attempt": command.attempt}
+        self._events.write("distilling", **where, clients=list(command.clients))
+        for client in sorted(client for client in reported if weights[client] != reported[client]):
+            self._events.write(
+                "weight_capped", **where, client=client, reported=reported[client], given=weights[client]
+            )
+        clip_medians = self._setup.robustness.clip_medians
+        first = limits_of(medians_of([update.distance_of for update in updates]), clip_medians)
+        limits = await self._limits(command.round) or first
+        shares = {update.client: over(update.distance_of, limits) for update in updates}
+        for client, part, share in ((client, *item) for client, kept in shares.items() for item in kept.items()):
+            self._events.write("update_clipped", **where, client=client, part=part.value, kept=round(share, 4))
+        chosen = tuple((update.client, update.artifact, weights[update.client]) for update in updates)
+        self._worker.finish(chosen, _named(limits) if limits is not first or any(shares.values()) else ())
 
     async def _fail_attempt(self, command: FailAttempt) -> None:
-        await asyncio.to_thread(self._store.fail_attempt, self._key(command), command.reason, self._setup.clock())
+        now, first_attempt = self._setup.clock(), command.first_attempt
+        await asyncio.to_thread(self._store.fail_attempt, self._key(command), command.reason, now, first_attempt)
         self._end_uploads(Outcome.CLOSED, "the attempt ended without an aggregate")
         self._events.write("attempt_failed", round=command.round, attempt=command.attempt, reason=command.reason)
         spilled = spill_directory(self._setup.worker.spill, self._id, command.round, command.attempt)
@@ -243,9 +295,19 @@ class Conductor:
             raise StoreError(f"the aggregate of round {round_number} is missing from the database")
         return record
 
-    def _job(self, command: OpenAttempt | ResumeAttempt, base: AggregateRecord) -> Job:
+    async def _job(self, command: OpenAttempt | ResumeAttempt, base: AggregateRecord) -> Job:
         spec = self._setup.federation.spec
-        return Job(self._id, command.round, command.attempt, spec, base.artifact, base.server_state)
+        limits = _named(await self._limits(command.round))
+        return Job(self._id, command.round, command.attempt, spec, base.artifact, base.server_state, limits)
 
-    def _key(self, command: OpenAttempt | ResumeAttempt | Distil | FailAttempt) -> Key:
+    async def _limits(self, round_number: int) -> Distances:
+        """How far from the base an update of a round may be, where the round before it tells."""
+        typical = await asyncio.to_thread(typical_distances, self._store, self._id, round_number - 1)
+        return limits_of(typical, self._setup.robustness.clip_medians)
+
+    def _key(self, command: OpenAttempt | ResumeAttempt | MoveDeadline | Distil | FailAttempt) -> Key:
         return (self._id, command.round, command.attempt)
+
+
+def _named(limits: Distances) -> Limits:
+    return tuple((part.value, limit) for part, limit in sorted(limits.items()))

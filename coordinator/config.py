@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from coordinator.errors import ConfigError
+from coordinator.pacing import GATHER_S, RETRY_S
+from fedcg.toml_problems import read_toml
 from fedcg.watchdog import STALL_S
 from fedcg.wire.messages import MAX_CHUNK_BYTES
 from fedcg.wire.presets import DEFAULT_PRESET, LinkLimits, PresetName, limits_for
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
 EVERY_ADDRESS = "0.0.0.0"  # noqa: S104 - boxes are on other machines; TLS and a token are asked of each
@@ -56,10 +52,31 @@ class BrokerSettings(_Section):
 
 
 class ApiSettings(_Section):
-    """Where the HTTP interface listens."""
+    """Where the HTTP interface listens.
+
+    Attributes:
+        host: a loopback address.
+        port: where it listens.
+        names: further host names that requests may name in their Host header.
+    """
 
     host: str = "127.0.0.1"
     port: Port = 8440
+    names: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+
+
+class ConnectionSettings(_Section):
+    """How many TCP connections may be open at once; see `fedcg.listening.Caps`.
+
+    Attributes:
+        total: at the HTTP interface, the enrolment listener and the carrier together; half of the descriptors is a bound too.
+        per_address: of one address at one listener, before it shows a certificate. Sites behind one NAT share it.
+        per_device: with the certificate of one device.
+    """
+
+    total: Annotated[int, Field(ge=16, le=32_768)] = 2048
+    per_address: Annotated[int, Field(ge=1, le=32_768)] = 512
+    per_device: Annotated[int, Field(ge=2, le=64)] = 8
 
 
 class ListenerSettings(_Section):
@@ -118,6 +135,23 @@ class AggregationSettings(_Section):
     stall_s: Annotated[float, Field(ge=1, le=86_400)] = STALL_S
 
 
+class RobustnessSettings(_Section):
+    """How much one device may weigh in a merge; a large number switches a bound off.
+
+    Attributes:
+        weight_medians: a device counts for at most so many times the median number of examples of the attempt.
+        max_share: a device counts for at most this share of all examples.
+        examples: numbers of examples by device that stand in the place of what the devices report; they are not capped.
+        clip_medians: an update farther from the base than so many times the median of the last closed round (in the first: of its
+            own) is scaled back.
+    """
+
+    weight_medians: Annotated[float, Field(ge=1, le=1e9)] = 3.0
+    max_share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    examples: dict[str, Annotated[int, Field(ge=1, le=1 << 40)]] = {}
+    clip_medians: Annotated[float, Field(ge=1, le=1e9)] = 2.5
+
+
 class StorageSettings(_Section):
     """What stays on the disk.
 
@@ -128,6 +162,18 @@ class StorageSettings(_Section):
     keep_rounds: Annotated[int, Field(ge=1, le=1_000_000)] = KEEP_ROUNDS
 
 
+class RoundSettings(_Section):
+    """How long rounds wait before they open.
+
+    Attributes:
+        gather_s: with the quorum online, for further enrolled devices after the last one came.
+        retry_s: after a failed attempt; doubles with each failed attempt of the round, up to 10 minutes.
+    """
+
+    gather_s: Annotated[float, Field(ge=0, le=3600)] = GATHER_S
+    retry_s: Annotated[float, Field(ge=0, le=600)] = RETRY_S
+
+
 class CoordinatorConfig(_Section):
     """coordinator.toml."""
 
@@ -135,8 +181,11 @@ class CoordinatorConfig(_Section):
     api: ApiSettings = ApiSettings()
     enrolment: EnrolmentSettings = EnrolmentSettings()
     carrier: CarrierSettings = CarrierSettings()
+    connections: ConnectionSettings = ConnectionSettings()
     aggregation: AggregationSettings = AggregationSettings()
+    robustness: RobustnessSettings = RobustnessSettings()
     storage: StorageSettings = StorageSettings()
+    rounds: RoundSettings = RoundSettings()
 
     @property
     def enrolment_host(self) -> str:
@@ -166,20 +215,9 @@ def load_config(path: Path) -> CoordinatorConfig:
         ConfigError: not TOML, or values out of their bounds; names every error.
     """
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{path}: {error}") from error
-    try:
-        return CoordinatorConfig.model_validate(values)
-    except ValidationError as error:
-        raise ConfigError(explain(path, error)) from error
-
-
-def explain(source: Path, error: ValidationError) -> str:
-    """Every error of a file, one per line."""
-    found = error.errors(include_url=False)
-    lines = [f"  {'.'.join(str(step) for step in item['loc']) or '(file)'}: {item['msg']}" for item in found]
-    return "\n".join([f"{source}:", *lines])
+        return read_toml(path, CoordinatorConfig)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def check_api_host(host: str) -> None:
@@ -236,6 +274,8 @@ preset = "{config.broker.preset}"
 # Loopback only: the HTTP interface has no authentication.
 host = "{config.api.host}"
 port = {config.api.port}
+# Further host names under which it is asked, e.g. by a proxy on this machine: others in the Host header are refused.
+names = {json.dumps(config.api.names)}
 
 [enrolment]
 # HTTPS for boxes: enrolment by token (`fedcg token create`) and renewal of certificates. Off without a port.
@@ -247,6 +287,13 @@ certificate_days = {enrolment.certificate_days}
 # HTTPS that carries the artifacts of boxes with `carrier = "https"` in their agent.toml. Off without a port.
 {_listener(config.carrier, 8445)}
 
+[connections]
+# Open TCP connections: of all three listeners together (at most half of the process's descriptors), of one address at one
+# listener before it shows a certificate (sites behind one NAT share it), and with one device's certificate.
+total = {config.connections.total}
+per_address = {config.connections.per_address}
+per_device = {config.connections.per_device}
+
 [aggregation]
 # Results repeat bit for bit only with the same number of threads on the same device.
 threads = {config.aggregation.threads}
@@ -257,7 +304,22 @@ public_images = {config.aggregation.public_images}
 # The worker is replaced when it has work and gives no sign of life for so many seconds.
 stall_s = {config.aggregation.stall_s}
 
+[robustness]
+# A device counts for at most so many times the median number of examples, and for at most this share of all examples.
+weight_medians = {config.robustness.weight_medians}
+max_share = {config.robustness.max_share}
+# Numbers of examples that stand in the place of what these devices report; they are not capped.
+examples = {{{", ".join(f"{json.dumps(name)} = {count}" for name, count in config.robustness.examples.items())}}}
+# An update farther from the base than so many times the last round's median is scaled back. A large number switches this off.
+clip_medians = {config.robustness.clip_medians}
+
 [storage]
 # Updates and aggregates of so many closed rounds stay on the disk; older ones are deleted. What a restart needs always stays.
 keep_rounds = {config.storage.keep_rounds}
+
+[rounds]
+# A round opens when all enrolled devices are online, or min_clients are and no further one came for so many seconds.
+gather_s = {config.rounds.gather_s}
+# Seconds until the next attempt after a failed one; doubles with each failed attempt of a round, up to 600.
+retry_s = {config.rounds.retry_s}
 """

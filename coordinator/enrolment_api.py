@@ -10,12 +10,12 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from fastapi import FastAPI, Request, Response
-from fastapi.concurrency import run_in_threadpool
 from pydantic import BaseModel, ValidationError
 
 from coordinator.admission import Admission, RefusedError
 from coordinator.limits import FailureLimits
 from coordinator.peers import peer_of
+from coordinator.threads import Threads
 from fedcg.wire.enrolment import (
     AUTHORITY_PATH,
     ENROL_PATH,
@@ -24,9 +24,12 @@ from fedcg.wire.enrolment import (
     EnrolRequest,
     Refusal,
     RenewRequest,
+    common_name,
 )
 
 TOLD_EVERY_S = 10.0
+THREADS = 2
+"""That decide; a decision holds the lock of the members, so more would only wait."""
 
 log = logging.getLogger(__name__)
 RequestT = TypeVar("RequestT", bound=BaseModel)
@@ -42,9 +45,11 @@ class _BadRequestError(Exception):
 class _Desk:
     """Takes one request at a time from whoever comes: limits, bounds, schema, decision, and a line in the event log."""
 
-    def __init__(self, admission: Admission, limits: FailureLimits) -> None:
+    def __init__(self, admission: Admission, limits: FailureLimits, device_limits: FailureLimits) -> None:
         self.admission = admission
         self._limits = limits
+        self._device_limits = device_limits
+        self._threads = Threads(THREADS, "enrolment")
         self._limited = 0
         self._limited_told_at = float("-inf")
 
@@ -52,16 +57,20 @@ class _Desk:
         self, request: Request, schema: type[RequestT], grant: Callable[[RequestT], BaseModel], event: str
     ) -> Response:
         address = request.client.host if request.client is not None else "unknown"
-        wait_s = self._limits.wait_s(address)
+        peer = peer_of(request)
+        limits, asker = (self._limits, address) if peer is None else (self._device_limits, common_name(peer) or "")
+        wait_s = limits.wait_s(asker)
         if wait_s > 0:
             return self._limit(address, wait_s)
         try:
             body = await _body(request)
             wanted = _parse(schema, body)
-            answer = await run_in_threadpool(grant, wanted)
+            answer = await self._threads.run(grant, wanted)
         except _BadRequestError as error:
+            limits.refused(asker)
             return self._refuse(event, address, error.status, str(error), str(error))
         except RefusedError as error:
+            limits.refused(asker)
             return self._refuse(event, address, 403, error.told, str(error), getattr(wanted, "device", ""))
         except Exception:
             log.exception("a request of %s failed", address)
@@ -69,7 +78,6 @@ class _Desk:
         return Response(answer.model_dump_json(), media_type="application/json")
 
     def _refuse(self, event: str, address: str, status: int, told: str, reason: str, device: str = "") -> Response:
-        self._limits.refused(address)
         self.admission.events.write(event, address=address, reason=reason, client=device)
         return _refusal(status, told)
 
@@ -85,14 +93,15 @@ class _Desk:
         return answer
 
 
-def create_enrolment_app(admission: Admission, limits: FailureLimits) -> FastAPI:
+def create_enrolment_app(admission: Admission, limits: FailureLimits, device_limits: FailureLimits) -> FastAPI:
     """The application of the enrolment listener.
 
     Args:
         admission: decides.
-        limits: counts refusals.
+        limits: counts refusals of those who show no certificate, by address.
+        device_limits: counts those of devices, by name: what strangers do delays no renewal.
     """
-    desk = _Desk(admission, limits)
+    desk = _Desk(admission, limits, device_limits)
     application = FastAPI(title="FedCG Edge enrolment", openapi_url=None, docs_url=None, redoc_url=None)
 
     async def authority() -> Response:

@@ -9,20 +9,16 @@ import json
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
+from importlib.resources import files
 from pathlib import Path
 
-from coordinator.config import explain
+from pydantic import ValidationError, field_validator
+
 from coordinator.errors import PlanError
 from fedcg.learning.registry import method_names
-from fedcg.learning.spec import FederationPlan, FederationSpec, plan_from_mapping
+from fedcg.learning.spec import FederationPlan, FederationSpec
+from fedcg.toml_problems import TomlError, listed, problems_of, read_toml
 from fedcg.wire.artifacts import ArtifactStore
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
-from pydantic import ValidationError
 
 BAD_PLAN = 3
 
@@ -37,6 +33,20 @@ class Founded:
     server_state: str
 
 
+class _OperatorPlan(FederationPlan):
+    @field_validator("method")
+    @classmethod
+    def _method_is_known(cls, name: str) -> str:
+        if name not in method_names():
+            raise ValueError(f"there is no method {name!r}; there are {', '.join(method_names())}")
+        return name
+
+
+def example_plan() -> str:
+    """A plan with comments, to start from."""
+    return files("coordinator.provision").joinpath("plan.toml.template").read_text(encoding="utf-8")
+
+
 def read_plan(path: Path) -> FederationPlan:
     """Read an operator's plan.
 
@@ -44,15 +54,9 @@ def read_plan(path: Path) -> FederationPlan:
         PlanError: not TOML, or values that are wrong; names every one.
     """
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-        plan = plan_from_mapping(values)
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise PlanError(f"{path}: {error}") from error
-    except ValidationError as error:
-        raise PlanError(explain(path, error)) from error
-    if plan.method not in method_names():
-        raise PlanError(f"{path}: no method {plan.method!r}; there are {', '.join(method_names())}")
-    return plan
+        return read_toml(path, _OperatorPlan)
+    except TomlError as error:
+        raise PlanError(str(error)) from error
 
 
 def found(plan: FederationPlan, artifacts: Path, public_data: Path | None = None, public_images: int = 1) -> Founded:
@@ -122,10 +126,16 @@ def main() -> int:
     artifacts, *public = sys.argv[1:]
     from fedcg.learning.errors import LearningError
 
+    plan = FederationPlan.model_validate_json(sys.stdin.read())
     try:
-        plan = FederationPlan.model_validate_json(sys.stdin.read())
         where, most = (Path(public[0]), int(public[1])) if public else (None, 0)
         founded = _found_here(plan, ArtifactStore(Path(artifacts)), where, most)
+    except ValidationError as error:
+        from fedcg.learning.registry import get_method
+
+        params = get_method(plan.method).params_type
+        sys.stderr.write(listed("[params]", problems_of(params, error)))
+        return BAD_PLAN
     except (ValueError, LearningError, PlanError) as error:
         sys.stderr.write(f"{error}\n")
         return BAD_PLAN

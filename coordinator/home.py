@@ -12,7 +12,7 @@ from pathlib import Path
 
 from coordinator.config import CoordinatorConfig, load_config, render_config
 from coordinator.errors import HomeError
-from coordinator.provision.pki import CRL_NAME, create_ca, credential_of, issue, write_revocations
+from coordinator.provision.pki import CRL_NAME, create_ca, credential_of, issue, server_credential, write_revocations
 from fedcg.files import READABLE, replace_durably
 from fedcg.wire.messages import COORDINATOR
 from fedcg.wire.signing import SigningKey
@@ -165,8 +165,7 @@ def create_home(root: Path, config: CoordinatorConfig, *, observers: tuple[str, 
     home = Home(root)
     create_ca(home.pki)
     write_revocations(home.pki, ())
-    hosts = dict.fromkeys((config.broker.host, "127.0.0.1", "localhost"))
-    issue(home.pki, BROKER_NAME, server=True, sans=tuple(hosts))
+    server_credential(home.pki, BROKER_NAME, config.broker.host)
     for identity in (COORDINATOR, *observers):
         issue(home.pki, identity)
     SigningKey.generate().save(home.signing_key)

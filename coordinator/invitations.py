@@ -6,6 +6,7 @@ import asyncio
 import time
 
 from coordinator.conductor import Conductor
+from coordinator.pacing import Accepted
 from coordinator.publishing import Publisher
 from coordinator.records import ParticipantState
 from coordinator.rounds import Phase, UpdateRefused
@@ -57,6 +58,17 @@ class Invitations:
             await self._conductor.apply(UpdateRefused(answer.round, answer.attempt, device))
         else:
             self._accepted.add(entry)
+            await self._conductor.apply(Accepted(answer.round, answer.attempt, device))
+
+    @property
+    def unanswered(self) -> list[str]:
+        """Devices that are online and have not answered their invitation to the open attempt."""
+        state = self._conductor.state
+        return [
+            device
+            for device in sorted(state.outstanding & state.online)
+            if (device, state.round, state.attempt) not in self._accepted and not self._uplink.is_busy(device)
+        ]
 
     def remind(self, every_s: float = 0.0) -> None:
         """Invite again who has not answered, unless that was done less than `every_s` ago."""
@@ -66,7 +78,5 @@ class Invitations:
         self._reminded_at = now
         if state.phase is not Phase.COLLECTING:
             return
-        for device in sorted(state.outstanding & state.online):
-            answered = (device, state.round, state.attempt) in self._accepted
-            if not answered and not self._uplink.is_busy(device):
-                self._uplink.invite(device, (state.round, state.attempt))
+        for device in self.unanswered:
+            self._uplink.invite(device, (state.round, state.attempt))

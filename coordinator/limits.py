@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Lock
+
+from fedcg.listening import network_of
 
 MAX_ADDRESSES = 4096
 
@@ -62,26 +63,16 @@ class FailureLimits:
         """Seconds until this address may ask again; 0 when it may now."""
         with self._lock:
             now = self._clock()
-            bucket = self._addresses.get(_network(address))
+            bucket = self._addresses.get(network_of(address))
             return max(self._all.wait_s(now), 0.0 if bucket is None else bucket.wait_s(now))
 
     def refused(self, address: str) -> None:
         """Count a refusal."""
         with self._lock:
-            now, network = self._clock(), _network(address)
+            now, network = self._clock(), network_of(address)
             bucket = self._addresses.setdefault(network, _Bucket(self._rate, now))
             self._addresses.move_to_end(network)
             bucket.take(now)
             self._all.take(now)
             if len(self._addresses) > MAX_ADDRESSES:
                 self._addresses.popitem(last=False)
-
-
-def _network(address: str) -> str:
-    try:
-        parsed = ipaddress.ip_address(address)
-    except ValueError:
-        return address
-    if isinstance(parsed, ipaddress.IPv4Address):
-        return address
-    return str(ipaddress.ip_network(f"{address}/64", strict=False).network_address)

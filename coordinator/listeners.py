@@ -8,167 +8,102 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
-from datetime import datetime, timedelta, timezone
 from pathlib import Path
-from typing import Any
 
-import uvicorn
 from cryptography import x509
 from fastapi import FastAPI
-from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from coordinator.config import ListenerSettings
 from coordinator.errors import HomeError
 from coordinator.peers import HANG_UP, PEER
-from coordinator.provision.pki import CA_NAME, Credential, credential_of, issue
-from fedcg.wire.carrier import STALL_S
+from coordinator.provision.pki import CA_NAME, CRL_NAME, Credential, credential_of
+from fedcg.listening import ACCEPTS, Connections, Listener, http_config
+from fedcg.wire.enrolment import common_name
 
-HANDSHAKE_S = 10.0
-CONNECTION_S = 20.0
+HANDSHAKE_S = 5.0
 KEEP_ALIVE_S = 20
-MAX_CONNECTIONS = 128
-MAX_CARRIER_CONNECTIONS = 1024
-MAX_HEADER_BYTES = 16 * 1024
-RENEW_SERVER_BEFORE = timedelta(days=60)
-Send = Callable[[Any], Awaitable[None]]
 
-
-class EnrolmentProtocol(H11Protocol):
-    """HTTP/1.1 whose requests carry the connection's certificate, on connections of a limited life."""
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin a connection."""
-        super().connection_made(transport)
-        self._expiry = self.loop.call_later(CONNECTION_S, transport.abort)
-        tls = transport.get_extra_info("ssl_object")
-        certificate = None if tls is None else tls.getpeercert(binary_form=True)
-        application = self.app
-
-        async def with_peer(scope: Any, receive: Any, send: Any) -> None:
-            await application({**scope, PEER: certificate, HANG_UP: transport.abort}, receive, self._watched(send))
-
-        self.app = with_peer
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """End a connection."""
-        self._expiry.cancel()
-        super().connection_lost(exc)
-
-    def _watched(self, send: Send) -> Send:
-        return send
-
-
-class CarrierProtocol(EnrolmentProtocol):
-    """The same on connections that live for as long as something moves on them."""
-
-    def data_received(self, data: bytes) -> None:
-        """Take what came."""
-        self._moved()
-        super().data_received(data)
-
-    def _watched(self, send: Send) -> Send:
-        async def sending(message: Any) -> None:
-            await send(message)  # waits for as long as the other side does not read
-            self._moved()
-
-        return sending
-
-    def _moved(self) -> None:
-        self._expiry.cancel()
-        if not self.transport.is_closing():
-            self._expiry = self.loop.call_later(STALL_S, self.transport.abort)
-
-
-def server_credential(pki: Path, name: str, host: str) -> Credential:
-    """A listener's certificate: issued, and issued anew when it runs out or boxes reach it under another name."""
-    names = tuple(dict.fromkeys((host, "127.0.0.1", "localhost")))
-    credential = credential_of(pki, name)
-    if credential.certificate.exists() and credential.key.exists():
-        certificate = x509.load_pem_x509_certificate(credential.certificate.read_bytes())
-        left = certificate.not_valid_after_utc - datetime.now(timezone.utc)
-        if left > RENEW_SERVER_BEFORE and _names(certificate) == set(names):
-            return credential
-    return issue(pki, name, server=True, sans=names)
+log = logging.getLogger(__name__)
 
 
 def server_context(
     pki: Path, credential: Credential, client_certificate: ssl.VerifyMode = ssl.CERT_OPTIONAL
 ) -> ssl.SSLContext:
-    """TLS 1.3; a client certificate is verified when one is shown, and whether one must be shown is up to the listener."""
+    """TLS 1.3; a client certificate is verified when one is shown, and whether one must be shown is up to the listener.
+
+    A revoked one fails in the handshake, from the moment on at which the revocation list names it.
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.load_verify_locations(credential_of(pki, CA_NAME).certificate)
     context.load_cert_chain(credential.certificate, credential.key)
     context.verify_mode = client_certificate
+    _check_revocations(context, pki / CRL_NAME)
     return context
 
 
 @contextmanager
-def listening(name: str, settings: ListenerSettings, host: str) -> Iterator[socket.socket | None]:
+def listening(name: str, settings: ListenerSettings, host: str, connections: Connections) -> Iterator[Listener | None]:
     """The socket of a listener, or None when it is off.
 
     Args:
         name: its section of coordinator.toml.
         settings: what is there.
         host: the name under which boxes reach it.
+        connections: where its connections count.
 
     Raises:
         HomeError: the port is taken, or the address is not this machine's.
     """
-    address, port = settings.address(host), settings.port
-    if port is None:
+    if settings.port is None:
         yield None
         return
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(
-        family, socket.SOCK_STREAM, socket.IPPROTO_TCP
-    ) as listener:  # named, else asyncio sets no TCP_NODELAY
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((address, port))
-        except OSError as error:
-            raise HomeError(
-                f"the {name} listener can't have {address}:{port}: {error.strerror}; end what listens there or change "
-                f"[{name}] port or listen in coordinator.toml"
-            ) from error
+    with bound(name, settings.address(host), settings.port, connections) as listener:
         yield listener
+
+
+def bound(name: str, address: str, port: int, connections: Connections) -> Listener:
+    """A listening socket.
+
+    Raises:
+        HomeError: the port is taken, or the address is not this machine's.
+    """
+    try:
+        return Listener(name, address, port, connections)
+    except OSError as error:
+        raise HomeError(
+            f"the {name} listener can't have {address}:{port}: {error.strerror}; end what listens there or change "
+            f"the port under [{name}] in coordinator.toml"
+        ) from error
 
 
 @asynccontextmanager
 async def serving(
     application: FastAPI,
-    listener: socket.socket,
+    listener: Listener,
     context: ssl.SSLContext,
-    protocol: type[EnrolmentProtocol] = EnrolmentProtocol,
-    max_connections: int = MAX_CONNECTIONS,
 ) -> AsyncIterator[None]:
     """Serve boxes on a bound socket for as long as the context lasts."""
-    config = uvicorn.Config(
+    config = http_config(
         application,
-        http=protocol,
-        ws="none",
+        listener,
+        _identify,
         lifespan="off",
-        log_level=logging.WARNING,
-        log_config=None,
-        access_log=False,
-        proxy_headers=False,  # the address that counts is the connection's: a header is whatever the sender likes
-        server_header=False,
-        limit_concurrency=max_connections,
         timeout_keep_alive=KEEP_ALIVE_S,
-        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
     )
     config.load()
     state = ServerState()
     server = await asyncio.get_running_loop().create_server(
-        lambda: protocol(config, state, {}),
+        lambda: config.http_protocol_class(config, state, {}),  # type: ignore[call-arg]
         sock=listener,
+        backlog=ACCEPTS,
         ssl=context,
         ssl_handshake_timeout=HANDSHAKE_S,
+        ssl_shutdown_timeout=HANDSHAKE_S,
     )
     try:
         yield
@@ -179,14 +114,36 @@ async def serving(
 
 
 def carrying(
-    application: FastAPI, listener: socket.socket, pki: Path, credential: Credential
+    application: FastAPI, listener: Listener, pki: Path, credential: Credential
 ) -> AbstractAsyncContextManager[None]:
     """Serve the carrier to boxes that show a certificate of the authority, for as long as the context lasts."""
-    context = server_context(pki, credential, ssl.CERT_REQUIRED)
-    return serving(application, listener, context, CarrierProtocol, MAX_CARRIER_CONNECTIONS)
+    return serving(application, listener, server_context(pki, credential, ssl.CERT_REQUIRED))
 
 
-def _names(certificate: x509.Certificate) -> set[str]:
-    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    found = {str(address) for address in names.get_values_for_type(x509.IPAddress)}
-    return found | set(names.get_values_for_type(x509.DNSName))
+def _identify(transport: asyncio.Transport) -> tuple[str | None, dict[str, object]]:
+    der = transport.get_extra_info("ssl_object").getpeercert(binary_form=True)
+    name = None if der is None else common_name(x509.load_der_x509_certificate(der))
+    return name, {PEER: der, HANG_UP: transport.abort}
+
+
+def _check_revocations(context: ssl.SSLContext, path: Path) -> None:
+    """Refuse certificates that the revocation list names, as it is in the file at each handshake; all of them without a list."""
+    read = -1
+
+    def before_handshake(*_: object) -> int | None:
+        nonlocal read
+        try:
+            if (changed := path.stat().st_mtime_ns) != read:
+                context.load_verify_locations(path)  # added: of two lists OpenSSL takes the newer
+                read = changed
+        except OSError as error:
+            if read:
+                log.error("nobody gets in: the revocation list %s can't be read: %s", path, error)  # noqa: TRY400
+            read = 0
+            return ssl.ALERT_DESCRIPTION_INTERNAL_ERROR
+        return None
+
+    context.load_verify_locations(path)
+    context.verify_flags |= ssl.VERIFY_CRL_CHECK_LEAF
+    context.num_tickets = 0  # a resumed session would bring no certificate to look at
+    context.sni_callback = before_handshake

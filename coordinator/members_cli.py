@@ -41,6 +41,7 @@ def token_create(
     as_json: AsJson = False,
 ) -> None:
     """Make a one-time token for a box; it is shown once, and holds the digest of this coordinator's authority."""
+    from coordinator.brokers import RELOAD_BY_HAND, running_brokers
     from coordinator.errors import EnrolmentError
     from coordinator.tokens import Wish, create_token
 
@@ -50,6 +51,7 @@ def token_create(
         now = time.time()
         wish = Wish(device=replaces or device, replaces=replaces is not None, hours=hours, url=url)
         token = create_token(home, store, wish, now)
+        is_broker_here = bool(running_brokers(home))
         _diary(home).write("token_created", token=token.id, client=token.device or "", until=now + hours * 3600)
     values = {
         "token": token.text,
@@ -62,10 +64,10 @@ def token_create(
     named = "" if token.device else " --device ID"
     text = (
         f"{token.text}\n\nOn the box, until {_when(now + hours * 3600)}, once:\n"
-        f"  fedcg enrol --token TOKEN{named} --out DIR --data IMAGES\n"
+        f"  fedcg enrol --token -{named} --out DIR --data IMAGES      # then paste the token and press Enter\n"
         "Whoever has the token can enrol a box: hand it over as you would a password."
     )
-    tell(values, text, as_json=as_json)
+    tell(values, text if is_broker_here else f"{text}\n{RELOAD_BY_HAND}", as_json=as_json)
 
 
 @token_app.command("list")
@@ -104,7 +106,7 @@ def device_add(
 
     Boxes that reach the coordinator enrol by themselves, with `fedcg token create` here and `fedcg enrol` there.
     """
-    from coordinator.brokers import publish_access
+    from coordinator.brokers import RELOAD_BY_HAND, publish_access
     from coordinator.enrolment import enrol
 
     with explained(), store_of(directory) as (home, store), home.changing_members():
@@ -116,7 +118,7 @@ def device_add(
     }
     text = "\n".join(f"{device}: {path}" for device, path in bundles.items())
     text = f"{text}\nThe bundles hold private keys: carry them over a safe channel."
-    tell(values, text, as_json=as_json)
+    tell(values, text if reloaded else f"{text}\n{RELOAD_BY_HAND}", as_json=as_json)
 
 
 @device_app.command("list")

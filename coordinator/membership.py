@@ -16,10 +16,12 @@ from coordinator.conductor import Conductor
 from coordinator.errors import BrokerError
 from coordinator.floods import FLOOD_PER_S, SILENCE_S
 from coordinator.ingest import Ingest
+from coordinator.pacing import Expected
 from coordinator.publishing import Publisher
 from coordinator.records import DeviceState, ParticipantState
 from coordinator.rounds import Departed, Phase
 from coordinator.setup import Setup
+from coordinator.threads import Threads
 from coordinator.uplink import Uplink
 
 REFRESH_S = 2.0
@@ -55,6 +57,7 @@ class Membership:
         self._uplink = uplink
         self._conductor = conductor
         self._publisher = publisher
+        self._threads = Threads(1, "members")
         self._cohorts = cohorts
         self._read_at = 0.0
 
@@ -66,6 +69,7 @@ class Membership:
         """Learn who may take part now; whoever may not any more is waited for no longer."""
         self._read_at = time.monotonic()
         members = await asyncio.to_thread(self._setup.store.members)
+        await self._conductor.apply(Expected(frozenset(member.id for member in members)))
         for device in sorted(self._ingest.learn_keys((member.id, member.public_key) for member in members)):
             self._setup.events.write("departed", client=device)
             self._cohorts.forget(device)
@@ -93,7 +97,7 @@ class Membership:
     async def shut_out(self) -> None:
         """Take devices that left off the broker's lists, once their confirmation had time to arrive."""
         await asyncio.sleep(FAREWELL_S)
-        await asyncio.to_thread(self._setup.publish_access)
+        await self._threads.run(self._setup.publish_access)  # waits for the lock of the members
 
     async def flooded(self, device: str) -> None:
         """A device sent too much: nobody waits for it. `silence` must follow."""
@@ -114,7 +118,7 @@ class Membership:
 
     async def _limit(self, device: str, until: float | None) -> None:
         try:
-            is_applied = await asyncio.to_thread(self._setup.silence, device, until)
+            is_applied = await self._threads.run(self._setup.silence, device, until)
         except (BrokerError, OSError) as error:
             log.warning("the broker's access list could not be changed for %s: %s", device, error)
         else:

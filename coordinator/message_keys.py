@@ -11,6 +11,7 @@ from pathlib import Path
 
 from coordinator.errors import HomeError, PlanError
 from coordinator.home import Home
+from coordinator.records import TokenState
 from coordinator.store import Store
 from fedcg.files import fsync_path
 from fedcg.wire.errors import WireError
@@ -27,14 +28,21 @@ class Voice:
     links: tuple[KeyLink, ...] = ()
 
 
-def voice_of(home: Home, store: Store) -> Voice:
+def voice_of(home: Home, store: Store, known: Voice | None = None) -> Voice:
     """The key that counts now.
+
+    Args:
+        home: where its file is.
+        store: where its links are.
+        known: what counted before: its file isn't read again when the links are the same.
 
     Raises:
         HomeError: its file is missing, or holds another key.
     """
     federations = store.federations()
     links = store.key_links(federations[0].id) if federations else ()
+    if known is not None and known.links == links:
+        return known
     path = key_file(home, links[-1].serial if links else 0)
     try:
         key = SigningKey.load(path)
@@ -48,11 +56,13 @@ def voice_of(home: Home, store: Store) -> Voice:
 def rotate_key(home: Home, store: Store, now: float) -> KeyLink:
     """Replace the message key; the earlier ones are kept, and a running coordinator takes the new one within seconds.
 
+    Open tokens name the key before, so they are revoked, with `now` as the time.
+
     Raises:
         PlanError: there is no federation yet, so nobody has pinned the key.
         HomeError: the current key can't be used.
     """
-    with home.changing_members():  # a box that enrols meanwhile gets the old key or the new one, and both will do
+    with home.changing_members():
         federations = store.federations()
         if not federations:
             raise PlanError(f"{home.root} has no federation yet: no device knows the key, nothing is to be told")
@@ -60,6 +70,9 @@ def rotate_key(home: Home, store: Store, now: float) -> KeyLink:
         serial = voice.links[-1].serial + 1 if voice.links else 1
         new = _new_key(key_file(home, serial))
         link = make_link(federations[0].id, serial, store.epoch(), voice.key, new.public)
+        for token in store.register.tokens():
+            if token.state(now) is TokenState.OPEN:
+                store.register.revoke_token(token.id, now)
         store.add_key_link(federations[0].id, link, now)
     return link
 

@@ -27,6 +27,8 @@ _STEPS: dict[int, tuple[str, ...]] = {
             new VARCHAR NOT NULL, signature VARCHAR NOT NULL, made_at FLOAT NOT NULL,
             PRIMARY KEY (federation, serial), FOREIGN KEY(federation) REFERENCES federations (id))""",
     ),
+    # how far updates are from their base, and what they count for
+    3: ("ALTER TABLE updates ADD COLUMN distances VARCHAR", "ALTER TABLE updates ADD COLUMN weight INTEGER"),
 }
 SCHEMA_VERSION = max(_STEPS) + 1
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from enum import Enum
 
-from coordinator.rounds import Policy
+from coordinator.pacing import Policy
 from fedcg.wire.messages import Outcome
+from fedcg.wire.parts import Part
 
 
 class AttemptState(str, Enum):
@@ -150,7 +152,13 @@ class ParticipantRecord:
 
 @dataclass(frozen=True)
 class UpdateRecord:
-    """How an update ended; `report` is the JSON that the device let out."""
+    """How an update ended.
+
+    Attributes:
+        report: the JSON that the device let out.
+        distances: JSON of each part's distance from the aggregate that the round started from.
+        weight: the number of examples that it counts for, once the updates to be merged are known.
+    """
 
     federation: str
     round: int
@@ -163,6 +171,18 @@ class UpdateRecord:
     report: str | None
     manifest_at: float
     stored_at: float
+    distances: str | None = None
+    weight: int | None = None
+
+    @property
+    def examples(self) -> int:
+        """The number of examples that the device reported; 1 when it reported none."""
+        return int(json.loads(self.report or "{}").get("examples", 1))
+
+    @property
+    def distance_of(self) -> dict[Part, float]:
+        """`distances` by part."""
+        return {Part(part): float(distance) for part, distance in json.loads(self.distances or "{}").items()}
 
 
 @dataclass(frozen=True)

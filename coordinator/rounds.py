@@ -1,17 +1,33 @@
 """The round engine: a pure state machine. It knows no clock, no database and no network; all three are told or commanded.
 
 Phases: waiting (for enough clients) -> collecting (updates) -> distilling -> the next round, or finished.
-A failed attempt goes back to waiting as the next attempt, up to `max_attempts`, then the federation is paused.
+A failed attempt goes back to waiting as the next attempt, up to `max_attempts`, then the federation is paused. An attempt that
+ran out of time because clients had not answered or were offline does not count. `pacing` says when an attempt may open.
 Laws (property-tested): an update counts once, a round closes once, and commands never name a client that was not invited.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
+from coordinator.pacing import Accepted, Expected, LinkChanged, Pace, Policy
+from coordinator.round_commands import (
+    Command,
+    Distil,
+    FailAttempt,
+    Finish,
+    Invite,
+    MoveDeadline,
+    OpenAttempt,
+    Pause,
+    ResumeAttempt,
+)
+
+NAMED_CLIENTS = 5
+"""So many clients a failed attempt's reason names; the API and the event log have all of them."""
 RESTART_GRACE_S = 120.0
 """A deadline that passed while the coordinator was down is moved by this much: devices could not deliver meanwhile."""
 
@@ -27,23 +43,6 @@ class Phase(str, Enum):
 
 
 @dataclass(frozen=True)
-class Policy:
-    """What the operator decided about rounds.
-
-    Attributes:
-        rounds: how many rounds the federation has.
-        min_clients: quorum; a round opens with at least so many and closes with at least so many updates.
-        max_attempts: failed attempts of one round before the federation is paused.
-        deadline_s: how long an attempt collects.
-    """
-
-    rounds: int
-    min_clients: int
-    max_attempts: int
-    deadline_s: float
-
-
-@dataclass(frozen=True)
 class RoundState:
     """The state of one federation; `round` and `attempt` are those that are open, or open next.
 
@@ -54,7 +53,11 @@ class RoundState:
         declined: participants that will not deliver one.
         deadline_at: unix time at which collecting ends.
         reason: why it is paused.
-        first_attempt: the attempt that `max_attempts` is counted from; moves when an operator resumes.
+        left_out: clients that are not invited while enough others are online, and why.
+        first_attempt: the attempt that `max_attempts` is counted from; moves when an operator resumes, and over attempts that do
+            not count.
+        accepted: participants that have said that they work on it.
+        pace: when the next attempt may open.
     """
 
     policy: Policy
@@ -67,7 +70,21 @@ class RoundState:
     declined: frozenset[str] = frozenset()
     deadline_at: float = 0.0
     reason: str = ""
+    left_out: Mapping[str, str] = field(default_factory=dict)
     first_attempt: int = 1
+    accepted: frozenset[str] = frozenset()
+    pace: Pace = field(default_factory=Pace)
+
+    @property
+    def answered(self) -> frozenset[str]:
+        """Participants that work on an update, or have delivered it."""
+        return (self.accepted | self.updates) - self.declined
+
+    @property
+    def candidates(self) -> frozenset[str]:
+        """Clients that an attempt opened now would invite: those left out as well when the quorum needs them."""
+        others = self.online.difference(self.left_out)
+        return others if len(others) >= self.policy.min_clients else self.online
 
     @property
     def outstanding(self) -> frozenset[str]:
@@ -111,11 +128,12 @@ class UpdateStored:
 
 @dataclass(frozen=True)
 class UpdateRefused:
-    """A participant will deliver nothing usable: it declined, or its update was rejected."""
+    """A participant delivers nothing usable: it declined, or its update was rejected (`reason`), also after it was stored."""
 
     round: int
     attempt: int
     client: str
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -149,6 +167,9 @@ Event = (
     CameOnline
     | WentOffline
     | Departed
+    | Expected
+    | LinkChanged
+    | Accepted
     | UpdateStored
     | UpdateRefused
     | Tick
@@ -158,65 +179,6 @@ Event = (
 )
 
 
-@dataclass(frozen=True)
-class OpenAttempt:
-    """Store the attempt, publish its offer, broadcast the aggregate."""
-
-    round: int
-    attempt: int
-    participants: frozenset[str]
-    deadline_at: float
-
-
-@dataclass(frozen=True)
-class ResumeAttempt:
-    """Publish the offer of an attempt that is stored already; its deadline may have moved."""
-
-    round: int
-    attempt: int
-    deadline_at: float
-
-
-@dataclass(frozen=True)
-class Invite:
-    """Ask a participant (again) for its update."""
-
-    round: int
-    attempt: int
-    client: str
-
-
-@dataclass(frozen=True)
-class Distil:
-    """Merge the updates of exactly these clients."""
-
-    round: int
-    attempt: int
-    clients: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class FailAttempt:
-    """Store that the attempt failed; the next one gets the next number."""
-
-    round: int
-    attempt: int
-    reason: str
-
-
-@dataclass(frozen=True)
-class Pause:
-    """Nothing happens any more until an operator resumes."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class Finish:
-    """Publish the final aggregate."""
-
-
-Command = OpenAttempt | ResumeAttempt | Invite | Distil | FailAttempt | Pause | Finish
 Step = tuple[RoundState, tuple[Command, ...]]
 
 
@@ -244,7 +206,8 @@ def paused_reason(state: RoundState, attempts: int) -> str:
 
 
 def _came_online(state: RoundState, event: CameOnline, now: float) -> Step:
-    state = replace(state, online=state.online | {event.client})
+    online = state.online | {event.client}
+    state = replace(state, online=online, pace=state.pace.counting(len(online), now))
     if state.phase is Phase.COLLECTING and event.client in state.outstanding:
         return state, (Invite(state.round, state.attempt, event.client),)
     return _open_if_enough(state, now)
@@ -261,6 +224,32 @@ def _departed(state: RoundState, event: Departed, now: float) -> Step:
     return _judge(replace(state, declined=state.declined | {event.client}), now)
 
 
+def _expected(state: RoundState, event: Expected, now: float) -> Step:
+    return _open_if_enough(replace(state, pace=replace(state.pace, expected=event.clients)), now)
+
+
+def _link_changed(state: RoundState, event: LinkChanged, now: float) -> Step:
+    since = state.pace.down_since
+    if event.up == (since is None):
+        return state, ()
+    state = replace(state, pace=replace(state.pace, down_since=None if event.up else now))
+    if since is None or state.phase is not Phase.COLLECTING:
+        return _open_if_enough(state, now)
+    down_s = max(0.0, now - since)
+    told = f"no link to the broker for {down_s:.0f} s" if down_s >= 1.0 else ""
+    return _move_deadline(state, state.deadline_at + down_s, told)
+
+
+def _accepted(state: RoundState, event: Accepted, now: float) -> Step:
+    is_known = event.client in state.accepted or event.client not in state.outstanding
+    if not state.is_open(event.round, event.attempt) or is_known:
+        return state, ()
+    state = replace(state, accepted=state.accepted | {event.client})
+    if len(state.answered) != state.policy.min_clients:
+        return state, ()
+    return _move_deadline(state, now + state.policy.deadline_s)
+
+
 def _update_stored(state: RoundState, event: UpdateStored, now: float) -> Step:
     if not state.is_open(event.round, event.attempt) or event.client not in state.outstanding:
         return state, ()
@@ -268,9 +257,19 @@ def _update_stored(state: RoundState, event: UpdateStored, now: float) -> Step:
 
 
 def _update_refused(state: RoundState, event: UpdateRefused, now: float) -> Step:
-    if not state.is_open(event.round, event.attempt) or event.client not in state.outstanding:
+    collecting, stored = state.phase is Phase.COLLECTING, event.client in state.updates
+    is_current = collecting or state.phase is Phase.DISTILLING
+    if not is_current or (event.round, event.attempt) != (state.round, state.attempt):
         return state, ()
-    return _judge(replace(state, declined=state.declined | {event.client}), now)
+    if not stored and not (collecting and event.client in state.outstanding):
+        return state, ()
+    state = replace(state, updates=state.updates - {event.client}, declined=state.declined | {event.client})
+    if collecting:
+        return _judge(state, now)
+    if len(state.updates) >= state.policy.min_clients:
+        return state, (Distil(state.round, state.attempt, tuple(sorted(state.updates))),)
+    left = f"{len(state.updates)} updates are left, and {state.policy.min_clients} are needed"
+    return _fail(state, f"the update of {event.client} was rejected ({event.reason}); {left}", now)
 
 
 def _tick(state: RoundState, event: Tick, now: float) -> Step:
@@ -278,6 +277,7 @@ def _tick(state: RoundState, event: Tick, now: float) -> Step:
 
 
 def _restarted(state: RoundState, event: Restarted, now: float) -> Step:
+    state = replace(state, pace=replace(state.pace, down_since=now))
     if state.phase is Phase.COLLECTING:
         grace = min(RESTART_GRACE_S, state.policy.deadline_s)
         state = replace(state, deadline_at=max(state.deadline_at, now + grace))
@@ -310,6 +310,9 @@ _HANDLERS: dict[type[Any], Callable[[RoundState, Any, float], Step]] = {
     CameOnline: _came_online,
     WentOffline: _went_offline,
     Departed: _departed,
+    Expected: _expected,
+    LinkChanged: _link_changed,
+    Accepted: _accepted,
     UpdateStored: _update_stored,
     UpdateRefused: _update_refused,
     Tick: _tick,
@@ -326,40 +329,70 @@ def _waiting(state: RoundState, round_number: int, attempt: int, *, first_attemp
         attempt=attempt,
         online=state.online,
         reason=state.reason,
+        left_out=state.left_out,
         first_attempt=first_attempt,
+        pace=state.pace,
     )
 
 
+def _move_deadline(state: RoundState, deadline_at: float, reason: str = "") -> Step:
+    moved = replace(state, deadline_at=deadline_at)
+    return moved, (MoveDeadline(state.round, state.attempt, deadline_at, reason),)
+
+
 def _open_if_enough(state: RoundState, now: float) -> Step:
-    if state.phase is not Phase.WAITING or len(state.online) < state.policy.min_clients:
+    failures = state.attempt - state.first_attempt
+    if state.phase is not Phase.WAITING or not state.pace.may_open(state.online, state.policy, failures, now):
         return state, ()
     deadline_at = now + state.policy.deadline_s
-    opened = replace(state, phase=Phase.COLLECTING, participants=state.online, deadline_at=deadline_at, reason="")
-    invites = [Invite(state.round, state.attempt, client) for client in sorted(state.online)]
-    return opened, (OpenAttempt(state.round, state.attempt, state.online, deadline_at), *invites)
+    invited = state.candidates
+    opened = replace(state, phase=Phase.COLLECTING, participants=invited, deadline_at=deadline_at, reason="")
+    invites = [Invite(state.round, state.attempt, client) for client in sorted(invited)]
+    return opened, (OpenAttempt(state.round, state.attempt, invited, deadline_at), *invites)
 
 
 def _judge(state: RoundState, now: float) -> Step:
     possible = len(state.participants - state.declined)
     if possible < state.policy.min_clients:
-        missing = f"{len(state.declined)} of {len(state.participants)} clients declined, were rejected or are gone"
+        names = ", ".join(sorted(state.declined)[:NAMED_CLIENTS])
+        missing = (
+            f"{len(state.declined)} of {len(state.participants)} clients declined, were rejected or are gone ({names})"
+        )
         return _fail(state, f"{missing}; {state.policy.min_clients} updates are needed", now)
     enough = len(state.updates) >= state.policy.min_clients
-    if not state.outstanding or (now >= state.deadline_at and enough):
+    is_late = now >= state.deadline_at and state.pace.down_since is None
+    if not state.outstanding or (is_late and enough):
         distilling = replace(state, phase=Phase.DISTILLING)
         return distilling, (Distil(state.round, state.attempt, tuple(sorted(state.updates))),)
-    if now >= state.deadline_at:
-        got = f"only {len(state.updates)} of {state.policy.min_clients} needed updates came before the deadline"
-        return _fail(state, got, now)
-    return state, ()
+    return _run_out(state, now) if is_late else (state, ())
 
 
-def _fail(state: RoundState, reason: str, now: float) -> Step:
-    failed = FailAttempt(state.round, state.attempt, reason)
-    attempts = state.attempt - state.first_attempt + 1
-    following = _waiting(
-        replace(state, reason=reason), state.round, state.attempt + 1, first_attempt=state.first_attempt
+def _run_out(state: RoundState, now: float) -> Step:
+    """At the deadline, with too few updates: wait on while the quorum has not accepted and can; else the attempt failed."""
+    needed, there = state.policy.min_clients, state.updates | state.online
+    missing = ", ".join(
+        f"{client} ({_why_missing(state, client)})" for client in sorted(state.outstanding)[:NAMED_CLIENTS]
     )
+    could = len((state.participants - state.declined) & there) >= needed and state.candidates <= state.participants
+    if len(state.answered) < needed and could:
+        told = f"only {len(state.answered)} of {needed} needed clients have answered; missing: {missing}"
+        return _move_deadline(state, now + state.policy.deadline_s, told)
+    got = f"only {len(state.updates)} of {needed} needed updates came before the deadline; missing: {missing}"
+    return _fail(state, got, now, counts=len(state.answered & there) >= needed)
+
+
+def _why_missing(state: RoundState, client: str) -> str:
+    if client not in state.online:
+        return "offline"
+    return "still at work" if client in state.accepted else "no answer"
+
+
+def _fail(state: RoundState, reason: str, now: float, *, counts: bool = True) -> Step:
+    first = state.first_attempt if counts else state.first_attempt + 1
+    failed = FailAttempt(state.round, state.attempt, reason, first)
+    state = replace(state, reason=reason, pace=replace(state.pace, failed_at=now))
+    following = _waiting(state, state.round, state.attempt + 1, first_attempt=first)
+    attempts = following.attempt - first
     if attempts >= state.policy.max_attempts:
         why = paused_reason(following, attempts)
         return replace(following, phase=Phase.PAUSED, reason=why), (failed, Pause(why))

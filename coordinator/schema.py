@@ -137,6 +137,8 @@ updates = Table(
     Column("report", String),
     Column("manifest_at", Float, nullable=False),
     Column("stored_at", Float, nullable=False),
+    Column("distances", String),
+    Column("weight", Integer),
 )
 aggregates = Table(
     "aggregates",

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 
 import uvicorn
+from starlette.responses import JSONResponse
 
 from coordinator.admission import Admission
 from coordinator.aggregation_messages import WorkerSettings
@@ -23,15 +22,16 @@ from coordinator.errors import HomeError
 from coordinator.floods import LineLimit
 from coordinator.home import Home
 from coordinator.limits import FailureLimits
-from coordinator.listeners import carrying, listening, server_context, server_credential, serving
-from coordinator.message_keys import voice_of
-from coordinator.provision.pki import CA_NAME, credential_of
+from coordinator.listeners import bound, carrying, listening, server_context, serving
+from coordinator.message_keys import Voice, voice_of
+from coordinator.provision.pki import CA_NAME, credential_of, server_credential
 from coordinator.revocation import evict
 from coordinator.service import Service
 from coordinator.setup import Setup
 from coordinator.store import Store
 from fedcg.event_log import EventLog
 from fedcg.learning.spec import FederationSpec
+from fedcg.listening import Caps, Connections, Listener, http_config, own_hosts_only
 from fedcg.wire.artifacts import ArtifactStore
 from fedcg.wire.messages import COORDINATOR
 from fedcg.wire.mqtt import MqttTransport
@@ -58,11 +58,13 @@ def run_coordinator(home: Home, *, exit_when_finished: bool = False, say: Callab
     """
     config = home.require().config()
     check_api_host(config.api.host)
+    wanted = config.connections
+    connections = Connections(Caps(wanted.total, wanted.per_address, wanted.per_device))
     with (
         home.locked(),
-        _listening(config) as listener,
-        listening("enrolment", config.enrolment, config.enrolment_host) as desk,
-        listening("carrier", config.carrier, config.carrier_host) as carrier,
+        bound("api", config.api.host, config.api.port, connections) as listener,
+        listening("enrolment", config.enrolment, config.enrolment_host, connections) as desk,
+        listening("carrier", config.carrier, config.carrier_host, connections) as carrier,
         _setup(home, config) as setup,
     ):
         say(f"coordinator of {setup.federation.id} on http://{config.api.host}:{config.api.port}")
@@ -71,11 +73,12 @@ def run_coordinator(home: Home, *, exit_when_finished: bool = False, say: Callab
         if carrier is not None:
             say(f"HTTPS carrier on {config.carrier_url}")
         boxes = nullcontext() if desk is None else _boxes(home, config, setup, desk)
-        return _serve(setup, listener, boxes, _carrying(home, config, carrier), exit_when_finished=exit_when_finished)
+        beside = _carrying(home, config, carrier)
+        return _serve(setup, config, listener, boxes, beside, exit_when_finished=exit_when_finished)
 
 
 def _boxes(
-    home: Home, config: CoordinatorConfig, setup: Setup, listener: socket.socket
+    home: Home, config: CoordinatorConfig, setup: Setup, listener: Listener
 ) -> AbstractAsyncContextManager[None]:
     """The enrolment listener, not yet started."""
     admission = Admission(
@@ -87,12 +90,12 @@ def _boxes(
         publish=lambda: publish_access(home),
         evict=lambda device: evict(home, device),
     )
-    application = create_enrolment_app(admission, FailureLimits(time.monotonic))
+    application = create_enrolment_app(admission, FailureLimits(time.monotonic), FailureLimits(time.monotonic))
     context = server_context(home.pki, server_credential(home.pki, "enrolment", config.enrolment_host))
     return serving(application, listener, context)
 
 
-def _carrying(home: Home, config: CoordinatorConfig, listener: socket.socket | None) -> Beside:
+def _carrying(home: Home, config: CoordinatorConfig, listener: Listener | None) -> Beside:
     """The carrier's listener, not yet started; nothing when there is none."""
     if listener is None:
         return lambda service: nullcontext()
@@ -106,7 +109,8 @@ def _carrying(home: Home, config: CoordinatorConfig, listener: socket.socket | N
 
 def _serve(
     setup: Setup,
-    listener: socket.socket,
+    config: CoordinatorConfig,
+    listener: Listener,
     boxes: AbstractAsyncContextManager[None],
     carrying: Beside,
     *,
@@ -120,15 +124,9 @@ def _serve(
         server.should_exit = True
 
     application = create_app(setup, request_exit, exit_when_finished=exit_when_finished, beside=carrying)
-    server = uvicorn.Server(
-        uvicorn.Config(
-            application,
-            log_level=logging.WARNING,
-            log_config=None,
-            lifespan="on",
-            timeout_graceful_shutdown=GRACEFUL_S,
-        )
-    )
+    names = (config.api.host, *config.api.names)
+    checked = own_hosts_only(application, names, "[api] names in coordinator.toml", _refuse_host)
+    server = uvicorn.Server(http_config(checked, listener, lifespan="on", timeout_graceful_shutdown=GRACEFUL_S))
     # uvicorn raises the signal that ended it once more when it is done; ours makes that a normal end
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
@@ -145,6 +143,13 @@ def _serve(
 def _setup(home: Home, config: CoordinatorConfig) -> Iterator[Setup]:
     store = Store(home.database)
     events = EventLog(home.events_file, time.time, LineLimit().allows)
+    known: Voice | None = None
+
+    def voice() -> Voice:
+        nonlocal known
+        known = voice_of(home, store, known)
+        return known
+
     try:
         federations = store.federations()
         if not federations:
@@ -158,7 +163,7 @@ def _setup(home: Home, config: CoordinatorConfig) -> Iterator[Setup]:
             store=store,
             artifacts=artifacts,
             connect=lambda will: _connect(home, config, will),
-            voice=lambda: voice_of(home, store),
+            voice=voice,
             worker=WorkerSettings(
                 config.aggregation.threads,
                 config.aggregation.device,
@@ -174,9 +179,15 @@ def _setup(home: Home, config: CoordinatorConfig) -> Iterator[Setup]:
             silence=lambda device, until: silence(home, device, until),
             limits=config.broker.limits,
             keep_rounds=config.storage.keep_rounds,
+            rounds=config.rounds,
+            robustness=config.robustness,
         )
     finally:
         store.close()
+
+
+def _refuse_host(message: str) -> JSONResponse:
+    return JSONResponse({"detail": message}, 400)
 
 
 def _apply_members(home: Home) -> None:
@@ -200,19 +211,3 @@ def _connect(home: Home, config: CoordinatorConfig, will: Will) -> Transport:
         ),
         will,
     )
-
-
-@contextmanager
-def _listening(config: CoordinatorConfig) -> Iterator[socket.socket]:
-    family = socket.AF_INET6 if ":" in config.api.host else socket.AF_INET
-    with socket.socket(
-        family, socket.SOCK_STREAM, socket.IPPROTO_TCP
-    ) as listener:  # named, else asyncio sets no TCP_NODELAY
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((config.api.host, config.api.port))
-        except OSError as error:
-            raise HomeError(
-                f"port {config.api.port} of the HTTP interface is in use; end what listens there or change api.port"
-            ) from error
-        yield listener

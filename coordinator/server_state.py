@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load, save
 
 from coordinator.errors import AggregationError
-from fedcg.learning.method import Aggregate, Method, ServerState, Weights
+from fedcg.learning.method import Aggregate, DivergedError, Method, ServerState, Weights
 from fedcg.learning.spec import FederationSpec
-from fedcg.wire.artifacts import Artifact, ArtifactHeader, codecs_for, pack, unpack
+from fedcg.wire.artifacts import ArtifactHeader, codecs_for, pack, unpack
 from fedcg.wire.messages import COORDINATOR
 from fedcg.wire.parts import Part, PartLayouts
 from fedcg.wire.tensors import PartArrays
@@ -70,15 +70,12 @@ def unpack_aggregate(data: bytes, spec: FederationSpec, method: Method) -> Aggre
     """The aggregate in an artifact, as the clients decode it too: both sides go on from the decoded numbers."""
     layouts = aggregate_layouts(spec, method)
     artifact = unpack(data, layouts, codecs=codecs_for(layouts, spec.aggregate_codec))
-    return Aggregate(parts=tensors_of(artifact), label_distribution=artifact.header.label_distribution)
+    return Aggregate(parts=tensors_of(artifact.parts), label_distribution=artifact.header.label_distribution)
 
 
-def tensors_of(artifact: Artifact) -> dict[Part, Weights]:
-    """The tensors of an artifact as torch tensors in memory of their own."""
-    return {
-        part: {name: torch.from_numpy(array) for name, array in arrays.items()}
-        for part, arrays in artifact.parts.items()
-    }
+def tensors_of(parts: PartArrays) -> dict[Part, Weights]:
+    """Arrays as torch tensors that share their memory."""
+    return {part: {name: torch.from_numpy(array) for name, array in arrays.items()} for part, arrays in parts.items()}
 
 
 def encode_extras(state: ServerState) -> bytes:
@@ -101,15 +98,19 @@ def decode_extras(data: bytes) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def check_parts(parts: Mapping[Part, Weights], spec: FederationSpec, method: Method) -> None:
-    """Make sure that what a method calls its aggregate has exactly the parts that it says it shares.
+    """Make sure that what a method calls its aggregate has exactly the parts that it says it shares, in numbers.
 
     Raises:
         AggregationError: it has others.
+        DivergedError: a number is not finite.
     """
     wanted = {part for part in method.shared_down if spec.layouts.get(part)}
     if set(parts) != wanted:
         found = sorted(part.value for part in parts)
         raise AggregationError(f"method {spec.method} made parts {found}, not {sorted(part.value for part in wanted)}")
+    for part, weights in parts.items():
+        if not all(bool(tensor.isfinite().all()) for tensor in weights.values()):
+            raise DivergedError(f"the merged {part.value} holds NaN or infinity")
 
 
 def _determinism(spec: FederationSpec, device: str) -> dict[str, str]:

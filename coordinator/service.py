@@ -19,6 +19,7 @@ from coordinator.aggregation_messages import (
     PhaseStarted,
     Progressed,
     UpdateAdded,
+    UpdateFailed,
     WorkerDied,
     WorkerEvent,
     WorkerReady,
@@ -34,6 +35,7 @@ from coordinator.intake import IntakeFailed
 from coordinator.invitations import REMIND_S, Invitations
 from coordinator.library import Library
 from coordinator.membership import REFRESH_S, Membership
+from coordinator.pacing import LinkChanged
 from coordinator.publishing import Publisher, status_will
 from coordinator.rounds import (
     AggregationFailed,
@@ -44,6 +46,7 @@ from coordinator.rounds import (
 )
 from coordinator.setup import Setup
 from coordinator.shelf import Shelf
+from coordinator.threads import Threads
 from coordinator.uplink import Checked, Uplink
 from coordinator.uploads import Grant
 from fedcg.learning.spec import FederationSpec
@@ -56,6 +59,8 @@ from fedcg.wire.transport import Delivery
 
 TICK_S = 0.25
 STRANGER_REFRESH_S = 1.0
+OFFER_EVERY_S = 30.0
+"""A broker may lose an offer, or the end, although it is retained: as many bytes a day as heartbeats have."""
 LEAVE_AFTER_S = 5.0
 LEAVE_AT_LATEST_S = 60.0
 CLOSE_TIMEOUT_S = 2.0
@@ -122,6 +127,7 @@ class Service:
         self._worker_pid: int | None = None
         self._attendance = Attendance(self._conductor, self._uplink.intake, setup.events)
         self._turned_away: set[str] = set()
+        self._readers = Threads(1, "artifacts")
         self._tasks: set[asyncio.Task[Any]] = set()
         self._link_up = False
         self._finished_at: float | None = None
@@ -309,7 +315,7 @@ class Service:
 
     async def _serve(self, device: str, need: Need) -> None:
         try:
-            source = await asyncio.to_thread(self._library.source, need.artifact)
+            source = await self._readers.run(self._library.source, need.artifact)
         except (IntegrityError, OSError):
             log.exception("%s asked for artifact %s, which can't be read", device, need.artifact)
             return
@@ -319,20 +325,22 @@ class Service:
         self._link_up = change.up
         self._events.write("link", up=change.up)
         if not change.up:
+            await self._conductor.apply(LinkChanged(up=False))
             return
         self._attendance.presence.pardon(time.monotonic())
         self._library.change_chunk_bytes(self._publisher.chunk_bytes)
         self._publisher.keys()
         self._publisher.status(online=True)
+        await self._conductor.apply(LinkChanged(up=True))
         await self._conductor.announce()
         self._invitations.remind()
 
     async def _tick(self) -> None:
         self._uplink.tick()
         await self._conductor.apply(Tick())
-        if self._link_up and not self._conductor.is_announced:
-            await self._conductor.announce()  # the queue was full: a lost offer would cost the round
         now = time.monotonic()
+        if self._link_up and (not self._conductor.is_announced or self._is_offer_due(now)):
+            await self._conductor.announce()  # the queue was full, or somebody may not have heard
         if self._members.is_older_than(REFRESH_S):
             await self._members.refresh()
             await self._follow_key()
@@ -347,6 +355,11 @@ class Service:
         since = now - self._finished_at
         if since >= LEAVE_AT_LATEST_S or (since >= LEAVE_AFTER_S and not self.state.online):
             self.finished_and_left.set()
+
+    def _is_offer_due(self, now: float) -> bool:
+        is_over = self.state.phase is Phase.FINISHED and bool(self.state.online)
+        is_wanted = is_over or (self.state.phase is Phase.COLLECTING and bool(self._invitations.unanswered))
+        return is_wanted and now - self._conductor.announced_at >= OFFER_EVERY_S
 
     async def _follow_key(self) -> None:
         """Sign with the new key after `fedcg coordinator rotate-key`."""
@@ -367,6 +380,8 @@ class Service:
             self._write_progress("aggregate_step", event, step=event.step, steps=event.steps)
         elif isinstance(event, UpdateAdded):
             self._events.write("teacher_done", client=event.client, round=event.round, attempt=event.attempt)
+        elif isinstance(event, UpdateFailed):
+            await self._conductor.update_failed(event)
         elif isinstance(event, JobFailed):
             await self._conductor.apply(AggregationFailed(event.round, event.attempt, event.reason))
         elif isinstance(event, JobDone):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from coordinator.aggregation import AggregationWorker
-from coordinator.aggregation_messages import Job, WorkerEvent, WorkerSettings
-from coordinator.config import KEEP_ROUNDS
+from coordinator.aggregation_messages import Job, Limits, Updates, WorkerEvent, WorkerSettings
+from coordinator.config import KEEP_ROUNDS, RobustnessSettings, RoundSettings
 from coordinator.message_keys import Voice
 from coordinator.records import FederationRecord
 from coordinator.store import Store
@@ -32,8 +32,8 @@ class Worker(Protocol):
     def add(self, client: str, artifact: str) -> None:
         """Have the teacher pass of a stored update done."""
 
-    def finish(self, updates: tuple[tuple[str, str], ...]) -> None:
-        """Have the updates merged: (client, artifact) pairs."""
+    def finish(self, updates: Updates, limits: Limits = ()) -> None:
+        """Have the updates merged, none of them farther from the base than the limits."""
 
     def stop(self) -> None:
         """End at once."""
@@ -59,7 +59,9 @@ class Setup:
         clock: unix time.
         make_worker: makes what merges updates.
         keep_rounds: closed rounds whose updates and aggregates stay on the disk.
+        robustness: how much one device may weigh in a merge.
         publish_access: makes the broker apply who may take part; blocking.
+        rounds: how long rounds wait before they open.
         silence: takes a device off the broker's access list until a unix time, or with None puts it back; whether a running
             broker applied it; blocking.
     """
@@ -76,5 +78,7 @@ class Setup:
     clock: Callable[[], float] = time.time
     make_worker: MakeWorker = AggregationWorker
     keep_rounds: int = KEEP_ROUNDS
+    robustness: RobustnessSettings = field(default_factory=RobustnessSettings)
     publish_access: Callable[[], object] = lambda: None
+    rounds: RoundSettings = field(default_factory=RoundSettings)
     silence: Callable[[str, float | None], bool] = lambda device, until: True

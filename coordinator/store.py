@@ -15,6 +15,7 @@ from sqlalchemy.exc import IntegrityError
 
 from coordinator import schema
 from coordinator.errors import EnrolmentError, PlanError, StoreError
+from coordinator.pacing import Pace
 from coordinator.records import (
     AggregateRecord,
     AttemptRecord,
@@ -65,8 +66,6 @@ class Store:
         """The last lease number that was taken; 0 before the first start."""
         with self._engine.connect() as connection:
             return connection.execute(select(schema.leases.c.epoch)).scalar_one_or_none() or 0
-
-    # Devices
 
     def add_device(
         self, device: str, public_key: str, now: float, certificate: CertificateRecord | None = None
@@ -154,9 +153,8 @@ class Store:
 
     def add_key_link(self, federation: str, link: KeyLink, now: float) -> None:
         """From now on the key that a link names counts."""
-        values = {"federation": federation, "made_at": now, **link.model_dump()}
         with self._engine.begin() as connection:
-            connection.execute(insert(schema.key_links).values(**values))
+            connection.execute(insert(schema.key_links).values(federation=federation, made_at=now, **link.model_dump()))
 
     # Attempts
 
@@ -177,13 +175,21 @@ class Store:
         """Change until when an attempt collects."""
         self._change_attempt(key, {"deadline_at": deadline_at})
 
-    def start_distilling(self, key: Key, now: float) -> None:
-        """The set of updates is final; nothing is accepted any more."""
+    def start_distilling(self, key: Key, now: float, weights: Mapping[str, int] = {}) -> None:
+        """Nothing is accepted any more; these clients' updates are merged with these weights."""
+        with self._engine.begin() as connection:
+            for client, weight in weights.items():
+                _answer(connection, schema.updates, key, client, {"weight": weight})
         self._change_attempt(key, {"state": AttemptState.DISTILLING.value, "distilling_at": now})
 
-    def fail_attempt(self, key: Key, reason: str, now: float) -> None:
-        """The attempt ended without an aggregate."""
-        self._change_attempt(key, {"state": AttemptState.FAILED.value, "reason": reason[:300], "closed_at": now})
+    def fail_attempt(self, key: Key, reason: str, now: float, first_attempt: int | None = None) -> None:
+        """The attempt ended without an aggregate; failed ones are counted from `first_attempt` on, when that moved."""
+        failed = {"state": AttemptState.FAILED.value, "reason": reason[:300], "closed_at": now}
+        table = schema.federations
+        with self._engine.begin() as connection:
+            connection.execute(update(schema.attempts).where(_is(schema.attempts, key)).values(**failed))
+            if first_attempt is not None:
+                connection.execute(update(table).where(table.c.id == key[0]).values(first_attempt=first_attempt))
 
     def close_attempt(self, aggregate: AggregateRecord) -> None:
         """Store aggregate and server state and close the attempt, in one transaction.
@@ -260,6 +266,14 @@ class Store:
             return earlier
         return record
 
+    def reject_update(self, key: Key, client: str, reason: str) -> None:
+        """An update that was accepted can't be merged: it and its client end as if it had been rejected at once."""
+        rejected, declined = Outcome.REJECTED.value, ParticipantState.DECLINED.value
+        with self._engine.begin() as connection:
+            values = {"outcome": rejected, "reason": reason, "weight": None}
+            _answer(connection, schema.updates, key, client, values)
+            _answer(connection, schema.participants, key, client, {"state": declined, "reason": reason})
+
     def update(self, key: Key, client: str) -> UpdateRecord | None:
         """How the update of a client to an attempt ended, or None when none ended yet."""
         table = schema.updates
@@ -326,6 +340,7 @@ class Store:
             declined=frozenset(person.client for person in people if person.state is ParticipantState.DECLINED),
             deadline_at=last.deadline_at,
             first_attempt=record.first_attempt,
+            accepted=frozenset(person.client for person in people if person.state is ParticipantState.ACCEPTED),
         )
 
     def _change_attempt(self, key: Key, values: Mapping[str, object]) -> None:
@@ -348,6 +363,7 @@ def _after_failure(record: FederationRecord, last: AttemptRecord) -> RoundState:
         attempt=last.attempt + 1,
         reason=last.reason,
         first_attempt=record.first_attempt,
+        pace=Pace(failed_at=last.closed_at or 0.0),
     )
     if failed < record.max_attempts:
         return state
@@ -374,7 +390,7 @@ def _plain(values: dict[str, Any]) -> dict[str, Any]:
     return {name: getattr(value, "value", value) for name, value in values.items()}
 
 
-def _answer(connection: Connection, table: Table, key: Key, client: str, values: Mapping[str, str]) -> None:
+def _answer(connection: Connection, table: Table, key: Key, client: str, values: Mapping[str, object]) -> None:
     connection.execute(update(table).where(_is(table, key), table.c.client == client).values(**values))
 
 

@@ -11,10 +11,18 @@ from dataclasses import dataclass
 from coordinator.config import CoordinatorConfig
 from coordinator.errors import EnrolmentError
 from coordinator.home import Home
+from coordinator.message_keys import voice_of
 from coordinator.provision.pki import CA_NAME, credential_of
 from coordinator.records import DeviceState, TokenRecord, TokenState
 from coordinator.store import Store
-from fedcg.wire.enrolment import SECRET_BYTES, URL_PATTERN, Token, certificate_key_digest, load_certificate
+from fedcg.wire.enrolment import (
+    SECRET_BYTES,
+    URL_PATTERN,
+    Token,
+    certificate_key_digest,
+    load_certificate,
+    message_key_digest,
+)
 from fedcg.wire.topics import check_device_id
 
 TOKEN_HOURS = 24.0
@@ -45,6 +53,7 @@ def create_token(home: Home, store: Store, wish: Wish, now: float) -> Token:
     Raises:
         EnrolmentError: nothing listens for it, or the device can't be enrolled or replaced.
         ConfigError: the home's configuration is not usable.
+        HomeError: the message key can't be loaded.
     """
     url = wish.url or _listener_url(home.config())
     if not re.fullmatch(URL_PATTERN, url):
@@ -60,6 +69,7 @@ def create_token(home: Home, store: Store, wish: Wish, now: float) -> Token:
         id=secrets.token_hex(8),
         secret=secrets.token_bytes(SECRET_BYTES),
         authority=certificate_key_digest(authority),
+        coordinator=message_key_digest(voice_of(home, store).key.public.hex),
         url=url,
         device=wish.device,
     )

@@ -7,21 +7,23 @@ decides only what becomes of an update.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from coordinator.errors import ValidationError
 from coordinator.intake import GivenUp, Intake, IntakeEvent, IntakeFailed
 from coordinator.publishing import Publisher
 from coordinator.records import AttemptState, UpdateRecord
+from coordinator.robustness import Distances, Yardstick
 from coordinator.rounds import Phase, RoundState, UpdateRefused, UpdateStored
 from coordinator.setup import Setup
+from coordinator.track_record import typical_distances
 from coordinator.uploads import Grant, Received, Uploads
 from coordinator.validation import Expected, base_in, max_update_bytes, validate_update
 from fedcg.refusals import Refusals
-from fedcg.wire.artifacts import Base
 from fedcg.wire.messages import MAX_ARTIFACT_BYTES, Carrier, Manifest, Outcome
 from fedcg.wire.partial import Partials
 
@@ -34,11 +36,17 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Checked:
-    """The outcome of checking a received update, off the event loop; `reason` is empty when it may be merged."""
+    """The outcome of checking a received update, off the event loop.
+
+    Attributes:
+        reason: why it is rejected; empty when it may be merged.
+        distances: of each part from the base.
+    """
 
     received: Received
     report: str | None
     reason: str
+    distances: Distances = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -83,7 +91,7 @@ class Uplink:
         self._open_base = base
         self._notify = notify
         self._max_bytes = max_update_bytes(setup.spec)
-        self._base: Base | None = None
+        self._yardstick: Yardstick | None = None
         partials = Partials(setup.artifacts.root / ".partial", MAX_PARTIAL_FILES, MAX_PARTIAL_BYTES)
         uploads = Uploads(partials, setup.limits.window, setup.limits.shared)
         self.intake = Intake(uploads, partials.collect, self._heard, refusals)
@@ -182,23 +190,27 @@ class Uplink:
         expected = Expected(self._spec.federation, manifest.round, manifest.attempt, received.device, base)
         try:
             data = received.file.read_bytes()
-            artifact = validate_update(data, self._spec, expected, self._base_for(base))
+            yardstick = self._yardstick_for(base, manifest.round)
+            artifact = validate_update(data, self._spec, expected, yardstick.base)
+            distances = yardstick.distances(artifact.parts)
+            yardstick.check(received.device, distances)
             self._artifacts.adopt(received.file, manifest.artifact.id)
         except ValidationError as error:
             return Checked(received, None, error.reason)
         except FileNotFoundError:  # deleted with its attempt, which ended meanwhile: the receipt will say so
             return Checked(received, None, "its attempt ended while it was checked")
         report = artifact.header.report
-        return Checked(received, None if report is None else report.model_dump_json(exclude_none=True), "")
+        told = None if report is None else report.model_dump_json(exclude_none=True)
+        return Checked(received, told, "", distances)
 
-    def _base_for(self, artifact: str) -> Base | None:
-        """What a delta codec's updates are taken to, decoded once a round; two threads that come first both do it."""
-        if not self._spec.with_base:
-            return None
-        base = self._base
-        if base is None or base.id != artifact:
-            base = self._base = base_in(self._artifacts.get(artifact), self._spec, artifact)
-        return base
+    def _yardstick_for(self, artifact: str, round_number: int) -> Yardstick:
+        """What updates are taken to and measured by, made once a round; two threads that come first both do it."""
+        known = self._yardstick
+        if known is None or known.base.id != artifact:
+            base = base_in(self._artifacts.get(artifact), self._spec, artifact)
+            typical = typical_distances(self._store, self._spec.federation, round_number - 1)
+            known = self._yardstick = Yardstick(base, typical)
+        return known
 
     async def ended(self, checked: Checked) -> Ended | None:
         """Commit how a checked update ended and send its receipt."""
@@ -212,7 +224,10 @@ class Uplink:
             return None
         if checked.reason:
             return await self._reject(device, manifest, received.manifest_at, checked.reason)
-        record = self._record(device, manifest, received.manifest_at, Outcome.ACCEPTED, report=checked.report)
+        record = replace(
+            self._record(device, manifest, received.manifest_at, Outcome.ACCEPTED, report=checked.report),
+            distances=json.dumps({part.value: distance for part, distance in checked.distances.items()}),
+        )
         stored = await asyncio.to_thread(self._store.end_update, record)
         if stored is not record:  # the device announced twice before the first one was through
             if stored.artifact == record.artifact:
@@ -302,7 +317,7 @@ class Uplink:
         record = self._record(device, manifest, manifest_at, Outcome.REJECTED, reason=reason[:300])
         await asyncio.to_thread(self._store.end_update, record)
         self._end_with(device, manifest, Verdict(Outcome.REJECTED, reason))
-        return UpdateRefused(manifest.round, manifest.attempt, device)
+        return UpdateRefused(manifest.round, manifest.attempt, device, reason)
 
     def _record(
         self,

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from edge_client.config import AgentConfig
+from edge_client.diary import describe_end
 from edge_client.downloads import Downloads
 from edge_client.firewall import check_spec, explain
 from edge_client.outgoing import Outgoing
@@ -19,7 +20,9 @@ from edge_client.session_events import (
     Done,
     Event,
     Finalise,
+    LoadUpdate,
     Note,
+    OutboxFound,
     RecordDelivery,
     Send,
     SendChunks,
@@ -77,6 +80,7 @@ class Actions:
             Send: self._send,
             SendChunks: self._send_chunks,
             Want: self._want,
+            LoadUpdate: self._load_update,
             CheckSpec: self._check_spec,
             StartTrainer: self._start_trainer,
             StartRound: self._start_round,
@@ -90,7 +94,7 @@ class Actions:
         """Do what a command says; returns what the state machine has to hear about at once."""
         return self._handlers[type(command)](command, state)
 
-    def load_update(self) -> ArtifactRef:
+    def _load_update(self, command: LoadUpdate, state: SessionState) -> Event:
         """The outbox of the newest generation, cut for the link; its digest is that of the commit."""
         generation = self._store.generations.newest()
         assert generation is not None
@@ -102,7 +106,7 @@ class Actions:
             ref = known  # an announced chunk size is kept for as long as the link takes it
         if known != ref:
             self._update = ChunkFile(path, ref)
-        return ref
+        return OutboxFound(generation.cursor, ref)
 
     def _send_hello(self, command: SendHello, state: SessionState) -> None:
         self._outgoing.hello(state.epoch)
@@ -132,7 +136,7 @@ class Actions:
             refusal = check_spec(spec, self._config.policy)
             detail = "" if refusal is None else explain(refusal, spec, self._config.policy)
         if refusal is not None:
-            self._events.write("refused", what="spec", detail=detail)
+            self._events.write("refused", what="spec", reason=refusal.value, detail=detail)
             _log.warning("%s does not take part: %s", self._config.device, detail)
         return SpecChecked(command.digest, refusal)
 
@@ -196,4 +200,6 @@ class Actions:
 
     def _done(self, command: Done, state: SessionState) -> None:
         self.outcome = command.succeeded
-        self._events.write("finished", succeeded=command.succeeded)
+        end = describe_end(self._store.finalised(), succeeded=command.succeeded)
+        self._events.write("finished", succeeded=command.succeeded, summary=end)
+        _log.log(logging.INFO if command.succeeded else logging.ERROR, "%s: %s", self._config.device, end)

@@ -24,6 +24,7 @@ from edge_client.fetching import Fetching
 from edge_client.firewall import check_kept
 from edge_client.handshake import Handshake
 from edge_client.https_carrier import carrier_of
+from edge_client.inbox import Inbox, Item, LinkReport
 from edge_client.incoming import Incoming
 from edge_client.outgoing import Outgoing
 from edge_client.private_store import DeliveryRecord, PrivateStore
@@ -37,10 +38,12 @@ from edge_client.session_events import (
     OutboxFound,
     RoundCommitted,
     RoundFailed,
+    SendHello,
     Sending,
     Tick,
     TrainerDied,
     TrainerReady,
+    given_up,
 )
 from edge_client.session_state import SessionState, next_deadline
 from edge_client.trainer_process import (
@@ -61,18 +64,10 @@ from fedcg.wire.signing import SigningKey, VerifyKey
 from fedcg.wire.transfer import Chunk
 from fedcg.wire.transport import Delivery, Transport
 
-INBOX_MAX = 2048  # at most 250 MB of chunks; what does not fit is asked for again
 IDLE_S = 0.25
 DOWNLOADING_S = 0.05
 WITHHELD = "withheld"  # how an update ended that its owner forbade after it was made
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class LinkReport:
-    """The transport's word on the link."""
-
-    up: bool
 
 
 @dataclass(frozen=True)
@@ -84,7 +79,6 @@ class AgentKeys:
 
 
 MakeTrainer = Callable[[Callable[[TrainerReport], None]], TrainerHandle]
-_Item = Delivery | LinkReport | Chunk | TrainerReport
 
 
 class Agent:
@@ -115,7 +109,7 @@ class Agent:
         self._transport = transport
         self._events = events
         self._clock = clock
-        self._inbox: queue.Queue[_Item] = queue.Queue(INBOX_MAX)
+        self._inbox = Inbox()
         self._dropped = 0
         self._stopping = False
         self._trainer = make_trainer(self._inbox.put)
@@ -219,15 +213,18 @@ class Agent:
                 self._follow(self._fetching.ask(self._state, self._clock()))
             self._beat()
         except Exception as error:  # noqa: BLE001 - a run loop: logged with context, and the agent stays up
-            _log.exception("the agent of %s failed at %s", self._config.device, type(item).__name__)
-            self._events.write("agent_error", detail=f"{type(error).__name__}: {error}")
+            self._fail(type(item).__name__, error)
+
+    def _fail(self, what: str, error: Exception) -> None:
+        _log.exception("the agent of %s failed at %s", self._config.device, what, exc_info=error)
+        self._events.write("agent_error", detail=f"{what}: {type(error).__name__}: {error}")
 
     def _patience(self) -> float:
         due = next_deadline(self._state)
         longest = DOWNLOADING_S if self._downloads.are_pending else IDLE_S
         return longest if due is None else max(0.0, min(longest, due - self._clock()))
 
-    def _take(self, item: _Item) -> None:
+    def _take(self, item: Item) -> None:
         if isinstance(item, Delivery):
             self._receive(item)
         elif isinstance(item, LinkReport):
@@ -251,11 +248,16 @@ class Agent:
                 self._carry_out(command)
 
     def _carry_out(self, command: Command) -> None:
+        if isinstance(command, SendHello):
+            self._diary.hello()
         try:
             follows = self._actions.carry_out(command, self._state)
         except OSError as error:  # a full disk must not take the commands after this one along: nobody gives them again
             self._diary.stumble(type(command).__name__, error)
-            return
+            follows = given_up(command)
+        except Exception as error:  # noqa: BLE001 - for the same reason; logged with its traceback
+            self._fail(type(command).__name__, error)
+            follows = given_up(command)
         if follows is not None:
             self._events_due.append(follows)
 
@@ -302,21 +304,21 @@ class Agent:
             record = DeliveryRecord(entry.artifact, cursor.round, cursor.attempt, WITHHELD, str(error))
             self._store.save_delivery(record)
             return
-        self._handle(OutboxFound(entry.cursor, self._actions.load_update()))
+        self._handle(OutboxFound(entry.cursor))
 
     def _hear_trainer(self, report: TrainerReport) -> None:
         if isinstance(report, Ready):
             self._handle(TrainerReady())
         elif isinstance(report, Committed):
-            self._adopt_commit()
+            self._handle(RoundCommitted(report.cursor))  # before whatever can fail: the disk, the size of chunks
+            self._prune()
         elif isinstance(report, Failed):
-            about = {"round": report.cursor.round, "attempt": report.cursor.attempt}
-            self._events.write("round_failed", **about, reason=report.reason.value, detail=report.detail)
+            self._diary.failed(report)
             self._handle(RoundFailed(report.cursor, report.reason))
         elif isinstance(report, Chosen):
             self._handle(Finalised(report.aggregate, report.succeeded))
         elif isinstance(report, Exited):
-            self._events.write("trainer_died", pid=report.pid, exit_code=report.exit_code, reason=report.reason)
+            self._diary.died(report)
             try:
                 self._adopt_commit()  # it may have died between its commit and its report
             finally:
@@ -326,7 +328,10 @@ class Agent:
         generation = self._store.generations.newest()
         if generation is None or (self._state.committed is not None and generation.cursor <= self._state.committed):
             return
-        self._handle(RoundCommitted(generation.cursor, generation.spec, self._actions.load_update()))
+        self._handle(RoundCommitted(generation.cursor, generation.spec))
+        self._prune()
+
+    def _prune(self) -> None:
         targets = (self._state.offer, self._state.finished)
         self._store.prune_artifacts({target.aggregate.id for target in targets if target is not None})
 

@@ -12,7 +12,6 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Column, Table
 
 from edge_client.enrol_cli import leave_command, renew_command
 from edge_client.provision.units import unit_command
@@ -25,7 +24,7 @@ BAD_INPUT = 2
 app.command("unit")(unit_command)
 app.command("renew")(renew_command)
 app.command("leave")(leave_command)
-_MARKS = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "failed": "[red]failed[/]"}
+_STYLES = {"ok": None, "warning": "yellow", "failed": "red"}
 
 
 @app.command("run")
@@ -58,7 +57,7 @@ def run_command(
     try:
         code = run_agent(settings, until_finished=until_finished)
     except (EdgeError, WireError) as error:
-        Console(stderr=True, highlight=False).print(f"Error: {error}", markup=False)
+        Console(stderr=True, highlight=False).print(f"Error: {error}", markup=False, soft_wrap=True)
         raise typer.Exit(1) from error
     if as_json:
         print(json.dumps({"event": "ended", "device": settings.device, "exit_code": code}), flush=True)
@@ -67,7 +66,7 @@ def run_command(
 
 @app.command("status")
 def status_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOption = False) -> None:
-    """Show what the private store says: round, outbox, receipts, whether an agent runs."""
+    """Show where this device stands: link, round, receipts, why it declined last, the model in use, how it ended."""
     from edge_client.config import load_config
     from edge_client.errors import ConfigError, EdgeError
     from edge_client.status import read_status
@@ -77,15 +76,13 @@ def status_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOptio
     except ConfigError as error:
         raise _bad_input(error) from error
     except EdgeError as error:
-        Console(stderr=True, highlight=False).print(f"Error: {error}", markup=False)
+        Console(stderr=True, highlight=False).print(f"Error: {error}", markup=False, soft_wrap=True)
         raise typer.Exit(1) from error
     if as_json:
         print(json.dumps(status))
         return
-    table = Table(show_header=False, box=None)
     for name, value in status.items():
-        table.add_row(name.replace("_", " "), "-" if value is None or value == "" else str(value))
-    Console(highlight=False).print(table)
+        _print(f"{name.replace('_', ' '):<20} {'-' if value is None or value == '' else value}")
 
 
 def doctor_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOption = False) -> None:
@@ -97,6 +94,7 @@ def doctor_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOptio
     from edge_client.doctor import config_finding, examine, failed, utc_now
     from edge_client.errors import ConfigError
 
+    logging.getLogger("fedcg.wire").setLevel(logging.CRITICAL)  # what it warns of becomes a finding
     try:
         findings = examine(load_config(config, os.environ), utc_now())
     except ConfigError as error:
@@ -104,13 +102,18 @@ def doctor_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOptio
     if as_json:
         print(json.dumps({"ok": not failed(findings), "findings": [asdict(finding) for finding in findings]}))
     else:
-        table = Table("check", "state", Column("what", overflow="fold"), Column("what to do", overflow="fold"))
         for finding in findings:
-            table.add_row(finding.check, _MARKS[finding.state], finding.detail, finding.advice)
-        Console(highlight=False).print(table)
+            _print(f"{finding.state:<8} {finding.check:<14} {finding.detail}", _STYLES[finding.state])
+            if finding.advice:
+                _print(f"{'':<23} what to do: {finding.advice}")
     raise typer.Exit(1 if failed(findings) else 0)
 
 
+def _print(line: str, style: str | None = None) -> None:
+    """One line, never broken: a path in it can be copied."""
+    Console(highlight=False).print(line, style=style, markup=False, soft_wrap=True)
+
+
 def _bad_input(error: Exception) -> typer.Exit:
-    Console(stderr=True, highlight=False).print(f"Error: {error}", markup=False)
+    Console(stderr=True, highlight=False).print(f"Error: {error}", markup=False, soft_wrap=True)
     return typer.Exit(BAD_INPUT)

@@ -5,16 +5,14 @@ Relative paths are relative to the file. Knows nothing of networks or training; 
 
 from __future__ import annotations
 
-import difflib
-import re
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from edge_client.errors import ConfigError, ConfigProblem
+from edge_client.errors import ConfigError
+from fedcg.toml_problems import ConfigProblem, TomlError, nearest, read_toml
 from fedcg.watchdog import STALL_S
 from fedcg.wire.enrolment import URL_PATTERN
 from fedcg.wire.messages import MAX_ARTIFACT_BYTES, MAX_CHUNK_BYTES, Carrier, Identifier
@@ -22,14 +20,7 @@ from fedcg.wire.mqtt_config import is_loopback
 from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, DEFAULT_ALLOW_UPLOAD, Part, ReportField
 from fedcg.wire.presets import DEFAULT_PRESET, LinkLimits, PresetName, limits_for
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
 ENVIRONMENT_PREFIX = "FEDCG_AGENT_"
-_TABLE = re.compile(r"^\s*\[\s*([A-Za-z0-9_.-]+)\s*\]")
-_KEY = re.compile(r"^\s*\"?([A-Za-z0-9_-]+)\"?\s*=")
 
 
 class _Section(BaseModel):
@@ -207,26 +198,9 @@ def load_config(path: Path, environment: Mapping[str, str]) -> AgentConfig:
         ConfigError: lists every problem with its line or variable and a hint.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(str(path), (ConfigProblem("(file)", "line 0", f"can't be read: {error}"),)) from error
-    try:
-        values: dict[str, Any] = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        found = re.search(r"line (\d+)", str(error))
-        where = f"line {found.group(1)}" if found else "line 1"
-        raise ConfigError(
-            str(path), (ConfigProblem("(syntax)", where, str(error), "this is not valid TOML"),)
-        ) from error
-    origins, problems = _apply_environment(values, environment)
-    lines = _key_lines(text)
-    try:
-        config = AgentConfig.model_validate(values)
-    except ValidationError as error:
-        problems += [_problem(detail, lines, origins) for detail in error.errors(include_url=False)]
-        raise ConfigError(str(path), tuple(problems)) from error
-    if problems:
-        raise ConfigError(str(path), tuple(problems))
+        config = read_toml(path, AgentConfig, lambda values: _apply_environment(values, environment))
+    except TomlError as error:
+        raise ConfigError(error.source, error.problems) from error
     return config.resolved(path.resolve().parent)
 
 
@@ -267,7 +241,7 @@ def _apply_environment(
             continue
         setting = known.get(name)
         if setting is None:
-            problems.append(ConfigProblem(name, "environment", "no such setting", _nearest(name, tuple(known))))
+            problems.append(ConfigProblem(name, "environment", "no such setting", nearest(name, tuple(known))))
             continue
         table: Any = values
         for step in setting[:-1]:
@@ -277,46 +251,3 @@ def _apply_environment(
             table[setting[-1]] = [word.strip() for word in text.split(",") if word.strip()] if is_list else text
             origins[setting] = f"${name}"
     return origins, problems
-
-
-def _key_lines(text: str) -> dict[tuple[str, ...], int]:
-    lines: dict[tuple[str, ...], int] = {}
-    table: tuple[str, ...] = ()
-    for number, line in enumerate(text.splitlines(), start=1):
-        if header := _TABLE.match(line):
-            table = tuple(header.group(1).split("."))
-            lines.setdefault(table, number)
-        elif key := _KEY.match(line):
-            lines.setdefault((*table, key.group(1)), number)
-    return lines
-
-
-def _problem(
-    detail: Any, lines: Mapping[tuple[str, ...], int], origins: Mapping[tuple[str, ...], str]
-) -> ConfigProblem:
-    location = tuple(str(step) for step in detail["loc"])
-    where = next((origins[location[:n]] for n in range(len(location), 0, -1) if location[:n] in origins), "")
-    if not where:
-        where = next(
-            (f"line {lines[location[:n]]}" for n in range(len(location), 0, -1) if location[:n] in lines), "line 1"
-        )
-    message = detail["msg"].removeprefix("Value error, ")
-    return ConfigProblem(".".join(location) or "(file)", where, message, _hint(detail, location))
-
-
-def _hint(detail: Any, location: tuple[str, ...]) -> str:
-    model: type[BaseModel] = _sections().get(location[0], AgentConfig) if len(location) > 1 else AgentConfig
-    hints: dict[str, Callable[[], str]] = {
-        "extra_forbidden": lambda: _nearest(location[-1], tuple(model.model_fields)),
-        "missing": lambda: f"add `{location[-1]}`" + (f" to [{location[0]}]" if len(location) > 1 else ""),
-        "string_pattern_mismatch": lambda: "small letters, digits and dashes",
-    }
-    described = (
-        model.model_fields[location[-1]].description if location and location[-1] in model.model_fields else None
-    )
-    return described or hints.get(detail["type"], lambda: "")()
-
-
-def _nearest(name: str, known: tuple[str, ...]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean `{close[0]}`?" if close else f"known: {', '.join(known)}"

@@ -21,6 +21,7 @@ from fedcg.wire.enrolment import (
     load_certificate,
 )
 from fedcg.wire.errors import MalformedError
+from fedcg.wire.server_role import ServerRole, expect_role
 
 TIMEOUT_S = 20.0
 AnswerT = TypeVar("AnswerT", bound=BaseModel)
@@ -54,10 +55,11 @@ def fetch_authority(url: str, digest: str) -> x509.Certificate:
 
 
 def trusting(authority: x509.Certificate) -> ssl.SSLContext:
-    """A TLS 1.3 context that trusts this authority alone and checks names."""
+    """A TLS 1.3 context that trusts this authority alone, checks names, and talks to the enrolment listener only."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.load_verify_locations(cadata=authority.public_bytes(Encoding.PEM).decode())
+    expect_role(context, ServerRole.ENROLMENT)
     return context
 
 
@@ -104,7 +106,9 @@ def _cause(error: Exception) -> str:
     if isinstance(error, ConnectionRefusedError):
         return "nobody listens there: does the coordinator run, with a port under [enrolment]?"
     if isinstance(error, ssl.SSLError) and "CERTIFICATE" in str(error).upper():
-        return f"it does not accept this device's certificate (expired, or of another authority): {error}"
+        return f"it does not accept this device's certificate (expired, revoked, or of another authority): {error}"
+    if isinstance(error, ConnectionError | ssl.SSLEOFError):
+        return "it ended the connection: perhaps this device's certificate is expired or revoked, or the coordinator is overloaded"
     if isinstance(error, TimeoutError):
         return "it took too long: check address, route and firewalls"
     return str(error) or type(error).__name__

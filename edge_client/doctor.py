@@ -3,33 +3,47 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import random
 import shutil
 import socket
 import ssl
 import stat
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from http.client import HTTPException
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from cryptography import x509
 
 from devices.detect import detect
 from devices.errors import DeviceError
 from devices.profile import plan_training
+from edge_client.cohort import mark_of
 from edge_client.config import AgentConfig
+from edge_client.conversation import Conversation
 from edge_client.errors import EdgeError
 from edge_client.https_carrier import check_ready, tls_of
 from edge_client.identity import life_of
 from edge_client.launch import load_keys, mqtt_config
 from edge_client.private_store import PrivateStore
+from edge_client.remembered import Remembered
+from edge_client.status import is_locked, read_status
+from fedcg.learning.decoding import decode_image
+from fedcg.learning.errors import DataError
 from fedcg.learning.formats import dataset_name, is_array_source, stamp
+from fedcg.learning.spec import ImageForm
 from fedcg.wire.clocks import SET_CLOCK, clock_says
-from fedcg.wire.errors import TransportError, WireError
+from fedcg.wire.enrolment import common_name, load_certificate
+from fedcg.wire.errors import MalformedError, TransportError, WireError
 from fedcg.wire.messages import Carrier
+from fedcg.wire.mqtt import MqttTransport
 from fedcg.wire.mqtt_config import explain_failure
+from fedcg.wire.server_role import AUTHORITY_NAME
 
 LEAST_FREE_BYTES = 1 << 30
 EXPIRES_SOON = timedelta(days=14)
@@ -39,6 +53,9 @@ LONG_OFF = timedelta(
     days=365
 )  # a certificate that ended so long ago speaks rather of a wrong clock than of a box in a cupboard
 CONNECT_TIMEOUT_S = 5.0
+ANSWER_TIMEOUT_S = 10.0  # connecting takes five round trips; a satellite link's take 0.6 s each
+DECODE_S = 10.0  # about 5,000 photographs; more are a sample
+_ANY_FORM = ImageForm(mode="L", height=8, width=8, mean=(0.5,), std=(0.5,))
 IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".webp"})
 
 
@@ -65,6 +82,8 @@ def examine(config: AgentConfig, now: datetime) -> tuple[Finding, ...]:
         _keys,
         _certificate,
         _broker,
+        _authority,
+        _coordinator,
         _carrier,
         _data,
         _cohort_secret,
@@ -170,6 +189,53 @@ def _broker(config: AgentConfig, now: datetime) -> Finding:
     return Finding("broker", "ok", f"{mqtt.address} answers, without TLS")
 
 
+def _authority(config: AgentConfig, now: datetime) -> Finding:
+    if config.tls is None:
+        return Finding("authority", "ok", "no TLS")
+    try:
+        name = common_name(load_certificate(config.tls.ca.read_bytes()))
+    except (OSError, MalformedError) as error:
+        return Finding(
+            "authority", "failed", f"{config.tls.ca}: {error}", "enrol the device again, or copy its bundle again"
+        )
+    if name == AUTHORITY_NAME:
+        return Finding("authority", "ok", f"{name}: the broker must show a certificate that was made for the broker")
+    told = f"{name!r} was made by no coordinator: whoever has a certificate of it for {config.broker.host} passes for the broker"
+    return Finding("authority", "ok", told)
+
+
+def _coordinator(config: AgentConfig, now: datetime) -> Finding:
+    """A hello and its welcome: the broker takes and delivers this device's messages, and the coordinator knows it."""
+    if _broker(config, now).state == "failed":
+        return Finding("coordinator", "warning", "not asked: the broker is not reached")
+    identity, secret = config.store / "format.json", config.store / "secrets" / "cohort.key"
+    if identity.exists() and is_locked(config.store / "lock"):
+        return _running(config)
+    try:
+        # A store that no agent has made yet stays unmade: it would belong to whoever runs this.
+        with TemporaryDirectory() as empty:
+            store, keys = PrivateStore(config.store if identity.exists() else Path(empty)), load_keys(config)
+            memory = Remembered(store, config.federation, keys.coordinator)
+            transport = MqttTransport(mqtt_config(config))
+            mark = mark_of(secret.read_bytes(), config.federation) if secret.exists() else None
+            with store.locked():
+                Conversation(config, keys, transport, memory, mark, leaves=False).hold(ANSWER_TIMEOUT_S)
+    except (EdgeError, WireError, OSError) as error:
+        advice = f"ask the operator: `fedcg device show {config.device}`, and that the broker has read its access list"
+        return Finding("coordinator", "failed", str(error), advice)
+    return Finding("coordinator", "ok", "it answers this device")
+
+
+def _running(config: AgentConfig) -> Finding:
+    """What the running agent knows of its session; a second one under the same name would end it."""
+    status = read_status(config)
+    problem = status.get("link_problem")
+    if problem or not status.get("last_link") or not status.get("last_welcomed"):
+        detail = f"the agent runs, without an answer: {problem or 'it is not connected'}"
+        return Finding("coordinator", "failed", detail, "stop the agent and run this again: it then asks by itself")
+    return Finding("coordinator", "ok", "the agent runs, and the coordinator answered it")
+
+
 def _carrier(config: AgentConfig, now: datetime) -> Finding:
     if config.carrier is not Carrier.HTTPS or config.carrier_url is None:
         return Finding("carrier", "ok", "artifacts travel over the broker")
@@ -200,10 +266,37 @@ def _data(config: AgentConfig, now: datetime) -> Finding:
         return Finding("data", "ok", f"{root}, {size / (1 << 20):.1f} MiB")
     if not root.is_dir():
         return Finding("data", "failed", f"{root} is no folder", f"expected {expected}")
-    count = sum(path.suffix.lower() in IMAGE_SUFFIXES for path in root.glob("**/*"))
-    if count == 0:
+    return _images(root, expected)
+
+
+def _images(root: Path, expected: str) -> Finding:
+    unreadable: list[str] = []
+    damaged: list[str] = []
+    walked = os.walk(root, onerror=lambda error: unreadable.append(f"{error.filename}: {error.strerror}"))
+    files = [Path(folder) / name for folder, _, names in walked for name in names]
+    files = [path for path in files if path.suffix.lower() in IMAGE_SUFFIXES]
+    if not files and not unreadable:
         return Finding("data", "failed", f"{root} holds no images", f"expected {expected}")
-    return Finding("data", "ok", f"{count} images in {root}")
+    random.Random(0).shuffle(files)  # what there is no time for is then no class of its own
+    decoded, stop_at = 0, time.monotonic() + DECODE_S
+    for path in files:
+        try:
+            decode_image(path.read_bytes(), _ANY_FORM, str(path))
+        except OSError as error:
+            unreadable.append(f"{path}: {error.strerror}")
+        except DataError as error:
+            damaged.append(str(error))
+        decoded += 1
+        if time.monotonic() > stop_at:
+            break
+    told = f"{len(files)} images in {root}, {decoded} of them opened"
+    if unreadable:
+        detail = f"{told}; {len(unreadable)} files or folders can't be read, e.g. {unreadable[0]}"
+        return Finding("data", "failed", detail, "let the user that runs the agent read them (chown, chmod)")
+    if damaged:
+        detail = f"{told}; {len(damaged)} can't be decoded, e.g. {damaged[0]}"
+        return Finding("data", "warning", detail, "repair or remove them; training leaves them out")
+    return Finding("data", "ok", told)
 
 
 def _cohort_secret(config: AgentConfig, now: datetime) -> Finding:

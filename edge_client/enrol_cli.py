@@ -46,10 +46,17 @@ def enrol_command(
     from fedcg.wire.enrolment import Token
     from fedcg.wire.errors import WireError
 
+    if token == STDIN and sys.stdin.isatty():
+        typer.echo("token: ", err=True, nl=False)
     try:
         parsed = Token.parse(sys.stdin.readline() if token == STDIN else token)
     except WireError as error:
         raise _ended(error, BAD_INPUT) from error
+    if data is not None and not data.startswith("dataset:") and not Path(data).exists():
+        missing = (
+            f"--data {data}: there is no such file or folder. The token was not used; correct --data, or leave it out"
+        )
+        raise _ended(EnrolError(missing), BAD_INPUT)
     where = DATA if data is None else data if data.startswith("dataset:") else str(Path(data).absolute())
     try:
         enrolled = enrol(parsed, out, url=url, device=device, data=where)

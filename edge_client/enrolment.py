@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,11 +19,13 @@ from fedcg.wire.enrolment import (
     EnrolAnswer,
     EnrolRequest,
     Token,
+    answer_statement,
     enrolment_statement,
     load_certificate,
+    message_key_digest,
 )
 from fedcg.wire.errors import WireError
-from fedcg.wire.signing import SigningKey
+from fedcg.wire.signing import SigningKey, VerifyKey
 from fedcg.wire.topics import check_device_id
 
 MAY_BE_THERE = frozenset({"signing.key", "tls", "data", "store"})
@@ -90,7 +93,7 @@ def enrol(token: Token, out: Path, *, url: str | None = None, device: str | None
         data: where the images are, for agent.toml.
 
     Raises:
-        EnrolError: says what to do. When another authority answered, the secret was not sent.
+        EnrolError: says what to do. When another authority, or another of its servers, answered, the secret was not sent.
     """
     place, name = _wanted(token, url, device)
     folder = Folder(out)
@@ -106,10 +109,10 @@ def enrol(token: Token, out: Path, *, url: str | None = None, device: str | None
         request=tls_key.request(name),
         signing_key=public,
         proof=proof,
+        nonce=secrets.token_hex(16),
     )
     answer = ask(place, ENROL_PATH, request, EnrolAnswer, trusting(authority))
-    if answer.device != name:
-        raise EnrolError(f"the coordinator answered for {answer.device}, not for {name}")
+    _check_answer(token, request, answer)
     certificate = check_issued(answer.certificate, authority, name, tls_key)
     _write(folder, answer, authority, place, data)
     return Enrolled(name, answer.federation, folder.config, certificate)
@@ -127,6 +130,22 @@ def _wanted(token: Token, url: str | None, device: str | None) -> tuple[str, str
         return place.rstrip("/"), check_device_id(name)
     except ValueError as error:
         raise EnrolError(f"--device: {error}") from error
+
+
+def _check_answer(token: Token, request: EnrolRequest, answer: EnrolAnswer) -> None:
+    """That the coordinator of the token, and nobody on the way, answered this very request."""
+    if message_key_digest(answer.coordinator_key) != token.coordinator:
+        raise EnrolError(
+            "the answer names another message key than the token. Either the coordinator's key was replaced after the token was "
+            "made, or somebody is in between: ask the operator, and for a new token (`fedcg token create`)"
+        )
+    key, signature = VerifyKey.from_hex(answer.coordinator_key), bytes.fromhex(answer.signature or "")
+    if not key.verifies(signature, answer_statement(request, answer)):
+        raise EnrolError(
+            "the answer is not signed by the coordinator for this request: somebody is in between; ask the operator"
+        )
+    if answer.device != request.device:
+        raise EnrolError(f"the coordinator answered for {answer.device}, not for {request.device}")
 
 
 def _check_folder(folder: Folder) -> None:

@@ -8,15 +8,16 @@ EdgeError
 │   └── StoreDamagedError    no generation passes its checksums
 ├── CohortError          no cohort code, or the private store can't take its secret
 ├── EnrolError           this box could not be enrolled, its certificate not renewed, or its leaving not told
+├── NoAnswerError        the coordinator does not answer this device; says how far a message came
 ├── FirewallError        something that may not leave the box was about to; names device, part and tensor
 └── RoundError           a local round can't be done here; carries the reason that goes into the decline
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
+from fedcg.toml_problems import ConfigProblem, listed
 from fedcg.wire.messages import DeclineReason
 from fedcg.wire.parts import Part
 
@@ -25,33 +26,13 @@ class EdgeError(Exception):
     """Base of everything the agent raises."""
 
 
-@dataclass(frozen=True)
-class ConfigProblem:
-    """One thing that is wrong with a configuration.
-
-    Attributes:
-        key: dotted name of the setting, e.g. `broker.port`.
-        where: `line N` of the file, or the environment variable.
-    """
-
-    key: str
-    where: str
-    message: str
-    hint: str = ""
-
-    def __str__(self) -> str:
-        hint = f" ({self.hint})" if self.hint else ""
-        return f"{self.where}: {self.key}: {self.message}{hint}"
-
-
 class ConfigError(EdgeError):
     """The configuration is wrong; `problems` holds all of it at once."""
 
     def __init__(self, source: str, problems: tuple[ConfigProblem, ...]) -> None:
         self.source = source
         self.problems = problems
-        lines = "".join(f"\n  {problem}" for problem in problems)
-        super().__init__(f"{source}: {len(problems)} problem{'s' if len(problems) != 1 else ''}{lines}")
+        super().__init__(listed(source, problems))
 
 
 class StoreError(EdgeError):
@@ -84,6 +65,10 @@ class StoreDamagedError(StoreError):
 
 class EnrolError(EdgeError):
     """This box could not be enrolled, its certificate not renewed, or its leaving not told; says what to do."""
+
+
+class NoAnswerError(EdgeError):
+    """The coordinator does not answer this device; says how far a message came and the likely cause."""
 
 
 class FirewallError(EdgeError):

@@ -1,13 +1,17 @@
 """The end of a federation on one box: choose the personal model by validation, export it, say how good it is. Uses torch.
 
-Three candidates: `own`, the personal model of the best validation round; `downloaded`, the box's latest extractor and classifier
-with whatever of them the final aggregate brings in their place; `tuned`, the latter after one local pass. The best by validation
-is exported.
+Five candidates: `own`, the personal model of the best validation round; `downloaded`, the latest personal model with whatever of it
+the final aggregate brings in its place; `tuned`, the downloaded one after one local pass; `interpolated`, the mean of the latest
+and the downloaded weights; `averaged`, the mean of the latest and the tuned weights. All are measured alike, on the same validation
+images, by their calibrated loss; the least loss is exported. Accuracy on some 200 validation images cannot tell candidates apart
+that differ by one to three points, and favours `own`, which is the most accurate of as many rounds there as the federation has;
+the loss has less noise. Test and common images are measured for the record and have no part in the choice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +22,9 @@ from edge_client.measures import Measured, measure, personal_parts
 from edge_client.trainer_process import ChooseModel
 from edge_client.training import Workplace, load_aggregate, load_spec
 from edge_client.weights import to_weights
+from fedcg.learning.averaging import weighted_average
 from fedcg.learning.data import ImageSet
+from fedcg.learning.evaluation import calibrated_loss, logits_of
 from fedcg.learning.initial import shadow_spec
 from fedcg.learning.method import ClientState, DivergedError, Method, RoundContext, Weights
 from fedcg.learning.registry import get_method
@@ -28,11 +34,21 @@ from fedcg.wire.parts import Part
 
 @dataclass(frozen=True)
 class Candidate:
-    """A personal model that could be served."""
+    """A personal model that could be served.
+
+    Attributes:
+        loss: its calibrated loss on the validation images; None without such images.
+    """
 
     name: str
     parts: Mapping[Part, Weights]
     measured: Measured
+    loss: float | None
+
+
+def choose(candidates: Sequence[Candidate]) -> Candidate:
+    """The candidate with the least calibrated loss, the first of equals; the first where none could be measured."""
+    return min(candidates, key=lambda candidate: math.inf if candidate.loss is None else candidate.loss)
 
 
 def choose_model(work: Workplace, command: ChooseModel) -> Outcome:
@@ -62,10 +78,7 @@ def _choose(work: Workplace, command: ChooseModel, stored: StoredState) -> Outco
     common = work.data.common_test(spec)
     work.working()
     candidates = _candidates(work, command, stored, spec, method, data, common)
-    chosen = candidates[0]
-    for candidate in candidates[1:]:
-        if candidate.measured.val is not None and candidate.measured.beats(chosen.measured):
-            chosen = candidate
+    chosen = choose(candidates)
     scores = stored.generation.scores
     shadow = Measured.from_scores(scores, "best_shadow")
     outcome: Outcome = {
@@ -80,6 +93,8 @@ def _choose(work: Workplace, command: ChooseModel, stored: StoredState) -> Outco
         **{f"{split}_images": count for split, count in data.snapshot.counts().items()},
         **{f"accuracy_{candidate.name}": candidate.measured.test for candidate in candidates},
         **{f"accuracy_common_{candidate.name}": candidate.measured.common for candidate in candidates},
+        **{f"accuracy_val_{candidate.name}": candidate.measured.val for candidate in candidates},
+        **{f"loss_val_{candidate.name}": candidate.loss for candidate in candidates},
     }
     if work.settings.export:
         work.working()
@@ -100,7 +115,9 @@ def _candidates(
     common: ImageSet | None,
 ) -> list[Candidate]:
     def weighed(name: str, parts: Mapping[Part, Weights]) -> Candidate:
-        return Candidate(name, parts, measure(spec, parts, data, common, work.place))
+        measured = measure(spec, parts, data, common, work.place)
+        loss = calibrated_loss(logits_of(spec, parts, data.val, work.place), data.val.labels) if len(data.val) else None
+        return Candidate(name, parts, measured, loss)
 
     candidates = [weighed("own", to_weights(stored.slots["best"]))]
     aggregate = load_aggregate(work.store, spec, method, command.aggregate)
@@ -110,11 +127,17 @@ def _candidates(
         return candidates
     downloaded = {**latest, **brought}
     candidates.append(weighed("downloaded", downloaded))
+    candidates.append(weighed("interpolated", _mean(latest, downloaded)))
     try:
-        candidates.append(weighed("tuned", _one_pass(work, spec, downloaded, data)))
+        tuned = _one_pass(work, spec, downloaded, data)
+        candidates += [weighed("tuned", tuned), weighed("averaged", _mean(latest, tuned))]
     except DivergedError:
         work.events.write("refused", what="tuned", detail="the local pass over the downloaded model diverged")
     return candidates
+
+
+def _mean(one: Mapping[Part, Weights], other: Mapping[Part, Weights]) -> dict[Part, Weights]:
+    return {part: weighted_average([(1, one[part]), (1, other[part])]) for part in one}
 
 
 def _one_pass(

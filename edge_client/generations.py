@@ -40,6 +40,9 @@ class Cursor:
     round: int
     attempt: int
 
+    def __str__(self) -> str:
+        return f"round {self.round}, attempt {self.attempt}"
+
 
 @dataclass(frozen=True)
 class OutboxEntry:

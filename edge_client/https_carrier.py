@@ -26,6 +26,7 @@ from fedcg.wire.grants import Ranges
 from fedcg.wire.messages import ArtifactRef, Carrier
 from fedcg.wire.mqtt_config import TlsFiles
 from fedcg.wire.sender import ChunkFile
+from fedcg.wire.server_role import ServerRole
 from fedcg.wire.transfer import Chunk
 
 CONNECT_S = 10.0
@@ -214,7 +215,7 @@ class Line:
 
     def _connect(self) -> http.client.HTTPSConnection:
         if self._connection is None:
-            context = self._tls.context()
+            context = self._tls.context(ServerRole.CARRIER)
             connection = http.client.HTTPSConnection(self._host, self._port, timeout=CONNECT_S, context=context)
             self._connection = connection
             connection.connect()

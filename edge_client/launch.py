@@ -9,6 +9,7 @@ from types import FrameType
 
 from edge_client.agent import Agent, AgentKeys
 from edge_client.config import AgentConfig
+from edge_client.diary import LinkProblems
 from edge_client.errors import EdgeError
 from edge_client.identity import settle_pair
 from edge_client.outgoing import offline_will
@@ -75,6 +76,7 @@ def run_agent(config: AgentConfig, *, until_finished: bool) -> int:
         with store.locked("trainer.lock", wait_s=STORE_WAIT_S):
             pass  # the trainer of a killed agent is gone: nothing in the store changes under us any more
         events = EventLog(config.store / "events.jsonl", time.time)
+        logging.getLogger("fedcg.wire").addHandler(LinkProblems(events))
         transport = MqttTransport(mqtt_config(config), offline_will(config.federation, config.device, keys.signing))
         settings = TrainerSettings.of(config)
         agent = Agent(config, store, keys, transport, lambda deliver: TrainerProcess(settings, deliver), events)

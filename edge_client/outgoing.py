@@ -69,13 +69,13 @@ class Outgoing:
             self._https.close()
         self._sender.close()
 
-    def subscribe(self) -> None:
-        """Ask for everything that a device reads."""
+    def subscribe(self, *, chunks: bool = True) -> None:
+        """Ask for everything that a device reads, with or without the chunks of artifacts."""
         topics = self._topics
         for topic in (topics.keys, topics.down_control(self._device)):
             self._transport.subscribe(topic)
         self.ask_for_broadcasts()
-        if self._https is None:
+        if self._https is None and chunks:
             self._transport.subscribe(topics.down_chunk(self._device), 0)
             self._transport.subscribe(topics.aggregate, 0)
 

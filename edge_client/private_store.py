@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -111,10 +112,15 @@ class PrivateStore:
                     break
                 except OSError as error:
                     if clock() >= deadline:
+                        file.seek(0)
+                        holder = f"process {file.read(16).strip() or '(unknown)'}"
                         raise StoreLockedError(
-                            f"{self.root / name} is held by another process of this device"
+                            f"{self.root / name} is held by {holder}, an agent of this device or its training process; stop it first"
                         ) from error
                     time.sleep(0.02)
+            file.truncate(0)
+            file.write(f"{os.getpid()}\n")
+            file.flush()
             yield
 
     def device_secret(self) -> bytes:

@@ -30,6 +30,7 @@ from edge_client.session_events import (
     Granted,
     Invited,
     LinkChanged,
+    LoadUpdate,
     Note,
     Offered,
     OutboxFound,
@@ -156,7 +157,7 @@ def _invited(state: SessionState, event: Invited, now: float) -> Step:
 
 def _granted(state: SessionState, event: Granted, now: float) -> Step:
     delivery = state.delivery
-    if delivery is None or delivery.update.id != event.need.artifact:
+    if delivery is None or delivery.update is None or delivery.update.id != event.need.artifact:
         return state, ()
     answered = replace(delivery, manifest_at=now + GRANT_PATIENCE_S, delay_s=MANIFEST_FIRST_S, silent_since=None)
     return replace(state, delivery=answered), (SendChunks(delivery.update, event.need.ranges),)
@@ -164,7 +165,7 @@ def _granted(state: SessionState, event: Granted, now: float) -> Step:
 
 def _receipted(state: SessionState, event: Receipted, now: float) -> Step:
     delivery, receipt = state.delivery, event.receipt
-    if delivery is None or delivery.update.id != receipt.artifact:
+    if delivery is None or delivery.update is None or delivery.update.id != receipt.artifact:
         return state, ()
     record = RecordDelivery(delivery.cursor, receipt.artifact, receipt.outcome, receipt.reason)
     return replace(state, delivery=None), (record,)
@@ -207,12 +208,16 @@ def _round_committed(state: SessionState, event: RoundCommitted, now: float) -> 
     if state.committed is not None and event.cursor <= state.committed:
         return state, ()
     delivery = Delivery(event.cursor, event.update, manifest_at=now)
-    return replace(_idle(state), committed=event.cursor, bound_spec=event.spec, delivery=delivery), ()
+    spec = event.spec or state.job_spec
+    return replace(_idle(state), committed=event.cursor, bound_spec=spec, delivery=delivery), ()
 
 
 def _outbox_found(state: SessionState, event: OutboxFound, now: float) -> Step:
-    if state.delivery is not None and state.delivery.update == event.update:
-        return state, ()
+    if state.delivery is not None and state.delivery.update is not None:
+        if event.update is None:
+            return state, (LoadUpdate(),)
+        if state.delivery.update == event.update:
+            return state, ()
     return replace(state, delivery=Delivery(event.cursor, event.update, manifest_at=now)), ()
 
 
@@ -282,7 +287,7 @@ def _advance_round(state: SessionState, now: float) -> Step:
         )
     is_free = state.trainer is Trainer.IDLE and state.job is None and state.delivery is None
     if is_free and offer.aggregate.id in state.stored:
-        state = replace(state, trainer=Trainer.BUSY, job=cursor)
+        state = replace(state, trainer=Trainer.BUSY, job=cursor, job_spec=offer.spec.id)
         commands += (StartRound(cursor, offer.spec.id, offer.aggregate.id),)
     return state, commands
 
@@ -304,7 +309,11 @@ def _advance_end(state: SessionState, now: float) -> Step:
 
 def _advance_delivery(state: SessionState, now: float) -> Step:
     delivery = state.delivery
-    if delivery is None or not state.welcomed:
+    if delivery is not None and delivery.update is None and now >= delivery.manifest_at:
+        delay = min(delivery.delay_s * 2.0, MANIFEST_MAX_S)
+        waiting = replace(delivery, manifest_at=now + delivery.delay_s, delay_s=delay)
+        return replace(state, delivery=waiting), (LoadUpdate(),)
+    if delivery is None or delivery.update is None or not state.welcomed:
         return state, ()
     if delivery.silent_since is not None and now >= delivery.silent_since + SILENCE_S:
         waiting = replace(delivery, silent_since=None)

@@ -138,19 +138,24 @@ class TrainerDied:
 
 @dataclass(frozen=True)
 class RoundCommitted:
-    """A round is trained and durable; `update` waits in the outbox."""
+    """A round is trained and durable.
+
+    Attributes:
+        spec: that of the job under way when None.
+        update: waits in the outbox; None while it has to be read.
+    """
 
     cursor: Cursor
-    spec: str
-    update: ArtifactRef
+    spec: str | None = None
+    update: ArtifactRef | None = None
 
 
 @dataclass(frozen=True)
 class OutboxFound:
-    """An update of an earlier run waits in the outbox, or must be cut differently for a new link."""
+    """An update waits in the outbox; `update` is None while it has to be read, or cut anew for a new link."""
 
     cursor: Cursor
-    update: ArtifactRef
+    update: ArtifactRef | None = None
 
 
 @dataclass(frozen=True)
@@ -238,6 +243,11 @@ class Want:
 
 
 @dataclass(frozen=True)
+class LoadUpdate:
+    """Read the update in the outbox and cut it for the link; given again until that works."""
+
+
+@dataclass(frozen=True)
 class CheckSpec:
     """Let the firewall judge a stored spec."""
 
@@ -297,6 +307,7 @@ Command = (
     | Send
     | SendChunks
     | Want
+    | LoadUpdate
     | CheckSpec
     | StartTrainer
     | StartRound
@@ -305,3 +316,12 @@ Command = (
     | Note
     | Done
 )
+
+
+def given_up(command: Command) -> Event | None:
+    """What has happened when a command could not be carried out; None for one that is given again, or that a message asks for again."""
+    if isinstance(command, StartRound):
+        return RoundFailed(command.cursor, DeclineReason.TRAINING_FAILED)
+    if isinstance(command, Finalise):
+        return Finalised(command.aggregate, succeeded=False)
+    return TrainerDied() if isinstance(command, StartTrainer) else None

@@ -36,6 +36,7 @@ class Delivery:
     """An update in the outbox and the repetition of its manifest.
 
     Attributes:
+        update: None until it has been read; then `manifest_at` is when that is tried again.
         manifest_at: when the manifest is due (again).
         delay_s: pause after the next manifest; doubles up to 30 s.
         silent_since: when the first manifest was sent that nobody has answered yet.
@@ -43,7 +44,7 @@ class Delivery:
     """
 
     cursor: Cursor
-    update: ArtifactRef
+    update: ArtifactRef | None
     manifest_at: float = 0.0
     delay_s: float = MANIFEST_FIRST_S
     silent_since: float | None = None
@@ -63,7 +64,7 @@ class SessionState:
         stored: digests of specs and aggregates at hand.
         verdict: the firewall's word on a spec: (digest, refusal or None).
         bound_spec: the spec that the private state belongs to.
-        job: what the trainer works on: a round attempt, or the final aggregate's id.
+        job: what the trainer works on: a round attempt, or the final aggregate's id; `job_spec` is the round's spec.
         finalised: final aggregate whose personal model is chosen; `succeeded` tells how that went.
     """
 
@@ -88,6 +89,7 @@ class SessionState:
     trainer: Trainer = Trainer.GONE
     trainer_at: float = 0.0
     job: Cursor | str | None = None
+    job_spec: str | None = None
     deaths: int = 0
     wanted: tuple[Wanted, ...] = ()
     finalised: str | None = None
@@ -118,7 +120,7 @@ def next_deadline(state: SessionState) -> float | None:
         times.append(state.hello_at)
     if state.trainer is Trainer.GONE:
         times.append(state.trainer_at)
-    if state.delivery is not None and state.welcomed:
+    if state.delivery is not None and (state.welcomed or state.delivery.update is None):
         times.append(state.delivery.manifest_at)
         if state.delivery.silent_since is not None:
             times.append(state.delivery.silent_since + SILENCE_S)

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 from pathlib import Path
 
 from edge_client.config import AgentConfig
 from edge_client.errors import StoreDamagedError, StoreFormatError
 from edge_client.private_store import PrivateStore
+from export.errors import ExportError
+from export.manifest import read_manifest
+from export.slots import Slots
 from fedcg.event_log import EventValue, read_events
 from fedcg.wire.enrolment import load_certificate
 from fedcg.wire.errors import MalformedError
 
 Status = dict[str, EventValue]
+_SHOWN = {  # of these events one field is shown as it is
+    "link": ("last_link", "up"),
+    "link_problem": ("link_problem", "detail"),
+    "welcomed": ("last_welcomed", "epoch"),
+    "refused": ("last_refused", "detail"),
+    "agent_error": ("last_agent_error", "detail"),
+    "cohort": ("last_cohort", "others"),
+    "finished": ("finished", "summary"),
+}
 
 
 def read_status(config: AgentConfig) -> Status:
@@ -27,14 +40,17 @@ def read_status(config: AgentConfig) -> Status:
     status: Status = {
         "device": config.device,
         "federation": config.federation,
-        "running": _is_locked(config.store / "lock"),
-        "training_process": _is_locked(config.store / "trainer.lock"),
+        "running": is_locked(config.store / "lock"),
+        "training_process": is_locked(config.store / "trainer.lock"),
         "private_parts_start": "cohort secret" if store.cohort_secret() is not None else "public spec seed",
         "certificate_until": _certificate_end(config),
         **_state(store),
         **_latest(config.store / "events.jsonl"),
+        "model": "",
     }
-    status["model"] = str(store.finalised().get("model_dir") or "")
+    with contextlib.suppress(ExportError):
+        current = Slots(config.store / "models").current()
+        status |= {"model": str(current), "model_accuracy": read_manifest(current).verification.accuracy_onnx}
     return status
 
 
@@ -70,28 +86,35 @@ def _state(store: PrivateStore) -> Status:
 
 
 def _latest(path: Path) -> Status:
-    wanted = {
-        "link": "up",
-        "welcomed": "epoch",
-        "declined": "reason",
-        "refused": "detail",
-        "agent_error": "detail",
-        "cohort": "others",
-    }
     found: Status = {}
     refused: dict[str, int] = {}
+    why: dict[EventValue, EventValue] = {}
     for event in read_events(path):
-        name = str(event.get("event"))
+        name, about = str(event.get("event")), f"round {event.get('round')}, attempt {event.get('attempt')}"
         if name == "agent_started":
             refused = {}
+            found |= {"last_link": None, "link_problem": None, "last_welcomed": None}
         elif name == "refused" and isinstance(count := event.get("count"), int):
             refused[str(event.get("reason"))] = count
-        if name in wanted:
-            found[f"last_{name}"] = event.get(wanted[name])
+        elif name == "refused" and event.get("what") == "spec":
+            why[event.get("reason")] = event.get("detail")
+        elif name == "round_failed":
+            why[about] = event.get("detail")
+        elif name == "declined":
+            code = event.get("reason")
+            found["last_declined"] = f"{about}: {code}: {why.get(about) or why.get(code) or ''}".rstrip(": ")
+        elif name == "trainer_died":
+            found["last_trainer_death"] = f"exit code {event.get('exit_code')} {event.get('reason')}".strip()
+        elif name in ("link", "welcomed"):
+            found["link_problem"] = None
+        if name in _SHOWN:
+            key, field = _SHOWN[name]
+            found[key] = event.get(field)
     return {"refused": refused, **found}
 
 
-def _is_locked(path: Path) -> bool:
+def is_locked(path: Path) -> bool:
+    """Whether a process holds a lock file of a private store."""
     if not path.exists():
         return False
     with path.open("r+") as file:

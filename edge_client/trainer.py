@@ -15,7 +15,7 @@ import torch
 from devices.detect import detect
 from devices.errors import NotTrainableError
 from devices.profile import TrainingPlan, plan_training
-from edge_client.errors import FirewallError, RoundError
+from edge_client.errors import EdgeError, FirewallError, RoundError
 from edge_client.exporting import export_best
 from edge_client.finalise import choose_model
 from edge_client.local_data import LocalData
@@ -35,6 +35,7 @@ from edge_client.trainer_process import (
 from edge_client.training import Workplace, train_round
 from export.errors import ExportError
 from export.to_onnx import preload
+from fedcg.disk_errors import advice_for
 from fedcg.event_log import EventLog
 from fedcg.learning.device_errors import BROKEN_EXIT, is_sticky
 from fedcg.learning.errors import DataError, LearningError
@@ -58,17 +59,11 @@ def trainer_main(connection: Connection, settings: TrainerSettings) -> None:
     events = EventLog(settings.store / "events.jsonl", time.time)
     with store.locked("trainer.lock", wait_s=LOCK_WAIT_S):
         trainer = Trainer(settings, store, events, SignsOfLife(connection))
-        warm_up()
         connection.send(Ready(os.getpid()))
         while True:
             report = trainer.do(commands.get())
             connection.send(report)
             trainer.afterwards(report)
-
-
-def warm_up() -> None:
-    """Make torch load what it loads on first use (its compiler, with the first optimiser), while the link comes up."""
-    torch.optim.Adam([torch.zeros(1, requires_grad=True)])
 
 
 def _listen(connection: Connection, commands: queue.SimpleQueue[TrainerCommand]) -> None:
@@ -146,9 +141,9 @@ class Trainer:
             if is_sticky(error):
                 self._give_up(command, error)
             reason = reason_for(error)
-            if reason is DeclineReason.TRAINING_FAILED:
-                _log.exception("round %s failed on %s", command.cursor, self._work.settings.device)
-            advice = f". Free space on, or repair, {self._work.store.root}" if isinstance(error, OSError) else ""
+            if reason is DeclineReason.TRAINING_FAILED and not isinstance(error, EdgeError | OSError):
+                _log.exception("%s failed on %s", command.cursor, self._work.settings.device)
+            advice = f". {advice_for(error, self._work.store.root)}" if isinstance(error, OSError) else ""
             return Failed(command.cursor, reason, f"{str(error) or type(error).__name__}{advice}")
         self._prepare_export()
         return Committed(generation.cursor)
@@ -184,8 +179,10 @@ class Trainer:
     def _choose(self, command: ChooseModel) -> TrainerReport:
         try:
             outcome = choose_model(self._work, command)
-        except (RoundError, WireError, ExportError, LearningError) as error:
-            self._events.write("finalise_failed", detail=str(error))
+        except (EdgeError, WireError, ExportError, LearningError, OSError) as error:
+            advice = f". {advice_for(error, self._work.store.root)}" if isinstance(error, OSError) else ""
+            self._events.write("finalise_failed", detail=f"{error}{advice}")
+            _log.error("the personal model can't be chosen or exported: %s%s", error, advice)
             return Chosen(command.aggregate, succeeded=False)
         self._events.write("finalised", **{name: outcome[name] for name in outcome if name != "format"})
         return Chosen(command.aggregate, succeeded=True)

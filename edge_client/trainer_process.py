@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import multiprocessing
 import os
 import signal
@@ -226,6 +227,7 @@ def run_child(connection: Connection, settings: TrainerSettings, parent: int) ->
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
     )  # Ctrl-C in a terminal reaches the agent, which ends this process in order
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     from edge_client.trainer import trainer_main
 
     trainer_main(connection, settings)

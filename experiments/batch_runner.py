@@ -145,6 +145,8 @@ class BatchRunner:
         self._events[name].add(now)
         self._told[name] += 1
         self._bar.update(self._task, advance=1, description=f"{name}, round {now.rounds}")
+        if not self._console.is_terminal:
+            self._say(f"{name}: round {now.rounds}/{planned.setting.rounds}{_so_far(now)}")
 
     def _say(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -155,6 +157,18 @@ def _figures(record: Mapping[str, Any]) -> str:
     known = [f"{label} {_percent(mean[name])}" for label, name in _told(mean)]
     told = [f"accuracy in %: {', '.join(known)}", f"{record['rounds']} rounds in {seconds:.0f} s", *_troubles(record)]
     return "; ".join(told)
+
+
+def _so_far(now: Simulation) -> str:
+    """Mean accuracies of the round that was just done; nothing where it was not measured."""
+    records = [curve[-1] for curve in now.curves.values() if curve and curve[-1].round == now.rounds]
+    figures = {
+        "own test personal": [record.accuracy for record in records],
+        "local only": [record.local_accuracy for record in records],
+    }
+    known = {label: [value for value in values if value is not None] for label, values in figures.items()}
+    told = [f"{label} {_percent(sum(values) / len(values))}" for label, values in known.items() if values]
+    return f": accuracy in %: {', '.join(told)}" if told else ""
 
 
 def _troubles(record: Mapping[str, Any]) -> Iterator[str]:
@@ -179,13 +193,11 @@ def _percent(value: float | None) -> str:
 
 
 def table(records: Sequence[Mapping[str, Any]]) -> Table:
-    """The runs for a person: means over clients, in percent."""
+    """The runs for a person: means over clients, in percent. 80 columns are enough: only a run's name is broken."""
     result = Table(title="mean over clients; accuracy in %", box=box.SIMPLE_HEAD)
-    result.add_column("run")
-    for label in _COLUMNS:
-        result.add_column(label, justify="right")
-    result.add_column("below\nlocal", justify="right")
-    result.add_column("seconds", justify="right")
+    result.add_column("run", overflow="fold")
+    for label in (*_COLUMNS, "below\nlocal", "seconds"):
+        result.add_column(label, justify="right", no_wrap=True)
     for record in records:
         below = [client["below_local"] for client in record["clients"] if client["below_local"] is not None]
         name = " ".join(filter(None, (record["method"], record["variant"], f"seed {record['seed']}")))

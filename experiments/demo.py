@@ -1,21 +1,28 @@
 """The demo: a whole federation on this machine, every member a process of its own, started by its command.
 
-Owns the order of the steps, the folder of a run and its resumption. Talks to the other packages only through their
-commands and the files they write; imports no torch.
+Owns the order of the steps, the folder of a run and its resumption. What is done once before the members start (home, federation,
+bundles) calls the functions behind the commands, in this process: each command would import the same packages anew. Imports no torch.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
 
+from coordinator.brokers import publish_access
+from coordinator.config import AggregationSettings, ApiSettings, BrokerSettings, CoordinatorConfig
+from coordinator.enrolment import enrol
+from coordinator.founding import read_plan
+from coordinator.home import Home
+from coordinator.opening import initialise, open_federation
+from coordinator.store import Store
 from experiments.errors import ProcessError
 from experiments.events import AgentStory, CoordinatorStory, Follower
 from experiments.options import FEDERATION, root_secret, toml_text
@@ -77,48 +84,48 @@ class Demo:
 
     # Start
 
-    async def _step(self, name: str, work: Callable[[], Awaitable[None]], leaves: Path | None = None) -> None:
-        """Do a preparing step, unless an earlier run completed it; what a broken one left is removed first."""
-        if name in self._done:
-            return
-        if leaves is not None:
-            await asyncio.to_thread(shutil.rmtree, leaves, ignore_errors=True)
-        await work()
-        self._done |= {name}
-        self._run.save(self._done)
-
     async def _start_all(self, processes: Children) -> list[Child]:
         """Prepare and start everything, what can be at once at once; returns the agents."""
-        run, where = self._run, ("--dir", self._run.home)
-        if not self._done >= PROVISIONING:
-            self._done -= PROVISIONING  # nothing of it has run yet, so it can simply be made again
+        run = self._run
         source = await asyncio.to_thread(run.setting.source)
-        data = asyncio.create_task(self._step("data", lambda: asyncio.to_thread(self._prepare_data, source), run.data))
-        await self._step("init", lambda: self._initialise(processes), run.home)
-        serve = fedcg("broker", "run", *where, "--broker", run.broker)
+        data = asyncio.create_task(self._prepare_data(source))
+        is_new = not self._done >= PROVISIONING
+        if is_new:  # nothing has run yet, so what an interrupted run left of it can simply be made again
+            await asyncio.to_thread(self._initialise, source)
+        serve = fedcg("broker", "run", "--dir", run.home, "--broker", run.broker)
         broker = await processes.start("broker", serve, outlives_others=True)
-        (run.root / "plan.toml").write_text(toml_text(run.setting.plan(source)))
         if run.setting.public_images:
             await data  # a federation is opened only when its public images can be read
-        create = fedcg("federation", "create", *where, run.root / "plan.toml", "--json")
-        await self._step("federation", lambda: processes.run("federation", create))
+        provisioned = asyncio.create_task(asyncio.to_thread(self._provision)) if is_new else None
         lines = await processes.line(broker, "ready", READY_S)
         self._broker_named = lines[0].removeprefix("broker:").strip()
         self._progress.say(f"broker: {self._broker_named}")
+        if provisioned is not None:
+            await provisioned
+            self._complete(PROVISIONING)
+        # Both before the agents: the observer misses nothing that a device sends, and the first round waits for the coordinator, not
+        # for the trainers, which load torch on every core.
         observer = await self._start_observer(processes)
-        add = fedcg("device", "add", *self._clients, *where, "--out", run.root / "devices")
-        await self._step("devices", lambda: processes.run("devices", add), run.root / "devices")
+        coordinator = await processes.start("coordinator", fedcg("coordinator", "run", "--dir", run.home))
         await data
         self._allowed = self._policy()
-        agents = [await self._start_agent(processes, client) for client in self._clients]
         await processes.line(observer, "ready", READY_S)
-        coordinator = await processes.start("coordinator", fedcg("coordinator", "run", *where))
+        agents = [await self._start_agent(processes, client) for client in self._clients]
         self._kept_up = (broker, observer, coordinator)
         return agents
 
-    def _prepare_data(self, source: Source) -> None:
+    def _complete(self, steps: frozenset[str]) -> None:
+        self._done |= steps
+        self._run.save(self._done)
+
+    async def _prepare_data(self, source: Source) -> None:
+        """Write each client's folder, unless an earlier run did; what a broken one left is removed first."""
+        if "data" in self._done:
+            return
         setting = self._run.setting
-        prepare(
+        await asyncio.to_thread(shutil.rmtree, self._run.data, ignore_errors=True)
+        await asyncio.to_thread(
+            prepare,
             source,
             self._run.data,
             clients=setting.clients,
@@ -127,15 +134,31 @@ class Demo:
             images_per_client=setting.images_per_client,
             public_images=setting.public_images,
         )
+        self._complete(frozenset({"data"}))
 
-    async def _initialise(self, processes: Children) -> None:
+    def _initialise(self, source: Source) -> None:
         run = self._run
-        ports = ("--broker-port", str(run.broker_port), "--api-port", str(run.api_port))
-        public = ("--public-data", run.data / "public") if run.setting.public_images else ()
-        await processes.run(
-            "init", fedcg("coordinator", "init", "--dir", run.home, "--host", LOOPBACK, *ports, "--observer", *public)
+        for folder in (run.home, run.root / "devices"):
+            shutil.rmtree(folder, ignore_errors=True)
+        config = CoordinatorConfig(
+            broker=BrokerSettings(host=LOOPBACK, port=run.broker_port),
+            api=ApiSettings(port=run.api_port),
+            aggregation=AggregationSettings(
+                public_data=str(run.data / "public") if run.setting.public_images else None
+            ),
         )
-        (run.home / "coordinator.secret").write_bytes(root_secret(run.setting.seed, "coordinator"))
+        home = initialise(run.home, config, observers=("observer",))
+        home.secret_file.write_bytes(root_secret(run.setting.seed, "coordinator"))
+        (run.root / "plan.toml").write_text(toml_text(run.setting.plan(source)))
+
+    def _provision(self) -> None:
+        """Open the federation and make every device's bundle."""
+        run, home = self._run, Home(self._run.home)
+        with contextlib.closing(Store(home.database)) as store:
+            open_federation(home, store, read_plan(run.root / "plan.toml"))
+            with home.changing_members():
+                enrol(home, store, self._clients, run.root / "devices", time.time())
+                publish_access(home)
 
     async def _start_observer(self, processes: Children) -> Child:
         run = self._run
@@ -167,8 +190,9 @@ class Demo:
 
     def _policy(self) -> tuple[frozenset[Part], frozenset[ReportField]]:
         """What the demo's devices may tell: the defaults and what the spec can't do without; told when that is more."""
-        founded = json.loads((self._run.root / "logs" / "federation.log").read_text().splitlines()[-1])
-        spec = FederationSpec.parse((self._run.home / "artifacts" / founded["spec"]).read_bytes())
+        home = Home(self._run.home)
+        with contextlib.closing(Store(home.database)) as store:
+            spec = FederationSpec.parse((home.artifacts / store.federations()[0].spec).read_bytes())
         parts, fields = frozenset(spec.upload) - DEFAULT_ALLOW_UPLOAD, spec.required_report - DEFAULT_ALLOW_REPORT
         for key, more in (("allow_upload", parts), ("allow_report", fields)):
             if more:

@@ -33,7 +33,6 @@ from experiments.cli_options import (
 )
 from experiments.errors import OptionError
 from experiments.options import DEMO_PUBLIC_IMAGES, Setting, parse_params
-from experiments.sources import DIGITS
 
 if TYPE_CHECKING:
     from experiments.run import Run
@@ -94,8 +93,6 @@ def demo_command(
     By default scikit-learn's handwritten digits are split over four clients with a skewed choice of classes. At the end:
     accuracies beside the local-only baseline, what crossed the broker, and an ONNX model per client.
     """
-    from experiments.demo import Demo
-    from experiments.record import write_record
     from experiments.run import new_run, resumed_run
 
     console = Console(stderr=as_json)
@@ -122,13 +119,19 @@ def demo_command(
         }
         setting = validated(Setting, values)
         check(setting)
-        if setting.data != DIGITS:  # they are always there, and reading them takes a second
-            open_data(setting)
+        open_data(setting)
         if method in DEMO_PUBLIC_IMAGES and not setting.public_images:
             raise bad_input(
                 f"{method} distils on unlabelled public images: leave --public-images out, or give a number"
             )
         run = _usable(lambda: new_run(out or free_folder("demo-out"), setting, broker))
+    console.print(
+        f"starting a broker, a coordinator and {run.setting.clients} agents; everything goes to {run.root}",
+        soft_wrap=True,
+    )
+    from experiments.demo import Demo  # half a second of imports, behind the first line
+    from experiments.record import write_record
+
     finished = run.root / "summary.json"
     try:
         summary = json.loads(finished.read_text()) if finished.exists() else asyncio.run(Demo(run, console).run())

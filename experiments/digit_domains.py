@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageFilter
 
 from experiments.pictures import rows_per_class
-from experiments.sources import DIGITS_DOMAINS, Source, by_domain
+from experiments.sources import DIGITS_DOMAINS, Source, by_domain, read_digits, sklearn_file
 
 SIDE = 16
 _SEED = 5  # which scan is in which domain, patches and angles
@@ -25,20 +25,15 @@ Grey = NDArray[np.uint8]
 
 def digits_domains() -> Source:
     """Five domains of about 359 digits each; no test part, so that a deal halves each domain."""
-    from sklearn.datasets import load_digits
-
-    scans, labels = load_digits(return_X_y=True)
-    scaled = np.rint(scans.reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
+    scans, labels = read_digits()
     generator = np.random.default_rng(_SEED)
     changes = _changes(generator)
     order = np.concatenate([generator.permutation(np.flatnonzero(labels == label)) for label in range(10)])
     domains = []
     for number, (name, change) in enumerate(changes.items()):
         rows = np.sort(order[number :: len(changes)])
-        pixels = np.stack([change(_enlarged(scaled[row])) for row in rows])
-        pictures = rows_per_class(
-            pixels, labels[rows].astype(np.int64), 10, f"{DIGITS_DOMAINS}/{name}", stem=f"{name}-"
-        )
+        pixels = np.stack([change(_enlarged(scans[row])) for row in rows])
+        pictures = rows_per_class(pixels, labels[rows], 10, f"{DIGITS_DOMAINS}/{name}", stem=f"{name}-")
         domains.append(Source(name, tuple("0123456789"), pictures, None))
     return by_domain(DIGITS_DOMAINS, domains)
 
@@ -69,10 +64,8 @@ def _changes(generator: np.random.Generator) -> dict[str, Callable[[Grey], Grey]
 
 def _photographs() -> list[Grey]:
     """The two photographs, at an eighth of their size, so that a patch shows more than one colour."""
-    from sklearn.datasets import load_sample_images
-
-    images = [Image.fromarray(image) for image in load_sample_images().images]
-    return [np.asarray(image.reduce(8)) for image in images]
+    files = [sklearn_file(f"images/{name}.jpg") for name in ("china", "flower")]
+    return [np.asarray(Image.open(file).reduce(8)) for file in files]
 
 
 def _enlarged(digit: Grey) -> Grey:

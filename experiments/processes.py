@@ -103,17 +103,6 @@ class Children:
         self._all.append(child)
         return child
 
-    async def run(self, name: str, command: Sequence[str]) -> None:
-        """Run a step to its end.
-
-        Raises:
-            ProcessError: it failed; holds its last lines of output.
-        """
-        child = await self.start(name, command)
-        await child.process.wait()
-        if child.process.returncode != 0:
-            raise child.ended_too_early()
-
     async def line(self, child: Child, wanted: str, deadline_s: float) -> list[str]:
         """Wait until a process printed a line that starts with `wanted`; returns all its lines.
 

@@ -70,6 +70,8 @@ class Progress:
         """Show where everybody is."""
         if self._live is not None:
             self._live.update(self.render(agents, coordinator))
+        if coordinator.base:
+            self.say("the first round is open")
         for round_number in sorted(coordinator.produced):
             self.say(self._round_line(agents, round_number))
         for agent in agents:

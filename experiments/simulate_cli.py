@@ -110,7 +110,7 @@ def simulate_command(
     ] = "half",
     flip: Flip = False,
     crop: Crop = 0,
-    quick: Quick = False,
+    quick: Quick = True,
     device: Annotated[str, typer.Option(help="torch device: cpu, cuda, cuda:1")] = "cpu",
     precision: Annotated[
         str, typer.Option(help="of training steps: f32; bf16 on cuda, for convolutions and matrix products")

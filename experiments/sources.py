@@ -5,14 +5,18 @@ Knows names, classes and where the images lie; decodes nothing but a few first i
 
 from __future__ import annotations
 
+import gzip
+import importlib.util
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
 from PIL import Image
 
-from experiments.pictures import Picture, PicturesPerClass, RowPicture, rows_per_class
+from experiments.pictures import Picture, PicturesPerClass, Pixels, RowPicture, rows_per_class
 from fedcg.learning.formats import is_array_source
 from fedcg.learning.spec import ImageForm
 
@@ -123,14 +127,30 @@ def _together(parts: Sequence[PicturesPerClass | None]) -> PicturesPerClass | No
 
 
 def digits() -> Source:
-    """scikit-learn's 1,797 handwritten digits: real scans, 8 x 8 grey; the 17 grey levels (0-16) are spread over 0-255.
+    """scikit-learn's 1,797 handwritten digits: real scans, 8 x 8 grey. Nothing is downloaded: the images come with scikit-learn."""
+    scans, labels = read_digits()
+    return Source(DIGITS, tuple("0123456789"), rows_per_class(scans, labels, 10, DIGITS, compression=1), None)
 
-    Nothing is downloaded: the images come with scikit-learn.
+
+def read_digits() -> tuple[Pixels, NDArray[np.int64]]:
+    """The scans, [1797, 8, 8] with their 17 grey levels (0-16) spread over 0-255, and their labels.
+
+    Raises:
+        ModuleNotFoundError: scikit-learn is not installed.
     """
-    import numpy as np
-    from sklearn.datasets import load_digits
+    with gzip.open(sklearn_file("data/digits.csv.gz")) as file:
+        rows = np.loadtxt(file, delimiter=",", dtype=np.int64)  # 64 levels and the label
+    scaled = np.rint(rows[:, :-1].reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
+    return scaled, rows[:, -1]
 
-    images, labels = load_digits(return_X_y=True)
-    scaled = np.rint(images.reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
-    pictures = rows_per_class(scaled, labels.astype(np.int64), 10, DIGITS, compression=1)
-    return Source(DIGITS, tuple("0123456789"), pictures, None)
+
+def sklearn_file(name: str) -> Path:
+    """A file of scikit-learn's data sets. scikit-learn itself is not imported: that takes longer than all else that reads images.
+
+    Raises:
+        ModuleNotFoundError: scikit-learn is not installed.
+    """
+    spec = importlib.util.find_spec("sklearn")
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError("No module named 'sklearn'", name="sklearn")
+    return Path(spec.origin).parent / "datasets" / name

@@ -20,14 +20,14 @@ OWN = ("accuracy_local", "accuracy_personal", "accuracy_onnx")
 COMMON = ("accuracy_common_local", "accuracy_common_personal", "accuracy_common_onnx")
 ACCURACIES = (*OWN, *COMMON)
 # Reported where the agent measured it. `own` is the personal model of the best validation round, before a download;
-# `downloaded` and `tuned` its rivals at the end of the federation; `personal` the one of the three that validation chose.
+# the others its rivals at the end of the federation; `personal` the one of them that validation chose, by its `loss_val`.
+CANDIDATES = ("own", "downloaded", "interpolated", "tuned", "averaged")
 EXTRAS = (
-    "accuracy_own",
-    "accuracy_common_own",
-    "accuracy_downloaded",
-    "accuracy_common_downloaded",
-    "accuracy_tuned",
-    "accuracy_common_tuned",
+    *(
+        f"{figure}_{name}"
+        for name in CANDIDATES
+        for figure in ("accuracy", "accuracy_common", "accuracy_val", "loss_val")
+    ),
     "consistency",
     "generator_spread",
 )

@@ -8,6 +8,7 @@ import logging
 import sys
 from collections.abc import Callable
 from datetime import datetime
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
@@ -64,6 +65,9 @@ class _InferGroup(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Name the command that is meant."""
+        close = get_close_matches(args[0], [name for name in self.commands if name != _IMAGES]) if args else []
+        if close and args[0] not in self.commands and not Path(args[0]).exists():
+            ctx.fail(f"No such command or file {args[0]!r}. Did you mean {close[0]!r}?")
         is_named = bool(args) and args[0] in self.commands
         return super().parse_args(ctx, args if is_named else [_IMAGES, *args])
 
@@ -76,7 +80,7 @@ class _InferGroup(TyperGroup):
 _IMAGES = "IMAGE..."
 infer_app = typer.Typer(
     cls=_InferGroup,
-    help="Classify images with an exported model; `infer serve` does it over HTTP.",
+    help="Classify images with an exported model; `infer serve` does it over HTTP, `infer serve-mqtt` over MQTT.",
     add_completion=False,
 )
 
@@ -84,7 +88,9 @@ infer_app = typer.Typer(
 @infer_app.command(_IMAGES)
 def infer_command(
     images: Annotated[list[str], typer.Argument(metavar="IMAGE...", help="Image files, folders of them, or patterns.")],
-    model: Annotated[Path, typer.Option("--model", help="Directory of a model, or root of its versions.")],
+    model: Annotated[
+        Path, typer.Option("--model", help="Directory of a model, root of its versions, or a device's private store.")
+    ],
     top: Annotated[int, typer.Option("--top", min=1, help="How many classes to name per image.")] = 3,
     max_pixels: Annotated[
         int, typer.Option("--max-pixels", min=1, help="Refuse larger images undecoded.")
@@ -101,7 +107,7 @@ def infer_command(
     """Classify images with an exported model: class names and probabilities, likeliest first.
 
     An image that cannot be classified is reported on stderr; the others are still done, and the exit code is 2.
-    Over HTTP: `fedcg infer serve --help`.
+    Over HTTP: `fedcg infer serve --help`. Over MQTT: `fedcg infer serve-mqtt --help`.
     """
     from export.inference import classify_files, csv_text, expand, table_lines
     from export.providers import told
@@ -149,7 +155,11 @@ def serve_command(
     watch: Annotated[
         int, typer.Option(min=0, help="Predictions after which a new version that does badly is taken back; 0: never.")
     ] = 200,
+    allow_host: Annotated[
+        list[str] | None, typer.Option(help="A further name of this box in requests' Host header; may be repeated.")
+    ] = None,
     signed_by: SignedBy = None,
+    as_json: AsJson = False,
 ) -> None:
     """Answer predictions over HTTP: POST /predict; /healthz, /readyz, /model, /metrics.
 
@@ -162,8 +172,11 @@ def serve_command(
         gc.enable()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     accept = _accept(signed_by)
-    settings = Settings(model, host, port, threads, max_batch, max_wait_ms, queue, max_bytes, max_pixels, watch, accept)
-    code = _or_fail(lambda: serve(settings, typer.echo))
+    bounds = (threads, max_batch, max_wait_ms, queue, max_bytes, max_pixels, watch)
+    settings = Settings(model, host, port, *bounds, names=tuple(allow_host or ()), accept=accept)
+    code = _or_fail(
+        lambda: serve(settings, lambda line: typer.echo(json.dumps({"message": line}) if as_json else line))
+    )
     raise typer.Exit(code)
 
 
@@ -263,6 +276,7 @@ def verify_versions(
     root: Root,
     version: Annotated[str | None, typer.Argument(help="One version; all when left out.")] = None,
     signed_by: SignedBy = None,
+    as_json: AsJson = False,
 ) -> None:
     """Check that every model is, byte for byte, the one its manifest names. Exit code 2 when one is not."""
     slots = Slots(root, accept=_accept(signed_by))
@@ -270,10 +284,14 @@ def verify_versions(
     if not names:
         _fail(ExportError(f"{root}: no model is installed there"))
     checks = [_check(slots, name) for name in names]
+    if as_json:
+        faults = [str(found) if isinstance(found, ExportError) else None for found in checks]
+        rows = [{"version": name, "error": fault} for name, fault in zip(names, faults, strict=True)]
+        typer.echo(json.dumps(rows))
     for name, found in zip(names, checks, strict=True):
         if isinstance(found, ExportError):
             typer.echo(f"Error: {found}", err=True)
-        else:
+        elif not as_json:
             typer.echo(f"{name}  as its manifest says; {_accuracies(found.verification)}")
     if any(isinstance(found, ExportError) for found in checks):
         raise typer.Exit(BAD_INPUT)
@@ -296,15 +314,21 @@ def _accuracies(verification: Verification) -> str:
 
 
 @model_app.command("use")
-def use_version(root: Root, version: Annotated[str, typer.Argument(help="The version, e.g. 0002.")]) -> None:
+def use_version(
+    root: Root, version: Annotated[str, typer.Argument(help="The version, e.g. 0002.")], as_json: AsJson = False
+) -> None:
     """Put a version in use, after checking it."""
-    typer.echo(f"in use: {_or_fail(lambda: Slots(root).use(version))}")
+    _in_use(_or_fail(lambda: Slots(root).use(version)), as_json=as_json)
+
+
+def _in_use(model: Path, *, as_json: bool) -> None:
+    typer.echo(json.dumps({"model": str(model)}) if as_json else f"in use: {model}")
 
 
 @model_app.command("rollback")
-def roll_back(root: Root) -> None:
+def roll_back(root: Root, as_json: AsJson = False) -> None:
     """Return to the version that was in use before."""
-    typer.echo(f"in use: {_or_fail(Slots(root).rollback)}")
+    _in_use(_or_fail(Slots(root).rollback), as_json=as_json)
 
 
 def export_command(

@@ -1,4 +1,4 @@
-"""The command `fedcg model optimise`: try float16 and int8 on this box, and serve what pays."""
+"""The command `fedcg model optimise`: try float16 and int8 on this box, and serve what is faster."""
 
 from __future__ import annotations
 
@@ -49,6 +49,7 @@ def optimise_command(
     """Try float16 and int8 forms of the model in use; put what is faster here and loses little in use as a new version.
 
     What was measured and decided is in the new version's manifest. The version before it stays for `fedcg model rollback`.
+    When no form is better than the one in use, nothing is installed. A new version of a signed one needs --sign.
     """
     console = Console(stderr=True)
     try:
@@ -59,18 +60,22 @@ def optimise_command(
         raise typer.Exit(BAD_INPUT) from error
     from export.providers import available_providers, told
 
-    (directory, manifest), providers = made, available_providers()
+    (directory, manifest, is_new), providers = made, available_providers()
     if as_json:
         tried = [one.model_dump(mode="json") for one in manifest.variants]
-        document = {"model": str(directory), "serves": manifest.serves, "providers": providers, "variants": tried}
-        typer.echo(json.dumps(document, indent=2))
+        chosen = {"model": str(directory), "installed": is_new, "serves": manifest.serves}
+        typer.echo(json.dumps({**chosen, "providers": providers, "variants": tried}, indent=2))
         return
     typer.echo(f"  by {told(providers)}")
     for one in manifest.variants:
         star = "*" if one.name == manifest.serves else " "
         measured = "" if one.latency_ms is None else f"{one.latency_ms:.3f} ms, accuracy {one.accuracy or 0.0:.1%}; "
         typer.echo(f"{star} {one.name}  {'' if one.file else 'not kept: '}{measured}{one.reason}")
-    typer.echo(f"in use: {directory}")
+    typer.echo(f"in use: {directory}" if is_new else f"nothing is faster here: {directory} stays in use")
+
+
+class _NothingBetterError(Exception):
+    """The form in use is still the best one; ends the installation of the new version."""
 
 
 def _optimise(
@@ -81,12 +86,15 @@ def _optimise(
     threads: int,
     sign: Path | None,
     tell: Callable[[str], None],
-) -> tuple[Path, Manifest]:
+) -> tuple[Path, Manifest, bool]:
+    """Directory of the version in use afterwards, the manifest with what was measured, and whether that version is new."""
     from export.labelled import labelled_images
+    from export.providers import machine
     from export.signature import sign_manifest
     from export.variants import CALIBRATION_IMAGES, HeldOut, add_variants
 
     slots = Slots(root)
+    slots.check_signed(is_signed=sign is not None)
     source = slots.current()
     manifest = read_all(source)
     pictures, labels = labelled_images(images, manifest.classes, manifest.image)
@@ -100,12 +108,20 @@ def _optimise(
         ranges, _ = labelled_images(calibration, manifest.classes, manifest.image, CALIBRATION_IMAGES)
         held_out = HeldOut(pictures, labels, ranges)
 
+    measured: list[Manifest] = []
+
     def fill(directory: Path) -> None:
         for name in (MANIFEST_NAME, manifest.model.name):
             shutil.copy2(source / name, directory / name)
-        add_variants(directory, held_out, budget=budget, threads=threads, tell=tell)
+        measured.append(add_variants(directory, held_out, budget=budget, threads=threads, tell=tell))
+        before, after = manifest.served_on(machine), measured[0].served_on(machine)
+        if (before.name, before.file) == (after.name, after.file):
+            raise _NothingBetterError
         if sign is not None:
             sign_manifest(directory, sign)
 
-    directory = slots.install(fill)
-    return directory, read_all(directory)
+    try:
+        directory = slots.install(fill)
+    except _NothingBetterError:
+        return source, measured[0], False
+    return directory, read_all(directory), True

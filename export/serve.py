@@ -6,13 +6,13 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 import uvicorn
+from starlette.responses import JSONResponse
 
 from export.errors import ServingError
 from export.manifest import Accept
@@ -23,12 +23,12 @@ from export.serve_inputs import Limits
 from export.serve_metrics import Metrics
 from export.serve_model import ServedModel
 from export.serve_watch import WINDOW, Watch
+from fedcg.listening import Caps, Connections, Listener, http_config, own_hosts_only
 
 LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
 DRAIN_S = 30.0
 """Longest time that accepted requests may take after the server was told to end; a body has 20 s to arrive."""
 _FLUSH_S = 5
-_MAX_HEADER_BYTES = 16 * 1024
 log = logging.getLogger(__name__)
 
 
@@ -47,6 +47,7 @@ class Settings:
         max_bytes: bytes of a request's body.
         max_pixels: pixels of an encoded image.
         watch: predictions by which a new version is compared with the one before it; 0 for never.
+        names: further host names that requests may name in their Host header.
         accept: what a version's manifest must pass, e.g. the check of its signature; None for nothing.
     """
 
@@ -60,6 +61,7 @@ class Settings:
     max_bytes: int = 16 * 1024 * 1024
     max_pixels: int = MAX_PIXELS
     watch: int = WINDOW
+    names: tuple[str, ...] = ()
     accept: Accept | None = None
 
 
@@ -130,46 +132,46 @@ def serve(settings: Settings, say: Callable[[str], None]) -> int:
         accept=settings.accept,
     )
     service = Service(models, batcher, limits, metrics, Watch(settings.watch))
-    with _listening(settings) as listener:
+    room = 2 * _concurrency(
+        settings
+    )  # those in between get an answer that says why; of the address with most ends the oldest
+    with _bound(settings, Connections(Caps(room, room))) as listener:
         if settings.host not in LOOPBACK_HOSTS:
             log.warning("%s is no loopback address: whoever reaches it may ask, there are no accounts", settings.host)
         host, port = listener.getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        server = _Server(_config(service, settings), service, lambda: say(f"listening on {url}"))
+        server = _Server(_config(service, settings, listener), service, lambda: say(f"listening on {url}"))
         asyncio.run(server.serve(sockets=[listener]))
     if server.left_unanswered:
         log.error("%d requests were not answered within %g s", server.left_unanswered, DRAIN_S)
     return 0 if server.started and not server.left_unanswered else 1
 
 
-def _config(service: Service, settings: Settings) -> uvicorn.Config:
-    return uvicorn.Config(
-        create_app(service),
-        http="h11",
-        ws="none",
+def _config(service: Service, settings: Settings, listener: Listener) -> uvicorn.Config:
+    names = (settings.host, *settings.names)
+    return http_config(
+        own_hosts_only(create_app(service), names, "--allow-host", _refuse_host),
+        listener,
         lifespan="on",
-        log_level=logging.WARNING,
-        log_config=None,
-        access_log=False,
-        proxy_headers=False,
-        server_header=False,
-        limit_concurrency=2 * settings.queue + 64,  # beyond the queue, so that those get an answer that says why
-        h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
+        limit_concurrency=_concurrency(settings),
         timeout_graceful_shutdown=_FLUSH_S,
     )
 
 
-@contextmanager
-def _listening(settings: Settings) -> Iterator[socket.socket]:
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    # The protocol is named because asyncio sets TCP_NODELAY on connections of such sockets alone; without it answers wait 40 ms.
-    with socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((settings.host, settings.port))
-        except OSError as error:
-            raise ServingError(
-                f"cannot listen on {settings.host} port {settings.port}: {error.strerror}; "
-                "end what listens there, or choose with --host and --port"
-            ) from error
-        yield listener
+def _concurrency(settings: Settings) -> int:
+    return 2 * settings.queue + 64  # beyond the queue, so that those get an answer that says why
+
+
+def _bound(settings: Settings, connections: Connections) -> Listener:
+    try:
+        return Listener("infer", settings.host, settings.port, connections)
+    except OSError as error:
+        raise ServingError(
+            f"cannot listen on {settings.host} port {settings.port}: {error.strerror}; "
+            "end what listens there, or choose with --host and --port"
+        ) from error
+
+
+def _refuse_host(message: str) -> JSONResponse:
+    error = {"code": "wrong_host", "message": message, "field": "Host"}
+    return JSONResponse({"error": error}, 400)

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from export.errors import ManifestError, ModelError, SlotError
 from export.manifest import MANIFEST_NAME, Accept, Manifest, read_all
+from export.signature import SIGNATURE_NAME
 from fedcg.files import READABLE, fsync_path, replace_durably
 
 POINTER_NAME = "CURRENT"
@@ -58,7 +59,7 @@ class Slots:
     """
 
     def __init__(self, root: Path, keep: int = KEEP, accept: Accept | None = None) -> None:
-        self.root = root
+        self.root = _root_of(root)
         self.keep = keep
         self.accept = accept
 
@@ -106,8 +107,22 @@ class Slots:
                 shutil.rmtree(staging, ignore_errors=True)
                 shutil.rmtree(engines_of(staging), ignore_errors=True)
 
+    def check_signed(self, *, is_signed: bool) -> None:
+        """Refuse an unsigned version in the place of a signed one: whoever asks for the device's signature would not use it.
+
+        Raises:
+            SlotError: the version in use is signed, and the new one is not.
+        """
+        pointer = self._sound_pointer()
+        if pointer is not None and not is_signed and (self.root / pointer.current / SIGNATURE_NAME).exists():
+            raise SlotError(
+                f"{self.root}: version {pointer.current}, which is in use, is signed, and the new one is not; it was not installed. "
+                "Give --sign KEY, the device's message key (signing.key beside its agent.toml)"
+            )
+
     def _publish(self, staging: Path) -> Path:
         read_all(staging)
+        self.check_signed(is_signed=(staging / SIGNATURE_NAME).exists())
         staging.chmod(0o755)
         for path in (*staging.iterdir(), staging):
             fsync_path(path)
@@ -184,11 +199,15 @@ class Slots:
                 f"{path}: not a pointer to a version; choose one with `fedcg model use {self.root} VERSION`"
             ) from error
 
-    def _points_to(self, name: str) -> bool:
+    def _sound_pointer(self) -> Pointer | None:
+        """The pointer; None also for a damaged one, which is replaced and loses its history."""
         try:
-            pointer = self._pointer()
+            return self._pointer()
         except SlotError:
-            return False
+            return None
+
+    def _points_to(self, name: str) -> bool:
+        pointer = self._sound_pointer()
         return pointer is not None and pointer.current == name
 
     def _required_pointer(self) -> Pointer:
@@ -202,10 +221,7 @@ class Slots:
         return pointer
 
     def _point_to(self, name: str) -> None:
-        try:
-            before = self._pointer()
-        except SlotError:
-            before = None  # a damaged pointer is replaced; its history is lost with it
+        before = self._sound_pointer()
         history = (before.current, *before.previous) if before else ()
         previous = tuple(dict.fromkeys(one for one in history if one != name))
         self._write_pointer(Pointer(current=name, previous=previous[:HISTORY]))
@@ -252,13 +268,19 @@ def resolve(directory: Path) -> Path:
     """
     if (directory / MANIFEST_NAME).is_file():
         return directory
-    if (directory / POINTER_NAME).is_file():
+    if (_root_of(directory) / POINTER_NAME).is_file():
         return Slots(directory).current()
     if not directory.is_dir():
         raise ManifestError(f"{directory}: no such folder")
     raise ManifestError(
         f"{directory}: holds neither {MANIFEST_NAME} (a model) nor {POINTER_NAME} (versions of a model)"
     )
+
+
+def _root_of(directory: Path) -> Path:
+    """The root of the versions that a path means: itself, or `models` in a device's private store or folder."""
+    places = (directory, directory / "models", directory / "store" / "models")
+    return next((place for place in places if (place / POINTER_NAME).is_file()), directory)
 
 
 def engines_of(model_dir: Path) -> Path:

@@ -59,15 +59,23 @@ class LazyGroup(TyperGroup):
         """Names of all registered sub-commands."""
         return sorted(entry.name for entry in entry_points(group=self.entry_point_group))
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command that is meant; a mistyped one is refused with the names that are close to it."""
+        self.commands.update(dict.fromkeys(self.list_commands(ctx), self))  # only the names are looked at
+        return super().resolve_command(ctx, args)
+
     def get_command(self, ctx: Any, cmd_name: str) -> TyperCommand | TyperGroup | None:
         """Load one sub-command."""
         entry = self._entry(cmd_name)
         if entry is None:
             return None
         try:
-            return _as_command(entry.load(), cmd_name)
+            command = _as_command(entry.load(), cmd_name)
         except ModuleNotFoundError as error:
             return _unavailable(cmd_name, error)
+        # Completion is installed for `fedcg` as a whole.
+        command.params = [one for one in command.params if one.name not in ("install_completion", "show_completion")]
+        return command
 
 
 def _unavailable(name: str, error: ModuleNotFoundError) -> TyperCommand | TyperGroup:
@@ -106,7 +114,6 @@ def _build() -> TyperCommand | TyperGroup:
     root = typer.Typer(
         cls=LazyGroup,
         no_args_is_help=True,
-        add_completion=False,
         result_callback=_exit_with,
         context_settings={"help_option_names": ["-h", "--help"]},
     )

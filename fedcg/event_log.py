@@ -9,7 +9,7 @@ Agent:
   trainer_started / trainer_died {pid, exit_code}          phase_started {phase, round, attempt, pid}
   progress {phase, step, steps, round, attempt, pid}       committed {round, attempt, pid, ...accuracies, update_bytes}
   round_failed {round, attempt, reason, detail}            manifest {round, attempt, artifact}
-  receipt {round, attempt, artifact, outcome, reason, chunks_sent}   finalised {candidate, model_dir, ...accuracies}
+  receipt {round, attempt, artifact, outcome, reason, chunks_sent}   finalised {candidate, model_dir, ...accuracies and losses}
   refused {what, reason, detail, count}                    agent_stopped {pid, dropped, refused}
   certificate_renewed {until}   renewal_failed {detail}
   carrier {way: up | down, works, detail}   images_skipped {count, images}   cohort {others: alone | same | different}
@@ -17,12 +17,15 @@ Agent:
 Coordinator:
   started {epoch}   stopped   link {up}   online {client}   offline {client, reason}   accepted / declined {client, round, attempt}
   attempt_opened {round, attempt, participants, aggregate}   attempt_resumed / attempt_failed   paused {reason}
-  cohort_differs {client, unlike}   silenced {client, seconds, reason}   silence_ended {client}   refused {what, reason, detail, count}
+  deadline_moved {round, attempt, reason}   cohort_differs {client, unlike}   silenced {client, seconds, reason}
+  silence_ended {client}   refused {what, reason, detail, count}
   update_stored {client, artifact, size, seconds, resumed, received, repeated}   update_refused {outcome, reason}
   worker_ready / worker_died {pid}   phase_started {phase, pid}   aggregate_step {phase, step, steps, pid}   teacher_done
   device_enrolled {client, token, serial, replaced, reloaded}   enrolment_refused / renewal_refused {address, reason, client}
   enrolment_limited {address, refused}   certificate_renewed {client, serial, until}   device_revoked {client, reason, reloaded}
   carrier_refused {certificate, refused}   departed {client}   left {client}   token_created {token, client, until}   token_revoked {token}
+  update_rejected {client, reason} (it was accepted, and can't be merged)   left_out {client, reason}   let_in {client}
+  weight_capped {client, reported, given}   update_clipped {client, part, kept}
   distilling {clients}   aggregate_stored {artifact, size}   finished {round, attempt, aggregate}
 """
 

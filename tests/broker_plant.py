@@ -59,10 +59,17 @@ class Plant:
         own = credential_of(self.home.pki, name)
         return TlsFiles(self.ca, own.certificate, own.key)
 
-    def client(self, name: str, *topics: str, will: Will | None = None, shown: str | None = None) -> Client:
+    def client(
+        self,
+        name: str,
+        *topics: str,
+        will: Will | None = None,
+        shown: str | None = None,
+        kind: type[MqttTransport] = MqttTransport,
+    ) -> Client:
         """A client that subscribes to these topics, with its own certificate or the one of `shown`; not started."""
         config = MqttConfig("127.0.0.1", self.port, name, tls=self.tls(shown or name), protocol="3.1.1")
-        made = Client(MqttTransport(config, will))
+        made = Client(kind(config, will))
         for topic in topics:
             made.transport.subscribe(topic)
         self.clients.append(made)

@@ -10,15 +10,17 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 
 from coordinator.provision.mosquitto import QueueLimits
-from coordinator.provision.pki import create_ca, credential_of, issue
+from coordinator.provision.pki import create_ca, credential_of, issue, write_revocations
 from fedcg.broker_path import Mosquitto
 from fedcg.wire.mqtt import MqttConfig, MqttTransport, TlsFiles
 from fedcg.wire.mqtt_config import Protocol
+from fedcg.wire.mqtt_packets import Subscribed
+from fedcg.wire.server_role import ServerRole
 from fedcg.wire.topics import Topics
 from fedcg.wire.transport import Delivery, Transport, Will
 
@@ -51,9 +53,11 @@ class Pki:
     @staticmethod
     def create(directory: Path, identities: tuple[str, ...], now: datetime | None = None) -> Pki:
         create_ca(directory, now=now)
-        issue(directory, "broker", server=True, now=now)
+        for role in ServerRole:
+            issue(directory, role.value, server=True, now=now)
         for identity in identities:
             issue(directory, identity, now=now)
+        write_revocations(directory, (), now=now)
         return Pki(directory)
 
     @property
@@ -221,6 +225,13 @@ def _copy(source: socket.socket, sink: socket.socket) -> None:
 def _shut(sock: socket.socket) -> None:
     with contextlib.suppress(OSError):  # the other side was first
         sock.shutdown(socket.SHUT_RDWR)
+
+
+class Intruder(MqttTransport):
+    """Stays where its subscriptions are refused, as somebody who listens to others would."""
+
+    def _subscribed(self, answer: Subscribed) -> None:
+        super()._subscribed(replace(answer, reasons=bytes(len(answer.reasons))))
 
 
 class Client:

@@ -16,6 +16,8 @@ from coordinator.config import CarrierSettings
 from coordinator.listeners import listening
 from coordinator.provision.pki import credential_of
 from coordinator.service import Service
+from fedcg.listening import Caps, Connections
+from fedcg.wire.server_role import ServerRole
 from tests.brokers import HOST, Pki
 
 
@@ -25,9 +27,9 @@ async def carrying(
 ) -> AsyncIterator[None]:
     """Serve boxes on a loopback port."""
     application = create_carrier_app(service.shelf, clock)
-    with listening("carrier", CarrierSettings(port=port), HOST) as listener:
+    with listening("carrier", CarrierSettings(port=port), HOST, Connections(Caps(64, 32))) as listener:
         assert listener is not None
-        async with listeners.carrying(application, listener, pki, credential_of(pki, "broker")):
+        async with listeners.carrying(application, listener, pki, credential_of(pki, "carrier")):
             yield
 
 
@@ -52,7 +54,7 @@ def ask(
     headers: Mapping[str, str] | None = None,
 ) -> Answer:
     """One request with an identity's certificate."""
-    connection = connect(port, pki.tls(identity).context())
+    connection = connect(port, pki.tls(identity).context(ServerRole.CARRIER))
     try:
         connection.request(method, path, body, dict(headers or {}))
         response = connection.getresponse()

@@ -19,12 +19,13 @@ from coordinator.config import BrokerSettings, CoordinatorConfig, EnrolmentSetti
 from coordinator.enrolment_api import create_enrolment_app
 from coordinator.home import Home, create_home
 from coordinator.limits import ALL, PER_ADDRESS, FailureLimits, Rate
-from coordinator.listeners import listening, server_context, server_credential, serving
-from coordinator.provision.pki import Credential
+from coordinator.listeners import listening, server_context, serving
+from coordinator.provision.pki import Credential, server_credential
 from coordinator.records import AggregateRecord, FederationRecord
 from coordinator.store import Store
 from coordinator.tokens import Wish, create_token
 from fedcg.event_log import EventLog, read_events
+from fedcg.listening import Caps, Connections
 from fedcg.wire.enrolment import Token
 from tests.brokers import free_port
 
@@ -87,15 +88,17 @@ def running_desk(home: Home, *, per_address: Rate = PER_ADDRESS, everybody: Rate
         evict=desk.evicted.append,
     )
     limits = FailureLimits(time.monotonic, per_address, everybody)
+    device_limits = FailureLimits(time.monotonic, per_address, everybody)
     context = server_context(home.pki, server_credential(home.pki, "enrolment", config.enrolment_host))
     ready, loops = threading.Event(), []
 
     async def serve() -> None:
         stop = asyncio.Event()
         loops.append((asyncio.get_running_loop(), stop))
-        with listening("enrolment", config.enrolment, config.enrolment_host) as listener:
+        table = Connections(Caps(64, 32))
+        with listening("enrolment", config.enrolment, config.enrolment_host, table) as listener:
             assert listener is not None
-            async with serving(create_enrolment_app(admission, limits), listener, context):
+            async with serving(create_enrolment_app(admission, limits, device_limits), listener, context):
                 ready.set()
                 await stop.wait()
 
@@ -145,6 +148,8 @@ class Pretender:
 
     def _serve(self, secured: ssl.SSLSocket) -> None:
         request = secured.recv(65_536)
+        if not request:
+            return  # the client did not like the certificate
         self.heard += request
         body = self._authority if request.startswith(b"GET") else self._answer(request, secured)
         secured.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)

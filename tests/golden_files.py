@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -167,8 +168,8 @@ def fill_database(path: Path) -> None:
     report = '{"examples":12,"accuracy":0.5}'
     for device in ("line-1", "line-2"):
         ended = UpdateRecord(*key, device, device[-1] * 64, 1000, Outcome.ACCEPTED, "", report, 11.0, 12.0)
-        store.end_update(ended)
-    store.start_distilling(key, 20.0)
+        store.end_update(replace(ended, distances='{"classifier":1.5}'))
+    store.start_distilling(key, 20.0, {"line-1": 12, "line-2": 9})
     store.close_attempt(AggregateRecord("casting", 1, 1, "a" * 64, 900, "b" * 64, 30.0))
     store.open_attempt(("casting", 2, 1), "a" * 64, frozenset({"line-1"}), 31.0, 131.0)
     store.add_key_link("casting", make_link("casting", 1, 2, COORDINATOR_KEY, NEW_KEY.public), 40.0)

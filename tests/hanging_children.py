@@ -14,7 +14,10 @@ from coordinator.aggregation_messages import (
     FinishJob,
     Job,
     JobDone,
+    JobFailed,
+    PhaseStarted,
     UpdateAdded,
+    UpdateFailed,
     WorkerReady,
     WorkerSettings,
 )
@@ -88,3 +91,29 @@ def break_the_card_once(connection: Connection, settings: WorkerSettings) -> Non
 
     real.Workbench = Bench  # type: ignore[misc]
     real.worker_main(connection, settings)
+
+
+def die_over_b(connection: Connection, _settings: WorkerSettings) -> None:
+    connection.send(WorkerReady(os.getpid(), 1, "cpu"))
+    while True:
+        request: Any = connection.recv()
+        if isinstance(request, AddUpdate):
+            connection.send(PhaseStarted(os.getpid(), 1, 1, "teacher", request.client))
+            if request.client == "b":
+                os.kill(os.getpid(), signal.SIGKILL)
+            connection.send(UpdateAdded(1, 1, request.client))
+        elif isinstance(request, FinishJob):
+            connection.send(JobDone(1, 1, "9" * 64, len(request.updates), "8" * 64))
+
+
+def fail_the_job_and_answer_nothing_more(connection: Connection, settings: WorkerSettings) -> None:
+    connection.send(WorkerReady(os.getpid(), 1, "cpu"))
+    job: Any = connection.recv()
+    connection.send(JobFailed(job.round, job.attempt, "no such file"))
+    asked: list[str] = []
+    while True:
+        request: Any = connection.recv()
+        if isinstance(request, Job):  # the next attempt: it names what it was asked for in between
+            connection.send(UpdateFailed(request.round, request.attempt, ",".join(asked), ""))
+        else:
+            asked.append(request.client)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from coordinator.aggregation_messages import Limits, Updates
 from edge_client.agent import Agent, AgentKeys
 from edge_client.config import AgentConfig, BrokerSection, DataSection, ExportSection
 from edge_client.outgoing import offline_will
@@ -122,9 +123,9 @@ def alter(passing: Passing, rng: random.Random) -> bytes:
 class DigestWorker(PlainWorker):
     """Merges without torch into something that depends on every update."""
 
-    def finish(self, updates: tuple[tuple[str, str], ...]) -> None:
+    def finish(self, updates: Updates, limits: Limits = ()) -> None:
         self.merged = updates
-        super().finish(updates)
+        super().finish(updates, limits)
 
     def merge(self, spec: object, round_number: int, attempt: int) -> bytes:
         digest = hashlib.sha256(repr(self.merged).encode()).digest()

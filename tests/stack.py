@@ -74,6 +74,7 @@ class Stack:
     min_clients: int | None = None  # all devices when None
     enrol: bool = False  # devices enrol by token once the coordinator runs (`enrol_device`), instead of by bundle
     certificate_days: float | None = None
+    retry_s: float = 0.5  # after a failed attempt
     https: tuple[str, ...] = ()  # devices whose artifacts travel over HTTPS
     carrier_port: int = field(default_factory=free_port)
     enrol_port: int = field(default_factory=free_port)
@@ -108,6 +109,7 @@ class Stack:
         if self.https:
             ports += ["--carrier-port", str(self.carrier_port)]
         self.command("coordinator", "init", "--dir", str(self.home), "--observer", *ports)
+        set_values(self.home / "coordinator.toml", {("rounds", "retry_s"): self.retry_s})
         if self.certificate_days is not None:
             set_values(self.home / "coordinator.toml", {("enrolment", "certificate_days"): self.certificate_days})
         plan = self.root / "plan.toml"

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from coordinator.aggregation_messages import JobDone, WorkerSettings
+from coordinator.aggregation_messages import JobDone, Limits, Updates, WorkerSettings
 from coordinator.bench_parties import NoWorker
 from coordinator.message_keys import Voice
 from coordinator.records import AggregateRecord, FederationRecord
@@ -155,12 +155,12 @@ async def run_coordinator(root: Path, started: Callable[[Service], None] = lambd
 class DigestWorker(NoWorker):
     """Makes an aggregate that depends on every bit of every update, whoever brought it in whatever way."""
 
-    def finish(self, updates: tuple[tuple[str, str], ...]) -> None:
+    def finish(self, updates: Updates, limits: Limits = ()) -> None:
         assert self.job is not None
         artifacts, job = ArtifactStore(self.settings.artifacts), self.job
         spec = FederationSpec.parse(artifacts.get(job.spec))
         where = {"kind": "aggregate", "round": job.round, "attempt": job.attempt, "client": COORDINATOR}
-        contents = [artifacts.get(artifact) for _, artifact in sorted(updates)]
+        contents = [artifacts.get(artifact) for _, artifact, _ in sorted(updates)]
         merged = packed(spec, hashlib.sha256(b"".join(contents)).hexdigest(), **where)
         done = JobDone(job.round, job.attempt, artifacts.put(merged), len(merged), job.server_state)
         self.notify(done)

@@ -10,7 +10,7 @@ from string import Template
 
 from coordinator.config import LOOPBACK_HOSTS
 from coordinator.home import BROKER_NAME, Home, observers_of
-from coordinator.provision.pki import CA_NAME, credential_of
+from coordinator.provision.pki import CA_NAME, CRL_NAME, credential_of
 from fedcg.files import replace_durably
 from fedcg.wire.topics import Topics
 
@@ -49,8 +49,8 @@ def mosquitto_config(
     *,
     acl: Path,
     persistence: Path,
-    as_root: bool,
-    crl: Path | None = None,
+    user: str | None,
+    pki: Path | None = None,
     limits: QueueLimits | None = None,
 ) -> str:
     """The text of mosquitto.conf.
@@ -58,28 +58,29 @@ def mosquitto_config(
     Args:
         home: whose certificates and port to use.
         acl: path of the access list.
-        persistence: directory for the broker's database.
-        crl: path of the revocation list; default the home's own.
+        persistence: directory for the broker's database and its process id.
+        user: whom Mosquitto runs as when root starts it; by default it takes a user of its own, who can't read the home's keys.
+        pki: directory of certificates, key and revocation list; default the home's own.
         limits: of the queues; the default fits the preset "mosquitto".
-        as_root: keep the superuser's rights; else Mosquitto started as root drops to a user that can't read the keys.
 
     Raises:
         ConfigError: the home's configuration is not usable.
     """
     broker = home.config().broker
-    server = credential_of(home.pki, BROKER_NAME)
+    pki = (pki or home.pki).resolve()
+    server = credential_of(pki, BROKER_NAME)
     only_here = broker.host in LOOPBACK_HOSTS
     template = files("coordinator.provision").joinpath(f"{CONFIG_NAME}.template").read_text(encoding="utf-8")
     return Template(template).substitute(
         listener=f"{broker.port} 127.0.0.1" if only_here else str(broker.port),
-        ca=credential_of(home.pki, CA_NAME).certificate.resolve(),
-        certificate=server.certificate.resolve(),
-        key=server.key.resolve(),
+        ca=credential_of(pki, CA_NAME).certificate,
+        certificate=server.certificate,
+        key=server.key,
         acl=acl.resolve(),
-        crl=(crl or home.revocations).resolve(),
+        crl=pki / CRL_NAME,
         persistence=persistence.resolve(),
         limits="\n".join((limits or QueueLimits()).lines()),
-        extra="user root" if as_root else "",
+        extra="" if user is None else f"user {user}",
     )
 
 

@@ -17,13 +17,16 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from coordinator.config import LOOPBACK_HOSTS
 from fedcg.files import READABLE, replace_durably
+from fedcg.wire.server_role import AUTHORITY_NAME
 
 CA_NAME = "ca"
 CA_DAYS = 3650
 LEAF_DAYS = 825
 LEAF_LIFE = timedelta(days=LEAF_DAYS)
 CRL_NAME = "crl.pem"
+RENEW_SERVER_BEFORE = timedelta(days=60)
 CLOCK_SLACK = timedelta(hours=1)
 """Boxes without a battery-backed clock boot in the past; a fresh certificate must already be valid for them."""
 
@@ -51,7 +54,7 @@ def create_ca(directory: Path, *, now: datetime | None = None) -> Credential:
     if credential.certificate.exists():
         raise FileExistsError(f"{credential.certificate} exists; a new authority would cut off every enrolled device")
     key = ec.generate_private_key(ec.SECP256R1())
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "FedCG Edge CA")])
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, AUTHORITY_NAME)])
     usage = x509.KeyUsage(
         digital_signature=True,
         key_cert_sign=True,
@@ -103,6 +106,26 @@ def issue(
     credential = credential_of(directory, common_name)
     _write(credential, certificate, key)
     return credential
+
+
+def server_credential(directory: Path, role: str, host: str) -> Credential:
+    """A server's certificate: issued, and issued anew when it runs out or does not name exactly what clients may call it.
+
+    This machine's own names are in it only when clients are on this machine: anything there could else answer for the server.
+
+    Args:
+        directory: holds the authority.
+        role: which server it is (`fedcg.wire.server_role`); the common name.
+        host: name or address under which clients reach it.
+    """
+    names = tuple(dict.fromkeys((host, "127.0.0.1", "localhost"))) if host in LOOPBACK_HOSTS else (host,)
+    credential = credential_of(directory, role)
+    if credential.certificate.exists() and credential.key.exists():
+        certificate = x509.load_pem_x509_certificate(credential.certificate.read_bytes())
+        left = certificate.not_valid_after_utc - datetime.now(timezone.utc)
+        if left > RENEW_SERVER_BEFORE and _names(certificate) == set(names):
+            return credential
+    return issue(directory, role, server=True, sans=names)
 
 
 def issue_beside(directory: Path, target: Path, common_name: str, life: timedelta) -> Credential:
@@ -215,6 +238,12 @@ def _general_name(name: str) -> x509.GeneralName:
     except ValueError:
         return x509.DNSName(name)
     return x509.IPAddress(address)
+
+
+def _names(certificate: x509.Certificate) -> set[str]:
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    found = {str(address) for address in names.get_values_for_type(x509.IPAddress)}
+    return found | set(names.get_values_for_type(x509.DNSName))
 
 
 def _load_ca(directory: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:

@@ -110,7 +110,8 @@ def _with_shadows(lines: Sequence[Line], used: Sequence[RunRecord], preset: Pres
 
 def _orders(preset: Preset, lines: Sequence[Line]) -> tuple[Order, ...]:
     first: dict[str, Line] = {}
-    for line in lines:
+    # Of several lines of a row: published settings before others, then the one with the most seeds.
+    for line in sorted(lines, key=lambda line: (bool(line.reduced), -max(map(len, line.by_seed.values())))):
         first.setdefault(line.row.key, line)
     orders = []
     for claim in claims():

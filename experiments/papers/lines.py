@@ -46,6 +46,8 @@ class Line:
         reduced: differences from the published setting that concern this row alone.
         by_seed: measure to seed to percent.
         figures: measure to mean over seeds; `best` likewise, at each client's (global: the) best round instead of the last.
+        after: accuracy with the round's aggregate loaded, at the round that the first measure is read at; None where nothing
+            that is measured comes down.
         losing: how many of `compared` clients, over all seeds, are below their local-only model.
         gains: points over local-only for each client, mean over seeds.
         failures: local rounds that diverged and were undone.
@@ -66,6 +68,7 @@ class Line:
     gains: Mapping[str, float]
     failures: int
     unmerged: int = 0
+    after: Figure | None = None
     from_shadow: bool = False
 
 
@@ -109,7 +112,8 @@ def lines_of(row: Row, mine: Sequence[tuple[RunRecord, str]], measures: Sequence
 
 
 def _line(row: Row, by_choice: Mapping[str, Mapping[int, RunRecord]], offered: int, measures: Sequence[str]) -> Line:
-    choice = _winner(by_choice, last=measures[0] != "personal")
+    is_last = measures[0] != "personal"
+    choice = _winner(by_choice, last=is_last)
     runs = by_choice[choice]
     clients = [client for run in runs.values() for client in run.clients]
     gains: dict[str, list[float]] = defaultdict(list)
@@ -117,6 +121,7 @@ def _line(row: Row, by_choice: Mapping[str, Mapping[int, RunRecord]], offered: i
         if client.accuracy_personal is not None and client.accuracy_local is not None:
             gains[client.id].append(100.0 * (client.accuracy_personal - client.accuracy_local))
     by_seed = {measure: _by_seed(runs, FIELDS[measure]) for measure in measures}
+    after = [run.after_download(last=is_last) for run in runs.values()]
     best = {measure: _by_seed(runs, BEST_FIELDS[measure]) for measure in measures}
     return Line(
         row=row,
@@ -132,6 +137,7 @@ def _line(row: Row, by_choice: Mapping[str, Mapping[int, RunRecord]], offered: i
         gains={name: fmean(values) for name, values in sorted(gains.items())},
         failures=sum(len(client.failures) for client in clients),
         unmerged=sum(len(run.server_failures) for run in runs.values()),
+        after=figure_of(value for value in after if value is not None),
     )
 
 

@@ -29,6 +29,7 @@ class Curve(_Part):
     """What is needed of a client's curve."""
 
     validation: _Column = []
+    after: _Column = []
 
 
 class ClientRecord(_Part):
@@ -112,6 +113,17 @@ class RunRecord(_Part):
     def last_validation(self) -> float | None:
         """Mean over clients of the last validation accuracy, in percent."""
         return self._validation([values[-1] for values in self._measured()])
+
+    def after_download(self, *, last: bool) -> float | None:
+        """Mean over clients of the accuracy with the round's aggregate loaded, in percent.
+
+        Args:
+            last: in the last round; else at each client's best validation round.
+        """
+        if not last:
+            return self.figure("accuracy_after")
+        ended = [client.curve.after[-1] for client in self.clients if client.curve.after]
+        return self._validation([value for value in ended if value is not None])
 
     def _measured(self) -> list[list[float]]:
         columns = [[value for value in client.curve.validation if value is not None] for client in self.clients]

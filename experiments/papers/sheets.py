@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from experiments.papers.catalogue import Published, Row
 from experiments.papers.comparison import Comparison, Order
-from experiments.papers.lines import Differences, Figure, Line, is_far
+from experiments.papers.lines import Differences, Figure, Line, figure_of, is_far
 from experiments.papers.missing import Missing
 from experiments.papers.traffic import Traffic
 
@@ -37,11 +37,12 @@ def comparison_sheet(found: Comparison) -> Sheet:
     for line in found.lines:
         lines.setdefault(line.row.key, []).append(line)
     rows: list[tuple[str, ...]] = []
+    alone = next((line.by_seed[measures[0]] for line in lines.get("local", ())), {})
     for row in found.preset.rows.values():
         mine: list[Line | None] = [*lines.get(row.key, ())]
         for shown in mine or [None]:
             is_exact = not found.reduced and (shown is None or not shown.reduced)
-            rows.append(_cells(row, shown, measures, common, is_exact=is_exact))
+            rows.append(_cells(row, shown, measures, common, alone, is_exact=is_exact))
     reduced = {**found.reduced, **common}
     budget = "published settings" if not reduced else f"REDUCED: {_differences(reduced)}"
     notes = [f"data: {', '.join(found.data)}"]
@@ -50,7 +51,9 @@ def comparison_sheet(found: Comparison) -> Sheet:
         notes.append(found.preset.stand_in)
     notes += [f"{file} fits no row of this table" for file in found.strangers]
     title = f"{found.preset.base}  {found.preset.title}  [{budget}]"
-    return Sheet(title, (*columns, "alone is better", "remarks"), tuple(rows), tuple(notes))
+    return Sheet(
+        title, (*columns, "after download", "local-only", "alone is better", "remarks"), tuple(rows), tuple(notes)
+    )
 
 
 def orders_sheet(comparisons: Sequence[Comparison]) -> Sheet:
@@ -139,7 +142,13 @@ def _common(lines: Sequence[Line]) -> Differences:
 
 
 def _cells(
-    row: Row, line: Line | None, measures: Sequence[str], common: Differences, *, is_exact: bool
+    row: Row,
+    line: Line | None,
+    measures: Sequence[str],
+    common: Differences,
+    alone: Mapping[int, float],
+    *,
+    is_exact: bool,
 ) -> tuple[str, ...]:
     cells = [row.label]
     for measure in measures:
@@ -150,9 +159,10 @@ def _cells(
             difference = f"{ours.mean - paper.mean:+.2f}{mark}"
         cells += [figure_text(paper), figure_text(ours), difference]
     if line is None:
-        return (*cells, _NONE, "not run")
+        return (*cells, _NONE, _NONE, _NONE, "not run")
     losing = f"{line.losing} of {line.compared} clients" if line.compared else _NONE
-    return (*cells, losing, _remarks(line, common))
+    paired = figure_of(alone[seed] for seed in line.by_seed[measures[0]] if seed in alone)
+    return (*cells, figure_text(line.after), figure_text(paired), losing, _remarks(line, common))
 
 
 def _remarks(line: Line, common: Differences) -> str:

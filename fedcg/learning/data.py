@@ -63,7 +63,7 @@ def list_files(root: Path, classes: Sequence[str]) -> list[tuple[str, int]]:
     """Relative path and label of every image under `root/class/*` or `root/{train,val,test}/class/*`, sorted by path.
 
     Raises:
-        DataError: no folder, a class folder that the spec does not name, or no image at all.
+        DataError: no folder, one that can't be read, a class folder that the spec does not name, or no image at all.
     """
     if not root.is_dir():
         raise DataError(f"{root}: no such folder")
@@ -76,11 +76,11 @@ def list_files(root: Path, classes: Sequence[str]) -> list[tuple[str, int]]:
                 raise DataError(
                     f"{folder}: the spec has no class {folder.name!r}; its classes are {', '.join(classes)}"
                 )
-            files = (
-                path
-                for path in folder.iterdir()
-                if path.suffix.lower() in IMAGE_SUFFIXES and not path.name.startswith(".")
-            )
+            try:
+                listed = sorted(folder.iterdir())
+            except OSError as error:
+                raise DataError(f"{folder}: {error.strerror or error}") from error
+            files = (path for path in listed if path.suffix.lower() in IMAGE_SUFFIXES and not path.name.startswith("."))
             found += [(path.relative_to(root).as_posix(), labels[folder.name]) for path in files]
     if not found:
         raise DataError(

@@ -14,3 +14,8 @@ def is_sticky(error: BaseException) -> bool:
     if isinstance(error, torch.cuda.OutOfMemoryError) or not isinstance(error, RuntimeError):
         return False
     return any(mark in str(error) for mark in _STICKY)
+
+
+def is_of_this_machine(error: BaseException) -> bool:
+    """Whether an error is the machine's (memory, disk) rather than that of the numbers it was given."""
+    return isinstance(error, OSError | MemoryError | torch.cuda.OutOfMemoryError)

@@ -12,9 +12,12 @@ from typing import Any
 
 import torch
 
+from fedcg.learning.eager_optimisers import eager
+
 _EPS = 1e-8  # torch's default
 
 
+@eager
 class FusedAdam(torch.optim.Optimizer):
     """Adam with L2 weight decay over dense float32 or float64 weights on the CPU; takes one step per `step`, without a closure."""
 

@@ -17,6 +17,7 @@ from torch import nn
 from fedcg.learning.augmentation import Augmentation, Augmenter
 from fedcg.learning.cuda_graph import Step, graphed
 from fedcg.learning.data import ImageSet, normalise, usable_rows
+from fedcg.learning.eager_optimisers import SGD, Adam
 from fedcg.learning.fused_adam import FusedAdam
 from fedcg.learning.layer_noise import seeded_layers
 from fedcg.learning.losses import cross_entropy
@@ -82,7 +83,7 @@ def adam(
     weights = list(parameters)
     if _on_cpu(weights):
         return FusedAdam(weights, lr, betas, weight_decay)
-    return torch.optim.Adam(weights, lr=lr, betas=betas, weight_decay=weight_decay, fused=True)
+    return Adam(weights, lr=lr, betas=betas, weight_decay=weight_decay, fused=True)
 
 
 def task_optimiser(parameters: Iterable[torch.Tensor], params: TrainingParams) -> torch.optim.Optimizer:
@@ -90,7 +91,7 @@ def task_optimiser(parameters: Iterable[torch.Tensor], params: TrainingParams) -
     if params.optimiser == "sgd":
         weights = list(parameters)
         fused = None if _on_cpu(weights) else True
-        return torch.optim.SGD(weights, lr=params.lr, weight_decay=params.weight_decay, fused=fused)
+        return SGD(weights, lr=params.lr, weight_decay=params.weight_decay, fused=fused)
     return adam(parameters, params.lr, params.weight_decay)
 
 

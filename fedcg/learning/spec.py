@@ -26,6 +26,11 @@ SPEC_FORMAT = 1
 _WEIGHING = frozenset({ReportField.EXAMPLES, ReportField.LABEL_COUNTS})
 ParameterValue = bool | int | float | str | None
 CropPixels = Annotated[int, Field(ge=0, le=64)]
+_FederationId = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
+_Classes = Annotated[tuple[str, ...], Field(min_length=2, max_length=10_000)]
+_MethodName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,62}$")]
+_Rounds = Annotated[int, Field(ge=1, le=100_000)]
+_Seed = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
 def check_crop(pixels: int, side: int) -> int:
@@ -50,11 +55,11 @@ _ALWAYS_SO: dict[str, object] = {"augment_crop": 0, "aggregate_codec": "f32", "w
 class ImageForm(_Frozen):
     """How an image becomes a tensor: decoded, converted to `mode`, resized to height x width, scaled to [0, 1], normalised."""
 
-    mode: Literal["L", "RGB"]
-    height: Annotated[int, Field(ge=4, le=1024)]
-    width: Annotated[int, Field(ge=4, le=1024)]
-    mean: tuple[float, ...]
-    std: tuple[Annotated[float, Field(gt=0)], ...]
+    mode: Annotated[Literal["L", "RGB"], Field(description="L is grey, RGB is colour")]
+    height: Annotated[int, Field(ge=4, le=1024, description="pixels; every image is resized")]
+    width: Annotated[int, Field(ge=4, le=1024, description="pixels; every image is resized")]
+    mean: Annotated[tuple[float, ...], Field(description="one per channel, of pixels between 0 and 1")]
+    std: Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(description="one per channel, above 0")]
 
     @property
     def channels(self) -> int:
@@ -74,10 +79,10 @@ _NetworkName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:@-]{1,200}$")]
 class NetworkChoice(_Frozen):
     """Which split, generator and discriminator, by name."""
 
-    split: _NetworkName = "lenet5_relu"
-    generator: _NetworkName = "mlp"
-    discriminator: _NetworkName = "mlp"
-    noise_dim: Annotated[int, Field(ge=1, le=4096)] = 100
+    split: Annotated[_NetworkName, Field(description="extractor and classifier: `fedcg network list`")] = "lenet5_relu"
+    generator: Annotated[_NetworkName, Field(description="`fedcg network list`")] = "mlp"
+    discriminator: Annotated[_NetworkName, Field(description="`fedcg network list`")] = "mlp"
+    noise_dim: Annotated[int, Field(ge=1, le=4096, description="numbers that a generator starts from")] = 100
 
 
 def _within_image(pixels: int, info: ValidationInfo) -> int:
@@ -98,14 +103,14 @@ class FederationSpec(_Frozen):
     """
 
     format: Literal[1] = 1
-    federation: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
-    classes: Annotated[tuple[str, ...], Field(min_length=2, max_length=10_000)]
+    federation: _FederationId
+    classes: _Classes
     image: ImageForm
     network: NetworkChoice
-    method: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,62}$")]
+    method: _MethodName
     params: dict[str, ParameterValue]
-    rounds: Annotated[int, Field(ge=1, le=100_000)]
-    seed: Annotated[int, Field(ge=0, lt=1 << 63)]
+    rounds: _Rounds
+    seed: _Seed
     augment_flip: bool = False
     augment_crop: CropPixels = 0
     upload: tuple[Part, ...]
@@ -164,21 +169,21 @@ class FederationPlan(_Frozen):
         codec: how updates are coded, `aggregate_codec` how aggregates are (`fedcg.wire.codecs`).
     """
 
-    federation: str
-    classes: tuple[str, ...]
+    federation: Annotated[_FederationId, Field(description="id: small letters, digits and dashes")]
+    classes: Annotated[_Classes, Field(description="class names in their order; folders of images have these names")]
     image: ImageForm
     network: NetworkChoice = NetworkChoice()
-    method: str
-    params: dict[str, ParameterValue] = {}
-    rounds: int
-    seed: int = 0
-    augment_flip: bool = False
-    augment_crop: CropPixels = 0
-    codec: UpdateCodec = DEFAULT_UPDATE_CODEC
-    aggregate_codec: AggregateCodec = DEFAULT_AGGREGATE_CODEC
-    min_clients: Annotated[int, Field(ge=1)] = 3
-    deadline_s: Annotated[float, Field(gt=0)] = 3600.0
-    max_attempts: Annotated[int, Field(ge=1)] = 3
+    method: Annotated[_MethodName, Field(description="`fedcg method list`")]
+    params: Annotated[dict[str, ParameterValue], Field(description="of the method: `fedcg method show NAME`")] = {}
+    rounds: Annotated[_Rounds, Field(description="rounds until the federation is over")]
+    seed: Annotated[_Seed, Field(description="initial weights of the shared parts follow from it")] = 0
+    augment_flip: Annotated[bool, Field(description="mirror half of the training images at random")] = False
+    augment_crop: Annotated[CropPixels, Field(description="random windows of images padded by so many pixels")] = 0
+    codec: Annotated[UpdateCodec, Field(description="how updates are coded")] = DEFAULT_UPDATE_CODEC
+    aggregate_codec: Annotated[AggregateCodec, Field(description="how aggregates are coded")] = DEFAULT_AGGREGATE_CODEC
+    min_clients: Annotated[int, Field(ge=1, description="a round opens and closes with at least so many")] = 3
+    deadline_s: Annotated[float, Field(gt=0, description="seconds from the opening of a round to its end")] = 3600.0
+    max_attempts: Annotated[int, Field(ge=1, description="tries of one round before the federation is paused")] = 3
 
     _crop_fits = field_validator("augment_crop")(_within_image)
 

@@ -21,7 +21,8 @@ from fedcg.wire.errors import MalformedError
 from fedcg.wire.messages import Identifier, Sha256
 from fedcg.wire.presets import PresetName
 
-TOKEN_PREFIX = "fcg1_"  # noqa: S105 - the mark of a token's text, not a secret
+TOKEN_PREFIX = "fcg2_"  # noqa: S105 - the mark of a token's text, not a secret
+OLD_TOKEN_PREFIX = "fcg1_"  # noqa: S105 - of tokens that do not name the coordinator's message key
 SECRET_BYTES = 32
 CHECK_BYTES = 4
 MAX_TOKEN_CHARS = 2048
@@ -31,10 +32,12 @@ AUTHORITY_PATH = "/v1/authority"
 ENROL_PATH = "/v1/enrol"
 RENEW_PATH = "/v1/renew"
 _ENROL_DOMAIN = "fedcg/1 enrolment"
+_ANSWER_DOMAIN = "fedcg/1 enrolment answer"
 _RENEW_DOMAIN = "fedcg/1 renewal"
 
 TokenId = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 Signature = Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")]
+Nonce = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 Pem = Annotated[str, Field(min_length=1, max_length=6000)]
 URL_PATTERN = r"^https://[A-Za-z0-9.:\[\]_-]{1,260}/?$"
 Url = Annotated[str, Field(pattern=URL_PATTERN)]
@@ -49,6 +52,7 @@ class _TokenBody(_Strict):
     id: TokenId
     secret: Sha256
     ca: Sha256
+    key: Sha256
     url: Url | None = None
     device: Identifier | None = None
 
@@ -61,6 +65,7 @@ class Token:
         id: names the token in lists; not secret.
         secret: 32 random bytes; the coordinator keeps only their hash.
         authority: sha256 of the public key of the only authority that may be talked to, in hex.
+        coordinator: `message_key_digest` of the only coordinator that may be joined.
         url: where to enrol, when the operator put it in.
         device: the only id that it enrols, when it is bound to one.
     """
@@ -68,13 +73,14 @@ class Token:
     id: str
     secret: bytes = field(repr=False)
     authority: str
+    coordinator: str
     url: str | None = None
     device: str | None = None
 
     @property
     def text(self) -> str:
         """What the operator hands over: one word; a check sum tells a mistyped or cut one."""
-        values = {"id": self.id, "secret": self.secret.hex(), "ca": self.authority}
+        values = {"id": self.id, "secret": self.secret.hex(), "ca": self.authority, "key": self.coordinator}
         values |= {name: value for name, value in (("url", self.url), ("device", self.device)) if value is not None}
         body = json.dumps(values, separators=(",", ":")).encode()
         return TOKEN_PREFIX + base64.urlsafe_b64encode(_check_sum(body) + body).decode().rstrip("=")
@@ -87,6 +93,11 @@ class Token:
             MalformedError: it is none, or was cut or mistyped. The message never holds any of it.
         """
         text = text.strip()
+        if text.startswith(OLD_TOKEN_PREFIX):
+            raise MalformedError(
+                "the enrolment token was made by an earlier version and does not name the coordinator's message key: ask the "
+                "operator for a new one (`fedcg token create`)"
+            )
         if not text.startswith(TOKEN_PREFIX) or len(text) > MAX_TOKEN_CHARS:
             raise MalformedError(f"this is no enrolment token: one starts with {TOKEN_PREFIX}")
         encoded = text[len(TOKEN_PREFIX) :]
@@ -102,7 +113,7 @@ class Token:
             parsed = _TokenBody.model_validate_json(body)
         except ValidationError:
             raise MalformedError("the enrolment token is of another version of this program") from None
-        return Token(parsed.id, bytes.fromhex(parsed.secret), parsed.ca, parsed.url, parsed.device)
+        return Token(parsed.id, bytes.fromhex(parsed.secret), parsed.ca, parsed.key, parsed.url, parsed.device)
 
 
 class EnrolRequest(_Strict):
@@ -115,6 +126,7 @@ class EnrolRequest(_Strict):
         request: PKCS #10 request for the TLS certificate, PEM, signed by the new P-256 key, CN = `device`.
         signing_key: public half of the new Ed25519 key, in hex.
         proof: its signature over `enrolment_statement`.
+        nonce: random, made for this request alone; boxes of earlier versions send none, and are refused.
     """
 
     token: TokenId
@@ -123,10 +135,11 @@ class EnrolRequest(_Strict):
     request: Pem
     signing_key: Sha256
     proof: Signature
+    nonce: Nonce | None = None
 
 
 class EnrolAnswer(_Strict):
-    """What a new device needs to work."""
+    """What a new device needs to work; `signature` is the coordinator's message key's, over `answer_statement`."""
 
     device: Identifier
     federation: Identifier
@@ -137,6 +150,7 @@ class EnrolAnswer(_Strict):
     broker_port: Annotated[int, Field(ge=1, le=65535)]
     broker_preset: PresetName
     carrier_url: Url | None = None
+    signature: Signature | None = None
 
 
 class RenewRequest(_Strict):
@@ -169,6 +183,17 @@ def enrolment_statement(token: str, device: str, tls_key: str, signing_key: str)
         signing_key: the Ed25519 key itself, in hex.
     """
     return f"{_ENROL_DOMAIN}\0{token}\0{device}\0{tls_key}\0{signing_key}".encode()
+
+
+def answer_statement(request: EnrolRequest, answer: EnrolAnswer) -> bytes:
+    """What the coordinator signs: everything that it answers, and the very request, so that no answer fits another request."""
+    values = [request.model_dump(mode="json"), answer.model_dump(mode="json", exclude={"signature"})]
+    return f"{_ANSWER_DOMAIN}\0{json.dumps(values, sort_keys=True)}".encode()
+
+
+def message_key_digest(key: str) -> str:
+    """The sha256 of a message key, both in hex: what a token says of its coordinator's."""
+    return hashlib.sha256(bytes.fromhex(key)).hexdigest()
 
 
 def renewal_statement(device: str, tls_key: str) -> bytes:

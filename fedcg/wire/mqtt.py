@@ -16,12 +16,14 @@ import time
 
 from fedcg.wire.errors import MalformedError, TransportError, WireError
 from fedcg.wire.mqtt_config import (
+    MIN_PACKET_BYTES,
     PROTOCOL_MAX_PACKET,
     MqttConfig,
     TlsFiles,
-    explain_failure,
+    explain_break,
     explain_refusal,
-    explain_silence,
+    explain_small_packets,
+    explain_subscription,
 )
 from fedcg.wire.mqtt_link import MqttLink
 from fedcg.wire.mqtt_packets import (
@@ -53,6 +55,7 @@ CLOSE_S = 1.0  # how long `close` waits for its thread after that
 TURN = 32  # messages that leave before the other direction has its turn
 TICK_S = 1.0  # how often keepalive is looked after when nothing happens
 ANSWER_FACTOR = 2.0  # a broker may take this many times `connect_timeout_s` to answer CONNECT, and then SUBSCRIBE
+ACK_S = 60.0  # without any acknowledgement while some are owed; at 2 KB/s a chunk of 120 KB takes so long
 HEADER_BYTES = 512  # fixed header, topic (at most 170 bytes for us), properties
 
 
@@ -95,7 +98,7 @@ class MqttTransport:
         self._accepted = False
         self._answer_by = 0.0
         self._in_flight = config.in_flight
-        self._subscribing: int | None = None
+        self._unanswered: dict[int, list[tuple[str, int]]] = {}  # subscriptions of this link, by packet id
         self._last_subscription = 0
         self._versions = ["3.1.1", "5"] if config.protocol == "auto" else [config.protocol]
         self._max_payload = min(config.assumed_max_packet, config.max_packet) - HEADER_BYTES
@@ -218,7 +221,7 @@ class MqttTransport:
     def _connect_once(self) -> None:
         self._anew.clear()
         self.attempts += 1
-        self._accepted, reached = False, False
+        self._accepted, reached, self._unanswered = False, False, {}
         link: MqttLink | None = None
         try:
             link = MqttLink(self._config, self._context(), self.protocol)  # files are read again: they may be renewed
@@ -227,7 +230,7 @@ class MqttTransport:
         except TransportError as error:
             self.last_error = str(error)
         except OSError as error:
-            self.last_error = self._explain(error, reached=reached)
+            self.last_error = explain_break(self._config, error, reached=reached, accepted=self._accepted)
         except Exception as error:  # noqa: BLE001 - the run loop: broken bytes from a broker must not end the transport
             if not isinstance(error, WireError):
                 _LOG.exception("the MQTT client failed; connecting again")
@@ -238,13 +241,6 @@ class MqttTransport:
             self._link_down()
             if link is not None:
                 link.close()
-
-    def _explain(self, error: OSError, *, reached: bool) -> str:
-        if not reached:
-            return explain_failure(self._config, error)
-        if not self._accepted:
-            return explain_silence(self._config, str(error))
-        return f"the link to the broker at {self._config.address} broke: {error}"
 
     def _serve(self, link: MqttLink) -> None:
         """Move packets until the transport closes or connects anew.
@@ -264,8 +260,10 @@ class MqttTransport:
             self._is_called = False  # before everything that a caller could have changed is looked at
             if self._closing.is_set():
                 close_at = close_at or now + (DRAIN_S if self._up else 0.0)
-            elif not self._up and now >= self._answer_by:
-                raise TransportError(f"the broker at {self._config.address} does not answer")
+            elif (not self._up or self._unanswered) and now >= self._answer_by:
+                raise TransportError(f"the broker at {own.address} does not answer")
+            elif self._outgoing.owed_s() >= ACK_S:
+                raise TransportError(f"the broker at {own.address} has acknowledged no publish for {ACK_S:.0f} s")
             is_busy = self._hand_over(link)
             is_drained = not self._outgoing and link.has_room
             if self._anew.is_set() or (close_at is not None and (now >= close_at or is_drained)):
@@ -279,7 +277,8 @@ class MqttTransport:
             link.look_after(time.monotonic())
 
     def _await_answer(self) -> None:
-        self._answer_by = time.monotonic() + ANSWER_FACTOR * self._config.connect_timeout_s
+        # On a link that stands the answer comes behind chunks, as acknowledgements do.
+        self._answer_by = time.monotonic() + (ACK_S if self._up else ANSWER_FACTOR * self._config.connect_timeout_s)
 
     def _sleep(self, link: MqttLink, seconds: float) -> None:
         """Wait for the link or a caller; not at all when one of them was faster."""
@@ -305,11 +304,12 @@ class MqttTransport:
             link.flush()
         return True
 
-    def _subscribe(self, link: MqttLink, filters: list[tuple[str, int]]) -> int:
+    def _subscribe(self, link: MqttLink, filters: list[tuple[str, int]]) -> None:
         self._last_subscription = self._last_subscription % MAX_PACKET_ID + 1
         packet = MAX_PACKET_ID + self._last_subscription
+        self._unanswered[packet] = filters
+        self._await_answer()
         link.send(subscribe(self.protocol, packet, filters))
-        return packet
 
     def _take(self, packet: Packet, link: MqttLink) -> None:
         if not self._accepted and not isinstance(packet, Connected | Ended):
@@ -321,12 +321,8 @@ class MqttTransport:
         elif isinstance(packet, Acknowledged):
             message = self._outgoing.acknowledged(packet.packet)
             if message is not None and packet.reason >= FAILURE:
-                _LOG.error(
-                    "the broker at %s refused a publish on %s: %s",
-                    self._config.address,
-                    message.topic,
-                    explain(packet.reason),
-                )
+                address, reason = self._config.address, explain(packet.reason)
+                _LOG.error("the broker at %s refused a publish on %s: %s", address, message.topic, reason)
         elif isinstance(packet, Connected):
             self._connected(packet, link)
         elif isinstance(packet, Subscribed):
@@ -340,27 +336,29 @@ class MqttTransport:
         if self._accepted:
             raise MalformedError("a second answer to one CONNECT")
         self._accepted = True
-        self._await_answer()
         unstated = PROTOCOL_MAX_PACKET if self.protocol == "5" else self._config.assumed_max_packet
-        self._max_payload = min(told.max_packet or unstated, self._config.max_packet) - HEADER_BYTES
+        largest = min(told.max_packet or unstated, self._config.max_packet)
+        if largest < MIN_PACKET_BYTES:
+            raise TransportError(explain_small_packets(self._config, largest))
+        self._max_payload = largest - HEADER_BYTES
         self._in_flight = min(self._config.in_flight, told.in_flight or self._config.in_flight)
-        if told.keepalive_s:  # 0 is none: a dead link would never be noticed, and a ping is always allowed
-            link.keepalive_s = told.keepalive_s
+        if told.keepalive_s:  # 0 is none, and a longer one than ours hides a dead link; a ping is always allowed
+            link.keepalive_s = min(link.keepalive_s, told.keepalive_s)
         with self._lock:
             filters, self._new_filters = list(self._filters.items()), []
         if filters:
-            self._subscribing = self._subscribe(link, filters)
+            self._subscribe(link, filters)
         else:
             self._link_up()
 
     def _subscribed(self, answer: Subscribed) -> None:
-        refused = [reason for reason in answer.reasons if reason >= FAILURE]
-        if refused:
-            _LOG.error(
-                "the broker at %s refused %d subscriptions: %s", self._config.address, len(refused), explain(refused[0])
-            )
-        if answer.packet == self._subscribing:
-            self._subscribing = None
+        filters = self._unanswered.pop(answer.packet, None)
+        if filters is None:
+            return
+        answers = [explain(reason) if reason >= FAILURE else "" for reason in answer.reasons]
+        if any(answers) or len(answers) != len(filters):
+            raise TransportError(explain_subscription(self._config, [topic for topic, _ in filters], answers))
+        if not self._up and not self._unanswered:
             self._link_up()
 
     def _link_up(self) -> None:

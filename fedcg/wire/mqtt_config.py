@@ -11,10 +11,14 @@ from typing import Literal
 
 from fedcg.wire.clocks import SET_CLOCK, clock_says, explain_dates
 from fedcg.wire.errors import TransportError
+from fedcg.wire.server_role import ServerRole, ServerRoleError, expect_role
 
 Protocol = Literal["5", "3.1.1", "auto"]
 PROTOCOL_MAX_PACKET = 268_435_455
 MAX_INBOUND = 2 << 20  # bytes; what our brokers pass on, and many times a chunk
+MIN_PACKET_BYTES = (
+    17 * 1024
+)  # a control message of 16 KB, its signature, topic and header: a link that takes less is none
 IN_FLIGHT = 20  # unacknowledged QoS 1 publishes; Mosquitto's own default bound
 
 
@@ -28,14 +32,14 @@ def is_loopback(host: str) -> bool:
 
 @dataclass(frozen=True)
 class TlsFiles:
-    """PEM files of mutual TLS: the authority that signed the broker's certificate, and this side's own pair."""
+    """PEM files of mutual TLS: the authority that signed the server's certificate, and this side's own pair."""
 
     ca: Path
     cert: Path
     key: Path
 
-    def context(self) -> ssl.SSLContext:
-        """A TLS 1.3 client context that checks the broker's certificate and name and shows our own.
+    def context(self, role: ServerRole = ServerRole.BROKER) -> ssl.SSLContext:
+        """A TLS 1.3 client context that checks the server's certificate, name and role and shows our own.
 
         Raises:
             TransportError: a file is missing or not usable; says which.
@@ -54,6 +58,7 @@ class TlsFiles:
             raise TransportError(
                 f"the TLS files {self.ca}, {self.cert} and {self.key} don't work together: {error}"
             ) from error
+        expect_role(context, role)
         return context
 
 
@@ -104,7 +109,9 @@ class MqttConfig:
 
 def explain_failure(config: MqttConfig, error: OSError) -> str:
     """What an operator should look at when connecting failed with `error`."""
-    if isinstance(error, ssl.SSLCertVerificationError):
+    if isinstance(error, ServerRoleError):
+        cause = f"its certificate was not accepted: {error.verify_message}. Check host and port; else somebody is in between"
+    elif isinstance(error, ssl.SSLCertVerificationError):
         cause = explain_dates(error) or (
             f"its certificate was not accepted ({error.verify_message}): it must be signed by the configured CA and name "
             f"{config.host}"
@@ -139,3 +146,33 @@ def explain_silence(config: MqttConfig, reason: str) -> str:
             f"is wrong: this machine's says {clock_says()}; {SET_CLOCK}, and the broker's), or {causes}"
         )
     return f"the broker at {config.address} hung up before answering ({reason}). Likely causes: {causes}"
+
+
+def explain_break(config: MqttConfig, error: OSError, *, reached: bool, accepted: bool) -> str:
+    """What an operator should look at when a link broke, by how far it had come."""
+    if not reached:
+        return explain_failure(config, error)
+    if not accepted:
+        return explain_silence(config, str(error))
+    return f"the link to the broker at {config.address} broke: {error}"
+
+
+def explain_small_packets(config: MqttConfig, largest: int) -> str:
+    """What an operator should change when the broker takes packets that are too small for this protocol."""
+    return (
+        f"the broker at {config.address} takes packets of at most {largest} bytes, and {MIN_PACKET_BYTES} are needed: raise its "
+        "maximum packet size (Mosquitto: max_packet_size)"
+    )
+
+
+def explain_subscription(config: MqttConfig, topics: list[str], answers: list[str]) -> str:
+    """What an operator should change when a subscription was not granted.
+
+    Args:
+        config: the broker.
+        topics: what was asked for.
+        answers: per topic why it was refused, "" when it was not; a broker may send too few or too many.
+    """
+    refused = [f"{topic}: {answer}" for topic, answer in zip(topics, answers) if answer]  # noqa: B905 - of other lengths
+    what = "; ".join(refused) or f"it answered {len(answers)} of {len(topics)} subscriptions"
+    return f"the broker at {config.address} refused {config.identity!r} a subscription: {what}. Allow it in its access list"

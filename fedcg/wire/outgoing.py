@@ -6,6 +6,7 @@ Knows nothing of MQTT libraries; safe to use from several threads.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from dataclasses import dataclass
 
@@ -46,6 +47,7 @@ class OutgoingQueue:
         self._unacked: dict[int, Outgoing] = {}
         self._bytes = 0
         self._last_packet = 0
+        self._owed_since = 0.0
 
     def __len__(self) -> int:
         """Messages queued or not acknowledged."""
@@ -93,6 +95,8 @@ class OutgoingQueue:
                 if self._last_packet not in self._unacked:
                     break
             message.packet = self._last_packet
+            if not self._unacked:
+                self._owed_since = time.monotonic()
             self._unacked[message.packet] = message
             return message
 
@@ -103,7 +107,13 @@ class OutgoingQueue:
             if message is not None:
                 self._bytes -= len(message.payload)
                 message.is_under_way = False
+                self._owed_since = time.monotonic()
             return message
+
+    def owed_s(self) -> float:
+        """Seconds since the broker acknowledged anything; 0 while it owes nothing."""
+        with self._lock:
+            return time.monotonic() - self._owed_since if self._unacked else 0.0
 
     def link_lost(self) -> None:
         """Queue again, in order, what was QoS 1 and not acknowledged; drop what was QoS 0."""

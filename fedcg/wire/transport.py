@@ -67,7 +67,9 @@ class Transport(Protocol):
       * a QoS 1 publish made while connected reaches every live subscriber that is allowed to read the topic;
       * a subscriber gets the retained message of a topic right after it subscribed, with `retained` set;
       * subscriptions survive a reconnect without a new call of `subscribe`;
-      * `on_link(True)` comes after every successful (re)connect, once the subscriptions stand; `on_link(False)` after a loss;
+      * `on_link(True)` comes after every successful (re)connect, once the subscriptions are granted; `on_link(False)` after a loss;
+      * a link on which a broker takes too small packets, does not grant a subscription or acknowledges nothing is given up, and
+        tried again with backoff;
       * callbacks run on the transport's own thread and must only enqueue.
     """
 

@@ -6,17 +6,18 @@ import threading
 from typing import Protocol
 
 from fedcg.wire.memory import Action, MemoryBroker, MemoryTransport
+from fedcg.wire.mqtt import MqttTransport
 from fedcg.wire.mqtt_config import MqttConfig, TlsFiles
 from fedcg.wire.mqtt_config import Protocol as MqttVersion
 from fedcg.wire.topics import Topics
 from fedcg.wire.transport import Will
-from tests.brokers import HOST, Client, Pki, Relay, free_port, mqtt_client, wait_until
+from tests.brokers import HOST, Client, Intruder, Pki, Relay, free_port, wait_until
 
 
 class Bench(Protocol):
     """What the contract suite needs of a broker."""
 
-    def connect(self, identity: str, will: Will | None = None) -> Client: ...
+    def connect(self, identity: str, will: Will | None = None, *, intrudes: bool = False) -> Client: ...
     def cut(self, identity: str) -> None: ...
     def mend(self, identity: str) -> None: ...
     def close(self) -> None: ...
@@ -30,7 +31,7 @@ class MemoryBench:
         self._broker = MemoryBroker(rules)
         self._clients: list[Client] = []
 
-    def connect(self, identity: str, will: Will | None = None) -> Client:
+    def connect(self, identity: str, will: Will | None = None, *, intrudes: bool = False) -> Client:
         self._clients.append(Client(MemoryTransport(self._broker, identity, will)))
         return self._clients[-1]
 
@@ -55,11 +56,11 @@ class MqttBench:
         self._relays: dict[str, Relay] = {}
         self._clients: list[Client] = []
 
-    def connect(self, identity: str, will: Will | None = None) -> Client:
+    def connect(self, identity: str, will: Will | None = None, *, intrudes: bool = False) -> Client:
         relay = self._relays.setdefault(identity, Relay(self._port))
         tls: TlsFiles = self._pki.tls(identity)
         config = MqttConfig(HOST, relay.port, identity, tls=tls, protocol=self._version)
-        self._clients.append(mqtt_client(config, will))
+        self._clients.append(Client((Intruder if intrudes else MqttTransport)(config, will)))
         return self._clients[-1]
 
     def cut(self, identity: str) -> None:

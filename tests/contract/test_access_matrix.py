@@ -21,7 +21,7 @@ from coordinator.provision.pki import Credential, create_ca, credential_of, issu
 from fedcg.wire.mqtt import MqttTransport
 from fedcg.wire.transport import Will
 from tests.broker_plant import TOPICS, Plant, open_plant
-from tests.brokers import Client, wait_until
+from tests.brokers import Client, Intruder, wait_until
 
 BROKERS = [pytest.param("deployed", marks=pytest.mark.broker), "amqtt"]
 ACCEPTED, NOT_AUTHORIZED = 0, 5
@@ -134,7 +134,7 @@ def unique(text: str) -> bytes:
 @pytest.fixture
 def scene(plant: Plant) -> Iterator[Scene]:
     clients = [
-        plant.client("a", TOPICS.offer, *EAVESDROPPED.values()),
+        plant.client("a", TOPICS.offer, *EAVESDROPPED.values(), kind=Intruder),
         plant.client("b", TOPICS.down_control("b"), TOPICS.down_chunk("b"), TOPICS.offer),
         plant.client("coordinator", TOPICS.all_up_control(), TOPICS.all_up_chunk(), TOPICS.all_status()),
         plant.client("observer", TOPICS.everything()),
@@ -185,7 +185,9 @@ def test_a_listening_to_b_hears_nothing_by_any_filter_and_b_hears_it(scene: Scen
     scene.fence()
     assert {delivery.payload for delivery in scene.intruder.deliveries}.isdisjoint(secrets)
     scene.intruder.transport.close()
-    late = scene.plant.client("a", TOPICS.offer, *EAVESDROPPED.values())  # what was retained is not told either
+    late = scene.plant.client(
+        "a", TOPICS.offer, *EAVESDROPPED.values(), kind=Intruder
+    )  # what was retained is not told either
     scene.intruder = late.start().await_link()
     scene.fence()
     assert {delivery.payload for delivery in late.deliveries}.isdisjoint(secrets)
@@ -209,7 +211,7 @@ def test_nobody_hears_what_a_says_in_anothers_name(scene: Scene, what: str) -> N
 def test_a_certificate_of_a_with_the_client_id_of_b_gets_nothing_of_b_and_leaves_b_alone(scene: Scene) -> None:
     plant = scene.plant
     assert greet(plant, context_with(plant, bundled(plant, "a")), "b") in (NOT_AUTHORIZED, ACCEPTED)
-    thief = plant.client("b", TOPICS.down_control("b"), shown="a").start()
+    thief = plant.client("b", TOPICS.down_control("b"), shown="a", kind=Intruder).start()
     assert isinstance(thief.transport, MqttTransport)
     transport = thief.transport
     wait_until(lambda: transport.attempts > 1 or True in thief.links, "it was refused, or let in under its own name")

@@ -134,6 +134,13 @@ def test_the_brokers_own_limit_is_learnt_and_kept(mosquitto: StartMosquitto, cli
 
 
 @pytest.mark.broker
+def test_a_broker_with_too_small_packets_is_refused_by_name(mosquitto: StartMosquitto) -> None:
+    tiny = mosquitto(acl_for(TOPICS.federation), limits=QueueLimits(packet_bytes=600))
+    with pytest.raises(TransportError, match="at most 600 bytes, and 17408 are needed"):
+        probe(tiny.config("a", "5"))
+
+
+@pytest.mark.broker
 def test_a_client_comes_back_to_a_restarted_broker(broker: RunningMosquitto, clients: list[Client]) -> None:
     coordinator, device = mqtt_client(broker.config("coordinator")), mqtt_client(broker.config("a", "auto"))
     clients += [coordinator, device]

@@ -57,8 +57,8 @@ def unique(text: str) -> bytes:
     return f"{text} {next(_NUMBERS)}".encode()
 
 
-def listening(bench: Bench, identity: str, *topics: str) -> Client:
-    client = bench.connect(identity)
+def listening(bench: Bench, identity: str, *topics: str, intrudes: bool = False) -> Client:
+    client = bench.connect(identity, intrudes=intrudes)
     for topic in topics:
         client.transport.subscribe(topic)
     return client.start().await_link()
@@ -126,7 +126,10 @@ def test_a_subscription_made_while_connected_takes_effect(bench: Bench) -> None:
 def test_a_device_hears_nothing_that_is_for_another_device(bench: Bench) -> None:
     coordinator = bench.connect("coordinator").start().await_link()
     eavesdropper = listening(
-        bench, "b", TOPICS.down_control("a"), TOPICS.down_chunk("a"), TOPICS.up_control("a"), TOPICS.offer, "fedcg/1/#"
+        bench,
+        "b",
+        *(TOPICS.down_control("a"), TOPICS.down_chunk("a"), TOPICS.up_control("a"), TOPICS.offer, "fedcg/1/#"),
+        intrudes=True,
     )
     owner = listening(bench, "a", TOPICS.down_control("a"), TOPICS.down_chunk("a"))
     secret = unique("for a only")

@@ -69,6 +69,11 @@ def test_the_summary_tells_what_was_observed_on_the_wire(demo: Path) -> None:
     assert (demo / "accuracy.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_only_members_are_started_as_processes_what_precedes_them_is_done_in_one(demo: Path) -> None:
+    started = {log.stem for log in (demo / "logs").iterdir()}
+    assert started == {"broker", "observer", "coordinator", "client-1", "client-2", "client-3"}
+
+
 def test_every_client_has_a_model_that_classifies_its_test_images(demo: Path) -> None:
     for client in _summary(demo)["clients"]:
         images = sorted((demo / "data" / client["id"] / "test").glob("*/*.png"))

@@ -15,8 +15,18 @@ from typing import Any
 import numpy as np
 from typing_extensions import Self
 
-from coordinator.aggregation_messages import Job, JobDone, UpdateAdded, WorkerEvent, WorkerReady, WorkerSettings
+from coordinator.aggregation_messages import (
+    Job,
+    JobDone,
+    Limits,
+    UpdateAdded,
+    Updates,
+    WorkerEvent,
+    WorkerReady,
+    WorkerSettings,
+)
 from coordinator.app import Beside
+from coordinator.config import RoundSettings
 from coordinator.message_keys import Voice
 from coordinator.records import AggregateRecord, FederationRecord
 from coordinator.service import Service, start_service
@@ -157,7 +167,7 @@ class PlainWorker:
         self.asked.append(("add", client, artifact))
         self._notify(UpdateAdded(self._job.round, self._job.attempt, client))
 
-    def finish(self, updates: tuple[tuple[str, str], ...]) -> None:
+    def finish(self, updates: Updates, limits: Limits = ()) -> None:
         assert self._job is not None
         self.asked.append(("finish", updates))
         spec = FederationSpec.parse(self._store.get(self._job.spec))
@@ -401,6 +411,7 @@ class World:
     deadline_s: float = 600.0
     public_data: Path | None = None
     keep_rounds: int = 10
+    rounds: RoundSettings = field(default_factory=lambda: RoundSettings(gather_s=0.0, retry_s=0.0))
 
     def __post_init__(self) -> None:
         self.broker = MemoryBroker(self._rules)
@@ -446,6 +457,7 @@ class World:
             events=EventLog(self.root / "events.jsonl", time.time),
             make_worker=make_worker,
             keep_rounds=self.keep_rounds,
+            rounds=self.rounds,
         )
 
     def start_devices(self) -> None:

@@ -13,15 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from coordinator import listeners
 from coordinator.carrier_api import MEMBER_S
 from coordinator.enrolment import certificate_record
 from coordinator.records import DeviceState
 from edge_client.https_carrier import Line, check_ready
+from fedcg import listening
 from fedcg.wire.carrier import ARTIFACTS_PATH, READY_PATH, UPDATES_PATH, span_of
 from fedcg.wire.enrolment import load_certificate
 from fedcg.wire.errors import TransportError
 from fedcg.wire.messages import Carrier, Manifest, Outcome
+from fedcg.wire.server_role import ServerRole
 from fedcg.wire.transfer import frames_for
 from tests.brokers import HOST, Pki, free_port
 from tests.carriers import Answer, ask, carrying, connect
@@ -216,7 +217,7 @@ def test_bytes_behind_the_declared_body_are_no_part_of_the_update(bench: Bench) 
         f"PUT {UPDATES_PATH}/{manifest.artifact.id} HTTP/1.1\r\nHost: x\r\nContent-Length: {span.length}\r\n"
         f"Content-Range: {span.content_range}\r\n\r\n"
     )
-    context = bench.pki.tls("a").context()
+    context = bench.pki.tls("a").context(ServerRole.CARRIER)
     with (
         socket.create_connection((HOST, bench.port), 20) as plain,
         context.wrap_socket(plain, server_hostname=HOST) as secured,
@@ -236,7 +237,7 @@ def test_bytes_behind_the_declared_body_are_no_part_of_the_update(bench: Bench) 
 def test_a_body_that_breaks_off_leaves_its_whole_chunks(bench: Bench) -> None:
     manifest, data = bench.announced("a")
     span = span_of(manifest.artifact, 0, manifest.artifact.chunks)
-    connection = connect(bench.port, bench.pki.tls("a").context())
+    connection = connect(bench.port, bench.pki.tls("a").context(ServerRole.CARRIER))
     connection.putrequest("PUT", f"{UPDATES_PATH}/{manifest.artifact.id}")
     connection.putheader("Content-Range", span.content_range)
     connection.putheader("Content-Length", str(span.length))
@@ -272,7 +273,7 @@ def _ready(connection: http.client.HTTPSConnection) -> int:
 
 
 def test_older_tls_is_refused(bench: Bench) -> None:
-    context = bench.pki.tls("a").context()
+    context = bench.pki.tls("a").context(ServerRole.CARRIER)
     context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_2
     with pytest.raises((ssl.SSLError, ConnectionError)):
         _ready(connect(bench.port, context))
@@ -310,7 +311,7 @@ def test_revocation_ends_a_fetch_that_is_under_way(bench: Bench) -> None:
     name = bench.world.artifacts.put(data)
     assert bench.running is not None
     bench.running.service.shelf.library.allow(name)
-    connection = connect(bench.port, bench.pki.tls("a").context())
+    connection = connect(bench.port, bench.pki.tls("a").context(ServerRole.CARRIER))
     connection.request("GET", f"{ARTIFACTS_PATH}/{name}")
     response = connection.getresponse()
     assert response.read(1000) == bytes(1000)
@@ -325,7 +326,7 @@ def test_a_device_has_a_few_requests_at_once_and_others_are_not_held_up(bench: B
     span = span_of(manifest.artifact, 0, 1)
     held = []
     for _ in range(4):
-        connection = connect(bench.port, bench.pki.tls("a").context())
+        connection = connect(bench.port, bench.pki.tls("a").context(ServerRole.CARRIER))
         connection.putrequest("PUT", f"{UPDATES_PATH}/{manifest.artifact.id}")
         connection.putheader("Content-Range", span.content_range)
         connection.putheader("Content-Length", str(span.length))
@@ -339,8 +340,8 @@ def test_a_device_has_a_few_requests_at_once_and_others_are_not_held_up(bench: B
 
 
 def test_a_connection_on_which_nothing_moves_is_ended(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listeners, "STALL_S", 0.3)
-    context = bench.pki.tls("a").context()
+    monkeypatch.setattr(listening, "HEADER_S", 0.3)
+    context = bench.pki.tls("a").context(ServerRole.CARRIER)
     with (
         socket.create_connection((HOST, bench.port), 20) as plain,
         context.wrap_socket(plain, server_hostname=HOST) as secured,

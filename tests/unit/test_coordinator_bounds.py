@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import random
 from collections.abc import Iterator
 from functools import partial
@@ -331,7 +332,7 @@ def test_an_offer_that_finds_the_queue_full_is_published_later(world: World, mon
 
 def test_a_service_that_fails_says_so_instead_of_going_on(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
-        raise OSError("no space left on device")
+        raise OSError(errno.ENOSPC, "no space left on device")
 
     monkeypatch.setattr(ArtifactStore, "adopt", broken)
     running = RunningService(world).__enter__()
@@ -348,13 +349,15 @@ def test_a_service_that_a_full_disk_ended_says_what_to_do(caplog: pytest.LogCapt
     codes: list[int] = []
 
     async def full() -> None:
-        raise OSError("no space left on device")
+        raise OSError(errno.ENOSPC, "no space left on device")
 
     async def scenario() -> None:
         work = asyncio.create_task(full())
         await asyncio.wait([work])
-        _ended(codes.append, work)
+        _ended(codes.append, Path("/srv/home/artifacts"), work)
 
     asyncio.run(scenario())
     assert codes == [1]
-    assert "goes on with the same attempt. Free space on" in caplog.text
+    assert "goes on with the same attempt. Free space on, or repair, /srv/home/artifacts first: " in caplog.text
+    assert "no space left on device" in caplog.text
+    assert "Traceback" not in caplog.text

@@ -13,6 +13,7 @@ from safetensors.numpy import load, save
 
 from coordinator.errors import ValidationError
 from coordinator.founding import found, read_plan
+from coordinator.robustness import Yardstick
 from coordinator.server_state import unpack_aggregate
 from coordinator.validation import Expected, base_in, max_update_bytes, validate_update
 from fedcg.learning.initial import initial_parts
@@ -86,12 +87,14 @@ def test_a_scale_that_is_no_scale_is_rejected_with_its_reason(scale: float) -> N
         validate_update(with_scales(spoil), SPEC, EXPECTED, base())
 
 
-def test_the_norm_is_that_of_the_decoded_numbers() -> None:
+def test_the_distance_is_that_of_the_decoded_numbers() -> None:
     def enlarge(scales: npt.NDArray[np.float32]) -> None:
         scales[:] = 1e30
 
-    with pytest.raises(ValidationError, match="classifier has norm"):
-        validate_update(with_scales(enlarge), SPEC, EXPECTED, base())
+    yardstick = Yardstick(base(), {})
+    parts = validate_update(with_scales(enlarge), SPEC, EXPECTED, yardstick.base).parts
+    with pytest.raises(ValidationError, match=r"its classifier is .*e\+33 away from the round's base"):
+        yardstick.check("a", yardstick.distances(parts))
 
 
 def test_no_more_bytes_are_taken_than_the_codec_needs() -> None:

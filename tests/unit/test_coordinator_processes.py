@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from cryptography import x509
 
+from coordinator.brokers import publish_access
 from coordinator.config import ApiSettings, BrokerSettings, CoordinatorConfig
 from coordinator.enrolment import enrol
 from coordinator.home import Home, create_home
@@ -148,10 +149,7 @@ def test_a_coordinator_serves_over_a_real_broker_and_ends_when_told(
 
 
 def reload_broker(home: Home) -> None:
-    from coordinator.brokers import refresh_access, reload_running_broker
-
-    refresh_access(home)
-    assert reload_running_broker(home)
+    assert publish_access(home)
 
 
 def test_the_http_interface_tells_about_federation_rounds_and_devices(home: Home, processes: Processes) -> None:

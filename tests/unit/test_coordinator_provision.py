@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -17,11 +18,14 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID
 from typer.testing import CliRunner
 
+from coordinator import own_broker
+from coordinator.brokers import RELOAD_BY_HAND
 from coordinator.cli import coordinator_app, deploy_app, federation_app
 from coordinator.config import BrokerSettings, CoordinatorConfig, check_api_host, load_config, render_config
 from coordinator.errors import ConfigError, HomeError
 from coordinator.home import Home, create_home, observers_of
 from coordinator.members_cli import device_app
+from coordinator.provision import pki
 from coordinator.provision.mosquitto import QueueLimits, access_list, mosquitto_config
 from coordinator.provision.pki import create_ca, credential_of, issue
 from coordinator.records import AggregateRecord, FederationRecord
@@ -100,6 +104,30 @@ def test_a_home_holds_everything_and_shows_no_secret_to_others(home: Home) -> No
     assert observers_of(other) == []
 
 
+@pytest.mark.parametrize(
+    ("host", "names"),
+    [("broker.example", {"broker.example"}), ("192.0.2.7", {"192.0.2.7"}), ("localhost", {"localhost", "127.0.0.1"})],
+)
+def test_a_servers_certificate_names_this_machine_only_where_its_clients_are(
+    tmp_path: Path, host: str, names: set[str]
+) -> None:
+    home = create_home(tmp_path / "home", CoordinatorConfig(broker=BrokerSettings(host=host)))
+    for role in ("broker", "enrolment"):
+        pki.server_credential(home.pki, role, host)
+        found = certificate(home.pki, role).extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        assert {str(name.value) for name in found} == names
+
+
+def test_a_brokers_certificate_that_names_too_much_is_replaced_at_the_next_deployment(
+    home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(own_broker, "ACCOUNT", "no-such-user")
+    home.config_file.write_text(render_config(CoordinatorConfig(broker=BrokerSettings(host="broker.example"))))
+    assert call(deploy_app, "mosquitto", "--dir", home.root, "--out", tmp_path / "broker")[0] == 0
+    found = certificate(tmp_path / "broker", "broker").extensions.get_extension_for_class(x509.SubjectAlternativeName)
+    assert [str(name.value) for name in found.value] == ["broker.example"]
+
+
 def test_a_home_is_made_only_in_an_empty_directory(home: Home) -> None:
     with pytest.raises(HomeError, match="not an empty directory"):
         create_home(home.root, CoordinatorConfig())
@@ -148,9 +176,9 @@ def test_a_preset_and_single_limits_survive_writing_and_reading(tmp_path: Path) 
 
 def test_the_brokers_queues_are_bounded_as_configured(home: Home, tmp_path: Path) -> None:
     limits = QueueLimits(packet_bytes=131_072, in_flight=7, messages=99, bytes=1_000_000)
-    text = mosquitto_config(home, acl=tmp_path / "acl", persistence=tmp_path, as_root=False, limits=limits)
+    text = mosquitto_config(home, acl=tmp_path / "acl", persistence=tmp_path, user=None, limits=limits)
     assert set(limits.lines()) <= set(text.splitlines())
-    default = mosquitto_config(home, acl=tmp_path / "acl", persistence=tmp_path, as_root=False)
+    default = mosquitto_config(home, acl=tmp_path / "acl", persistence=tmp_path, user=None)
     assert set(QueueLimits().lines()) <= set(default.splitlines())
 
 
@@ -161,7 +189,7 @@ def test_the_http_interface_is_shown_to_no_network() -> None:
 
 
 def test_mosquitto_is_configured_for_mutual_tls_and_listens_on_loopback_for_a_loopback_host(home: Home) -> None:
-    text = mosquitto_config(home, acl=home.broker / "acl", persistence=home.broker / "data", as_root=False)
+    text = mosquitto_config(home, acl=home.broker / "acl", persistence=home.broker / "data", user=None)
     lines = text.splitlines()
     for line in (
         "allow_anonymous false",
@@ -175,7 +203,7 @@ def test_mosquitto_is_configured_for_mutual_tls_and_listens_on_loopback_for_a_lo
     ):
         assert line in lines
     assert "user root" not in lines
-    as_root = mosquitto_config(home, acl=home.broker / "acl", persistence=home.broker / "data", as_root=True)
+    as_root = mosquitto_config(home, acl=home.broker / "acl", persistence=home.broker / "data", user="root")
     assert "user root" in as_root.splitlines()
 
 
@@ -302,23 +330,32 @@ def test_a_paused_federation_is_resumed_only_while_no_coordinator_runs(home: Hom
     store.close()
 
 
-def test_configuration_for_a_broker_of_others_is_written_where_it_is_asked_for(home: Home, tmp_path: Path) -> None:
+def test_configuration_for_a_broker_of_others_is_written_where_it_is_asked_for(
+    home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(own_broker, "ACCOUNT", "no-such-user")  # which could not enter pytest's own folders
     with_federation(home)
     call(device_app, "add", "line4", "--dir", home.root, "--out", tmp_path / "out")
-    code, _ = call(deploy_app, "mosquitto", "--dir", home.root, "--out", tmp_path / "broker")
+    folder = (tmp_path / "broker").resolve()
+    code, told = call(deploy_app, "mosquitto", "--dir", home.root, "--out", folder)
     assert code == 0
-    assert f"acl_file {(tmp_path / 'broker' / 'acl').resolve()}" in (tmp_path / "broker" / "mosquitto.conf").read_text()
-    assert "user line4" in (tmp_path / "broker" / "acl").read_text()
-    assert (
-        f"crlfile {(tmp_path / 'broker' / 'crl.pem').resolve()}" in (tmp_path / "broker" / "mosquitto.conf").read_text()
-    )
-    x509.load_pem_x509_crl((tmp_path / "broker" / "crl.pem").read_bytes())
+    assert f"mosquitto -c {folder / 'mosquitto.conf'}" in told
+    lines = (folder / "mosquitto.conf").read_text().splitlines()
+    for name, value in (("acl_file", "acl"), ("crlfile", "crl.pem"), ("keyfile", "broker.key"), ("cafile", "ca.pem")):
+        assert f"{name} {folder / value}" in lines
+    assert "user line4" in (folder / "acl").read_text()
+    x509.load_pem_x509_crl((folder / "crl.pem").read_bytes())
+    assert mode(folder / "broker.key") == 0o600
+    assert (folder / "data").is_dir()
+    assert RELOAD_BY_HAND in call(device_app, "add", "late", "--dir", home.root, "--out", tmp_path / "out")[1]
+    assert "user late" in (folder / "acl").read_text()
 
 
 def test_a_broker_of_others_gets_its_lists_and_a_signal_after_every_change(home: Home, tmp_path: Path) -> None:
     with_federation(home)
     (tmp_path / "lists").mkdir()
-    broker = subprocess.Popen(["sleep", "600"])
+    shutil.copy(shutil.which("sleep") or "", tmp_path / "mosquitto")
+    broker = subprocess.Popen([tmp_path / "mosquitto", "600"])
     try:
         (tmp_path / "pid").write_text(f"{broker.pid}\n")
         settings = BrokerSettings(lists=str(tmp_path / "lists"), pid_file=str(tmp_path / "pid"))

@@ -8,24 +8,26 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.rounds import (
-    RESTART_GRACE_S,
-    AggregateStored,
-    AggregationFailed,
-    CameOnline,
+from coordinator.pacing import Accepted, Expected, LinkChanged, Policy
+from coordinator.round_commands import (
     Command,
-    Departed,
     Distil,
-    Event,
     FailAttempt,
     Finish,
     Invite,
     OpenAttempt,
     Pause,
-    Phase,
-    Policy,
-    Restarted,
     ResumeAttempt,
+)
+from coordinator.rounds import (
+    RESTART_GRACE_S,
+    AggregateStored,
+    AggregationFailed,
+    CameOnline,
+    Departed,
+    Event,
+    Phase,
+    Restarted,
     RoundState,
     Tick,
     UpdateRefused,
@@ -35,7 +37,7 @@ from coordinator.rounds import (
 )
 
 CLIENTS = ("a", "b", "c", "d")
-POLICY = Policy(rounds=2, min_clients=2, max_attempts=2, deadline_s=100.0)
+POLICY = Policy(rounds=2, min_clients=2, max_attempts=2, deadline_s=100.0, gather_s=0.0, retry_s=0.0)
 
 
 def play(state: RoundState, *events: Event, now: float = 0.0) -> tuple[RoundState, list[Command]]:
@@ -110,9 +112,11 @@ def test_the_deadline_closes_the_attempt_with_the_quorum_and_fails_it_without() 
     with_quorum, commands = play(state, UpdateStored(1, 1, "b"), now=99.5)
     assert commands == []
     assert play(with_quorum, Tick(), now=100.0)[1] == [Distil(1, 1, ("a", "b"))]
-    _, commands = play(state, Tick(), now=100.0)
+    working, _ = play(state, Accepted(1, 1, "b"))
+    _, commands = play(working, Tick(), now=100.0)
     assert isinstance(commands[0], FailAttempt)
-    assert "1 of 2" in commands[0].reason
+    assert "only 1 of 2 needed updates" in commands[0].reason
+    assert "b (still at work), c (offline)" in commands[0].reason
 
 
 def test_a_failed_attempt_is_followed_by_the_next_one_and_the_last_one_by_a_pause() -> None:
@@ -183,6 +187,9 @@ events = st.one_of(
     st.builds(UpdateStored, st.integers(1, 2), st.integers(1, 3), st.sampled_from(CLIENTS)),
     st.builds(UpdateRefused, st.integers(1, 2), st.integers(1, 3), st.sampled_from(CLIENTS)),
     st.just(Tick()),
+    st.builds(Accepted, st.integers(1, 2), st.integers(1, 3), st.sampled_from(CLIENTS)),
+    st.builds(LinkChanged, st.booleans()),
+    st.builds(Expected, st.frozensets(st.sampled_from(CLIENTS))),
     st.builds(AggregateStored, st.integers(1, 2), st.integers(1, 3)),
     st.builds(AggregationFailed, st.integers(1, 2), st.integers(1, 3), st.just("x")),
 )
@@ -226,6 +233,7 @@ def test_whatever_happened_devices_that_answer_bring_it_to_an_end(script: list[E
     state = RoundState(POLICY)
     for event in script:
         state, _ = transition(state, event, 0.0)
+    state, _ = transition(state, LinkChanged(up=True), 0.0)
     for _ in range(20):
         for client in ("a", "b"):
             state, _ = transition(state, CameOnline(client), 0.0)

@@ -127,7 +127,7 @@ def test_the_worker_gets_each_teacher_pass_on_arrival_and_the_merge_of_all(make_
         world.devices["b"].act()
         until_finished(world)
     other = world.devices["b"].receipts()[0].artifact
-    assert world.workers[0].asked[2:4] == [("add", "b", other), ("finish", (("a", update), ("b", other)))]
+    assert world.workers[0].asked[2:4] == [("add", "b", other), ("finish", (("a", update, 11), ("b", other, 11)))]
 
 
 def test_a_repeated_manifest_gets_the_same_receipt_and_another_update_a_conflict(make_world: MakeWorld) -> None:
@@ -204,7 +204,7 @@ def spoilt(world: World, spoil: str) -> bytes:
 
 SPOILT = {
     "nan": "NaN",
-    "huge": "norm",
+    "huge": "away from the round's base",
     "extractor": "layouts",
     "shape": "layouts",
     "base": "base",
@@ -409,7 +409,7 @@ def test_a_coordinator_that_comes_back_resumes_the_same_attempt_with_its_stored_
     assert len(a.receipts()) == 1
     update_a, update_b = a.receipts()[0].artifact, b.receipts()[0].artifact
     assert world.workers[1].asked[:2] == [("open", 1, 1), ("add", "a", update_a)]
-    assert ("finish", (("a", update_a), ("b", update_b))) in world.workers[1].asked
+    assert ("finish", (("a", update_a, 11), ("b", update_b, 11))) in world.workers[1].asked
     assert [event["epoch"] for event in world.events("started")] == [1, 2]
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from coordinator.errors import EnrolmentError, StoreError
 from coordinator.records import AggregateRecord, AttemptState, FederationRecord, ParticipantState, UpdateRecord
-from coordinator.rounds import Phase
+from coordinator.round_commands import OpenAttempt
+from coordinator.rounds import CameOnline, Phase, Tick, transition
 from coordinator.store import Store
 from fedcg.wire.messages import Outcome
 
@@ -121,6 +123,30 @@ def test_the_engine_state_is_rebuilt_between_rounds_and_at_the_end(store: Store)
         store.close_attempt(AggregateRecord("f", number, 1, str(number) * 64, 10, "e" * 64, 20.0))
         state = store.round_state("f")
         assert (state.phase, state.round) == ((Phase.WAITING, 2) if number == 1 else (Phase.FINISHED, 2))
+
+
+def test_a_failed_attempt_that_does_not_count_moves_the_first_that_does_and_the_pause_after_it_is_kept(
+    store: Store,
+) -> None:
+    for attempt in (1, 2, 3):  # two would pause the federation
+        open_attempt(store, attempt)
+        store.fail_attempt(("f", 1, attempt), "nobody answered", 20.0, attempt + 1)
+        state = store.round_state("f")
+        assert (state.phase, state.attempt, state.first_attempt) == (Phase.WAITING, attempt + 1, attempt + 1)
+    open_attempt(store, attempt=4)
+    store.fail_attempt(("f", 1, 4), "declined", 30.0, 4)
+    state = replace(store.round_state("f"), policy=replace(FEDERATION.policy, gather_s=0.0, retry_s=10.0))
+    for client in ("a", "b"):
+        state, _ = transition(state, CameOnline(client), 31.0)
+    assert transition(state, Tick(), 39.9)[1] == ()
+    assert isinstance(transition(state, Tick(), 40.0)[1][0], OpenAttempt)
+
+
+def test_who_had_accepted_an_open_attempt_is_known_after_a_restart(store: Store) -> None:
+    open_attempt(store)
+    store.answer(KEY, "b", ParticipantState.ACCEPTED)
+    store.answer(KEY, "c", ParticipantState.DECLINED, "no_data")
+    assert store.round_state("f").accepted == {"b"}
 
 
 def test_failed_attempts_pause_the_federation_until_it_is_resumed(store: Store) -> None:

@@ -22,9 +22,8 @@ from coordinator.config import (
 )
 from coordinator.errors import ConfigError
 from coordinator.home import Home, create_home
-from coordinator.listeners import server_credential
 from coordinator.members_cli import device_app, token_app
-from coordinator.provision.pki import CA_NAME, credential_of
+from coordinator.provision.pki import CA_NAME, credential_of, server_credential
 from coordinator.records import DeviceState, TokenState
 from coordinator.store import Store
 from fedcg.wire.enrolment import Token, certificate_key_digest, common_name, load_certificate

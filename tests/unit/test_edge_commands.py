@@ -95,12 +95,18 @@ def test_status_shows_round_outbox_and_receipts_without_stopping_an_agent(device
 
 
 @pytest.mark.broker
-def test_the_doctor_finds_nothing_to_repair_on_a_sound_device(device: Path, mosquitto: StartMosquitto) -> None:
+def test_the_doctor_finds_nothing_to_repair_on_a_sound_device_but_that_no_coordinator_answers(
+    device: Path, mosquitto: StartMosquitto, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("edge_client.doctor.ANSWER_TIMEOUT_S", 1.0)
     server: RunningMosquitto = mosquitto(acl_for("shapes"))
     device.write_text(device.read_text().replace("port = 1\n", f"port = {server.port}\n"))
     found = findings(device)
-    assert {finding.check for finding in found.values() if finding.state == "failed"} == set()
+    assert {finding.check for finding in found.values() if finding.state == "failed"} == {"coordinator"}
     assert "TLSv1.3" in found["broker"].detail
+    assert "the coordinator has never run" in found["coordinator"].detail
+    assert "fedcg device show a" in found["coordinator"].advice
+    assert not load_config(device, {}).store.exists()  # it would belong to whoever asked
 
 
 def test_the_doctor_ends_with_code_1_and_says_what_to_do(device: Path) -> None:

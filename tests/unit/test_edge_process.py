@@ -55,7 +55,7 @@ def test_the_agent_holds_no_torch_while_its_trainer_does_and_both_end_in_order(s
     second = start()
     _, errors = second.communicate(timeout=60)
     assert second.returncode == 1
-    assert "another process" in errors
+    assert f"store/lock is held by process {agent.pid}," in errors
     agent.send_signal(signal.SIGTERM)
     _, errors = agent.communicate(timeout=20)
     assert agent.returncode == 0, errors

@@ -252,7 +252,7 @@ def test_a_method_that_shares_nothing_sends_only_its_report(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_a_disk_that_is_full_at_the_commit_fails_the_attempt_with_the_fix_and_the_next_one_is_trained(
-    site: Site,
+    site: Site, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer, before = site.trainer(), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
@@ -263,9 +263,38 @@ def test_a_disk_that_is_full_at_the_commit_fails_the_attempt_with_the_fix_and_th
     assert isinstance(report, Failed)
     assert "File too large" in report.detail
     assert f"Free space on, or repair, {site.store.root}" in report.detail
+    assert "Traceback" not in caplog.text
     assert site.store.generations.load() is None
     assert isinstance(trainer.do(site.round(attempt=2)), Committed)
     assert site.state().generation.cursor == Cursor(1, 2)
+
+
+def test_a_store_that_may_not_be_written_fails_the_attempt_with_the_fix_and_no_traceback(
+    site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def forbidden(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "/srv/store/accepted.json")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(PrivateStore, "accept_snapshot", forbidden)
+        report = site.trainer().do(site.round())
+    assert isinstance(report, Failed)
+    assert report.reason is DeclineReason.TRAINING_FAILED
+    assert "read and write /srv/store/accepted.json (chown, chmod)" in report.detail
+    assert "Traceback" not in caplog.text
+
+
+def test_an_end_that_finds_the_disk_full_is_told_with_the_fix_and_the_process_lives(
+    site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(PrivateStore, "save_finalised", full)
+    chosen = site.trainer().do(ChooseModel(site.spec.digest, site.aggregate))
+    assert chosen == Chosen(site.aggregate, succeeded=False)
+    assert f"Free space on, or repair, {site.store.root}" in site.events("finalise_failed")[0]["detail"]
+    assert f"Free space on, or repair, {site.store.root}" in caplog.text
 
 
 def test_a_round_that_diverges_changes_nothing(tmp_path: Path) -> None:
@@ -409,7 +438,9 @@ def test_at_the_end_the_best_candidate_is_exported_and_described_once(tmp_path: 
     command = ChooseModel(site.spec.digest, site.aggregate)
     assert trainer.do(command) == Chosen(site.aggregate, succeeded=True)
     outcome = site.store.finalised()
-    assert outcome["candidate"] in ("own", "downloaded", "tuned")
+    losses = {name.removeprefix("loss_val_"): outcome[name] for name in outcome if name.startswith("loss_val_")}
+    assert set(losses) == {"own", "downloaded", "interpolated", "tuned", "averaged"}
+    assert outcome["candidate"] == min(losses, key=lambda name: losses[name])
     assert outcome["accuracy_personal"] == outcome[f"accuracy_{outcome['candidate']}"]
     assert outcome["accuracy_common_personal"] == outcome[f"accuracy_common_{outcome['candidate']}"]
     assert outcome["accuracy_onnx"] == pytest.approx(outcome["accuracy_personal"])
@@ -454,7 +485,7 @@ def test_an_export_that_finds_the_disk_full_is_told_and_the_version_in_use_stays
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as broken:
-        broken.setattr("export.slots._sync", full)
+        broken.setattr("export.slots.fsync_path", full)
         trainer.afterwards(report)
     assert Slots(models).versions() == before
     told = [event for event in read_events(site.events_path) if event["event"] == "export_failed"]
@@ -525,7 +556,7 @@ def test_the_downloaded_candidate_has_every_part_that_the_last_aggregate_brings(
 
     monkeypatch.setattr(finalise, "measure", watched)
     assert trainer.do(ChooseModel(site.spec.digest, site.aggregate)) == Chosen(site.aggregate, succeeded=True)
-    assert len(seen) == (3 if brought else 1)  # own, downloaded, tuned
+    assert len(seen) == (5 if brought else 1)
     if not brought:
         return
     held = {part: site.spec.layouts[part] for part in get_method(method).shared_down}

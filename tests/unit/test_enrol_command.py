@@ -30,6 +30,7 @@ def enrol(*arguments: object, typed: str = "", environment: dict[str, str] | Non
 
 def test_the_token_comes_from_standard_input_and_is_not_repeated_to_anybody(desk: Desk, tmp_path: Path) -> None:
     token = desk.token("line-4").text
+    (tmp_path / "images").mkdir()
     done = enrol("--token", "-", "--out", tmp_path / "box", "--data", tmp_path / "images", typed=f"{token}\n")
     assert done.exit_code == 0, done.output
     assert "fedcg doctor --config" in done.stdout
@@ -55,10 +56,21 @@ def test_the_token_comes_from_the_environment_and_the_result_is_json(desk: Desk,
     assert load_config(tmp_path / "box" / "agent.toml", {}).data.root.name == "dataset:parts"
 
 
+def test_a_data_folder_that_is_not_there_is_refused_before_the_token_is_used(desk: Desk, tmp_path: Path) -> None:
+    token = desk.token("a").text
+    refused = enrol("--token", token, "--out", tmp_path / "box", "--data", tmp_path / "imgaes")
+    assert refused.exit_code == 2
+    assert "imgaes: there is no such file or folder. The token was not used" in refused.stderr
+    assert not (tmp_path / "box").exists()
+    (tmp_path / "images").mkdir()
+    assert enrol("--token", token, "--out", tmp_path / "box", "--data", tmp_path / "images").exit_code == 0
+
+
 def test_images_named_from_here_are_found_from_anywhere(
     desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "pictures").mkdir()
     assert enrol("--token", desk.token("a").text, "--out", "box", "--data", "pictures").exit_code == 0
     assert load_config(tmp_path / "box" / "agent.toml", {}).data.root == tmp_path / "pictures"
     done = enrol("--token", desk.token("b").text, "--out", "other")

@@ -303,6 +303,21 @@ def test_the_demo_and_its_help_import_no_torch() -> None:
     assert result.stdout.strip() == "False"
 
 
+def test_the_demos_first_line_is_through_a_pipe_before_anything_slow_is_imported_or_started(tmp_path: Path) -> None:
+    code = """
+import os, sys, types
+from fedcg.cli import app
+def stop(run, console):
+    os.write(1, repr(sorted({"torch", "sklearn", "matplotlib", "sqlalchemy"} & sys.modules.keys())).encode())
+    os._exit(7)  # nothing that is still in a buffer comes out
+sys.modules["experiments.demo"] = types.SimpleNamespace(Demo=stop)
+app.main(args=["demo", "--out", sys.argv[1]], prog_name="fedcg")
+"""
+    done = subprocess.run([sys.executable, "-c", code, tmp_path / "run"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (7, "")
+    assert done.stdout == f"starting a broker, a coordinator and 4 agents; everything goes to {tmp_path / 'run'}\n[]"
+
+
 def test_run_folders_are_named_in_one_place(tmp_path: Path) -> None:
     run = Run(tmp_path, Setting(), "auto", 1, 2)
     places = {run.home, run.data, run.observer, run.bundle("client-1"), run.root}

@@ -69,7 +69,8 @@ def test_children_are_gone_after_an_error_too(tmp_path: Path) -> None:
         async with children(tmp_path) as started:
             child = await started.start("sleeper", [sys.executable, "-c", SLEEPER])
             pids.append(child.process.pid)
-            await started.run("failing", [sys.executable, "-c", "print('my last words'); raise SystemExit(3)"])
+            last = await started.start("failing", [sys.executable, "-c", "print('my last words'); raise SystemExit(3)"])
+            await started.line(last, "ready", 10)
 
     with pytest.raises(ProcessError, match=r"failing ended with exit code 3(.|\n)*my last words"):
         asyncio.run(go())

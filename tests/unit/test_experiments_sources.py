@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +19,7 @@ from experiments.dealing import Partition, Validation
 from experiments.errors import SourceError
 from experiments.partitions import prepare
 from experiments.pictures import FilePicture, RowPicture
-from experiments.sources import Source, open_source
+from experiments.sources import Source, open_source, read_digits
 from fedcg.learning.data import load_folder
 
 
@@ -279,6 +281,25 @@ def test_a_public_set_that_is_neither_there_nor_to_be_had_says_where_its_files_b
         open_source(f"torchvision:USPS:{tmp_path}")
     with pytest.raises(SourceError, match="known are MNIST"):
         open_source("torchvision:ImageNet")
+
+
+# The digits
+
+
+def test_the_digits_are_scikit_learns_and_come_without_importing_it() -> None:
+    from sklearn.datasets import load_digits
+
+    levels, labels = load_digits(return_X_y=True)
+    scans, ours = read_digits()
+    assert np.array_equal(scans, np.rint(levels.reshape(-1, 8, 8) * (255 / 16)))
+    assert np.array_equal(ours, labels)
+    code = (
+        "import sys; from experiments.sources import open_source; open_source('digits'), open_source('digits-domains')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}; print('sklearn' in sys.modules)"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "False"
 
 
 # The digits in domains

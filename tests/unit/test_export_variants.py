@@ -251,10 +251,13 @@ def test_without_images_there_is_nothing_to_judge_by() -> None:
         HeldOut([], [], [])
 
 
-def test_the_command_makes_a_new_version_that_can_be_rolled_back(folder: Path, tmp_path: Path) -> None:
+def test_the_command_makes_a_new_version_that_can_be_rolled_back(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spec, root = make_spec(FORM), tmp_path / "models"
     package_personal(spec, make_parts(spec), root, test_files=[], test_labels=[], metrics={}, round_number=2)
-    arguments = ["optimise", str(root), "--images", str(folder), "--threads", "1"]
+    monkeypatch.setattr(variants, "_latencies", _clock({"fp16": 10.0}))
+    arguments = ["optimise", str(root), "--images", str(folder), "--threads", "1", "--budget", "100"]
     told = CliRunner().invoke(model_app, [*arguments, "--json"])
     assert told.exit_code == 0, told.output
     document = json.loads(told.stdout)
@@ -263,6 +266,7 @@ def test_the_command_makes_a_new_version_that_can_be_rolled_back(folder: Path, t
     assert document["providers"] == ["CPUExecutionProvider"]
     assert document["serves"] == read_manifest(root / "0002").serves
     assert document["variants"][0]["images"] == 30  # every fourth of the 40 calibrates
+    monkeypatch.setattr(variants, "_latencies", _clock({"int8": 10.0}))
     people = CliRunner().invoke(model_app, [*arguments, "--calibration", str(folder)])
     assert people.exit_code == 0, people.output
     assert f"in use: {root / '0003'}" in people.stdout

@@ -68,6 +68,7 @@ def test_a_database_of_every_version_opens_with_all_that_it_holds(version: int, 
             ("line-1", Outcome.ACCEPTED),
             ("line-2", Outcome.ACCEPTED),
         ]
+        assert [update.weight for update in ended] == ([12, 9] if version >= 4 else [None, None])
         assert [aggregate.round for aggregate in store.aggregates("casting")] == [0, 1]
         state = store.round_state("casting")
         assert (state.phase, state.round, state.participants) == (Phase.COLLECTING, 2, frozenset({"line-1"}))

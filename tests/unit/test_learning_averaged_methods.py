@@ -319,6 +319,26 @@ def test_fedgens_generator_is_not_asked_for_a_label_that_nobody_has(
     assert set(drawn[0].labels.tolist()) == asked
 
 
+def test_fedgens_clients_replay_classes_that_they_lack_when_labels_are_drawn_from_all() -> None:
+    # Of 400 rows, all of label 1, about a third each become 0, 1 and 2.
+    spec = quick_spec("fedgen")
+    nets = {Part.GENERATOR: Answer(*[(0.0, math.log(3.0))] * 400), Part.CLASSIFIER: Scale(1.0)}
+    some = Block(torch.zeros(400, 1, 16, 16), torch.ones(400, dtype=torch.int64))
+    drawn = fedgen.replay_penalty(nets, fedgen.FedgenParams(replay_labels="uniform"), context(spec))(some)
+    assert drawn is not None
+    labels = drawn.rows[1]
+    counts = torch.bincount(labels, minlength=spec.class_count)
+    assert all(counts > 400 / spec.class_count * 0.7)
+    kept = fedgen.replay_penalty(nets, fedgen.FedgenParams(), context(spec))(some)
+    assert kept is not None
+    assert torch.equal(kept.rows[1], some.labels)
+
+
+def test_a_spec_of_fedgen_keeps_its_digest_unless_labels_are_drawn_from_all() -> None:
+    assert "replay_labels" not in quick_spec("fedgen").params
+    assert quick_spec("fedgen", replay_labels="uniform").params["replay_labels"] == "uniform"
+
+
 def test_fedgens_clients_learn_from_generated_features_of_their_own_labels() -> None:
     # The generator answers (0, ln 3): a classifier "times 1" gives label 1 a probability of 3/4 and label 0 of 1/4.
     params, ctx = fedgen.FedgenParams(replay=0.5), context(quick_spec("fedgen"))

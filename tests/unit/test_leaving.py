@@ -15,9 +15,10 @@ from coordinator.records import DeviceState
 from edge_client.agent import AgentKeys
 from edge_client.cli import app
 from edge_client.config import AgentConfig, BrokerSection, DataSection, load_config
+from edge_client.conversation import say_goodbye
 from edge_client.enrolment import enrol
 from edge_client.errors import EnrolError, StoreLockedError
-from edge_client.leaving import leave, say_goodbye
+from edge_client.leaving import leave
 from edge_client.private_store import PrivateStore
 from edge_client.remembered import Remembered
 from fedcg.wire.memory import MemoryTransport

@@ -206,6 +206,34 @@ def test_orders_are_judged_over_seeds_that_both_rows_have() -> None:
     assert cells[2:] == ("FedSplit < FedCG", "accuracy", "+2.85", "+3.00 ± 0.00", "3", "confirmed")
 
 
+def test_an_order_is_judged_by_the_line_of_a_row_with_the_most_seeds() -> None:
+    other = record("fedcg", 0, 0.40, generator="mini", reduced={"generator": ["conv", "aaa"]})  # sorted before mlp
+    mlp = [record("fedcg", seed, 0.50, generator="mlp", reduced={"generator": ["conv", "mlp"]}) for seed in range(3)]
+    split = [record("fedsplit", seed, 0.44) for seed in range(3)]
+    (order,) = _only(other, *mlp, *split).orders
+    assert order.verdict.seeds == 3
+    assert order.verdict.difference == pytest.approx(6.0)
+
+
+def test_accuracy_after_the_download_and_local_only_of_the_same_seeds_stand_beside_each_row() -> None:
+    alone = [record("local", seed, share) for seed, share in ((0, 0.40), (1, 0.42), (2, 0.50))]
+    shared = [record("fedavg", seed, 0.45, after=share) for seed, share in ((0, 0.50), (1, 0.52))]
+    rows = {cells[0]: cells for cells in comparison_sheet(_only(*alone, *shared)).rows}
+    # Seed 2 has no run of fedavg: 40 and 42 are left, mean 41, deviation sqrt(2). Nothing comes down to `local`.
+    assert rows["FedAvg"][4:6] == ("51.00 ± 1.41 (2)", "41.00 ± 1.41 (2)")
+    assert rows["Local"][4:6] == ("-", "44.00 ± 5.29 (3)")
+    assert rows["FedCG"][4:6] == ("-", "-")
+
+
+def test_a_table_of_last_rounds_shows_the_download_of_the_last_round() -> None:
+    # Both clients have 0.30 after the last round's download, 0.60 at their best round.
+    run = record("fedmd_cg", 0, 0.5, paper=W10, variant="lr=0.05", setting={"lr": 0.05}, last=0.5, after=0.6)
+    for client in run["clients"]:
+        client["curve"]["after"] = [0.6, 0.3]
+    cells = next(row for row in comparison_sheet(_only(run)).rows if row[0] == "FedMD-CG")
+    assert cells[7] == "30.00 (1)"
+
+
 def test_what_nobody_has_run_at_published_settings_is_missing() -> None:
     runs = _runs(
         record("fedcg", 0, 0.5, local=0.4),
@@ -289,7 +317,7 @@ def test_an_unknown_table_or_folder_is_bad_input(tmp_path: Path) -> None:
 def test_a_cell_with_a_bar_stays_one_cell_of_markdown() -> None:
     found = _only(record("fedcg", 0, 0.5))
     assert all(
-        line.count(" | ") == 5 for line in markdown(comparison_sheet(found)).splitlines() if line.startswith("|")
+        line.count(" | ") == 7 for line in markdown(comparison_sheet(found)).splitlines() if line.startswith("|")
     )
 
 

@@ -22,7 +22,8 @@ from typer.testing import CliRunner
 from export.cli import infer_app
 from export.preprocess import load_image
 from export.runtime import Model
-from export.serve import Settings, _listening
+from export.serve import Settings, _bound
+from fedcg.listening import Caps, Connections
 from tests.export_models import CLASSES, LOADED_PROBE, encoded, picture
 from tests.serving import JSON, PNG, Server, install_versions, multipart, serving
 
@@ -146,7 +147,7 @@ def test_a_body_without_a_length_is_refused_while_it_is_read(server: Server) -> 
     """It never ends: an answer can only come before all of it was taken."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
         connection.sendall(
-            b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Type: image/png\r\nTransfer-Encoding: chunked\r\n\r\n"
+            b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: image/png\r\nTransfer-Encoding: chunked\r\n\r\n"
         )
         piece = bytes(50_000)
         for _ in range(MAX_BYTES // len(piece) + 1):
@@ -250,7 +251,7 @@ def test_answers_do_not_wait_for_a_callers_acknowledgement(root: Path) -> None:
 
     async def run() -> int:
         accepted = asyncio.get_running_loop().create_future()
-        with _listening(Settings(root, port=0)) as listener:
+        with _bound(Settings(root, port=0), Connections(Caps(8, 8))) as listener:
             server = await asyncio.start_server(lambda _, writer: accepted.set_result(writer), sock=listener)
             _, caller = await asyncio.open_connection(*listener.getsockname())
             writer: asyncio.StreamWriter = await accepted
@@ -289,3 +290,12 @@ def test_callers_at_once_each_get_the_answer_to_their_own_image(server: Server) 
         assert result["class"] == wanted["class"]
         assert result["probability"] == pytest.approx(wanted["probability"], abs=1e-5)
     assert server.metric("fedcg_serve_batch_images_count") < before + 200  # some were predicted together
+
+
+def test_a_page_that_leads_a_browser_here_under_its_own_name_gets_nothing(server: Server, root: Path) -> None:
+    refused = server.ask("/model", headers={"Host": "evil.example"})
+    assert (refused.status, refused.code) == (400, "wrong_host")
+    assert "--allow-host" in refused.document["error"]["message"]
+    assert server.ask("/model", headers={"Host": f"localhost:{server.port}"}).status == 200
+    with serving(root, "--allow-host", "line-4.example") as named:
+        assert named.ask("/model", headers={"Host": "line-4.example:80"}).status == 200

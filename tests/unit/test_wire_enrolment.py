@@ -20,10 +20,11 @@ TOKENS = st.builds(
     id=st.integers(min_value=0, max_value=2**64 - 1).map(lambda number: f"{number:016x}"),
     secret=st.binary(min_size=32, max_size=32),
     authority=HEX,
+    coordinator=HEX,
     url=st.none() | st.just("https://broker.example:8444"),
     device=st.none() | st.just("line-4"),
 )
-TOKEN = Token("0" * 16, b"s" * 32, "a" * 64, "https://127.0.0.1:8444", "line-4")
+TOKEN = Token("0" * 16, b"s" * 32, "a" * 64, "c" * 64, "https://127.0.0.1:8444", "line-4")
 
 
 @given(TOKENS)

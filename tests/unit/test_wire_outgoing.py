@@ -100,3 +100,24 @@ def test_a_message_at_qos_0_has_no_packet_id() -> None:
     taken = queue.take(20)
     assert taken is not None
     assert taken.packet == 0
+
+
+def test_the_time_without_an_acknowledgement_counts_from_the_last_one_while_some_are_owed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr("fedcg.wire.outgoing.time.monotonic", lambda: now[0])
+    queue = OutgoingQueue(10, 1000)
+    for name in ("a", "b"):
+        queue.put(Outgoing(name, b"x", 1, retain=False))
+    assert queue.owed_s() == 0.0  # nothing was sent
+    first, second = queue.take(2), queue.take(2)
+    assert first is not None
+    assert second is not None
+    now[0] = 130.0
+    assert queue.owed_s() == 30.0
+    queue.acknowledged(first.packet)
+    now[0] = 140.0
+    assert queue.owed_s() == 10.0
+    queue.acknowledged(second.packet)
+    assert queue.owed_s() == 0.0

@@ -3,13 +3,21 @@
 Server, every round: the classifiers are averaged by data size, and the global generator G(z, y) is trained so that the
 data-size weighted sum of the PRESENT clients' classifiers' logits on its features says y (Zhu et al. eq. 4 with a softmax
 behind the sum), plus the mode-seeking diversity term: CE(Σ_i n_i / n · C_i(G(z, y)), y) + weight · 1 / (d(G) / d(z) + 1e-5).
-Client: CE(C(E(x)), y) + weight · CE(C(G(z, y)), y) with the labels of its own batch, fresh z, and G frozen (Zhu et al. eq. 5):
-only the classifier learns from the second term.
+Client: CE(C(E(x)), y) + weight · CE(C(G(z, y')), y') with fresh z and G frozen: only the classifier learns from the second term.
 
-Readings and deviations, with reasons: features are generated, as in both papers; diversity pairs rows of one label (rows j and
+Where y' comes from, four sources differ. Zhu et al. eq. 5 draws it from the label distribution of all clients, their code uniformly
+from the labels that any client has. The code of FedCG's comparison takes the labels y of the client's own batch, and so does the
+default here, `replay_labels = batch`; the code of FedMD-CG's comparison draws from the sum of all clients' label counts. `uniform`
+draws from all classes: that is Zhu et al.'s code where every class occurs at some client, and eq. 5 where classes are balanced over
+all clients together. With iid clients all four have the same distribution; a client that lacks classes never replays them with
+`batch`.
+
+Readings and deviations, with reasons: features are generated, as in both papers; Zhu et al.'s code has a second term on the client
+(KL between the logits of E(x) and of G(z, y)), which FedCG's comparison leaves out, and so does this; diversity pairs rows of one label (rows j and
 j + B//2; published are arbitrary halves, whose classes differ anyway); the optimiser of G starts afresh every round, as every
 optimiser here; when all clients told their label counts, G is only asked for labels that somebody has. The generator of the
-first round is untrained, and its features are replayed all the same, as published.
+first round is untrained, and its features are replayed all the same, as in the code of FedCG's comparison; Zhu et al.'s code
+replays from the second round on.
 
 Cost: G changes with every step, so no teacher pass can be done ahead: a step runs all N classifiers, and they are all in memory
 (they are small: with 256 clients of 240 kB, 60 MB). The time of `finish` grows with N.
@@ -19,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from pydantic import Field
@@ -51,6 +60,12 @@ class FedgenParams(TrainingParams):
     """Parameters of FedGen; the published comparison gives every term the weight 1."""
 
     replay: float = Field(default=1.0, ge=0, description="weight of the classifier's loss on generated features")
+    replay_labels: Literal["batch", "uniform"] = Field(
+        default="batch",
+        # A spec that leaves it out keeps the digest that it had before this parameter existed.
+        exclude_if=lambda labels: labels == "batch",
+        description="labels of the replayed features: those of the client's batch, or drawn from all classes",
+    )
     diversity: float = Field(default=1.0, ge=0, description="weight of the mode-seeking term in the generator's loss")
     server_iterations: int = Field(default=2000, ge=1, description="generator steps on the server")
     server_batch: int = Field(default=16, ge=2, description="rows of a generator step")
@@ -58,7 +73,7 @@ class FedgenParams(TrainingParams):
 
 
 def replay_penalty(nets: Mapping[Part, nn.Module], params: FedgenParams, ctx: RoundContext) -> PenaltyMaker:
-    """The term replay · CE(C(G(z, y)), y) for the labels y of the batch; G is frozen and in eval mode."""
+    """The term replay · CE(C(G(z, y')), y') for the labels y' that `replay_labels` names; G is frozen and in eval mode."""
     generator, classifier = nets[Part.GENERATOR], nets[Part.CLASSIFIER]
     stream = ctx.streams.generator("classify", "noise")
 
@@ -71,7 +86,10 @@ def replay_penalty(nets: Mapping[Part, nn.Module], params: FedgenParams, ctx: Ro
         if params.replay == 0.0:
             return None
         noise = torch.randn(len(block.labels), ctx.spec.network.noise_dim, generator=stream).to(ctx.device)
-        return Penalty(loss, (generate(generator, noise, block.labels), block.labels))
+        labels = block.labels
+        if params.replay_labels == "uniform":
+            labels = torch.randint(ctx.spec.class_count, labels.shape, generator=stream).to(ctx.device)
+        return Penalty(loss, (generate(generator, noise, labels), labels))
 
     return per_block
 

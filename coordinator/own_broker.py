@@ -1,0 +1,120 @@
+"""A Mosquitto that the operator runs, not `fedcg broker run`: the folder it starts from, and its lists in it.
+
+The folder holds everything that Mosquitto reads and writes, so it can be started by root, who then gives up the superuser's
+rights, or by the user that made it, and copied to another machine. The home has a link to it and keeps the lists up to date.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import stat
+from pathlib import Path
+
+from coordinator.errors import BrokerError
+from coordinator.home import BROKER_NAME, Home
+from coordinator.provision.mosquitto import ACL_NAME, CONFIG_NAME, mosquitto_config
+from coordinator.provision.pki import CA_NAME, credential_of, server_credential
+from fedcg.files import READABLE, replace_durably
+
+LINK_NAME = "deployed"
+"""In a home's broker directory: leads to the folder that was made last."""
+DATA_NAME = "data"
+PID_FILE = Path(LINK_NAME, DATA_NAME, "mosquitto.pid")
+"""Where the Mosquitto of that folder writes its process id, as its configuration says."""
+ACCOUNT = "mosquitto"
+"""The user that Mosquitto turns into when root starts it; made by the distributions' packages."""
+SHARED = 0o640
+FOLDER = 0o755
+
+
+def deploy(home: Home, out: Path) -> str:
+    """Write the folder of a Mosquitto, without its lists, and remember it in the home.
+
+    Args:
+        home: the coordinator's directory.
+        out: the folder; created when missing.
+
+    Returns:
+        The user that Mosquitto will run under.
+
+    Raises:
+        BrokerError: it can't be written, or the user that Mosquitto will run under can't enter it.
+    """
+    out = out.resolve()
+    account = _account()
+    _check_way(out, account)
+    try:
+        _write(home, out, account)
+    except OSError as error:
+        raise BrokerError(f"{out} can't be made a broker's folder: {error}") from error
+    return account.pw_name
+
+
+def refresh_lists(home: Home) -> None:
+    """Bring the lists up to date wherever a Mosquitto of the operator's reads them.
+
+    Raises:
+        BrokerError: a folder can't be written to; whoever was revoked may still be on its lists.
+    """
+    named, deployed = home.config().broker.lists, home.broker / LINK_NAME
+    for folder in ([deployed] if deployed.is_dir() else []) + ([home.root / named] if named is not None else []):
+        _copy_lists(home, folder)
+
+
+def _write(home: Home, out: Path, account: pwd.struct_passwd) -> None:
+    if not out.is_dir():
+        out.mkdir(parents=True)
+        out.chmod(FOLDER)
+    data = out / DATA_NAME
+    data.mkdir(exist_ok=True, mode=stat.S_IRWXU)
+    server = server_credential(home.pki, BROKER_NAME, home.config().broker.host)
+    text = mosquitto_config(home, acl=out / ACL_NAME, persistence=data, user=account.pw_name, pki=out)
+    replace_durably(out / CONFIG_NAME, text, READABLE)
+    authority = credential_of(home.pki, CA_NAME).certificate
+    own = [data]
+    for source in (authority, server.certificate, server.key, home.revocations, home.broker / ACL_NAME):
+        own.append(out / source.name)
+        replace_durably(own[-1], source.read_bytes())
+    if os.geteuid() == 0:
+        for path in own:
+            os.chown(path, account.pw_uid, account.pw_gid, follow_symlinks=False)
+    link = home.broker / LINK_NAME
+    link.unlink(missing_ok=True)
+    link.symlink_to(out)
+
+
+def _copy_lists(home: Home, target: Path) -> None:
+    """Replace access list and revocation list in a folder, each in one step; they stay their owner's."""
+    try:
+        for source in (home.revocations, home.broker / ACL_NAME):
+            path = target / source.name
+            owner = path.stat() if path.exists() else None
+            # 0640 for a broker under another user: give the directory its group, and the setgid bit
+            replace_durably(path, source.read_bytes(), SHARED)
+            if owner is not None and os.geteuid() == 0:
+                os.chown(path, owner.st_uid, owner.st_gid, follow_symlinks=False)
+    except OSError as error:
+        raise BrokerError(
+            f"the broker's lists can't be written to {target.resolve()}: {error}. Give that folder to the user that the coordinator "
+            f"runs under; or, if no broker reads it, remove {home.broker / LINK_NAME} or `lists` under [broker]"
+        ) from error
+
+
+def _account() -> pwd.struct_passwd:
+    """Whom Mosquitto runs as: its own user when root sets it up and there is one, else whoever sets it up."""
+    try:
+        return pwd.getpwnam(ACCOUNT) if os.geteuid() == 0 else pwd.getpwuid(os.geteuid())
+    except KeyError:
+        return pwd.getpwuid(0)
+
+
+def _check_way(out: Path, account: pwd.struct_passwd) -> None:
+    if os.geteuid() != 0 or account.pw_uid == 0:
+        return
+    for folder in (out, *out.parents):
+        if folder.exists() and not folder.stat().st_mode & stat.S_IXOTH:
+            raise BrokerError(
+                f"{folder} can't be entered by user {account.pw_name}, under which Mosquitto runs when root starts it; choose "
+                "another --out, for example /etc/mosquitto/fedcg"
+            )

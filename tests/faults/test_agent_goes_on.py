@@ -1,0 +1,190 @@
+"""Whatever fails while a command is carried out, the agent's state goes on without a restart; and what waits is bounded in bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edge_client.agent import Agent
+from edge_client.generations import Cursor
+from edge_client.inbox import MAX_BYTES, Inbox, Item
+from edge_client.session import step
+from edge_client.session_events import (
+    Event,
+    LinkChanged,
+    LoadUpdate,
+    OutboxFound,
+    RoundCommitted,
+    StartRound,
+    Tick,
+    TrainerReady,
+)
+from edge_client.session_state import MANIFEST_MAX_S, Delivery, SessionState, Trainer, next_deadline
+from edge_client.trainer_process import Committed, TrainerCommand, TrainRound
+from fedcg.wire.messages import Accept, ArtifactRef, Decline, DeclineReason, Hello, Manifest
+from fedcg.wire.transfer import Chunk
+from fedcg.wire.transport import Delivery as Incoming
+from tests.edge_worlds import FakeTrainer, World, aggregate_of, toy_parts, wait_until
+from tests.unit.test_edge_agent import SHARED
+
+UPDATE = ArtifactRef(id="e" * 64, size=4000, chunk_bytes=500)
+NOWHERE = 88  # what a link with packets of 600 bytes takes
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    made = World(tmp_path, is_automatic=False)
+    yield made
+    made.close()
+
+
+def invited(world: World, attempt: int = 1) -> None:
+    """The agent has accepted an attempt of the first round."""
+    if attempt == 1:
+        world.coordinator.come_online()
+        world.start_agent()
+        world.coordinator.wait(Hello)
+    world.coordinator.offer(world.spec, aggregate_of(toy_parts(50, SHARED), world.spec, 0), 1, attempt)
+    world.coordinator.invite(1, attempt)
+    world.coordinator.wait(Accept)
+
+
+def training(world: World, attempt: int = 1) -> TrainRound:
+    world.coordinator.work_until(lambda: len(world.trainer.commands) == attempt, "it trains")
+    command = world.trainer.commands[-1]
+    assert isinstance(command, TrainRound)
+    return command
+
+
+def errors(world: World) -> list[str]:
+    return [str(event["detail"]) for event in world.events("agent_error")]
+
+
+def test_a_link_that_shrinks_while_a_box_trains_delays_its_update_and_loses_nothing(world: World) -> None:
+    invited(world)
+    command = training(world)
+    usual, world.broker.max_payload = world.broker.max_payload, NOWHERE
+    world.trainer.commit(command)
+    world.trainer.deliver(Committed(command.cursor))
+    wait_until(lambda: bool(errors(world)), "the update can't be cut")
+    assert "the link takes payloads of 88 bytes" in errors(world)[0]
+    world.broker.max_payload = usual
+    assert world.coordinator.wait(Manifest).round == 1
+    assert len(world.trainer.commands) == 1
+
+
+def test_a_round_that_the_trainer_can_not_be_given_is_declined_and_the_next_attempt_trains(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def breaks(_trainer: FakeTrainer, _command: TrainerCommand) -> None:
+        raise RuntimeError("nobody foresaw this")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(FakeTrainer, "send", breaks)
+        invited(world)
+        assert world.coordinator.wait(Decline).reason is DeclineReason.TRAINING_FAILED
+    assert "RuntimeError: nobody foresaw this" in errors(world)[0]
+    invited(world, attempt=2)
+    world.coordinator.work_until(lambda: len(world.trainer.commands) == 1, "the next attempt trains")
+
+
+def test_a_training_process_that_can_not_be_started_for_whatever_reason_is_started_again(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts: list[Callable[..., int]] = []
+    start = FakeTrainer.start
+
+    def breaks_twice(trainer: FakeTrainer) -> int:
+        starts.append(start)
+        if len(starts) < 3:
+            raise ValueError("a bad descriptor")
+        return start(trainer)
+
+    monkeypatch.setattr(FakeTrainer, "start", breaks_twice)
+    invited(world)
+    training(world)
+    assert len(starts) == 3
+
+
+# ------------------------------------------------------------------ the state machine
+
+
+def drive(state: SessionState, *events: Event, now: float = 0.0) -> tuple[SessionState, list[Any]]:
+    commands: list[Any] = []
+    for event in events:
+        state, more = step(state, event, now)
+        commands += more
+    return state, commands
+
+
+def test_a_commit_counts_before_its_update_is_read_which_is_tried_until_it_works() -> None:
+    busy = SessionState("shapes", "a", trainer=Trainer.BUSY, job=Cursor(1, 1), job_spec="5" * 64)
+    state, commands = drive(busy, RoundCommitted(Cursor(1, 1)))
+    assert commands == [LoadUpdate()]
+    assert (state.trainer, state.committed, state.bound_spec) == (Trainer.IDLE, Cursor(1, 1), "5" * 64)
+    times: list[float] = []
+    while len(times) < 7:
+        due = next_deadline(state)
+        assert due is not None
+        state, commands = drive(state, Tick(), now=due)
+        assert commands == [LoadUpdate()]
+        times.append(due)
+    assert times == [1.0, 3.0, 7.0, 15.0, 31.0, 61.0, 91.0]
+    assert MANIFEST_MAX_S == 30.0
+    state, _ = drive(state, OutboxFound(Cursor(1, 1), UPDATE), now=95.0)
+    assert state.delivery == Delivery(Cursor(1, 1), UPDATE, manifest_at=95.0)
+
+
+def test_nothing_is_trained_while_an_update_could_not_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    state, _ = drive(SessionState("shapes", "a"), OutboxFound(Cursor(1, 1)), TrainerReady())
+    monkeypatch.setattr("edge_client.session._is_asked", lambda *_: True)
+    assert not [command for command in drive(state, Tick())[1] if isinstance(command, StartRound)]
+    assert state.delivery == Delivery(Cursor(1, 1), None, manifest_at=1.0, delay_s=2.0)
+
+
+def test_an_update_that_was_announced_stays_announced_while_it_is_cut_for_a_new_link() -> None:
+    known = Delivery(Cursor(1, 1), UPDATE, manifest_at=50.0, announced=True)
+    state = SessionState("shapes", "a", delivery=known, trainer=Trainer.IDLE)
+    state, commands = drive(state, OutboxFound(Cursor(1, 1)), LinkChanged(up=True))
+    assert commands[0] == LoadUpdate()
+    state, _ = drive(state, OutboxFound(Cursor(1, 1), UPDATE))
+    assert state.delivery == known
+    smaller = UPDATE.model_copy(update={"chunk_bytes": 300})
+    state, _ = drive(state, OutboxFound(Cursor(1, 1), smaller))
+    assert state.delivery == Delivery(Cursor(1, 1), smaller)
+
+
+# ------------------------------------------------------------------ bounded in bytes
+
+
+@pytest.mark.parametrize("size", [0, 100_000, 2_000_000])
+def test_what_a_broker_pours_into_an_agent_that_does_not_read_is_bounded_in_bytes(world: World, size: int) -> None:
+    payload = bytes(size)
+    world.start_agent()
+    world.stop_agent()
+    agent: Agent = world.agent
+    for _ in range(MAX_BYTES // 1000):
+        agent._on_delivery(Incoming("t", payload, retained=False))
+        if agent._dropped:
+            break
+    assert agent._dropped == 1
+    kept = 0
+    while not agent._inbox.empty():
+        kept += isinstance(agent._inbox.get_nowait(), Incoming)
+    assert kept * size <= MAX_BYTES + size
+
+
+def test_the_inbox_keeps_order_and_counts_what_was_taken() -> None:
+    inbox = Inbox()
+    items: list[Item] = [
+        Incoming("t", b"1", retained=False),
+        Chunk("0" * 64, 0, b"2"),
+        Incoming("t", b"3", retained=True),
+    ]
+    for item in items:
+        inbox.put_nowait(item)
+    assert [inbox.get_nowait() for _ in items] == items
+    assert inbox.qsize() == 0

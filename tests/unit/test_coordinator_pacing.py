@@ -1,0 +1,179 @@
+"""When attempts open, how long they last, and which failed ones count; by the round engine's own events."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from coordinator.pacing import RETRY_MAX_S, Accepted, Expected, LinkChanged, Policy
+from coordinator.round_commands import Command, FailAttempt, MoveDeadline, OpenAttempt, Pause
+from coordinator.rounds import (
+    AggregationFailed,
+    CameOnline,
+    Event,
+    Phase,
+    Restarted,
+    RoundState,
+    Tick,
+    UpdateRefused,
+    UpdateStored,
+    WentOffline,
+    transition,
+)
+
+POLICY = Policy(rounds=2, min_clients=2, max_attempts=2, deadline_s=100.0, gather_s=5.0, retry_s=10.0)
+HASTY = replace(POLICY, gather_s=0.0, retry_s=0.0)
+
+
+def play(state: RoundState, *events: Event, now: float) -> tuple[RoundState, list[Command]]:
+    commands: list[Command] = []
+    for event in events:
+        state, more = transition(state, event, now)
+        commands += more
+    return state, commands
+
+
+def opened(policy: Policy = HASTY) -> RoundState:
+    """The first attempt, of a and b, opened at 1000."""
+    return play(RoundState(policy), CameOnline("a"), CameOnline("b"), now=1000.0)[0]
+
+
+def opens(state: RoundState, now: float) -> bool:
+    return any(isinstance(command, OpenAttempt) for command in play(state, Tick(), now=now)[1])
+
+
+# ------------------------------------------------------------------ gathering
+
+
+def test_a_round_waits_for_further_devices_until_none_has_come_for_a_while() -> None:
+    expected = Expected(frozenset("abcd"))
+    state, commands = play(RoundState(POLICY), expected, CameOnline("a"), CameOnline("b"), now=1000.0)
+    assert commands == []
+    state, commands = play(state, CameOnline("c"), now=1004.9)
+    assert commands == []
+    assert not opens(state, 1009.8)
+    _, commands = play(state, Tick(), now=1009.9)
+    assert commands[0] == OpenAttempt(1, 1, frozenset("abc"), 1109.9)
+
+
+def test_a_round_opens_at_once_when_every_enrolled_device_is_online() -> None:
+    state, commands = play(RoundState(POLICY), Expected(frozenset("abc")), CameOnline("a"), CameOnline("b"), now=1000.0)
+    assert commands == []
+    assert isinstance(play(state, CameOnline("c"), now=1000.1)[1][0], OpenAttempt)
+    assert isinstance(play(state, Expected(frozenset("ab")), now=1000.1)[1][0], OpenAttempt)  # the third was revoked
+
+
+def test_a_device_that_comes_and_goes_does_not_hold_up_a_round() -> None:
+    state, _ = play(RoundState(POLICY), Expected(frozenset("abcd")), CameOnline("a"), CameOnline("b"), now=1000.0)
+    state, _ = play(state, CameOnline("c"), WentOffline("c"), now=1002.0)
+    state, _ = play(state, CameOnline("c"), WentOffline("c"), now=1006.0)
+    assert opens(state, 1007.0)
+
+
+def test_the_next_round_does_not_gather_again() -> None:
+    state, _ = play(RoundState(POLICY), Expected(frozenset("abc")), CameOnline("a"), CameOnline("b"), now=1000.0)
+    state, _ = play(state, Tick(), now=1005.0)
+    assert state.phase is Phase.COLLECTING
+    following = replace(state, phase=Phase.WAITING, round=2, participants=frozenset())
+    assert opens(following, 1006.0)
+
+
+# ------------------------------------------------------------------ failed attempts
+
+
+def test_the_pause_after_failed_attempts_grows_up_to_its_bound() -> None:
+    assert [POLICY.pause_s(failures) for failures in (0, 1, 2, 3)] == [0.0, 10.0, 20.0, 40.0]
+    assert POLICY.pause_s(100_000) == RETRY_MAX_S
+
+
+def test_the_next_attempt_opens_after_a_pause_with_whoever_is_online_then() -> None:
+    state, commands = play(opened(POLICY), UpdateRefused(1, 1, "a"), CameOnline("c"), now=1001.0)
+    assert [type(command) for command in commands] == [FailAttempt]
+    assert not opens(state, 1010.9)
+    assert play(state, Tick(), now=1011.0)[1][0] == OpenAttempt(1, 2, frozenset("abc"), 1111.0)
+    assert opens(state, 990.0)  # the clock was set back: no pause of years
+
+
+def test_declined_and_rejected_attempts_and_failed_merges_pause_the_federation() -> None:
+    state, _ = play(opened(), UpdateRefused(1, 1, "a"), now=1001.0)
+    state, commands = play(state, AggregationFailed(1, 2, "diverged"), now=1002.0)
+    assert isinstance(commands[-1], Pause)
+    assert play(state, CameOnline("c"), LinkChanged(up=False), LinkChanged(up=True), Tick(), now=9999.0)[1] == []
+
+
+# ------------------------------------------------------------------ answers, and the deadline
+
+
+def test_an_attempt_that_the_quorum_has_not_accepted_waits_on_and_names_who_is_missing() -> None:
+    state, commands = play(opened(), Accepted(1, 1, "b"), Tick(), now=1100.0)
+    told = "only 1 of 2 needed clients have answered; missing: a (no answer), b (still at work)"
+    assert commands == [MoveDeadline(1, 1, 1200.0, told)]
+    state, _ = play(state, Tick(), now=1200.0)
+    assert (state.phase, state.attempt, state.deadline_at) == (Phase.COLLECTING, 1, 1300.0)
+
+
+def test_the_deadline_counts_from_when_the_quorum_has_accepted() -> None:
+    state, commands = play(opened(), Accepted(1, 1, "a"), now=1050.0)
+    assert commands == []
+    state, commands = play(state, Accepted(1, 1, "b"), now=1090.0)
+    assert commands == [MoveDeadline(1, 1, 1190.0)]
+    assert play(state, Accepted(1, 1, "b"), Accepted(1, 1, "z"), Accepted(1, 2, "a"), now=1095.0) == (state, [])
+    assert play(state, Tick(), now=1189.0)[1] == []
+
+
+def test_clients_that_are_too_slow_cost_attempts_that_count() -> None:
+    state = opened()
+    for attempt in (1, 2):
+        state, _ = play(state, Accepted(1, attempt, "a"), Accepted(1, attempt, "b"), now=1000.0)
+        state, commands = play(state, Tick(), now=2000.0)
+    assert isinstance(commands[-1], Pause)
+    assert "a (still at work)" in commands[-1].reason
+
+
+@pytest.mark.parametrize("accepts", [True, False])
+def test_an_attempt_whose_clients_are_offline_at_the_deadline_fails_and_does_not_count(*, accepts: bool) -> None:
+    state = opened()
+    for number in range(1, 6):
+        accepted = [Accepted(1, number, client) for client in "ab" if accepts]
+        state, _ = play(state, *accepted, WentOffline("b"), now=1000.0 * number)
+        state, commands = play(state, Tick(), now=1000.0 * number + 100.0)
+        assert commands == [FailAttempt(1, number, state.reason, number + 1)]
+        assert "b (offline)" in state.reason
+        state, commands = play(state, CameOnline("b"), now=1000.0 * (number + 1))
+        assert isinstance(commands[0], OpenAttempt)
+
+
+def test_an_attempt_without_answers_makes_way_for_one_with_the_devices_that_came_meanwhile() -> None:
+    state, _ = play(opened(), CameOnline("c"), now=1050.0)
+    state, commands = play(state, Tick(), now=1100.0)
+    assert isinstance(commands[0], FailAttempt)
+    assert commands[1] == OpenAttempt(1, 2, frozenset("abc"), 1200.0)
+    assert state.first_attempt == 2  # it did not count
+
+
+# ------------------------------------------------------------------ the link
+
+
+def test_time_without_a_link_does_not_count_against_the_deadline() -> None:
+    state, _ = play(opened(), Accepted(1, 1, "a"), Accepted(1, 1, "b"), LinkChanged(up=False), now=1040.0)
+    state, commands = play(state, Tick(), now=1500.0)
+    assert commands == []
+    state, commands = play(state, LinkChanged(up=True), now=1500.0)
+    assert commands == [MoveDeadline(1, 1, 1600.0, "no link to the broker for 460 s")]
+    assert play(state, Tick(), now=1599.0)[1] == []
+    assert isinstance(play(state, Tick(), now=1600.0)[1][0], FailAttempt)
+
+
+def test_no_attempt_opens_without_a_link() -> None:
+    state, commands = play(RoundState(HASTY), LinkChanged(up=False), CameOnline("a"), CameOnline("b"), now=1000.0)
+    assert commands == []
+    assert isinstance(play(state, LinkChanged(up=True), now=1001.0)[1][0], OpenAttempt)
+
+
+def test_after_a_restart_the_deadline_waits_for_the_link() -> None:
+    state = replace(opened(), online=frozenset())
+    state, _ = play(state, Restarted(), now=5000.0)
+    assert play(state, Tick(), now=9000.0)[1] == []
+    _, commands = play(state, LinkChanged(up=True), UpdateStored(1, 1, "a"), now=9000.0)
+    assert commands == [MoveDeadline(1, 1, 9100.0, "no link to the broker for 4000 s")]
