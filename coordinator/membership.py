@@ -107,8 +107,9 @@ class Membership:
         await self._departed(device, "the device is silenced: " + reason)
 
     async def silence(self, device: str) -> None:
-        """Take a device off the broker's access list for a while."""
+        """Take a device off the broker's access list for a while, and leave behind what of its flood waits at the broker."""
         await self._limit(device, self._setup.clock() + SILENCE_S)
+        self._publisher.connect_anew()
 
     async def release(self, device: str) -> None:
         """Put a device that was silenced on the broker's access list again."""

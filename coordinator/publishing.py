@@ -100,6 +100,13 @@ class Publisher:
         self._transport.change_will(status_will(self._topics, self._epoch, voice.key))
         return True
 
+    def connect_anew(self) -> None:
+        """Have the broker forget its queue for us. What honest devices have in it comes again, as after any lost link.
+
+        Mosquitto 2.0 was seen to deliver seconds late for ever once the queue of a live session had overflowed.
+        """
+        self._transport.change_will(status_will(self._topics, self._epoch, self._voice.key))
+
     def keys(self) -> bool:
         """Retained: how the message key was replaced; nothing while it is still the first one."""
         links = self._voice.links[-MAX_KEY_LINKS:]

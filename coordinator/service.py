@@ -13,17 +13,7 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from coordinator.aggregation_messages import (
-    JobDone,
-    JobFailed,
-    PhaseStarted,
-    Progressed,
-    UpdateAdded,
-    UpdateFailed,
-    WorkerDied,
-    WorkerEvent,
-    WorkerReady,
-)
+from coordinator.aggregation_messages import WorkerEvent
 from coordinator.attendance import Attendance
 from coordinator.closing import on_daemon
 from coordinator.cohorts import Cohorts
@@ -38,7 +28,6 @@ from coordinator.membership import REFRESH_S, Membership
 from coordinator.pacing import LinkChanged
 from coordinator.publishing import Publisher, status_will
 from coordinator.rounds import (
-    AggregationFailed,
     Phase,
     RoundState,
     Tick,
@@ -49,6 +38,7 @@ from coordinator.shelf import Shelf
 from coordinator.threads import Threads
 from coordinator.uplink import Checked, Uplink
 from coordinator.uploads import Grant
+from coordinator.worker_reports import WorkerReports
 from fedcg.learning.spec import FederationSpec
 from fedcg.refusals import Refusals
 from fedcg.wire import versions
@@ -124,7 +114,7 @@ class Service:
         self._members = Membership(setup, self._ingest, self._uplink, self._conductor, self._publisher, self._cohorts)
         self._floods = FloodGate(lambda device: self._inbox.put(_Flooded(device)))
         self._topics = topics
-        self._worker_pid: int | None = None
+        self._reports = WorkerReports(setup.events, self._conductor)
         self._attendance = Attendance(self._conductor, self._uplink.intake, setup.events)
         self._turned_away: set[str] = set()
         self._readers = Threads(1, "artifacts")
@@ -155,7 +145,7 @@ class Service:
     @property
     def worker_pid(self) -> int | None:
         """The process of the aggregation worker, once it is ready."""
-        return self._worker_pid
+        return self._reports.pid
 
     @property
     def refusals(self) -> dict[str, int]:
@@ -238,7 +228,7 @@ class Service:
         elif isinstance(item, _Broken):
             raise item.error
         elif not isinstance(item, _Stop):
-            await self._worker_said(item)
+            await self._reports.take(item)
 
     async def _delivered(self, delivery: Delivery) -> None:
         device, _ = self._ingest.origin(delivery)
@@ -366,29 +356,6 @@ class Service:
         voice = await asyncio.to_thread(self._setup.voice)
         if self._publisher.use(voice):
             self._events.write("key_rotated", serial=voice.links[-1].serial, key=voice.key.public.hex)
-
-    async def _worker_said(self, event: WorkerEvent) -> None:
-        if isinstance(event, WorkerReady):
-            self._worker_pid = event.pid
-            self._events.write("worker_ready", pid=event.pid, threads=event.threads, device=event.device)
-        elif isinstance(event, WorkerDied):
-            self._worker_pid = None
-            self._events.write("worker_died", pid=event.pid, deaths=event.deaths, reason=event.reason)
-        elif isinstance(event, PhaseStarted):
-            self._write_progress("phase_started", event, client=event.client)
-        elif isinstance(event, Progressed):
-            self._write_progress("aggregate_step", event, step=event.step, steps=event.steps)
-        elif isinstance(event, UpdateAdded):
-            self._events.write("teacher_done", client=event.client, round=event.round, attempt=event.attempt)
-        elif isinstance(event, UpdateFailed):
-            await self._conductor.update_failed(event)
-        elif isinstance(event, JobFailed):
-            await self._conductor.apply(AggregationFailed(event.round, event.attempt, event.reason))
-        elif isinstance(event, JobDone):
-            await self._conductor.job_done(event)
-
-    def _write_progress(self, name: str, event: PhaseStarted | Progressed, **values: str | int) -> None:
-        self._events.write(name, phase=event.phase, round=event.round, attempt=event.attempt, pid=event.pid, **values)
 
     def _spawn(self, work: Coroutine[Any, Any, object]) -> None:
         task = asyncio.create_task(work)

@@ -43,15 +43,15 @@ from tests.unit.coordinator_support import FEDERATION, FakeDevice, PlainWorker, 
 HONEST = ("a", "b", "c")
 FLOODER = "flooder"
 KINDS = ("heartbeats", "hellos", "manifests", "bad signatures", "chunks", "statuses", "needs")
-CHUNK = 8 * 1024
+CHUNK = 2 * 1024
 READY = 200
 DECLINE_S = 0.2
 PACE_S = 0.01  # a flood leaves in bursts of so long
 TRAINING_S = 0.5
 DEADLINE_S = 3.0  # a device that says hello all the time has no session to decline in
-BLOCK = 4  # so many rounds undisturbed, then so many in a flood, in turns: the machine may have other work
+BLOCK = 3  # so many rounds undisturbed, then so many in a flood, in turns: the machine may have other work
 HARD_FROM = 4 * BLOCK  # the round from which on the flooder sends as much as it can, and answers nothing
-ROUNDS = HARD_FROM + 4
+ROUNDS = HARD_FROM + 2
 
 
 def is_flooded(round_number: int) -> bool:
@@ -309,7 +309,8 @@ def flooded(root: Path, kind: str, rate: int, hard_rate: int, deadline_s: float 
 
 
 def _outcome(events: list[dict[str, Any]], log_bytes: int) -> Outcome:
-    opened = {event["round"]: event["t"] for event in events if event["event"] == "attempt_opened"}
+    attempts = [event for event in events if event["event"] == "attempt_opened"]
+    opened = {event["round"]: event["t"] for event in reversed(attempts)}  # the first attempt of each
     ended = next(event["t"] for event in events if event["event"] == "finished")
     stored = [event for event in events if event["event"] == "update_stored"]
     settled = {

@@ -220,6 +220,8 @@ def test_the_round_completes_without_a_flooding_device_which_comes_back_when_its
         a.tell(beat)
         wait_until(lambda: "a" in running.service.state.online, "it is back")
         wait_until(lambda: world.told == [("a", True), ("a", False)], "the access list follows")
+        links = [event["t"] >= world.events("silenced")[0]["t"] for event in world.events("link") if event["up"]]
+        assert True in links  # a new one: what of the flood waits at the broker is left behind
 
 
 def test_a_flood_that_stays_below_the_bound_is_thinned_out_before_signatures_are_checked(
