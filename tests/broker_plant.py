@@ -103,7 +103,7 @@ def open_plant(root: Path, kind: str) -> Iterator[Plant]:
     Args:
         root: an empty folder.
         kind: `mosquitto` or `amqtt` of `fedcg broker run`, or `deployed`: a Mosquitto that runs what `fedcg deploy mosquitto`
-            wrote, and is told of changes as coordinator.toml says.
+            wrote, and is told of changes by the coordinator's commands.
     """
     found = find_mosquitto()
     if kind != "amqtt" and found is None:
@@ -111,8 +111,7 @@ def open_plant(root: Path, kind: str) -> Iterator[Plant]:
             pytest.fail("Mosquitto is missing, in CI it must be there")
         pytest.skip("no Mosquitto; `make setup-broker` puts one in place")
     out = root / "deployed"
-    elsewhere = {"lists": str(out), "pid_file": str(out / "mosquitto.pid")} if kind == "deployed" else {}
-    config = CoordinatorConfig(broker=BrokerSettings(port=free_port(), **elsewhere))
+    config = CoordinatorConfig(broker=BrokerSettings(port=free_port()))
     home = create_home(root / "home", config, observers=("observer",))
     store = Store(home.database)
     record = FederationRecord(FEDERATION, "fedcg", "5" * 64, 3, 2, 2, 100.0, 1, 1.0)
@@ -143,11 +142,7 @@ def _run(root: Path, command: list[str], environment: dict[str, str]) -> subproc
 
 def _run_deployed(plant: Plant, mosquitto: Mosquitto, out: Path) -> subprocess.Popen[bytes]:
     plant.command("deploy", "mosquitto", "--out", str(out))
-    configuration = out / "mosquitto.conf"
-    if os.geteuid() == 0:  # else it drops to user mosquitto, who can't read our 0600 keys
-        configuration.write_text(configuration.read_text() + "user root\n")
-    process = _run(plant.root, [str(mosquitto.binary), "-c", str(configuration)], mosquitto.environment())
-    (out / "mosquitto.pid").write_text(f"{process.pid}\n")
+    process = _run(plant.root, [str(mosquitto.binary), "-c", str(out / "mosquitto.conf")], mosquitto.environment())
 
     def listens() -> bool:
         assert process.poll() is None, (plant.root / "broker.log").read_text()

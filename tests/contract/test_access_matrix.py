@@ -9,6 +9,7 @@ import itertools
 import socket
 import ssl
 import struct
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
@@ -29,10 +30,12 @@ _NUMBERS = itertools.count()
 
 
 @pytest.fixture(scope="module", params=BROKERS)
-def plant(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plant]:
-    with open_plant(tmp_path_factory.mktemp("matrix"), request.param) as made:
-        made.command("device", "revoke", "c", "--reason", "stolen")
-        yield made
+def plant(request: pytest.FixtureRequest) -> Iterator[Plant]:
+    with tempfile.TemporaryDirectory(prefix="fedcg-matrix-") as folder:
+        Path(folder).chmod(0o755)  # pytest's own folders are closed to the user mosquitto
+        with open_plant(Path(folder), request.param) as made:
+            made.command("device", "revoke", "c", "--reason", "stolen")
+            yield made
 
 
 # ------------------------------------------------------------------ who gets in

@@ -77,7 +77,7 @@ def test_a_box_that_leaves_is_no_member_any_more_and_nothing_private_stays_on_it
         check=False,
     )
     assert busy.returncode == 1
-    assert "held by another process" in busy.stderr
+    assert "is held by process" in busy.stderr
     stack.running["site-2"].terminate()
     assert stack.running.pop("site-2").wait(timeout=30) == 0
 

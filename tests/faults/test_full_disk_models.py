@@ -23,7 +23,7 @@ from tests.serving import PNG, install_versions, serving
 
 FULL_AT = """
 import re, resource, sys
-written = re.compile("[.]staging-[^/]*" + sys.argv.pop(1) + "$")
+written = re.compile("[.](staging-|CURRENT[.])[^/]*" + sys.argv.pop(1) + "$")
 def full(event, arguments):
     if event == "open" and written.search(str(arguments[0])) and arguments[2] & 3:
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))

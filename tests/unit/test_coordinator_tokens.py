@@ -71,7 +71,7 @@ def test_the_text_for_people_shows_the_token_once_and_what_to_type_on_the_box(ho
     assert code == 0
     text = output.split()[0]
     assert Token.parse(text).device is None
-    assert "fedcg enrol --token TOKEN --device ID" in output
+    assert "fedcg enrol --token - --device ID" in output
     assert text not in call(token_app, "list", "--dir", home.root)[1]
 
 
