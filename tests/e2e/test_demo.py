@@ -96,6 +96,7 @@ def test_no_private_tensor_is_in_the_recording_of_the_demo(demo: Path) -> None:
     assert "0 leaks" in done.stdout
 
 
+@pytest.mark.slow
 def test_fedmd_cg_runs_over_the_python_broker_and_says_that_label_counts_cross_it(tmp_path: Path) -> None:
     arguments = ["--method", "fedmd_cg", "--broker", "amqtt", "--rounds", "1", "--local-epochs", "1", "--clients", "2"]
     done = _fedcg("demo", *arguments, "--out", "run", cwd=tmp_path)

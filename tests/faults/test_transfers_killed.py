@@ -100,6 +100,7 @@ def test_a_broker_killed_in_mid_transfer_loses_nothing_that_had_arrived(
     assert parties.event("a", "receipt")["chunks_sent"] <= chunks_of(came) + 20  # what was in flight, once more
 
 
+@pytest.mark.slow
 def test_a_link_that_goes_dead_for_longer_than_the_keepalive_is_found_again(make_world: MakeWorld) -> None:
     world = make_world()
     parties = world.parties
@@ -112,6 +113,7 @@ def test_a_link_that_goes_dead_for_longer_than_the_keepalive_is_found_again(make
     assert parties.event("a", "receipt")["chunks_sent"] <= chunks_of(came) + 20
 
 
+@pytest.mark.slow
 def test_a_transfer_completes_over_a_slow_and_nervous_link(make_world: MakeWorld) -> None:
     weather = Weather(
         bytes_per_s=8_000, delay_s=0.5, jitter_s=0.2, stalls=0.02, stall_s=(0.2, 3.0), reset_after=(24_000,)
