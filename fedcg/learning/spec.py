@@ -182,7 +182,9 @@ class FederationPlan(_Frozen):
     codec: Annotated[UpdateCodec, Field(description="how updates are coded")] = DEFAULT_UPDATE_CODEC
     aggregate_codec: Annotated[AggregateCodec, Field(description="how aggregates are coded")] = DEFAULT_AGGREGATE_CODEC
     min_clients: Annotated[int, Field(ge=1, description="a round opens and closes with at least so many")] = 3
-    deadline_s: Annotated[float, Field(gt=0, description="seconds from the opening of a round to its end")] = 3600.0
+    deadline_s: Annotated[
+        float, Field(gt=0, description="seconds that a round collects, from when the quorum has accepted")
+    ] = 3600.0
     max_attempts: Annotated[int, Field(ge=1, description="tries of one round before the federation is paused")] = 3
 
     _crop_fits = field_validator("augment_crop")(_within_image)
