@@ -81,9 +81,9 @@ def export_model(
             test_labels=labels,
             metrics={f"accuracy_{name}": value for name, value in measured.as_scores("personal").items()},
             round_number=round_number,
-            variants=_held_out(work, spec, snapshot) if last and work.settings.variants else None,
-            gate=work.settings.gate,
-            key=work.settings.signing,
+            variants=_held_out(work, spec, snapshot) if last and work.config.export.variants else None,
+            gate=work.config.export.gate_points / 100,
+            key=work.config.keys.signing,
         )
     except GateError as error:
         refused = str(error)

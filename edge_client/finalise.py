@@ -96,7 +96,7 @@ def _choose(work: Workplace, command: ChooseModel, stored: StoredState) -> Outco
         **{f"accuracy_val_{candidate.name}": candidate.measured.val for candidate in candidates},
         **{f"loss_val_{candidate.name}": candidate.loss for candidate in candidates},
     }
-    if work.settings.export:
+    if work.config.export.enabled:
         work.working()
         exported = export_model(
             work, spec, stored.generation.cursor.round, chosen.parts, chosen.measured, data.snapshot, last=True

@@ -15,7 +15,7 @@ from edge_client.identity import settle_pair
 from edge_client.outgoing import offline_will
 from edge_client.private_store import PrivateStore
 from edge_client.renewal import Renewer
-from edge_client.trainer_process import TrainerProcess, TrainerSettings
+from edge_client.trainer_process import TrainerProcess
 from fedcg.event_log import EventLog
 from fedcg.wire.errors import WireError
 from fedcg.wire.mqtt import MqttTransport
@@ -78,8 +78,7 @@ def run_agent(config: AgentConfig, *, until_finished: bool) -> int:
         events = EventLog(config.store / "events.jsonl", time.time)
         logging.getLogger("fedcg.wire").addHandler(LinkProblems(events))
         transport = MqttTransport(mqtt_config(config), offline_will(config.federation, config.device, keys.signing))
-        settings = TrainerSettings.of(config)
-        agent = Agent(config, store, keys, transport, lambda deliver: TrainerProcess(settings, deliver), events)
+        agent = Agent(config, store, keys, transport, lambda deliver: TrainerProcess(config, deliver), events)
         renewer = Renewer(config, keys.signing, events, transport.reconnect)
 
         def end(number: int, frame: FrameType | None) -> None:

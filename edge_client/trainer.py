@@ -15,6 +15,7 @@ import torch
 from devices.detect import detect
 from devices.errors import NotTrainableError
 from devices.profile import TrainingPlan, plan_training
+from edge_client.config import AgentConfig
 from edge_client.errors import EdgeError, FirewallError, RoundError
 from edge_client.exporting import export_best
 from edge_client.finalise import choose_model
@@ -28,7 +29,6 @@ from edge_client.trainer_process import (
     Ready,
     TrainerCommand,
     TrainerReport,
-    TrainerSettings,
     TrainRound,
     Working,
 )
@@ -51,14 +51,14 @@ SKIPPED_TOLD = 20  # by name in the event log; their number is always told
 _log = logging.getLogger(__name__)
 
 
-def trainer_main(connection: Connection, settings: TrainerSettings) -> None:
+def trainer_main(connection: Connection, config: AgentConfig) -> None:
     """Work until the pipe ends; the pipe's end, while something runs, ends the process at once."""
     commands: queue.SimpleQueue[TrainerCommand] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(connection, commands), name="commands", daemon=True).start()
-    store = PrivateStore.open(settings.store, settings.federation, settings.device)
-    events = EventLog(settings.store / "events.jsonl", time.time)
+    store = PrivateStore.open(config.store, config.federation, config.device)
+    events = EventLog(config.store / "events.jsonl", time.time)
     with store.locked("trainer.lock", wait_s=LOCK_WAIT_S):
-        trainer = Trainer(settings, store, events, SignsOfLife(connection))
+        trainer = Trainer(config, store, events, SignsOfLife(connection))
         connection.send(Ready(os.getpid()))
         while True:
             report = trainer.do(commands.get())
@@ -95,7 +95,7 @@ class Trainer:
     """Carries out commands.
 
     Args:
-        settings: what the configuration says about training.
+        config: of the device.
         store: the private store, locked for this process.
         events: the event log.
         working: called at every step of the work.
@@ -103,7 +103,7 @@ class Trainer:
 
     def __init__(
         self,
-        settings: TrainerSettings,
+        config: AgentConfig,
         store: PrivateStore,
         events: EventLog,
         working: Callable[[], None] = lambda: None,
@@ -112,16 +112,16 @@ class Trainer:
         self._events = events
         self._is_export_ready = False
         try:
-            plan = plan_training(detect(), device=settings.place, threads=settings.threads)
+            plan = plan_training(detect(), device=config.training.device, threads=config.training.threads)
         except NotTrainableError as error:
             self._obstacle = str(error)
-            plan = TrainingPlan("cpu", settings.threads or 1, 1.0, str(error))
+            plan = TrainingPlan("cpu", config.training.threads or 1, 1.0, str(error))
         place = "cuda" if plan.device == "cuda" and torch.cuda.is_available() else "cpu"
         torch.set_num_threads(plan.threads)
         events.write("plan", device=place, threads=plan.threads, batch_scale=plan.batch_scale, reason=plan.reason)
-        data = LocalData(settings.data, settings.common_test, self._tell_skipped)
+        data = LocalData(config.data.root, config.data.common_test, self._tell_skipped)
         scale = plan.batch_scale
-        self._work = Workplace(settings, store, data, events, place, plan.threads, scale, working=working)
+        self._work = Workplace(config, store, data, events, place, plan.threads, scale, working=working)
 
     def _tell_skipped(self, skipped: tuple[SkippedImage, ...]) -> None:
         told = [f"{image.file}: {image.reason}" for image in skipped[:SKIPPED_TOLD]]
@@ -142,7 +142,7 @@ class Trainer:
                 self._give_up(command, error)
             reason = reason_for(error)
             if reason is DeclineReason.TRAINING_FAILED and not isinstance(error, EdgeError | OSError):
-                _log.exception("%s failed on %s", command.cursor, self._work.settings.device)
+                _log.exception("%s failed on %s", command.cursor, self._work.config.device)
             advice = f". {advice_for(error, self._work.store.root)}" if isinstance(error, OSError) else ""
             return Failed(command.cursor, reason, f"{str(error) or type(error).__name__}{advice}")
         self._prepare_export()
@@ -150,7 +150,9 @@ class Trainer:
 
     def afterwards(self, report: TrainerReport) -> None:
         """What nobody waits for: after a round that made the personal model better, its export."""
-        if not (isinstance(report, Committed) and self._work.settings.export and self._work.settings.each_best):
+        if not (
+            isinstance(report, Committed) and self._work.config.export.enabled and self._work.config.export.each_best
+        ):
             return
         try:
             export_best(self._work)
@@ -172,7 +174,7 @@ class Trainer:
 
     def _prepare_export(self) -> None:
         """Import the exporter while the network is at work, so that the end of the federation does not wait for it."""
-        if self._work.settings.export and not self._is_export_ready:
+        if self._work.config.export.enabled and not self._is_export_ready:
             self._is_export_ready = True
             threading.Thread(target=preload, name="preload-export", daemon=True).start()
 

@@ -17,58 +17,15 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
-from edge_client.config import AgentConfig, PolicySection
+from edge_client.config import AgentConfig
 from edge_client.generations import Cursor
-from fedcg.watchdog import POLL_S, STALL_S, Watchdog
+from fedcg.watchdog import POLL_S, Watchdog
 from fedcg.wire.messages import DeclineReason
 
 _PR_SET_PDEATHSIG = 1
 _STOP_S = 2.0
-
-
-@dataclass(frozen=True)
-class TrainerSettings:
-    """What the training process needs to know of the configuration."""
-
-    federation: str
-    device: str
-    store: Path
-    data: Path
-    common_test: Path | None
-    policy: PolicySection
-    shadow: bool
-    place: Literal["auto", "cpu", "cuda"]
-    threads: int
-    export: bool
-    each_best: bool
-    variants: bool
-    gate: float
-    signing: Path
-    stall_s: float = STALL_S
-
-    @staticmethod
-    def of(config: AgentConfig) -> TrainerSettings:
-        """The settings in an agent's configuration."""
-        return TrainerSettings(
-            federation=config.federation,
-            device=config.device,
-            store=config.store,
-            data=config.data.root,
-            common_test=config.data.common_test,
-            policy=config.policy,
-            shadow=config.training.shadow,
-            place=config.training.device,
-            threads=config.training.threads,
-            export=config.export.enabled,
-            each_best=config.export.each_best,
-            variants=config.export.variants,
-            gate=config.export.gate_points / 100,
-            signing=config.keys.signing,
-            stall_s=config.training.stall_s,
-        )
 
 
 @dataclass(frozen=True)
@@ -154,14 +111,14 @@ class TrainerProcess:
     """A spawned process that trains; one that hangs is killed.
 
     Args:
-        settings: for the child.
+        config: of the device.
         deliver: called from a thread of the handle with every report; must only enqueue.
     """
 
-    def __init__(self, settings: TrainerSettings, deliver: Callable[[TrainerReport], None]) -> None:
-        self._settings = settings
+    def __init__(self, config: AgentConfig, deliver: Callable[[TrainerReport], None]) -> None:
+        self._config = config
         self._deliver = deliver
-        self._watchdog = Watchdog(settings.stall_s)
+        self._watchdog = Watchdog(config.training.stall_s)
         self._process: multiprocessing.process.BaseProcess | None = None
         self._connection: Connection | None = None
 
@@ -171,11 +128,11 @@ class TrainerProcess:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe(duplex=True)
         process = context.Process(
-            target=run_child, args=(theirs, self._settings, os.getpid()), name="fedcg-trainer", daemon=True
+            target=run_child, args=(theirs, self._config, os.getpid()), name="fedcg-trainer", daemon=True
         )
         process.start()
         theirs.close()
-        self._process, self._connection, self._watchdog = process, ours, Watchdog(self._settings.stall_s)
+        self._process, self._connection, self._watchdog = process, ours, Watchdog(self._config.training.stall_s)
         told = (process, ours, self._watchdog)
         listener = threading.Thread(target=self._listen, args=told, name="trainer-reports", daemon=True)
         listener.start()
@@ -221,7 +178,7 @@ class TrainerProcess:
         self._deliver(Exited(process.pid or 0, process.exitcode, reason))
 
 
-def run_child(connection: Connection, settings: TrainerSettings, parent: int) -> None:
+def run_child(connection: Connection, config: AgentConfig, parent: int) -> None:
     """Entry point of the child: tie its life to the agent's, then load torch and work."""
     die_with_parent(parent)
     signal.signal(
@@ -230,7 +187,7 @@ def run_child(connection: Connection, settings: TrainerSettings, parent: int) ->
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     from edge_client.trainer import trainer_main
 
-    trainer_main(connection, settings)
+    trainer_main(connection, config)
 
 
 def die_with_parent(parent: int) -> None:

@@ -16,6 +16,7 @@ from importlib.metadata import version
 import torch
 
 from devices.telemetry import read_telemetry
+from edge_client.config import AgentConfig
 from edge_client.errors import RoundError
 from edge_client.firewall import UpdateFacts, build_update
 from edge_client.generations import Generation, NewGeneration, StoredState
@@ -23,7 +24,7 @@ from edge_client.local_data import LocalData, RoundData
 from edge_client.measures import Measured, generator_figures, measure, personal_parts
 from edge_client.private_store import PrivateStore
 from edge_client.progress import ProgressEvents
-from edge_client.trainer_process import TrainerSettings, TrainRound
+from edge_client.trainer_process import TrainRound
 from edge_client.weights import to_arrays, to_weights
 from fedcg.event_log import EventLog
 from fedcg.learning.initial import initial_parts, shadow_spec
@@ -51,7 +52,7 @@ class Workplace:
         working: called at every step.
     """
 
-    settings: TrainerSettings
+    config: AgentConfig
     store: PrivateStore
     data: LocalData
     events: EventLog
@@ -178,12 +179,12 @@ class _Outcome:
 def _start(work: Workplace, spec: FederationSpec, method: Method, stored: StoredState | None) -> _Start:
     if stored is not None:
         slots = {name: to_weights(parts) for name, parts in stored.slots.items()}
-        shadow = ClientState(slots["shadow"]) if "shadow" in slots and work.settings.shadow else None
+        shadow = ClientState(slots["shadow"]) if "shadow" in slots and work.config.training.shadow else None
         best: dict[str, Mapping[Part, Weights]] = {name: slots[name] for name in BEST_SLOTS if name in slots}
         return _Start(ClientState(slots["personal"]), shadow, best, stored.generation.scores)
     initial = initial_parts(spec, work.store.cohort_secret() or spec_root(spec.seed))
     personal = method.init_client(spec, initial)
-    shadow = get_method("local").init_client(shadow_spec(spec), initial) if work.settings.shadow else None
+    shadow = get_method("local").init_client(shadow_spec(spec), initial) if work.config.training.shadow else None
     return _Start(personal, shadow, {}, {})
 
 
@@ -225,7 +226,7 @@ def _commit(work: Workplace, command: TrainRound, spec: FederationSpec, done: _O
     health = Health(read_telemetry(work.store.root).condition.value)
     report = done.result.report.model_copy(update={"accuracy": own.test, "health": health})
     facts = UpdateFacts(
-        device=work.settings.device,
+        device=work.config.device,
         round=cursor.round,
         attempt=cursor.attempt,
         base=command.aggregate,
@@ -233,7 +234,7 @@ def _commit(work: Workplace, command: TrainRound, spec: FederationSpec, done: _O
         determinism=_determinism(work, done.ctx),
     )
     shared = to_arrays(done.result.shared.parts)
-    policy = work.settings.policy
+    policy = work.config.policy
     update = build_update(shared, report, spec=spec, policy=policy, facts=facts, base=done.base.parts)
     slots: dict[str, Mapping[Part, Weights]] = {**done.start.best, "personal": personal}
     scores = dict(done.start.scores)

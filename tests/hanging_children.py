@@ -21,15 +21,16 @@ from coordinator.aggregation_messages import (
     WorkerReady,
     WorkerSettings,
 )
-from edge_client.trainer_process import Committed, Ready, TrainerSettings, Working
+from edge_client.config import AgentConfig
+from edge_client.trainer_process import Committed, Ready, Working
 
 STALL_S = 1.0
 
 
-def hang_in_the_first_round(connection: Connection, settings: TrainerSettings, _parent: int) -> None:
+def hang_in_the_first_round(connection: Connection, config: AgentConfig, _parent: int) -> None:
     connection.send(Ready(os.getpid()))
     command = connection.recv()
-    marker = settings.store / "hung"
+    marker = config.store / "hung"
     if not marker.exists():
         marker.touch()
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -37,7 +38,7 @@ def hang_in_the_first_round(connection: Connection, settings: TrainerSettings, _
     connection.recv()
 
 
-def work_slowly_then_idle(connection: Connection, settings: TrainerSettings, _parent: int) -> None:
+def work_slowly_then_idle(connection: Connection, config: AgentConfig, _parent: int) -> None:
     connection.send(Ready(os.getpid()))
     command = connection.recv()
     idle = threading.Event()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +34,7 @@ def test_a_box_of_one_class_with_an_empty_one_a_broken_file_and_mixed_colours_tr
 ) -> None:
     site = Site(tmp_path, real_spec(method))
     told = PolicySection(allow_report=DEFAULT_ALLOW_REPORT | {ReportField.LABEL_COUNTS})
-    site.settings = replace(site.settings, policy=told)
+    site.config = site.config.model_copy(update={"policy": told})
     train = site.root / "data" / "train"
     for path in (train / CLASSES[0]).iterdir():
         path.unlink()  # an empty class

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from edge_client import finalise, training
+from edge_client.config import DataSection, ExportSection, KeysSection
 from edge_client.generations import Cursor, StoredState
 from edge_client.measures import Measured, measure
 from edge_client.private_store import PrivateStore
@@ -33,7 +34,6 @@ from edge_client.trainer_process import (
     Ready,
     TrainerProcess,
     TrainerReport,
-    TrainerSettings,
     TrainRound,
 )
 from edge_client.weights import to_arrays
@@ -85,10 +85,12 @@ class Site:
         draw_images(root / "common", 4, seed=3)
         self.key = SigningKey.generate()
         self.key.save(root / "signing.key")
-        self.settings = replace(
-            TrainerSettings.of(make_config(root, shadow=shadow, export=export)),
-            common_test=root / "common",
-            signing=root / "signing.key",
+        config = make_config(root, shadow=shadow, export=export)
+        self.config = config.model_copy(
+            update={
+                "data": DataSection(root=root / "data", common_test=root / "common"),
+                "keys": KeysSection(signing=root / "signing.key"),
+            }
         )
         (root / "store" / "secrets").mkdir(parents=True)
         (root / "store" / "secrets" / "device.key").write_bytes(DEVICE_KEY)
@@ -103,7 +105,7 @@ class Site:
         return TrainRound(Cursor(number, attempt), self.spec.digest, self.aggregate)
 
     def trainer(self) -> Trainer:
-        return Trainer(self.settings, self.store, EventLog(self.events_path, time.time))
+        return Trainer(self.config, self.store, EventLog(self.events_path, time.time))
 
     def state(self) -> StoredState:
         state = self.store.generations.load()
@@ -456,7 +458,7 @@ def test_at_the_end_the_best_candidate_is_exported_and_described_once(tmp_path: 
 
 def test_each_round_that_made_the_model_better_is_exported(tmp_path: Path) -> None:
     site = Site(tmp_path, real_spec(), export=True)
-    site.settings = replace(site.settings, gate=1.0)
+    site.config = site.config.model_copy(update={"export": ExportSection(variants=False, gate_points=100.0)})
     trainer, models = site.trainer(), site.store.root / "models"
     best = []
     for number in (1, 2, 3):
@@ -515,7 +517,7 @@ def test_variants_of_the_chosen_model_are_judged_by_validation_images(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site = Site(tmp_path, real_spec(), export=True)
-    site.settings = replace(site.settings, variants=True)
+    site.config = site.config.model_copy(update={"export": ExportSection()})
     monkeypatch.setattr("export.variants.TIMING_S", 0.02)
     trainer = site.trainer()
     trainer.do(site.round(1))
@@ -544,8 +546,8 @@ def test_the_downloaded_candidate_has_every_part_that_the_last_aggregate_brings(
 ) -> None:
     site = Site(tmp_path, real_spec(method))
     anything = frozenset({Part.EXTRACTOR, Part.CLASSIFIER, Part.GENERATOR})
-    policy = site.settings.policy.model_copy(update={"allow_upload": anything})
-    site.settings = replace(site.settings, policy=policy)
+    policy = site.config.policy.model_copy(update={"allow_upload": anything})
+    site.config = site.config.model_copy(update={"policy": policy})
     trainer = site.trainer()
     trainer.do(site.round())
     seen: list[Mapping[Part, Weights]] = []
@@ -587,7 +589,7 @@ def slow_site(tmp_path: Path) -> Site:
 
 @pytest.fixture
 def process(slow_site: Site, reports: Reports) -> Iterator[TrainerProcess]:
-    process = TrainerProcess(slow_site.settings, reports.put)
+    process = TrainerProcess(slow_site.config, reports.put)
     yield process
     process.stop()
 
@@ -619,8 +621,8 @@ def test_a_training_process_killed_in_the_middle_repeats_the_round_to_the_same_b
 def test_a_training_process_dies_with_its_agent(slow_site: Site) -> None:
     code = (
         "import pickle, sys\nfrom edge_client.trainer_process import TrainerProcess\n"
-        "settings, command = pickle.loads(sys.stdin.buffer.read())\n"
-        "import queue; reports = queue.SimpleQueue(); process = TrainerProcess(settings, reports.put)\n"
+        "config, command = pickle.loads(sys.stdin.buffer.read())\n"
+        "import queue; reports = queue.SimpleQueue(); process = TrainerProcess(config, reports.put)\n"
         "print(process.start(), flush=True); reports.get(); process.send(command); reports.get()\n"
     )
     import pickle
@@ -629,7 +631,7 @@ def test_a_training_process_dies_with_its_agent(slow_site: Site) -> None:
     assert agent.stdin is not None
     assert agent.stdout is not None
     with agent:
-        agent.stdin.write(pickle.dumps((slow_site.settings, slow_site.round())))
+        agent.stdin.write(pickle.dumps((slow_site.config, slow_site.round())))
         agent.stdin.close()
         child = int(agent.stdout.readline())
         wait_until(lambda: len(slow_site.events("progress")) > 0, "training is under way", 60)
@@ -659,8 +661,8 @@ def test_a_part_that_the_method_does_not_load_from_the_aggregate_goes_by_value(t
     spec = real_spec("fedmd_cg")
     assert (spec.upload, spec.with_base) == ((Part.CLASSIFIER, Part.GENERATOR), (Part.CLASSIFIER,))
     site = Site(tmp_path, spec)
-    policy = site.settings.policy.model_copy(update={"allow_report": frozenset(ReportField)})
-    site.settings = replace(site.settings, policy=policy)
+    policy = site.config.policy.model_copy(update={"allow_report": frozenset(ReportField)})
+    site.config = site.config.model_copy(update={"policy": policy})
     assert site.trainer().do(site.round()) == Committed(Cursor(1, 1))
     codecs = inspect(site.update()).codecs
     assert codecs["classifier/1.weight"] == "i8-delta"

@@ -20,7 +20,7 @@ from coordinator.aggregation_messages import (
     WorkerReady,
     WorkerSettings,
 )
-from edge_client.config import PolicySection
+from edge_client.config import AgentConfig, BrokerSection, DataSection, TrainingSection
 from edge_client.generations import Cursor
 from edge_client.trainer_process import (
     Committed,
@@ -28,7 +28,6 @@ from edge_client.trainer_process import (
     Ready,
     TrainerProcess,
     TrainerReport,
-    TrainerSettings,
     TrainRound,
 )
 from fedcg.learning.device_errors import BROKEN_EXIT, is_sticky
@@ -79,23 +78,14 @@ def test_which_errors_break_the_card_for_the_process(error: Exception, sticky: b
 # ------------------------------------------------------------------ the trainer
 
 
-def trainer_settings(root: Path) -> TrainerSettings:
-    return TrainerSettings(
+def device_config(root: Path) -> AgentConfig:
+    return AgentConfig(
         federation="shapes",
         device="site-1",
         store=root,
-        data=root / "data",
-        common_test=None,
-        policy=PolicySection(),
-        shadow=False,
-        place="cpu",
-        threads=1,
-        export=False,
-        each_best=False,
-        variants=False,
-        gate=0.01,
-        signing=root / "signing.key",
-        stall_s=STALL_S,
+        broker=BrokerSection(host="127.0.0.1", insecure=True),
+        data=DataSection(root=root / "data"),
+        training=TrainingSection(device="cpu", threads=1, stall_s=STALL_S),
     )
 
 
@@ -104,7 +94,7 @@ def test_a_training_process_that_hangs_is_killed_and_the_next_one_trains(
 ) -> None:
     monkeypatch.setattr("edge_client.trainer_process.run_child", hanging_children.hang_in_the_first_round)
     reports: queue.SimpleQueue[TrainerReport] = queue.SimpleQueue()
-    process = TrainerProcess(trainer_settings(tmp_path), reports.put)
+    process = TrainerProcess(device_config(tmp_path), reports.put)
     try:
         first = process.start()
         assert reports.get(timeout=30) == Ready(first)
@@ -124,7 +114,7 @@ def test_a_training_process_that_works_or_has_nothing_to_do_is_left_alone(
 ) -> None:
     monkeypatch.setattr("edge_client.trainer_process.run_child", hanging_children.work_slowly_then_idle)
     reports: queue.SimpleQueue[TrainerReport] = queue.SimpleQueue()
-    process = TrainerProcess(trainer_settings(tmp_path), reports.put)
+    process = TrainerProcess(device_config(tmp_path), reports.put)
     try:
         pid = process.start()
         assert reports.get(timeout=30) == Ready(pid)
