@@ -7,20 +7,19 @@ import logging
 import os
 import sys
 from dataclasses import asdict
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from edge_client.cli_options import FAILED, ConfigOption, JsonOption, ended, read_config
 from edge_client.enrol_cli import leave_command, renew_command
 from edge_client.provision.units import unit_command
 
 app = typer.Typer(help="Run this device's agent, or look at its private store.", no_args_is_help=True)
 
-ConfigOption = Annotated[Path, typer.Option("--config", help="the device's agent.toml")]
-JsonOption = Annotated[bool, typer.Option("--json", help="machine-readable output on stdout")]
-BAD_INPUT = 2
 app.command("unit")(unit_command)
 app.command("renew")(renew_command)
 app.command("leave")(leave_command)
@@ -39,16 +38,12 @@ def run_command(
 
     Exit codes: 0 ended in order; 1 failed; 2 the configuration is wrong.
     """
-    from edge_client.config import load_config
-    from edge_client.errors import ConfigError, EdgeError
+    from edge_client.errors import EdgeError
     from edge_client.launch import run_agent
     from fedcg.wire.errors import WireError
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    try:
-        settings = load_config(config, os.environ)
-    except ConfigError as error:
-        raise _bad_input(error) from error
+    settings = read_config(config)
     if as_json:
         print(json.dumps({"event": "agent", "device": settings.device, "store": str(settings.store)}), flush=True)
     else:
@@ -57,8 +52,7 @@ def run_command(
     try:
         code = run_agent(settings, until_finished=until_finished)
     except (EdgeError, WireError) as error:
-        Console(stderr=True, highlight=False).print(f"Error: {error}", markup=False, soft_wrap=True)
-        raise typer.Exit(1) from error
+        raise ended(error, FAILED) from error
     if as_json:
         print(json.dumps({"event": "ended", "device": settings.device, "exit_code": code}), flush=True)
     raise typer.Exit(code)
@@ -67,17 +61,13 @@ def run_command(
 @app.command("status")
 def status_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOption = False) -> None:
     """Show where this device stands: link, round, receipts, why it declined last, the model in use, how it ended."""
-    from edge_client.config import load_config
-    from edge_client.errors import ConfigError, EdgeError
+    from edge_client.errors import EdgeError
     from edge_client.status import read_status
 
     try:
-        status = read_status(load_config(config, os.environ))
-    except ConfigError as error:
-        raise _bad_input(error) from error
+        status = read_status(read_config(config))
     except EdgeError as error:
-        Console(stderr=True, highlight=False).print(f"Error: {error}", markup=False, soft_wrap=True)
-        raise typer.Exit(1) from error
+        raise ended(error, FAILED) from error
     if as_json:
         print(json.dumps(status))
         return
@@ -91,29 +81,25 @@ def doctor_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOptio
     Exit codes: 0 nothing failed; 1 a check failed.
     """
     from edge_client.config import load_config
-    from edge_client.doctor import config_finding, examine, failed, utc_now
+    from edge_client.doctor import Finding, examine
     from edge_client.errors import ConfigError
 
     logging.getLogger("fedcg.wire").addHandler(logging.NullHandler())  # what it warns of becomes a finding
     try:
-        findings = examine(load_config(config, os.environ), utc_now())
+        findings = examine(load_config(config, os.environ), datetime.now(timezone.utc))
     except ConfigError as error:
-        findings = (config_finding(config, str(error)),)
+        findings = (Finding("configuration", "failed", str(error), f"correct {config}"),)
+    is_sound = all(finding.state != "failed" for finding in findings)
     if as_json:
-        print(json.dumps({"ok": not failed(findings), "findings": [asdict(finding) for finding in findings]}))
+        print(json.dumps({"ok": is_sound, "findings": [asdict(finding) for finding in findings]}))
     else:
         for finding in findings:
             _print(f"{finding.state:<8} {finding.check:<14} {finding.detail}", _STYLES[finding.state])
             if finding.advice:
                 _print(f"{'':<23} what to do: {finding.advice}")
-    raise typer.Exit(1 if failed(findings) else 0)
+    raise typer.Exit(0 if is_sound else FAILED)
 
 
 def _print(line: str, style: str | None = None) -> None:
     """One line, never broken: a path in it can be copied."""
     Console(highlight=False).print(line, style=style, markup=False, soft_wrap=True)
-
-
-def _bad_input(error: Exception) -> typer.Exit:
-    Console(stderr=True, highlight=False).print(f"Error: {error}", markup=False, soft_wrap=True)
-    return typer.Exit(BAD_INPUT)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
+
+from edge_client.cli_options import BAD_INPUT, FAILED, ConfigOption, JsonOption, ended, read_config
 
 if TYPE_CHECKING:
     from edge_client.private_store import PrivateStore
@@ -19,10 +19,6 @@ if TYPE_CHECKING:
 app = typer.Typer(
     help="Give the devices of a federation their common secret; the coordinator never sees it.", no_args_is_help=True
 )
-
-ConfigOption = Annotated[Path, typer.Option("--config", help="the device's agent.toml")]
-JsonOption = Annotated[bool, typer.Option("--json", help="machine-readable output on stdout")]
-BAD_INPUT = 2
 
 
 @app.command("create")
@@ -64,7 +60,7 @@ def join_command(
     try:
         secret_of(code)
     except CohortError as error:
-        raise _stop(error, BAD_INPUT) from error
+        raise ended(error, BAD_INPUT) from error
     with _store_of(config) as (store, federation):
         joined = join(store, code)
         mark = mark_of(store.cohort_secret() or b"", federation)
@@ -103,24 +99,16 @@ def _code(code_file: str | None) -> str:
         with Path(code_file).open(encoding="ascii") as file:
             return file.read(1024)
     except (OSError, ValueError) as error:
-        raise _stop(Exception(f"--code-file {code_file} can't be read: {error}"), BAD_INPUT) from error
+        raise ended(Exception(f"--code-file {code_file} can't be read: {error}"), BAD_INPUT) from error
 
 
 @contextmanager
 def _store_of(config: Path) -> Iterator[tuple[PrivateStore, str]]:
-    from edge_client.config import load_config
-    from edge_client.errors import ConfigError, EdgeError
+    from edge_client.errors import EdgeError
     from edge_client.private_store import PrivateStore
 
+    settings = read_config(config)
     try:
-        settings = load_config(config, os.environ)
         yield PrivateStore.open(settings.store, settings.federation, settings.device), settings.federation
-    except ConfigError as error:
-        raise _stop(error, BAD_INPUT) from error
     except EdgeError as error:
-        raise _stop(error, 1) from error
-
-
-def _stop(error: Exception, code: int) -> typer.Exit:
-    Console(stderr=True, highlight=False).print(f"Error: {error}", markup=False, soft_wrap=True)
-    return typer.Exit(code)
+        raise ended(error, FAILED) from error

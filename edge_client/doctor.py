@@ -12,7 +12,7 @@ import stat
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import datetime, timedelta, timezone
+from datetime import datetime, timedelta
 from http.client import HTTPException
 from importlib.util import find_spec
 from pathlib import Path
@@ -333,18 +333,3 @@ def _export(config: AgentConfig, now: datetime) -> Finding:
     if missing:
         return Finding("export", "failed", f"{' and '.join(missing)} not installed", "pip install 'fedcg-edge[edge]'")
     return Finding("export", "ok", "onnx and onnxruntime are there")
-
-
-def failed(findings: tuple[Finding, ...]) -> bool:
-    """Whether any check failed."""
-    return any(finding.state == "failed" for finding in findings)
-
-
-def utc_now() -> datetime:
-    """The current time, aware."""
-    return datetime.now(timezone.utc)
-
-
-def config_finding(path: Path, problem: str) -> Finding:
-    """The finding for a configuration that can't even be read."""
-    return Finding("configuration", "failed", problem, f"correct {path}")

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-FAILED, BAD_INPUT = 1, 2
+from edge_client.cli_options import BAD_INPUT, FAILED, ConfigOption, JsonOption, ended, read_config
+
 STDIN = "-"
-ConfigOption = Annotated[Path, typer.Option("--config", help="the device's agent.toml")]
-JsonOption = Annotated[bool, typer.Option("--json", help="machine-readable output on stdout")]
 
 
 def enrol_command(
@@ -51,28 +48,26 @@ def enrol_command(
     try:
         parsed = Token.parse(sys.stdin.readline() if token == STDIN else token)
     except WireError as error:
-        raise _ended(error, BAD_INPUT) from error
+        raise ended(error, BAD_INPUT) from error
     if data is not None and not data.startswith("dataset:") and not Path(data).exists():
         missing = (
             f"--data {data}: there is no such file or folder. The token was not used; correct --data, or leave it out"
         )
-        raise _ended(EnrolError(missing), BAD_INPUT)
+        raise ended(EnrolError(missing), BAD_INPUT)
     where = DATA if data is None else data if data.startswith("dataset:") else str(Path(data).absolute())
     try:
         enrolled = enrol(parsed, out, url=url, device=device, data=where)
     except (EnrolError, OSError) as error:
-        raise _ended(error, FAILED) from error
+        raise ended(error, FAILED) from error
     until = enrolled.certificate.not_valid_after_utc
     if as_json:
         told = {"device": enrolled.device, "federation": enrolled.federation, "config": str(enrolled.config)}
-        print(json.dumps({**told, "certificate_expires": until.isoformat()}))  # noqa: T201 - the command's output
+        typer.echo(json.dumps({**told, "certificate_expires": until.isoformat()}))
         return
     advice = "" if data is not None else f"Set [data] root in {enrolled.config}. "
-    Console(highlight=False).print(
+    typer.echo(
         f"Enrolled as {enrolled.device} of federation {enrolled.federation}; certificate until {until:%Y-%m-%d}, renewed by "
-        f"the agent.\n{advice}Next: fedcg doctor --config {enrolled.config}, then fedcg agent run --config {enrolled.config}",
-        markup=False,
-        soft_wrap=True,
+        f"the agent.\n{advice}Next: fedcg doctor --config {enrolled.config}, then fedcg agent run --config {enrolled.config}"
     )
 
 
@@ -81,24 +76,20 @@ def renew_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOption
 
     Exit codes: 0 renewed; 1 refused, or nobody answered; 2 the configuration is wrong. A running agent goes on meanwhile.
     """
-    from edge_client.config import load_config
-    from edge_client.errors import ConfigError, EdgeError
+    from edge_client.errors import EdgeError
     from edge_client.launch import load_keys
     from edge_client.renewal import renew
 
-    try:
-        settings = load_config(config, os.environ)
-    except ConfigError as error:
-        raise _ended(error, BAD_INPUT) from error
+    settings = read_config(config)
     try:
         certificate = renew(settings, load_keys(settings).signing)
     except (EdgeError, OSError) as error:
-        raise _ended(error, FAILED) from error
+        raise ended(error, FAILED) from error
     until = certificate.not_valid_after_utc
     if as_json:
-        print(json.dumps({"device": settings.device, "certificate_expires": until.isoformat()}))  # noqa: T201
+        typer.echo(json.dumps({"device": settings.device, "certificate_expires": until.isoformat()}))
         return
-    Console(highlight=False).print(f"The certificate of {settings.device} is valid until {until:%Y-%m-%d %H:%M} UTC.")
+    typer.echo(f"The certificate of {settings.device} is valid until {until:%Y-%m-%d %H:%M} UTC.")
 
 
 def leave_command(
@@ -119,29 +110,24 @@ def leave_command(
     The images and agent.toml stay. Exit codes: 0 left; 1 the coordinator did not confirm or an agent still runs, and
     nothing was erased; 2 the configuration is wrong, or nobody said yes.
     """
-    from edge_client.config import load_config
-    from edge_client.errors import ConfigError, EdgeError
+    from edge_client.errors import EdgeError
     from edge_client.leaving import leave
     from fedcg.wire.errors import WireError
 
-    try:
-        settings = load_config(config, os.environ)
-    except ConfigError as error:
-        raise _ended(error, BAD_INPUT) from error
+    settings = read_config(config)
     if not yes and not _is_confirmed(settings.device, settings.federation, settings.store if erase else None):
         raise typer.Exit(BAD_INPUT)
     try:
         left = leave(settings, erase=erase, tell=not without_coordinator, timeout_s=timeout_s)
     except (EdgeError, WireError, OSError) as error:
-        raise _ended(error, FAILED) from error
+        raise ended(error, FAILED) from error
     if as_json:
         told = {"device": settings.device, "confirmed": left.confirmed, "erased": [str(path) for path in left.erased]}
-        print(json.dumps(told))  # noqa: T201 - the command's output
+        typer.echo(json.dumps(told))
         return
     heard = "the coordinator confirmed" if left.confirmed else "nobody was told"
     gone = "".join(f"\n  erased {path}" for path in left.erased)
-    text = f"{settings.device} has left {settings.federation}; {heard}.{gone}"
-    Console(highlight=False).print(text, markup=False, soft_wrap=True)
+    typer.echo(f"{settings.device} has left {settings.federation}; {heard}.{gone}")
 
 
 def _is_confirmed(device: str, federation: str, erased: Path | None) -> bool:
@@ -152,8 +138,3 @@ def _is_confirmed(device: str, federation: str, erased: Path | None) -> bool:
         return typer.confirm(f"{what}\nGo on?", err=True)
     except typer.Abort:
         return False
-
-
-def _ended(error: Exception, code: int) -> typer.Exit:
-    Console(stderr=True, highlight=False).print(f"Error: {error}", markup=False, soft_wrap=True)
-    return typer.Exit(code)
