@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 
 from edge_client.actions import Actions
-from edge_client.cohort import mark_of
+from edge_client.cohort import mark_in
 from edge_client.config import AgentConfig
 from edge_client.diary import Diary
 from edge_client.downloads import Downloads
@@ -59,7 +59,7 @@ from fedcg.event_log import EventLog
 from fedcg.wire.carrier import HTTPS_WINDOW
 from fedcg.wire.errors import WireError
 from fedcg.wire.key_chain import PinnedKey
-from fedcg.wire.messages import COORDINATOR, Heartbeat
+from fedcg.wire.messages import COORDINATOR, Heartbeat, Left
 from fedcg.wire.signing import SigningKey, VerifyKey
 from fedcg.wire.transfer import Chunk
 from fedcg.wire.transport import Delivery, Transport
@@ -114,12 +114,11 @@ class Agent:
         self._stopping = False
         self._trainer = make_trainer(self._inbox.put)
         self._memory = Remembered(store, config.federation, keys.coordinator)
-        secret = store.cohort_secret()
         self._handshake = Handshake(
             config.federation,
             config.device,
             version("fedcg-edge"),
-            cohort=None if secret is None else mark_of(secret, config.federation),
+            cohort=mark_in(store, config.federation),
             heartbeat_s=config.broker.keepalive_s,
             carrier=config.carrier,
         )
@@ -277,7 +276,7 @@ class Agent:
         if isinstance(meaning, PinnedKey):
             self._events.write("coordinator_key", serial=meaning.serial, key=meaning.key.hex)
             self._outgoing.ask_for_broadcasts()
-        else:
+        elif not isinstance(meaning, Left):  # only a device that leaves asks for it, and no agent runs then
             self._follow(meaning)
 
     def _link_changed(self, up: bool) -> None:

@@ -99,5 +99,11 @@ def mark_of(secret: bytes, federation: str) -> str:
     return hmac.new(secret, b"fedcg cohort mark 1\0" + federation.encode(), hashlib.sha256).hexdigest()[:32]
 
 
+def mark_in(store: PrivateStore, federation: str) -> str | None:
+    """The mark of a store's secret, None without one."""
+    secret = store.cohort_secret()
+    return None if secret is None else mark_of(secret, federation)
+
+
 def _check(secret: bytes) -> bytes:
     return hashlib.sha256(b"fedcg cohort code 1\0" + secret).digest()[:_CHECK_BYTES]

@@ -28,11 +28,11 @@ def create_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOptio
     The code is shown this once. It is the secret: carry it by people, not through the coordinator, and keep no copy.
     Exit codes: 0 done; 1 the private store refuses; 2 the configuration is wrong.
     """
-    from edge_client.cohort import create, mark_of
+    from edge_client.cohort import create, mark_in
 
     with _store_of(config) as (store, federation):
         code = create(store)
-        mark = mark_of(store.cohort_secret() or b"", federation)
+        mark = mark_in(store, federation)
     if as_json:
         typer.echo(json.dumps({"code": code, "mark": mark}))
         return
@@ -53,7 +53,7 @@ def join_command(
 
     Exit codes: 0 done, also when the same secret was there; 1 the private store refuses; 2 a bad code or configuration.
     """
-    from edge_client.cohort import join, mark_of, secret_of
+    from edge_client.cohort import join, mark_in, secret_of
     from edge_client.errors import CohortError
 
     code = _code(code_file)
@@ -63,7 +63,7 @@ def join_command(
         raise ended(error, BAD_INPUT) from error
     with _store_of(config) as (store, federation):
         joined = join(store, code)
-        mark = mark_of(store.cohort_secret() or b"", federation)
+        mark = mark_in(store, federation)
     if as_json:
         typer.echo(json.dumps({"joined": joined, "mark": mark}))
     else:
@@ -76,11 +76,10 @@ def status_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOptio
 
     Exit codes: 0 there is a secret; 1 there is none, or the private store refuses; 2 the configuration is wrong.
     """
-    from edge_client.cohort import mark_of
+    from edge_client.cohort import mark_in
 
     with _store_of(config) as (store, federation):
-        secret = store.cohort_secret()
-    mark = None if secret is None else mark_of(secret, federation)
+        mark = mark_in(store, federation)
     if as_json:
         typer.echo(json.dumps({"mark": mark}))
     elif mark is not None:

@@ -9,15 +9,18 @@ from collections.abc import Callable
 from importlib.metadata import version
 
 from edge_client.agent import AgentKeys
+from edge_client.cohort import mark_in
 from edge_client.config import AgentConfig
-from edge_client.errors import EnrolError, NoAnswerError
+from edge_client.downloads import Downloads
+from edge_client.errors import NoAnswerError
 from edge_client.handshake import Handshake
+from edge_client.incoming import Incoming
 from edge_client.outgoing import Outgoing
+from edge_client.private_store import PrivateStore
 from edge_client.remembered import Remembered
-from fedcg.wire.errors import OldEpochError, OtherDeviceError, WireError
-from fedcg.wire.messages import COORDINATOR, AnyMessage, CoordinatorStatus, Leave, Left, Refusal, Welcome
-from fedcg.wire.signing import open_envelope
-from fedcg.wire.topics import Topics
+from edge_client.session_events import CoordinatorSeen, TurnedAway, Welcomed
+from fedcg.wire.errors import WireError
+from fedcg.wire.messages import COORDINATOR, Leave, Left
 from fedcg.wire.transport import Delivery, Transport
 
 REPEAT_S = 2.0
@@ -29,57 +32,31 @@ UNANSWERED = {  # by what the coordinator's retained status says, None where it 
 }
 
 
-def say_goodbye(
-    config: AgentConfig,
-    keys: AgentKeys,
-    transport: Transport,
-    memory: Remembered,
-    timeout_s: float,
-    clock: Callable[[], float] = time.monotonic,
-) -> None:
-    """Open a session, send a signed `leave` in it, and wait for the signed `left`.
-
-    Raises:
-        EnrolError: no confirmation in time.
-    """
-    try:
-        Conversation(config, keys, transport, memory, leaves=True).hold(timeout_s, clock)
-    except NoAnswerError as error:
-        raise EnrolError(
-            f"the coordinator did not confirm within {timeout_s:g} s ({error}). Nothing was erased. Try again, let the operator "
-            f"run `fedcg device revoke {config.device}`, or use --without-coordinator"
-        ) from error
-
-
 class Conversation:
     """Hello and welcome, which show that the broker delivers in both directions and the coordinator knows this device; then perhaps leave and left.
 
     Args:
         config: of a device whose agent does not run.
         keys: its keys.
+        store: its private store; nothing is saved in it.
         transport: not started yet.
-        memory: what the device remembers of the coordinator; nothing is saved.
-        cohort: mark of its cohort secret, None without one.
         leaves: whether it leaves the federation; else it is counted as offline again at the end.
     """
 
     def __init__(
-        self,
-        config: AgentConfig,
-        keys: AgentKeys,
-        transport: Transport,
-        memory: Remembered,
-        cohort: str | None = None,
-        *,
-        leaves: bool,
+        self, config: AgentConfig, keys: AgentKeys, store: PrivateStore, transport: Transport, *, leaves: bool
     ) -> None:
-        self._config, self._transport, self._memory, self._leaves = config, transport, memory, leaves
+        self._config, self._transport, self._leaves = config, transport, leaves
+        memory = Remembered(store, config.federation, keys.coordinator)
         self._epoch = memory.order.highest[0]
         self._is_online: bool | None = None
-        self._handshake = Handshake(config.federation, config.device, version("fedcg-edge"), cohort)
+        mark = mark_in(store, config.federation)
+        self._handshake = Handshake(config.federation, config.device, version("fedcg-edge"), mark)
         self._outgoing = Outgoing(config.federation, config.device, keys.signing, transport, self._handshake)
+        downloads = Downloads(store.partials)
+        self._incoming = Incoming(config.federation, config.device, memory, self._handshake, downloads)
 
-    def hold(self, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def hold(self, timeout_s: float) -> None:
         """Speak until the coordinator has answered.
 
         Raises:
@@ -88,22 +65,22 @@ class Conversation:
         inbox: queue.Queue[Delivery | bool] = queue.Queue(INBOX_MAX)
         self._outgoing.subscribe(chunks=False)
         self._transport.start(_offer(inbox), _offer(inbox))
-        deadline, say_at = clock() + timeout_s, float("inf")
+        deadline, say_at = time.monotonic() + timeout_s, float("inf")
         try:
-            while clock() < deadline:
+            while time.monotonic() < deadline:
                 item: Delivery | bool | None = None
                 with contextlib.suppress(queue.Empty):
-                    item = inbox.get(timeout=max(0.0, min(0.25, deadline - clock())))
+                    item = inbox.get(timeout=max(0.0, min(0.25, deadline - time.monotonic())))
                 if isinstance(item, Delivery):
                     if self._hear(item):
                         return
-                    say_at = min(say_at, clock()) if self._handshake.is_open else say_at
+                    say_at = min(say_at, time.monotonic()) if self._handshake.is_open else say_at
                 elif item is not None:
                     self._handshake.close()
-                    say_at = clock() if item else float("inf")
-                if clock() >= say_at:
+                    say_at = time.monotonic() if item else float("inf")
+                if time.monotonic() >= say_at:
                     self._say()
-                    say_at = clock() + REPEAT_S
+                    say_at = time.monotonic() + REPEAT_S
         finally:
             if not self._leaves:
                 self._outgoing.status(online=False)
@@ -122,31 +99,17 @@ class Conversation:
 
     def _hear(self, delivery: Delivery) -> bool:
         """Whether a delivery ends the conversation; what is not of the coordinator, or of another session, changes nothing."""
-        topics = Topics(self._config.federation)
         with contextlib.suppress(WireError):
-            if delivery.topic == topics.keys:
-                self._memory.follow(delivery.payload)
-                return False
-            message = open_envelope(delivery.payload, lambda name: self._memory.key if name == COORDINATOR else None)
-            if isinstance(message, CoordinatorStatus):
-                self._is_online = message.online
-            elif delivery.topic == topics.down_control(self._config.device):
-                return self._is_over(message)
+            meaning = self._incoming.open(delivery, time.monotonic())
+            if isinstance(meaning, TurnedAway):
+                raise NoAnswerError(meaning.reason)
+            if isinstance(meaning, CoordinatorSeen):
+                self._is_online = meaning.online
+            elif isinstance(meaning, Welcomed):
+                self._epoch = meaning.epoch
+                return not self._leaves
+            return isinstance(meaning, Left)
         return False
-
-    def _is_over(self, message: AnyMessage) -> bool:
-        if message.federation != self._config.federation or message.recipient != self._config.device:
-            raise OtherDeviceError(f"a {message.kind} message for somebody else")
-        if isinstance(message, Welcome):
-            if message.epoch < self._epoch:
-                raise OldEpochError(f"a welcome of epoch {message.epoch} after epoch {self._epoch}")
-            self._handshake.welcome(message)
-            self._epoch = message.epoch
-            return not self._leaves
-        if isinstance(message, Refusal):
-            raise NoAnswerError(self._handshake.refusal(message))
-        self._handshake.admit(message)
-        return isinstance(message, Left)
 
 
 def _offer(inbox: queue.Queue[Delivery | bool]) -> Callable[[Delivery | bool], None]:

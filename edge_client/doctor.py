@@ -23,7 +23,6 @@ from cryptography import x509
 from devices.detect import detect
 from devices.errors import DeviceError
 from devices.profile import plan_training
-from edge_client.cohort import mark_of
 from edge_client.config import AgentConfig
 from edge_client.conversation import Conversation
 from edge_client.errors import EdgeError
@@ -31,7 +30,6 @@ from edge_client.https_carrier import check_ready, tls_of
 from edge_client.identity import life_of
 from edge_client.launch import load_keys, mqtt_config
 from edge_client.private_store import PrivateStore
-from edge_client.remembered import Remembered
 from edge_client.status import is_locked, read_status
 from fedcg.learning.decoding import decode_image
 from fedcg.learning.errors import DataError
@@ -208,18 +206,18 @@ def _coordinator(config: AgentConfig, now: datetime) -> Finding:
     """A hello and its welcome: the broker takes and delivers this device's messages, and the coordinator knows it."""
     if _broker(config, now).state == "failed":
         return Finding("coordinator", "warning", "not asked: the broker is not reached")
-    identity, secret = config.store / "format.json", config.store / "secrets" / "cohort.key"
-    if identity.exists() and is_locked(config.store / "lock"):
+    is_made = (config.store / "format.json").exists()
+    if is_made and is_locked(config.store / "lock"):
         return _running(config)
     try:
         # A store that no agent has made yet stays unmade: it would belong to whoever runs this.
         with TemporaryDirectory() as empty:
-            store, keys = PrivateStore(config.store if identity.exists() else Path(empty)), load_keys(config)
-            memory = Remembered(store, config.federation, keys.coordinator)
-            transport = MqttTransport(mqtt_config(config))
-            mark = mark_of(secret.read_bytes(), config.federation) if secret.exists() else None
+            store, transport = (
+                PrivateStore(config.store if is_made else Path(empty)),
+                MqttTransport(mqtt_config(config)),
+            )
             with store.locked():
-                Conversation(config, keys, transport, memory, mark, leaves=False).hold(ANSWER_TIMEOUT_S)
+                Conversation(config, load_keys(config), store, transport, leaves=False).hold(ANSWER_TIMEOUT_S)
     except (EdgeError, WireError, OSError) as error:
         advice = f"ask the operator: `fedcg device show {config.device}`, and that the broker has read its access list"
         return Finding("coordinator", "failed", str(error), advice)

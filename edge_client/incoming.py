@@ -29,6 +29,7 @@ from fedcg.wire.messages import (
     CoordinatorStatus,
     Finished,
     Invite,
+    Left,
     Need,
     Offer,
     Receipt,
@@ -68,8 +69,8 @@ class Incoming:
         self._handshake = handshake
         self._downloads = downloads
 
-    def open(self, delivery: Delivery, now: float) -> Event | PinnedKey | None:
-        """What a delivery means: an event, another key of the coordinator, or nothing but a chunk.
+    def open(self, delivery: Delivery, now: float) -> Event | PinnedKey | Left | None:
+        """What a delivery means: an event, another key of the coordinator, the end of the membership, or nothing but a chunk.
 
         Raises:
             WireError: it is refused; says why.
@@ -114,7 +115,7 @@ class Incoming:
             return Ended(message)
         raise MalformedError(f"a {message.kind} message on the topic {kind.value}")
 
-    def _direct(self, message: AnyMessage) -> Event:
+    def _direct(self, message: AnyMessage) -> Event | Left:
         if isinstance(message, Welcome | Refusal):
             if message.epoch < self._order.highest[0]:
                 raise OldEpochError(f"a {message.kind} of epoch {message.epoch} after epoch {self._order.highest[0]}")
@@ -129,4 +130,6 @@ class Incoming:
             return Granted(message)
         if isinstance(message, Receipt):
             return Receipted(message)
+        if isinstance(message, Left):
+            return message
         raise MalformedError(f"a {message.kind} message on a device's own topic")

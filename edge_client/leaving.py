@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edge_client.config import AgentConfig
-from edge_client.conversation import say_goodbye
-from edge_client.errors import EnrolError, StoreFormatError
+from edge_client.conversation import Conversation
+from edge_client.errors import EnrolError, NoAnswerError, StoreFormatError
 from edge_client.launch import load_keys, mqtt_config
 from edge_client.outgoing import offline_will
 from edge_client.private_store import PrivateStore
-from edge_client.remembered import Remembered
 from fedcg.files import fsync_path
 from fedcg.wire.mqtt import MqttTransport
 
@@ -53,12 +52,22 @@ def leave(config: AgentConfig, *, erase: bool, tell: bool, timeout_s: float) -> 
     store = PrivateStore.open(config.store, config.federation, config.device)
     with store.locked("lock"), store.locked("trainer.lock"):
         if tell:
-            keys = load_keys(config)
-            will = offline_will(config.federation, config.device, keys.signing)
-            memory = Remembered(store, config.federation, keys.coordinator)
-            say_goodbye(config, keys, MqttTransport(mqtt_config(config), will), memory, timeout_s)
+            _say_goodbye(config, store, timeout_s)
         erased = _erase(config, store) if erase else ()
     return Departure(tell, erased)
+
+
+def _say_goodbye(config: AgentConfig, store: PrivateStore, timeout_s: float) -> None:
+    keys = load_keys(config)
+    will = offline_will(config.federation, config.device, keys.signing)
+    transport = MqttTransport(mqtt_config(config), will)
+    try:
+        Conversation(config, keys, store, transport, leaves=True).hold(timeout_s)
+    except NoAnswerError as error:
+        raise EnrolError(
+            f"the coordinator did not confirm within {timeout_s:g} s ({error}). Nothing was erased. Try again, let the operator "
+            f"run `fedcg device revoke {config.device}`, or use --without-coordinator"
+        ) from error
 
 
 def _check_images_are_elsewhere(config: AgentConfig) -> None:

@@ -22,7 +22,6 @@ from edge_client.conversation import Conversation
 from edge_client.doctor import Finding, examine
 from edge_client.errors import NoAnswerError
 from edge_client.private_store import PrivateStore
-from edge_client.remembered import Remembered
 from fedcg.event_log import EventLog
 from fedcg.wire.memory import MemoryTransport
 from fedcg.wire.signing import SigningKey
@@ -62,8 +61,8 @@ def box(root: Path) -> AgentConfig:
 def ask(world: World, tmp_path: Path, key: SigningKey, timeout_s: float) -> None:
     keys = AgentKeys(key, world.key.public)
     config = box(tmp_path)
-    memory = Remembered(PrivateStore.open(config.store, FEDERATION, "a"), FEDERATION, keys.coordinator)
-    Conversation(config, keys, MemoryTransport(world.broker, "a"), memory, leaves=False).hold(timeout_s)
+    store = PrivateStore.open(config.store, FEDERATION, "a")
+    Conversation(config, keys, store, MemoryTransport(world.broker, "a"), leaves=False).hold(timeout_s)
 
 
 def test_a_member_is_answered_and_counts_as_gone_right_afterwards(world: World, tmp_path: Path) -> None:
