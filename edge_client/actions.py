@@ -10,7 +10,7 @@ from typing import Any
 from edge_client.config import AgentConfig
 from edge_client.diary import describe_end
 from edge_client.downloads import Downloads
-from edge_client.firewall import check_spec, explain
+from edge_client.firewall import check_spec
 from edge_client.outgoing import Outgoing
 from edge_client.private_store import DeliveryRecord, PrivateStore
 from edge_client.session_events import (
@@ -130,15 +130,14 @@ class Actions:
 
     def _check_spec(self, command: CheckSpec, state: SessionState) -> Event:
         spec = self._store.spec(command.digest)
-        refusal: DeclineReason | None = DeclineReason.SPEC_REFUSED
-        detail = "not a spec of this federation"
-        if spec is not None and spec.federation == self._config.federation:
-            refusal = check_spec(spec, self._config.policy)
-            detail = "" if refusal is None else explain(refusal, spec, self._config.policy)
-        if refusal is not None:
-            self._events.write("refused", what="spec", reason=refusal.value, detail=detail)
-            _log.warning("%s does not take part: %s", self._config.device, detail)
-        return SpecChecked(command.digest, refusal)
+        if spec is None or spec.federation != self._config.federation:
+            refusal = (DeclineReason.SPEC_REFUSED, "not a spec of this federation")
+        elif (refusal := check_spec(spec, self._config.policy)) is None:
+            return SpecChecked(command.digest, None)
+        reason, detail = refusal
+        self._events.write("refused", what="spec", reason=reason.value, detail=detail)
+        _log.warning("%s does not take part: %s", self._config.device, detail)
+        return SpecChecked(command.digest, reason)
 
     def _start_trainer(self, command: StartTrainer, state: SessionState) -> Event | None:
         try:

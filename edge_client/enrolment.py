@@ -32,41 +32,26 @@ MAY_BE_THERE = frozenset({"signing.key", "tls", "data", "store"})
 """What a new device's folder may hold: keys of an attempt without answer, images, a private store."""
 
 
-@dataclass(frozen=True)
 class Folder:
-    """A device's folder; a bundle has the same files."""
+    """A device's folder; a bundle has the same files.
 
-    root: Path
+    Attributes:
+        config: agent.toml; written last, so its presence means that the device is complete.
+        signing_key: the message key.
+        coordinator_key: the coordinator's public message key.
+        authority: the authority's certificate.
+        certificate: the device's certificate.
+        tls_key: the key of the certificate.
+    """
 
-    @property
-    def config(self) -> Path:
-        """agent.toml; written last, so its presence means that the device is complete."""
-        return self.root / CONFIG_NAME
-
-    @property
-    def signing_key(self) -> Path:
-        """The message key."""
-        return self.root / "signing.key"
-
-    @property
-    def coordinator_key(self) -> Path:
-        """The coordinator's public message key."""
-        return self.root / "coordinator.pub"
-
-    @property
-    def authority(self) -> Path:
-        """The authority's certificate."""
-        return self.root / "tls" / "ca.pem"
-
-    @property
-    def certificate(self) -> Path:
-        """The device's certificate."""
-        return self.root / "tls" / "device.pem"
-
-    @property
-    def tls_key(self) -> Path:
-        """The key of the certificate."""
-        return self.root / "tls" / "device.key"
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.config = root / CONFIG_NAME
+        self.signing_key = root / "signing.key"
+        self.coordinator_key = root / "coordinator.pub"
+        self.authority = root / "tls" / "ca.pem"
+        self.certificate = root / "tls" / "device.pem"
+        self.tls_key = root / "tls" / "device.key"
 
 
 @dataclass(frozen=True)

@@ -54,16 +54,31 @@ class UpdateFacts:
     determinism: Mapping[str, str] = field(default_factory=dict)
 
 
-def check_spec(spec: FederationSpec, policy: PolicySection) -> DeclineReason | None:
-    """Whether this device would take part under a spec: None, or the reason why not."""
+def check_spec(spec: FederationSpec, policy: PolicySection) -> tuple[DeclineReason, str] | None:
+    """Whether this device would take part under a spec: None, or the reason why not and what its operator should know of it.
+
+    A spec's split names code: only what the owner installed or allowed counts.
+    """
     if spec.method not in method_names():
-        return DeclineReason.UNKNOWN_METHOD
-    if not frozenset(spec.upload) <= policy.allow_upload:
-        return DeclineReason.UPLOAD_NOT_ALLOWED
-    if not spec.required_report <= policy.allow_report:
-        return DeclineReason.REPORT_NOT_ALLOWED
-    if not all(spec.layouts.get(part) for part in spec.upload) or _network_problem(spec) or _excess(spec, policy):
-        return DeclineReason.SPEC_REFUSED
+        known = ", ".join(method_names())
+        told = f"method {spec.method} is not installed here (there are {known}); update the agent"
+        return DeclineReason.UNKNOWN_METHOD, told
+    if forbidden := frozenset(spec.upload) - policy.allow_upload:
+        parts = ", ".join(sorted(part.value for part in forbidden))
+        told = f"the spec asks for {parts}, which policy.allow_upload of this device does not list"
+        return DeclineReason.UPLOAD_NOT_ALLOWED, told
+    if kept := spec.required_report - policy.allow_report:
+        fields = ", ".join(sorted(name.value for name in kept))
+        told = f"method {spec.method} needs {fields}, which policy.allow_report of this device does not list"
+        return DeclineReason.REPORT_NOT_ALLOWED, told
+    try:
+        check_name(spec.network.split)
+    except NetworkError as error:
+        return DeclineReason.SPEC_REFUSED, str(error)
+    if excess := _excess(spec, policy):
+        return DeclineReason.SPEC_REFUSED, excess
+    if not all(spec.layouts.get(part) for part in spec.upload):
+        return DeclineReason.SPEC_REFUSED, "the spec asks for a part without saying which tensors it has"
     return None
 
 
@@ -76,32 +91,6 @@ def _excess(spec: FederationSpec, policy: PolicySection) -> str:
         if isinstance(value, int | float) and value > most and not (name == "epochs" and asked["steps"]):
             return f"the spec asks for {name} = {value}; policy.{bound} of this device is {most}"
     return ""
-
-
-def _network_problem(spec: FederationSpec) -> str:
-    """Why the spec's split can't be built here, or nothing. It names code: only what the owner installed or allowed counts."""
-    try:
-        check_name(spec.network.split)
-    except NetworkError as error:
-        return str(error)
-    return ""
-
-
-def explain(reason: DeclineReason, spec: FederationSpec, policy: PolicySection) -> str:
-    """What the operator of this device should know about a refusal."""
-    if reason is DeclineReason.UPLOAD_NOT_ALLOWED:
-        parts = ", ".join(sorted(part.value for part in frozenset(spec.upload) - policy.allow_upload))
-        return f"the spec asks for {parts}, which policy.allow_upload of this device does not list"
-    if reason is DeclineReason.REPORT_NOT_ALLOWED:
-        fields = ", ".join(sorted(name.value for name in spec.required_report - policy.allow_report))
-        return f"method {spec.method} needs {fields}, which policy.allow_report of this device does not list"
-    if reason is DeclineReason.UNKNOWN_METHOD:
-        return f"method {spec.method} is not installed here (there are {', '.join(method_names())}); update the agent"
-    return (
-        _network_problem(spec)
-        or _excess(spec, policy)
-        or "the spec asks for a part without saying which tensors it has"
-    )
 
 
 def build_update(

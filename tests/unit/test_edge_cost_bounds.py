@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from edge_client.config import PolicySection
-from edge_client.firewall import check_spec, explain
+from edge_client.firewall import check_spec
 from fedcg.wire.messages import EVERYONE, Accept, ArtifactRef, Decline, DeclineReason, Hello, Need, Offer
 from fedcg.wire.parts import Part
 from tests.edge_worlds import World, aggregate_of, toy_parts, toy_spec, wait_until
@@ -53,8 +53,9 @@ def test_a_spec_that_asks_for_more_work_than_the_policy_allows_is_declined_befor
     assert decline.reason is DeclineReason.SPEC_REFUSED
     assert not any(isinstance(message, Accept) for message in world.coordinator.heard)
     assert world.trainer.rounds() == []
-    assert explain(DeclineReason.SPEC_REFUSED, world.spec, PolicySection()) == world.events("refused")[0]["detail"]
-    assert said in str(world.events("refused")[0]["detail"])
+    told = world.events("refused")[0]["detail"]
+    assert check_spec(world.spec, PolicySection()) == (DeclineReason.SPEC_REFUSED, told)
+    assert said in str(told)
 
 
 @pytest.mark.parametrize("params", [{}, {"epochs": 200}, {"steps": 100_000}, {"steps": 20, "epochs": 10**9}])
@@ -65,7 +66,9 @@ def test_a_spec_within_the_policy_is_taken(params: dict[str, float]) -> None:
 def test_the_owner_sets_the_bounds() -> None:
     spec = toy_spec(params={"epochs": 20})
     assert check_spec(spec, PolicySection(max_epochs=20)) is None
-    assert check_spec(spec, PolicySection(max_epochs=19)) is DeclineReason.SPEC_REFUSED
+    refusal = check_spec(spec, PolicySection(max_epochs=19))
+    assert refusal is not None
+    assert refusal[0] is DeclineReason.SPEC_REFUSED
 
 
 def test_an_aggregate_above_the_bound_is_declined_and_no_byte_of_it_asked_for(make_world: MakeWorld) -> None:
