@@ -214,10 +214,7 @@ def load_config(path: Path) -> CoordinatorConfig:
     Raises:
         ConfigError: not TOML, or values out of their bounds; names every error.
     """
-    try:
-        return read_toml(path, CoordinatorConfig)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    return read_toml(path, CoordinatorConfig, ConfigError)
 
 
 def check_api_host(host: str) -> None:

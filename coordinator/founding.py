@@ -17,7 +17,7 @@ from pydantic import ValidationError, field_validator
 from coordinator.errors import PlanError
 from fedcg.learning.registry import method_names
 from fedcg.learning.spec import FederationPlan, FederationSpec
-from fedcg.toml_problems import TomlError, listed, problems_of, read_toml
+from fedcg.toml_problems import listed, problems_of, read_toml
 from fedcg.wire.artifacts import ArtifactStore
 
 BAD_PLAN = 3
@@ -53,10 +53,7 @@ def read_plan(path: Path) -> FederationPlan:
     Raises:
         PlanError: not TOML, or values that are wrong; names every one.
     """
-    try:
-        return read_toml(path, _OperatorPlan)
-    except TomlError as error:
-        raise PlanError(str(error)) from error
+    return read_toml(path, _OperatorPlan, PlanError)
 
 
 def found(plan: FederationPlan, artifacts: Path, public_data: Path | None = None, public_images: int = 1) -> Founded:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from edge_client.errors import ConfigError
-from fedcg.toml_problems import ConfigProblem, TomlError, nearest, read_toml
+from fedcg.toml_problems import nearest, read_toml, section_of
 from fedcg.watchdog import STALL_S
 from fedcg.wire.enrolment import URL_PATTERN
 from fedcg.wire.messages import MAX_ARTIFACT_BYTES, MAX_CHUNK_BYTES, Carrier, Identifier
@@ -197,57 +197,38 @@ def load_config(path: Path, environment: Mapping[str, str]) -> AgentConfig:
     Raises:
         ConfigError: lists every problem with its line or variable and a hint.
     """
-    try:
-        config = read_toml(path, AgentConfig, lambda values: _apply_environment(values, environment))
-    except TomlError as error:
-        raise ConfigError(error.source, error.problems) from error
+    config = read_toml(path, AgentConfig, ConfigError, lambda values: _apply_environment(values, environment))
     return config.resolved(path.resolve().parent)
-
-
-def _sections() -> dict[str, type[BaseModel]]:
-    return {
-        "broker": BrokerSection,
-        "tls": TlsSection,
-        "enrolment": EnrolmentSection,
-        "keys": KeysSection,
-        "data": DataSection,
-        "policy": PolicySection,
-        "training": TrainingSection,
-        "export": ExportSection,
-    }
 
 
 def environment_names() -> dict[str, tuple[str, ...]]:
     """Every environment variable that is understood, and the setting it stands for."""
     names: dict[str, tuple[str, ...]] = {}
     for key in AgentConfig.model_fields:
-        section = _sections().get(key)
-        if section is None:
-            names[f"{ENVIRONMENT_PREFIX}{key.upper()}"] = (key,)
-            continue
-        for inner in section.model_fields:
-            names[f"{ENVIRONMENT_PREFIX}{key.upper()}_{inner.upper()}"] = (key, inner)
+        section = section_of(AgentConfig, (key,))
+        settings = [(key,)] if section is AgentConfig else [(key, inner) for inner in section.model_fields]
+        names |= {f"{ENVIRONMENT_PREFIX}{'_'.join(setting).upper()}": setting for setting in settings}
     return names
 
 
 def _apply_environment(
     values: dict[str, Any], environment: Mapping[str, str]
-) -> tuple[dict[tuple[str, ...], str], list[ConfigProblem]]:
+) -> tuple[dict[tuple[str, ...], str], list[str]]:
     known = environment_names()
     origins: dict[tuple[str, ...], str] = {}
-    problems: list[ConfigProblem] = []
+    problems: list[str] = []
     for name, text in sorted(environment.items()):
         if not name.startswith(ENVIRONMENT_PREFIX):
             continue
         setting = known.get(name)
         if setting is None:
-            problems.append(ConfigProblem(name, "environment", "no such setting", nearest(name, tuple(known))))
+            problems.append(f"environment: {name}: there is no such setting ({nearest(name, tuple(known))})")
             continue
         table: Any = values
         for step in setting[:-1]:
             table = table.setdefault(step, {})
         if isinstance(table, dict):
-            is_list = setting[0] == "policy"
+            is_list = setting[-1].startswith("allow_")
             table[setting[-1]] = [word.strip() for word in text.split(",") if word.strip()] if is_list else text
             origins[setting] = f"${name}"
     return origins, problems

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fedcg.toml_problems import ConfigProblem, listed
 from fedcg.wire.messages import DeclineReason
 from fedcg.wire.parts import Part
 
@@ -27,12 +26,7 @@ class EdgeError(Exception):
 
 
 class ConfigError(EdgeError):
-    """The configuration is wrong; `problems` holds all of it at once."""
-
-    def __init__(self, source: str, problems: tuple[ConfigProblem, ...]) -> None:
-        self.source = source
-        self.problems = problems
-        super().__init__(listed(source, problems))
+    """The configuration is wrong; lists every problem."""
 
 
 class StoreError(EdgeError):
