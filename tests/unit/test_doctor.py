@@ -127,7 +127,7 @@ def test_a_running_agent_is_not_disturbed_but_what_it_knows_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = box(tmp_path)
-    monkeypatch.setattr("edge_client.doctor._broker", lambda *_: Finding("broker", "ok", ""))
+    monkeypatch.setattr("edge_client.doctor._broker", lambda *_: ("ok", "", ""))
     store = PrivateStore.open(config.store, FEDERATION, "a")
     events = EventLog(config.store / "events.jsonl", lambda: 0.0)
 
