@@ -24,7 +24,7 @@ from edge_client.fetching import Fetching
 from edge_client.firewall import check_kept
 from edge_client.handshake import Handshake
 from edge_client.https_carrier import carrier_of
-from edge_client.inbox import Inbox, Item, LinkReport
+from edge_client.inbox import Inbox, Item
 from edge_client.incoming import Incoming
 from edge_client.outgoing import Outgoing
 from edge_client.private_store import DeliveryRecord, PrivateStore
@@ -57,7 +57,6 @@ from edge_client.trainer_process import (
 )
 from fedcg.event_log import EventLog
 from fedcg.wire.carrier import HTTPS_WINDOW
-from fedcg.wire.errors import WireError
 from fedcg.wire.key_chain import PinnedKey
 from fedcg.wire.messages import COORDINATOR, Heartbeat, Left
 from fedcg.wire.signing import SigningKey, VerifyKey
@@ -122,7 +121,7 @@ class Agent:
             heartbeat_s=config.broker.keepalive_s,
             carrier=config.carrier,
         )
-        https = carrier_of(config, self._on_chunk, events)
+        https = carrier_of(config, self._put, events)
         self._beat_at = float("-inf")
         limits = config.broker.limits
         window = limits.window if https is None else HTTPS_WINDOW
@@ -159,7 +158,7 @@ class Agent:
             self._store.partials.collect()
             self._outgoing.start()
             self._outgoing.subscribe()
-            self._transport.start(self._on_delivery, self._on_link)
+            self._transport.start(self._on_delivery, lambda up: self._put(LinkChanged(up)))
             while not self._stopping and not (until_finished and self._actions.outcome is not None):
                 self._turn()
         finally:
@@ -181,14 +180,8 @@ class Agent:
         except queue.Full:
             self._dropped += 1  # every sender repeats what was not answered
 
-    def _on_link(self, up: bool) -> None:
-        self._put(LinkReport(up))  # unlike a delivery, nobody repeats this
-
-    def _on_chunk(self, chunk: Chunk) -> None:
-        self._put(chunk)  # what waits here is not read from the connection
-
-    def _put(self, item: LinkReport | Chunk) -> None:
-        """Wait for room."""
+    def _put(self, item: LinkChanged | Chunk) -> None:
+        """Wait for room: nobody repeats what the link did, and a chunk that waits is not read from its connection."""
         while not self._stopping:
             try:
                 self._inbox.put(item, timeout=IDLE_S)
@@ -215,6 +208,9 @@ class Agent:
             self._fail(type(item).__name__, error)
 
     def _fail(self, what: str, error: Exception) -> None:
+        if isinstance(error, OSError):
+            self._diary.stumble(what, error)
+            return
         _log.exception("the agent of %s failed at %s", self._config.device, what, exc_info=error)
         self._events.write("agent_error", detail=f"{what}: {type(error).__name__}: {error}")
 
@@ -226,8 +222,8 @@ class Agent:
     def _take(self, item: Item) -> None:
         if isinstance(item, Delivery):
             self._receive(item)
-        elif isinstance(item, LinkReport):
-            self._link_changed(item.up)
+        elif isinstance(item, LinkChanged):
+            self._link_changed(item)
         elif isinstance(item, Chunk):
             self._fetching.take(item, self._clock())
         else:
@@ -251,45 +247,34 @@ class Agent:
             self._diary.hello()
         try:
             follows = self._actions.carry_out(command, self._state)
-        except OSError as error:  # a full disk must not take the commands after this one along: nobody gives them again
-            self._diary.stumble(type(command).__name__, error)
-            follows = given_up(command)
-        except Exception as error:  # noqa: BLE001 - for the same reason; logged with its traceback
+        except Exception as error:  # noqa: BLE001 - it must not take the commands after this one along: nobody gives them again
             self._fail(type(command).__name__, error)
             follows = given_up(command)
         if follows is not None:
             self._events_due.append(follows)
 
     def _receive(self, delivery: Delivery) -> None:
-        try:
+        meaning = None
+        with self._diary.noting(delivery.topic):
             meaning = self._incoming.open(delivery, self._clock())
-        except WireError as error:
-            self._diary.refuse(delivery.topic, error)
-            return
-        except OSError as error:
-            self._diary.stumble("a download", error)
-            return
-        try:
+        # The message counts also where this fails: a broadcast is not repeated.
+        with self._diary.noting("memory", "what is remembered of the coordinator"):
             self._memory.save()
-        except OSError as error:  # the message counts all the same: a broadcast is not repeated
-            self._diary.stumble("what is remembered of the coordinator", error)
         if isinstance(meaning, PinnedKey):
             self._events.write("coordinator_key", serial=meaning.serial, key=meaning.key.hex)
             self._outgoing.ask_for_broadcasts()
         elif not isinstance(meaning, Left):  # only a device that leaves asks for it, and no agent runs then
             self._follow(meaning)
 
-    def _link_changed(self, up: bool) -> None:
+    def _link_changed(self, event: LinkChanged) -> None:
         self._handshake.close()
-        self._diary.link(up=up)
-        if up:
-            self._outgoing.status(online=True)
-            try:
+        self._diary.link(up=event.up)
+        try:
+            if event.up:
+                self._outgoing.status(online=True)
                 self._find_outbox()
-            finally:
-                self._handle(LinkChanged(up))
-            return
-        self._handle(LinkChanged(up))
+        finally:
+            self._handle(event)
 
     def _find_outbox(self) -> None:
         generation = self._store.generations.newest()

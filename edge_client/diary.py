@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from edge_client.session_events import Event, Invited, Offered, Receipted, RoundCommitted, TurnedAway, Welcomed
@@ -11,7 +12,7 @@ from edge_client.trainer_process import Exited, Failed
 from fedcg.disk_errors import advice_for
 from fedcg.event_log import EventLog
 from fedcg.refusals import Refusals
-from fedcg.wire.errors import IntegrityError, VersionError
+from fedcg.wire.errors import IntegrityError, VersionError, WireError
 from fedcg.wire.messages import CohortVerdict
 
 UNANSWERED_HELLOS = 5  # with 2 s between them; a coordinator that runs answers the first or the second
@@ -96,13 +97,10 @@ class Diary:
         """The link to the broker changed."""
         self._events.write("link", up=up)
         self._hellos, self._links = 0, self._links + up
-        again = " again" if self._links > 1 else ""
-        _log.log(
-            logging.INFO if up else logging.WARNING,
-            "%s: %s",
-            self._device,
-            f"connected{again}" if up else "the link to the broker is lost",
-        )
+        if up:
+            _log.info("%s: connected%s", self._device, " again" if self._links > 1 else "")
+        else:
+            _log.warning("%s: the link to the broker is lost", self._device)
 
     def hello(self) -> None:
         """A hello is sent; several without an answer have a reason that a person should look for."""
@@ -128,6 +126,16 @@ class Diary:
         self._events.write("trainer_died", pid=report.pid, exit_code=report.exit_code, reason=report.reason)
         cause = report.reason or "code -9 is mostly a lack of memory"
         _log.warning("%s: the training process ended with code %s (%s)", self._device, report.exit_code, cause)
+
+    @contextmanager
+    def noting(self, refused: str, failed: str = "a download") -> Iterator[None]:
+        """Write down what ends the context: what came is refused, or the disk failed."""
+        try:
+            yield
+        except WireError as error:
+            self.refuse(refused, error)
+        except OSError as error:
+            self.stumble(failed, error)
 
     def stumble(self, what: str, error: OSError) -> None:
         """The disk failed at something."""

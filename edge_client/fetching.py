@@ -11,7 +11,6 @@ from edge_client.private_store import PrivateStore
 from edge_client.session_events import ArtifactStored, DownloadSilent, Event
 from edge_client.session_state import SessionState
 from fedcg.event_log import EventLog
-from fedcg.wire.errors import WireError
 from fedcg.wire.grants import Ranges
 from fedcg.wire.messages import COORDINATOR, ArtifactRef, Need
 from fedcg.wire.transfer import Chunk
@@ -50,39 +49,27 @@ class Fetching:
 
     def take(self, chunk: Chunk, now: float) -> None:
         """Take a chunk that came over HTTPS."""
-        try:
+        with self._diary.noting("download"):
             self._downloads.feed(chunk, now)
-        except WireError as error:
-            self._diary.refuse("download", error)
-        except OSError as error:
-            self._diary.stumble("a download", error)
 
     def keep_completed(self, state: SessionState, now: float) -> Event | None:
         """Take over a download that has become complete."""
-        try:
+        with self._diary.noting("download"):
             download = self._downloads.completed(now)
-        except WireError as error:
-            self._diary.refuse("download", error)
-            return None
-        except OSError as error:
-            self._diary.stumble("a download", error)
-            return None
-        return None if download is None else self._keep(download, state, now)
+            return None if download is None else self._keep(download, state, now)
+        return None
 
     def ask(self, state: SessionState, now: float) -> Event | None:
         """Ask for what is missing; says when nothing of it comes."""
-        try:
-            needs = list(self._downloads.needs(now))
-        except OSError as error:
-            self._diary.stumble("a download", error)
-            return None
-        for ref, ranges in needs:
-            if self._https is not None:
-                self._https.fetch(ref, ranges)
-            else:
-                self._outgoing.send(self._need(ref, ranges, state))
-        # Over HTTPS no session is asked: what does not come is asked for again, ever more slowly, and that is all.
-        return DownloadSilent() if self._https is None and self._downloads.is_silent(now) else None
+        with self._diary.noting("download"):
+            for ref, ranges in list(self._downloads.needs(now)):
+                if self._https is not None:
+                    self._https.fetch(ref, ranges)
+                else:
+                    self._outgoing.send(self._need(ref, ranges, state))
+            # Over HTTPS no session is asked: what does not come is asked for again, ever more slowly, and that is all.
+            return DownloadSilent() if self._https is None and self._downloads.is_silent(now) else None
+        return None
 
     def _need(self, ref: ArtifactRef, ranges: Ranges, state: SessionState) -> Need:
         target = state.offer or state.finished

@@ -7,7 +7,6 @@ so a recorded welcome can't bring back an old session.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
 from typing import TypeVar
 
 from fedcg.wire import versions
@@ -26,7 +25,6 @@ class Handshake:
         device: this device's id.
         agent: program version for the hello.
         cohort: mark of the cohort secret, None without one.
-        make_nonce: 32 hex digits of randomness.
         heartbeat_s: this device promises that it is never silent for longer.
         carrier: how its artifacts travel.
     """
@@ -37,7 +35,6 @@ class Handshake:
         device: str,
         agent: str,
         cohort: str | None = None,
-        make_nonce: Callable[[], str] = lambda: secrets.token_hex(16),
         heartbeat_s: int | None = None,
         carrier: Carrier = Carrier.MQTT,
     ) -> None:
@@ -47,7 +44,6 @@ class Handshake:
         self._device = device
         self._agent = agent
         self._cohort = cohort
-        self._make_nonce = make_nonce
         self._nonce: str | None = None
         self._answers: set[str] = set()
         self._session: Session | None = None
@@ -66,7 +62,7 @@ class Handshake:
         """The hello to send now."""
         self.close()
         if self._nonce is None:
-            self._nonce, self._answers = self._make_nonce(), set()
+            self._nonce, self._answers = secrets.token_hex(16), set()
         return Hello(
             federation=self._federation,
             sender=self._device,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import queue
 from collections import deque
-from dataclasses import dataclass
 
+from edge_client.session_events import LinkChanged
 from edge_client.trainer_process import TrainerReport
 from fedcg.wire.transfer import Chunk
 from fedcg.wire.transport import Delivery
@@ -15,14 +15,7 @@ MAX_BYTES = 32 * 1024 * 1024
 ITEM_BYTES = 1024  # what an item weighs besides its content, so that empty ones are bounded as well
 
 
-@dataclass(frozen=True)
-class LinkReport:
-    """The link to the broker came up or was lost."""
-
-    up: bool
-
-
-Item = Delivery | LinkReport | Chunk | TrainerReport
+Item = Delivery | LinkChanged | Chunk | TrainerReport
 
 
 class Inbox(queue.Queue[Item]):

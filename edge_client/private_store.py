@@ -96,22 +96,20 @@ class PrivateStore:
         return PrivateStore(root)
 
     @contextmanager
-    def locked(
-        self, name: str = "lock", wait_s: float = 0.0, clock: Callable[[], float] = time.monotonic
-    ) -> Iterator[None]:
+    def locked(self, name: str = "lock", wait_s: float = 0.0) -> Iterator[None]:
         """Hold a lock file of the store; `lock` for the agent, `trainer.lock` for its training process.
 
         Raises:
             StoreLockedError: another process holds it for longer than `wait_s`.
         """
-        deadline = clock() + wait_s
+        deadline = time.monotonic() + wait_s
         with (self.root / name).open("a+") as file:
             while True:
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
                 except OSError as error:
-                    if clock() >= deadline:
+                    if time.monotonic() >= deadline:
                         file.seek(0)
                         holder = f"process {file.read(16).strip() or '(unknown)'}"
                         raise StoreLockedError(

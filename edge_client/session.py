@@ -281,10 +281,8 @@ def _advance_round(state: SessionState, now: float) -> Step:
         return _decline(state, cursor, state.verdict[1])
     commands: tuple[Command, ...] = ()
     if state.welcomed and state.accepted != cursor:
-        state, commands = (
-            replace(state, accepted=cursor),
-            (Send(Accept(**state.addressed(cursor))), Note("accepted", cursor)),
-        )
+        state = replace(state, accepted=cursor)
+        commands = (Send(Accept(**state.addressed(cursor))), Note("accepted", cursor))
     is_free = state.trainer is Trainer.IDLE and state.job is None and state.delivery is None
     if is_free and offer.aggregate.id in state.stored:
         state = replace(state, trainer=Trainer.BUSY, job=cursor, job_spec=offer.spec.id)
@@ -309,11 +307,13 @@ def _advance_end(state: SessionState, now: float) -> Step:
 
 def _advance_delivery(state: SessionState, now: float) -> Step:
     delivery = state.delivery
-    if delivery is not None and delivery.update is None and now >= delivery.manifest_at:
-        delay = min(delivery.delay_s * 2.0, MANIFEST_MAX_S)
-        waiting = replace(delivery, manifest_at=now + delivery.delay_s, delay_s=delay)
-        return replace(state, delivery=waiting), (LoadUpdate(),)
-    if delivery is None or delivery.update is None or not state.welcomed:
+    if delivery is None:
+        return state, ()
+    delay_s = min(delivery.delay_s * 2.0, MANIFEST_MAX_S)
+    later = replace(delivery, manifest_at=now + delivery.delay_s, delay_s=delay_s)
+    if delivery.update is None and now >= delivery.manifest_at:
+        return replace(state, delivery=later), (LoadUpdate(),)
+    if delivery.update is None or not state.welcomed:
         return state, ()
     if delivery.silent_since is not None and now >= delivery.silent_since + SILENCE_S:
         waiting = replace(delivery, silent_since=None)
@@ -322,10 +322,7 @@ def _advance_delivery(state: SessionState, now: float) -> Step:
     if now < delivery.manifest_at:
         return state, ()
     silent_since = now if delivery.silent_since is None else delivery.silent_since
-    delay = min(delivery.delay_s * 2.0, MANIFEST_MAX_S)
-    sent = replace(
-        delivery, manifest_at=now + delivery.delay_s, delay_s=delay, silent_since=silent_since, announced=True
-    )
+    sent = replace(later, silent_since=silent_since, announced=True)
     is_granted = delivery.cursor == state.invited and not delivery.announced
     following = min(state.granted, delivery.update.chunks) if is_granted else 0
     message = Manifest(**state.addressed(delivery.cursor), artifact=delivery.update, following=following)
