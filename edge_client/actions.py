@@ -16,10 +16,10 @@ from edge_client.private_store import DeliveryRecord, PrivateStore
 from edge_client.session_events import (
     ArtifactLost,
     CheckSpec,
+    ChooseModel,
     Command,
     Done,
     Event,
-    Finalise,
     LoadUpdate,
     Note,
     OutboxFound,
@@ -28,13 +28,13 @@ from edge_client.session_events import (
     SendChunks,
     SendHello,
     SpecChecked,
-    StartRound,
     StartTrainer,
     TrainerDied,
+    TrainRound,
     Want,
 )
 from edge_client.session_state import SessionState
-from edge_client.trainer_process import ChooseModel, TrainerHandle, TrainRound
+from edge_client.trainer_process import TrainerHandle
 from fedcg.event_log import EventLog
 from fedcg.wire.errors import IntegrityError, WireError
 from fedcg.wire.messages import ArtifactRef, DeclineReason, Outcome
@@ -83,8 +83,8 @@ class Actions:
             LoadUpdate: self._load_update,
             CheckSpec: self._check_spec,
             StartTrainer: self._start_trainer,
-            StartRound: self._start_round,
-            Finalise: self._finalise,
+            TrainRound: self._start_job,
+            ChooseModel: self._start_job,
             RecordDelivery: self._record_delivery,
             Note: self._note,
             Done: self._done,
@@ -148,16 +148,10 @@ class Actions:
         self._events.write("trainer_started", pid=pid)
         return None
 
-    def _start_round(self, command: StartRound, state: SessionState) -> Event | None:
+    def _start_job(self, command: TrainRound | ChooseModel, state: SessionState) -> Event | None:
         if not self._is_sound(command.aggregate):
             return ArtifactLost(command.aggregate)
-        self._trainer.send(TrainRound(command.cursor, command.spec, command.aggregate))
-        return None
-
-    def _finalise(self, command: Finalise, state: SessionState) -> Event | None:
-        if not self._is_sound(command.aggregate):
-            return ArtifactLost(command.aggregate)
-        self._trainer.send(ChooseModel(command.spec, command.aggregate))
+        self._trainer.send(command)
         return None
 
     def _is_sound(self, artifact: str) -> bool:

@@ -31,9 +31,9 @@ from edge_client.private_store import DeliveryRecord, PrivateStore
 from edge_client.remembered import Remembered
 from edge_client.session import step
 from edge_client.session_events import (
+    Chosen,
     Command,
     Event,
-    Finalised,
     LinkChanged,
     OutboxFound,
     RoundCommitted,
@@ -46,15 +46,7 @@ from edge_client.session_events import (
     given_up,
 )
 from edge_client.session_state import SessionState, next_deadline
-from edge_client.trainer_process import (
-    Chosen,
-    Committed,
-    Exited,
-    Failed,
-    Ready,
-    TrainerHandle,
-    TrainerReport,
-)
+from edge_client.trainer_process import Committed, Exited, Failed, Ready, TrainerHandle, TrainerReport
 from fedcg.event_log import EventLog
 from fedcg.wire.carrier import HTTPS_WINDOW
 from fedcg.wire.key_chain import PinnedKey
@@ -300,7 +292,7 @@ class Agent:
             self._diary.failed(report)
             self._handle(RoundFailed(report.cursor, report.reason))
         elif isinstance(report, Chosen):
-            self._handle(Finalised(report.aggregate, report.succeeded))
+            self._handle(report)
         elif isinstance(report, Exited):
             self._diary.died(report)
             try:

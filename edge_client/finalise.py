@@ -19,7 +19,7 @@ from edge_client.exporting import Outcome, common_accuracy, export_model
 from edge_client.generations import StoredState
 from edge_client.local_data import RoundData
 from edge_client.measures import Measured, measure, personal_parts
-from edge_client.trainer_process import ChooseModel
+from edge_client.session_events import ChooseModel
 from edge_client.training import Workplace, load_aggregate, load_spec
 from edge_client.weights import to_weights
 from fedcg.learning.averaging import weighted_average

@@ -112,11 +112,8 @@ def check_ready(url: str, tls: TlsFiles) -> None:
     Raises:
         TransportError, OSError, HTTPException: it does not answer, or refuses; says why.
     """
-    line = Line(url, tls)
-    try:
+    with contextlib.closing(Line(url, tls)) as line:
         line.ready()
-    finally:
-        line.close()
 
 
 class Line:

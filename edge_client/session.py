@@ -19,14 +19,14 @@ from edge_client.session_events import (
     ArtifactLost,
     ArtifactStored,
     CheckSpec,
+    ChooseModel,
+    Chosen,
     Command,
     CoordinatorSeen,
     Done,
     DownloadSilent,
     Ended,
     Event,
-    Finalise,
-    Finalised,
     Granted,
     Invited,
     LinkChanged,
@@ -43,11 +43,11 @@ from edge_client.session_events import (
     SendHello,
     Sending,
     SpecChecked,
-    StartRound,
     StartTrainer,
     Tick,
     TrainerDied,
     TrainerReady,
+    TrainRound,
     TurnedAway,
     Want,
     Wanted,
@@ -225,7 +225,7 @@ def _round_failed(state: SessionState, event: RoundFailed, now: float) -> Step:
     return _decline(_idle(state), event.cursor, event.reason)
 
 
-def _finalised(state: SessionState, event: Finalised, now: float) -> Step:
+def _finalised(state: SessionState, event: Chosen, now: float) -> Step:
     return replace(_idle(state), finalised=event.aggregate, succeeded=event.succeeded), ()
 
 
@@ -250,7 +250,7 @@ _HANDLERS: dict[type[Any], Callable[[SessionState, Any, float], Step]] = {
     RoundCommitted: _round_committed,
     OutboxFound: _outbox_found,
     RoundFailed: _round_failed,
-    Finalised: _finalised,
+    Chosen: _finalised,
 }
 
 
@@ -286,7 +286,7 @@ def _advance_round(state: SessionState, now: float) -> Step:
     is_free = state.trainer is Trainer.IDLE and state.job is None and state.delivery is None
     if is_free and offer.aggregate.id in state.stored:
         state = replace(state, trainer=Trainer.BUSY, job=cursor, job_spec=offer.spec.id)
-        commands += (StartRound(cursor, offer.spec.id, offer.aggregate.id),)
+        commands += (TrainRound(cursor, offer.spec.id, offer.aggregate.id),)
     return state, commands
 
 
@@ -302,7 +302,7 @@ def _advance_end(state: SessionState, now: float) -> Step:
     if not at_hand or state.trainer is not Trainer.IDLE or state.job is not None:
         return state, ()
     state = replace(state, trainer=Trainer.BUSY, job=finished.aggregate.id)
-    return state, (Finalise(finished.spec.id, finished.aggregate.id),)
+    return state, (ChooseModel(finished.spec.id, finished.aggregate.id),)
 
 
 def _advance_delivery(state: SessionState, now: float) -> Step:

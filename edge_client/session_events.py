@@ -167,8 +167,8 @@ class RoundFailed:
 
 
 @dataclass(frozen=True)
-class Finalised:
-    """The personal model was chosen and exported, or `succeeded` is False."""
+class Chosen:
+    """The personal model is chosen and exported, or `succeeded` is False; comes from the training process as it is."""
 
     aggregate: str
     succeeded: bool
@@ -195,7 +195,7 @@ Event = (
     | RoundCommitted
     | OutboxFound
     | RoundFailed
-    | Finalised
+    | Chosen
 )
 
 # ------------------------------------------------------------------ commands
@@ -260,8 +260,8 @@ class StartTrainer:
 
 
 @dataclass(frozen=True)
-class StartRound:
-    """Train this round attempt."""
+class TrainRound:
+    """Train this round attempt and commit it; goes to the training process as it is."""
 
     cursor: Cursor
     spec: str
@@ -269,8 +269,8 @@ class StartRound:
 
 
 @dataclass(frozen=True)
-class Finalise:
-    """Choose and export the personal model."""
+class ChooseModel:
+    """The federation is over: choose and export the personal model; goes to the training process as it is."""
 
     spec: str
     aggregate: str
@@ -310,8 +310,8 @@ Command = (
     | LoadUpdate
     | CheckSpec
     | StartTrainer
-    | StartRound
-    | Finalise
+    | TrainRound
+    | ChooseModel
     | RecordDelivery
     | Note
     | Done
@@ -320,8 +320,8 @@ Command = (
 
 def given_up(command: Command) -> Event | None:
     """What has happened when a command could not be carried out; None for one that is given again, or that a message asks for again."""
-    if isinstance(command, StartRound):
+    if isinstance(command, TrainRound):
         return RoundFailed(command.cursor, DeclineReason.TRAINING_FAILED)
-    if isinstance(command, Finalise):
-        return Finalised(command.aggregate, succeeded=False)
+    if isinstance(command, ChooseModel):
+        return Chosen(command.aggregate, succeeded=False)
     return TrainerDied() if isinstance(command, StartTrainer) else None

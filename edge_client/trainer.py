@@ -21,17 +21,8 @@ from edge_client.exporting import export_best
 from edge_client.finalise import choose_model
 from edge_client.local_data import LocalData
 from edge_client.private_store import PrivateStore
-from edge_client.trainer_process import (
-    ChooseModel,
-    Chosen,
-    Committed,
-    Failed,
-    Ready,
-    TrainerCommand,
-    TrainerReport,
-    TrainRound,
-    Working,
-)
+from edge_client.session_events import ChooseModel, Chosen, TrainRound
+from edge_client.trainer_process import Committed, Failed, Ready, TrainerCommand, TrainerReport, Working
 from edge_client.training import Workplace, train_round
 from export.errors import ExportError
 from export.to_onnx import preload

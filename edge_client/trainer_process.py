@@ -21,28 +21,12 @@ from typing import Protocol
 
 from edge_client.config import AgentConfig
 from edge_client.generations import Cursor
+from edge_client.session_events import ChooseModel, Chosen, TrainRound
 from fedcg.watchdog import POLL_S, Watchdog
 from fedcg.wire.messages import DeclineReason
 
 _PR_SET_PDEATHSIG = 1
 _STOP_S = 2.0
-
-
-@dataclass(frozen=True)
-class TrainRound:
-    """Command: train this round attempt and commit it."""
-
-    cursor: Cursor
-    spec: str
-    aggregate: str
-
-
-@dataclass(frozen=True)
-class ChooseModel:
-    """Command: the federation is over; choose and export the personal model."""
-
-    spec: str
-    aggregate: str
 
 
 @dataclass(frozen=True)
@@ -66,14 +50,6 @@ class Failed:
     cursor: Cursor
     reason: DeclineReason
     detail: str
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """Report: the personal model is chosen and exported, or not."""
-
-    aggregate: str
-    succeeded: bool
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from edge_client.local_data import LocalData, RoundData
 from edge_client.measures import Measured, generator_figures, measure, personal_parts
 from edge_client.private_store import PrivateStore
 from edge_client.progress import ProgressEvents
-from edge_client.trainer_process import TrainRound
+from edge_client.session_events import TrainRound
 from edge_client.weights import to_arrays, to_weights
 from fedcg.event_log import EventLog
 from fedcg.learning.initial import initial_parts, shadow_spec

@@ -82,6 +82,10 @@ class RefusedError(ExportError):
         self.field = field
         self.retry_after_s = retry_after_s
 
+    def as_json(self) -> dict[str, object]:
+        """The document that answers the request, over HTTP and over MQTT."""
+        return {"error": {"code": self.code, "message": str(self), "field": self.field or None}}
+
 
 class ConversionError(ExportError):
     """The network could not be written as ONNX."""

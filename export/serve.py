@@ -14,7 +14,7 @@ from types import FrameType
 import uvicorn
 from starlette.responses import JSONResponse
 
-from export.errors import ServingError
+from export.errors import RefusedError, ServingError
 from export.manifest import Accept
 from export.preprocess import MAX_PIXELS
 from export.serve_app import Service, create_app
@@ -173,5 +173,4 @@ def _bound(settings: Settings, connections: Connections) -> Listener:
 
 
 def _refuse_host(message: str) -> JSONResponse:
-    error = {"code": "wrong_host", "message": message, "field": "Host"}
-    return JSONResponse({"error": error}, 400)
+    return JSONResponse(RefusedError(400, "wrong_host", message, field="Host").as_json(), 400)

@@ -250,9 +250,8 @@ async def _unless_gone(request: Request, work: Coroutine[object, object, T]) -> 
 
 
 def _refusal(error: RefusedError) -> JSONResponse:
-    told = {"code": error.code, "message": str(error), "field": error.field or None}
     headers = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
-    return JSONResponse({"error": told}, error.status, headers)
+    return JSONResponse(error.as_json(), error.status, headers)
 
 
 async def _refused(_: Request, error: Exception) -> Response:

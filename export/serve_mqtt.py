@@ -144,7 +144,7 @@ class MqttServer:
             except queue.Full:
                 refusal = busy(f"{self._waiting.maxsize} requests wait already")
         if refusal is not None:
-            self._publish(reply_to, _refusal(refusal))
+            self._publish(reply_to, refusal.as_json())
 
     def _objection(self, delivery: Delivery) -> RefusedError | None:
         """Why a request is not queued."""
@@ -173,10 +173,11 @@ class MqttServer:
         try:
             document = self._predict(request.payload)
         except RefusedError as error:
-            document = _refusal(error)
+            document = error.as_json()
         except Exception:
             log.exception("a prediction failed")
-            document = _refusal(RefusedError(500, "internal", "the prediction failed; the server's log says why"))
+            told = "the prediction failed; the server's log says why"
+            document = RefusedError(500, "internal", told).as_json()
         self._publish(request.reply_to, document)
 
     def _predict(self, payload: bytes) -> dict[str, object]:
@@ -207,7 +208,3 @@ class MqttServer:
             log.warning("no answer on %s: %s", topic, error)  # who asked asks again
             return False
         return True
-
-
-def _refusal(error: RefusedError) -> dict[str, object]:
-    return {"error": {"code": error.code, "message": str(error), "field": error.field or None}}

@@ -18,8 +18,9 @@ from edge_client.config import AgentConfig, BrokerSection, DataSection, ExportSe
 from edge_client.generations import Cursor, NewGeneration
 from edge_client.outgoing import offline_will
 from edge_client.private_store import PrivateStore
+from edge_client.session_events import ChooseModel, Chosen, TrainRound
 from edge_client.snapshot import Snapshot, SnapshotFile
-from edge_client.trainer_process import ChooseModel, Chosen, Committed, Ready, TrainerCommand, TrainerReport, TrainRound
+from edge_client.trainer_process import Committed, Ready, TrainerCommand, TrainerReport
 from fedcg.event_log import EventLog, EventValue, read_events
 from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice, ParameterValue
 from fedcg.wire.artifacts import ArtifactHeader, pack

@@ -20,7 +20,8 @@ from edge_client.agent import Agent, AgentKeys
 from edge_client.config import AgentConfig, BrokerSection, DataSection, ExportSection
 from edge_client.outgoing import offline_will
 from edge_client.private_store import PrivateStore
-from edge_client.trainer_process import TrainerReport, TrainRound
+from edge_client.session_events import TrainRound
+from edge_client.trainer_process import TrainerReport
 from fedcg.event_log import EventLog, EventValue, read_events
 from fedcg.wire.artifacts import pack
 from fedcg.wire.memory import MemoryBroker, MemoryTransport

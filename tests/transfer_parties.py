@@ -37,7 +37,8 @@ from edge_client.config import AgentConfig, BrokerSection, DataSection, ExportSe
 from edge_client.launch import mqtt_config
 from edge_client.outgoing import offline_will
 from edge_client.private_store import PrivateStore
-from edge_client.trainer_process import ChooseModel, Chosen, Committed, Ready, TrainerCommand, TrainerReport
+from edge_client.session_events import ChooseModel, Chosen
+from edge_client.trainer_process import Committed, Ready, TrainerCommand, TrainerReport
 from fedcg.event_log import EventLog
 from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice
 from fedcg.wire.artifacts import ArtifactHeader, ArtifactStore, pack

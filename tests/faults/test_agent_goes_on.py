@@ -18,12 +18,12 @@ from edge_client.session_events import (
     LoadUpdate,
     OutboxFound,
     RoundCommitted,
-    StartRound,
     Tick,
     TrainerReady,
+    TrainRound,
 )
 from edge_client.session_state import MANIFEST_MAX_S, Delivery, SessionState, Trainer, next_deadline
-from edge_client.trainer_process import Committed, TrainerCommand, TrainRound
+from edge_client.trainer_process import Committed, TrainerCommand
 from fedcg.wire.messages import Accept, ArtifactRef, Decline, DeclineReason, Hello, Manifest
 from fedcg.wire.transfer import Chunk
 from fedcg.wire.transport import Delivery as Incoming
@@ -141,7 +141,7 @@ def test_a_commit_counts_before_its_update_is_read_which_is_tried_until_it_works
 def test_nothing_is_trained_while_an_update_could_not_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     state, _ = drive(SessionState("shapes", "a"), OutboxFound(Cursor(1, 1)), TrainerReady())
     monkeypatch.setattr("edge_client.session._is_asked", lambda *_: True)
-    assert not [command for command in drive(state, Tick())[1] if isinstance(command, StartRound)]
+    assert not [command for command in drive(state, Tick())[1] if isinstance(command, TrainRound)]
     assert state.delivery == Delivery(Cursor(1, 1), None, manifest_at=1.0, delay_s=2.0)
 
 

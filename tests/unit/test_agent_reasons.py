@@ -16,8 +16,9 @@ from edge_client.diary import LinkProblems
 from edge_client.errors import StoreLockedError
 from edge_client.generations import Cursor
 from edge_client.private_store import PrivateStore
+from edge_client.session_events import ChooseModel, TrainRound
 from edge_client.status import Status, read_status
-from edge_client.trainer_process import ChooseModel, Exited, Failed, TrainRound
+from edge_client.trainer_process import Exited, Failed
 from fedcg.event_log import EventLog, read_events
 from fedcg.wire.messages import Accept, Decline, DeclineReason, Hello, Manifest
 from fedcg.wire.parts import Part

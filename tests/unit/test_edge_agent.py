@@ -12,7 +12,8 @@ import pytest
 from edge_client.config import PolicySection
 from edge_client.generations import Cursor
 from edge_client.private_store import PrivateStore
-from edge_client.trainer_process import Exited, Failed, TrainRound
+from edge_client.session_events import TrainRound
+from edge_client.trainer_process import Exited, Failed
 from fedcg.wire.messages import Accept, Decline, DeclineReason, DeviceStatus, Hello, Manifest, Need, Outcome, Receipt
 from fedcg.wire.parts import Part, ReportField
 from fedcg.wire.signing import SigningKey

@@ -14,14 +14,14 @@ from edge_client.session_events import (
     ArtifactLost,
     ArtifactStored,
     CheckSpec,
+    ChooseModel,
+    Chosen,
     Command,
     CoordinatorSeen,
     Done,
     DownloadSilent,
     Ended,
     Event,
-    Finalise,
-    Finalised,
     Granted,
     Invited,
     LinkChanged,
@@ -37,11 +37,11 @@ from edge_client.session_events import (
     SendChunks,
     SendHello,
     SpecChecked,
-    StartRound,
     StartTrainer,
     Tick,
     TrainerDied,
     TrainerReady,
+    TrainRound,
     Want,
     Welcomed,
 )
@@ -148,7 +148,7 @@ def training(ready: SessionState) -> SessionState:
         SpecChecked(SPEC.id, None),
         ArtifactStored(aggregate(1).id),
     )
-    assert StartRound(Cursor(1, 1), SPEC.id, aggregate(1).id) in commands
+    assert TrainRound(Cursor(1, 1), SPEC.id, aggregate(1).id) in commands
     return state
 
 
@@ -204,7 +204,7 @@ def test_a_live_offer_waits_for_the_broadcast_before_asking(ready: SessionState)
 
 def test_without_an_invite_chunks_are_only_listened_to(ready: SessionState) -> None:
     _, commands = drive(ready, offer(1), ArtifactStored(SPEC.id), ArtifactStored(aggregate(1).id))
-    assert not any(isinstance(command, StartRound | CheckSpec | Send) for command in commands)
+    assert not any(isinstance(command, TrainRound | CheckSpec | Send) for command in commands)
     first = next(command for command in commands if isinstance(command, Want))
     assert [download.ask_after_s for download in first.downloads] == [None, None]
 
@@ -212,7 +212,7 @@ def test_without_an_invite_chunks_are_only_listened_to(ready: SessionState) -> N
 def test_an_invite_before_its_offer_is_remembered(ready: SessionState) -> None:
     state, _ = drive(ready, Invited(Cursor(1, 1)), ArtifactStored(SPEC.id), ArtifactStored(aggregate(1).id))
     _, commands = drive(state, offer(1), SpecChecked(SPEC.id, None))
-    assert StartRound(Cursor(1, 1), SPEC.id, aggregate(1).id) in commands
+    assert TrainRound(Cursor(1, 1), SPEC.id, aggregate(1).id) in commands
 
 
 @pytest.mark.parametrize("reason", [DeclineReason.UPLOAD_NOT_ALLOWED, DeclineReason.REPORT_NOT_ALLOWED])
@@ -231,7 +231,7 @@ def test_a_refused_spec_is_declined_with_its_reason_whenever_the_invite_comes(
     for given_commands in (commands, again):
         declines = [command.message for command in given_commands if isinstance(command, Send)]
         assert [decline.reason for decline in declines if isinstance(decline, Decline)] == [reason]
-    assert not any(isinstance(command, StartRound) for command in commands + again)
+    assert not any(isinstance(command, TrainRound) for command in commands + again)
 
 
 def test_an_offer_with_another_spec_than_the_private_state_has_is_declined(training: SessionState) -> None:
@@ -244,7 +244,7 @@ def test_an_offer_with_another_spec_than_the_private_state_has_is_declined(train
 def test_an_invite_while_training_is_answered_and_starts_nothing(training: SessionState) -> None:
     _, commands = drive(training, Invited(Cursor(1, 1)))
     assert sent(commands) == ["accept"]
-    assert not any(isinstance(command, StartRound) for command in commands)
+    assert not any(isinstance(command, TrainRound) for command in commands)
 
 
 def test_the_manifest_backs_off_and_any_grant_resets_it(training: SessionState) -> None:
@@ -325,9 +325,9 @@ def test_the_next_round_waits_for_the_receipt_of_the_one_before(training: Sessio
         Invited(Cursor(2, 1)),
         ArtifactStored(aggregate(2).id),
     )
-    assert not any(isinstance(command, StartRound) for command in commands)
+    assert not any(isinstance(command, TrainRound) for command in commands)
     _, commands = drive(state, receipt(update(1).id, Outcome.LATE))
-    assert StartRound(Cursor(2, 1), SPEC.id, aggregate(2).id) in commands
+    assert TrainRound(Cursor(2, 1), SPEC.id, aggregate(2).id) in commands
 
 
 def test_an_invite_to_an_attempt_that_was_trained_and_receipted_is_declined_not_trained(training: SessionState) -> None:
@@ -341,7 +341,7 @@ def test_a_training_process_that_dies_once_is_replaced_at_once_and_repeats_the_r
     state, commands = drive(training, TrainerDied())
     assert commands == [StartTrainer()]
     _, commands = drive(state, TrainerReady())
-    assert commands == [StartRound(Cursor(1, 1), SPEC.id, aggregate(1).id)]
+    assert commands == [TrainRound(Cursor(1, 1), SPEC.id, aggregate(1).id)]
 
 
 def test_a_training_process_that_keeps_dying_is_given_ever_more_time_and_then_up(training: SessionState) -> None:
@@ -364,15 +364,15 @@ def test_a_damaged_aggregate_is_fetched_again_before_the_round_starts_again(trai
     wants = [command for command in commands if isinstance(command, Want)]
     assert [download.ref for download in wants[-1].downloads] == [aggregate(1)]
     _, commands = drive(state, ArtifactStored(aggregate(1).id))
-    assert StartRound(Cursor(1, 1), SPEC.id, aggregate(1).id) in commands
+    assert TrainRound(Cursor(1, 1), SPEC.id, aggregate(1).id) in commands
 
 
 def test_the_end_is_finalised_once_and_done_only_when_the_outbox_is_empty(training: SessionState) -> None:
     state, _ = drive(training, RoundCommitted(Cursor(1, 1), SPEC.id, update(1)), ended())
     state, commands = drive(state, ArtifactStored(aggregate(9).id))
-    assert Finalise(SPEC.id, aggregate(9).id) in commands
-    state, commands = drive(state, Finalised(aggregate(9).id, succeeded=True))
-    assert not any(isinstance(command, Done | Finalise) for command in commands)
+    assert ChooseModel(SPEC.id, aggregate(9).id) in commands
+    state, commands = drive(state, Chosen(aggregate(9).id, succeeded=True))
+    assert not any(isinstance(command, Done | ChooseModel) for command in commands)
     state, commands = drive(state, receipt(update(1).id, Outcome.CLOSED))
     assert Done(succeeded=True) in commands
     assert drive(state, ended(), Tick())[1] == []
@@ -444,7 +444,7 @@ class Shell:
         if what == "lose":
             self.feed(ArtifactLost(job if isinstance(job, str) else aggregate(job.round).id))
         elif isinstance(job, str):
-            self.feed(TrainerDied() if what.startswith("die") else Finalised(job, succeeded=True))
+            self.feed(TrainerDied() if what.startswith("die") else Chosen(job, succeeded=True))
         elif what == "fail":
             self.feed(RoundFailed(job, DeclineReason.DIVERGED))
         elif what == "die":
@@ -458,12 +458,12 @@ class Shell:
                 self.feed(TrainerDied())
 
     def _obey(self, command: Command, event: Event) -> None:
-        if isinstance(command, StartRound):
+        if isinstance(command, TrainRound):
             assert self.running is None
             assert self.outbox is None
             assert not self.committed or command.cursor > self.committed[-1], "trained twice"
             self.running = command.cursor
-        elif isinstance(command, Finalise):
+        elif isinstance(command, ChooseModel):
             assert self.running is None
             self.running = command.aggregate
         elif isinstance(command, StartTrainer):
@@ -531,4 +531,4 @@ def test_the_laws_would_notice_a_machine_that_forgets_its_commits(training: Sess
     state, _ = drive(training, RoundCommitted(Cursor(1, 1), SPEC.id, update(1)), receipt(update(1).id))
     amnesic = replace(state, committed=None)
     _, commands = drive(amnesic, Invited(Cursor(1, 1)))
-    assert any(isinstance(command, StartRound) for command in commands)
+    assert any(isinstance(command, TrainRound) for command in commands)

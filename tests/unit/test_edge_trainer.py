@@ -24,18 +24,9 @@ from edge_client.config import DataSection, ExportSection, KeysSection
 from edge_client.generations import Cursor, StoredState
 from edge_client.measures import Measured, measure
 from edge_client.private_store import PrivateStore
+from edge_client.session_events import ChooseModel, Chosen, TrainRound
 from edge_client.trainer import Trainer, reason_for
-from edge_client.trainer_process import (
-    ChooseModel,
-    Chosen,
-    Committed,
-    Exited,
-    Failed,
-    Ready,
-    TrainerProcess,
-    TrainerReport,
-    TrainRound,
-)
+from edge_client.trainer_process import Committed, Exited, Failed, Ready, TrainerProcess, TrainerReport
 from edge_client.weights import to_arrays
 from export.errors import GateError
 from export.manifest import read_manifest

@@ -22,14 +22,8 @@ from coordinator.aggregation_messages import (
 )
 from edge_client.config import AgentConfig, BrokerSection, DataSection, TrainingSection
 from edge_client.generations import Cursor
-from edge_client.trainer_process import (
-    Committed,
-    Exited,
-    Ready,
-    TrainerProcess,
-    TrainerReport,
-    TrainRound,
-)
+from edge_client.session_events import TrainRound
+from edge_client.trainer_process import Committed, Exited, Ready, TrainerProcess, TrainerReport
 from fedcg.learning.device_errors import BROKEN_EXIT, is_sticky
 from fedcg.watchdog import Watchdog
 from tests import hanging_children

@@ -13,7 +13,7 @@ from edge_client import finalise
 from edge_client.finalise import Candidate, choose
 from edge_client.local_data import RoundData
 from edge_client.measures import Measured, measure
-from edge_client.trainer_process import ChooseModel
+from edge_client.session_events import ChooseModel
 from edge_client.weights import to_weights
 from fedcg.learning.data import ImageSet
 from fedcg.learning.evaluation import calibrated_loss
