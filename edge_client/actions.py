@@ -130,9 +130,10 @@ class Actions:
 
     def _check_spec(self, command: CheckSpec, state: SessionState) -> Event:
         spec = self._store.spec(command.digest)
-        if spec is None or spec.federation != self._config.federation:
-            refusal = (DeclineReason.SPEC_REFUSED, "not a spec of this federation")
-        elif (refusal := check_spec(spec, self._config.policy)) is None:
+        refusal: tuple[DeclineReason, str] | None = (DeclineReason.SPEC_REFUSED, "not a spec of this federation")
+        if spec is not None and spec.federation == self._config.federation:
+            refusal = check_spec(spec, self._config.policy)
+        if refusal is None:
             return SpecChecked(command.digest, None)
         reason, detail = refusal
         self._events.write("refused", what="spec", reason=reason.value, detail=detail)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import queue
 import time
-from collections.abc import Callable
 from importlib.metadata import version
 
 from edge_client.agent import AgentKeys
@@ -50,6 +49,7 @@ class Conversation:
         memory = Remembered(store, config.federation, keys.coordinator)
         self._epoch = memory.order.highest[0]
         self._is_online: bool | None = None
+        self._inbox: queue.Queue[Delivery | bool] = queue.Queue(INBOX_MAX)
         mark = mark_in(store, config.federation)
         self._handshake = Handshake(config.federation, config.device, version("fedcg-edge"), mark)
         self._outgoing = Outgoing(config.federation, config.device, keys.signing, transport, self._handshake)
@@ -62,15 +62,14 @@ class Conversation:
         Raises:
             NoAnswerError: it has not in time; says how far the messages came.
         """
-        inbox: queue.Queue[Delivery | bool] = queue.Queue(INBOX_MAX)
         self._outgoing.subscribe(chunks=False)
-        self._transport.start(_offer(inbox), _offer(inbox))
+        self._transport.start(self._heard, self._heard)
         deadline, say_at = time.monotonic() + timeout_s, float("inf")
         try:
             while time.monotonic() < deadline:
                 item: Delivery | bool | None = None
                 with contextlib.suppress(queue.Empty):
-                    item = inbox.get(timeout=max(0.0, min(0.25, deadline - time.monotonic())))
+                    item = self._inbox.get(timeout=max(0.0, min(0.25, deadline - time.monotonic())))
                 if isinstance(item, Delivery):
                     if self._hear(item):
                         return
@@ -86,6 +85,10 @@ class Conversation:
                 self._outgoing.status(online=False)
             self._transport.close()
         raise NoAnswerError(getattr(self._transport, "last_error", None) or UNANSWERED[self._is_online])
+
+    def _heard(self, item: Delivery | bool) -> None:
+        with contextlib.suppress(queue.Full):  # both sides repeat what was not answered
+            self._inbox.put_nowait(item)
 
     def _say(self) -> None:
         """What is to be said now: goodbye in a session, else hello."""
@@ -110,11 +113,3 @@ class Conversation:
                 return not self._leaves
             return isinstance(meaning, Left)
         return False
-
-
-def _offer(inbox: queue.Queue[Delivery | bool]) -> Callable[[Delivery | bool], None]:
-    def put(item: Delivery | bool) -> None:
-        with contextlib.suppress(queue.Full):  # both sides repeat what was not answered
-            inbox.put_nowait(item)
-
-    return put

@@ -54,13 +54,14 @@ class Fetching:
 
     def keep_completed(self, state: SessionState, now: float) -> Event | None:
         """Take over a download that has become complete."""
+        download = None
         with self._diary.noting("download"):
             download = self._downloads.completed(now)
-            return None if download is None else self._keep(download, state, now)
-        return None
+        return None if download is None else self._keep(download, state, now)
 
     def ask(self, state: SessionState, now: float) -> Event | None:
         """Ask for what is missing; says when nothing of it comes."""
+        is_silent = False
         with self._diary.noting("download"):
             for ref, ranges in list(self._downloads.needs(now)):
                 if self._https is not None:
@@ -68,8 +69,8 @@ class Fetching:
                 else:
                     self._outgoing.send(self._need(ref, ranges, state))
             # Over HTTPS no session is asked: what does not come is asked for again, ever more slowly, and that is all.
-            return DownloadSilent() if self._https is None and self._downloads.is_silent(now) else None
-        return None
+            is_silent = self._https is None and self._downloads.is_silent(now)
+        return DownloadSilent() if is_silent else None
 
     def _need(self, ref: ArtifactRef, ranges: Ranges, state: SessionState) -> Need:
         target = state.offer or state.finished

@@ -141,17 +141,13 @@ class Trainer:
 
     def afterwards(self, report: TrainerReport) -> None:
         """What nobody waits for: after a round that made the personal model better, its export."""
-        if not (
-            isinstance(report, Committed) and self._work.config.export.enabled and self._work.config.export.each_best
-        ):
+        export = self._work.config.export
+        if not (isinstance(report, Committed) and export.enabled and export.each_best):
             return
         try:
             export_best(self._work)
-        except (
-            ExportError,
-            LearningError,
-            OSError,
-        ) as error:  # a full disk must not end the process: the next round tries again
+        # A full disk, too, must not end the process: the next round tries again.
+        except (ExportError, LearningError, OSError) as error:
             self._events.write("export_failed", round=report.cursor.round, detail=str(error))
             _log.warning("the model of round %d is not exported: %s", report.cursor.round, error)
 

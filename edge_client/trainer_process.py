@@ -157,9 +157,8 @@ class TrainerProcess:
 def run_child(connection: Connection, config: AgentConfig, parent: int) -> None:
     """Entry point of the child: tie its life to the agent's, then load torch and work."""
     die_with_parent(parent)
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C in a terminal reaches the agent, which ends this process in order
+    # Ctrl-C in a terminal reaches the agent, which ends this process in order.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     from edge_client.trainer import trainer_main
 

@@ -20,7 +20,7 @@ from export.preprocess import MAX_PIXELS
 from export.slots import Slots, Version
 
 if TYPE_CHECKING:
-    from export.manifest import Accept, Manifest, Verification
+    from export.manifest import Accept, Verification
 
 BAD_INPUT = 2
 T = TypeVar("T")
@@ -36,6 +36,11 @@ SignedBy = Annotated[
         metavar="KEY",
         help="Use only models signed by this device: its public key, 64 hex digits, or a file that holds it.",
     ),
+]
+Threads = Annotated[int, typer.Option("--threads", min=0, help="Threads of one prediction; 0: the runtime chooses.")]
+MaxPixels = Annotated[int, typer.Option("--max-pixels", min=1, help="Refuse larger images undecoded.")]
+Watch = Annotated[
+    int, typer.Option(min=0, help="Predictions after which a new version that does badly is taken back; 0: never.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
@@ -92,12 +97,8 @@ def infer_command(
         Path, typer.Option("--model", help="Directory of a model, root of its versions, or a device's private store.")
     ],
     top: Annotated[int, typer.Option("--top", min=1, help="How many classes to name per image.")] = 3,
-    max_pixels: Annotated[
-        int, typer.Option("--max-pixels", min=1, help="Refuse larger images undecoded.")
-    ] = MAX_PIXELS,
-    threads: Annotated[
-        int, typer.Option("--threads", min=0, help="Threads of one prediction; 0: the runtime chooses.")
-    ] = 0,
+    max_pixels: MaxPixels = MAX_PIXELS,
+    threads: Threads = 0,
     signed_by: SignedBy = None,
     as_json: AsJson = False,
     as_csv: Annotated[
@@ -146,15 +147,13 @@ def serve_command(
     model: Annotated[Path, typer.Option("--model", help="Root of the versions, which is watched; or one model.")],
     host: Annotated[str, typer.Option(help="Address to listen on; there are no accounts.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8080,
-    threads: Annotated[int, typer.Option(min=0, help="Threads of one prediction; 0: the runtime chooses.")] = 1,
+    threads: Threads = 1,
     max_batch: Annotated[int, typer.Option(min=1, max=256, help="Images predicted together, or in one request.")] = 32,
     max_wait_ms: Annotated[float, typer.Option(min=0, max=1000, help="Longest wait for others to join.")] = 2.0,
     queue: Annotated[int, typer.Option(min=1, max=4096, help="Images accepted and not answered yet; then 429.")] = 256,
     max_bytes: Annotated[int, typer.Option(min=1, help="Bytes of a request's body.")] = 16 * 1024 * 1024,
-    max_pixels: Annotated[int, typer.Option(min=1, help="Refuse larger images undecoded.")] = MAX_PIXELS,
-    watch: Annotated[
-        int, typer.Option(min=0, help="Predictions after which a new version that does badly is taken back; 0: never.")
-    ] = 200,
+    max_pixels: MaxPixels = MAX_PIXELS,
+    watch: Watch = 200,
     allow_host: Annotated[
         list[str] | None, typer.Option(help="A further name of this box in requests' Host header; may be repeated.")
     ] = None,
@@ -193,14 +192,12 @@ def serve_mqtt_command(
     ] = None,
     key: Annotated[Path | None, typer.Option(help="PEM of its key.")] = None,
     insecure: Annotated[bool, typer.Option(help="Plain text instead of TLS; on loopback only.")] = False,
-    threads: Annotated[int, typer.Option(min=0, help="Threads of one prediction; 0: the runtime chooses.")] = 1,
+    threads: Threads = 1,
     queue: Annotated[int, typer.Option(min=1, max=4096, help="Requests that may wait; further ones are refused.")] = 64,
     top: Annotated[int, typer.Option(min=1, help="How many classes to name per image.")] = 3,
     max_bytes: Annotated[int, typer.Option(min=1, help="Bytes of a request.")] = 1024 * 1024,
-    max_pixels: Annotated[int, typer.Option(min=1, help="Refuse larger images undecoded.")] = MAX_PIXELS,
-    watch: Annotated[
-        int, typer.Option(min=0, help="Predictions after which a new version that does badly is taken back; 0: never.")
-    ] = 200,
+    max_pixels: MaxPixels = MAX_PIXELS,
+    watch: Watch = 200,
     signed_by: SignedBy = None,
 ) -> None:
     """Answer predictions over MQTT, by request and response; follows the version in use.
@@ -283,25 +280,21 @@ def verify_versions(
     names = [version] if version else [one.name for one in _or_fail(slots.versions)]
     if not names:
         _fail(ExportError(f"{root}: no model is installed there"))
-    checks = [_check(slots, name) for name in names]
+    faults: dict[str, str | None] = {}
+    for name in names:
+        try:
+            verification = slots.verify(name).verification
+        except ExportError as error:
+            faults[name] = str(error)
+            typer.echo(f"Error: {error}", err=True)
+            continue
+        faults[name] = None
+        if not as_json:
+            typer.echo(f"{name}  as its manifest says; {_accuracies(verification)}")
     if as_json:
-        faults = [str(found) if isinstance(found, ExportError) else None for found in checks]
-        rows = [{"version": name, "error": fault} for name, fault in zip(names, faults, strict=True)]
-        typer.echo(json.dumps(rows))
-    for name, found in zip(names, checks, strict=True):
-        if isinstance(found, ExportError):
-            typer.echo(f"Error: {found}", err=True)
-        elif not as_json:
-            typer.echo(f"{name}  as its manifest says; {_accuracies(found.verification)}")
-    if any(isinstance(found, ExportError) for found in checks):
+        typer.echo(json.dumps([{"version": name, "error": fault} for name, fault in faults.items()]))
+    if any(faults.values()):
         raise typer.Exit(BAD_INPUT)
-
-
-def _check(slots: Slots, name: str) -> Manifest | ExportError:
-    try:
-        return slots.verify(name)
-    except ExportError as error:
-        return error
 
 
 def _accuracies(verification: Verification) -> str:

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from export.cli import BAD_INPUT, AsJson, Root, model_app
+from export.cli import BAD_INPUT, AsJson, Root, Threads, model_app
 from export.errors import ExportError
 from export.manifest import MANIFEST_NAME, Manifest, read_all
 from export.slots import Slots
@@ -38,9 +38,7 @@ def optimise_command(
     budget: Annotated[
         float, typer.Option("--budget", min=0.0, max=100.0, help="Points of accuracy that a variant may lose.")
     ] = 0.5,
-    threads: Annotated[
-        int, typer.Option("--threads", min=0, help="Threads of one prediction; 0: the runtime chooses.")
-    ] = 0,
+    threads: Threads = 0,
     sign: Annotated[
         Path | None, typer.Option("--sign", metavar="KEY", help="Sign the new version with a device's message key.")
     ] = None,

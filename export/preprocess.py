@@ -79,9 +79,8 @@ def load_image(
     content = _read(source, label) if isinstance(source, Path) else source
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # Pillow warns about sizes that the limit below refuses, and about odd metadata
+            # Pillow warns about sizes that the limit below refuses, and about odd metadata.
+            warnings.simplefilter("ignore")
             with Image.open(io.BytesIO(content), formats=FORMATS) as image:
                 if image.width * image.height > max_pixels:
                     raise TooLargeError(label, f"{image.width}x{image.height} pixels is over the limit of {max_pixels}")

@@ -132,9 +132,8 @@ def serve(settings: Settings, say: Callable[[str], None]) -> int:
         accept=settings.accept,
     )
     service = Service(models, batcher, limits, metrics, Watch(settings.watch))
-    room = 2 * _concurrency(
-        settings
-    )  # those in between get an answer that says why; of the address with most ends the oldest
+    # Those in between get an answer that says why; of the address with most ends the oldest.
+    room = 2 * _concurrency(settings)
     with _bound(settings, Connections(Caps(room, room))) as listener:
         if settings.host not in LOOPBACK_HOSTS:
             log.warning("%s is no loopback address: whoever reaches it may ask, there are no accounts", settings.host)
