@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
+from pydantic import TypeAdapter
 from safetensors.numpy import load as load_safetensors
 from safetensors.numpy import save as save_safetensors
 
@@ -75,6 +76,9 @@ class Generation:
     scores: Mapping[str, float]
     outbox: OutboxEntry | None
     checksums: Mapping[str, str] = field(default_factory=dict)
+
+
+_GENERATION = TypeAdapter(Generation)
 
 
 @dataclass(frozen=True)
@@ -228,10 +232,7 @@ class Generations:
         values = json.loads(body)
         if values.pop("format") != GENERATION_FORMAT:
             raise ValueError("unknown generation format")
-        outbox = values.pop("outbox")
-        cursor = Cursor(**values.pop("cursor"))
-        entry = None if outbox is None else OutboxEntry(Cursor(**outbox["cursor"]), outbox["artifact"], outbox["size"])
-        return Generation(**values, cursor=cursor, outbox=entry)
+        return _GENERATION.validate_python(values)
 
     def _candidates(self, pointed: int | None) -> list[int]:
         numbers = sorted(self._numbers(), reverse=True)

@@ -92,20 +92,17 @@ class Slots:
         """
         with self._writing():
             self.root.mkdir(parents=True, exist_ok=True)
-            return self._install(fill)
-
-    def _install(self, fill: Callable[[Path], None]) -> Path:
-        with self._lock():
-            # Of a writer that was killed: nobody else has the lock.
-            for leftover in (*self.root.glob(f"{_STAGING_PREFIX}*"), *self.root.glob(f".{POINTER_NAME}.*.new")):
-                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-            staging = Path(tempfile.mkdtemp(prefix=_STAGING_PREFIX, dir=self.root))
-            try:
-                fill(staging)
-                return self._publish(staging)
-            finally:
-                shutil.rmtree(staging, ignore_errors=True)
-                shutil.rmtree(engines_of(staging), ignore_errors=True)
+            with self._lock():
+                # Of a writer that was killed: nobody else has the lock.
+                for leftover in (*self.root.glob(f"{_STAGING_PREFIX}*"), *self.root.glob(f".{POINTER_NAME}.*.new")):
+                    shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+                staging = Path(tempfile.mkdtemp(prefix=_STAGING_PREFIX, dir=self.root))
+                try:
+                    fill(staging)
+                    return self._publish(staging)
+                finally:
+                    shutil.rmtree(staging, ignore_errors=True)
+                    shutil.rmtree(engines_of(staging), ignore_errors=True)
 
     def check_signed(self, *, is_signed: bool) -> None:
         """Refuse an unsigned version in the place of a signed one: whoever asks for the device's signature would not use it.
@@ -133,7 +130,8 @@ class Slots:
             fsync_path(self.root)  # the version is durable before anything points to it
             self._point_to(name)
         except OSError:
-            if not self._points_to(name):
+            pointer = self._sound_pointer()
+            if pointer is None or pointer.current != name:
                 shutil.rmtree(self.root / name)
             raise
         self._prune()
@@ -147,7 +145,7 @@ class Slots:
             ModelError: the version is damaged; the one in use stays.
         """
         with self._writing(), self._lock():
-            self._check(name)
+            self.verify(name)
             self._point_to(name)
         return self.root / name
 
@@ -161,7 +159,7 @@ class Slots:
             pointer = self._required_pointer()
             for position, name in enumerate(pointer.previous):
                 try:
-                    self._check(name)
+                    self.verify(name)
                 except (SlotError, ModelError):
                     continue
                 self._write_pointer(Pointer(current=name, previous=pointer.previous[position + 1 :]))
@@ -175,9 +173,6 @@ class Slots:
             SlotError: no such version.
             ModelError: the version is damaged.
         """
-        return self._check(name)
-
-    def _check(self, name: str) -> Manifest:
         if name not in self._names():
             raise SlotError(f"{self.root}: no version {name!r}; there are {', '.join(self._names()) or 'none'}")
         return read_all(self.root / name, self.accept)
@@ -205,10 +200,6 @@ class Slots:
             return self._pointer()
         except SlotError:
             return None
-
-    def _points_to(self, name: str) -> bool:
-        pointer = self._sound_pointer()
-        return pointer is not None and pointer.current == name
 
     def _required_pointer(self) -> Pointer:
         pointer = self._pointer()
