@@ -201,10 +201,10 @@ def _coordinator(config: AgentConfig, now: datetime) -> Result:
     try:
         # A store that no agent has made yet stays unmade: it would belong to whoever runs this.
         with TemporaryDirectory() as empty:
-            store = PrivateStore(config.store if is_made else Path(empty))
-            transport = MqttTransport(mqtt_config(config))
+            store, keys = PrivateStore(config.store if is_made else Path(empty)), load_keys(config)
             with store.locked():
-                Conversation(config, load_keys(config), store, transport, leaves=False).hold(ANSWER_TIMEOUT_S)
+                transport = MqttTransport(mqtt_config(config))
+                Conversation(config, keys, store, transport, leaves=False).hold(ANSWER_TIMEOUT_S)
     except (EdgeError, WireError, OSError) as error:
         advice = f"ask the operator: `fedcg device show {config.device}`, and that the broker has read its access list"
         return "failed", str(error), advice
