@@ -77,7 +77,7 @@ def simulate_command(
         str, typer.Option(help="proportional: as a client's training images; even: dealt out evenly")
     ] = "proportional",
     public_images: Annotated[int, typer.Option(help="images without labels for the server (feddf)")] = 0,
-    rounds: Rounds = 5,
+    rounds: Rounds = 4,
     local_epochs: LocalEpochs = 4,
     local_steps: Annotated[int, typer.Option(help="local steps per round instead of epochs; 0: epochs")] = 0,
     batch_size: Annotated[int | None, typer.Option(help="local batch size; default: the method's")] = None,

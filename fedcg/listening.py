@@ -7,7 +7,6 @@ knows nothing of routes, and nothing of who a device is: whoever verifies a cert
 from __future__ import annotations
 
 import asyncio
-import errno
 import ipaddress
 import logging
 import re
@@ -37,7 +36,6 @@ MAX_HEADER_BYTES = 16 * 1024
 MAX_DESCRIPTORS = 65_536
 """The soft limit of descriptors is raised up to this; a higher one would only hide a leak."""
 HOST = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[^\[\]:]+)(:[0-9]*)?")
-NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 
 log = logging.getLogger(__name__)
 Application = Callable[[Any, Any, Any], Any]
@@ -156,7 +154,6 @@ class Listener(socket.socket):
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         super().__init__(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # named, else asyncio sets no TCP_NODELAY
         self.connections, self._name = connections, name
-        self._spare = socket.socket()
         self.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             self.bind((address, port))
@@ -168,37 +165,19 @@ class Listener(socket.socket):
         """Listen with a long queue. What asyncio gives is `ACCEPTS`, which it uses for both."""
         super().listen(max(backlog, QUEUE))
 
-    def close(self) -> None:
-        """Stop to listen."""
-        self._spare.close()
-        super().close()
-
     def accept(self) -> tuple[Connection, Any]:
         """The next connection that may stay; asyncio's event loop calls it whenever one waits.
 
         Raises:
             BlockingIOError: none waits.
-            OSError: descriptors are missing; asyncio logs it and tries again a second later.
+            OSError: no descriptor is free, which the bound of `Connections` leaves to other causes; asyncio logs it and tries again
+                a second later.
         """
-        try:
-            accepted, address = super().accept()
-        except OSError as error:
-            if error.errno not in NO_DESCRIPTOR:
-                raise
-            self._refuse_one()
-            raise BlockingIOError from error
+        accepted, address = super().accept()
         connection = Connection(self.family, self.type, self.proto, accepted.detach())
         connection.table = self.connections
         self.connections.admit(connection, self._name, address[0])
         return connection, address
-
-    def _refuse_one(self) -> None:
-        """End the first of the queue with the descriptor that is kept for it: while it waits it wakes the event loop."""
-        self.connections.warn("no descriptor is free")
-        self._spare.close()
-        with suppress(OSError):
-            super().accept()[0].close()
-        self._spare = socket.socket()
 
 
 def _no_certificate(_: asyncio.Transport) -> tuple[str | None, dict[str, object]]:
@@ -329,12 +308,10 @@ def own_hosts_only(
 def network_of(address: str) -> str:
     """The address itself, or the network of 64 bits of an IPv6 address: one customer has at least so many."""
     try:
-        parsed = ipaddress.ip_address(address)
+        parsed = ipaddress.IPv6Address(address)
     except ValueError:
         return address
-    if isinstance(parsed, ipaddress.IPv4Address) or parsed.ipv4_mapped is not None:
-        return address
-    return str(ipaddress.ip_network((parsed, 64), strict=False).network_address)
+    return address if parsed.ipv4_mapped else str(ipaddress.ip_network((parsed, 64), strict=False).network_address)
 
 
 def _raise_descriptor_limit() -> int:

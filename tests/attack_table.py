@@ -163,8 +163,8 @@ def _validated(spec: FederationSpec, client: str, result: LocalResult, base: Bas
     return validate_update(data, spec, Expected(spec.federation, 1, 1, client, BASE), base).parts
 
 
-def party(method: str, rounds: int, epochs: int, seed: int) -> Party:
-    """Four clients with an equal share of scikit-learn's digits."""
+def party(method: str, partition: str, rounds: int, epochs: int, seed: int) -> Party:
+    """Four clients with scikit-learn's digits."""
     source = open_source("digits")
     plan = {
         "federation": "attacked",
@@ -181,7 +181,7 @@ def party(method: str, rounds: int, epochs: int, seed: int) -> Party:
     }
     spec = complete_spec(plan_from_mapping(plan))
     spec = spec.model_copy(update={"report": (ReportField.EXAMPLES,)})
-    cohort = build_cohort(source, spec.image, Partition("iid"), 4, seed)
+    cohort = build_cohort(source, spec.image, Partition.parse(partition), 4, seed)
     return Party(spec, cohort.clients, Roots.from_seed(seed, tuple(sorted(cohort.clients))), cohort.common)
 
 
@@ -200,13 +200,16 @@ def attacked(here: Party, attack: Attack | None, *, is_defended: bool) -> float:
     return downloaded(here, last)
 
 
-def _lines(method: str, rounds: int, epochs: int, seeds: Sequence[int]) -> Iterator[str]:
+def _lines(method: str, partition: str, rounds: int, epochs: int, seeds: Sequence[int]) -> Iterator[str]:
     yield "| the fourth client | without the defence | with it |"
     yield "|---|---|---|"
     for name, attack in ATTACKS.items():
         cells = []
         for is_defended in (False, True):
-            found = [attacked(party(method, rounds, epochs, seed), attack, is_defended=is_defended) for seed in seeds]
+            found = [
+                attacked(party(method, partition, rounds, epochs, seed), attack, is_defended=is_defended)
+                for seed in seeds
+            ]
             cells.append(" / ".join(f"{each:.1f}" for each in found))
         yield f"| {name} | {cells[0]} | {cells[1]} |"
 
@@ -214,10 +217,11 @@ def _lines(method: str, rounds: int, epochs: int, seeds: Sequence[int]) -> Itera
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--method", default="fedcg")
+    parser.add_argument("--partition", default="iid", help="iid or dirichlet:OMEGA")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    for line in _lines(chosen.method, chosen.rounds, chosen.epochs, chosen.seeds):
+    for line in _lines(chosen.method, chosen.partition, chosen.rounds, chosen.epochs, chosen.seeds):
         print(line, flush=True)  # noqa: T201 - it is a command

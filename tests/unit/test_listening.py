@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import http.client
-import os
-import resource
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -214,23 +212,6 @@ def test_a_device_whose_connections_are_all_busy_gets_no_further_one(
         connection.is_busy = True
     listener.connections.identify(further, "line-4")
     assert [one.is_ending for one in (*busy, further)] == [False, False, True]
-
-
-def test_without_a_free_descriptor_waiting_connections_are_refused_and_later_ones_accepted(
-    listener: Listener, open_sockets: ExitStack
-) -> None:
-    client = open_sockets.enter_context(connect(listener.getsockname()[1]))
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    taken = [open_sockets.enter_context(socket.socket()) for _ in range(20)]  # no gap is left below the limit
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(one.fileno() for one in taken), hard))
-        with pytest.raises(BlockingIOError):
-            listener.accept()
-        assert os.path.exists("/proc/self/fd")  # noqa: PTH110 - still nothing can be opened, and nothing raised
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    wait_until(lambda: is_ended(client), "the one that waited is refused")
-    assert accepted(listener, open_sockets, HOST)
 
 
 def test_half_of_the_descriptors_bound_the_connections(
