@@ -11,10 +11,21 @@ import logging
 import shutil
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, Protocol
 
-from coordinator.aggregation_messages import Job, JobDone, Limits, UpdateFailed
+from coordinator.aggregation_messages import (
+    Job,
+    JobDone,
+    JobFailed,
+    PhaseStarted,
+    Progressed,
+    UpdateAdded,
+    UpdateFailed,
+    WorkerDied,
+    WorkerEvent,
+    WorkerReady,
+)
 from coordinator.aggregation_worker import spill_directory
 from coordinator.errors import StoreError
 from coordinator.library import Library
@@ -33,11 +44,29 @@ from coordinator.round_commands import (
     Pause,
     ResumeAttempt,
 )
-from coordinator.rounds import AggregateStored, Event, Phase, Restarted, RoundState, UpdateRefused, transition
+from coordinator.rounds import (
+    AggregateStored,
+    AggregationFailed,
+    Event,
+    Phase,
+    Restarted,
+    RoundState,
+    UpdateRefused,
+    transition,
+)
 from coordinator.setup import Setup, Worker
 from coordinator.store import Key
 from coordinator.track_record import LEFT_OUT_ROUNDS, left_out, typical_distances
 from fedcg.wire.messages import Outcome
+
+_REPORTS: dict[type[WorkerEvent], str] = {
+    WorkerReady: "worker_ready",
+    WorkerDied: "worker_died",
+    PhaseStarted: "phase_started",
+    Progressed: "aggregate_step",
+    UpdateAdded: "teacher_done",
+}
+"""The lines of the event log that hold just what the worker reports."""
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +89,10 @@ class Conductor:
         publisher: the coordinator's voice.
         library: what devices may fetch.
         worker: merges.
+
+    Attributes:
+        announced_at: when `announce` was called last; monotonic seconds.
+        worker_pid: the worker's process, once it is ready.
     """
 
     def __init__(self, setup: Setup, publisher: Publisher, library: Library, worker: Worker) -> None:
@@ -75,6 +108,7 @@ class Conductor:
         self._policy = replace(setup.federation.policy, gather_s=setup.rounds.gather_s, retry_s=setup.rounds.retry_s)
         self._state = RoundState(self._policy)
         self.announced_at = 0.0
+        self.worker_pid: int | None = None
         self._base = ""
         self._is_announced = True
         self._do_what: dict[type[Any], Callable[[Any], Awaitable[None]]] = {
@@ -129,7 +163,22 @@ class Conductor:
         for command in commands:
             await self._do(command)
 
-    async def update_failed(self, failed: UpdateFailed) -> None:
+    async def follow_worker(self, event: WorkerEvent) -> None:
+        """Write what the worker reports into the event log, and go on from there."""
+        if name := _REPORTS.get(type(event)):
+            self._events.write(name, **asdict(event))
+        if isinstance(event, WorkerReady):
+            self.worker_pid = event.pid
+        elif isinstance(event, WorkerDied):
+            self.worker_pid = None
+        elif isinstance(event, UpdateFailed):
+            await self._update_failed(event)
+        elif isinstance(event, JobFailed):
+            await self.apply(AggregationFailed(event.round, event.attempt, event.reason))
+        elif isinstance(event, JobDone):
+            await self._job_done(event)
+
+    async def _update_failed(self, failed: UpdateFailed) -> None:
         """Reject an update that was accepted and can't be merged; its round goes on without it."""
         state, client = self._state, failed.client
         if (state.round, state.attempt) != (failed.round, failed.attempt) or client not in state.updates:
@@ -150,7 +199,7 @@ class Conductor:
         for client in sorted(before.keys() - now.keys()):
             self._events.write("let_in", client=client, round=round_number)
 
-    async def job_done(self, done: JobDone) -> None:
+    async def _job_done(self, done: JobDone) -> None:
         """Close the attempt with the aggregate that the worker stored."""
         current = (self._state.round, self._state.attempt)
         if self._state.phase is not Phase.DISTILLING or current != (done.round, done.attempt):
@@ -259,14 +308,14 @@ class Conductor:
             self._events.write(
                 "weight_capped", **where, client=client, reported=reported[client], given=weights[client]
             )
-        clip_medians = self._setup.robustness.clip_medians
-        first = limits_of(medians_of([update.distance_of for update in updates]), clip_medians)
-        limits = await self._limits(command.round) or first
+        known = await self._limits(command.round)
+        own = [update.distance_of for update in updates]
+        limits = known or limits_of(medians_of(own), self._setup.robustness.clip_medians)
         shares = {update.client: over(update.distance_of, limits) for update in updates}
         for client, part, share in ((client, *item) for client, kept in shares.items() for item in kept.items()):
             self._events.write("update_clipped", **where, client=client, part=part.value, kept=round(share, 4))
         chosen = tuple((update.client, update.artifact, weights[update.client]) for update in updates)
-        self._worker.finish(chosen, _named(limits) if limits is not first or any(shares.values()) else ())
+        self._worker.finish(chosen, limits if any(shares.values()) else known)
 
     async def _fail_attempt(self, command: FailAttempt) -> None:
         now, first_attempt = self._setup.clock(), command.first_attempt
@@ -297,7 +346,7 @@ class Conductor:
 
     async def _job(self, command: OpenAttempt | ResumeAttempt, base: AggregateRecord) -> Job:
         spec = self._setup.federation.spec
-        limits = _named(await self._limits(command.round))
+        limits = await self._limits(command.round)
         return Job(self._id, command.round, command.attempt, spec, base.artifact, base.server_state, limits)
 
     async def _limits(self, round_number: int) -> Distances:
@@ -307,7 +356,3 @@ class Conductor:
 
     def _key(self, command: OpenAttempt | ResumeAttempt | MoveDeadline | Distil | FailAttempt) -> Key:
         return (self._id, command.round, command.attempt)
-
-
-def _named(limits: Distances) -> Limits:
-    return tuple((part.value, limit) for part, limit in sorted(limits.items()))

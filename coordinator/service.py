@@ -21,7 +21,7 @@ from coordinator.conductor import Conductor
 from coordinator.floods import FloodGate
 from coordinator.inbox import Inbox
 from coordinator.ingest import FromDevice, Ingest, Sessions
-from coordinator.intake import IntakeFailed
+from coordinator.intake import Broken
 from coordinator.invitations import REMIND_S, Invitations
 from coordinator.library import Library
 from coordinator.membership import REFRESH_S, Membership
@@ -38,7 +38,6 @@ from coordinator.shelf import Shelf
 from coordinator.threads import Threads
 from coordinator.uplink import Checked, Uplink
 from coordinator.uploads import Grant
-from coordinator.worker_reports import WorkerReports
 from fedcg.learning.spec import FederationSpec
 from fedcg.refusals import Refusals
 from fedcg.wire import versions
@@ -64,21 +63,11 @@ class _LinkChanged:
 
 
 @dataclass(frozen=True)
-class _Flooded:
-    device: str
-
-
-@dataclass(frozen=True)
-class _Broken:
-    error: BaseException
-
-
-@dataclass(frozen=True)
 class _Stop:
     pass
 
 
-_Item = Delivery | WorkerEvent | Checked | Grant | IntakeFailed | _LinkChanged | _Flooded | _Broken | _Stop
+_Item = Delivery | WorkerEvent | Checked | Grant | Broken | _LinkChanged | _Stop
 
 
 class Service:
@@ -112,9 +101,8 @@ class Service:
         self._conductor.use_uplink(self._uplink)
         self._invitations = Invitations(setup, self._conductor, self._publisher, self._uplink)
         self._members = Membership(setup, self._ingest, self._uplink, self._conductor, self._publisher, self._cohorts)
-        self._floods = FloodGate(lambda device: self._inbox.put(_Flooded(device)))
+        self._floods = FloodGate()
         self._topics = topics
-        self._reports = WorkerReports(setup.events, self._conductor)
         self._attendance = Attendance(self._conductor, self._uplink.intake, setup.events)
         self._turned_away: set[str] = set()
         self._readers = Threads(1, "artifacts")
@@ -145,7 +133,7 @@ class Service:
     @property
     def worker_pid(self) -> int | None:
         """The process of the aggregation worker, once it is ready."""
-        return self._reports.pid
+        return self._conductor.worker_pid
 
     @property
     def refusals(self) -> dict[str, int]:
@@ -220,15 +208,12 @@ class Service:
             await self._link_changed(item)
         elif isinstance(item, Checked):
             await self._checked(item)
-        elif isinstance(item, Grant | IntakeFailed):
+        elif isinstance(item, Grant):
             self._uplink.follow(item)
-        elif isinstance(item, _Flooded):
-            await self._members.flooded(item.device)
-            self._spawn(self._members.silence(item.device))
-        elif isinstance(item, _Broken):
+        elif isinstance(item, Broken):
             raise item.error
         elif not isinstance(item, _Stop):
-            await self._reports.take(item)
+            await self._conductor.follow_worker(item)
 
     async def _delivered(self, delivery: Delivery) -> None:
         device, _ = self._ingest.origin(delivery)
@@ -334,8 +319,8 @@ class Service:
         if self._members.is_older_than(REFRESH_S):
             await self._members.refresh()
             await self._follow_key()
-        for device in self._floods.released():
-            self._spawn(self._members.release(device))
+        if changed := await self._members.follow_floods(self._floods.silenced()):
+            self._spawn(self._members.silence(changed))
         if self._link_up:
             await self._attendance.miss_silent(now)
         self._invitations.remind(REMIND_S)
@@ -366,7 +351,7 @@ class Service:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            self._inbox.put(_Broken(error))
+            self._inbox.put(Broken(error))
 
 
 async def start_service(setup: Setup) -> Service:
