@@ -22,7 +22,7 @@ from coordinator.config import LOOPBACK_HOSTS
 from coordinator.errors import BrokerError
 from coordinator.home import BROKER_NAME, Home, held, observers_of
 from coordinator.own_broker import PID_FILE, refresh_lists
-from coordinator.provision.mosquitto import ACL_NAME, CONFIG_NAME, mosquitto_config, write_access_list
+from coordinator.provision.mosquitto import ACL_NAME, write_access_list, write_config
 from coordinator.provision.pki import CA_NAME, credential_of, server_credential, write_revocations
 from coordinator.records import CertificateRecord
 from coordinator.store import Store
@@ -247,13 +247,7 @@ def _run_amqtt(home: Home, host: str, port: int, ready: Callable[[], None]) -> i
 
 
 def _run_mosquitto(home: Home, mosquitto: Mosquitto, port: int, ready: Callable[[], None]) -> int:
-    persistence = home.broker / "data"
-    persistence.mkdir(exist_ok=True)
-    config = home.broker / CONFIG_NAME
-    text = mosquitto_config(
-        home, acl=home.broker / ACL_NAME, persistence=persistence, user="root" if os.geteuid() == 0 else None
-    )
-    config.write_text(text, encoding="utf-8")
+    config = write_config(home, home.broker)
     if _accepts(port):
         raise BrokerError(f"port {port} is in use on this machine; end what listens there or change broker.port")
     stopping: list[int] = []

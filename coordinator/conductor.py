@@ -91,6 +91,7 @@ class Conductor:
         worker: merges.
 
     Attributes:
+        is_announced: whether the broker was handed what the offer topic must say now; when not, `announce` has to be repeated.
         announced_at: when `announce` was called last; monotonic seconds.
         worker_pid: the worker's process, once it is ready.
     """
@@ -104,13 +105,12 @@ class Conductor:
         self._library = library
         self._worker = worker
         self._pruner = Pruner(setup.store, setup.artifacts, self._id, setup.keep_rounds, self._forget)
-        self._uplink: Uploading | None = None
         self._policy = replace(setup.federation.policy, gather_s=setup.rounds.gather_s, retry_s=setup.rounds.retry_s)
         self._state = RoundState(self._policy)
         self.announced_at = 0.0
         self.worker_pid: int | None = None
         self._base = ""
-        self._is_announced = True
+        self.is_announced = True
         self._do_what: dict[type[Any], Callable[[Any], Awaitable[None]]] = {
             OpenAttempt: self._open_attempt,
             ResumeAttempt: self._resume_attempt,
@@ -132,13 +132,8 @@ class Conductor:
         """Artifact id of the aggregate that the open attempt starts from."""
         return self._base
 
-    @property
-    def is_announced(self) -> bool:
-        """Whether the broker was handed what the offer topic must say now; when not, `announce` has to be repeated."""
-        return self._is_announced
-
     def use_uplink(self, uplink: Uploading) -> None:
-        """Say who holds the updates that are under way."""
+        """Say who holds the updates that are under way, before anything else."""
         self._uplink = uplink
 
     async def restart(self) -> None:
@@ -211,11 +206,14 @@ class Conductor:
         self._events.write(
             "aggregate_stored", round=done.round, attempt=done.attempt, artifact=done.aggregate, size=done.size
         )
-        spilled = spill_directory(self._setup.worker.spill, self._id, done.round, done.attempt)
-        await asyncio.to_thread(shutil.rmtree, spilled, ignore_errors=True)
+        await self._drop_rows(done)
         await self._prune(done.round)
         await self._judge_devices(done.round + 1)
         await self.apply(AggregateStored(done.round, done.attempt))
+
+    async def _drop_rows(self, ended: JobDone | FailAttempt) -> None:
+        spilled = spill_directory(self._setup.worker.spill, self._id, ended.round, ended.attempt)
+        await asyncio.to_thread(shutil.rmtree, spilled, ignore_errors=True)
 
     async def _prune(self, closed: int) -> None:
         pruned = await asyncio.to_thread(self._pruner.prune, closed)
@@ -228,7 +226,7 @@ class Conductor:
 
     async def announce(self) -> None:
         """Publish what the retained offer topic must say now; while the link is down this does nothing."""
-        self._is_announced, self.announced_at = True, time.monotonic()
+        self.is_announced, self.announced_at = True, time.monotonic()
         state = self._state
         if state.phase in (Phase.WAITING, Phase.PAUSED):
             return
@@ -238,10 +236,10 @@ class Conductor:
         aggregate_ref = await asyncio.to_thread(self._library.ref, aggregate)
         position = (state.round, state.attempt)
         if finished:
-            self._is_announced = self._publisher.finished(position, spec_ref, aggregate_ref)
+            self.is_announced = self._publisher.finished(position, spec_ref, aggregate_ref)
         else:
             rounds, deadline_at = state.policy.rounds, state.deadline_at
-            self._is_announced = self._publisher.offer(position, spec_ref, aggregate_ref, rounds, deadline_at)
+            self.is_announced = self._publisher.offer(position, spec_ref, aggregate_ref, rounds, deadline_at)
 
     async def _do(self, command: Command) -> None:
         await self._do_what[type(command)](command)
@@ -291,8 +289,7 @@ class Conductor:
             self._events.write("deadline_moved", round=round_number, attempt=attempt, reason=reason)
 
     async def _invite(self, command: Invite) -> None:
-        if self._uplink is not None:
-            self._uplink.invite(command.client, (command.round, command.attempt))
+        self._uplink.invite(command.client, (command.round, command.attempt))
 
     async def _distil(self, command: Distil) -> None:
         key = self._key(command)
@@ -301,7 +298,7 @@ class Conductor:
         reported = {update.client: update.examples for update in updates}
         weights = given_weights(reported, self._setup.robustness)
         await asyncio.to_thread(self._store.start_distilling, key, self._setup.clock(), weights)
-        self._end_uploads(Outcome.LATE, "the round was closed without this update")
+        self._uplink.close(Outcome.LATE, "the round was closed without this update")
         where = {"round": command.round, "attempt": command.attempt}
         self._events.write("distilling", **where, clients=list(command.clients))
         for client in sorted(client for client in reported if weights[client] != reported[client]):
@@ -320,10 +317,9 @@ class Conductor:
     async def _fail_attempt(self, command: FailAttempt) -> None:
         now, first_attempt = self._setup.clock(), command.first_attempt
         await asyncio.to_thread(self._store.fail_attempt, self._key(command), command.reason, now, first_attempt)
-        self._end_uploads(Outcome.CLOSED, "the attempt ended without an aggregate")
+        self._uplink.close(Outcome.CLOSED, "the attempt ended without an aggregate")
         self._events.write("attempt_failed", round=command.round, attempt=command.attempt, reason=command.reason)
-        spilled = spill_directory(self._setup.worker.spill, self._id, command.round, command.attempt)
-        await asyncio.to_thread(shutil.rmtree, spilled, ignore_errors=True)
+        await self._drop_rows(command)
 
     async def _pause(self, command: Pause) -> None:
         log.error("federation %s is paused: %s", self._id, command.reason)
@@ -333,10 +329,6 @@ class Conductor:
         final = await self._aggregate(self._state.round)
         self._events.write("finished", round=self._state.round, attempt=self._state.attempt, aggregate=final.artifact)
         await self.announce()
-
-    def _end_uploads(self, outcome: Outcome, reason: str) -> None:
-        if self._uplink is not None:
-            self._uplink.close(outcome, reason)
 
     async def _aggregate(self, round_number: int) -> AggregateRecord:
         record = await asyncio.to_thread(self._store.aggregate, self._id, round_number)

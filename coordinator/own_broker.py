@@ -14,13 +14,12 @@ from pathlib import Path
 
 from coordinator.errors import BrokerError
 from coordinator.home import BROKER_NAME, Home
-from coordinator.provision.mosquitto import ACL_NAME, CONFIG_NAME, mosquitto_config
+from coordinator.provision.mosquitto import ACL_NAME, DATA_NAME, write_config
 from coordinator.provision.pki import CA_NAME, credential_of, server_credential
-from fedcg.files import PRIVATE, READABLE, replace_durably
+from fedcg.files import PRIVATE, replace_durably
 
 LINK_NAME = "deployed"
 """In a home's broker directory: leads to the folder that was made last."""
-DATA_NAME = "data"
 PID_FILE = Path(LINK_NAME, DATA_NAME, "mosquitto.pid")
 """Where the Mosquitto of that folder writes its process id, as its configuration says."""
 ACCOUNT = "mosquitto"
@@ -74,13 +73,10 @@ def _write(home: Home, out: Path, account: pwd.struct_passwd) -> None:
     if not out.is_dir():
         out.mkdir(parents=True)
         out.chmod(FOLDER)
-    data = out / DATA_NAME
-    data.mkdir(exist_ok=True, mode=stat.S_IRWXU)
+    write_config(home, out, user=account.pw_name, pki=out)
     if os.geteuid() == 0:
-        os.chown(data, account.pw_uid, account.pw_gid, follow_symlinks=False)
+        os.chown(out / DATA_NAME, account.pw_uid, account.pw_gid, follow_symlinks=False)
     server = server_credential(home.pki, BROKER_NAME, home.config().broker.host)
-    text = mosquitto_config(home, acl=out / ACL_NAME, persistence=data, user=account.pw_name, pki=out)
-    replace_durably(out / CONFIG_NAME, text, READABLE)
     authority = credential_of(home.pki, CA_NAME).certificate
     _copy(out, (authority, server.certificate, server.key, home.revocations, home.broker / ACL_NAME), PRIVATE)
     link = home.broker / LINK_NAME

@@ -38,7 +38,6 @@ from coordinator.shelf import Shelf
 from coordinator.threads import Threads
 from coordinator.uplink import Checked, Uplink
 from coordinator.uploads import Grant
-from fedcg.learning.spec import FederationSpec
 from fedcg.refusals import Refusals
 from fedcg.wire import versions
 from fedcg.wire.errors import CapacityError, IntegrityError, VersionError
@@ -58,16 +57,11 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class _LinkChanged:
-    up: bool
-
-
-@dataclass(frozen=True)
 class _Stop:
     pass
 
 
-_Item = Delivery | WorkerEvent | Checked | Grant | Broken | _LinkChanged | _Stop
+_Item = Delivery | WorkerEvent | Checked | Grant | Broken | LinkChanged | _Stop
 
 
 class Service:
@@ -107,18 +101,12 @@ class Service:
         self._turned_away: set[str] = set()
         self._readers = Threads(1, "artifacts")
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._link_up = False
         self._finished_at: float | None = None
 
     @property
     def state(self) -> RoundState:
         """Where the federation stands."""
         return self._conductor.state
-
-    @property
-    def spec(self) -> FederationSpec:
-        """The federation's spec."""
-        return self._setup.spec
 
     @property
     def shelf(self) -> Shelf:
@@ -128,7 +116,7 @@ class Service:
     @property
     def is_connected(self) -> bool:
         """Whether the link to the broker stands."""
-        return self._link_up
+        return self.state.pace.down_since is None
 
     @property
     def worker_pid(self) -> int | None:
@@ -158,7 +146,7 @@ class Service:
             self._transport.subscribe(topic)
         self._uplink.intake.start()
         self._publisher.start()
-        self._transport.start(self._on_delivery, lambda up: self._inbox.put(_LinkChanged(up)))
+        self._transport.start(self._on_delivery, lambda up: self._inbox.put(LinkChanged(up)))
         self._events.write("started", epoch=self.epoch)
 
     async def run(self) -> None:
@@ -204,7 +192,7 @@ class Service:
     async def _handle(self, item: _Item) -> None:
         if isinstance(item, Delivery):
             await self._delivered(item)
-        elif isinstance(item, _LinkChanged):
+        elif isinstance(item, LinkChanged):
             await self._link_changed(item)
         elif isinstance(item, Checked):
             await self._checked(item)
@@ -296,17 +284,16 @@ class Service:
             return
         self._publisher.chunks(device, source, need.ranges)
 
-    async def _link_changed(self, change: _LinkChanged) -> None:
-        self._link_up = change.up
+    async def _link_changed(self, change: LinkChanged) -> None:
         self._events.write("link", up=change.up)
         if not change.up:
-            await self._conductor.apply(LinkChanged(up=False))
+            await self._conductor.apply(change)
             return
         self._attendance.presence.pardon(time.monotonic())
         self._library.change_chunk_bytes(self._publisher.chunk_bytes)
         self._publisher.keys()
         self._publisher.status(online=True)
-        await self._conductor.apply(LinkChanged(up=True))
+        await self._conductor.apply(change)
         await self._conductor.announce()
         self._invitations.remind()
 
@@ -314,14 +301,14 @@ class Service:
         self._uplink.tick()
         await self._conductor.apply(Tick())
         now = time.monotonic()
-        if self._link_up and (not self._conductor.is_announced or self._is_offer_due(now)):
+        if self.is_connected and (not self._conductor.is_announced or self._is_offer_due(now)):
             await self._conductor.announce()  # the queue was full, or somebody may not have heard
         if self._members.is_older_than(REFRESH_S):
             await self._members.refresh()
             await self._follow_key()
         if changed := await self._members.follow_floods(self._floods.silenced()):
             self._spawn(self._members.silence(changed))
-        if self._link_up:
+        if self.is_connected:
             await self._attendance.miss_silent(now)
         self._invitations.remind(REMIND_S)
         if self.state.phase is not Phase.FINISHED:

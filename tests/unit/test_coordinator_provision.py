@@ -176,9 +176,9 @@ def test_a_preset_and_single_limits_survive_writing_and_reading(tmp_path: Path) 
 
 def test_the_brokers_queues_are_bounded_as_configured(home: Home, tmp_path: Path) -> None:
     limits = QueueLimits(packet_bytes=131_072, in_flight=7, messages=99, bytes=1_000_000)
-    text = mosquitto_config(home, acl=tmp_path / "acl", persistence=tmp_path, user=None, limits=limits)
+    text = mosquitto_config(home, tmp_path, user=None, limits=limits)
     assert set(limits.lines()) <= set(text.splitlines())
-    default = mosquitto_config(home, acl=tmp_path / "acl", persistence=tmp_path, user=None)
+    default = mosquitto_config(home, tmp_path, user=None)
     assert set(QueueLimits().lines()) <= set(default.splitlines())
 
 
@@ -189,7 +189,7 @@ def test_the_http_interface_is_shown_to_no_network() -> None:
 
 
 def test_mosquitto_is_configured_for_mutual_tls_and_listens_on_loopback_for_a_loopback_host(home: Home) -> None:
-    text = mosquitto_config(home, acl=home.broker / "acl", persistence=home.broker / "data", user=None)
+    text = mosquitto_config(home, home.broker, user=None)
     lines = text.splitlines()
     for line in (
         "allow_anonymous false",
@@ -203,7 +203,7 @@ def test_mosquitto_is_configured_for_mutual_tls_and_listens_on_loopback_for_a_lo
     ):
         assert line in lines
     assert "user root" not in lines
-    as_root = mosquitto_config(home, acl=home.broker / "acl", persistence=home.broker / "data", user="root")
+    as_root = mosquitto_config(home, home.broker, user="root")
     assert "user root" in as_root.splitlines()
 
 
