@@ -302,7 +302,12 @@ class Store(schema.Reader):
         sent = select(updates.c.artifact).where(updates.c.federation == federation, *rounds)
         columns = (aggregates.c.artifact, aggregates.c.server_state)
         merged = select(*columns).where(aggregates.c.federation == federation, *made)
-        return {artifact for query in (sent, merged) for row in self._all(dict, query) for artifact in row.values()}
+        return {
+            artifact
+            for query in (sent, merged)
+            for row in self._all(dict[str, str], query)
+            for artifact in row.values()
+        }
 
     # The round engine
 
