@@ -26,6 +26,7 @@ from coordinator.aggregation_messages import (
     WorkerSettings,
 )
 from coordinator.aggregation_worker import PublicShelf, Workbench
+from coordinator.config import RoundSettings
 from coordinator.founding import Founded, found, read_plan
 from coordinator.robustness import Distances
 from fedcg.learning.spec import FederationSpec
@@ -97,7 +98,15 @@ def test_rounds_close_without_a_negative_variance_and_a_norm_of_9e4_and_their_de
     base, state = store.get(ids.aggregate), store.get(ids.server_state)
     honest = ("a", "b", "c")
     world = World(
-        tmp_path, spec, base, state, clients=honest, make_worker=AggregationWorker, min_clients=3, max_attempts=1
+        tmp_path,
+        spec,
+        base,
+        state,
+        clients=honest,
+        make_worker=AggregationWorker,
+        min_clients=3,
+        max_attempts=1,
+        rounds=RoundSettings(gather_s=600.0, retry_s=0.0),  # the first round waits for all five
     )
     for name, spoil in (("mallory", negative_variance), ("oscar", huge)):
         world.devices[name] = Spoiler(name, world.broker, spec, world.key, spoil=spoil)
