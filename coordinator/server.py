@@ -126,7 +126,8 @@ def _serve(
 
     application = create_app(setup, request_exit, exit_when_finished=exit_when_finished, beside=carrying)
     names = (config.api.host, *config.api.names)
-    checked = own_hosts_only(application, names, "[api] names in coordinator.toml", _refuse_host)
+    setting = "[api] names in coordinator.toml"
+    checked = own_hosts_only(application, names, setting, lambda message: JSONResponse({"detail": message}, 400))
     server = uvicorn.Server(http_config(checked, listener, lifespan="on", timeout_graceful_shutdown=GRACEFUL_S))
     # uvicorn raises the signal that ended it once more when it is done; ours makes that a normal end
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -183,10 +184,6 @@ def _setup(home: Home, config: CoordinatorConfig) -> Iterator[Setup]:
         )
     finally:
         store.close()
-
-
-def _refuse_host(message: str) -> JSONResponse:
-    return JSONResponse({"detail": message}, 400)
 
 
 def _connect(home: Home, config: CoordinatorConfig, will: Will) -> Transport:

@@ -298,7 +298,7 @@ class Service:
         self._invitations.remind()
 
     async def _tick(self) -> None:
-        self._uplink.tick()
+        self._uplink.intake.tick()
         await self._conductor.apply(Tick())
         now = time.monotonic()
         if self.is_connected and (not self._conductor.is_announced or self._is_offer_due(now)):

@@ -246,10 +246,6 @@ class Uplink:
         self._publisher.receipt(device, manifest, Outcome.ACCEPTED, "")
         return UpdateStored(manifest.round, manifest.attempt, device)
 
-    def tick(self) -> None:
-        """Grant again what stalled."""
-        self.intake.tick()
-
     def stop(self) -> None:
         """Take nothing more; what came stays on disk."""
         self._checks.shutdown(wait=False, cancel_futures=True)
