@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from coordinator.brokers import RELOAD_BY_HAND
 from coordinator.config import CoordinatorConfig
 from coordinator.enrolment import certificate_record
-from coordinator.errors import EnrolmentError
+from coordinator.errors import RefusedError
 from coordinator.home import Home
 from coordinator.message_keys import voice_of
 from coordinator.peers import member_of
@@ -48,18 +48,6 @@ REPEAT_S = 900.0
 """For so long the same box with the same keys gets its answer again: links break after the token was used up."""
 RENEWALS_AT_ONCE = 6
 """Unexpired certificates of one device; one more is refused until the oldest has expired or an operator revoked it."""
-
-
-class RefusedError(EnrolmentError):
-    """A request that is not granted.
-
-    Attributes:
-        told: for the box; says nothing of a token whose secret it has not shown.
-    """
-
-    def __init__(self, told: str, reason: str = "") -> None:
-        super().__init__(reason or told)
-        self.told = told
 
 
 @dataclass(frozen=True)

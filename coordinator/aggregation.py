@@ -21,7 +21,6 @@ from coordinator.aggregation_messages import (
     JobDone,
     JobFailed,
     JobReply,
-    Limits,
     PhaseStarted,
     Reply,
     Request,
@@ -35,6 +34,7 @@ from coordinator.aggregation_messages import (
     WorkerSettings,
 )
 from coordinator.aggregation_worker import worker_main
+from coordinator.robustness import Distances
 from fedcg.watchdog import POLL_S, Watchdog
 
 MAX_DEATHS = 5
@@ -87,7 +87,7 @@ class AggregationWorker:
         with self._lock:
             self._ask(AddUpdate(client, artifact))
 
-    def finish(self, updates: Updates, limits: Limits = ()) -> None:
+    def finish(self, updates: Updates, limits: Distances) -> None:
         """Have the updates of the open job merged."""
         with self._lock:
             self._ask(FinishJob(tuple(sorted(updates)), limits))
@@ -221,11 +221,13 @@ class AggregationWorker:
             is_busy = teller is None or self._unanswered > 0  # an idle worker was ended by somebody else
             self._deaths[client] += is_busy
             deaths = max(1, self._deaths[client])
-            is_given_up = deaths >= MAX_DEATHS and job is not None
-            if is_given_up and client:
-                self._drop(client)
-            elif is_given_up:
-                self._forget()
+            failed: UpdateFailed | JobFailed | None = None
+            if deaths >= MAX_DEATHS and job is not None:
+                over = f"the update of {client}" if client else "the same updates"
+                reason = f"the aggregation worker died {deaths} times over {over} ({self._reason or 'out of memory?'})"
+                where = (job.round, job.attempt)
+                failed = UpdateFailed(*where, client, reason) if client else JobFailed(*where, reason)
+                self._note(failed)
         if teller is not None:
             teller.join()  # nobody reads at the other end, so it does not wait for room
         if connection is not None:
@@ -237,13 +239,7 @@ class AggregationWorker:
         pid = (process.pid or 0) if process is not None else 0
         log.warning("the aggregation worker (process %d) died; starting another one. %s", pid, self._reason)
         self._notify(WorkerDied(pid, deaths, self._reason))
-        if is_given_up and job is not None:
-            over = f"the update of {client}" if client else "the same updates"
-            reason = f"the aggregation worker died {deaths} times over {over} ({self._reason or 'out of memory?'})"
-            self._notify(
-                UpdateFailed(job.round, job.attempt, client, reason)
-                if client
-                else JobFailed(job.round, job.attempt, reason)
-            )
+        if failed is not None:
+            self._notify(failed)
         if deaths > 1:
             self._stopping.wait(min(0.1 * 2.0**deaths, MAX_BACKOFF_S))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from coordinator.robustness import Distances
 from fedcg.watchdog import STALL_S
 
 
@@ -37,13 +38,11 @@ class WorkerSettings:
 
 Updates = tuple[tuple[str, str, int], ...]
 """(client, artifact, the number of examples that it counts for) of each update to be merged."""
-Limits = tuple[tuple[str, float], ...]
-"""(part, the largest distance from the base that an update keeps); a larger one is scaled back to it."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One attempt to aggregate; all ids are artifact ids."""
+    """One attempt to aggregate; all ids are artifact ids. An update farther from the base than `limits` is scaled back."""
 
     federation: str
     round: int
@@ -51,7 +50,7 @@ class Job:
     spec: str
     base: str
     server_state: str
-    limits: Limits = ()
+    limits: Distances = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class FinishJob:
     """Merge exactly these updates, sorted by client; other limits than the job's take another teacher pass."""
 
     updates: Updates
-    limits: Limits = ()
+    limits: Distances = field(default_factory=dict)
 
 
 Request = Job | AddUpdate | FinishJob

@@ -24,7 +24,6 @@ from coordinator.aggregation_messages import (
     Job,
     JobDone,
     JobFailed,
-    Limits,
     PhaseStarted,
     Progressed,
     Reply,
@@ -38,7 +37,7 @@ from coordinator.aggregation_messages import (
 from coordinator.robustness import Distances, Yardstick, clipped, outlier, over
 from coordinator.validation import base_in, unpack_update
 from fedcg.wire.artifacts import ArtifactStore
-from fedcg.wire.parts import Part, Report
+from fedcg.wire.parts import Report
 
 if TYPE_CHECKING:
     import torch
@@ -116,7 +115,6 @@ class Workbench:
         self._shelf = shelf
         self._store = ArtifactStore(settings.artifacts)
         self._counted: dict[str, int]  # the weight with which the aggregator has counted each client
-        self._rejected: dict[str, str] = {}  # clients whose update can't be merged, and why
         self._distances: dict[str, Distances] = {}
         self._has_diverged = False
         self._failed = not self._guarded(self._open)
@@ -173,14 +171,14 @@ class Workbench:
         )
         folder = spill_directory(self._settings.spill, job.federation, job.round, job.attempt)
 
-        def start(limits: Limits) -> Aggregator:
+        def start(limits: Distances) -> Aggregator:
             rows = folder / sha256(repr(limits).encode()).hexdigest()[:16]  # those of clipped updates are others
             return self._method.aggregator(state, context, DirectorySpill(rows))
 
         self._start = start
         self._begin_again(job.limits)
 
-    def _begin_again(self, limits: Limits) -> None:
+    def _begin_again(self, limits: Distances) -> None:
         """Count nobody: what was counted has another weight, other limits, or no part in the merge."""
         self._limits, self._counted, self._aggregator = limits, {}, self._start(limits)
 
@@ -206,7 +204,6 @@ class Workbench:
         return True
 
     def _reject(self, client: str, reason: str) -> None:
-        self._rejected[client] = reason
         self._begin_again(self._limits)  # a part of this update may have been counted
         self._send(UpdateFailed(self._job.round, self._job.attempt, client, reason))
 
@@ -216,9 +213,6 @@ class Workbench:
         from fedcg.wire.errors import CodecError
 
         weights = {client: weight for client, _, weight in request.updates}
-        if known := weights.keys() & self._rejected.keys():
-            self._reject(min(known), self._rejected[min(known)])
-            return
         is_other = any(weights.get(client) != weight for client, weight in self._counted.items())
         if is_other or request.limits != self._limits:
             self._begin_again(request.limits)
@@ -255,21 +249,12 @@ class Workbench:
 
         decoded = unpack_update(self._store.get(artifact), self._spec, self._yardstick.base)
         distances = self._distances[client] = self._yardstick.distances(decoded.parts)
-        parts = clipped(
-            decoded.parts,
-            self._yardstick.base.parts,
-            over(distances, {Part(part): limit for part, limit in self._limits}),
-        )
+        parts = clipped(decoded.parts, self._yardstick.base.parts, over(distances, self._limits))
         report = decoded.header.report or Report()
         examples, counts = report.examples or 1, report.label_counts
         if weight and weight != examples and counts is not None:
             counts = tuple(-(-count * weight // examples) for count in counts)
-        return Update(
-            client=client,
-            parts=tensors_of(parts),
-            examples=weight or examples,
-            label_counts=counts,
-        )
+        return Update(client=client, parts=tensors_of(parts), examples=weight or examples, label_counts=counts)
 
 
 class Throttle:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
+from dataclasses import asdict
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, HTTPException, Request, Response
-from pydantic import BaseModel
+from pydantic import BaseModel, Field, Json
 
 from coordinator.records import AttemptRecord
 from coordinator.service import Service
@@ -35,7 +35,7 @@ class FederationView(BaseModel):
     refused: dict[str, int]
 
 
-class UpdateView(BaseModel):
+class UpdateView(BaseModel, from_attributes=True):
     """How a client's update ended.
 
     Attributes:
@@ -45,17 +45,17 @@ class UpdateView(BaseModel):
 
     client: str
     artifact: str
-    bytes: int
+    bytes: int = Field(validation_alias="size")
     outcome: str
     reason: str
-    report: dict[str, object] | None
+    report: Json[dict[str, object]] | None
     weight: int | None
-    distances: dict[str, float]
+    distances: dict[str, float] = Field(validation_alias="distance_of")
     manifest_at: float
     stored_at: float
 
 
-class ParticipantView(BaseModel):
+class ParticipantView(BaseModel, from_attributes=True):
     """An invited client and what it answered."""
 
     client: str
@@ -193,14 +193,10 @@ def devices(service: Running, given: Given) -> list[DeviceView]:
     state = service.state
     return [
         DeviceView(
-            id=device.id,
-            state=device.state.value,
+            **asdict(device),
             online=device.id in state.online,
             participates=device.id in state.participants,
             left_out=state.left_out.get(device.id, ""),
-            enrolled_at=device.enrolled_at,
-            last_seen_at=device.last_seen_at,
-            agent=device.agent,
             refused=service.refused_of(device.id),
             silenced=service.is_silenced(device.id),
         )
@@ -221,33 +217,5 @@ def _round(given: Setup, number: int, attempts: list[AttemptRecord]) -> RoundVie
 
 def _attempt(given: Setup, record: AttemptRecord) -> AttemptView:
     key = (record.federation, record.round, record.attempt)
-    return AttemptView(
-        attempt=record.attempt,
-        state=record.state.value,
-        base=record.base,
-        opened_at=record.opened_at,
-        deadline_at=record.deadline_at,
-        distilling_at=record.distilling_at,
-        aggregate_stored_at=record.aggregate_stored_at,
-        closed_at=record.closed_at,
-        reason=record.reason,
-        participants=[
-            ParticipantView(client=person.client, state=person.state.value, reason=person.reason)
-            for person in given.store.participants(key)
-        ],
-        updates=[
-            UpdateView(
-                client=update.client,
-                artifact=update.artifact,
-                bytes=update.size,
-                outcome=update.outcome.value,
-                reason=update.reason,
-                report=None if update.report is None else json.loads(update.report),
-                weight=update.weight,
-                distances=json.loads(update.distances or "{}"),
-                manifest_at=update.manifest_at,
-                stored_at=update.stored_at,
-            )
-            for update in given.store.updates(key)
-        ],
-    )
+    people, updates = given.store.participants(key), given.store.updates(key)
+    return AttemptView.model_validate({**asdict(record), "participants": people, "updates": updates})

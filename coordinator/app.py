@@ -42,44 +42,35 @@ def create_app(
         exit_when_finished: end after the last round, once the devices have left (or a minute later).
         beside: runs beside the service, for as long as it works.
     """
+
+    @asynccontextmanager
+    async def life(application: FastAPI) -> AsyncIterator[None]:
+        service = await start_service(setup)
+        application.state.service = service
+        application.state.setup = setup
+        anyio.to_thread.current_default_thread_limiter().total_tokens = THREADS
+        work = asyncio.create_task(service.run(), name="service")
+        work.add_done_callback(partial(_ended, request_exit, setup.artifacts.root))
+        leaving = asyncio.create_task(_leave(service, request_exit)) if exit_when_finished else None
+        try:
+            async with beside(service):
+                yield
+        finally:
+            if leaving is not None:
+                leaving.cancel()
+            service.stop()
+            await asyncio.wait([work])
+            await service.close()
+
     application = FastAPI(
         title="FedCG Edge coordinator",
         version=version("fedcg-edge"),
-        lifespan=partial(
-            _life, setup=setup, request_exit=request_exit, exit_when_finished=exit_when_finished, beside=beside
-        ),
+        lifespan=life,
         docs_url=None,  # the pages would load scripts from elsewhere; /openapi.json is here
         redoc_url=None,
     )
     application.include_router(router)
     return application
-
-
-@asynccontextmanager
-async def _life(
-    application: FastAPI,
-    *,
-    setup: Setup,
-    request_exit: RequestExit,
-    exit_when_finished: bool,
-    beside: Beside,
-) -> AsyncIterator[None]:
-    service = await start_service(setup)
-    application.state.service = service
-    application.state.setup = setup
-    anyio.to_thread.current_default_thread_limiter().total_tokens = THREADS
-    work = asyncio.create_task(service.run(), name="service")
-    work.add_done_callback(partial(_ended, request_exit, setup.artifacts.root))
-    leaving = asyncio.create_task(_leave(service, request_exit)) if exit_when_finished else None
-    try:
-        async with beside(service):
-            yield
-    finally:
-        if leaving is not None:
-            leaving.cancel()
-        service.stop()
-        await asyncio.wait([work])
-        await service.close()
 
 
 async def _leave(service: Service, request_exit: RequestExit) -> None:

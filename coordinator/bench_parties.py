@@ -17,13 +17,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from coordinator.aggregation_messages import Job, JobDone, Limits, Updates, WorkerEvent, WorkerReady, WorkerSettings
+from coordinator.aggregation_messages import Job, JobDone, Updates, WorkerEvent, WorkerReady, WorkerSettings
 from coordinator.cohorts import Cohorts
 from coordinator.inbox import Inbox
 from coordinator.ingest import Ingest, Sessions
-from coordinator.intake import GivenUp, Intake, IntakeEvent, IntakeFailed
+from coordinator.intake import Broken, GivenUp, Intake, IntakeEvent
 from coordinator.message_keys import Voice
 from coordinator.publishing import Publisher
+from coordinator.robustness import Distances
 from coordinator.uplink import CHECKS
 from coordinator.uploads import Grant, Received, Uploads
 from fedcg.event_log import EventLog
@@ -302,7 +303,7 @@ class BenchCoordinator:
         self._publisher = Publisher(self._transport, self._topics, voice, 1, self._sessions, Cohorts(), party.limits)
         self._store = ArtifactStore(party.folder)
         partials = Partials(party.folder / ".partial", 1024, 1 << 40)
-        self._inbox: Inbox[Delivery | Grant | GivenUp | IntakeFailed | _Kept | bool] = Inbox(asyncio.get_running_loop())
+        self._inbox: Inbox[Delivery | Grant | GivenUp | Broken | _Kept | bool] = Inbox(asyncio.get_running_loop())
         uploads = Uploads(partials, party.limits.window, party.limits.shared)
         self._intake = Intake(uploads, partials.collect, self._heard, refusals)
         self._checks = ThreadPoolExecutor(CHECKS, "check")
@@ -323,7 +324,7 @@ class BenchCoordinator:
                 self._hear(item)
             elif isinstance(item, _Kept):
                 self._answer(item.received)
-            elif isinstance(item, GivenUp | IntakeFailed):
+            elif isinstance(item, GivenUp | Broken):
                 raise item.error
             elif isinstance(item, Grant):
                 self._publisher.need(item.device, item.manifest, item.ranges)
@@ -366,7 +367,7 @@ class BenchCoordinator:
             self._store.adopt(received.file, received.manifest.artifact.id)
             self._inbox.put(_Kept(received))
         except OSError as error:
-            self._inbox.put(IntakeFailed(error))
+            self._inbox.put(Broken(error))
 
     def _answer(self, received: Received) -> None:
         self._intake.end(received.device)
@@ -397,7 +398,7 @@ class NoWorker:
     def add(self, client: str, artifact: str) -> None:
         """No teacher pass."""
 
-    def finish(self, updates: Updates, limits: Limits = ()) -> None:
+    def finish(self, updates: Updates, limits: Distances) -> None:
         """Hand the base back."""
         assert self.job is not None
         size = ArtifactStore(self.settings.artifacts).path(self.job.base).stat().st_size

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 import tempfile
@@ -18,7 +17,7 @@ from coordinator.bench_parties import Party
 from coordinator.config import BrokerSettings, CoordinatorConfig
 from coordinator.errors import BrokerError
 from coordinator.home import Home, create_home
-from coordinator.provision.mosquitto import ACL_NAME, CONFIG_NAME, mosquitto_config
+from coordinator.provision.mosquitto import ACL_NAME, write_config
 from coordinator.provision.pki import CA_NAME, credential_of, issue
 from fedcg.broker_path import find_mosquitto
 from fedcg.wire.messages import COORDINATOR
@@ -91,11 +90,7 @@ def bench(devices: Sequence[str]) -> Iterator[Bench]:
         acl = home.broker / ACL_NAME
         acl.write_text(made.topics.mosquitto_acl(devices, []), encoding="utf-8")
         acl.chmod(0o600)
-        data = home.broker / "data"
-        data.mkdir()
-        text = mosquitto_config(home, acl=acl, persistence=data, user="root" if os.geteuid() == 0 else None)
-        (home.broker / CONFIG_NAME).write_text(text, encoding="utf-8")
-        command = [str(mosquitto.binary), "-c", str(home.broker / CONFIG_NAME)]
+        command = [str(mosquitto.binary), "-c", str(write_config(home, home.broker))]
         with (root / "mosquitto.log").open("wb") as log:
             process = subprocess.Popen(command, stdout=log, stderr=log, env=mosquitto.environment())
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import json
 import logging
 import os
@@ -12,8 +11,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from enum import Enum
@@ -21,10 +20,11 @@ from pathlib import Path
 
 from coordinator.config import LOOPBACK_HOSTS
 from coordinator.errors import BrokerError
-from coordinator.home import BROKER_NAME, Home, observers_of
+from coordinator.home import BROKER_NAME, Home, held, observers_of
 from coordinator.own_broker import PID_FILE, refresh_lists
-from coordinator.provision.mosquitto import ACL_NAME, CONFIG_NAME, mosquitto_config, write_access_list
+from coordinator.provision.mosquitto import ACL_NAME, write_access_list, write_config
 from coordinator.provision.pki import CA_NAME, credential_of, server_credential, write_revocations
+from coordinator.records import CertificateRecord
 from coordinator.store import Store
 from fedcg.broker_path import Mosquitto, find_extracted, find_installed
 from fedcg.files import replace_durably
@@ -91,10 +91,12 @@ def run_broker(home: Home, kind: BrokerKind, say: Say) -> int:
 
     Raises:
         BrokerError: it can't be started.
+        HomeError: another one runs for this home.
     """
     broker = home.config().broker
     choice = choose(kind)
-    with _pid_file(home):
+    signal.signal(signal.SIGHUP, lambda *_: None)  # from here on others may ask for the lists to be read, which follows
+    with held(home.broker / PID_NAME, "a broker"):
         with home.changing_members():
             refresh_access(home)
             server_credential(home.pki, BROKER_NAME, broker.host)
@@ -107,14 +109,7 @@ def run_broker(home: Home, kind: BrokerKind, say: Say) -> int:
 
 def refresh_access(home: Home) -> None:
     """Write revocation list and access list from the database, in this order: who is out must not come back."""
-    store = Store(home.database)
-    try:
-        federations = [record.id for record in store.federations()]
-        silenced = _silenced(home)
-        devices = [device.id for device in store.members() if device.id not in silenced]
-        revoked = store.register.revoked_certificates(time.time())
-    finally:
-        store.close()
+    federations, devices, revoked = _access(home)
     serials = [
         (int(record.serial, 16), datetime.fromtimestamp(record.revoked_at or 0.0, timezone.utc)) for record in revoked
     ]
@@ -122,28 +117,31 @@ def refresh_access(home: Home) -> None:
     write_access_list(home, home.broker / ACL_NAME, federations, devices)
 
 
-def silence(home: Home, device: str, until: float | None) -> bool:
-    """Leave a device out of every access list until a unix time, or with None no longer; `publish_access` tells the result."""
+def silence(home: Home, devices: Collection[str]) -> bool:
+    """Leave exactly these devices out of every access list from now on; `publish_access` tells the result."""
     with home.changing_members():
-        silenced = {name: end for name, end in _silenced(home).items() if name != device}
-        if until is not None:
-            silenced[device] = until
-        replace_durably(home.broker / SILENCED_NAME, json.dumps(silenced))
+        replace_durably(home.broker / SILENCED_NAME, json.dumps(sorted(devices)))
         return publish_access(home)
 
 
-def end_silences(home: Home) -> None:
-    """Leave nobody out any more: the coordinator starts, and counts anew."""
-    (home.broker / SILENCED_NAME).unlink(missing_ok=True)
-
-
-def _silenced(home: Home) -> dict[str, float]:
-    """Until when devices are silenced; a file that can't be read is none: whoever goes on is silenced again."""
+def _access(home: Home) -> tuple[list[str], list[str], list[CertificateRecord]]:
+    """Federations, devices that may connect, and revoked certificates, as the database says now."""
+    silenced = _silenced(home)
+    store = Store(home.database)
     try:
-        known = json.loads((home.broker / SILENCED_NAME).read_text(encoding="utf-8"))
+        federations = [record.id for record in store.federations()]
+        devices = [device.id for device in store.members() if device.id not in silenced]
+        return federations, devices, store.register.revoked_certificates(time.time())
+    finally:
+        store.close()
+
+
+def _silenced(home: Home) -> list[str]:
+    """Who is left out; a file that can't be read names nobody: whoever goes on is silenced again."""
+    try:
+        return list(json.loads((home.broker / SILENCED_NAME).read_text(encoding="utf-8")))
     except (FileNotFoundError, ValueError):
-        return {}
-    return {device: until for device, until in known.items() if until > time.time()}
+        return []
 
 
 def publish_access(home: Home) -> bool:
@@ -168,10 +166,8 @@ def running_brokers(home: Home) -> list[int]:
 
     A file with a process id outlives its process, and the id is given to others: so it is looked at what has it now.
     """
-    own, named = home.broker / PID_NAME, home.config().broker.pid_file
-    others = [home.broker / PID_FILE] + ([home.root / named] if named is not None else [])
-    found = _process_of(own, lambda pid: _has_open(pid, own))
-    return found + [pid for path in others for pid in _process_of(path, _is_mosquitto)]
+    own = home.broker / PID_NAME
+    return _process_of(own, lambda pid: _has_open(pid, own)) + _process_of(home.broker / PID_FILE, _is_mosquitto)
 
 
 def _reload(broker: int) -> bool:
@@ -213,14 +209,8 @@ class Members:
 
     def reload(self) -> None:
         """Read federations, devices, observers and revoked certificates again."""
-        store = Store(self._home.database)
-        try:
-            silenced = _silenced(self._home)
-            devices = [device.id for device in store.members() if device.id not in silenced]
-            self._topics = [Topics(record.id) for record in store.federations()]
-            revoked = store.register.revoked_certificates(0.0)
-        finally:
-            store.close()
+        federations, devices, revoked = _access(self._home)
+        self._topics = [Topics(federation) for federation in federations]
         self._identities = frozenset({COORDINATOR, *devices, *observers_of(self._home)})
         self._revoked = frozenset(int(record.serial, 16) for record in revoked)
 
@@ -257,13 +247,7 @@ def _run_amqtt(home: Home, host: str, port: int, ready: Callable[[], None]) -> i
 
 
 def _run_mosquitto(home: Home, mosquitto: Mosquitto, port: int, ready: Callable[[], None]) -> int:
-    persistence = home.broker / "data"
-    persistence.mkdir(exist_ok=True)
-    config = home.broker / CONFIG_NAME
-    text = mosquitto_config(
-        home, acl=home.broker / ACL_NAME, persistence=persistence, user="root" if os.geteuid() == 0 else None
-    )
-    config.write_text(text, encoding="utf-8")
+    config = write_config(home, home.broker)
     if _accepts(port):
         raise BrokerError(f"port {port} is in use on this machine; end what listens there or change broker.port")
     stopping: list[int] = []
@@ -303,18 +287,3 @@ def _die_with_parent() -> None:
 def _accepts(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
-@contextmanager
-def _pid_file(home: Home) -> Iterator[None]:
-    path: Path = home.broker / PID_NAME
-    signal.signal(signal.SIGHUP, lambda *_: None)  # from here on others may ask for the lists to be read, which follows
-    with path.open("a+", encoding="ascii") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise BrokerError(f"a broker runs for {home.root} already") from error
-        stream.truncate(0)
-        stream.write(f"{os.getpid()}\n")
-        stream.flush()
-        yield

@@ -18,6 +18,8 @@ from fastapi import FastAPI, Path, Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.requests import ClientDisconnect
 
+from coordinator.errors import RefusedError
+from coordinator.limits import Buckets
 from coordinator.peers import HANG_UP, PEER, member_of, peer_of
 from coordinator.shelf import Shelf
 from coordinator.threads import Threads
@@ -56,12 +58,6 @@ log = logging.getLogger(__name__)
 ArtifactId = Annotated[str, Path(pattern=r"^[0-9a-f]{64}$")]
 
 
-class _RefusedError(Exception):
-    def __init__(self, status: int, told: str) -> None:
-        super().__init__(told)
-        self.status = status
-
-
 class _Gate:
     """Lets members in: who a connection is, and whether it may (still) take or bring anything."""
 
@@ -72,13 +68,13 @@ class _Gate:
         self._members: dict[bytes, tuple[str | None, float]] = {}
         self._busy: Counter[str] = Counter()
         self._refused = 0
-        self._told_at = float("-inf")
+        self._lines: Buckets[None] = Buckets(1 / TOLD_EVERY_S, 1, clock)
 
     async def device(self, request: Request) -> str:
         """The device that speaks.
 
         Raises:
-            _RefusedError: no member shows this certificate.
+            RefusedError: no member shows this certificate.
         """
         shown = request.scope[PEER]
         name, read_at = self._members.get(shown, (None, float("-inf")))
@@ -95,7 +91,7 @@ class _Gate:
         """Whether the device that speaks is still a member, in the middle of an answer."""
         try:
             await self.device(request)
-        except _RefusedError:
+        except RefusedError:
             return False
         return True
 
@@ -108,10 +104,10 @@ class _Gate:
         """Refuse another request of a device that has too many.
 
         Raises:
-            _RefusedError: it has.
+            RefusedError: it has.
         """
         if self._busy[device] >= REQUESTS_AT_ONCE:
-            raise _RefusedError(429, f"{device} has {REQUESTS_AT_ONCE} requests under way already")
+            raise RefusedError(f"{device} has {REQUESTS_AT_ONCE} requests under way already", status=429)
 
     @contextmanager
     def occupied(self, device: str) -> Iterator[None]:
@@ -124,14 +120,13 @@ class _Gate:
             if not self._busy[device]:
                 del self._busy[device]
 
-    def _refusal(self, request: Request) -> _RefusedError:
+    def _refusal(self, request: Request) -> RefusedError:
         self._refused += 1
         peer = peer_of(request)
         named = None if peer is None else common_name(peer)
-        if self._clock() - self._told_at >= TOLD_EVERY_S:
-            self._told_at = self._clock()
+        if self._lines.take(None):
             self._shelf.events.write("carrier_refused", certificate=named, refused=self._refused)
-        return _RefusedError(403, "this certificate is no member's (any more); ask the operator")
+        return RefusedError("this certificate is no member's (any more); ask the operator")
 
 
 class _Counter:
@@ -142,17 +137,17 @@ class _Counter:
         self._gate = gate
         self._threads = threads
 
-    async def fetch(self, artifact: str, request: Request) -> Response:
+    async def fetch(self, artifact: ArtifactId, request: Request) -> Response:
         """Whole chunks or any other range of the spec or of an aggregate."""
         device = await self._gate.device(request)
         self._gate.check_room(device)
         if not self._shelf.library.allows(artifact):
-            raise _RefusedError(404, f"there is no artifact {artifact} to fetch")
+            raise RefusedError(f"there is no artifact {artifact} to fetch", status=404)
         try:
             source = await self._threads.run(self._shelf.library.source, artifact)
         except (IntegrityError, OSError):
             log.exception("%s asked for artifact %s, which can't be read", device, artifact)
-            raise _RefusedError(500, "the artifact can't be read; the coordinator's log says why") from None
+            raise RefusedError("the artifact can't be read; the coordinator's log says why", status=500) from None
         size, wanted = source.ref.size, request.headers.get("range")
         try:
             span = Span(0, size - 1, size) if wanted is None else parse_range(wanted, size)
@@ -177,14 +172,14 @@ class _Counter:
             finally:
                 os.close(file)
 
-    async def take(self, artifact: str, request: Request) -> Response:
+    async def take(self, artifact: ArtifactId, request: Request) -> Response:
         """Chunks of the update that the device has announced; each counts as soon as it is here."""
         device = await self._gate.device(request)
         self._gate.check_room(device)
         with self._gate.occupied(device):
             span = parse_content_range(request.headers.get("content-range", ""))
             if request.headers.get("content-length") != str(span.length):
-                raise _RefusedError(400, f"Content-Length must be {span.length}, as Content-Range says")
+                raise RefusedError(f"Content-Length must be {span.length}, as Content-Range says", status=400)
             ref = await asyncio.wrap_future(self._shelf.intake.announced(device))
             if ref is None or ref.id != artifact:
                 raise OrderError(f"no update {artifact} of {device} is under way; announce it first")
@@ -222,24 +217,18 @@ def create_carrier_app(shelf: Shelf, clock: Callable[[], float]) -> FastAPI:
         await gate.device(request)
         return Response(status_code=204)
 
-    async def fetch(artifact: ArtifactId, request: Request) -> Response:
-        return await counter.fetch(artifact, request)
-
-    async def take(artifact: ArtifactId, request: Request) -> Response:
-        return await counter.take(artifact, request)
-
     application.add_api_route(READY_PATH, ready, methods=["GET"])
-    application.add_api_route(f"{ARTIFACTS_PATH}/{{artifact}}", fetch, methods=["GET"])
-    application.add_api_route(f"{UPDATES_PATH}/{{artifact}}", take, methods=["PUT"])
-    application.add_exception_handler(_RefusedError, _explain)
+    application.add_api_route(f"{ARTIFACTS_PATH}/{{artifact}}", counter.fetch, methods=["GET"])
+    application.add_api_route(f"{UPDATES_PATH}/{{artifact}}", counter.take, methods=["PUT"])
+    application.add_exception_handler(RefusedError, _explain)
     application.add_exception_handler(WireError, _explain)
     application.add_exception_handler(ClientDisconnect, _explain)
     return application
 
 
 async def _explain(request: Request, error: Exception) -> Response:
-    if isinstance(error, _RefusedError):
-        return _refused(error.status, str(error))
+    if isinstance(error, RefusedError):
+        return _refused(error.status, error.told)
     status = next((STATUS[kind] for kind in type(error).__mro__ if kind in STATUS), 400)
     return _refused(status, str(error))
 

@@ -11,10 +11,21 @@ import logging
 import shutil
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, Protocol
 
-from coordinator.aggregation_messages import Job, JobDone, Limits, UpdateFailed
+from coordinator.aggregation_messages import (
+    Job,
+    JobDone,
+    JobFailed,
+    PhaseStarted,
+    Progressed,
+    UpdateAdded,
+    UpdateFailed,
+    WorkerDied,
+    WorkerEvent,
+    WorkerReady,
+)
 from coordinator.aggregation_worker import spill_directory
 from coordinator.errors import StoreError
 from coordinator.library import Library
@@ -33,11 +44,29 @@ from coordinator.round_commands import (
     Pause,
     ResumeAttempt,
 )
-from coordinator.rounds import AggregateStored, Event, Phase, Restarted, RoundState, UpdateRefused, transition
+from coordinator.rounds import (
+    AggregateStored,
+    AggregationFailed,
+    Event,
+    Phase,
+    Restarted,
+    RoundState,
+    UpdateRefused,
+    transition,
+)
 from coordinator.setup import Setup, Worker
 from coordinator.store import Key
 from coordinator.track_record import LEFT_OUT_ROUNDS, left_out, typical_distances
 from fedcg.wire.messages import Outcome
+
+_REPORTS: dict[type[WorkerEvent], str] = {
+    WorkerReady: "worker_ready",
+    WorkerDied: "worker_died",
+    PhaseStarted: "phase_started",
+    Progressed: "aggregate_step",
+    UpdateAdded: "teacher_done",
+}
+"""The lines of the event log that hold just what the worker reports."""
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +89,11 @@ class Conductor:
         publisher: the coordinator's voice.
         library: what devices may fetch.
         worker: merges.
+
+    Attributes:
+        is_announced: whether the broker was handed what the offer topic must say now; when not, `announce` has to be repeated.
+        announced_at: when `announce` was called last; monotonic seconds.
+        worker_pid: the worker's process, once it is ready.
     """
 
     def __init__(self, setup: Setup, publisher: Publisher, library: Library, worker: Worker) -> None:
@@ -71,12 +105,12 @@ class Conductor:
         self._library = library
         self._worker = worker
         self._pruner = Pruner(setup.store, setup.artifacts, self._id, setup.keep_rounds, self._forget)
-        self._uplink: Uploading | None = None
         self._policy = replace(setup.federation.policy, gather_s=setup.rounds.gather_s, retry_s=setup.rounds.retry_s)
         self._state = RoundState(self._policy)
         self.announced_at = 0.0
+        self.worker_pid: int | None = None
         self._base = ""
-        self._is_announced = True
+        self.is_announced = True
         self._do_what: dict[type[Any], Callable[[Any], Awaitable[None]]] = {
             OpenAttempt: self._open_attempt,
             ResumeAttempt: self._resume_attempt,
@@ -98,13 +132,8 @@ class Conductor:
         """Artifact id of the aggregate that the open attempt starts from."""
         return self._base
 
-    @property
-    def is_announced(self) -> bool:
-        """Whether the broker was handed what the offer topic must say now; when not, `announce` has to be repeated."""
-        return self._is_announced
-
     def use_uplink(self, uplink: Uploading) -> None:
-        """Say who holds the updates that are under way."""
+        """Say who holds the updates that are under way, before anything else."""
         self._uplink = uplink
 
     async def restart(self) -> None:
@@ -129,7 +158,22 @@ class Conductor:
         for command in commands:
             await self._do(command)
 
-    async def update_failed(self, failed: UpdateFailed) -> None:
+    async def follow_worker(self, event: WorkerEvent) -> None:
+        """Write what the worker reports into the event log, and go on from there."""
+        if name := _REPORTS.get(type(event)):
+            self._events.write(name, **asdict(event))
+        if isinstance(event, WorkerReady):
+            self.worker_pid = event.pid
+        elif isinstance(event, WorkerDied):
+            self.worker_pid = None
+        elif isinstance(event, UpdateFailed):
+            await self._update_failed(event)
+        elif isinstance(event, JobFailed):
+            await self.apply(AggregationFailed(event.round, event.attempt, event.reason))
+        elif isinstance(event, JobDone):
+            await self._job_done(event)
+
+    async def _update_failed(self, failed: UpdateFailed) -> None:
         """Reject an update that was accepted and can't be merged; its round goes on without it."""
         state, client = self._state, failed.client
         if (state.round, state.attempt) != (failed.round, failed.attempt) or client not in state.updates:
@@ -150,7 +194,7 @@ class Conductor:
         for client in sorted(before.keys() - now.keys()):
             self._events.write("let_in", client=client, round=round_number)
 
-    async def job_done(self, done: JobDone) -> None:
+    async def _job_done(self, done: JobDone) -> None:
         """Close the attempt with the aggregate that the worker stored."""
         current = (self._state.round, self._state.attempt)
         if self._state.phase is not Phase.DISTILLING or current != (done.round, done.attempt):
@@ -162,11 +206,14 @@ class Conductor:
         self._events.write(
             "aggregate_stored", round=done.round, attempt=done.attempt, artifact=done.aggregate, size=done.size
         )
-        spilled = spill_directory(self._setup.worker.spill, self._id, done.round, done.attempt)
-        await asyncio.to_thread(shutil.rmtree, spilled, ignore_errors=True)
+        await self._drop_rows(done)
         await self._prune(done.round)
         await self._judge_devices(done.round + 1)
         await self.apply(AggregateStored(done.round, done.attempt))
+
+    async def _drop_rows(self, ended: JobDone | FailAttempt) -> None:
+        spilled = spill_directory(self._setup.worker.spill, self._id, ended.round, ended.attempt)
+        await asyncio.to_thread(shutil.rmtree, spilled, ignore_errors=True)
 
     async def _prune(self, closed: int) -> None:
         pruned = await asyncio.to_thread(self._pruner.prune, closed)
@@ -179,7 +226,7 @@ class Conductor:
 
     async def announce(self) -> None:
         """Publish what the retained offer topic must say now; while the link is down this does nothing."""
-        self._is_announced, self.announced_at = True, time.monotonic()
+        self.is_announced, self.announced_at = True, time.monotonic()
         state = self._state
         if state.phase in (Phase.WAITING, Phase.PAUSED):
             return
@@ -189,10 +236,10 @@ class Conductor:
         aggregate_ref = await asyncio.to_thread(self._library.ref, aggregate)
         position = (state.round, state.attempt)
         if finished:
-            self._is_announced = self._publisher.finished(position, spec_ref, aggregate_ref)
+            self.is_announced = self._publisher.finished(position, spec_ref, aggregate_ref)
         else:
             rounds, deadline_at = state.policy.rounds, state.deadline_at
-            self._is_announced = self._publisher.offer(position, spec_ref, aggregate_ref, rounds, deadline_at)
+            self.is_announced = self._publisher.offer(position, spec_ref, aggregate_ref, rounds, deadline_at)
 
     async def _do(self, command: Command) -> None:
         await self._do_what[type(command)](command)
@@ -242,8 +289,7 @@ class Conductor:
             self._events.write("deadline_moved", round=round_number, attempt=attempt, reason=reason)
 
     async def _invite(self, command: Invite) -> None:
-        if self._uplink is not None:
-            self._uplink.invite(command.client, (command.round, command.attempt))
+        self._uplink.invite(command.client, (command.round, command.attempt))
 
     async def _distil(self, command: Distil) -> None:
         key = self._key(command)
@@ -252,29 +298,28 @@ class Conductor:
         reported = {update.client: update.examples for update in updates}
         weights = given_weights(reported, self._setup.robustness)
         await asyncio.to_thread(self._store.start_distilling, key, self._setup.clock(), weights)
-        self._end_uploads(Outcome.LATE, "the round was closed without this update")
+        self._uplink.close(Outcome.LATE, "the round was closed without this update")
         where = {"round": command.round, "attempt": command.attempt}
         self._events.write("distilling", **where, clients=list(command.clients))
         for client in sorted(client for client in reported if weights[client] != reported[client]):
             self._events.write(
                 "weight_capped", **where, client=client, reported=reported[client], given=weights[client]
             )
-        clip_medians = self._setup.robustness.clip_medians
-        first = limits_of(medians_of([update.distance_of for update in updates]), clip_medians)
-        limits = await self._limits(command.round) or first
+        known = await self._limits(command.round)
+        own = [update.distance_of for update in updates]
+        limits = known or limits_of(medians_of(own), self._setup.robustness.clip_medians)
         shares = {update.client: over(update.distance_of, limits) for update in updates}
         for client, part, share in ((client, *item) for client, kept in shares.items() for item in kept.items()):
             self._events.write("update_clipped", **where, client=client, part=part.value, kept=round(share, 4))
         chosen = tuple((update.client, update.artifact, weights[update.client]) for update in updates)
-        self._worker.finish(chosen, _named(limits) if limits is not first or any(shares.values()) else ())
+        self._worker.finish(chosen, limits if any(shares.values()) else known)
 
     async def _fail_attempt(self, command: FailAttempt) -> None:
         now, first_attempt = self._setup.clock(), command.first_attempt
         await asyncio.to_thread(self._store.fail_attempt, self._key(command), command.reason, now, first_attempt)
-        self._end_uploads(Outcome.CLOSED, "the attempt ended without an aggregate")
+        self._uplink.close(Outcome.CLOSED, "the attempt ended without an aggregate")
         self._events.write("attempt_failed", round=command.round, attempt=command.attempt, reason=command.reason)
-        spilled = spill_directory(self._setup.worker.spill, self._id, command.round, command.attempt)
-        await asyncio.to_thread(shutil.rmtree, spilled, ignore_errors=True)
+        await self._drop_rows(command)
 
     async def _pause(self, command: Pause) -> None:
         log.error("federation %s is paused: %s", self._id, command.reason)
@@ -285,10 +330,6 @@ class Conductor:
         self._events.write("finished", round=self._state.round, attempt=self._state.attempt, aggregate=final.artifact)
         await self.announce()
 
-    def _end_uploads(self, outcome: Outcome, reason: str) -> None:
-        if self._uplink is not None:
-            self._uplink.close(outcome, reason)
-
     async def _aggregate(self, round_number: int) -> AggregateRecord:
         record = await asyncio.to_thread(self._store.aggregate, self._id, round_number)
         if record is None:
@@ -297,7 +338,7 @@ class Conductor:
 
     async def _job(self, command: OpenAttempt | ResumeAttempt, base: AggregateRecord) -> Job:
         spec = self._setup.federation.spec
-        limits = _named(await self._limits(command.round))
+        limits = await self._limits(command.round)
         return Job(self._id, command.round, command.attempt, spec, base.artifact, base.server_state, limits)
 
     async def _limits(self, round_number: int) -> Distances:
@@ -307,7 +348,3 @@ class Conductor:
 
     def _key(self, command: OpenAttempt | ResumeAttempt | MoveDeadline | Distil | FailAttempt) -> Key:
         return (self._id, command.round, command.attempt)
-
-
-def _named(limits: Distances) -> Limits:
-    return tuple((part.value, limit) for part, limit in sorted(limits.items()))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from importlib.resources import files
 from pathlib import Path
+from string import Template
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -18,6 +20,19 @@ from fedcg.wire.presets import DEFAULT_PRESET, LinkLimits, PresetName, limits_fo
 LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
 EVERY_ADDRESS = "0.0.0.0"  # noqa: S104 - boxes are on other machines; TLS and a token are asked of each
 KEEP_ROUNDS = 10
+EXAMPLES: dict[tuple[str, str], object] = {
+    ("broker", "chunk_bytes"): 32_768,
+    ("broker", "window_chunks"): 16,
+    ("broker", "window_bytes"): 1_900_000,
+    ("enrolment", "port"): 8444,
+    ("enrolment", "listen"): EVERY_ADDRESS,
+    ("enrolment", "host"): "coordinator.example",
+    ("carrier", "port"): 8445,
+    ("carrier", "listen"): EVERY_ADDRESS,
+    ("carrier", "host"): "coordinator.example",
+    ("aggregation", "public_data"): "public",
+}
+"""Values of settings that have none by default, as coordinator.toml shows them in comments."""
 Port = Annotated[int, Field(ge=1, le=65535)]
 
 
@@ -29,8 +44,6 @@ class BrokerSettings(_Section):
     """Where the broker is and how it is spoken to.
 
     Attributes:
-        lists: for a broker of the operator's own: a directory that gets access list and revocation list after every change.
-        pid_file: for such a broker on this machine: where its process id is, to send it SIGHUP after every change.
         preset: limits of a known broker or service.
         chunk_bytes, window_chunks, window_bytes: single limits in place of the preset's.
     """
@@ -38,8 +51,6 @@ class BrokerSettings(_Section):
     host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
     port: Port = 8883
     protocol: Literal["auto", "5", "3.1.1"] = "auto"
-    lists: Annotated[str, Field(min_length=1)] | None = None
-    pid_file: Annotated[str, Field(min_length=1)] | None = None
     preset: PresetName = DEFAULT_PRESET
     chunk_bytes: Annotated[int, Field(ge=1024, le=MAX_CHUNK_BYTES)] | None = None
     window_chunks: Annotated[int, Field(ge=1, le=256)] | None = None
@@ -230,93 +241,21 @@ def check_api_host(host: str) -> None:
         )
 
 
-def _line(name: str, value: int | None, example: int) -> str:
-    return f"# {name} = {example}" if value is None else f"{name} = {value}"
-
-
-def _listener(settings: ListenerSettings, usual_port: int) -> str:
-    listen, host = settings.listen or EVERY_ADDRESS, settings.host or "coordinator.example"
-    return f"""{_line("port", settings.port, usual_port)}
-# The address to listen on; default 127.0.0.1 when the name below is this machine's own, else every address.
-{"" if settings.listen else "# "}listen = {json.dumps(listen)}
-# The name under which boxes reach it; default broker.host.
-{"" if settings.host else "# "}host = {json.dumps(host)}"""
-
-
 def render_config(config: CoordinatorConfig) -> str:
-    """coordinator.toml with comments."""
-    public = config.aggregation.public_data
-    enrolment, broker = config.enrolment, config.broker
-    lists_line = f"lists = {json.dumps(broker.lists)}" if broker.lists else '# lists = "/etc/mosquitto/fedcg"'
-    pid_line = f"pid_file = {json.dumps(broker.pid_file)}" if broker.pid_file else '# pid_file = "/run/mosquitto.pid"'
-    public_line = f"public_data = {json.dumps(public)}" if public else '# public_data = "public"'
-    return f"""# Configuration of a FedCG Edge coordinator.
+    """coordinator.toml with comments; a setting without a value is a comment that shows one."""
+    template = files("coordinator.provision").joinpath("coordinator.toml.template").read_text(encoding="utf-8")
+    lines = {
+        f"{section}_{name}": f"# {name} = {_toml(EXAMPLES[section, name])}"
+        if value is None
+        else f"{name} = {_toml(value)}"
+        for section, settings in config.model_dump(mode="json").items()
+        for name, value in settings.items()
+    }
+    return Template(template).substitute(lines)
 
-[broker]
-host = "{config.broker.host}"
-port = {config.broker.port}
-# "auto" tries MQTT 5 first, then 3.1.1.
-protocol = "{config.broker.protocol}"
-# For a Mosquitto of your own (`fedcg deploy mosquitto`): where its access list and revocation list are kept up to date, and
-# where its process id is, so that it reads them after every change. `fedcg broker run` needs neither.
-{lists_line}
-{pid_line}
-# What the broker takes: "mosquitto", "aws-iot", "azure-event-grid" or "emqx".
-preset = "{config.broker.preset}"
-{_line("chunk_bytes", config.broker.chunk_bytes, 32_768)}
-{_line("window_chunks", config.broker.window_chunks, 16)}
-{_line("window_bytes", config.broker.window_bytes, 1_900_000)}
 
-[api]
-# Loopback only: the HTTP interface has no authentication.
-host = "{config.api.host}"
-port = {config.api.port}
-# Further host names under which it is asked, e.g. by a proxy on this machine: others in the Host header are refused.
-names = {json.dumps(config.api.names)}
-
-[enrolment]
-# HTTPS for boxes: enrolment by token (`fedcg token create`) and renewal of certificates. Off without a port.
-{_listener(enrolment, 8444)}
-# Life of a device's certificate; the agent renews it in the last third.
-certificate_days = {enrolment.certificate_days}
-
-[carrier]
-# HTTPS that carries the artifacts of boxes with `carrier = "https"` in their agent.toml. Off without a port.
-{_listener(config.carrier, 8445)}
-
-[connections]
-# Open TCP connections: of all three listeners together (at most half of the process's descriptors), of one address at one
-# listener before it shows a certificate (sites behind one NAT share it), and with one device's certificate.
-total = {config.connections.total}
-per_address = {config.connections.per_address}
-per_device = {config.connections.per_device}
-
-[aggregation]
-# Results repeat bit for bit only with the same number of threads on the same device.
-threads = {config.aggregation.threads}
-device = "{config.aggregation.device}"
-# Unlabelled images, a folder or an .npz, for methods that distil on some (feddf); must stay as they are while a round runs.
-{public_line}
-public_images = {config.aggregation.public_images}
-# The worker is replaced when it has work and gives no sign of life for so many seconds.
-stall_s = {config.aggregation.stall_s}
-
-[robustness]
-# A device counts for at most so many times the median number of examples, and for at most this share of all examples.
-weight_medians = {config.robustness.weight_medians}
-max_share = {config.robustness.max_share}
-# Numbers of examples that stand in the place of what these devices report; they are not capped.
-examples = {{{", ".join(f"{json.dumps(name)} = {count}" for name, count in config.robustness.examples.items())}}}
-# An update farther from the base than so many times the last round's median is scaled back. A large number switches this off.
-clip_medians = {config.robustness.clip_medians}
-
-[storage]
-# Updates and aggregates of so many closed rounds stay on the disk; older ones are deleted. What a restart needs always stays.
-keep_rounds = {config.storage.keep_rounds}
-
-[rounds]
-# A round opens when all enrolled devices are online, or min_clients are and no further one came for so many seconds.
-gather_s = {config.rounds.gather_s}
-# Seconds until the next attempt after a failed one; doubles with each failed attempt of a round, up to 600.
-retry_s = {config.rounds.retry_s}
-"""
+def _toml(value: object) -> str:
+    """A value in TOML, whose strings, numbers and lists are those of JSON."""
+    if not isinstance(value, dict):
+        return json.dumps(value)
+    return f"{{{', '.join(f'{json.dumps(name)} = {_toml(item)}' for name, item in value.items())}}}"

@@ -12,8 +12,9 @@ from typing import TypeVar
 from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, ValidationError
 
-from coordinator.admission import Admission, RefusedError
-from coordinator.limits import FailureLimits
+from coordinator.admission import Admission
+from coordinator.errors import RefusedError
+from coordinator.limits import Buckets, FailureLimits
 from coordinator.peers import peer_of
 from coordinator.threads import Threads
 from fedcg.wire.enrolment import (
@@ -33,13 +34,6 @@ THREADS = 2
 
 log = logging.getLogger(__name__)
 RequestT = TypeVar("RequestT", bound=BaseModel)
-Grant = Callable[[RequestT], BaseModel]
-
-
-class _BadRequestError(Exception):
-    def __init__(self, status: int, told: str) -> None:
-        super().__init__(told)
-        self.status = status
 
 
 class _Desk:
@@ -51,7 +45,7 @@ class _Desk:
         self._device_limits = device_limits
         self._threads = Threads(THREADS, "enrolment")
         self._limited = 0
-        self._limited_told_at = float("-inf")
+        self._lines: Buckets[None] = Buckets(1 / TOLD_EVERY_S, 1)
 
     async def serve(
         self, request: Request, schema: type[RequestT], grant: Callable[[RequestT], BaseModel], event: str
@@ -62,30 +56,23 @@ class _Desk:
         wait_s = limits.wait_s(asker)
         if wait_s > 0:
             return self._limit(address, wait_s)
+        wanted: RequestT | None = None
         try:
-            body = await _body(request)
-            wanted = _parse(schema, body)
+            wanted = _parse(schema, await _body(request))
             answer = await self._threads.run(grant, wanted)
-        except _BadRequestError as error:
-            limits.refused(asker)
-            return self._refuse(event, address, error.status, str(error), str(error))
         except RefusedError as error:
             limits.refused(asker)
-            return self._refuse(event, address, 403, error.told, str(error), getattr(wanted, "device", ""))
+            device = getattr(wanted, "device", "")
+            self.admission.events.write(event, address=address, reason=str(error), client=device)
+            return _refusal(error.status, error.told)
         except Exception:
             log.exception("a request of %s failed", address)
             return _refusal(500, "the coordinator could not do it; its log says why")
         return Response(answer.model_dump_json(), media_type="application/json")
 
-    def _refuse(self, event: str, address: str, status: int, told: str, reason: str, device: str = "") -> Response:
-        self.admission.events.write(event, address=address, reason=reason, client=device)
-        return _refusal(status, told)
-
     def _limit(self, address: str, wait_s: float) -> Response:
         self._limited += 1
-        now = self.admission.clock()
-        if now >= self._limited_told_at + TOLD_EVERY_S:
-            self._limited_told_at = now
+        if self._lines.take(None):
             self.admission.events.write("enrolment_limited", address=address, refused=self._limited)
         seconds = int(wait_s) + 1
         answer = _refusal(429, f"too many refused requests; try again in {seconds} s")
@@ -125,7 +112,7 @@ async def _body(request: Request) -> bytes:
     async for piece in request.stream():
         body += piece
         if len(body) > MAX_BODY_BYTES:
-            raise _BadRequestError(413, f"a request has at most {MAX_BODY_BYTES} bytes")
+            raise RefusedError(f"a request has at most {MAX_BODY_BYTES} bytes", status=413)
     return bytes(body)
 
 
@@ -135,7 +122,7 @@ def _parse(schema: type[RequestT], body: bytes) -> RequestT:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         field = ".".join(str(step) for step in first["loc"]) or "(body)"
-        raise _BadRequestError(422, f"{field[:60]}: {first['msg'][:200]}") from None
+        raise RefusedError(f"{field[:60]}: {first['msg'][:200]}", status=422) from None
 
 
 def _refusal(status: int, told: str) -> Response:

@@ -8,6 +8,7 @@ CoordinatorError
 ├── StoreError          the database refused, or has another version
 ├── AggregationError    the updates of an attempt could not be merged
 ├── BrokerError         no broker could be started
+├── RefusedError        a request of a box over HTTPS that is not granted
 └── ValidationError     an update that must not be merged; `reason` goes into the receipt
 """
 
@@ -44,6 +45,20 @@ class AggregationError(CoordinatorError):
 
 class BrokerError(CoordinatorError):
     """No broker could be started."""
+
+
+class RefusedError(CoordinatorError):
+    """A request of a box over HTTPS that is not granted.
+
+    Attributes:
+        told: for the box; says nothing of a token whose secret it has not shown.
+        status: of the answer.
+    """
+
+    def __init__(self, told: str, reason: str = "", *, status: int = 403) -> None:
+        super().__init__(reason or told)
+        self.told = told
+        self.status = status
 
 
 class ValidationError(CoordinatorError):

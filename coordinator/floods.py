@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Generic, TypeVar
 
+from coordinator.limits import Buckets
 from fedcg.wire.topics import TopicKind
 
 MESSAGES_PER_S = 200.0  # of one device and topic kind; 8 chunks a grant make it 190 MB/s of downloads
@@ -19,36 +19,6 @@ SILENCE_S = 600.0
 LINES_PER_S = 0.5  # in the event log, about one device, of the kinds that it can cause at will; a round in two seconds
 LINES_AT_ONCE = 200.0
 LIMITED_EVENTS = frozenset({"accepted", "cohort_differs", "declined", "offline", "online", "update_refused"})
-
-KeyT = TypeVar("KeyT")
-
-
-class Buckets(Generic[KeyT]):
-    """A token bucket for each key; a new one is full. Not for two threads at once.
-
-    Args:
-        per_s: tokens that a bucket gains in a second.
-        at_once: tokens that it holds at most.
-        clock: monotonic seconds.
-    """
-
-    def __init__(self, per_s: float, at_once: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._per_s = per_s
-        self._at_once = at_once
-        self._clock = clock
-        self._levels: dict[KeyT, tuple[float, float]] = {}
-
-    def take(self, key: KeyT) -> bool:
-        """Take a token; False when there is none."""
-        now = self._clock()
-        level, at = self._levels.get(key, (self._at_once, now))
-        level = min(self._at_once, level + self._per_s * (now - at))
-        self._levels[key] = (level - 1.0 if level >= 1.0 else level, now)
-        return level >= 1.0
-
-    def forget(self, key: KeyT) -> None:
-        """Fill a key's bucket."""
-        self._levels.pop(key, None)
 
 
 class LineLimit:
@@ -66,12 +36,10 @@ class FloodGate:
     """Decides, on the transport's thread, which messages of a device are looked at.
 
     Args:
-        report: gets the device that is silenced from now on, on the transport's thread.
         clock: monotonic seconds.
     """
 
-    def __init__(self, report: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
-        self._report = report
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._messages: Buckets[tuple[str, TopicKind]] = Buckets(MESSAGES_PER_S, MESSAGES_AT_ONCE, clock)
         self._all: Buckets[str] = Buckets(FLOOD_PER_S, FLOOD_AT_ONCE, clock)
@@ -88,7 +56,6 @@ class FloodGate:
             return False
         if device and not self._all.take(device):
             self._silenced[device] = self._clock() + SILENCE_S
-            self._report(device)
             return False
         return self._messages.take((device, kind))
 
@@ -96,11 +63,11 @@ class FloodGate:
         """Whether nothing of a device is looked at now."""
         return device in self._silenced
 
-    def released(self) -> list[str]:
-        """The devices whose silence is over; each one once."""
+    def silenced(self) -> frozenset[str]:
+        """The devices of which nothing is looked at now; from any thread. One whose time is over starts with a full bucket."""
         now = self._clock()
-        over = [device for device, until in list(self._silenced.items()) if now >= until]
-        for device in over:
-            self._all.forget(device)
-            del self._silenced[device]
-        return over
+        for device, until in list(self._silenced.items()):
+            if now >= until:
+                self._all.forget(device)
+                del self._silenced[device]
+        return frozenset(self._silenced)

@@ -6,14 +6,14 @@ import fcntl
 import os
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.config import CoordinatorConfig, load_config, render_config
 from coordinator.errors import HomeError
 from coordinator.provision.pki import CRL_NAME, create_ca, credential_of, issue, server_credential, write_revocations
-from fedcg.files import READABLE, replace_durably
+from fedcg.files import PRIVATE, READABLE, replace_durably, write_durably
 from fedcg.wire.messages import COORDINATOR
 from fedcg.wire.signing import SigningKey
 
@@ -90,7 +90,7 @@ class Home:
     @contextmanager
     def changing_members(self) -> Iterator[None]:
         """Wait for, and hold, the right to change who may take part: database, revocation list and access list fit together."""
-        descriptor = os.open(self.root / "members.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        descriptor = os.open(self.root / "members.lock", os.O_RDWR | os.O_CREAT, PRIVATE)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             yield
@@ -126,25 +126,34 @@ class Home:
             raise HomeError(f"{self.secret_file} holds {len(secret)} bytes; at least {SECRET_BYTES} are needed")
         return secret
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Hold the home for this process; the lock goes away with the process, however it ends.
+    def locked(self) -> AbstractContextManager[None]:
+        """Hold the home for this process.
 
         Raises:
             HomeError: another coordinator runs here.
         """
-        descriptor = os.open(self.pid_file, os.O_RDWR | os.O_CREAT, 0o600)
+        return held(self.pid_file, "a coordinator")
+
+
+@contextmanager
+def held(path: Path, program: str) -> Iterator[None]:
+    """Hold a file, which tells this process's id; the lock goes away with the process, however it ends.
+
+    Raises:
+        HomeError: another process holds it; names the program and the process.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, PRIVATE)
+    try:
         try:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                other = os.read(descriptor, 32).decode(errors="replace").strip()
-                raise HomeError(f"a coordinator (process {other}) is using {self.root}; stop it first") from error
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
-            yield
-        finally:
-            os.close(descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            other = os.read(descriptor, 32).decode(errors="replace").strip()
+            raise HomeError(f"{program} (process {other}) is using {path.parent}; stop it first") from error
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def create_home(root: Path, config: CoordinatorConfig, *, observers: tuple[str, ...] = ()) -> Home:
@@ -169,7 +178,7 @@ def create_home(root: Path, config: CoordinatorConfig, *, observers: tuple[str, 
     for identity in (COORDINATOR, *observers):
         issue(home.pki, identity)
     SigningKey.generate().save(home.signing_key)
-    _write_secret(home.secret_file, secrets.token_bytes(SECRET_BYTES))
+    write_durably(home.secret_file, secrets.token_bytes(SECRET_BYTES), is_new=True)
     for directory in (home.artifacts, home.spill, home.broker):
         directory.mkdir()
     replace_durably(home.config_file, render_config(config), READABLE)
@@ -181,9 +190,3 @@ def observers_of(home: Home) -> list[str]:
     return sorted(
         path.stem for path in home.pki.glob("observer*.pem") if credential_of(home.pki, path.stem).key.is_file()
     )
-
-
-def _write_secret(path: Path, secret: bytes) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "wb") as stream:
-        stream.write(secret)

@@ -1,4 +1,4 @@
-"""The one queue of the service: threads put, the event loop takes. Bounded in items and bytes for what the network brings."""
+"""The one queue of the service: threads put, the event loop takes. Bounded for what the network brings."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-MAX_ITEMS = 20_000
 MAX_BYTES = 64 * 1024 * 1024
-SENDER_ITEMS = 256
 SENDER_BYTES = 1024 * 1024
+ITEM_BYTES = 4096
+"""Every item takes at least so many: a sender has at most 256 of them waiting, and all together 16,384."""
 
 Item = TypeVar("Item")
 
@@ -33,7 +33,7 @@ class Inbox(Generic[Item]):
         self._loop = loop
         self._own: deque[Item] = deque()
         self._senders: dict[str, _Queue[Item]] = {}  # those with items, the next one first
-        self._items = self._bytes = 0  # of all senders
+        self._bytes = 0  # of all senders
         self._lock = threading.Lock()
         self._waiting: asyncio.Future[None] | None = None
         self.dropped = 0
@@ -73,14 +73,12 @@ class Inbox(Generic[Item]):
 
     def _add(self, item: Item, size: int, sender: str) -> bool:
         queue = self._senders.get(sender) or _Queue()
-        if len(queue.items) >= SENDER_ITEMS or queue.bytes + size > SENDER_BYTES:
-            return False
-        if self._items >= MAX_ITEMS or self._bytes + size > MAX_BYTES:
+        size = max(size, ITEM_BYTES)
+        if queue.bytes + size > SENDER_BYTES or self._bytes + size > MAX_BYTES:
             return False
         queue.items.append((item, size))
         queue.bytes += size
         self._senders[sender] = queue
-        self._items += 1
         self._bytes += size
         return True
 
@@ -91,7 +89,6 @@ class Inbox(Generic[Item]):
         queue.bytes -= size
         if queue.items:
             self._senders[sender] = queue  # behind the others
-        self._items -= 1
         self._bytes -= size
         return item
 

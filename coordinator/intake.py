@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
 from coordinator.uploads import Grant, Received, Uploads
@@ -30,8 +29,8 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class IntakeFailed:
-    """The disk failed under an update: the coordinator must not go on as if nothing had happened."""
+class Broken:
+    """Something failed that is no device's, the disk for example: the coordinator must not go on as if nothing had happened."""
 
     error: BaseException
 
@@ -44,7 +43,7 @@ class GivenUp:
     error: Exception
 
 
-IntakeEvent = Grant | Received | GivenUp | IntakeFailed
+IntakeEvent = Grant | Received | GivenUp | Broken
 _Work = Callable[[], None]
 ResultT = TypeVar("ResultT")
 
@@ -215,7 +214,7 @@ class Intake:
                     self._bytes -= size
                 work()
         except Exception as error:  # noqa: BLE001 - the run loop of a thread: told to the service, which ends with it
-            self._notify(IntakeFailed(error))
+            self._notify(Broken(error))
         finally:
             self._uploads.close()
 
@@ -223,16 +222,13 @@ class Intake:
         early = self._uploads.early(device)
         try:
             follows = self._uploads.begin(device, manifest, self._monotonic(), manifest_at, carrier)
-        except CapacityError as error:
-            log.warning("the update of %s has to wait: %s", device, error)
-            return
         except WireError as error:
-            log.warning("the update of %s is fetched again: %s", device, error)
+            log.warning("the update of %s has to be announced again: %s", device, error)
             return
         except OSError:
             raise
         except Exception as error:  # noqa: BLE001 - whatever is wrong with this update, the others go on
-            self._notify(GivenUp(Received(device, manifest, manifest_at, Path()), error))
+            self._notify(GivenUp(Received(device, manifest, manifest_at), error))
             return
         if follows is not None:
             self._tell(follows)

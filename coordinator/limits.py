@@ -1,15 +1,56 @@
-"""How many refused requests a listener takes, from one address and from all: token buckets, bounded in number."""
+"""Token buckets, and with them how many refused requests a listener takes, from one address and from all."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from threading import Lock
+from typing import Generic, TypeVar
 
 from fedcg.listening import network_of
 
-MAX_ADDRESSES = 4096
+MAX_KEYS = 4096
+"""Buckets that are remembered; one that was not used for the longest time is full again."""
+
+KeyT = TypeVar("KeyT")
+
+
+class Buckets(Generic[KeyT]):
+    """A token bucket for each key; a new one is full. Bounded in number, and not for two threads at once.
+
+    Args:
+        per_s: tokens that a bucket gains in a second.
+        at_once: tokens that it holds at most.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, per_s: float, at_once: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._per_s = per_s
+        self._at_once = at_once
+        self._clock = clock
+        self._levels: dict[KeyT, tuple[float, float]] = {}  # the one that was used last at the end
+
+    def take(self, key: KeyT) -> bool:
+        """Take a token; False when there is none."""
+        level = self._level(key)
+        self.forget(key)
+        self._levels[key] = (level - 1.0 if level >= 1.0 else level, self._clock())
+        if len(self._levels) > MAX_KEYS:
+            self.forget(next(iter(self._levels)))
+        return level >= 1.0
+
+    def wait_s(self, key: KeyT) -> float:
+        """Seconds until there is a token."""
+        return max(0.0, 1.0 - self._level(key)) / self._per_s
+
+    def forget(self, key: KeyT) -> None:
+        """Fill a key's bucket."""
+        self._levels.pop(key, None)
+
+    def _level(self, key: KeyT) -> float:
+        now = self._clock()
+        level, at = self._levels.get(key, (self._at_once, now))
+        return min(self._at_once, level + self._per_s * (now - at))
 
 
 @dataclass(frozen=True)
@@ -24,25 +65,6 @@ PER_ADDRESS = Rate(10, 1 / 6)
 ALL = Rate(120, 2.0)
 
 
-class _Bucket:
-    def __init__(self, rate: Rate, now: float) -> None:
-        self._rate = rate
-        self._left = float(rate.burst)
-        self._at = now
-
-    def wait_s(self, now: float) -> float:
-        self._refill(now)
-        return 0.0 if self._left >= 1.0 else (1.0 - self._left) / self._rate.per_s
-
-    def take(self, now: float) -> None:
-        self._refill(now)
-        self._left = max(0.0, self._left - 1.0)
-
-    def _refill(self, now: float) -> None:
-        self._left = min(float(self._rate.burst), self._left + (now - self._at) * self._rate.per_s)
-        self._at = now
-
-
 class FailureLimits:
     """Counts refusals: who was refused too often has to wait. What succeeds costs nothing, so a roll-out is never slowed.
 
@@ -53,26 +75,14 @@ class FailureLimits:
     """
 
     def __init__(self, clock: Callable[[], float], per_address: Rate = PER_ADDRESS, everybody: Rate = ALL) -> None:
-        self._clock = clock
-        self._rate = per_address
-        self._all = _Bucket(everybody, clock())
-        self._addresses: OrderedDict[str, _Bucket] = OrderedDict()
-        self._lock = Lock()
+        self._addresses: Buckets[str] = Buckets(per_address.per_s, per_address.burst, clock)
+        self._all: Buckets[None] = Buckets(everybody.per_s, everybody.burst, clock)
 
     def wait_s(self, address: str) -> float:
         """Seconds until this address may ask again; 0 when it may now."""
-        with self._lock:
-            now = self._clock()
-            bucket = self._addresses.get(network_of(address))
-            return max(self._all.wait_s(now), 0.0 if bucket is None else bucket.wait_s(now))
+        return max(self._all.wait_s(None), self._addresses.wait_s(network_of(address)))
 
     def refused(self, address: str) -> None:
         """Count a refusal."""
-        with self._lock:
-            now, network = self._clock(), network_of(address)
-            bucket = self._addresses.setdefault(network, _Bucket(self._rate, now))
-            self._addresses.move_to_end(network)
-            bucket.take(now)
-            self._all.take(now)
-            if len(self._addresses) > MAX_ADDRESSES:
-                self._addresses.popitem(last=False)
+        self._addresses.take(network_of(address))
+        self._all.take(None)

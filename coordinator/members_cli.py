@@ -143,12 +143,7 @@ def device_show(
             raise EnrolmentError(f"there is no device {device!r}; `fedcg device list` shows all")
         values = _device_values(store, record)
         values["certificates"] = [
-            {
-                "serial": known.serial,
-                "issued_at": known.issued_at,
-                "expires_at": known.expires_at,
-                "revoked_at": known.revoked_at,
-            }
+            {name: getattr(known, name) for name in ("serial", "issued_at", "expires_at", "revoked_at")}
             for known in store.register.certificates(device)
         ]
     told = [_device_line(values), f"message key\t{record.public_key}", f"enrolled\t{_when(record.enrolled_at)}"]

@@ -59,6 +59,7 @@ class Membership:
         self._publisher = publisher
         self._threads = Threads(1, "members")
         self._cohorts = cohorts
+        self._silenced: frozenset[str] = frozenset()
         self._read_at = 0.0
 
     def is_older_than(self, age_s: float) -> bool:
@@ -97,33 +98,41 @@ class Membership:
     async def shut_out(self) -> None:
         """Take devices that left off the broker's lists, once their confirmation had time to arrive."""
         await asyncio.sleep(FAREWELL_S)
-        await self._threads.run(self._setup.publish_access)  # waits for the lock of the members
+        await self._publish()
 
-    async def flooded(self, device: str) -> None:
-        """A device sent too much: nobody waits for it. `silence` must follow."""
+    async def follow_floods(self, silenced: frozenset[str]) -> frozenset[str]:
+        """Wait no longer for devices that sent too much, and tell whose silence is over.
+
+        Returns:
+            The devices whose silence begins or ends; with some, `silence` must follow.
+        """
+        changed = silenced ^ self._silenced
+        self._silenced = silenced
         reason = f"it sent more than {FLOOD_PER_S:.0f} messages a second for some seconds"
-        log.warning("%s is silenced for %.0f minutes: %s", device, SILENCE_S / 60, reason)
-        self._setup.events.write("silenced", client=device, seconds=SILENCE_S, reason=reason)
-        await self._departed(device, "the device is silenced: " + reason)
+        for device in sorted(changed - silenced):
+            self._setup.events.write("silence_ended", client=device)
+        for device in sorted(changed & silenced):
+            log.warning("%s is silenced for %.0f minutes: %s", device, SILENCE_S / 60, reason)
+            self._setup.events.write("silenced", client=device, seconds=SILENCE_S, reason=reason)
+            await self._departed(device, "the device is silenced: " + reason)
+        return changed
 
-    async def silence(self, device: str) -> None:
-        """Take a device off the broker's access list for a while, and leave behind what of its flood waits at the broker."""
-        await self._limit(device, self._setup.clock() + SILENCE_S)
-        self._publisher.connect_anew()
-
-    async def release(self, device: str) -> None:
-        """Put a device that was silenced on the broker's access list again."""
-        self._setup.events.write("silence_ended", client=device)
-        await self._limit(device, None)
-
-    async def _limit(self, device: str, until: float | None) -> None:
+    async def silence(self, changed: frozenset[str]) -> None:
+        """Bring the broker's access list up to date, and leave behind what of a new flood waits at the broker."""
+        names = ", ".join(sorted(changed))
         try:
-            is_applied = await self._threads.run(self._setup.silence, device, until)
+            is_applied = await self._publish()
         except (BrokerError, OSError) as error:
-            log.warning("the broker's access list could not be changed for %s: %s", device, error)
+            log.warning("the broker's access list could not be changed for %s: %s", names, error)
         else:
             if not is_applied:
-                log.warning("%s: no broker was reached that applies the new access list; %s", device, RELOAD_BY_HAND)
+                log.warning("%s: no broker was reached that applies the new access list; %s", names, RELOAD_BY_HAND)
+        if changed & self._silenced:
+            self._publisher.connect_anew()
+
+    async def _publish(self) -> bool:
+        """Have the broker apply who may take part; waits for the lock of the members."""
+        return await self._threads.run(self._setup.publish_access, self._silenced)
 
     async def _departed(self, device: str, reason: str = "the device is no member any more") -> None:
         state = self._conductor.state

@@ -9,17 +9,17 @@ from __future__ import annotations
 import os
 import pwd
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 
 from coordinator.errors import BrokerError
 from coordinator.home import BROKER_NAME, Home
-from coordinator.provision.mosquitto import ACL_NAME, CONFIG_NAME, mosquitto_config
+from coordinator.provision.mosquitto import ACL_NAME, DATA_NAME, write_config
 from coordinator.provision.pki import CA_NAME, credential_of, server_credential
-from fedcg.files import READABLE, replace_durably
+from fedcg.files import PRIVATE, replace_durably
 
 LINK_NAME = "deployed"
 """In a home's broker directory: leads to the folder that was made last."""
-DATA_NAME = "data"
 PID_FILE = Path(LINK_NAME, DATA_NAME, "mosquitto.pid")
 """Where the Mosquitto of that folder writes its process id, as its configuration says."""
 ACCOUNT = "mosquitto"
@@ -52,53 +52,46 @@ def deploy(home: Home, out: Path) -> str:
 
 
 def refresh_lists(home: Home) -> None:
-    """Bring the lists up to date wherever a Mosquitto of the operator's reads them.
+    """Bring the lists up to date in the folder that a Mosquitto of the operator's starts from, if there is one.
 
     Raises:
-        BrokerError: a folder can't be written to; whoever was revoked may still be on its lists.
+        BrokerError: the folder can't be written to; whoever was revoked may still be on its lists.
     """
-    named, deployed = home.config().broker.lists, home.broker / LINK_NAME
-    for folder in ([deployed] if deployed.is_dir() else []) + ([home.root / named] if named is not None else []):
-        _copy_lists(home, folder)
+    folder = home.broker / LINK_NAME
+    try:
+        if folder.is_dir():
+            # 0640 for a broker under another user: give the directory its group, and the setgid bit
+            _copy(folder, (home.revocations, home.broker / ACL_NAME), SHARED)
+    except OSError as error:
+        raise BrokerError(
+            f"the broker's lists can't be written to {folder.resolve()}: {error}. Give that folder to the user that the coordinator "
+            f"runs under; or, if no broker reads it, remove {folder}"
+        ) from error
 
 
 def _write(home: Home, out: Path, account: pwd.struct_passwd) -> None:
     if not out.is_dir():
         out.mkdir(parents=True)
         out.chmod(FOLDER)
-    data = out / DATA_NAME
-    data.mkdir(exist_ok=True, mode=stat.S_IRWXU)
-    server = server_credential(home.pki, BROKER_NAME, home.config().broker.host)
-    text = mosquitto_config(home, acl=out / ACL_NAME, persistence=data, user=account.pw_name, pki=out)
-    replace_durably(out / CONFIG_NAME, text, READABLE)
-    authority = credential_of(home.pki, CA_NAME).certificate
-    own = [data]
-    for source in (authority, server.certificate, server.key, home.revocations, home.broker / ACL_NAME):
-        own.append(out / source.name)
-        replace_durably(own[-1], source.read_bytes())
+    write_config(home, out, user=account.pw_name, pki=out)
     if os.geteuid() == 0:
-        for path in own:
-            os.chown(path, account.pw_uid, account.pw_gid, follow_symlinks=False)
+        os.chown(out / DATA_NAME, account.pw_uid, account.pw_gid, follow_symlinks=False)
+    server = server_credential(home.pki, BROKER_NAME, home.config().broker.host)
+    authority = credential_of(home.pki, CA_NAME).certificate
+    _copy(out, (authority, server.certificate, server.key, home.revocations, home.broker / ACL_NAME), PRIVATE)
     link = home.broker / LINK_NAME
     link.unlink(missing_ok=True)
     link.symlink_to(out)
 
 
-def _copy_lists(home: Home, target: Path) -> None:
-    """Replace access list and revocation list in a folder, each in one step; they stay their owner's."""
-    try:
-        for source in (home.revocations, home.broker / ACL_NAME):
-            path = target / source.name
-            owner = path.stat() if path.exists() else None
-            # 0640 for a broker under another user: give the directory its group, and the setgid bit
-            replace_durably(path, source.read_bytes(), SHARED)
-            if owner is not None and os.geteuid() == 0:
-                os.chown(path, owner.st_uid, owner.st_gid, follow_symlinks=False)
-    except OSError as error:
-        raise BrokerError(
-            f"the broker's lists can't be written to {target.resolve()}: {error}. Give that folder to the user that the coordinator "
-            f"runs under; or, if no broker reads it, remove {home.broker / LINK_NAME} or `lists` under [broker]"
-        ) from error
+def _copy(folder: Path, sources: Sequence[Path], mode: int) -> None:
+    """Replace files in a folder, each in one step; root's are given to the user that Mosquitto runs under, as its data is."""
+    owner = (folder / DATA_NAME).stat()
+    for source in sources:
+        path = folder / source.name
+        replace_durably(path, source.read_bytes(), mode)
+        if os.geteuid() == 0:
+            os.chown(path, owner.st_uid, owner.st_gid, follow_symlinks=False)
 
 
 def _account() -> pwd.struct_passwd:

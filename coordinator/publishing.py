@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import TypedDict
 
 from coordinator.cohorts import Cohorts
 from coordinator.ingest import Sessions
@@ -44,10 +45,33 @@ from fedcg.wire.transport import Transport, Will
 
 log = logging.getLogger(__name__)
 
+Position = tuple[int, int]
+"""(round, attempt)."""
+
+
+class _Envelope(TypedDict):
+    federation: str
+    sender: str
+    recipient: str
+    epoch: int
+    round: int
+    attempt: int
+
+
+def _envelope(federation: str, epoch: int, recipient: str = EVERYONE, position: Position = (0, 0)) -> _Envelope:
+    return {
+        "federation": federation,
+        "sender": COORDINATOR,
+        "recipient": recipient,
+        "epoch": epoch,
+        "round": position[0],
+        "attempt": position[1],
+    }
+
 
 def status_message(federation: str, epoch: int, *, online: bool) -> CoordinatorStatus:
     """What the coordinator's retained status says."""
-    return CoordinatorStatus(federation=federation, sender=COORDINATOR, recipient=EVERYONE, epoch=epoch, online=online)
+    return CoordinatorStatus(**_envelope(federation, epoch), online=online)
 
 
 def status_will(topics: Topics, epoch: int, key: SigningKey) -> Will:
@@ -112,54 +136,27 @@ class Publisher:
         links = self._voice.links[-MAX_KEY_LINKS:]
         if not links:
             return True
-        message = KeyChain(
-            federation=self._topics.federation,
-            sender=COORDINATOR,
-            recipient=EVERYONE,
-            epoch=self._epoch,
-            links=links,
-        )
+        message = KeyChain(**self._to(EVERYONE), links=links)
         return self._publish(self._topics.keys, self._seal(message), retain=True)
 
     def offer(
-        self, position: tuple[int, int], spec: ArtifactRef, aggregate: ArtifactRef, rounds: int, deadline_at: float
+        self, position: Position, spec: ArtifactRef, aggregate: ArtifactRef, rounds: int, deadline_at: float
     ) -> bool:
         """Retained: the open (round, attempt)."""
         message = Offer(
-            federation=self._topics.federation,
-            sender=COORDINATOR,
-            recipient=EVERYONE,
-            epoch=self._epoch,
-            round=position[0],
-            attempt=position[1],
-            spec=spec,
-            aggregate=aggregate,
-            rounds=rounds,
-            deadline_at=deadline_at,
+            **self._to(EVERYONE, position), spec=spec, aggregate=aggregate, rounds=rounds, deadline_at=deadline_at
         )
         return self._publish(self._topics.offer, self._seal(message), retain=True)
 
-    def finished(self, position: tuple[int, int], spec: ArtifactRef, aggregate: ArtifactRef) -> bool:
+    def finished(self, position: Position, spec: ArtifactRef, aggregate: ArtifactRef) -> bool:
         """Retained: the federation is over."""
-        message = Finished(
-            federation=self._topics.federation,
-            sender=COORDINATOR,
-            recipient=EVERYONE,
-            epoch=self._epoch,
-            round=position[0],
-            attempt=position[1],
-            spec=spec,
-            aggregate=aggregate,
-        )
+        message = Finished(**self._to(EVERYONE, position), spec=spec, aggregate=aggregate)
         return self._publish(self._topics.offer, self._seal(message), retain=True)
 
     def welcome(self, device: str, device_nonce: str, nonce: str, server_time: float, version: int) -> bool:
         """Answer a hello, with the version that the session has."""
         message = Welcome(
-            federation=self._topics.federation,
-            sender=COORDINATOR,
-            recipient=device,
-            epoch=self._epoch,
+            **self._to(device),
             version=version,
             device_nonce=device_nonce,
             nonce=nonce,
@@ -171,10 +168,7 @@ class Publisher:
     def turn_away(self, device: str, hello: Hello) -> bool:
         """Answer a hello of versions that are not spoken here."""
         message = Refusal(
-            federation=self._topics.federation,
-            sender=COORDINATOR,
-            recipient=device,
-            epoch=self._epoch,
+            **self._to(device),
             device_nonce=hello.nonce,
             versions=versions.SPOKEN,
             device_versions=hello.versions,
@@ -182,41 +176,22 @@ class Publisher:
         )
         return self._publish(self._topics.down_control(device), self._seal(message))
 
-    def invite(self, device: str, position: tuple[int, int], grant: int = 0) -> bool:
+    def invite(self, device: str, position: Position, grant: int = 0) -> bool:
         """Ask a device to take part in (round, attempt); `grant` first chunks of its update may follow its manifest."""
         return self._tell(
             device,
-            Invite(
-                federation=self._topics.federation,
-                sender=COORDINATOR,
-                recipient=device,
-                epoch=self._epoch,
-                round=position[0],
-                attempt=position[1],
-                cohort=self._cohorts.verdict(device),
-                grant=grant,
-            ),
+            Invite(**self._to(device, position), cohort=self._cohorts.verdict(device), grant=grant),
         )
 
     def left(self, device: str) -> bool:
         """Confirm that a device is no member any more."""
-        message = Left(federation=self._topics.federation, sender=COORDINATOR, recipient=device, epoch=self._epoch)
-        return self._tell(device, message)
+        return self._tell(device, Left(**self._to(device)))
 
     def need(self, device: str, manifest: Manifest, ranges: Ranges) -> bool:
         """Grant chunks of an announced update."""
         return self._tell(
             device,
-            Need(
-                federation=self._topics.federation,
-                sender=COORDINATOR,
-                recipient=device,
-                epoch=self._epoch,
-                round=manifest.round,
-                attempt=manifest.attempt,
-                artifact=manifest.artifact.id,
-                ranges=ranges,
-            ),
+            Need(**self._to(device, (manifest.round, manifest.attempt)), artifact=manifest.artifact.id, ranges=ranges),
         )
 
     def receipt(self, device: str, manifest: Manifest, outcome: Outcome, reason: str) -> bool:
@@ -224,12 +199,7 @@ class Publisher:
         return self._tell(
             device,
             Receipt(
-                federation=self._topics.federation,
-                sender=COORDINATOR,
-                recipient=device,
-                epoch=self._epoch,
-                round=manifest.round,
-                attempt=manifest.attempt,
+                **self._to(device, (manifest.round, manifest.attempt)),
                 artifact=manifest.artifact.id,
                 outcome=outcome,
                 reason=reason[:300],
@@ -266,6 +236,9 @@ class Publisher:
     def close(self) -> None:
         """Stop sending chunks."""
         self._sender.close()
+
+    def _to(self, recipient: str, position: Position = (0, 0)) -> _Envelope:
+        return _envelope(self._topics.federation, self._epoch, recipient, position)
 
     def _seal(self, message: AnyMessage) -> bytes:
         return seal(message, self._voice.key)

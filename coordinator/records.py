@@ -1,10 +1,12 @@
-"""What the coordinator remembers, as values. The database's rows become these; nothing here knows SQL."""
+"""What the coordinator remembers, as values. The database's rows become these, checked and with their enums; nothing here knows SQL."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
+
+from pydantic.dataclasses import dataclass
 
 from coordinator.pacing import Pace, Policy
 from coordinator.rounds import Phase, RoundState, paused_reason

@@ -6,9 +6,8 @@ Part of the store: same database, same rules (one transaction per method, durabl
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
 
-from sqlalchemy import Connection, Engine, Select, insert, select, update
+from sqlalchemy import Connection, insert, select, update
 
 from coordinator import schema
 from coordinator.errors import EnrolmentError
@@ -34,11 +33,8 @@ class Admitted:
     replaces: bool
 
 
-class Register:
+class Register(schema.Reader):
     """Tokens, certificates and memberships in the coordinator's database."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
 
     # Tokens
 
@@ -50,12 +46,11 @@ class Register:
     def tokens(self) -> list[TokenRecord]:
         """All tokens, oldest first."""
         query = select(schema.tokens).order_by(schema.tokens.c.created_at, schema.tokens.c.id)
-        return [TokenRecord(**row) for row in self._rows(query)]
+        return self._all(TokenRecord, query)
 
     def token(self, token: str) -> TokenRecord | None:
         """One token."""
-        row = next(iter(self._rows(select(schema.tokens).where(schema.tokens.c.id == token))), None)
-        return None if row is None else TokenRecord(**row)
+        return self._one(TokenRecord, select(schema.tokens).where(schema.tokens.c.id == token))
 
     def revoke_token(self, token: str, now: float) -> None:
         """Make a token that was not used yet good for nothing."""
@@ -68,15 +63,14 @@ class Register:
 
     def certificate(self, serial: str) -> CertificateRecord | None:
         """One certificate."""
-        row = next(iter(self._rows(select(schema.certificates).where(schema.certificates.c.serial == serial))), None)
-        return None if row is None else CertificateRecord(**row)
+        return self._one(CertificateRecord, select(schema.certificates).where(schema.certificates.c.serial == serial))
 
     def certificates(self, device: str | None = None) -> list[CertificateRecord]:
         """All certificates, or those of one device; oldest first."""
         query = select(schema.certificates).order_by(schema.certificates.c.issued_at, schema.certificates.c.serial)
         if device is not None:
             query = query.where(schema.certificates.c.device == device)
-        return [CertificateRecord(**row) for row in self._rows(query)]
+        return self._all(CertificateRecord, query)
 
     def add_certificate(self, certificate: CertificateRecord) -> None:
         """Remember a certificate before it is given out."""
@@ -87,7 +81,7 @@ class Register:
         """Those that are revoked and would be valid else: what a revocation list has to name."""
         table = schema.certificates
         query = select(table).where(table.c.revoked_at.is_not(None), table.c.expires_at > now)
-        return [CertificateRecord(**row) for row in self._rows(query.order_by(table.c.revoked_at, table.c.serial))]
+        return self._all(CertificateRecord, query.order_by(table.c.revoked_at, table.c.serial))
 
     # Memberships
 
@@ -136,10 +130,6 @@ class Register:
             changed = connection.execute(update(table).where(*is_member).values(**ended)).rowcount == 1
             _revoke_certificates(connection, device, now)
         return changed
-
-    def _rows(self, query: Select[Any]) -> list[dict[str, Any]]:
-        with self._engine.connect() as connection:
-            return [dict(row) for row in connection.execute(query).mappings()]
 
 
 def _revoke_certificates(connection: Connection, device: str, now: float) -> None:

@@ -90,7 +90,7 @@ def clipped(parts: PartArrays, base: PartArrays, shares: Mapping[Part, float]) -
     for part, share in shares.items():
         origin = base.get(part, {})
         kept[part] = {
-            name: _towards(array, origin.get(name), share) if array.dtype.kind == "f" else array
+            name: _towards(array, origin.get(name, np.float32(0)), share) if array.dtype.kind == "f" else array
             for name, array in parts[part].items()
         }
     return kept
@@ -115,14 +115,11 @@ def given_weights(reported: Mapping[str, int], settings: RobustnessSettings) -> 
     if not reported:
         return {}
     weights = {client: settings.examples.get(client, count) for client, count in reported.items()}
-    bound = settings.weight_medians * statistics.median_low(weights.values())
-    held = {
-        client: count if client in settings.examples else min(count, int(bound)) for client, count in weights.items()
-    }
-    most = _share_bound(sorted(held.values(), reverse=True), settings.max_share)
-    return {
-        client: count if client in settings.examples else max(1, min(count, most)) for client, count in held.items()
-    }
+    bound = int(settings.weight_medians * statistics.median_low(weights.values()))
+    capped = reported.keys() - settings.examples.keys()
+    weights |= {client: min(weights[client], bound) for client in capped}
+    most = _share_bound(sorted(weights.values(), reverse=True), settings.max_share)
+    return weights | {client: max(1, min(weights[client], most)) for client in capped}
 
 
 def _share_bound(weights: list[int], share: float) -> int:
@@ -149,6 +146,5 @@ def _norm(arrays: Mapping[str, Array], origin: Mapping[str, Array]) -> float:
     return float(np.sqrt(sum(float(np.vdot(difference, difference)) for difference in differences)))
 
 
-def _towards(array: Array, origin: Array | None, share: float) -> Array:
-    start = np.zeros_like(array) if origin is None else origin
-    return np.asarray(start + share * np.subtract(array, start, dtype=np.float64), dtype=np.float32)
+def _towards(array: Array, origin: Array | np.float32, share: float) -> Array:
+    return np.asarray(origin + share * np.subtract(array, origin, dtype=np.float64), dtype=np.float32)

@@ -1,12 +1,13 @@
-"""Tables of the coordinator's database, and opening it. Queries live in `store`.
+"""Tables of the coordinator's database, opening it, and reading rows as records. Queries live in `store` and `register`.
 
 Every table but the register of devices (with their certificates and enrolment tokens) and the lease is keyed by federation. The schema's version is in `PRAGMA user_version`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from sqlalchemy import (
     Boolean,
@@ -17,6 +18,7 @@ from sqlalchemy import (
     ForeignKey,
     Integer,
     MetaData,
+    Select,
     String,
     Table,
     create_engine,
@@ -28,6 +30,7 @@ from coordinator.errors import StoreError
 from coordinator.migrations import SCHEMA_VERSION, migrate
 
 BUSY_TIMEOUT_MS = 10_000
+RecordT = TypeVar("RecordT")
 
 metadata = MetaData()
 
@@ -151,6 +154,20 @@ aggregates = Table(
     Column("server_state", String, nullable=False),
     Column("stored_at", Float, nullable=False),
 )
+
+
+class Reader:
+    """Reads rows as records that have their columns as fields."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def _all(self, kind: Callable[..., RecordT], query: Select[Any]) -> list[RecordT]:
+        with self._engine.connect() as connection:
+            return [kind(**row) for row in connection.execute(query).mappings()]
+
+    def _one(self, kind: Callable[..., RecordT], query: Select[Any]) -> RecordT | None:
+        return next(iter(self._all(kind, query)), None)
 
 
 def open_database(path: Path) -> Engine:

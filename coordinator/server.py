@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
+from functools import partial
 
 import uvicorn
 from starlette.responses import JSONResponse
@@ -14,7 +15,7 @@ from starlette.responses import JSONResponse
 from coordinator.admission import Admission
 from coordinator.aggregation_messages import WorkerSettings
 from coordinator.app import Beside, create_app
-from coordinator.brokers import end_silences, publish_access, silence
+from coordinator.brokers import publish_access, silence
 from coordinator.carrier_api import create_carrier_app
 from coordinator.config import CoordinatorConfig, check_api_host
 from coordinator.enrolment_api import create_enrolment_app
@@ -125,7 +126,8 @@ def _serve(
 
     application = create_app(setup, request_exit, exit_when_finished=exit_when_finished, beside=carrying)
     names = (config.api.host, *config.api.names)
-    checked = own_hosts_only(application, names, "[api] names in coordinator.toml", _refuse_host)
+    setting = "[api] names in coordinator.toml"
+    checked = own_hosts_only(application, names, setting, lambda message: JSONResponse({"detail": message}, 400))
     server = uvicorn.Server(http_config(checked, listener, lifespan="on", timeout_graceful_shutdown=GRACEFUL_S))
     # uvicorn raises the signal that ended it once more when it is done; ours makes that a normal end
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -151,8 +153,7 @@ def _setup(home: Home, config: CoordinatorConfig) -> Iterator[Setup]:
         return known
 
     try:
-        end_silences(home)
-        _apply_members(home)  # what a killed coordinator did not get to; waits for a federation that is being opened
+        silence(home, ())  # also what a killed coordinator did not get to; waits for a federation that is being opened
         federations = store.federations()
         if not federations:
             raise HomeError(f"{home.root} has no federation yet; open one with `fedcg federation create`")
@@ -175,8 +176,7 @@ def _setup(home: Home, config: CoordinatorConfig) -> Iterator[Setup]:
                 config.aggregation.stall_s,
             ),
             events=events,
-            publish_access=lambda: _apply_members(home),
-            silence=lambda device, until: silence(home, device, until),
+            publish_access=partial(silence, home),
             limits=config.broker.limits,
             keep_rounds=config.storage.keep_rounds,
             rounds=config.rounds,
@@ -184,15 +184,6 @@ def _setup(home: Home, config: CoordinatorConfig) -> Iterator[Setup]:
         )
     finally:
         store.close()
-
-
-def _refuse_host(message: str) -> JSONResponse:
-    return JSONResponse({"detail": message}, 400)
-
-
-def _apply_members(home: Home) -> None:
-    with home.changing_members():
-        publish_access(home)
 
 
 def _connect(home: Home, config: CoordinatorConfig, will: Will) -> Transport:

@@ -21,7 +21,7 @@ from coordinator.conductor import Conductor
 from coordinator.floods import FloodGate
 from coordinator.inbox import Inbox
 from coordinator.ingest import FromDevice, Ingest, Sessions
-from coordinator.intake import IntakeFailed
+from coordinator.intake import Broken
 from coordinator.invitations import REMIND_S, Invitations
 from coordinator.library import Library
 from coordinator.membership import REFRESH_S, Membership
@@ -38,8 +38,6 @@ from coordinator.shelf import Shelf
 from coordinator.threads import Threads
 from coordinator.uplink import Checked, Uplink
 from coordinator.uploads import Grant
-from coordinator.worker_reports import WorkerReports
-from fedcg.learning.spec import FederationSpec
 from fedcg.refusals import Refusals
 from fedcg.wire import versions
 from fedcg.wire.errors import CapacityError, IntegrityError, VersionError
@@ -59,26 +57,11 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class _LinkChanged:
-    up: bool
-
-
-@dataclass(frozen=True)
-class _Flooded:
-    device: str
-
-
-@dataclass(frozen=True)
-class _Broken:
-    error: BaseException
-
-
-@dataclass(frozen=True)
 class _Stop:
     pass
 
 
-_Item = Delivery | WorkerEvent | Checked | Grant | IntakeFailed | _LinkChanged | _Flooded | _Broken | _Stop
+_Item = Delivery | WorkerEvent | Checked | Grant | Broken | LinkChanged | _Stop
 
 
 class Service:
@@ -112,25 +95,18 @@ class Service:
         self._conductor.use_uplink(self._uplink)
         self._invitations = Invitations(setup, self._conductor, self._publisher, self._uplink)
         self._members = Membership(setup, self._ingest, self._uplink, self._conductor, self._publisher, self._cohorts)
-        self._floods = FloodGate(lambda device: self._inbox.put(_Flooded(device)))
+        self._floods = FloodGate()
         self._topics = topics
-        self._reports = WorkerReports(setup.events, self._conductor)
         self._attendance = Attendance(self._conductor, self._uplink.intake, setup.events)
         self._turned_away: set[str] = set()
         self._readers = Threads(1, "artifacts")
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._link_up = False
         self._finished_at: float | None = None
 
     @property
     def state(self) -> RoundState:
         """Where the federation stands."""
         return self._conductor.state
-
-    @property
-    def spec(self) -> FederationSpec:
-        """The federation's spec."""
-        return self._setup.spec
 
     @property
     def shelf(self) -> Shelf:
@@ -140,12 +116,12 @@ class Service:
     @property
     def is_connected(self) -> bool:
         """Whether the link to the broker stands."""
-        return self._link_up
+        return self.state.pace.down_since is None
 
     @property
     def worker_pid(self) -> int | None:
         """The process of the aggregation worker, once it is ready."""
-        return self._reports.pid
+        return self._conductor.worker_pid
 
     @property
     def refusals(self) -> dict[str, int]:
@@ -170,7 +146,7 @@ class Service:
             self._transport.subscribe(topic)
         self._uplink.intake.start()
         self._publisher.start()
-        self._transport.start(self._on_delivery, lambda up: self._inbox.put(_LinkChanged(up)))
+        self._transport.start(self._on_delivery, lambda up: self._inbox.put(LinkChanged(up)))
         self._events.write("started", epoch=self.epoch)
 
     async def run(self) -> None:
@@ -216,19 +192,16 @@ class Service:
     async def _handle(self, item: _Item) -> None:
         if isinstance(item, Delivery):
             await self._delivered(item)
-        elif isinstance(item, _LinkChanged):
+        elif isinstance(item, LinkChanged):
             await self._link_changed(item)
         elif isinstance(item, Checked):
             await self._checked(item)
-        elif isinstance(item, Grant | IntakeFailed):
+        elif isinstance(item, Grant):
             self._uplink.follow(item)
-        elif isinstance(item, _Flooded):
-            await self._members.flooded(item.device)
-            self._spawn(self._members.silence(item.device))
-        elif isinstance(item, _Broken):
+        elif isinstance(item, Broken):
             raise item.error
         elif not isinstance(item, _Stop):
-            await self._reports.take(item)
+            await self._conductor.follow_worker(item)
 
     async def _delivered(self, delivery: Delivery) -> None:
         device, _ = self._ingest.origin(delivery)
@@ -311,32 +284,31 @@ class Service:
             return
         self._publisher.chunks(device, source, need.ranges)
 
-    async def _link_changed(self, change: _LinkChanged) -> None:
-        self._link_up = change.up
+    async def _link_changed(self, change: LinkChanged) -> None:
         self._events.write("link", up=change.up)
         if not change.up:
-            await self._conductor.apply(LinkChanged(up=False))
+            await self._conductor.apply(change)
             return
         self._attendance.presence.pardon(time.monotonic())
         self._library.change_chunk_bytes(self._publisher.chunk_bytes)
         self._publisher.keys()
         self._publisher.status(online=True)
-        await self._conductor.apply(LinkChanged(up=True))
+        await self._conductor.apply(change)
         await self._conductor.announce()
         self._invitations.remind()
 
     async def _tick(self) -> None:
-        self._uplink.tick()
+        self._uplink.intake.tick()
         await self._conductor.apply(Tick())
         now = time.monotonic()
-        if self._link_up and (not self._conductor.is_announced or self._is_offer_due(now)):
+        if self.is_connected and (not self._conductor.is_announced or self._is_offer_due(now)):
             await self._conductor.announce()  # the queue was full, or somebody may not have heard
         if self._members.is_older_than(REFRESH_S):
             await self._members.refresh()
             await self._follow_key()
-        for device in self._floods.released():
-            self._spawn(self._members.release(device))
-        if self._link_up:
+        if changed := await self._members.follow_floods(self._floods.silenced()):
+            self._spawn(self._members.silence(changed))
+        if self.is_connected:
             await self._attendance.miss_silent(now)
         self._invitations.remind(REMIND_S)
         if self.state.phase is not Phase.FINISHED:
@@ -366,7 +338,7 @@ class Service:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            self._inbox.put(_Broken(error))
+            self._inbox.put(Broken(error))
 
 
 async def start_service(setup: Setup) -> Service:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from coordinator.aggregation import AggregationWorker
-from coordinator.aggregation_messages import Job, Limits, Updates, WorkerEvent, WorkerSettings
+from coordinator.aggregation_messages import Job, Updates, WorkerEvent, WorkerSettings
 from coordinator.config import KEEP_ROUNDS, RobustnessSettings, RoundSettings
 from coordinator.message_keys import Voice
 from coordinator.records import FederationRecord
+from coordinator.robustness import Distances
 from coordinator.store import Store
 from fedcg.event_log import EventLog
 from fedcg.learning.spec import FederationSpec
@@ -32,7 +33,7 @@ class Worker(Protocol):
     def add(self, client: str, artifact: str) -> None:
         """Have the teacher pass of a stored update done."""
 
-    def finish(self, updates: Updates, limits: Limits = ()) -> None:
+    def finish(self, updates: Updates, limits: Distances) -> None:
         """Have the updates merged, none of them farther from the base than the limits."""
 
     def stop(self) -> None:
@@ -60,10 +61,9 @@ class Setup:
         make_worker: makes what merges updates.
         keep_rounds: closed rounds whose updates and aggregates stay on the disk.
         robustness: how much one device may weigh in a merge.
-        publish_access: makes the broker apply who may take part; blocking.
+        publish_access: makes the broker apply who may take part, without the devices that are named; whether a running one did;
+            blocking.
         rounds: how long rounds wait before they open.
-        silence: takes a device off the broker's access list until a unix time, or with None puts it back; whether a running
-            broker applied it; blocking.
     """
 
     federation: FederationRecord
@@ -79,6 +79,5 @@ class Setup:
     make_worker: MakeWorker = AggregationWorker
     keep_rounds: int = KEEP_ROUNDS
     robustness: RobustnessSettings = field(default_factory=RobustnessSettings)
-    publish_access: Callable[[], object] = lambda: None
+    publish_access: Callable[[Collection[str]], bool] = lambda silenced: True
     rounds: RoundSettings = field(default_factory=RoundSettings)
-    silence: Callable[[str, float | None], bool] = lambda device, until: True

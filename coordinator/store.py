@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Select, Table, and_, insert, select, update
+from sqlalchemy import Connection, Table, and_, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from coordinator import schema
@@ -35,7 +35,7 @@ Key = tuple[str, int, int]
 """(federation, round, attempt)."""
 
 
-class Store:
+class Store(schema.Reader):
     """The coordinator's memory in one database file.
 
     Attributes:
@@ -43,7 +43,7 @@ class Store:
     """
 
     def __init__(self, path: Path) -> None:
-        self._engine = schema.open_database(path)
+        super().__init__(schema.open_database(path))
         self.register = Register(self._engine)
 
     def close(self) -> None:
@@ -85,7 +85,7 @@ class Store:
 
     def devices(self) -> list[DeviceRecord]:
         """All devices that were ever enrolled, sorted by id."""
-        return [_device(row) for row in self._rows(select(schema.devices).order_by(schema.devices.c.id))]
+        return self._all(DeviceRecord, select(schema.devices).order_by(schema.devices.c.id))
 
     def members(self) -> list[DeviceRecord]:
         """The devices that may take part, sorted by id."""
@@ -93,8 +93,7 @@ class Store:
 
     def device(self, device: str) -> DeviceRecord | None:
         """One device, whatever its state."""
-        row = self._row(select(schema.devices).where(schema.devices.c.id == device))
-        return None if row is None else _device(row)
+        return self._one(DeviceRecord, select(schema.devices).where(schema.devices.c.id == device))
 
     def saw_device(self, device: str, agent: str, now: float) -> None:
         """Remember when a device spoke last and what it runs."""
@@ -120,8 +119,7 @@ class Store:
 
     def federations(self) -> list[FederationRecord]:
         """All federations, oldest first."""
-        query = select(schema.federations).order_by(schema.federations.c.created_at)
-        return [FederationRecord(**row) for row in self._rows(query)]
+        return self._all(FederationRecord, select(schema.federations).order_by(schema.federations.c.created_at))
 
     def federation(self, federation: str) -> FederationRecord:
         """One federation.
@@ -129,10 +127,10 @@ class Store:
         Raises:
             StoreError: there is none of that name.
         """
-        row = self._row(select(schema.federations).where(schema.federations.c.id == federation))
-        if row is None:
+        known = self._one(FederationRecord, select(schema.federations).where(schema.federations.c.id == federation))
+        if known is None:
             raise StoreError(f"there is no federation {federation!r}")
-        return FederationRecord(**row)
+        return known
 
     def resume(self, federation: str) -> None:
         """Let a paused federation try its round again, counting failed attempts anew."""
@@ -148,7 +146,7 @@ class Store:
         table = schema.key_links
         columns = (table.c[name] for name in KeyLink.model_fields)
         query = select(*columns).where(table.c.federation == federation).order_by(table.c.serial)
-        return tuple(KeyLink(**row) for row in self._rows(query))
+        return tuple(self._all(KeyLink, query))
 
     def add_key_link(self, federation: str, link: KeyLink, now: float) -> None:
         """From now on the key that a link names counts."""
@@ -167,7 +165,7 @@ class Store:
             for client in sorted(clients)
         ]
         with self._engine.begin() as connection:
-            connection.execute(insert(schema.attempts).values(**_plain(asdict(attempt))))
+            connection.execute(insert(schema.attempts).values(**asdict(attempt)))
             connection.execute(insert(schema.participants), invited)
 
     def move_deadline(self, key: Key, deadline_at: float) -> None:
@@ -215,19 +213,17 @@ class Store:
         """All attempts of a federation, oldest first."""
         table = schema.attempts
         query = select(table).where(table.c.federation == federation).order_by(table.c.round, table.c.attempt)
-        return [_attempt(row) for row in self._rows(query)]
+        return self._all(AttemptRecord, query)
 
     def attempt(self, key: Key) -> AttemptRecord | None:
         """One attempt."""
-        row = self._row(select(schema.attempts).where(_is(schema.attempts, key)))
-        return None if row is None else _attempt(row)
+        return self._one(AttemptRecord, select(schema.attempts).where(_is(schema.attempts, key)))
 
     def last_attempt(self, federation: str) -> AttemptRecord | None:
         """The latest attempt of a federation."""
         table = schema.attempts
         query = select(table).where(table.c.federation == federation)
-        row = self._row(query.order_by(table.c.round.desc(), table.c.attempt.desc()).limit(1))
-        return None if row is None else _attempt(row)
+        return self._one(AttemptRecord, query.order_by(table.c.round.desc(), table.c.attempt.desc()).limit(1))
 
     # Participants and updates
 
@@ -235,9 +231,7 @@ class Store:
         """Whom an attempt invited, sorted by id."""
         table = schema.participants
         query = select(table.c.client, table.c.state, table.c.reason).where(_is(table, key)).order_by(table.c.client)
-        return [
-            ParticipantRecord(row["client"], ParticipantState(row["state"]), row["reason"]) for row in self._rows(query)
-        ]
+        return self._all(ParticipantRecord, query)
 
     def answer(self, key: Key, client: str, state: ParticipantState, reason: str = "") -> None:
         """Store what an invited client answered."""
@@ -254,7 +248,7 @@ class Store:
         key = (record.federation, record.round, record.attempt)
         try:
             with self._engine.begin() as connection:
-                connection.execute(insert(schema.updates).values(**_plain(asdict(record))))
+                connection.execute(insert(schema.updates).values(**asdict(record)))
                 if record.outcome is Outcome.REJECTED:
                     values = {"state": ParticipantState.DECLINED.value, "reason": record.reason}
                     _answer(connection, schema.participants, key, record.client, values)
@@ -276,27 +270,26 @@ class Store:
     def update(self, key: Key, client: str) -> UpdateRecord | None:
         """How the update of a client to an attempt ended, or None when none ended yet."""
         table = schema.updates
-        row = self._row(select(table).where(_is(table, key), table.c.client == client))
-        return None if row is None else _update(row)
+        return self._one(UpdateRecord, select(table).where(_is(table, key), table.c.client == client))
 
     def updates(self, key: Key) -> list[UpdateRecord]:
         """All ended updates of an attempt, sorted by client."""
         table = schema.updates
-        return [_update(row) for row in self._rows(select(table).where(_is(table, key)).order_by(table.c.client))]
+        return self._all(UpdateRecord, select(table).where(_is(table, key)).order_by(table.c.client))
 
     # Aggregates
 
     def aggregate(self, federation: str, round_number: int) -> AggregateRecord | None:
         """The aggregate of a round; round 0 has the initial one."""
         table = schema.aggregates
-        row = self._row(select(table).where(table.c.federation == federation, table.c.round == round_number))
-        return None if row is None else AggregateRecord(**row)
+        query = select(table).where(table.c.federation == federation, table.c.round == round_number)
+        return self._one(AggregateRecord, query)
 
     def aggregates(self, federation: str) -> list[AggregateRecord]:
         """All aggregates of a federation, oldest first."""
         table = schema.aggregates
         query = select(table).where(table.c.federation == federation).order_by(table.c.round)
-        return [AggregateRecord(**row) for row in self._rows(query)]
+        return self._all(AggregateRecord, query)
 
     def artifacts_of_rounds(self, federation: str, first: int, end: int | None) -> set[str]:
         """Ids of what rounds from `first` on, up to `end` without it, put on the disk or start from.
@@ -306,11 +299,15 @@ class Store:
         updates, aggregates = schema.updates, schema.aggregates
         rounds = [updates.c.round >= first] + ([] if end is None else [updates.c.round < end])
         made = [aggregates.c.round >= first - 1] + ([] if end is None else [aggregates.c.round < end])
-        sent = self._rows(select(updates.c.artifact).where(updates.c.federation == federation, *rounds))
-        merged = self._rows(
-            select(aggregates.c.artifact, aggregates.c.server_state).where(aggregates.c.federation == federation, *made)
-        )
-        return {artifact for row in (*sent, *merged) for artifact in row.values()}
+        sent = select(updates.c.artifact).where(updates.c.federation == federation, *rounds)
+        columns = (aggregates.c.artifact, aggregates.c.server_state)
+        merged = select(*columns).where(aggregates.c.federation == federation, *made)
+        return {
+            artifact
+            for query in (sent, merged)
+            for row in self._all(dict[str, str], query)
+            for artifact in row.values()
+        }
 
     # The round engine
 
@@ -346,13 +343,6 @@ class Store:
         with self._engine.begin() as connection:
             connection.execute(update(schema.attempts).where(_is(schema.attempts, key)).values(**values))
 
-    def _rows(self, query: Select[Any]) -> list[dict[str, Any]]:
-        with self._engine.connect() as connection:
-            return [dict(row) for row in connection.execute(query).mappings()]
-
-    def _row(self, query: Select[Any]) -> dict[str, Any] | None:
-        return next(iter(self._rows(query)), None)
-
 
 def _is(table: Table, key: Key) -> Any:
     federation, round_number, attempt = key
@@ -363,21 +353,5 @@ def _key_values(key: Key) -> dict[str, Any]:
     return dict(zip(("federation", "round", "attempt"), key, strict=True))
 
 
-def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: getattr(value, "value", value) for name, value in values.items()}
-
-
 def _answer(connection: Connection, table: Table, key: Key, client: str, values: Mapping[str, object]) -> None:
     connection.execute(update(table).where(_is(table, key), table.c.client == client).values(**values))
-
-
-def _device(row: dict[str, Any]) -> DeviceRecord:
-    return DeviceRecord(**{**row, "state": DeviceState(row["state"])})
-
-
-def _attempt(row: dict[str, Any]) -> AttemptRecord:
-    return AttemptRecord(**{**row, "state": AttemptState(row["state"])})
-
-
-def _update(row: dict[str, Any]) -> UpdateRecord:
-    return UpdateRecord(**{**row, "outcome": Outcome(row["outcome"])})

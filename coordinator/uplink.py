@@ -11,10 +11,10 @@ import json
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from coordinator.errors import ValidationError
-from coordinator.intake import GivenUp, Intake, IntakeEvent, IntakeFailed
+from coordinator.intake import Broken, GivenUp, Intake, IntakeEvent
 from coordinator.publishing import Publisher
 from coordinator.records import AttemptState, UpdateRecord
 from coordinator.robustness import Distances, Yardstick
@@ -68,7 +68,8 @@ class Uplink:
         publisher: sends grants and receipts.
         state: asks for the round engine's state.
         base: asks for the aggregate that the open round starts from; from any thread.
-        notify: gets what the uplink's threads say, on those threads; to be handed to `follow` or `ended` on the event loop.
+        notify: gets what the uplink's threads say, on those threads; grants are to be handed to `follow`, and what was checked to
+            `ended`, on the event loop.
         refusals: counts and tells what the intake refuses.
     """
 
@@ -78,7 +79,7 @@ class Uplink:
         publisher: Publisher,
         state: Callable[[], RoundState],
         base: Callable[[], str],
-        notify: Callable[[Grant | Checked | IntakeFailed], None],
+        notify: Callable[[Grant | Checked | Broken], None],
         refusals: Refusals,
     ) -> None:
         self._spec = setup.spec
@@ -110,14 +111,8 @@ class Uplink:
             grant = self.intake.expect(device, len(self._state().participants))
         self._publisher.invite(device, position, grant)
 
-    def follow(self, event: Grant | IntakeFailed) -> None:
-        """Do what the intake asks for.
-
-        Raises:
-            OSError: the disk failed under the intake.
-        """
-        if isinstance(event, IntakeFailed):
-            raise event.error
+    def follow(self, event: Grant) -> None:
+        """Tell a device what it may send."""
         if self._is_current(event.device, event.manifest):
             self._publisher.need(event.device, event.manifest, event.ranges)
 
@@ -140,7 +135,7 @@ class Uplink:
         try:
             self._notify(self.check(received, self._open_base()))
         except OSError as error:  # our disk's, not the update's: the service ends with it
-            self._notify(IntakeFailed(error))
+            self._notify(Broken(error))
         except Exception as error:  # noqa: BLE001 - the outermost frame of a thread
             self._unforeseen(received, error)
 
@@ -159,8 +154,9 @@ class Uplink:
         self._notify(Checked(received, None, reason))
 
     def forget(self, device: str) -> None:
-        """Drop what a device that is no member any more has sent so far."""
-        self._end(device)
+        """Drop what a device has sent so far: its update ended, or it is no member any more."""
+        if self._active.pop(device, None) is not None:
+            self.intake.end(device)
 
     async def manifest(self, device: str, manifest: Manifest) -> Ended | None:
         """Answer a manifest: the receipt it had before, a verdict, or a grant."""
@@ -179,7 +175,7 @@ class Uplink:
             reason = (
                 f"it has {manifest.artifact.size} bytes; an update of this federation has at most {self._max_bytes}"
             )
-            return await self._reject(device, manifest, self._clock(), reason)
+            return await self._reject(Checked(Received(device, manifest, self._clock()), None, reason))
         self._active[device] = manifest
         self.intake.begin(device, manifest, self._clock(), self._publisher.carrier(device))
         return None
@@ -223,11 +219,8 @@ class Uplink:
             self._end_with(device, manifest, verdict)
             return None
         if checked.reason:
-            return await self._reject(device, manifest, received.manifest_at, checked.reason)
-        record = replace(
-            self._record(device, manifest, received.manifest_at, Outcome.ACCEPTED, report=checked.report),
-            distances=json.dumps({part.value: distance for part, distance in checked.distances.items()}),
-        )
+            return await self._reject(checked)
+        record = self._record(checked, Outcome.ACCEPTED)
         stored = await asyncio.to_thread(self._store.end_update, record)
         if stored is not record:  # the device announced twice before the first one was through
             if stored.artifact == record.artifact:
@@ -236,7 +229,7 @@ class Uplink:
             else:
                 self._conflict(device, manifest)
             return None
-        self._end(device)
+        self.forget(device)
         arrival = received.arrival
         self._events.write(
             "update_stored",
@@ -252,10 +245,6 @@ class Uplink:
         )
         self._publisher.receipt(device, manifest, Outcome.ACCEPTED, "")
         return UpdateStored(manifest.round, manifest.attempt, device)
-
-    def tick(self) -> None:
-        """Grant again what stalled."""
-        self.intake.tick()
 
     def stop(self) -> None:
         """Take nothing more; what came stays on disk."""
@@ -288,7 +277,7 @@ class Uplink:
 
     def _end_with(self, device: str, manifest: Manifest, verdict: Verdict) -> bool:
         """Forget the upload and send its receipt; whether that was worth a line."""
-        self._end(device)
+        self.forget(device)
         is_told = self._events.write(
             "update_refused",
             client=device,
@@ -313,37 +302,26 @@ class Uplink:
             manifest.attempt,
         )
 
-    async def _reject(self, device: str, manifest: Manifest, manifest_at: float, reason: str) -> UpdateRefused:
-        record = self._record(device, manifest, manifest_at, Outcome.REJECTED, reason=reason[:300])
-        await asyncio.to_thread(self._store.end_update, record)
-        self._end_with(device, manifest, Verdict(Outcome.REJECTED, reason))
-        return UpdateRefused(manifest.round, manifest.attempt, device, reason)
+    async def _reject(self, checked: Checked) -> UpdateRefused:
+        device, manifest = checked.received.device, checked.received.manifest
+        await asyncio.to_thread(self._store.end_update, self._record(checked, Outcome.REJECTED))
+        self._end_with(device, manifest, Verdict(Outcome.REJECTED, checked.reason))
+        return UpdateRefused(manifest.round, manifest.attempt, device, checked.reason)
 
-    def _record(
-        self,
-        device: str,
-        manifest: Manifest,
-        manifest_at: float,
-        outcome: Outcome,
-        *,
-        reason: str = "",
-        report: str | None = None,
-    ) -> UpdateRecord:
+    def _record(self, checked: Checked, outcome: Outcome) -> UpdateRecord:
+        manifest = checked.received.manifest
         return UpdateRecord(
             *self._key(manifest),
-            client=device,
+            client=checked.received.device,
             artifact=manifest.artifact.id,
             size=manifest.artifact.size,
             outcome=outcome,
-            reason=reason,
-            report=report,
-            manifest_at=manifest_at,
+            reason=checked.reason[:300],
+            report=checked.report,
+            manifest_at=checked.received.manifest_at,
             stored_at=self._clock(),
+            distances=json.dumps(checked.distances) if checked.distances else None,
         )
 
     def _key(self, manifest: Manifest) -> tuple[str, int, int]:
         return (self._spec.federation, manifest.round, manifest.attempt)
-
-    def _end(self, device: str) -> None:
-        if self._active.pop(device, None) is not None:
-            self.intake.end(device)

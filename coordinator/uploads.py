@@ -43,12 +43,12 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Received:
-    """A complete update in `file`, whose bytes have the announced sha256; not durable yet."""
+    """A complete update in `file`, whose bytes have the announced sha256, not durable yet; one that was given up has no file."""
 
     device: str
     manifest: Manifest
     manifest_at: float
-    file: Path
+    file: Path = Path()
     arrival: Arrival = Arrival(0, 0, 0)
 
 
@@ -175,7 +175,7 @@ class Uploads:
         """Take no more of the update of a device that is under way; what it was."""
         upload = self._active[device]
         upload.taken = True
-        return Received(device, upload.manifest, upload.manifest_at, Path())
+        return Received(device, upload.manifest, upload.manifest_at)
 
     def announced(self, device: str) -> ArtifactRef | None:
         """The update of a device that is under way."""

@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from coordinator.aggregation_messages import Limits, Updates
+from coordinator.aggregation_messages import Updates
+from coordinator.robustness import Distances
 from edge_client.agent import Agent, AgentKeys
 from edge_client.config import AgentConfig, BrokerSection, DataSection, ExportSection
 from edge_client.outgoing import offline_will
@@ -124,7 +125,7 @@ def alter(passing: Passing, rng: random.Random) -> bytes:
 class DigestWorker(PlainWorker):
     """Merges without torch into something that depends on every update."""
 
-    def finish(self, updates: Updates, limits: Limits = ()) -> None:
+    def finish(self, updates: Updates, limits: Distances) -> None:
         self.merged = updates
         super().finish(updates, limits)
 

@@ -25,10 +25,11 @@ from typing import Any
 
 import numpy as np
 
-from coordinator.aggregation_messages import JobDone, Limits, Updates, WorkerSettings
+from coordinator.aggregation_messages import JobDone, Updates, WorkerSettings
 from coordinator.bench_parties import NoWorker
 from coordinator.message_keys import Voice
 from coordinator.records import AggregateRecord, FederationRecord
+from coordinator.robustness import Distances
 from coordinator.service import Service, start_service
 from coordinator.setup import Setup
 from coordinator.store import Store
@@ -156,7 +157,7 @@ async def run_coordinator(root: Path, started: Callable[[Service], None] = lambd
 class DigestWorker(NoWorker):
     """Makes an aggregate that depends on every bit of every update, whoever brought it in whatever way."""
 
-    def finish(self, updates: Updates, limits: Limits = ()) -> None:
+    def finish(self, updates: Updates, limits: Distances) -> None:
         assert self.job is not None
         artifacts, job = ArtifactStore(self.settings.artifacts), self.job
         spec = FederationSpec.parse(artifacts.get(job.spec))

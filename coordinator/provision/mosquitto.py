@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -11,11 +13,12 @@ from string import Template
 from coordinator.config import LOOPBACK_HOSTS
 from coordinator.home import BROKER_NAME, Home, observers_of
 from coordinator.provision.pki import CA_NAME, CRL_NAME, credential_of
-from fedcg.files import replace_durably
+from fedcg.files import READABLE, replace_durably
 from fedcg.wire.topics import Topics
 
 ACL_NAME = "acl"
 CONFIG_NAME = "mosquitto.conf"
+DATA_NAME = "data"
 NOBODY = "# No federation yet: nobody may read or write anything.\n"
 
 
@@ -44,21 +47,32 @@ class QueueLimits:
         ]
 
 
+def write_config(home: Home, folder: Path, *, user: str | None = None, pki: Path | None = None) -> Path:
+    """Write mosquitto.conf into a folder, and make the one in it for what Mosquitto keeps; see `mosquitto_config`.
+
+    Args:
+        home: whose certificates and port to use.
+        folder: where; the access list lies there too.
+        user: whom Mosquitto runs as when root starts it; by default root.
+        pki: directory of certificates, key and revocation list; default the home's own.
+
+    Returns:
+        The file.
+    """
+    (folder / DATA_NAME).mkdir(exist_ok=True, mode=stat.S_IRWXU)
+    text = mosquitto_config(home, folder, user=user or ("root" if os.geteuid() == 0 else None), pki=pki)
+    replace_durably(folder / CONFIG_NAME, text, READABLE)
+    return folder / CONFIG_NAME
+
+
 def mosquitto_config(
-    home: Home,
-    *,
-    acl: Path,
-    persistence: Path,
-    user: str | None,
-    pki: Path | None = None,
-    limits: QueueLimits | None = None,
+    home: Home, folder: Path, *, user: str | None, pki: Path | None = None, limits: QueueLimits | None = None
 ) -> str:
     """The text of mosquitto.conf.
 
     Args:
         home: whose certificates and port to use.
-        acl: path of the access list.
-        persistence: directory for the broker's database and its process id.
+        folder: holds the access list, and a directory for the broker's database and its process id.
         user: whom Mosquitto runs as when root starts it; by default it takes a user of its own, who can't read the home's keys.
         pki: directory of certificates, key and revocation list; default the home's own.
         limits: of the queues; the default fits the preset "mosquitto".
@@ -76,9 +90,9 @@ def mosquitto_config(
         ca=credential_of(pki, CA_NAME).certificate,
         certificate=server.certificate,
         key=server.key,
-        acl=acl.resolve(),
+        acl=folder.resolve() / ACL_NAME,
         crl=pki / CRL_NAME,
-        persistence=persistence.resolve(),
+        persistence=folder.resolve() / DATA_NAME,
         limits="\n".join((limits or QueueLimits()).lines()),
         extra="" if user is None else f"user {user}",
     )

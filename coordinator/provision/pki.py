@@ -5,7 +5,6 @@ Owns nothing but files in the directory it is given: `ca.pem`, `ca.key`, `crl.pe
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
@@ -18,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from coordinator.config import LOOPBACK_HOSTS
-from fedcg.files import READABLE, replace_durably
+from fedcg.files import READABLE, replace_durably, write_durably
 from fedcg.wire.server_role import AUTHORITY_NAME
 
 CA_NAME = "ca"
@@ -261,7 +260,5 @@ def _write(credential: Credential, certificate: x509.Certificate, key: ec.Ellipt
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
     credential.key.unlink(missing_ok=True)
-    descriptor = os.open(credential.key, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "wb") as stream:
-        stream.write(encoded)
+    write_durably(credential.key, encoded, is_new=True)
     credential.certificate.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))

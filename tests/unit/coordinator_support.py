@@ -18,7 +18,6 @@ from typing_extensions import Self
 from coordinator.aggregation_messages import (
     Job,
     JobDone,
-    Limits,
     UpdateAdded,
     Updates,
     WorkerEvent,
@@ -29,6 +28,7 @@ from coordinator.app import Beside
 from coordinator.config import RoundSettings
 from coordinator.message_keys import Voice
 from coordinator.records import AggregateRecord, FederationRecord
+from coordinator.robustness import Distances
 from coordinator.service import Service, start_service
 from coordinator.setup import MakeWorker, Setup
 from coordinator.store import Store
@@ -167,7 +167,7 @@ class PlainWorker:
         self.asked.append(("add", client, artifact))
         self._notify(UpdateAdded(self._job.round, self._job.attempt, client))
 
-    def finish(self, updates: Updates, limits: Limits = ()) -> None:
+    def finish(self, updates: Updates, limits: Distances) -> None:
         assert self._job is not None
         self.asked.append(("finish", updates))
         spec = FederationSpec.parse(self._store.get(self._job.spec))

@@ -228,7 +228,7 @@ def test_a_worker_that_talks_much_and_reads_late_holds_nobody_up(
     worker.start()
     try:
         wait_until(lambda: any(isinstance(event, WorkerReady) for event in said), "the worker is there")
-        worker.finish(())  # returns at once, whatever the worker does
+        worker.finish((), {})  # returns at once, whatever the worker does
         wait_until(lambda: any(isinstance(event, JobDone) for event in said), "everything was told and answered")
     finally:
         worker.stop()

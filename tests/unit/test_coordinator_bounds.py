@@ -14,7 +14,7 @@ import pytest
 
 from coordinator import intake as intake_module
 from coordinator.app import _ended
-from coordinator.intake import Intake, IntakeFailed
+from coordinator.intake import Broken, Intake
 from coordinator.library import Library
 from coordinator.rounds import CameOnline, RoundState, UpdateStored, transition
 from coordinator.uplink import Checked, Uplink
@@ -292,9 +292,8 @@ def test_a_check_that_fails_by_itself_is_told_to_the_service(world: World) -> No
     uplink._heard(Received("a", update, 1.0, world.root / "gone"))
     wait_until(lambda: len(told) == 1, "it was told")
     [failed] = told
-    assert isinstance(failed, IntakeFailed)
-    with pytest.raises(OSError, match="the disk is gone"):
-        uplink.follow(failed)
+    assert isinstance(failed, Broken)  # with which the service ends
+    assert str(failed.error) == "the disk is gone"
 
 
 def test_a_finished_coordinator_may_leave_when_its_devices_have_left(

@@ -18,7 +18,7 @@ from coordinator.brokers import PID_NAME, publish_access, refresh_access
 from coordinator.config import BrokerSettings, CoordinatorConfig
 from coordinator.errors import BrokerError
 from coordinator.home import Home, create_home
-from coordinator.own_broker import deploy
+from coordinator.own_broker import PID_FILE, deploy
 from coordinator.store import Store
 from tests.brokers import free_port, wait_until
 
@@ -37,17 +37,24 @@ def assert_got_no_sighup(process: subprocess.Popen[bytes]) -> None:
     assert process.wait(timeout=20) == -signal.SIGTERM  # SIGHUP would have come first
 
 
-def make_home(root: Path, broker: BrokerSettings | None = None) -> Home:
-    home = create_home(root, CoordinatorConfig(broker=broker or BrokerSettings(port=free_port())))
+def make_home(root: Path) -> Home:
+    home = create_home(root, CoordinatorConfig(broker=BrokerSettings(port=free_port())))
     Store(home.database).close()
+    return home
+
+
+def make_home_with_deployed_broker(root: Path, pid: str) -> Home:
+    home = make_home(root)
+    path = home.broker / PID_FILE
+    path.parent.mkdir(parents=True)
+    path.write_text(pid)
     return home
 
 
 def test_a_stranger_with_the_process_id_of_the_operators_mosquitto_survives(
     tmp_path: Path, stranger: subprocess.Popen[bytes]
 ) -> None:
-    (tmp_path / "mosquitto.pid").write_text(f"{stranger.pid}\n")
-    home = make_home(tmp_path / "home", BrokerSettings(pid_file=str(tmp_path / "mosquitto.pid")))
+    home = make_home_with_deployed_broker(tmp_path / "home", f"{stranger.pid}\n")
     assert publish_access(home) is False
     assert_got_no_sighup(stranger)
 
@@ -57,8 +64,7 @@ def test_a_pid_file_that_names_no_process_signals_none(
     tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """0 and -1 would be this process's own group, and every process there is."""
-    (tmp_path / "mosquitto.pid").write_text(text)
-    home = make_home(tmp_path / "home", BrokerSettings(pid_file=str(tmp_path / "mosquitto.pid")))
+    home = make_home_with_deployed_broker(tmp_path / "home", text)
     sent: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "kill", lambda *to: sent.append(to))
     assert publish_access(home) is False

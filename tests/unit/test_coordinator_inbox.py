@@ -31,7 +31,7 @@ def test_the_inbox_gives_our_own_first_and_then_each_sender_a_turn_in_its_own_or
 def test_a_sender_that_fills_its_share_of_the_inbox_takes_nothing_from_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(inbox_module, "SENDER_ITEMS", 3)
+    monkeypatch.setattr(inbox_module, "ITEM_BYTES", 3)
     monkeypatch.setattr(inbox_module, "SENDER_BYTES", 10)
 
     async def scenario() -> tuple[list[str | None], int]:
@@ -49,6 +49,7 @@ def test_a_sender_that_fills_its_share_of_the_inbox_takes_nothing_from_the_other
 
 
 def test_the_inbox_is_bounded_in_total_and_never_drops_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inbox_module, "ITEM_BYTES", 1)
     monkeypatch.setattr(inbox_module, "MAX_BYTES", 10)
 
     async def scenario() -> tuple[list[str | None], int]:

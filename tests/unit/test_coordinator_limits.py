@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.limits import MAX_ADDRESSES, FailureLimits, Rate
+from coordinator.limits import MAX_KEYS, FailureLimits, Rate
 
 
 class Clock:
@@ -49,6 +49,6 @@ def test_an_ipv6_network_of_64_bits_is_one_address() -> None:
 
 def test_memory_is_bounded_however_many_addresses_come() -> None:
     limits = FailureLimits(Clock(), Rate(1, 0.1), Rate(10**6, 1.0))
-    for number in range(MAX_ADDRESSES + 100):
+    for number in range(MAX_KEYS + 100):
         limits.refused(f"10.{number >> 16}.{(number >> 8) & 255}.{number & 255}")
-    assert len(limits._addresses) == MAX_ADDRESSES
+    assert len(limits._addresses._levels) == MAX_KEYS

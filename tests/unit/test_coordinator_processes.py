@@ -222,4 +222,4 @@ def test_a_second_broker_for_the_same_home_is_refused(home: Home, processes: Pro
     start_broker(processes, home, "amqtt")
     second = processes.start("second", "broker", "run", "--dir", home.root, "--broker", "amqtt")
     assert second.wait(timeout=30) == 2
-    assert "runs for" in processes.output("second")
+    assert "is using" in processes.output("second")

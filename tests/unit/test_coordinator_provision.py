@@ -176,9 +176,9 @@ def test_a_preset_and_single_limits_survive_writing_and_reading(tmp_path: Path) 
 
 def test_the_brokers_queues_are_bounded_as_configured(home: Home, tmp_path: Path) -> None:
     limits = QueueLimits(packet_bytes=131_072, in_flight=7, messages=99, bytes=1_000_000)
-    text = mosquitto_config(home, acl=tmp_path / "acl", persistence=tmp_path, user=None, limits=limits)
+    text = mosquitto_config(home, tmp_path, user=None, limits=limits)
     assert set(limits.lines()) <= set(text.splitlines())
-    default = mosquitto_config(home, acl=tmp_path / "acl", persistence=tmp_path, user=None)
+    default = mosquitto_config(home, tmp_path, user=None)
     assert set(QueueLimits().lines()) <= set(default.splitlines())
 
 
@@ -189,7 +189,7 @@ def test_the_http_interface_is_shown_to_no_network() -> None:
 
 
 def test_mosquitto_is_configured_for_mutual_tls_and_listens_on_loopback_for_a_loopback_host(home: Home) -> None:
-    text = mosquitto_config(home, acl=home.broker / "acl", persistence=home.broker / "data", user=None)
+    text = mosquitto_config(home, home.broker, user=None)
     lines = text.splitlines()
     for line in (
         "allow_anonymous false",
@@ -203,7 +203,7 @@ def test_mosquitto_is_configured_for_mutual_tls_and_listens_on_loopback_for_a_lo
     ):
         assert line in lines
     assert "user root" not in lines
-    as_root = mosquitto_config(home, acl=home.broker / "acl", persistence=home.broker / "data", user="root")
+    as_root = mosquitto_config(home, home.broker, user="root")
     assert "user root" in as_root.splitlines()
 
 
@@ -351,25 +351,27 @@ def test_configuration_for_a_broker_of_others_is_written_where_it_is_asked_for(
     assert "user late" in (folder / "acl").read_text()
 
 
-def test_a_broker_of_others_gets_its_lists_and_a_signal_after_every_change(home: Home, tmp_path: Path) -> None:
+def test_a_broker_of_others_gets_its_lists_and_a_signal_after_every_change(
+    home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(own_broker, "ACCOUNT", "no-such-user")  # which could not enter pytest's own folders
     with_federation(home)
-    (tmp_path / "lists").mkdir()
+    lists = tmp_path / "lists"
+    assert call(deploy_app, "mosquitto", "--dir", home.root, "--out", lists)[0] == 0
     shutil.copy(shutil.which("sleep") or "", tmp_path / "mosquitto")
     broker = subprocess.Popen([tmp_path / "mosquitto", "600"])
     try:
-        (tmp_path / "pid").write_text(f"{broker.pid}\n")
-        settings = BrokerSettings(lists=str(tmp_path / "lists"), pid_file=str(tmp_path / "pid"))
-        home.config_file.write_text(render_config(CoordinatorConfig(broker=settings)))
+        (lists / "data" / "mosquitto.pid").write_text(f"{broker.pid}\n")
         code, output = call(device_app, "add", "line4", "--dir", home.root, "--out", tmp_path / "out", "--json")
         assert (code, json.loads(output)["broker_reloaded"]) == (0, True)
         assert broker.wait(timeout=20) == -signal.SIGHUP  # a stand-in, which does not know what SIGHUP asks for
     finally:
         broker.kill()
         broker.wait()
-    assert "user line4" in (tmp_path / "lists" / "acl").read_text()
+    assert "user line4" in (lists / "acl").read_text()
     assert json.loads(call(device_app, "revoke", "line4", "--dir", home.root, "--json")[1])["broker_reloaded"] is False
-    assert "user line4" not in (tmp_path / "lists" / "acl").read_text()
-    assert len(list(x509.load_pem_x509_crl((tmp_path / "lists" / "crl.pem").read_bytes()))) == 1
+    assert "user line4" not in (lists / "acl").read_text()
+    assert len(list(x509.load_pem_x509_crl((lists / "crl.pem").read_bytes()))) == 1
 
 
 def test_a_device_may_have_the_name_of_a_server_without_touching_its_certificate(home: Home, tmp_path: Path) -> None:

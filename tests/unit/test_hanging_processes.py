@@ -129,7 +129,7 @@ def merged_despite(tmp_path: Path, settings: WorkerSettings) -> list[WorkerEvent
     worker = AggregationWorker(settings, said.append)
     worker.open(JOB)
     worker.add("a", "3" * 64)
-    worker.finish((("a", "3" * 64, 1),))
+    worker.finish((("a", "3" * 64, 1),), {})
     worker.start()
     try:
         wait_until(lambda: any(isinstance(event, JobDone | JobFailed) for event in said), f"it is merged: {said}")

@@ -19,7 +19,6 @@ from coordinator.aggregation_messages import (
     Job,
     JobDone,
     JobFailed,
-    Limits,
     Reply,
     UpdateFailed,
     WorkerDied,
@@ -27,7 +26,9 @@ from coordinator.aggregation_messages import (
     WorkerSettings,
 )
 from coordinator.aggregation_worker import PublicShelf, Workbench
+from coordinator.config import RoundSettings
 from coordinator.founding import Founded, found, read_plan
+from coordinator.robustness import Distances
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts import ArtifactStore, Base, pack, unpack
 from fedcg.wire.messages import Outcome
@@ -97,7 +98,15 @@ def test_rounds_close_without_a_negative_variance_and_a_norm_of_9e4_and_their_de
     base, state = store.get(ids.aggregate), store.get(ids.server_state)
     honest = ("a", "b", "c")
     world = World(
-        tmp_path, spec, base, state, clients=honest, make_worker=AggregationWorker, min_clients=3, max_attempts=1
+        tmp_path,
+        spec,
+        base,
+        state,
+        clients=honest,
+        make_worker=AggregationWorker,
+        min_clients=3,
+        max_attempts=1,
+        rounds=RoundSettings(gather_s=600.0, retry_s=0.0),  # the first round waits for all five
     )
     for name, spoil in (("mallory", negative_variance), ("oscar", huge)):
         world.devices[name] = Spoiler(name, world.broker, spec, world.key, spoil=spoil)
@@ -118,7 +127,7 @@ def test_rounds_close_without_a_negative_variance_and_a_norm_of_9e4_and_their_de
 class RejectingWorker(PlainWorker):
     """Can't merge one client's update, which it says when it is asked to merge."""
 
-    def finish(self, updates: Any, limits: Any = ()) -> None:
+    def finish(self, updates: Any, limits: Any) -> None:
         assert self._job is not None
         if any(client == "b" for client, *_ in updates):
             self.asked.append(("finish", updates))
@@ -204,7 +213,7 @@ def test_an_update_over_which_every_worker_dies_is_rejected_alone(
         for client in "abc":
             worker.add(client, "3" * 64)
         wait_until(lambda: any(isinstance(event, UpdateFailed) for event in said), "the update is given up", 100)
-        worker.finish((("a", "3" * 64, 1), ("c", "3" * 64, 1)))
+        worker.finish((("a", "3" * 64, 1), ("c", "3" * 64, 1)), {})
         wait_until(lambda: any(isinstance(event, JobDone) for event in said), "the others are merged")
     assert [event.client for event in said if isinstance(event, UpdateFailed)] == ["b"]
     assert [event.deaths for event in said if isinstance(event, WorkerDied)] == list(range(1, MAX_DEATHS + 1))
@@ -217,7 +226,7 @@ def test_what_is_added_between_a_jobs_failure_and_its_handling_is_asked_of_no_wo
     with handle(tmp_path, monkeypatch, hanging_children.fail_the_job_and_answer_nothing_more) as (worker, said):
         wait_until(lambda: any(isinstance(event, JobFailed) for event in said), "the job fails")
         worker.add("late", "3" * 64)  # as the service does that has not got to the failure yet
-        worker.finish((("late", "3" * 64, 1),))
+        worker.finish((("late", "3" * 64, 1),), {})
         worker.open(replace(JOB, attempt=2))
         wait_until(lambda: any(isinstance(event, UpdateFailed) for event in said), "the next job is told")
     assert [event.client for event in said if isinstance(event, UpdateFailed)] == [""]
@@ -255,9 +264,9 @@ def benches(tmp_path: Path, founded: tuple[Founded, ArtifactStore]) -> Benches:
     return Benches(tmp_path, *founded)
 
 
-def merged(bench: Workbench, said: list[Reply], *updates: tuple[str, str, int], limits: Limits = ()) -> str:
+def merged(bench: Workbench, said: list[Reply], *updates: tuple[str, str, int], limits: Distances | None = None) -> str:
     """The id of the aggregate."""
-    bench.serve(FinishJob(updates, limits))
+    bench.serve(FinishJob(updates, limits or {}))
     done = said[-1]
     assert isinstance(done, JobDone), done
     return done.aggregate
@@ -313,13 +322,13 @@ def test_limits_known_at_last_give_the_bytes_of_limits_known_at_arrival_and_wide
 ) -> None:
     updates = [(client, benches.update(client), 10) for client in "ab"]
 
-    def aggregate(name: str, on_arrival: Limits, at_last: Limits) -> str:
+    def aggregate(name: str, on_arrival: Distances, at_last: Distances) -> str:
         bench, said = benches.open(name, limits=on_arrival)
         for client, artifact, _ in updates:
             bench.serve(AddUpdate(client, artifact))
         return merged(bench, said, *updates, limits=at_last)
 
-    wide, narrow = (("classifier", 1e6),), (("classifier", 1e-3),)
-    free = aggregate("free", (), ())
+    wide, narrow = {Part.CLASSIFIER: 1e6}, {Part.CLASSIFIER: 1e-3}
+    free = aggregate("free", {}, {})
     assert aggregate("wide", wide, wide) == free
-    assert aggregate("late", (), narrow) == aggregate("early", narrow, narrow) != free
+    assert aggregate("late", {}, narrow) == aggregate("early", narrow, narrow) != free
