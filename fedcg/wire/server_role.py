@@ -44,7 +44,11 @@ def expect_role(context: ssl.SSLContext, role: ServerRole) -> None:
 
     class RoleSocket(ssl.SSLSocket):
         def do_handshake(self, block: bool = False) -> None:
-            super().do_handshake(block)
+            try:
+                super().do_handshake(block)
+            except BaseException:
+                self.close()  # paho would leave it open
+                raise
             certificate: dict[str, Any] = dict(self.getpeercert() or {})
             found = _common_name(certificate.get("subject", ()))
             is_exempt = role is ServerRole.BROKER and _common_name(certificate.get("issuer", ())) != AUTHORITY_NAME
