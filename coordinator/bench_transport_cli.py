@@ -31,7 +31,6 @@ def transport_command(
     """Throughput of transfers (sha256, signatures, fsynced receipt) over paho to paho: same chunks, window, TLS, processes.
 
     With --sessions: seconds of whole rounds in which nobody trains, from the opened attempt to the stored aggregate.
-    Needs the extra `bench`, which brings paho.
     """
     from coordinator.bench_rounds import round_of
     from coordinator.bench_transport import LARGE, SMALL, filled, measure

@@ -19,7 +19,7 @@ from typer.core import TyperCommand, TyperGroup
 DEBUG_FLAG = "--debug"
 INTERRUPTED = 130
 # Packages that one option or sub-command needs, and no kind of machine.
-_EXTRAS = {"ray": "ray", "paho": "bench", "infer uvicorn": "serve", "infer fastapi": "serve"}
+_EXTRAS = {"ray": "ray", "infer uvicorn": "serve", "infer fastapi": "serve"}
 
 
 class MissingExtraError(Exception):

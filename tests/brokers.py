@@ -10,16 +10,19 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
+from typing import Any
+
+from paho.mqtt.packettypes import PacketTypes
+from paho.mqtt.reasoncodes import ReasonCode
 
 from coordinator.provision.mosquitto import QueueLimits
 from coordinator.provision.pki import create_ca, credential_of, issue, write_revocations
 from fedcg.broker_path import Mosquitto
 from fedcg.wire.mqtt import MqttConfig, MqttTransport, TlsFiles
 from fedcg.wire.mqtt_config import Protocol
-from fedcg.wire.mqtt_packets import Subscribed
 from fedcg.wire.server_role import ServerRole
 from fedcg.wire.topics import Topics
 from fedcg.wire.transport import Delivery, Transport, Will
@@ -230,8 +233,9 @@ def _shut(sock: socket.socket) -> None:
 class Intruder(MqttTransport):
     """Stays where its subscriptions are refused, as somebody who listens to others would."""
 
-    def _subscribed(self, answer: Subscribed) -> None:
-        super()._subscribed(replace(answer, reasons=bytes(len(answer.reasons))))
+    def _subscribed(self, link: Any, data: Any, packet: int, reasons: list[ReasonCode], properties: Any) -> None:
+        granted = [ReasonCode(PacketTypes.SUBACK, identifier=0) for _ in reasons]
+        super()._subscribed(link, data, packet, granted, properties)
 
 
 class Client:

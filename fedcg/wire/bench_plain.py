@@ -1,12 +1,10 @@
 """The other side of `fedcg bench transport`: the same chunks from paho to paho, with a window and nothing else.
 
-No envelope, no hash, no disk: what a link, a broker and the usual client library give to the plainest program. The only module that
-imports paho.
+No envelope, no hash, no disk: what a link, a broker and paho with its own thread give to the plainest program.
 """
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +17,7 @@ from paho.mqtt.enums import CallbackAPIVersion, MQTTProtocolVersion
 
 from fedcg.wire.errors import TransportError
 from fedcg.wire.mqtt_config import MqttConfig
+from fedcg.wire.mqtt_link import send_at_once
 
 READY_S = 15.0
 STALL_S = 60.0
@@ -49,11 +48,6 @@ def connect(config: MqttConfig, subscribe: str, on_message: OnMessage, in_flight
     if not ready.wait(READY_S):
         raise TransportError(f"no connection to the broker at {config.address} within {READY_S} s")
     return client
-
-
-def send_at_once(_client: Any, _data: Any, sock: Any) -> None:
-    """Turn off Nagle's algorithm, as `mqtt_link` does."""
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 class PlainReceiver:

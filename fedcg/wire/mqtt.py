@@ -1,8 +1,8 @@
 """Transport over MQTT 5 or 3.1.1: connects, and connects again, and keeps its promises over broken links.
 
 One thread per transport owns the link and every callback; other threads only put into a bounded queue. What was sent and not
-acknowledged when a link broke is sent again after the reconnect when it was QoS 1, and dropped when it was QoS 0. Packets are
-in `mqtt_packets`, the connection in `mqtt_link`; why no library does this: docs/decisions/011.
+acknowledged when a link broke is sent again after the reconnect when it was QoS 1, and dropped when it was QoS 0. The connection,
+on paho, is in `mqtt_link`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,12 @@ import socket
 import ssl
 import threading
 import time
+from typing import Any
 
-from fedcg.wire.errors import MalformedError, TransportError, WireError
+from paho.mqtt.client import MQTTMessage
+from paho.mqtt.reasoncodes import ReasonCode
+
+from fedcg.wire.errors import TransportError, WireError
 from fedcg.wire.mqtt_config import (
     MIN_PACKET_BYTES,
     PROTOCOL_MAX_PACKET,
@@ -26,22 +30,7 @@ from fedcg.wire.mqtt_config import (
     explain_subscription,
 )
 from fedcg.wire.mqtt_link import MqttLink
-from fedcg.wire.mqtt_packets import (
-    FAILURE,
-    Acknowledged,
-    Connected,
-    Ended,
-    Message,
-    Packet,
-    Subscribed,
-    acknowledge,
-    connect,
-    disconnect,
-    explain,
-    publish,
-    subscribe,
-)
-from fedcg.wire.outgoing import MAX_PACKET_ID, Outgoing, OutgoingQueue
+from fedcg.wire.outgoing import Outgoing, OutgoingQueue
 from fedcg.wire.transport import Backlog, Delivery, OnDelivery, OnLink, Publication, Will, call_out
 
 __all__ = ["MqttConfig", "MqttTransport", "TlsFiles", "probe"]
@@ -91,15 +80,14 @@ class MqttTransport:
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.settimeout(0.0)
         self._wake_out.settimeout(0.0)
-        self._is_called = False  # somebody has something for the thread; set before `_is_asleep` is looked at
-        self._is_asleep = False  # the thread waits, or is about to; set before `_is_called` is looked at
+        self._is_woken = False
         self._thread: threading.Thread | None = None
         self._up = False
         self._accepted = False
         self._answer_by = 0.0
         self._in_flight = config.in_flight
+        self._sent: dict[int, Outgoing] = {}  # QoS 1 publishes of this link, by packet id
         self._unanswered: dict[int, list[tuple[str, int]]] = {}  # subscriptions of this link, by packet id
-        self._last_subscription = 0
         self._versions = ["3.1.1", "5"] if config.protocol == "auto" else [config.protocol]
         self._max_payload = min(config.assumed_max_packet, config.max_packet) - HEADER_BYTES
         self._on_delivery: OnDelivery = _ignore
@@ -184,10 +172,9 @@ class MqttTransport:
             self._thread.join(DRAIN_S + CLOSE_S)
 
     def _wake(self) -> None:
-        self._is_called = True
-        if not self._is_asleep:
+        if self._is_woken:
             return
-        self._is_asleep = False
+        self._is_woken = True
         try:
             self._wake_in.send(b"x")
         except OSError:
@@ -221,10 +208,11 @@ class MqttTransport:
     def _connect_once(self) -> None:
         self._anew.clear()
         self.attempts += 1
-        self._accepted, reached, self._unanswered = False, False, {}
+        self._accepted, reached, self._sent, self._unanswered = False, False, {}, {}
         link: MqttLink | None = None
         try:
-            link = MqttLink(self._config, self._context(), self.protocol)  # files are read again: they may be renewed
+            link = self._make_link(self._context())  # files are read again: they may be renewed
+            link.open()
             reached = True
             self._serve(link)
         except TransportError as error:
@@ -242,6 +230,14 @@ class MqttTransport:
             if link is not None:
                 link.close()
 
+    def _make_link(self, context: ssl.SSLContext | None) -> MqttLink:
+        link = MqttLink(self._config, context, self.protocol, self._will)
+        link.on_connect = self._connected
+        link.on_subscribe = self._subscribed
+        link.on_publish = self._published
+        link.on_message = self._arrived
+        return link
+
     def _serve(self, link: MqttLink) -> None:
         """Move packets until the transport closes or connects anew.
 
@@ -250,14 +246,11 @@ class MqttTransport:
             OSError: the link is gone.
             MalformedError: bytes that a broker may not send.
         """
-        link.watch(self._wake_out.fileno())
         own = self._config
-        link.send(connect(self.protocol, own.identity, own.keepalive_s, own.max_inbound, self._will))
         self._await_answer()
         close_at: float | None = None
         while True:
             now = time.monotonic()
-            self._is_called = False  # before everything that a caller could have changed is looked at
             if self._closing.is_set():
                 close_at = close_at or now + (DRAIN_S if self._up else 0.0)
             elif (not self._up or self._unanswered) and now >= self._answer_by:
@@ -265,29 +258,20 @@ class MqttTransport:
             elif self._outgoing.owed_s() >= ACK_S:
                 raise TransportError(f"the broker at {own.address} has acknowledged no publish for {ACK_S:.0f} s")
             is_busy = self._hand_over(link)
-            is_drained = not self._outgoing and link.has_room
+            is_drained = not self._outgoing and not link.want_write()
             if self._anew.is_set() or (close_at is not None and (now >= close_at or is_drained)):
                 if self._anew.is_set():
                     self.last_error = f"connecting anew to the broker at {self._config.address}"
-                link.hang_up(disconnect())
+                link.hang_up()
                 return
-            self._sleep(link, 0.0 if is_busy else TICK_S if close_at is None else TICK_S / 10)
-            for packet in link.read():
-                self._take(packet, link)
-            link.look_after(time.monotonic())
+            wait_s = 0.0 if is_busy else TICK_S if close_at is None else TICK_S / 10
+            if link.move(self._wake_out.fileno(), wait_s):
+                self._wake_out.recv(65_536)
+                self._is_woken = False  # before the queue is looked at: who comes later wakes again
 
     def _await_answer(self) -> None:
         # On a link that stands the answer comes behind chunks, as acknowledgements do.
         self._answer_by = time.monotonic() + (ACK_S if self._up else ANSWER_FACTOR * self._config.connect_timeout_s)
-
-    def _sleep(self, link: MqttLink, seconds: float) -> None:
-        """Wait for the link or a caller; not at all when one of them was faster."""
-        self._is_asleep = True
-        if self._is_called or link.holds_more:
-            seconds = 0.0
-        if link.wait(seconds):
-            self._wake_out.recv(65_536)
-        self._is_asleep = False
 
     def _hand_over(self, link: MqttLink) -> bool:
         """Let leave what the link takes at once, and the rest stay in our bounded queue; whether the link would take more."""
@@ -295,55 +279,43 @@ class MqttTransport:
             with self._lock:
                 filters, self._new_filters = self._new_filters, []
             self._subscribe(link, filters)
-        link.flush()
         for _ in range(TURN):
-            message = self._outgoing.take(self._in_flight) if self._up and link.has_room else None
+            message = self._outgoing.take(self._in_flight) if self._up and not link.want_write() else None
             if message is None:
                 return False
-            link.send(publish(self.protocol, message.topic, message.payload, message.packet, retain=message.retain))
-            link.flush()
+            packet = link.publish(message.topic, message.payload, message.qos, message.retain).mid
+            if message.qos > 0:
+                self._sent[packet] = message
         return True
 
     def _subscribe(self, link: MqttLink, filters: list[tuple[str, int]]) -> None:
-        self._last_subscription = self._last_subscription % MAX_PACKET_ID + 1
-        packet = MAX_PACKET_ID + self._last_subscription
-        self._unanswered[packet] = filters
-        self._await_answer()
-        link.send(subscribe(self.protocol, packet, filters))
+        _, packet = link.subscribe(filters)
+        if packet is not None:  # else the connection is gone
+            self._unanswered[packet] = filters
+            self._await_answer()
 
-    def _take(self, packet: Packet, link: MqttLink) -> None:
-        if not self._accepted and not isinstance(packet, Connected | Ended):
-            raise MalformedError("a packet before the answer to CONNECT")
-        if isinstance(packet, Message):
-            call_out(self._on_delivery, Delivery(packet.topic, packet.payload, packet.retained))
-            if packet.packet:
-                link.send(acknowledge(packet.packet))
-        elif isinstance(packet, Acknowledged):
-            message = self._outgoing.acknowledged(packet.packet)
-            if message is not None and packet.reason >= FAILURE:
-                address, reason = self._config.address, explain(packet.reason)
-                _LOG.error("the broker at %s refused a publish on %s: %s", address, message.topic, reason)
-        elif isinstance(packet, Connected):
-            self._connected(packet, link)
-        elif isinstance(packet, Subscribed):
-            self._subscribed(packet)
-        elif isinstance(packet, Ended):
-            raise ConnectionError(explain(packet.reason))
+    def _arrived(self, _link: Any, _data: Any, message: MQTTMessage) -> None:
+        call_out(self._on_delivery, Delivery(message.topic, bytes(message.payload), message.retain))
 
-    def _connected(self, told: Connected, link: MqttLink) -> None:
-        if told.reason:
-            raise TransportError(explain_refusal(self._config, explain(told.reason)))
-        if self._accepted:
-            raise MalformedError("a second answer to one CONNECT")
-        self._accepted = True
+    def _published(self, _link: Any, _data: Any, packet: int, reason: ReasonCode, _properties: Any) -> None:
+        message = self._sent.pop(packet, None)
+        if message is None:
+            return
+        self._outgoing.acknowledged(message)
+        if reason.is_failure:
+            _LOG.error("the broker at %s refused a publish on %s: %s", self._config.address, message.topic, reason)
+
+    def _connected(self, link: MqttLink, _data: Any, _flags: Any, reason: ReasonCode, properties: Any) -> None:
+        if reason.is_failure:
+            raise TransportError(explain_refusal(self._config, str(reason)))
+        self._accepted = link.is_accepted = True
         unstated = PROTOCOL_MAX_PACKET if self.protocol == "5" else self._config.assumed_max_packet
-        largest = min(told.max_packet or unstated, self._config.max_packet)
+        largest = min(getattr(properties, "MaximumPacketSize", unstated), self._config.max_packet)
         if largest < MIN_PACKET_BYTES:
             raise TransportError(explain_small_packets(self._config, largest))
         self._max_payload = largest - HEADER_BYTES
-        self._in_flight = min(self._config.in_flight, told.in_flight or self._config.in_flight)
-        if told.keepalive_s:  # 0 is none, and a longer one than ours hides a dead link; a ping is always allowed
-            link.keepalive_s = min(link.keepalive_s, told.keepalive_s)
+        self._in_flight = min(self._config.in_flight, getattr(properties, "ReceiveMaximum", self._config.in_flight))
+        link.accept_keepalive(getattr(properties, "ServerKeepAlive", None))
         with self._lock:
             filters, self._new_filters = list(self._filters.items()), []
         if filters:
@@ -351,11 +323,11 @@ class MqttTransport:
         else:
             self._link_up()
 
-    def _subscribed(self, answer: Subscribed) -> None:
-        filters = self._unanswered.pop(answer.packet, None)
+    def _subscribed(self, _link: Any, _data: Any, packet: int, reasons: list[ReasonCode], _properties: Any) -> None:
+        filters = self._unanswered.pop(packet, None)
         if filters is None:
             return
-        answers = [explain(reason) if reason >= FAILURE else "" for reason in answer.reasons]
+        answers = [str(reason) if reason.is_failure else "" for reason in reasons]
         if any(answers) or len(answers) != len(filters):
             raise TransportError(explain_subscription(self._config, [topic for topic, _ in filters], answers))
         if not self._up and not self._unanswered:

@@ -1,167 +1,162 @@
-"""One connection to a broker: TCP, TLS, packets out and in, keepalive. No thread of its own, no policy; never blocks once it stands."""
+"""One connection to a broker: paho's client, with bounds on what a broker may send. No thread of its own, no policy.
+
+paho's threads and its reconnecting are not used: they send an oversize publish again for ever, queue without a bound, and end
+silently with an exception in a callback. The private names of paho that are used here are listed in docs/decisions/013.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
 import ssl
 import time
-from collections.abc import Iterator
+from typing import Any
 
+from paho.mqtt import client as paho
+from paho.mqtt.enums import CallbackAPIVersion, MQTTErrorCode, MQTTProtocolVersion
+from paho.mqtt.packettypes import PacketTypes
+from paho.mqtt.properties import Properties
+
+from fedcg.wire.errors import MalformedError
 from fedcg.wire.mqtt_config import MqttConfig
-from fedcg.wire.mqtt_packets import Packet, PacketReader, ping
+from fedcg.wire.transport import Will
 
-HANDSHAKE_S = 10.0
 HANG_UP_S = 0.8  # how long `hang_up` waits for the broker
 MAX_UNSENT = 65_536  # packets; as many acknowledgements as there are packet ids, and a ping
-READ_BYTES = 1 << 18  # taken in one go before the other direction has its turn
-RECORD_BYTES = 16 * 1024  # TLS gives at most so much at once
-_NOTHING = memoryview(b"")
-_AGAIN = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+READ_BYTES = 1 << 18
+OK = MQTTErrorCode.MQTT_ERR_SUCCESS
 
 
-class MqttLink:
-    """A connection; whoever has it sends packets, reads packets and waits, all on one thread.
+class MqttLink(paho.Client):
+    """A connection; its owner opens it, hands messages over, and moves it, on one thread.
 
     Args:
         config: the broker.
         context: for TLS; None for plain text.
         protocol: the version to speak.
+        will: what the broker publishes when this side vanishes.
 
-    Raises:
-        OSError: no connection, or no handshake, within its time (`ssl.SSLError` is one).
+    Attributes:
+        is_accepted: whether the broker has answered CONNECT.
     """
 
-    def __init__(self, config: MqttConfig, context: ssl.SSLContext | None, protocol: str) -> None:
-        self.keepalive_s = config.keepalive_s
-        self._reader = PacketReader(protocol, config.max_inbound)
-        self._unsent: list[bytes] = []
-        self._leaving = _NOTHING
-        self._pinged = False
-        self._watched = -1
-        self._sent_at = self._heard_at = time.monotonic()
-        sock = socket.create_connection((config.host, config.port), config.connect_timeout_s)
-        try:
-            # Without this a grant waits for a delayed ACK and stalls a whole window.
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if context is not None:
-                sock.settimeout(HANDSHAKE_S)
-                sock = context.wrap_socket(sock, server_hostname=config.host)
-            sock.settimeout(0.0)
-        except BaseException:
-            sock.close()
-            raise
-        self._sock = sock
-        self._poll = select.poll()
-        self._poll.register(sock, select.POLLIN)
-        self._waits_to_write = False
+    def __init__(self, config: MqttConfig, context: ssl.SSLContext | None, protocol: str, will: Will | None) -> None:
+        self._is_5 = protocol == "5"
+        super().__init__(
+            CallbackAPIVersion.VERSION2,
+            client_id=config.identity,
+            clean_session=None if self._is_5 else True,
+            protocol=MQTTProtocolVersion.MQTTv5 if self._is_5 else MQTTProtocolVersion.MQTTv311,
+            reconnect_on_failure=False,
+        )
+        self._settings = config
+        self._cause = ""
+        self._give_up_at = 0.0
+        self.is_accepted = False
+        self.connect_timeout = config.connect_timeout_s  # of the TLS handshake too
+        if context is not None:
+            self.tls_set_context(context)
+        if will is not None:
+            self.will_set(will.topic, will.payload, qos=1, retain=will.retain)
+        self.on_socket_open = send_at_once
+        self.on_disconnect = self._note_cause
 
-    def watch(self, descriptor: int) -> None:
-        """End `wait` also when this can be read."""
-        self._watched = descriptor
-        self._poll.register(descriptor, select.POLLIN)
-
-    def wait(self, seconds: float) -> bool:
-        """Wait until something can be done; whether the watched descriptor can be read."""
-        return any(descriptor == self._watched for descriptor, _ in self._poll.poll(1000.0 * seconds))
-
-    @property
-    def has_room(self) -> bool:
-        """Whether everything sent so far has left."""
-        return not self._unsent and not self._leaving
-
-    def send(self, packet: bytes) -> None:
-        """Queue a packet; `flush` lets it leave.
+    def open(self) -> None:
+        """Connect and send CONNECT.
 
         Raises:
-            OSError: the broker reads nothing, and sends more than it may without.
+            OSError: no connection, or no handshake, within its time (`ssl.SSLError` is one).
         """
-        if len(self._unsent) >= MAX_UNSENT:
+        properties = Properties(PacketTypes.CONNECT) if self._is_5 else None
+        if properties is not None:
+            properties.MaximumPacketSize = self._settings.max_inbound
+        self.connect(self._settings.host, self._settings.port, self._settings.keepalive_s, properties=properties)
+
+    def accept_keepalive(self, seconds: int | None) -> None:
+        """Use the broker's keepalive where it is shorter; none at all, or a longer one, would hide a dead link."""
+        self._keepalive = min(self._settings.keepalive_s, seconds or self._settings.keepalive_s)
+
+    def move(self, wake: int, seconds: float) -> bool:
+        """Wait until something can be read or written, and read and write it; call the callbacks.
+
+        Args:
+            wake: a descriptor that ends the wait when it can be read.
+            seconds: longest wait.
+
+        Returns:
+            Whether `wake` can be read.
+
+        Raises:
+            OSError: the connection is gone.
+            MalformedError: a packet that a broker may not send; paho raises errors of its own for others.
+        """
+        sock: Any = self.socket()
+        if sock is None:
+            raise ConnectionError(self._cause or "it is closed")
+        holds_more = isinstance(sock, ssl.SSLSocket) and sock.pending() > 0  # which no poll announces
+        poll, descriptor = select.poll(), sock.fileno()
+        poll.register(descriptor, select.POLLIN | (select.POLLOUT if self.want_write() else 0))
+        poll.register(wake, select.POLLIN)
+        ready = dict(poll.poll(0.0 if holds_more else 1000.0 * seconds))
+        status = OK
+        if holds_more or ready.get(descriptor, 0) & ~select.POLLOUT:
+            status = self.loop_read()
+        if status is OK and self.want_write():
+            status = self.loop_write()
+        if status is not OK:
+            raise ConnectionError(self._cause or paho.error_string(status))
+        if self.socket() is not None and self.loop_misc() is not OK:
+            raise ConnectionError("a ping was not answered within the keepalive")
+        if len(self._out_packet) > MAX_UNSENT:
             raise ConnectionError("it does not read what is sent to it")
-        self._unsent.append(packet)
+        return wake in ready
 
-    def flush(self) -> None:
-        """Let leave what the socket takes.
+    def hang_up(self) -> None:
+        """End the packet that is on its way, send DISCONNECT, and give the broker a moment to close the connection.
 
-        Raises:
-            OSError: the connection is gone.
+        A connection that is closed while bytes wait to be read is reset: the broker may never read DISCONNECT, and publishes the will.
         """
-        while self._leaving or self._unsent:
-            if not self._leaving:
-                self._leaving = memoryview(self._unsent[0] if len(self._unsent) == 1 else b"".join(self._unsent))
-                self._unsent.clear()
-            try:
-                count = self._sock.send(self._leaving)
-            except _AGAIN:
-                break
-            self._leaving = self._leaving[count:] or _NOTHING  # an empty view would hold the packet
-            self._sent_at = time.monotonic()
-        if self._waits_to_write == self.has_room:
-            self._waits_to_write = not self.has_room
-            self._poll.modify(self._sock, select.POLLIN | (select.POLLOUT if self._waits_to_write else 0))
-
-    def read(self) -> Iterator[Packet]:
-        """The packets that have come, at most some of them where many wait; read on until there are none.
-
-        Raises:
-            OSError: the connection is gone.
-            MalformedError: bytes that a broker may not send.
-        """
-        taken, count = 0, RECORD_BYTES
-        while taken < READ_BYTES and count >= RECORD_BYTES:
-            try:
-                count = self._sock.recv_into(self._reader.room)
-            except _AGAIN:
-                break
-            if count == 0:
-                raise ConnectionError("it closed the connection")
-            taken += count
-            if self._reader.add(count):
-                yield from self._reader.packets()
-            # A short read has most likely emptied the socket; `wait` tells if not.
-        if taken:
-            self._heard_at, self._pinged = time.monotonic(), False
-
-    @property
-    def holds_more(self) -> bool:
-        """Whether TLS holds decrypted bytes that no `wait` will announce."""
-        return isinstance(self._sock, ssl.SSLSocket) and self._sock.pending() > 0
-
-    def look_after(self, now: float) -> None:
-        """Ping where a direction was silent for the keepalive.
-
-        Raises:
-            TimeoutError: a ping was not answered for as long again.
-        """
-        if not self.keepalive_s or now - min(self._sent_at, self._heard_at) < self.keepalive_s:
-            return
-        if not self._pinged:
-            self._pinged = True
-            self._sent_at = self._heard_at = now
-            self.send(ping())
-            self.flush()
-        elif now - self._heard_at >= self.keepalive_s:
-            raise TimeoutError(f"nothing came for {self.keepalive_s} s after a ping")
-
-    def hang_up(self, goodbye: bytes) -> None:
-        """End the packet that is on its way, send a last one, and give the broker a moment to close the connection.
-
-        Who closes while bytes wait to be read resets the connection, and the broker may never read the last packet.
-        """
-        poll, give_up_at = select.poll(), time.monotonic() + HANG_UP_S
-        try:
-            self.send(goodbye)
-            while (left_s := give_up_at - time.monotonic()) > 0:
-                self.flush()
-                poll.register(self._sock, select.POLLIN | (0 if self.has_room else select.POLLOUT))
-                try:
-                    if not self._sock.recv(READ_BYTES):
-                        return
-                except _AGAIN:
-                    poll.poll(1000.0 * left_s)
-        except OSError:
-            return  # the broker closed it
+        self._give_up_at = time.monotonic() + HANG_UP_S
+        self.on_socket_close = self._drain  # paho closes as soon as DISCONNECT has left
+        with contextlib.suppress(OSError, MalformedError):
+            self.disconnect()
+            while (sock := self.socket()) is not None and (left_s := self._give_up_at - time.monotonic()) > 0:
+                self.move(sock.fileno(), left_s)
 
     def close(self) -> None:
         """Drop the connection."""
-        self._sock.close()
+        sock = self.socket()
+        if sock is not None:
+            sock.close()
+
+    def _drain(self, _client: Any, _data: Any, sock: Any) -> None:
+        sock.settimeout(HANG_UP_S)
+        with contextlib.suppress(OSError):
+            while time.monotonic() < self._give_up_at and sock.recv(READ_BYTES):
+                pass
+
+    def _note_cause(self, _client: Any, _data: Any, flags: Any, reason: Any, _properties: Any) -> None:
+        if flags.is_disconnect_packet_from_server:
+            self._cause = f"the broker ended it: {reason}"
+
+    def _sock_recv(self, bufsize: int) -> bytes:
+        """Read for paho, which asks for the rest of a packet once it knows its kind and length: before there is room for it."""
+        self._check_header(self._in_packet["command"], bufsize)
+        return super()._sock_recv(bufsize)
+
+    def _check_header(self, command: int, size: int) -> None:
+        kind = command & 0xF0
+        if size > self._settings.max_inbound:
+            raise MalformedError(f"a packet of {size} bytes; at most {self._settings.max_inbound} are read")
+        if command & 0xF4 == paho.PUBLISH | 0x04:  # paho would keep each until the broker releases it
+            raise MalformedError("a message at QoS 2, which nothing here subscribes to")
+        if kind == paho.CONNACK and self.is_accepted:
+            raise MalformedError("a second answer to CONNECT")
+        if kind not in (0, paho.CONNACK, paho.DISCONNECT) and not self.is_accepted:
+            raise MalformedError("a packet before the answer to CONNECT")
+
+
+def send_at_once(_client: Any, _data: Any, sock: Any) -> None:
+    """Turn off Nagle's algorithm: a grant that waits for a delayed ACK stalls a whole window."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

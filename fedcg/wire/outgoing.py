@@ -13,16 +13,14 @@ from dataclasses import dataclass
 from fedcg.wire.errors import TransportError
 from fedcg.wire.transport import Backlog
 
-MAX_PACKET_ID = 0x7FFF  # those above are for subscriptions
 MAX_SENDS = 3  # a QoS 1 publish under which three links broke is given up: it may be what breaks them
 
 
-@dataclass
+@dataclass(eq=False)
 class Outgoing:
     """One publish.
 
     Attributes:
-        packet: its packet id on the present link; 0 at QoS 0.
         sends: how often it was handed to a link.
         is_under_way: it waits here for the link, or for the broker's acknowledgement.
     """
@@ -31,7 +29,6 @@ class Outgoing:
     payload: bytes
     qos: int
     retain: bool
-    packet: int = 0
     sends: int = 0
     is_under_way: bool = True
 
@@ -44,9 +41,8 @@ class OutgoingQueue:
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
         self._queue: deque[Outgoing] = deque()
-        self._unacked: dict[int, Outgoing] = {}
+        self._unacked: dict[Outgoing, None] = {}
         self._bytes = 0
-        self._last_packet = 0
         self._owed_since = 0.0
 
     def __len__(self) -> int:
@@ -77,10 +73,7 @@ class OutgoingQueue:
             self._bytes += len(message.payload)
 
     def take(self, in_flight: int) -> Outgoing | None:
-        """The next publish to send, or None; a QoS 1 publish waits while `in_flight` of them are not acknowledged.
-
-        It gets a packet id and is remembered under it until `acknowledged`.
-        """
+        """The next publish to send, or None; a QoS 1 publish waits while `in_flight` of them are not acknowledged."""
         with self._lock:
             if not self._queue or (self._queue[0].qos > 0 and len(self._unacked) >= in_flight):
                 return None
@@ -90,25 +83,18 @@ class OutgoingQueue:
                 self._bytes -= len(message.payload)
                 message.is_under_way = False
                 return message
-            while True:
-                self._last_packet = self._last_packet % MAX_PACKET_ID + 1
-                if self._last_packet not in self._unacked:
-                    break
-            message.packet = self._last_packet
             if not self._unacked:
                 self._owed_since = time.monotonic()
-            self._unacked[message.packet] = message
+            self._unacked[message] = None
             return message
 
-    def acknowledged(self, packet: int) -> Outgoing | None:
-        """Forget a QoS 1 publish that the broker has; None for an unknown packet id."""
+    def acknowledged(self, message: Outgoing) -> None:
+        """Forget a QoS 1 publish that the broker has."""
         with self._lock:
-            message = self._unacked.pop(packet, None)
-            if message is not None:
-                self._bytes -= len(message.payload)
-                message.is_under_way = False
-                self._owed_since = time.monotonic()
-            return message
+            del self._unacked[message]
+            self._bytes -= len(message.payload)
+            message.is_under_way = False
+            self._owed_since = time.monotonic()
 
     def owed_s(self) -> float:
         """Seconds since the broker acknowledged anything; 0 while it owes nothing."""
@@ -118,7 +104,7 @@ class OutgoingQueue:
     def link_lost(self) -> None:
         """Queue again, in order, what was QoS 1 and not acknowledged; drop what was QoS 0."""
         with self._lock:
-            waiting = [*self._unacked.values(), *self._queue]
+            waiting = [*self._unacked, *self._queue]
             self._unacked.clear()
             for message in waiting:
                 message.is_under_way = message.qos > 0 and message.sends < MAX_SENDS

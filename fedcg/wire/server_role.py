@@ -44,14 +44,21 @@ def expect_role(context: ssl.SSLContext, role: ServerRole) -> None:
 
     class RoleSocket(ssl.SSLSocket):
         def do_handshake(self, block: bool = False) -> None:
-            super().do_handshake(block)
-            certificate: dict[str, Any] = dict(self.getpeercert() or {})
-            found = _common_name(certificate.get("subject", ()))
-            is_exempt = role is ServerRole.BROKER and _common_name(certificate.get("issuer", ())) != AUTHORITY_NAME
-            if found != role.value and not is_exempt:
-                raise ServerRoleError(found, role)
+            try:
+                super().do_handshake(block)
+                _check_role(dict(self.getpeercert() or {}), role)
+            except BaseException:
+                self.close()  # paho would leave it open
+                raise
 
     context.sslsocket_class = RoleSocket
+
+
+def _check_role(certificate: dict[str, Any], role: ServerRole) -> None:
+    found = _common_name(certificate.get("subject", ()))
+    is_exempt = role is ServerRole.BROKER and _common_name(certificate.get("issuer", ())) != AUTHORITY_NAME
+    if found != role.value and not is_exempt:
+        raise ServerRoleError(found, role)
 
 
 def _common_name(name: Iterable[Iterable[tuple[str, str]]]) -> str | None:

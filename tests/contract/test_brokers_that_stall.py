@@ -103,7 +103,7 @@ def test_a_subscription_that_is_not_granted_ends_the_link_which_is_tried_again(
     grant(peer, reasons=reasons)
     assert PUBLISH not in peer.rest()
     await_words(
-        caplog, "a subscription", "trying again", f"{OFFERED}: not authorized" if reasons == b"\x87" else " of 1 "
+        caplog, "a subscription", "trying again", f"{OFFERED}: Not authorized" if reasons == b"\x87" else " of 1 "
     )
     assert client.links == []
     grant(broker.welcome())

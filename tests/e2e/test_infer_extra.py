@@ -100,7 +100,7 @@ def test_a_box_with_only_the_infer_extra_classifies_images_as_the_trained_model_
         assert [told[name] for name in CLASSES] == pytest.approx(here[result["file"]].tolist(), abs=1e-5)
 
 
-@pytest.mark.parametrize("name", ["torch", "paho", "onnx", "safetensors", "cryptography", "sqlalchemy", "fastapi"])
+@pytest.mark.parametrize("name", ["torch", "onnx", "safetensors", "cryptography", "sqlalchemy", "fastapi"])
 def test_the_box_has_none_of_what_only_training_or_the_wire_need(box: Box, name: str) -> None:
     done = box.run(box.python, "-c", f"import {name}", check=False)
     assert done.returncode == 1
@@ -142,9 +142,7 @@ def test_serving_over_mqtt_needs_no_other_extra(box: Box, model_root: Path) -> N
 
 
 @pytest.mark.slow
-def test_with_the_serve_extra_it_answers_over_http_with_neither_torch_nor_paho_installed(
-    tmp_path: Path, model_root: Path
-) -> None:
+def test_with_the_serve_extra_it_answers_over_http_without_torch_installed(tmp_path: Path, model_root: Path) -> None:
     serving_box = _installed(tmp_path, "serve")
     [file, *_] = write_images(tmp_path / "images").files
     wanted = json.loads(serving_box.fedcg("infer", "--model", model_root, "--json", file).stdout)["results"][0]
@@ -153,5 +151,5 @@ def test_with_the_serve_extra_it_answers_over_http_with_neither_torch_nor_paho_i
         code, _ = server.stop()
     assert answer.document["results"] == [{**wanted, "file": "image"}]
     assert code == 0
-    for name in ("torch", "paho", "onnx"):
+    for name in ("torch", "onnx"):
         assert serving_box.run(serving_box.python, "-c", f"import {name}", check=False).returncode == 1

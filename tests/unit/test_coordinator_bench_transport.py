@@ -9,7 +9,6 @@ import sys
 import pytest
 
 from coordinator.bench_transport import Case, Measured, as_json, filled
-from fedcg import cli
 
 
 def test_small_artifacts_come_from_as_many_sessions_as_fill_the_window() -> None:
@@ -22,19 +21,6 @@ def test_the_ratio_is_our_throughput_over_that_of_paho_by_medians() -> None:
     measured = Measured(Case(1000, 16, 1), ours_s=(4.0, 2.0, 9.0), paho_s=(1.0, 2.0, 3.0))
     assert measured.ratio == 0.5
     assert as_json([measured])[0]["ratio"] == 0.5
-
-
-def test_without_paho_the_command_names_the_extra(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in [name for name in sys.modules if name.startswith(("paho", "coordinator.bench_", "fedcg.wire.bench_"))]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "paho", None)
-    monkeypatch.setattr(sys, "argv", ["fedcg", "bench", "transport"])
-    with pytest.raises(SystemExit) as stop:
-        cli.main()
-    assert stop.value.code == 1
-    assert "pip install 'fedcg-edge[bench]'" in capsys.readouterr().err
 
 
 @pytest.mark.broker

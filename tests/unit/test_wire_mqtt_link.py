@@ -1,29 +1,34 @@
-"""A link against a broker that does what the test says, in plain text on loopback."""
+"""A link against a broker that does what the test says, in plain text on loopback; its bounds fail visibly if paho reads otherwise."""
 
 from __future__ import annotations
 
 import socket
 import ssl
-import threading
 import time
+import tracemalloc
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 from fedcg.wire import mqtt_link
+from fedcg.wire.errors import MalformedError
 from fedcg.wire.mqtt_link import MqttLink
-from fedcg.wire.mqtt_packets import Message, Pong, ping, publish
+from fedcg.wire.server_role import ServerRole, expect_role
 from tests.broker_packets import (
-    KEEPALIVE_S,
+    CONNECT,
     PINGREQ,
     PONG,
-    PUBLISH,
+    PUBACK,
     Peer,
     ScriptedBroker,
+    connack,
     message,
+    packet,
     scripted_broker,
+    text,
 )
-from tests.brokers import DEADLINE_S, wait_until
+from tests.brokers import DEADLINE_S
 
 
 @pytest.fixture
@@ -33,166 +38,152 @@ def broker() -> Iterator[ScriptedBroker]:
 
 
 @pytest.fixture
-def linked(broker: ScriptedBroker) -> Iterator[tuple[MqttLink, Peer]]:
-    """A bare link, and the other end of it."""
-    link = MqttLink(broker.config(), None, "5")
-    yield link, broker.accept()
-    link.close()
-
-
-def stuff(link: MqttLink) -> bytes:
-    """Send until the socket takes no more; what was sent."""
-    sent = b""
-    while link.has_room:
-        data = publish("5", "t", b"%d" % len(sent) * 50_000, 0, retain=False)
-        link.send(data)
-        link.flush()
-        sent += data
-    return sent
-
-
-def has_room(link: MqttLink) -> bool:
-    return link.has_room
-
-
-def test_what_a_broker_does_not_read_waits_and_leaves_in_order(linked: tuple[MqttLink, Peer]) -> None:
-    link, peer = linked
-    expected = stuff(link)
-    for number in range(100):
-        link.send(publish("5", "t", b"%d" % number, 0, retain=False))
-        expected += publish("5", "t", b"%d" % number, 0, retain=False)
-    link.flush()
-    assert not has_room(link)
-    assert not link._poll.poll(0)  # nothing turns round while nobody reads
-    received = bytearray()
-
-    def take() -> None:
-        while len(received) < len(expected):
-            received.extend(peer.sock.recv(100_000))
-
-    reading = threading.Thread(target=take, daemon=True)
-    reading.start()
-    began = time.monotonic()
-    while not has_room(link):
-        link.wait(DEADLINE_S)  # ends as soon as there is room, not when the time is over
-        link.flush()
-    assert time.monotonic() - began < DEADLINE_S
-    reading.join(DEADLINE_S)
-    assert received == expected
-    assert not link._poll.poll(0)  # nor when everything has left
-
-
-def test_what_has_left_is_not_held(linked: tuple[MqttLink, Peer]) -> None:
-    link, _ = linked
-    link.send(bytes(1000))
-    link.flush()
-    assert link.has_room
-    assert not link._leaving.obj
-
-
-def test_a_broker_that_reads_no_acknowledgement_does_not_fill_the_memory(linked: tuple[MqttLink, Peer]) -> None:
-    link, _ = linked
-    stuff(link)
-    for _ in range(0xFFFF):  # it has no more packet ids than these
-        link.send(b"\x40\x02\x00\x01")
-    link.send(ping())
-    with pytest.raises(ConnectionError, match="does not read"):
-        link.send(b"\x40\x02\x00\x01")
-
-
-def test_packets_come_out_of_one_read_and_a_closed_connection_is_an_error_after_them(
-    linked: tuple[MqttLink, Peer],
-) -> None:
-    link, peer = linked
-    assert list(link.read()) == []
-    peer.send(PONG, message("5", "t", b"x", 7), PONG)
-    peer.close()
-    assert not link.wait(DEADLINE_S)
-    assert list(link.read()) == [Pong(), Message("t", b"x", retained=False, packet=7), Pong()]
-    assert not link.wait(DEADLINE_S)
-    with pytest.raises(ConnectionError, match="closed"):
-        list(link.read())
-
-
-def test_no_direction_keeps_the_other_waiting(linked: tuple[MqttLink, Peer], monkeypatch: pytest.MonkeyPatch) -> None:
-    link, peer = linked
-    monkeypatch.setattr(mqtt_link, "READ_BYTES", 20_000)
-    sending = threading.Thread(target=peer.send, args=(message("5", "t", bytes(9_000)) * 100,), daemon=True)
-    sending.start()
-    turns: list[int] = []
-    while sum(turns) < 100:
-        link.wait(DEADLINE_S)
-        turns.append(len(list(link.read())))
-    sending.join(DEADLINE_S)
-    assert max(turns) < 10
-
-
-def test_a_watched_descriptor_ends_a_wait_which_says_so(linked: tuple[MqttLink, Peer]) -> None:
-    link, peer = linked
+def wake() -> Iterator[socket.socket]:
+    """What ends a wait; the other end of it is in a test's hands."""
     near, far = socket.socketpair()
     with near, far:
-        link.watch(far.fileno())
-        near.send(b"x")
-        assert link.wait(DEADLINE_S)
-        peer.send(PONG)
-        wait_until(lambda: len(link._poll.poll(0)) == 2, "both are ready")
-        assert link.wait(DEADLINE_S)
+        yield near
 
 
-def test_a_silent_link_is_pinged_and_ends_when_that_is_not_answered(linked: tuple[MqttLink, Peer]) -> None:
-    link, peer = linked
-    now = time.monotonic()
-    link.look_after(now + KEEPALIVE_S - 1)
-    link.look_after(now + KEEPALIVE_S + 1)
-    link.look_after(now + 2 * KEEPALIVE_S)
-    assert peer.expect(PINGREQ) == b""
-    with pytest.raises(TimeoutError, match="30 s after a ping"):
-        link.look_after(now + 2 * KEEPALIVE_S + 1)
+@pytest.fixture
+def linked(broker: ScriptedBroker, wake: socket.socket) -> Iterator[tuple[MqttLink, Peer]]:
+    """An accepted link, and the other end of it."""
+    link = MqttLink(broker.config(), None, "5", None)
+
+    def accept(*_: object) -> None:
+        link.is_accepted = True
+
+    link.on_connect = accept
+    link.open()
+    peer = broker.welcome()
+    while not link.is_accepted:
+        link.move(wake.fileno(), DEADLINE_S)
+    yield link, peer
     link.close()
-    assert peer.rest() == []
 
 
-@pytest.mark.parametrize("talks", ["broker", "client"])
-def test_a_link_on_which_one_side_alone_talks_is_pinged_and_an_answer_keeps_it(
-    linked: tuple[MqttLink, Peer], talks: str
+@pytest.mark.parametrize(
+    ("header", "told"),
+    [
+        (b"\x30\xff\xff\xff\x7f", "a packet of 268435455 bytes; at most 50000"),
+        (b"\x90\xff\xff\xff\x7f", "a packet of 268435455 bytes; at most 50000"),
+        (b"\x34\x40", "QoS 2"),
+        (b"\x36\x40", "QoS 2"),
+        (b"\x20\x03", "a second answer"),
+    ],
+)
+def test_a_packet_that_may_not_come_is_refused_by_its_header_before_there_is_room_for_it(
+    linked: tuple[MqttLink, Peer], wake: socket.socket, header: bytes, told: str
 ) -> None:
     link, peer = linked
-    now = time.monotonic()
-    link._sent_at = link._heard_at = now - KEEPALIVE_S - 5
-    if talks == "broker":
-        hear(link, peer)
-    else:
-        link.send(publish("5", "t", b"x", 0, retain=False))
-        link.flush()
-        peer.expect(PUBLISH)
-    link.look_after(time.monotonic())
-    peer.expect(PINGREQ)
-    hear(link, peer)
-    link.look_after(time.monotonic() + KEEPALIVE_S + 1)  # an answered ping is followed by another, not by the end
-    peer.expect(PINGREQ)
+    peer.send(header)
+    tracemalloc.start()
+    try:
+        with pytest.raises(MalformedError, match=told):
+            link.move(wake.fileno(), DEADLINE_S)
+        assert tracemalloc.get_traced_memory()[1] < 100_000
+    finally:
+        tracemalloc.stop()
 
 
-def test_a_link_on_which_both_talk_is_not_pinged(linked: tuple[MqttLink, Peer]) -> None:
-    link, peer = linked
-    link._sent_at = link._heard_at = time.monotonic() - KEEPALIVE_S - 5
-    link.send(publish("5", "t", b"x", 0, retain=False))
-    link.flush()
-    hear(link, peer)
-    link.look_after(time.monotonic())
+@pytest.mark.parametrize(
+    "early", [message("5", "t", b"x"), packet(0x40, b"\x00\x01"), packet(0x90, b"\x00\x01\x00\x01")]
+)
+def test_nothing_but_the_answer_is_read_before_the_answer(
+    broker: ScriptedBroker, wake: socket.socket, early: bytes
+) -> None:
+    link = MqttLink(broker.config(), None, "5", None)
+    link.open()
+    peer = broker.accept()
+    peer.expect(CONNECT)
+    peer.send(early)
+    with pytest.raises(MalformedError, match="before the answer"):
+        link.move(wake.fileno(), DEADLINE_S)
     link.close()
-    assert peer.rest() == [PUBLISH]
 
 
-def hear(link: MqttLink, peer: Peer) -> None:
+def test_the_largest_packet_that_is_read_is_announced(broker: ScriptedBroker) -> None:
+    link = MqttLink(broker.config(), None, "5", None)
+    link.open()
+    assert b"\x27" + (50_000).to_bytes(4, "big") in broker.accept().expect(CONNECT)
+    link.close()
+
+
+def test_a_packet_at_the_bound_is_read_in_whatever_pieces_it_comes(
+    linked: tuple[MqttLink, Peer], wake: socket.socket
+) -> None:
+    link, peer = linked
+    found: list[bytes] = []
+    link.on_message = lambda _link, _data, came: found.append(bytes(came.payload))
+    payload = bytes(50_000 - len(text("t")) - 3)
+    whole = message("5", "t", payload, 7)
+    for piece in (whole[:1], whole[1:2], whole[2:5], whole[5:20_000], whole[20_000:]):
+        peer.send(piece)
+        link.move(wake.fileno(), 0.05)
+    while not found:
+        link.move(wake.fileno(), DEADLINE_S)
+    assert found == [payload]
+    assert peer.expect(PUBACK) == b"\x00\x07"
+
+
+def test_a_broker_that_reads_no_acknowledgement_does_not_fill_the_memory(
+    linked: tuple[MqttLink, Peer], wake: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link, peer = linked
+    for _ in range(200):  # more than the buffers of both sockets hold
+        link.publish("t", bytes(50_000))
+    monkeypatch.setattr(mqtt_link, "MAX_UNSENT", len(link._out_packet) + 50)
+    peer.send(*(message("5", "t", b"x", number) for number in range(1, 100)))
+    with pytest.raises(ConnectionError, match="does not read"):
+        move_on(link, wake)
+
+
+def move_on(link: MqttLink, wake: socket.socket) -> None:
+    """Move a link until it ends."""
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline:
+        link.move(wake.fileno(), 0.1)
+
+
+def test_a_descriptor_that_can_be_read_ends_a_wait_which_says_so(
+    linked: tuple[MqttLink, Peer], wake: socket.socket
+) -> None:
+    link, peer = linked
+    assert not link.move(wake.fileno(), 0.0)
     peer.send(PONG)
-    link.wait(DEADLINE_S)
-    assert list(link.read()) == [Pong()]
+    assert not link.move(wake.fileno(), DEADLINE_S)
+    near, far = socket.socketpair()
+    with near, far:
+        far.send(b"x")
+        assert link.move(near.fileno(), DEADLINE_S)
 
 
-def test_a_handshake_that_nobody_answers_ends(broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mqtt_link, "HANDSHAKE_S", 0.1)
-    began = time.monotonic()
+def test_a_closed_connection_is_an_error_with_its_cause(linked: tuple[MqttLink, Peer], wake: socket.socket) -> None:
+    link, peer = linked
+    peer.send(packet(0xE0, b"\x8b\x00"))
+    with pytest.raises(ConnectionError, match="Server shutting down"):
+        move_on(link, wake)
+
+
+@pytest.mark.parametrize("told", [0, 7, None])
+def test_a_silent_link_is_pinged_after_our_own_keepalive_at_the_latest(
+    broker: ScriptedBroker, wake: socket.socket, told: int | None
+) -> None:
+    link = MqttLink(replace(broker.config(), keepalive_s=1), None, "5", None)
+    link.open()
+    peer = broker.accept()
+    peer.expect(CONNECT)
+    peer.send(connack())
+    link.on_connect = lambda *_: link.accept_keepalive(told)
+    with pytest.raises(ConnectionError, match="a ping was not answered"):
+        move_on(link, wake)
+    assert peer.expect(PINGREQ) == b""
+
+
+def test_a_handshake_that_nobody_answers_ends(broker: ScriptedBroker) -> None:
+    context = ssl.create_default_context()
+    expect_role(context, ServerRole.BROKER)
+    link = MqttLink(replace(broker.config(), connect_timeout_s=0.1), context, "5", None)
     with pytest.raises(TimeoutError):
-        MqttLink(broker.config(), ssl.create_default_context(), "5")
-    assert time.monotonic() - began < DEADLINE_S
+        link.open()
     assert broker.accept().sock.recv(1) == b"\x16"  # a TLS handshake was begun

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from fedcg.wire.errors import TransportError
-from fedcg.wire.outgoing import MAX_PACKET_ID, MAX_SENDS, Outgoing, OutgoingQueue
+from fedcg.wire.outgoing import MAX_SENDS, Outgoing, OutgoingQueue
 
 
 def message(payload: bytes, qos: int = 1) -> Outgoing:
@@ -29,8 +29,7 @@ def test_the_queue_is_bounded_in_messages_and_counts_what_is_not_acknowledged() 
     assert queue.take(20) is first
     with pytest.raises(TransportError, match="full"):
         queue.put(message(b"3"))
-    assert queue.acknowledged(first.packet) is first
-    assert queue.acknowledged(first.packet) is None
+    queue.acknowledged(first)
     queue.put(message(b"3"))
     assert len(queue) == 2
 
@@ -45,7 +44,7 @@ def test_the_queue_is_bounded_in_bytes_and_gives_them_back() -> None:
     queue.take(20)
     with pytest.raises(TransportError):
         queue.put(message(b"1"))
-    queue.acknowledged(again.packet)
+    queue.acknowledged(again)
     queue.put(message(b"1"))
 
 
@@ -56,7 +55,7 @@ def test_a_qos_1_message_waits_for_room_in_flight() -> None:
     first = queue.take(1)
     assert first is not None
     assert queue.take(1) is None
-    queue.acknowledged(first.packet)
+    queue.acknowledged(first)
     assert take(queue, 1) == b"2"
 
 
@@ -80,28 +79,6 @@ def test_a_message_that_breaks_every_link_is_given_up() -> None:
     assert len(queue) == 0
 
 
-def test_packet_ids_go_round_and_skip_those_that_wait_for_an_acknowledgement() -> None:
-    queue = OutgoingQueue(10, 1000)
-    queue.put(stuck := message(b"stuck"))
-    assert queue.take(20) is stuck
-    ids = set()
-    for _ in range(MAX_PACKET_ID + 5):
-        queue.put(message(b"x"))
-        taken = queue.take(20)
-        assert taken is not None
-        ids.add(taken.packet)
-        assert queue.acknowledged(taken.packet) is taken
-    assert ids == set(range(1, MAX_PACKET_ID + 1)) - {stuck.packet}
-
-
-def test_a_message_at_qos_0_has_no_packet_id() -> None:
-    queue = OutgoingQueue(10, 1000)
-    queue.put(message(b"x", qos=0))
-    taken = queue.take(20)
-    assert taken is not None
-    assert taken.packet == 0
-
-
 def test_the_time_without_an_acknowledgement_counts_from_the_last_one_while_some_are_owed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -116,8 +93,8 @@ def test_the_time_without_an_acknowledgement_counts_from_the_last_one_while_some
     assert second is not None
     now[0] = 130.0
     assert queue.owed_s() == 30.0
-    queue.acknowledged(first.packet)
+    queue.acknowledged(first)
     now[0] = 140.0
     assert queue.owed_s() == 10.0
-    queue.acknowledged(second.packet)
+    queue.acknowledged(second)
     assert queue.owed_s() == 0.0

@@ -231,7 +231,7 @@ class AcknowledgingLink:
         self.queue.put(message)
         sent = self.queue.take(20)
         assert sent is message
-        self.queue.acknowledged(message.packet)
+        self.queue.acknowledged(message)
         return message
 
     @property
