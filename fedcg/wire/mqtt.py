@@ -305,7 +305,7 @@ class MqttTransport:
         if reason.is_failure:
             _LOG.error("the broker at %s refused a publish on %s: %s", self._config.address, message.topic, reason)
 
-    def _connected(self, link: MqttLink, _data: Any, _flags: Any, reason: ReasonCode, properties: Any) -> None:
+    def _connected(self, link: Any, _data: Any, _flags: Any, reason: ReasonCode, properties: Any) -> None:
         if reason.is_failure:
             raise TransportError(explain_refusal(self._config, str(reason)))
         self._accepted = link.is_accepted = True

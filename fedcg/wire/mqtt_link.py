@@ -68,7 +68,7 @@ class MqttLink(paho.Client):
         Raises:
             OSError: no connection, or no handshake, within its time (`ssl.SSLError` is one).
         """
-        properties = Properties(PacketTypes.CONNECT) if self._is_5 else None
+        properties = Properties(PacketTypes.CONNECT) if self._is_5 else None  # type: ignore[no-untyped-call]
         if properties is not None:
             properties.MaximumPacketSize = self._settings.max_inbound
         self.connect(self._settings.host, self._settings.port, self._settings.keepalive_s, properties=properties)
