@@ -12,15 +12,15 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from fedcg.wire.artifacts.inspection import inspect
 from fedcg.wire.errors import OrderError, WireError
-from fedcg.wire.inspection import inspect
-from fedcg.wire.key_chain import check_links
-from fedcg.wire.messages import KeyChain
+from fedcg.wire.messages.key_chain import check_links
+from fedcg.wire.messages.messages import KeyChain
+from fedcg.wire.messages.signing import MAGIC as ENVELOPE_MAGIC
+from fedcg.wire.messages.signing import OVERHEAD_BYTES, read_envelope
+from fedcg.wire.messages.topics import ParsedTopic, TopicKind, Topics
 from fedcg.wire.parts import TensorCodec, is_delta
-from fedcg.wire.signing import MAGIC as ENVELOPE_MAGIC
-from fedcg.wire.signing import OVERHEAD_BYTES, read_envelope
-from fedcg.wire.topics import ParsedTopic, TopicKind, Topics
-from fedcg.wire.transfer import parse_chunk
+from fedcg.wire.transfer.chunks import parse_chunk
 
 MAX_HELD_BYTES = 1 << 30  # chunks of unfinished artifacts; beyond it an artifact is given up and reported so
 MAX_PROBLEMS = 100

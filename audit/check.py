@@ -17,8 +17,8 @@ from safetensors.numpy import load_file
 from audit.errors import CaptureError, DecodeError
 from audit.leakage import Match, PrivateTensor, WireTensor, compare, find_bytes
 from audit.observer import ARTIFACTS, WIRE_FILE
+from fedcg.wire.artifacts.inspection import Inspection, decode, inspect
 from fedcg.wire.errors import WireError
-from fedcg.wire.inspection import Inspection, decode, inspect
 
 PRIVATE_PARTS = frozenset({"extractor", "discriminator"})
 

@@ -30,7 +30,7 @@ def observe(
     Prints `ready` once it listens. Ends on SIGTERM or Ctrl-C with the record complete.
     """
     from audit.observer import Observer
-    from fedcg.wire.mqtt import MqttConfig, MqttTransport, TlsFiles
+    from fedcg.wire.transport.mqtt import MqttConfig, MqttTransport, TlsFiles
 
     files = TlsFiles(ca=tls / "ca.pem", cert=tls / f"{identity}.pem", key=tls / f"{identity}.key")
     transport = MqttTransport(MqttConfig(host=host, port=port, identity=identity, tls=files, protocol=protocol))

@@ -17,8 +17,8 @@ from pathlib import Path
 from audit.capture import Capture
 from audit.errors import CaptureError
 from fedcg.files import READABLE, replace_durably
-from fedcg.wire.topics import Topics
-from fedcg.wire.transport import Delivery, Transport
+from fedcg.wire.messages.topics import Topics
+from fedcg.wire.transport.transport import Delivery, Transport
 
 WIRE_FILE = "wire.json"
 ARTIFACTS = "artifacts"

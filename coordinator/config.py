@@ -11,11 +11,11 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from coordinator.errors import ConfigError
-from coordinator.pacing import GATHER_S, RETRY_S
-from fedcg.toml_problems import read_toml
-from fedcg.watchdog import STALL_S
-from fedcg.wire.messages import MAX_CHUNK_BYTES
-from fedcg.wire.presets import DEFAULT_PRESET, LinkLimits, PresetName, limits_for
+from coordinator.rounds.pacing import GATHER_S, RETRY_S
+from fedcg.config_file import read_toml
+from fedcg.wire.messages.messages import MAX_CHUNK_BYTES
+from fedcg.wire.transfer.broker_presets import DEFAULT_PRESET, LinkLimits, PresetName, limits_for
+from fedcg.worker_process import STALL_S
 
 LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
 EVERY_ADDRESS = "0.0.0.0"  # noqa: S104 - boxes are on other machines; TLS and a token are asked of each
@@ -243,7 +243,7 @@ def check_api_host(host: str) -> None:
 
 def render_config(config: CoordinatorConfig) -> str:
     """coordinator.toml with comments; a setting without a value is a comment that shows one."""
-    template = files("coordinator.provision").joinpath("coordinator.toml.template").read_text(encoding="utf-8")
+    template = files("coordinator").joinpath("coordinator.toml.template").read_text(encoding="utf-8")
     lines = {
         f"{section}_{name}": f"# {name} = {_toml(EXAMPLES[section, name])}"
         if value is None

@@ -12,13 +12,13 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from edge_client.errors import ConfigError
-from fedcg.toml_problems import nearest, read_toml, section_of
-from fedcg.watchdog import STALL_S
-from fedcg.wire.enrolment import URL_PATTERN
-from fedcg.wire.messages import MAX_ARTIFACT_BYTES, MAX_CHUNK_BYTES, Carrier, Identifier
-from fedcg.wire.mqtt_config import is_loopback
+from fedcg.config_file import nearest, read_toml, section_of
+from fedcg.wire.messages.enrolment_messages import URL_PATTERN
+from fedcg.wire.messages.messages import MAX_ARTIFACT_BYTES, MAX_CHUNK_BYTES, Carrier, Identifier
 from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, DEFAULT_ALLOW_UPLOAD, Part, ReportField
-from fedcg.wire.presets import DEFAULT_PRESET, LinkLimits, PresetName, limits_for
+from fedcg.wire.transfer.broker_presets import DEFAULT_PRESET, LinkLimits, PresetName, limits_for
+from fedcg.wire.transport.mqtt_config import is_loopback
+from fedcg.worker_process import STALL_S
 
 ENVIRONMENT_PREFIX = "FEDCG_AGENT_"
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fedcg.wire.messages import DeclineReason
+from fedcg.wire.messages.messages import DeclineReason
 from fedcg.wire.parts import Part
 
 

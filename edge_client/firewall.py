@@ -17,14 +17,14 @@ from pydantic import ValidationError
 from edge_client.config import PolicySection
 from edge_client.errors import FirewallError
 from fedcg.learning.errors import NetworkError
+from fedcg.learning.networks.split_names import check_name
 from fedcg.learning.registry import method_names
 from fedcg.learning.spec import FederationSpec
-from fedcg.learning.split_names import check_name
-from fedcg.wire.artifacts import ArtifactHeader, Base, pack, read_header
+from fedcg.wire.artifacts.artifacts import ArtifactHeader, Base, pack, read_header
+from fedcg.wire.artifacts.tensors import Array, PartArrays
 from fedcg.wire.errors import WireError
-from fedcg.wire.messages import DeclineReason
+from fedcg.wire.messages.messages import DeclineReason
 from fedcg.wire.parts import Part, Report, ReportField, TensorLayout
-from fedcg.wire.tensors import Array, PartArrays
 
 # All that a header may say of the box beside the report, and how: what a repetition with the same bits needs.
 FACTS = {

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from devices.detect import detect
-from experiments.sources import DIGITS
+from experiments.data.source import DIGITS
 from fedcg.files import READABLE, replace_durably
 
 RECORD_FORMAT = 1

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from export.runtime import Model
+    from export.model.runtime import Model
 
 __all__ = ["load"]
 
@@ -26,6 +26,6 @@ def load(directory: str | Path, *, threads: int = 0) -> Model:
         ModelError: no valid manifest, altered bytes, or a model that onnxruntime refuses.
         SlotError: versions without a usable one.
     """
-    from export.runtime import Model  # here, so that importing the package stays cheap
+    from export.model.runtime import Model  # here, so that importing the package stays cheap
 
     return Model.load(Path(directory), threads=threads)

@@ -12,19 +12,18 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from coordinator.aggregation.server_state import tensors_of
 from coordinator.config import RobustnessSettings
 from coordinator.errors import ValidationError
-from coordinator.robustness import Distances, Yardstick, clipped, given_weights, limits_of, medians_of, over
-from coordinator.server_state import tensors_of
-from coordinator.validation import Expected, validate_update
-from experiments.coding import arrays_of
-from experiments.cohort import build_cohort
-from experiments.shares import Partition
-from experiments.sources import open_source
-from fedcg.learning.evaluation import evaluate
-from fedcg.learning.initial import complete_spec
+from coordinator.updates.robustness import Distances, Yardstick, clipped, given_weights, limits_of, medians_of, over
+from coordinator.updates.validation import Expected, validate_update
+from experiments.data.client_datasets import build_cohort
+from experiments.data.partition_shares import Partition
+from experiments.data.source import open_source
+from experiments.simulation.wire_codec import arrays_of
 from fedcg.learning.method import Aggregate, LocalResult, SharedResult, Weights
-from fedcg.learning.simulation import (
+from fedcg.learning.networks.initial_weights import complete_spec
+from fedcg.learning.simulation.simulation import (
     LocalOutcome,
     LocalTask,
     Party,
@@ -35,9 +34,10 @@ from fedcg.learning.simulation import (
     simulated_rounds,
 )
 from fedcg.learning.spec import FederationSpec, plan_from_mapping
-from fedcg.wire.artifacts import ArtifactHeader, Base, pack
+from fedcg.learning.training.evaluation import evaluate
+from fedcg.wire.artifacts.artifacts import ArtifactHeader, Base, pack
+from fedcg.wire.artifacts.tensors import PartArrays
 from fedcg.wire.parts import Part, Report, ReportField
-from fedcg.wire.tensors import PartArrays
 
 BASE = "0" * 64
 SETTINGS = RobustnessSettings()

@@ -6,7 +6,7 @@ import contextlib
 import socket
 from collections.abc import Iterator
 
-from fedcg.wire.mqtt_config import MqttConfig, Protocol
+from fedcg.wire.transport.mqtt_config import MqttConfig, Protocol
 from tests.brokers import DEADLINE_S, HOST
 
 CONNECT, PUBLISH, PUBACK, SUBSCRIBE, PINGREQ, DISCONNECT = 1, 3, 4, 8, 12, 14

@@ -15,16 +15,16 @@ from pathlib import Path
 import pytest
 
 from coordinator.config import BrokerSettings, CoordinatorConfig
-from coordinator.enrolment import enrol
-from coordinator.home import Home, create_home
-from coordinator.provision.pki import CA_NAME, credential_of
-from coordinator.records import AggregateRecord, FederationRecord
-from coordinator.store import Store
-from fedcg.broker_path import Mosquitto, find_mosquitto
-from fedcg.wire.mqtt import MqttTransport
-from fedcg.wire.mqtt_config import MqttConfig, TlsFiles
-from fedcg.wire.topics import Topics
-from fedcg.wire.transport import Will
+from coordinator.members.bundle_enrolment import enrol
+from coordinator.paths import Home, create_home
+from coordinator.pki.authority import CA_NAME, credential_of
+from coordinator.rounds.records import AggregateRecord, FederationRecord
+from coordinator.storage.store import Store
+from fedcg.find_mosquitto import Mosquitto, find_mosquitto
+from fedcg.wire.messages.topics import Topics
+from fedcg.wire.transport.mqtt import MqttTransport
+from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles
+from fedcg.wire.transport.transport import Will
 from tests.brokers import Client, free_port, wait_until
 
 FEDERATION = "casting"

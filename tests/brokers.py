@@ -18,14 +18,14 @@ from typing import Any
 from paho.mqtt.packettypes import PacketTypes
 from paho.mqtt.reasoncodes import ReasonCode
 
-from coordinator.provision.mosquitto import QueueLimits
-from coordinator.provision.pki import create_ca, credential_of, issue, write_revocations
-from fedcg.broker_path import Mosquitto
-from fedcg.wire.mqtt import MqttConfig, MqttTransport, TlsFiles
-from fedcg.wire.mqtt_config import Protocol
+from coordinator.broker.mosquitto import QueueLimits
+from coordinator.pki.authority import create_ca, credential_of, issue, write_revocations
+from fedcg.find_mosquitto import Mosquitto
+from fedcg.wire.messages.topics import Topics
 from fedcg.wire.server_role import ServerRole
-from fedcg.wire.topics import Topics
-from fedcg.wire.transport import Delivery, Transport, Will
+from fedcg.wire.transport.mqtt import MqttConfig, MqttTransport, TlsFiles
+from fedcg.wire.transport.mqtt_config import Protocol
+from fedcg.wire.transport.transport import Delivery, Transport, Will
 
 HOST = "127.0.0.1"
 DEVICES = ("a", "b", "c")

@@ -10,12 +10,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from coordinator import listeners
-from coordinator.carrier_api import create_carrier_app
 from coordinator.config import CarrierSettings
-from coordinator.listeners import listening
-from coordinator.provision.pki import credential_of
-from coordinator.service import Service
+from coordinator.http import tls_listeners as listeners
+from coordinator.http.carrier_api import create_carrier_app
+from coordinator.http.tls_listeners import listening
+from coordinator.pki.authority import credential_of
+from coordinator.service.service import Service
 from fedcg.listening import Caps, Connections
 from fedcg.wire.server_role import ServerRole
 from tests.brokers import HOST, Pki

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from coordinator.provision.mosquitto import QueueLimits
-from fedcg.broker_path import find_mosquitto
+from coordinator.broker.mosquitto import QueueLimits
+from fedcg.find_mosquitto import find_mosquitto
 from tests.brokers import DEVICES, Pki, RunningMosquitto
 
 # Under CI the examples are the same in every run; elsewhere each run looks at new ones. Timings are never asserted.

@@ -13,20 +13,19 @@ from typing import TypeVar
 import numpy as np
 from PIL import Image
 
-from edge_client.agent import Agent, AgentKeys
+from edge_client.agent.loop import Agent, AgentKeys
 from edge_client.config import AgentConfig, BrokerSection, DataSection, ExportSection, PolicySection, TrainingSection
-from edge_client.generations import Cursor, NewGeneration
-from edge_client.outgoing import offline_will
-from edge_client.private_store import PrivateStore
-from edge_client.session_events import ChooseModel, Chosen, TrainRound
-from edge_client.snapshot import Snapshot, SnapshotFile
-from edge_client.trainer_process import Committed, Ready, TrainerCommand, TrainerReport
+from edge_client.messaging.publisher import offline_will
+from edge_client.session.events import ChooseModel, Chosen, TrainRound
+from edge_client.store.data_snapshot import Snapshot, SnapshotFile
+from edge_client.store.generations import Cursor, NewGeneration
+from edge_client.store.private_store import PrivateStore
+from edge_client.training.trainer_handle import Committed, Ready, TrainerCommand, TrainerReport
 from fedcg.event_log import EventLog, EventValue, read_events
 from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice, ParameterValue
-from fedcg.wire.artifacts import ArtifactHeader, pack
-from fedcg.wire.channel import Session, session_id
-from fedcg.wire.memory import MemoryBroker, MemoryTransport
-from fedcg.wire.messages import (
+from fedcg.wire.artifacts.artifacts import ArtifactHeader, pack
+from fedcg.wire.artifacts.tensors import Array
+from fedcg.wire.messages.messages import (
     COORDINATOR,
     EVERYONE,
     Accept,
@@ -47,12 +46,13 @@ from fedcg.wire.messages import (
     Receipt,
     Welcome,
 )
+from fedcg.wire.messages.ordering import Session, session_id
+from fedcg.wire.messages.signing import SigningKey, open_envelope, seal
+from fedcg.wire.messages.topics import Topics
 from fedcg.wire.parts import Part, Report, ReportField, TensorLayout
-from fedcg.wire.signing import SigningKey, open_envelope, seal
-from fedcg.wire.tensors import Array
-from fedcg.wire.topics import Topics
-from fedcg.wire.transfer import frames_for, make_ref, parse_chunk
-from fedcg.wire.transport import Delivery
+from fedcg.wire.transfer.chunks import frames_for, make_ref, parse_chunk
+from fedcg.wire.transport.memory import MemoryBroker, MemoryTransport
+from fedcg.wire.transport.transport import Delivery
 from tests.receivers import Receiver
 
 FEDERATION = "shapes"

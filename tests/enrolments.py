@@ -14,19 +14,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from coordinator.admission import Admission
 from coordinator.config import BrokerSettings, CoordinatorConfig, EnrolmentSettings
-from coordinator.enrolment_api import create_enrolment_app
-from coordinator.home import Home, create_home
-from coordinator.limits import ALL, PER_ADDRESS, FailureLimits, Rate
-from coordinator.listeners import listening, server_context, serving
-from coordinator.provision.pki import Credential, server_credential
-from coordinator.records import AggregateRecord, FederationRecord
-from coordinator.store import Store
-from coordinator.tokens import Wish, create_token
+from coordinator.http.enrolment_api import create_enrolment_app
+from coordinator.http.rate_limits import ALL, PER_ADDRESS, FailureLimits, Rate
+from coordinator.http.tls_listeners import listening, server_context, serving
+from coordinator.members.admission import Admission
+from coordinator.members.tokens import Wish, create_token
+from coordinator.paths import Home, create_home
+from coordinator.pki.authority import Credential, server_credential
+from coordinator.rounds.records import AggregateRecord, FederationRecord
+from coordinator.storage.store import Store
 from fedcg.event_log import EventLog, read_events
 from fedcg.listening import Caps, Connections
-from fedcg.wire.enrolment import Token
+from fedcg.wire.messages.enrolment_messages import Token
 from tests.brokers import free_port
 
 FEDERATION = "casting"

@@ -21,22 +21,32 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from coordinator.cli.run import _setup
 from coordinator.config import BrokerSettings, CoordinatorConfig
-from coordinator.enrolment import enrol
-from coordinator.home import Home, create_home
-from coordinator.records import AggregateRecord, FederationRecord
-from coordinator.server import _setup
-from coordinator.service import start_service
-from coordinator.store import Store
+from coordinator.members.bundle_enrolment import enrol
+from coordinator.paths import Home, create_home
+from coordinator.rounds.records import AggregateRecord, FederationRecord
+from coordinator.service.service import start_service
+from coordinator.storage.store import Store
 from fedcg.event_log import read_events
-from fedcg.wire.artifacts import ArtifactStore
+from fedcg.wire.artifacts.artifacts import ArtifactStore
 from fedcg.wire.errors import TransportError
-from fedcg.wire.messages import Decline, DeclineReason, DeviceStatus, Heartbeat, Hello, Invite, Manifest, Need, Receipt
-from fedcg.wire.mqtt import MqttTransport
-from fedcg.wire.mqtt_config import MqttConfig, TlsFiles
-from fedcg.wire.signing import SigningKey, seal
-from fedcg.wire.transfer import chunk_frame, make_ref
-from fedcg.wire.transport import Will
+from fedcg.wire.messages.messages import (
+    Decline,
+    DeclineReason,
+    DeviceStatus,
+    Heartbeat,
+    Hello,
+    Invite,
+    Manifest,
+    Need,
+    Receipt,
+)
+from fedcg.wire.messages.signing import SigningKey, seal
+from fedcg.wire.transfer.chunks import chunk_frame, make_ref
+from fedcg.wire.transport.mqtt import MqttTransport
+from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles
+from fedcg.wire.transport.transport import Will
 from tests.brokers import free_port
 from tests.unit.coordinator_support import FEDERATION, FakeDevice, PlainWorker, aggregate_bytes, tiny_spec, wait_until
 

@@ -13,8 +13,7 @@ from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from coordinator.migrations import SCHEMA_VERSION
-from coordinator.records import (
+from coordinator.rounds.records import (
     AggregateRecord,
     CertificateRecord,
     DeviceState,
@@ -23,12 +22,13 @@ from coordinator.records import (
     TokenRecord,
     UpdateRecord,
 )
-from coordinator.store import Store
-from edge_client.generations import Cursor
-from edge_client.private_store import STORE_FORMAT, DeliveryRecord, PrivateStore
-from fedcg.wire.artifacts import ArtifactHeader, Base, artifact_id, pack, unpack
-from fedcg.wire.key_chain import PinnedKey, make_link
-from fedcg.wire.messages import (
+from coordinator.storage.migrations import SCHEMA_VERSION
+from coordinator.storage.store import Store
+from edge_client.store.generations import Cursor
+from edge_client.store.private_store import STORE_FORMAT, DeliveryRecord, PrivateStore
+from fedcg.wire.artifacts.artifacts import ArtifactHeader, Base, artifact_id, pack, unpack
+from fedcg.wire.messages.key_chain import PinnedKey, make_link
+from fedcg.wire.messages.messages import (
     COORDINATOR,
     EVERYONE,
     Accept,
@@ -54,9 +54,9 @@ from fedcg.wire.messages import (
     Refusal,
     Welcome,
 )
+from fedcg.wire.messages.signing import SigningKey, seal
 from fedcg.wire.parts import Part, Report
-from fedcg.wire.signing import SigningKey, seal
-from fedcg.wire.transfer import frames_for, make_ref
+from fedcg.wire.transfer.chunks import frames_for, make_ref
 from fedcg.wire.versions import PROTOCOL_VERSION
 from tests.edge_worlds import toy_generation, toy_parts, toy_spec
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from coordinator.aggregation_messages import (
+from coordinator.aggregation.worker_messages import (
     AddUpdate,
     FinishJob,
     Job,
@@ -22,7 +22,7 @@ from coordinator.aggregation_messages import (
     WorkerSettings,
 )
 from edge_client.config import AgentConfig
-from edge_client.trainer_process import Committed, Ready, Working
+from edge_client.training.trainer_handle import Committed, Ready, Working
 
 STALL_S = 1.0
 
@@ -76,7 +76,7 @@ def hang_once(connection: Connection, settings: WorkerSettings) -> None:
 
 def break_the_card_once(connection: Connection, settings: WorkerSettings) -> None:
     """The real worker, whose workbench meets an error of the card the first time that it opens a job."""
-    import coordinator.aggregation_worker as real
+    import coordinator.aggregation.worker as real
 
     marker = settings.artifacts / "was here"
 

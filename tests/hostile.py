@@ -15,21 +15,21 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from coordinator.aggregation_messages import Updates
-from coordinator.robustness import Distances
-from edge_client.agent import Agent, AgentKeys
+from coordinator.aggregation.worker_messages import Updates
+from coordinator.updates.robustness import Distances
+from edge_client.agent.loop import Agent, AgentKeys
 from edge_client.config import AgentConfig, BrokerSection, DataSection, ExportSection
-from edge_client.outgoing import offline_will
-from edge_client.private_store import PrivateStore
-from edge_client.session_events import TrainRound
-from edge_client.trainer_process import TrainerReport
+from edge_client.messaging.publisher import offline_will
+from edge_client.session.events import TrainRound
+from edge_client.store.private_store import PrivateStore
+from edge_client.training.trainer_handle import TrainerReport
 from fedcg.event_log import EventLog, EventValue, read_events
-from fedcg.wire.artifacts import pack
-from fedcg.wire.memory import MemoryBroker, MemoryTransport
-from fedcg.wire.messages import COORDINATOR, AnyMessage, decode
-from fedcg.wire.signing import OVERHEAD_BYTES, SigningKey
-from fedcg.wire.topics import TopicKind, Topics
-from fedcg.wire.transfer import chunk_frame, parse_chunk
+from fedcg.wire.artifacts.artifacts import pack
+from fedcg.wire.messages.messages import COORDINATOR, AnyMessage, decode
+from fedcg.wire.messages.signing import OVERHEAD_BYTES, SigningKey
+from fedcg.wire.messages.topics import TopicKind, Topics
+from fedcg.wire.transfer.chunks import chunk_frame, parse_chunk
+from fedcg.wire.transport.memory import MemoryBroker, MemoryTransport
 from tests.edge_worlds import FakeTrainer, toy_generation
 from tests.unit.coordinator_support import (
     FEDERATION,

@@ -13,9 +13,9 @@ import numpy as np
 from safetensors.numpy import save
 
 from fedcg.learning.spec import FederationSpec
-from fedcg.wire.artifact_store import ArtifactStore
-from fedcg.wire.artifacts import artifact_id
-from fedcg.wire.container import join_artifact
+from fedcg.wire.artifacts.artifact_store import ArtifactStore
+from fedcg.wire.artifacts.artifacts import artifact_id
+from fedcg.wire.artifacts.container import join_artifact
 from fedcg.wire.parts import Part
 
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from export.manifest import Takes
-from export.package import package_personal
+from export.build.install_model import package_personal
+from export.model.manifest import Takes
 from tests.export_models import TestImages, make_parts, make_spec
 from tests.stack import wait_for
 

@@ -25,31 +25,31 @@ from typing import Any
 
 import numpy as np
 
-from coordinator.aggregation_messages import JobDone, Updates, WorkerSettings
-from coordinator.bench_parties import NoWorker
-from coordinator.message_keys import Voice
-from coordinator.records import AggregateRecord, FederationRecord
-from coordinator.robustness import Distances
-from coordinator.service import Service, start_service
-from coordinator.setup import Setup
-from coordinator.store import Store
-from edge_client.agent import Agent, AgentKeys
+from coordinator.aggregation.worker_messages import JobDone, Updates, WorkerSettings
+from coordinator.pki.signing_keys import Voice
+from coordinator.rounds.records import AggregateRecord, FederationRecord
+from coordinator.service.service import Service, start_service
+from coordinator.service.service_context import Setup
+from coordinator.storage.store import Store
+from coordinator.updates.robustness import Distances
+from edge_client.agent.loop import Agent, AgentKeys
+from edge_client.agent.run import mqtt_config
 from edge_client.config import AgentConfig, BrokerSection, DataSection, ExportSection, TlsSection
-from edge_client.launch import mqtt_config
-from edge_client.outgoing import offline_will
-from edge_client.private_store import PrivateStore
-from edge_client.session_events import ChooseModel, Chosen
-from edge_client.trainer_process import Committed, Ready, TrainerCommand, TrainerReport
+from edge_client.messaging.publisher import offline_will
+from edge_client.session.events import ChooseModel, Chosen
+from edge_client.store.private_store import PrivateStore
+from edge_client.training.trainer_handle import Committed, Ready, TrainerCommand, TrainerReport
+from experiments.bench.transport.peers import NoWorker
 from fedcg.event_log import EventLog
 from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice
-from fedcg.wire.artifacts import ArtifactHeader, ArtifactStore, pack
-from fedcg.wire.messages import COORDINATOR, Carrier
-from fedcg.wire.mqtt import MqttTransport
-from fedcg.wire.mqtt_config import MqttConfig
-from fedcg.wire.partial import HEAD_BYTES, RECORD_BYTES
+from fedcg.wire.artifacts.artifacts import ArtifactHeader, ArtifactStore, pack
+from fedcg.wire.messages.messages import COORDINATOR, Carrier
+from fedcg.wire.messages.signing import SigningKey
 from fedcg.wire.parts import Part, Report, ReportField, TensorLayout
-from fedcg.wire.presets import PresetName, limits_for
-from fedcg.wire.signing import SigningKey
+from fedcg.wire.transfer.broker_presets import PresetName, limits_for
+from fedcg.wire.transfer.partial_files import HEAD_BYTES, RECORD_BYTES
+from fedcg.wire.transport.mqtt import MqttTransport
+from fedcg.wire.transport.mqtt_config import MqttConfig
 from tests.brokers import HOST, Pki, wait_until
 from tests.carriers import carrying
 from tests.edge_worlds import toy_generation

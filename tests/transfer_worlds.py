@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fedcg.wire.messages import COORDINATOR, Carrier
-from fedcg.wire.transfer import FRAME_OVERHEAD_BYTES
+from fedcg.wire.messages.messages import COORDINATOR, Carrier
+from fedcg.wire.transfer.chunks import FRAME_OVERHEAD_BYTES
 from tests.brokers import RunningMosquitto, acl_for, free_port
 from tests.conftest import StartMosquitto
 from tests.throttle import Throttle, Weather

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from export.runtime import Floats
-from export.serve_watch import LONGEST, WINDOW, Verdict, Watch
+from export.model.runtime import Floats
+from export.serving.drift_watch import LONGEST, WINDOW, Verdict, Watch
 
 Shares = npt.NDArray[np.float64]
 LOOK = 25

@@ -13,10 +13,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
-from experiments.batch import PARAM_OPTIONS
 from experiments.papers.catalogue import Preset, Published, Row
 from experiments.papers.plan import variant_text
 from experiments.papers.records import RunRecord
+from experiments.simulation.batch import PARAM_OPTIONS
 from fedcg.learning.spec import ParameterValue
 
 FIELDS = {"personal": "accuracy_personal", "local": "accuracy_last", "global": "global_accuracy_last"}

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from experiments.batch import PARAM_OPTIONS, Batch, PlannedRun, RunSetting, planned_run
+from experiments.data.source import DIGITS
 from experiments.errors import OptionError
 from experiments.papers.catalogue import Preset, Row, find_presets, presets
-from experiments.sources import DIGITS
+from experiments.simulation.batch import PARAM_OPTIONS, Batch, PlannedRun, RunSetting, planned_run
 from fedcg.learning.spec import ParameterValue
 
 Values = Mapping[str, ParameterValue]

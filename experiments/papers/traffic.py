@@ -7,9 +7,9 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from experiments.batch import RunSetting
 from experiments.papers.lines import Figure, figure_of
 from experiments.papers.records import RunRecord
+from experiments.simulation.batch import RunSetting
 
 # What a choice of generator and codecs changes, and what tells no run from another.
 _FREE = frozenset(

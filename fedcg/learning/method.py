@@ -24,7 +24,7 @@ from fedcg.wire.parts import Part, Report
 if TYPE_CHECKING:
     import torch
 
-    from fedcg.learning.data import ImageSet
+    from fedcg.learning.image_set import ImageSet
 
     Weights = Mapping[str, torch.Tensor]
 else:

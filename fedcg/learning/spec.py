@@ -166,7 +166,7 @@ class FederationPlan(_Frozen):
     """What an operator writes to open a federation (TOML); the coordinator completes it to a `FederationSpec`.
 
     Attributes:
-        codec: how updates are coded, `aggregate_codec` how aggregates are (`fedcg.wire.codecs`).
+        codec: how updates are coded, `aggregate_codec` how aggregates are (`fedcg.wire.artifacts.codecs`).
     """
 
     federation: Annotated[_FederationId, Field(description="id: small letters, digits and dashes")]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 from typing import Protocol
 
-from fedcg.wire.memory import Action, MemoryBroker, MemoryTransport
-from fedcg.wire.mqtt import MqttTransport
-from fedcg.wire.mqtt_config import MqttConfig, TlsFiles
-from fedcg.wire.mqtt_config import Protocol as MqttVersion
-from fedcg.wire.topics import Topics
-from fedcg.wire.transport import Will
+from fedcg.wire.messages.topics import Topics
+from fedcg.wire.transport.memory import Action, MemoryBroker, MemoryTransport
+from fedcg.wire.transport.mqtt import MqttTransport
+from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles
+from fedcg.wire.transport.mqtt_config import Protocol as MqttVersion
+from fedcg.wire.transport.transport import Will
 from tests.brokers import HOST, Client, Intruder, Pki, Relay, free_port, wait_until
 
 
@@ -80,7 +80,7 @@ class AmqttServer:
     """The in-process broker on a thread of its own."""
 
     def __init__(self, pki: Pki, topics: Topics) -> None:
-        from coordinator.provision.amqtt_broker import run_amqtt
+        from coordinator.broker.amqtt_broker import run_amqtt
 
         def rules(identity: str, action: str, topic: str) -> bool:
             return topics.may_publish(identity, topic) if action == "publish" else topics.may_read(identity, topic)

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.home import BROKER_NAME
-from coordinator.provision.pki import Credential, create_ca, credential_of, issue
-from fedcg.wire.mqtt import MqttTransport
-from fedcg.wire.transport import Will
+from coordinator.paths import BROKER_NAME
+from coordinator.pki.authority import Credential, create_ca, credential_of, issue
+from fedcg.wire.transport.mqtt import MqttTransport
+from fedcg.wire.transport.transport import Will
 from tests.broker_plant import TOPICS, Plant, open_plant
 from tests.brokers import Client, Intruder, wait_until
 

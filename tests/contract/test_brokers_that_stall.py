@@ -12,12 +12,12 @@ from dataclasses import replace
 
 import pytest
 
-from fedcg.wire import mqtt
-from fedcg.wire.messages import MAX_MESSAGE_BYTES
-from fedcg.wire.mqtt import HEADER_BYTES, MqttTransport
-from fedcg.wire.mqtt_config import MIN_PACKET_BYTES, Protocol
-from fedcg.wire.signing import MAX_ENVELOPE_BYTES
-from fedcg.wire.transfer import chunk_bytes_for
+from fedcg.wire.messages.messages import MAX_MESSAGE_BYTES
+from fedcg.wire.messages.signing import MAX_ENVELOPE_BYTES
+from fedcg.wire.transfer.chunks import chunk_bytes_for
+from fedcg.wire.transport import mqtt
+from fedcg.wire.transport.mqtt import HEADER_BYTES, MqttTransport
+from fedcg.wire.transport.mqtt_config import MIN_PACKET_BYTES, Protocol
 from tests.broker_packets import (
     PINGREQ,
     PONG,

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.provision.mosquitto import QueueLimits
-from coordinator.provision.pki import issue_beside
-from fedcg.wire import mqtt, mqtt_link
+from coordinator.broker.mosquitto import QueueLimits
+from coordinator.pki.authority import issue_beside
 from fedcg.wire.errors import TransportError
-from fedcg.wire.mqtt import MqttConfig, MqttTransport, TlsFiles, probe
-from fedcg.wire.topics import Topics
-from fedcg.wire.transport import Will
+from fedcg.wire.messages.topics import Topics
+from fedcg.wire.transport import mqtt, mqtt_link
+from fedcg.wire.transport.mqtt import MqttConfig, MqttTransport, TlsFiles, probe
+from fedcg.wire.transport.transport import Will
 from tests.brokers import DEVICES, HOST, Client, Pki, Relay, RunningMosquitto, acl_for, mqtt_client, wait_until
 from tests.conftest import StartMosquitto
 from tests.contract.benches import AmqttServer

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from coordinator.provision.mosquitto import QueueLimits
-from fedcg.wire.messages import COORDINATOR
-from fedcg.wire.presets import PRESETS, PresetName, limits_for
-from fedcg.wire.topics import Topics
-from fedcg.wire.transfer import FRAME_OVERHEAD_BYTES
+from coordinator.broker.mosquitto import QueueLimits
+from fedcg.wire.messages.messages import COORDINATOR
+from fedcg.wire.messages.topics import Topics
+from fedcg.wire.transfer.broker_presets import PRESETS, PresetName, limits_for
+from fedcg.wire.transfer.chunks import FRAME_OVERHEAD_BYTES
 from tests.brokers import RunningMosquitto, acl_for, wait_until
 from tests.conftest import StartMosquitto
 from tests.throttle import Throttle, Weather

@@ -1,4 +1,4 @@
-"""The laws of `fedcg.wire.transport.Transport`, on every broker."""
+"""The laws of `fedcg.wire.transport.transport.Transport`, on every broker."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from fedcg.wire.errors import TransportError
-from fedcg.wire.mqtt_config import Protocol as MqttVersion
-from fedcg.wire.topics import Topics
-from fedcg.wire.transport import Delivery, Will
+from fedcg.wire.messages.topics import Topics
+from fedcg.wire.transport.mqtt_config import Protocol as MqttVersion
+from fedcg.wire.transport.transport import Delivery, Will
 from tests.brokers import Client, Pki, RunningMosquitto, acl_for, wait_until
 from tests.contract.benches import AmqttServer, Bench, MemoryBench, MqttBench
 

@@ -8,10 +8,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from experiments.ray_runner import Demands
-from experiments.ray_simulator import Reported, host
+from experiments.parallel.ray_runner import Demands
+from experiments.parallel.ray_simulator import Reported, host
 from fedcg.learning.method import Aggregate
-from fedcg.learning.simulation import LocalOutcome, LocalTask, Party, Schedule, Simulation, local_task
+from fedcg.learning.simulation.simulation import LocalOutcome, LocalTask, Party, Schedule, Simulation, local_task
 
 UNTIL_KILLED_S = 120.0
 

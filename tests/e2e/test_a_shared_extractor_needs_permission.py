@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fedcg.wire.artifacts import read_header
+from fedcg.wire.artifacts.artifacts import read_header
 from fedcg.wire.errors import WireError
 from tests.stack import Stack, wait_for
 from tests.toml_edit import set_values

@@ -13,13 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from export.package import package_personal
-from export.preprocess import load_image
-from export.runtime import Model
+from export.build.install_model import package_personal
+from export.model.preprocess import load_image
+from export.model.runtime import Model
 from tests.export_models import CLASSES, make_parts, make_spec, write_images
 from tests.serving import serving
 
-pytestmark = pytest.mark.slow  # installs packages; what it imports is held by the quick tests of export.cli
+pytestmark = (
+    pytest.mark.slow
+)  # installs packages; what it imports is held by the quick tests of export.cli.infer_commands
 REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGES = ("fedcg", "edge_client", "coordinator", "export", "devices", "audit", "experiments")
 FILES = ("pyproject.toml", "README.md", "LICENSE", "constraints.txt")

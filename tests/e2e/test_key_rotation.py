@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from edge_client.private_store import PrivateStore
-from fedcg.wire.signing import VerifyKey
+from edge_client.store.private_store import PrivateStore
+from fedcg.wire.messages.signing import VerifyKey
 from tests.stack import Stack, wait_for
 
 pytestmark = [pytest.mark.broker, pytest.mark.slow, pytest.mark.timeout(280)]

@@ -11,11 +11,11 @@ import pytest
 from safetensors.numpy import load_file
 
 from audit.check import Check, check_recording
-from fedcg.wire.messages import COORDINATOR, Manifest
-from fedcg.wire.mqtt import MqttConfig, MqttTransport, TlsFiles
-from fedcg.wire.signing import SigningKey, seal
-from fedcg.wire.topics import Topics
-from fedcg.wire.transfer import frames_for, make_ref
+from fedcg.wire.messages.messages import COORDINATOR, Manifest
+from fedcg.wire.messages.signing import SigningKey, seal
+from fedcg.wire.messages.topics import Topics
+from fedcg.wire.transfer.chunks import frames_for, make_ref
+from fedcg.wire.transport.mqtt import MqttConfig, MqttTransport, TlsFiles
 from tests.plant import as_artifact, ask_for_the_extractor
 from tests.stack import Stack, wait_for
 

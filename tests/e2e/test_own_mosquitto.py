@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.own_broker import ACCOUNT
-from fedcg.broker_path import find_mosquitto
+from coordinator.broker.deployed_mosquitto import ACCOUNT
+from fedcg.find_mosquitto import find_mosquitto
 from tests.stack import CLASSES, free_port, wait_for, write_images
 
 pytestmark = [pytest.mark.broker, pytest.mark.slow, pytest.mark.timeout(280)]

@@ -20,15 +20,15 @@ from typing import Any
 import pytest
 import torch
 
-from experiments import ray_cluster, ray_runner, ray_simulator
 from experiments.errors import OptionError, RunError
-from experiments.ray_cluster import RayCluster, open_cluster, own_build
-from experiments.ray_runner import RayRunner
-from experiments.ray_simulator import RaySimulator
-from fedcg.learning.initial import initial_parts
+from experiments.parallel import ray_cluster, ray_runner, ray_simulator
+from experiments.parallel.ray_cluster import RayCluster, open_cluster, own_build
+from experiments.parallel.ray_runner import RayRunner
+from experiments.parallel.ray_simulator import RaySimulator
 from fedcg.learning.method import DivergedError
+from fedcg.learning.networks.initial_weights import initial_parts
 from fedcg.learning.registry import get_method
-from fedcg.learning.simulation import ClientData, LocalTask, Party, Roots, Schedule, Simulation, simulate
+from fedcg.learning.simulation.simulation import ClientData, LocalTask, Party, Roots, Schedule, Simulation, simulate
 from tests.e2e import ray_cases
 from tests.stack import wait_for
 from tests.unit.learning_cases import bright_images, quick_spec, same

@@ -17,8 +17,8 @@ import pytest
 
 from export import load
 from export.errors import InputError
-from export.preprocess import load_image
-from export.runtime import Model
+from export.model.preprocess import load_image
+from export.model.runtime import Model
 from tests.export_models import encoded, picture
 from tests.serving import Server, install_versions, serving
 

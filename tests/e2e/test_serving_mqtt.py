@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from export.preprocess import load_image
-from export.runtime import Model
-from export.slots import Slots
-from fedcg.wire.mqtt import MqttConfig, MqttTransport
+from export.model.preprocess import load_image
+from export.model.runtime import Model
+from export.model.versions import Slots
+from fedcg.wire.transport.mqtt import MqttConfig, MqttTransport
 from tests.brokers import HOST, Client, Pki, RunningMosquitto, wait_until
 from tests.conftest import StartMosquitto
 from tests.export_models import encoded, picture

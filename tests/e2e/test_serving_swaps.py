@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from export.preprocess import load_image
-from export.runtime import Model
-from export.slots import Slots
+from export.model.preprocess import load_image
+from export.model.runtime import Model
+from export.model.versions import Slots
 from tests.export_models import encoded, picture
 from tests.serving import Server, install_versions, multipart, serving
 

@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 
-from edge_client.agent import Agent
-from edge_client.generations import Cursor
-from edge_client.inbox import MAX_BYTES, Inbox, Item
-from edge_client.session import step
-from edge_client.session_events import (
+from edge_client.agent.loop import Agent
+from edge_client.messaging.inbox import MAX_BYTES, Inbox, Item
+from edge_client.session.events import (
     Event,
     LinkChanged,
     LoadUpdate,
@@ -22,11 +20,13 @@ from edge_client.session_events import (
     TrainerReady,
     TrainRound,
 )
-from edge_client.session_state import MANIFEST_MAX_S, Delivery, SessionState, Trainer, next_deadline
-from edge_client.trainer_process import Committed, TrainerCommand
-from fedcg.wire.messages import Accept, ArtifactRef, Decline, DeclineReason, Hello, Manifest
-from fedcg.wire.transfer import Chunk
-from fedcg.wire.transport import Delivery as Incoming
+from edge_client.session.state import MANIFEST_MAX_S, Delivery, SessionState, Trainer, next_deadline
+from edge_client.session.state_machine import step
+from edge_client.store.generations import Cursor
+from edge_client.training.trainer_handle import Committed, TrainerCommand
+from fedcg.wire.messages.messages import Accept, ArtifactRef, Decline, DeclineReason, Hello, Manifest
+from fedcg.wire.transfer.chunks import Chunk
+from fedcg.wire.transport.transport import Delivery as Incoming
 from tests.edge_worlds import FakeTrainer, World, aggregate_of, toy_parts, wait_until
 from tests.unit.test_edge_agent import SHARED
 
@@ -140,7 +140,7 @@ def test_a_commit_counts_before_its_update_is_read_which_is_tried_until_it_works
 
 def test_nothing_is_trained_while_an_update_could_not_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     state, _ = drive(SessionState("shapes", "a"), OutboxFound(Cursor(1, 1)), TrainerReady())
-    monkeypatch.setattr("edge_client.session._is_asked", lambda *_: True)
+    monkeypatch.setattr("edge_client.session.state_machine._is_asked", lambda *_: True)
     assert not [command for command in drive(state, Tick())[1] if isinstance(command, TrainRound)]
     assert state.delivery == Delivery(Cursor(1, 1), None, manifest_at=1.0, delay_s=2.0)
 

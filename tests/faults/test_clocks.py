@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from edge_client.cli.doctor import Finding, examine
 from edge_client.config import AgentConfig, BrokerSection, DataSection, TlsSection
-from edge_client.doctor import Finding, examine
-from fedcg.wire.messages import COORDINATOR
+from fedcg.wire.messages.messages import COORDINATOR
 from tests.brokers import HOST, Client, Pki, RunningMosquitto, acl_for, mqtt_client, wait_until
 from tests.conftest import StartMosquitto
 from tests.transfer_parties import FEDERATION, Parties, Plan

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from edge_client.private_store import PrivateStore
-from fedcg.wire.messages import COORDINATOR, Manifest
+from edge_client.store.private_store import PrivateStore
+from fedcg.wire.messages.messages import COORDINATOR, Manifest
 from tests.brokers import acl_for
 from tests.conftest import StartMosquitto
 from tests.hostile import Box, Federation, HostileBroker, Passing
@@ -64,7 +64,7 @@ def test_of_a_box_and_its_copy_the_first_update_counts_and_the_other_is_a_confli
     assert [update.artifact for update in kept if update.client == "a"] == [first["artifact"]]
     (told,) = federation.world.events("update_refused")
     assert (told["client"], told["outcome"]) == ("a", "conflict")
-    for logger in ("coordinator.uplink", "edge_client.actions"):
+    for logger in ("coordinator.updates.receipts", "edge_client.agent.command_executor"):
         assert any(record.name == logger and "private store" in record.message for record in caplog.records), logger
     federation.assert_completed()
 

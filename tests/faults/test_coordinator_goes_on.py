@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from coordinator.config import RoundSettings
-from coordinator.rounds import Phase
-from coordinator.setup import Setup
-from fedcg.wire import mqtt
-from fedcg.wire.messages import DeclineReason
-from fedcg.wire.mqtt import MqttTransport
+from coordinator.rounds.round_engine import Phase
+from coordinator.service.service_context import Setup
+from fedcg.wire.messages.messages import DeclineReason
+from fedcg.wire.transport import mqtt
+from fedcg.wire.transport.mqtt import MqttTransport
 from tests.broker_packets import SUBSCRIBE, scripted_broker, suback
 from tests.unit.coordinator_support import RunningService, World, aggregate_bytes, tiny_spec, wait_until
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fedcg.broker_path import find_mosquitto
+from fedcg.find_mosquitto import find_mosquitto
 from tests.floods import FLOODER, HONEST, ROUNDS, flooded
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_mosquitto() is None, reason="no Mosquitto")]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fedcg.wire.messages import COORDINATOR
+from fedcg.wire.messages.messages import COORDINATOR
 from tests.brokers import acl_for, wait_until
 from tests.conftest import StartMosquitto
 from tests.transfer_parties import FEDERATION, Parties, Plan

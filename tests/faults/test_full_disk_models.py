@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import save_file
 
-from export.manifest import read_all
-from export.slots import POINTER_NAME, Slots
-from fedcg.wire.signing import SigningKey
+from export.model.manifest import read_all
+from export.model.versions import POINTER_NAME, Slots
+from fedcg.wire.messages.signing import SigningKey
 from tests.export_models import encoded, make_parts, make_spec, picture, write_images
 from tests.serving import PNG, install_versions, serving
 
@@ -34,8 +34,8 @@ sys.addaudithook(full)
 INSTALL = f"""{FULL_AT}
 from pathlib import Path
 from export.errors import SlotError
-from export.manifest import write_manifest
-from export.slots import Slots
+from export.model.manifest import write_manifest
+from export.model.versions import Slots
 from tests.unit.test_export_slots import _filler
 slots = Slots(Path(sys.argv[1]))
 try:

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from edge_client.status import read_status
-from fedcg.wire.messages import COORDINATOR, Finished, Invite, Manifest, Need, Offer, Receipt, Welcome
-from fedcg.wire.signing import SigningKey, seal
-from fedcg.wire.topics import TopicKind
+from edge_client.cli.status import read_status
+from fedcg.wire.messages.messages import COORDINATOR, Finished, Invite, Manifest, Need, Offer, Receipt, Welcome
+from fedcg.wire.messages.signing import SigningKey, seal
+from fedcg.wire.messages.topics import TopicKind
 from tests.hostile import TOPICS, Behaviour, Federation, HostileBroker, Passing, alter, honest
 from tests.unit.coordinator_support import RunningService, wait_until
 
@@ -28,8 +28,8 @@ Run = Callable[..., Federation]
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
-    monkeypatch.setattr("coordinator.service.REMIND_S", 0.5)
-    monkeypatch.setattr("coordinator.service.OFFER_EVERY_S", 0.4)
+    monkeypatch.setattr("coordinator.service.service.REMIND_S", 0.5)
+    monkeypatch.setattr("coordinator.service.service.OFFER_EVERY_S", 0.4)
     made: list[Federation] = []
 
     def start(behaviour: Behaviour = honest, **options: object) -> Federation:

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from coordinator.service import Service
-from fedcg.wire.messages import COORDINATOR, Carrier
-from fedcg.wire.transfer import FRAME_OVERHEAD_BYTES
+from coordinator.service.service import Service
+from fedcg.wire.messages.messages import COORDINATOR, Carrier
+from fedcg.wire.transfer.chunks import FRAME_OVERHEAD_BYTES
 from tests.brokers import acl_for, free_port
 from tests.conftest import StartMosquitto
 from tests.throttle import Weather

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from coordinator.config import BrokerSettings, CoordinatorConfig
-from coordinator.home import create_home
-from coordinator.revocation import evict
-from coordinator.store import Store
-from fedcg.wire.mqtt import MqttTransport
+from coordinator.members.revocation import evict
+from coordinator.paths import create_home
+from coordinator.storage.store import Store
+from fedcg.wire.transport.mqtt import MqttTransport
 from tests.broker_plant import TOPICS, Plant, open_plant
 from tests.brokers import Client, free_port, wait_until
 
@@ -90,7 +90,7 @@ def test_a_live_session_is_silenced_within_a_minute_and_never_comes_back_while_o
 def test_two_revocations_in_one_second_both_hold(plant: Plant) -> None:
     for name in ("a", "b"):
         plant.connect(name)
-    from coordinator.revocation import revoke
+    from coordinator.members.revocation import revoke
 
     store = Store(plant.home.database)
     for name in ("a", "b"):

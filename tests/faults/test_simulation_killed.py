@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from experiments.batch import load_batch
-from experiments.simulate import Runs
-from fedcg.learning.simulation import simulate
+from experiments.simulation.batch import load_batch
+from experiments.simulation.single_run import Runs
+from fedcg.learning.simulation.simulation import simulate
 from tests.stack import wait_for
 
 ROUNDS = 12

@@ -20,12 +20,12 @@ from pathlib import Path
 import pytest
 
 from coordinator.config import ApiSettings, BrokerSettings, CarrierSettings, CoordinatorConfig, EnrolmentSettings
-from coordinator.enrolment import enrol
-from coordinator.home import Home, create_home
-from coordinator.records import AggregateRecord, FederationRecord
-from coordinator.revocation import revoke
-from coordinator.store import Store
-from fedcg.wire.artifacts import ArtifactStore
+from coordinator.members.bundle_enrolment import enrol
+from coordinator.members.revocation import revoke
+from coordinator.paths import Home, create_home
+from coordinator.rounds.records import AggregateRecord, FederationRecord
+from coordinator.storage.store import Store
+from fedcg.wire.artifacts.artifacts import ArtifactStore
 from tests.serving import Server, install_versions
 from tests.stack import free_port, wait_for
 from tests.unit.coordinator_support import FEDERATION, aggregate_bytes, tiny_spec

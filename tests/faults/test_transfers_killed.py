@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fedcg.wire.messages import COORDINATOR, MAX_CHUNK_BYTES
-from fedcg.wire.transfer import FRAME_OVERHEAD_BYTES
+from fedcg.wire.messages.messages import COORDINATOR, MAX_CHUNK_BYTES
+from fedcg.wire.transfer.chunks import FRAME_OVERHEAD_BYTES
 from tests.conftest import StartMosquitto
 from tests.throttle import Weather
 from tests.transfer_worlds import SOME, MakeWorld, chunks_of, worlds

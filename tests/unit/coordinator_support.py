@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from typing_extensions import Self
 
-from coordinator.aggregation_messages import (
+from coordinator.aggregation.worker_messages import (
     Job,
     JobDone,
     UpdateAdded,
@@ -24,20 +24,19 @@ from coordinator.aggregation_messages import (
     WorkerReady,
     WorkerSettings,
 )
-from coordinator.app import Beside
 from coordinator.config import RoundSettings
-from coordinator.message_keys import Voice
-from coordinator.records import AggregateRecord, FederationRecord
-from coordinator.robustness import Distances
-from coordinator.service import Service, start_service
-from coordinator.setup import MakeWorker, Setup
-from coordinator.store import Store
+from coordinator.http.app import Beside
+from coordinator.pki.signing_keys import Voice
+from coordinator.rounds.records import AggregateRecord, FederationRecord
+from coordinator.service.service import Service, start_service
+from coordinator.service.service_context import MakeWorker, Setup
+from coordinator.storage.store import Store
+from coordinator.updates.robustness import Distances
 from fedcg.event_log import EventLog
 from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice
-from fedcg.wire.artifacts import ArtifactHeader, ArtifactStore, Base, pack, unpack
-from fedcg.wire.channel import Session, session_id
-from fedcg.wire.memory import MemoryBroker, MemoryTransport
-from fedcg.wire.messages import (
+from fedcg.wire.artifacts.artifacts import ArtifactHeader, ArtifactStore, Base, pack, unpack
+from fedcg.wire.artifacts.tensors import Array
+from fedcg.wire.messages.messages import (
     COORDINATOR,
     Accept,
     AnyMessage,
@@ -55,12 +54,13 @@ from fedcg.wire.messages import (
     Receipt,
     Welcome,
 )
+from fedcg.wire.messages.ordering import Session, session_id
+from fedcg.wire.messages.signing import SigningKey, open_envelope, seal
+from fedcg.wire.messages.topics import Topics
 from fedcg.wire.parts import Part, PartLayouts, Report, ReportField, TensorLayout
-from fedcg.wire.signing import SigningKey, open_envelope, seal
-from fedcg.wire.tensors import Array
-from fedcg.wire.topics import Topics
-from fedcg.wire.transfer import frames_for, make_ref, parse_chunk
-from fedcg.wire.transport import Delivery, Will
+from fedcg.wire.transfer.chunks import frames_for, make_ref, parse_chunk
+from fedcg.wire.transport.memory import MemoryBroker, MemoryTransport
+from fedcg.wire.transport.transport import Delivery, Will
 from tests.receivers import Receiver
 
 FEDERATION = "tiny"

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 import torch
 
-from fedcg.learning.data import ImageSet
-from fedcg.learning.initial import complete_spec
+from fedcg.learning.data.image_folder import ImageSet
 from fedcg.learning.method import RoundContext, Weights
+from fedcg.learning.networks.initial_weights import complete_spec
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationPlan, FederationSpec, ImageForm, NetworkChoice, ParameterValue

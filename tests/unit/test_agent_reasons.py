@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from edge_client import diary
+from edge_client.agent import event_reporter as diary
+from edge_client.agent.event_reporter import LinkProblems
+from edge_client.cli.status import Status, read_status
 from edge_client.config import PolicySection
-from edge_client.diary import LinkProblems
 from edge_client.errors import StoreLockedError
-from edge_client.generations import Cursor
-from edge_client.private_store import PrivateStore
-from edge_client.session_events import ChooseModel, TrainRound
-from edge_client.status import Status, read_status
-from edge_client.trainer_process import Exited, Failed
+from edge_client.session.events import ChooseModel, TrainRound
+from edge_client.store.generations import Cursor
+from edge_client.store.private_store import PrivateStore
+from edge_client.training.trainer_handle import Exited, Failed
 from fedcg.event_log import EventLog, read_events
-from fedcg.wire.messages import Accept, Decline, DeclineReason, Hello, Manifest
+from fedcg.wire.messages.messages import Accept, Decline, DeclineReason, Hello, Manifest
 from fedcg.wire.parts import Part
 from tests.edge_worlds import DEVICE, FakeTrainer, World, aggregate_of, toy_parts
 
@@ -97,7 +97,7 @@ def test_a_lost_link_and_its_return_are_told(make_world: MakeWorld, caplog: pyte
     world.coordinator.work_until(lambda: "is lost" in caplog.text, "the loss is told")
     world.broker.restore(DEVICE)
     world.coordinator.wait(Hello)
-    log = [record.getMessage() for record in caplog.records if record.name == "edge_client.diary"]
+    log = [record.getMessage() for record in caplog.records if record.name == "edge_client.agent.event_reporter"]
     order = [f"{DEVICE}: {text}" for text in ("connected", "the link to the broker is lost", "connected again")]
     assert [line for line in log if line in order] == order
 

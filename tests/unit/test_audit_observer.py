@@ -17,14 +17,14 @@ from audit.capture import Capture
 from audit.check import check_recording
 from audit.errors import CaptureError, DecodeError
 from audit.observer import Observer, read_frames
-from fedcg.wire.artifacts import ArtifactHeader, Base, artifact_id, pack
-from fedcg.wire.key_chain import make_link
-from fedcg.wire.memory import MemoryBroker, MemoryTransport
-from fedcg.wire.messages import Finished, KeyChain, Manifest, Offer
+from fedcg.wire.artifacts.artifacts import ArtifactHeader, Base, artifact_id, pack
+from fedcg.wire.messages.key_chain import make_link
+from fedcg.wire.messages.messages import Finished, KeyChain, Manifest, Offer
+from fedcg.wire.messages.signing import SigningKey, seal
+from fedcg.wire.messages.topics import Topics
 from fedcg.wire.parts import Part, Report
-from fedcg.wire.signing import SigningKey, seal
-from fedcg.wire.topics import Topics
-from fedcg.wire.transfer import frames_for, make_ref
+from fedcg.wire.transfer.chunks import frames_for, make_ref
+from fedcg.wire.transport.memory import MemoryBroker, MemoryTransport
 
 TOPICS = Topics("digits")
 KEY = SigningKey.generate()

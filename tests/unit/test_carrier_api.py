@@ -13,17 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.carrier_api import MEMBER_S
-from coordinator.enrolment import certificate_record
-from coordinator.records import DeviceState
-from edge_client.https_carrier import Line, check_ready
+from coordinator.http.carrier_api import MEMBER_S
+from coordinator.members.bundle_enrolment import certificate_record
+from coordinator.rounds.records import DeviceState
+from edge_client.transfer.https_client import Line, check_ready
 from fedcg import listening
-from fedcg.wire.carrier import ARTIFACTS_PATH, READY_PATH, UPDATES_PATH, span_of
-from fedcg.wire.enrolment import load_certificate
 from fedcg.wire.errors import TransportError
-from fedcg.wire.messages import Carrier, Manifest, Outcome
+from fedcg.wire.messages.enrolment_messages import load_certificate
+from fedcg.wire.messages.messages import Carrier, Manifest, Outcome
 from fedcg.wire.server_role import ServerRole
-from fedcg.wire.transfer import frames_for
+from fedcg.wire.transfer.chunks import frames_for
+from fedcg.wire.transfer.http_ranges import ARTIFACTS_PATH, READY_PATH, UPDATES_PATH, span_of
 from tests.brokers import HOST, Pki, free_port
 from tests.carriers import Answer, ask, carrying, connect
 from tests.unit.coordinator_support import FakeDevice, RunningService, World, aggregate_bytes, tiny_spec, wait_until

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from coordinator.cli import coordinator_app, deploy_app
-from export.cli import infer_app
-from export.optimise_cli import model_app
+from coordinator.cli.coordinator_commands import coordinator_app, deploy_app
+from export.cli.infer_commands import infer_app
+from export.cli.optimise_command import model_app
 from fedcg.cli import app, main
 from tests.export_models import picture
 from tests.serving import install_versions

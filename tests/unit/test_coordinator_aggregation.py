@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from coordinator.aggregation import MAX_DEATHS, AggregationWorker
-from coordinator.aggregation_messages import (
+from coordinator.aggregation.worker import Throttle
+from coordinator.aggregation.worker_handle import MAX_DEATHS, AggregationWorker
+from coordinator.aggregation.worker_messages import (
     AddUpdate,
     Job,
     JobDone,
@@ -26,12 +27,11 @@ from coordinator.aggregation_messages import (
     WorkerReady,
     WorkerSettings,
 )
-from coordinator.aggregation_worker import Throttle
+from coordinator.cli.create_federation import Founded, found, read_plan
 from coordinator.errors import PlanError
-from coordinator.founding import Founded, found, read_plan
 from fedcg.learning.spec import FederationSpec
-from fedcg.wire.artifacts import ArtifactStore, read_header, unpack
-from fedcg.wire.messages import Outcome
+from fedcg.wire.artifacts.artifacts import ArtifactStore, read_header, unpack
+from fedcg.wire.messages.messages import Outcome
 from tests.unit.coordinator_support import RunningService, World, shared_layouts, wait_until
 
 PLAN = """
@@ -196,8 +196,8 @@ def test_what_makes_every_worker_fail_ends_as_a_failed_job_not_as_a_loop(tmp_pat
 
 @pytest.mark.slow
 def test_a_worker_that_keeps_dying_gives_its_job_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coordinator.aggregation.worker_main", _die_at_once)
-    monkeypatch.setattr("coordinator.aggregation.MAX_BACKOFF_S", 0.01)
+    monkeypatch.setattr("coordinator.aggregation.worker_handle.worker_main", _die_at_once)
+    monkeypatch.setattr("coordinator.aggregation.worker_handle.MAX_BACKOFF_S", 0.01)
     said: list[WorkerEvent] = []
     settings = WorkerSettings(1, "cpu", b"s" * 32, tmp_path / "artifacts", tmp_path / "spill")
     worker = AggregationWorker(settings, said.append)
@@ -218,7 +218,7 @@ def _die_at_once(*_: object) -> None:
 def test_a_worker_that_talks_much_and_reads_late_holds_nobody_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coordinator.aggregation.worker_main", _talk_before_reading)
+    monkeypatch.setattr("coordinator.aggregation.worker_handle.worker_main", _talk_before_reading)
     said: list[WorkerEvent] = []
     settings = WorkerSettings(1, "cpu", b"s" * 32, tmp_path / "artifacts", tmp_path / "spill")
     worker = AggregationWorker(settings, said.append)
@@ -278,5 +278,5 @@ def test_a_plan_is_refused_with_every_error_and_an_unknown_parameter_by_the_meth
 
 
 def test_the_coordinators_own_process_loads_no_torch() -> None:
-    code = "import sys, coordinator.server, coordinator.cli, coordinator.brokers; sys.exit('torch' in sys.modules)"
+    code = "import sys, coordinator.cli.run, coordinator.cli.coordinator_commands, coordinator.broker.access_lists; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from coordinator.bench_transport import Case, Measured, as_json, filled
+from experiments.bench.transport.transfers import Case, Measured, as_json, filled
 
 
 def test_small_artifacts_come_from_as_many_sessions_as_fill_the_window() -> None:

@@ -12,22 +12,22 @@ from typing import Any
 
 import pytest
 
-from coordinator import intake as intake_module
-from coordinator.app import _ended
-from coordinator.intake import Broken, Intake
-from coordinator.library import Library
-from coordinator.rounds import CameOnline, RoundState, UpdateStored, transition
-from coordinator.uplink import Checked, Uplink
-from coordinator.uploads import Arrival, Grant, Received, Uploads
+from coordinator.http.app import _ended
+from coordinator.rounds.round_engine import CameOnline, RoundState, UpdateStored, transition
+from coordinator.updates import receiver as intake_module
+from coordinator.updates.published_artifacts import Library
+from coordinator.updates.receipts import Checked, Uplink
+from coordinator.updates.receiver import Broken, Intake
+from coordinator.updates.upload_windows import Arrival, Grant, Received, Uploads
 from fedcg.event_log import EventLog
-from fedcg.refusals import Refusals
-from fedcg.wire.artifacts import ArtifactStore
+from fedcg.refusal_counter import Refusals
+from fedcg.wire.artifacts.artifacts import ArtifactStore
 from fedcg.wire.errors import IntegrityError, TransportError
-from fedcg.wire.grants import Window
-from fedcg.wire.memory import MemoryTransport
-from fedcg.wire.messages import MAX_CHUNK_BYTES, Manifest, Outcome
-from fedcg.wire.partial import Partials
-from fedcg.wire.transfer import frames_for, make_ref, parse_chunk
+from fedcg.wire.messages.messages import MAX_CHUNK_BYTES, Manifest, Outcome
+from fedcg.wire.transfer.chunk_window import Window
+from fedcg.wire.transfer.chunks import frames_for, make_ref, parse_chunk
+from fedcg.wire.transfer.partial_files import Partials
+from fedcg.wire.transport.memory import MemoryTransport
 from tests.unit.coordinator_support import RunningService, World, aggregate_bytes, tiny_spec, wait_until
 
 
@@ -192,7 +192,7 @@ def intake_of(world: World, notify: Any) -> Intake:
 
 
 def test_the_intake_drops_what_does_not_fit(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coordinator.intake.MAX_BYTES", 100)
+    monkeypatch.setattr("coordinator.updates.receiver.MAX_BYTES", 100)
     intake = intake_of(world, lambda event: None)
     intake.expect("a", 1)
     assert [intake.frame("a", bytes(60)) for _ in range(3)] == [True] * 3
@@ -299,7 +299,7 @@ def test_a_check_that_fails_by_itself_is_told_to_the_service(world: World) -> No
 def test_a_finished_coordinator_may_leave_when_its_devices_have_left(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coordinator.service.LEAVE_AFTER_S", 0.0)
+    monkeypatch.setattr("coordinator.service.service.LEAVE_AFTER_S", 0.0)
     with RunningService(world) as running:
         world.start_devices()
         final = world.wait_event("finished")["aggregate"]

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from coordinator import own_broker
-from coordinator.brokers import PID_NAME, publish_access, refresh_access
+from coordinator.broker import deployed_mosquitto as own_broker
+from coordinator.broker.access_lists import PID_NAME, publish_access, refresh_access
+from coordinator.broker.deployed_mosquitto import PID_FILE, deploy
 from coordinator.config import BrokerSettings, CoordinatorConfig
 from coordinator.errors import BrokerError
-from coordinator.home import Home, create_home
-from coordinator.own_broker import PID_FILE, deploy
-from coordinator.store import Store
+from coordinator.paths import Home, create_home
+from coordinator.storage.store import Store
 from tests.brokers import free_port, wait_until
 
 

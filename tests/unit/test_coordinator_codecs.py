@@ -11,18 +11,18 @@ import numpy.typing as npt
 import pytest
 from safetensors.numpy import load, save
 
+from coordinator.aggregation.server_state import unpack_aggregate
+from coordinator.cli.create_federation import found, read_plan
 from coordinator.errors import ValidationError
-from coordinator.founding import found, read_plan
-from coordinator.robustness import Yardstick
-from coordinator.server_state import unpack_aggregate
-from coordinator.validation import Expected, base_in, max_update_bytes, validate_update
-from fedcg.learning.initial import initial_parts
+from coordinator.updates.robustness import Yardstick
+from coordinator.updates.validation import Expected, base_in, max_update_bytes, validate_update
+from fedcg.learning.networks.initial_weights import initial_parts
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import spec_root
 from fedcg.learning.spec import FederationSpec
-from fedcg.wire.artifacts import ArtifactStore, Base, artifact_id, pack, read_header
-from fedcg.wire.codecs import MIN_CHANNEL
-from fedcg.wire.container import decompress_payload, join_artifact, split_artifact
+from fedcg.wire.artifacts.artifacts import ArtifactStore, Base, artifact_id, pack, read_header
+from fedcg.wire.artifacts.codecs import MIN_CHANNEL
+from fedcg.wire.artifacts.container import decompress_payload, join_artifact, split_artifact
 from fedcg.wire.parts import Part, UpdateCodec
 from tests.unit.coordinator_support import (
     RunningService,

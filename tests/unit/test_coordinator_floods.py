@@ -9,22 +9,22 @@ from pathlib import Path
 
 import pytest
 
-from coordinator import floods
-from coordinator.brokers import Members, publish_access, refresh_access, silence
+from coordinator.broker.access_lists import Members, publish_access, refresh_access, silence
+from coordinator.broker.mosquitto import ACL_NAME
 from coordinator.config import CoordinatorConfig
-from coordinator.enrolment import enrol
-from coordinator.floods import FloodGate, LineLimit
-from coordinator.home import Home, create_home
-from coordinator.limits import Buckets
-from coordinator.provision.mosquitto import ACL_NAME
-from coordinator.records import AggregateRecord, FederationRecord
-from coordinator.setup import Setup
-from coordinator.store import Store
+from coordinator.http.rate_limits import Buckets
+from coordinator.members.bundle_enrolment import enrol
+from coordinator.messaging import flood_limits as floods
+from coordinator.messaging.flood_limits import FloodGate, LineLimit
+from coordinator.paths import Home, create_home
+from coordinator.rounds.records import AggregateRecord, FederationRecord
+from coordinator.service.service_context import Setup
+from coordinator.storage.store import Store
 from fedcg.event_log import EventLog, read_events
-from fedcg.refusals import ALWAYS_TOLD, MAX_TEXT, Refusals
+from fedcg.refusal_counter import ALWAYS_TOLD, MAX_TEXT, Refusals
 from fedcg.wire.errors import MalformedError, SignatureError
-from fedcg.wire.messages import Heartbeat, Need
-from fedcg.wire.topics import TopicKind, Topics
+from fedcg.wire.messages.messages import Heartbeat, Need
+from fedcg.wire.messages.topics import TopicKind, Topics
 from tests.unit.coordinator_support import RunningService, World, aggregate_bytes, tiny_spec, wait_until
 
 

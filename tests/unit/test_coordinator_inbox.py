@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from coordinator import inbox as inbox_module
-from coordinator.inbox import Inbox
+from coordinator.messaging import event_queue as inbox_module
+from coordinator.messaging.event_queue import Inbox
 
 
 async def taken_from(box: Inbox[str], count: int) -> list[str | None]:

@@ -10,20 +10,20 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from coordinator.cli import coordinator_app
+from coordinator.cli.coordinator_commands import coordinator_app
 from coordinator.config import CoordinatorConfig
-from coordinator.enrolment import enrol
 from coordinator.errors import HomeError, PlanError
-from coordinator.home import Home, create_home
-from coordinator.message_keys import Voice, key_file, rotate_key, voice_of
-from coordinator.store import Store
-from edge_client.enrolment import enrol as enrol_box
-from fedcg.wire.key_chain import PinnedKey, make_link, open_key_chain
-from fedcg.wire.memory import MemoryTransport
-from fedcg.wire.messages import COORDINATOR, Offer, Receipt
-from fedcg.wire.signing import SigningKey, open_envelope
-from fedcg.wire.topics import Topics
-from fedcg.wire.transport import Delivery
+from coordinator.members.bundle_enrolment import enrol
+from coordinator.paths import Home, create_home
+from coordinator.pki.signing_keys import Voice, key_file, rotate_key, voice_of
+from coordinator.storage.store import Store
+from edge_client.identity.enrol import enrol as enrol_box
+from fedcg.wire.messages.key_chain import PinnedKey, make_link, open_key_chain
+from fedcg.wire.messages.messages import COORDINATOR, Offer, Receipt
+from fedcg.wire.messages.signing import SigningKey, open_envelope
+from fedcg.wire.messages.topics import Topics
+from fedcg.wire.transport.memory import MemoryTransport
+from fedcg.wire.transport.transport import Delivery
 from tests.enrolments import open_home, running_desk
 from tests.unit.coordinator_support import FEDERATION, RunningService, World, aggregate_bytes, tiny_spec, wait_until
 
@@ -156,7 +156,7 @@ def rotated(voice: Voice, number: int) -> Voice:
 def test_a_running_coordinator_takes_the_new_key_tells_it_first_and_says_everything_anew(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coordinator.service.REFRESH_S", 0.1)
+    monkeypatch.setattr("coordinator.service.service.REFRESH_S", 0.1)
     topics = Topics(FEDERATION)
     with RunningService(world) as running:
         for device in world.devices.values():

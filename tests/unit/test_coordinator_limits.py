@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.limits import MAX_KEYS, FailureLimits, Rate
+from coordinator.http.rate_limits import MAX_KEYS, FailureLimits, Rate
 
 
 class Clock:

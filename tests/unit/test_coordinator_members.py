@@ -12,13 +12,13 @@ import pytest
 from cryptography import x509
 
 from coordinator.errors import EnrolmentError
-from coordinator.provision.pki import create_ca, issue, write_revocations
-from coordinator.records import CertificateRecord, DeviceState, ParticipantState, TokenRecord, TokenState
-from coordinator.register import Admitted
-from coordinator.rounds import Phase
-from coordinator.store import Store
-from fedcg.wire.messages import Invite
-from fedcg.wire.signing import SigningKey
+from coordinator.pki.authority import create_ca, issue, write_revocations
+from coordinator.rounds.records import CertificateRecord, DeviceState, ParticipantState, TokenRecord, TokenState
+from coordinator.rounds.round_engine import Phase
+from coordinator.storage.membership_store import Admitted
+from coordinator.storage.store import Store
+from fedcg.wire.messages.messages import Invite
+from fedcg.wire.messages.signing import SigningKey
 from tests.unit.coordinator_support import FEDERATION, RunningService, World, aggregate_bytes, tiny_spec, wait_until
 
 KEY = (FEDERATION, 2, 1)

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.pacing import RETRY_MAX_S, Accepted, Expected, LinkChanged, Policy
-from coordinator.round_commands import Command, FailAttempt, MoveDeadline, OpenAttempt, Pause
-from coordinator.rounds import (
+from coordinator.rounds.pacing import RETRY_MAX_S, Accepted, Expected, LinkChanged, Policy
+from coordinator.rounds.round_commands import Command, FailAttempt, MoveDeadline, OpenAttempt, Pause
+from coordinator.rounds.round_engine import (
     AggregationFailed,
     CameOnline,
     Event,

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.presence import MISSED, Presence
-from coordinator.rounds import Phase
-from fedcg.wire.messages import COORDINATOR, Heartbeat, Hello, Invite, Welcome
-from fedcg.wire.signing import seal
+from coordinator.rounds.round_engine import Phase
+from coordinator.service.presence import MISSED, Presence
+from fedcg.wire.messages.messages import COORDINATOR, Heartbeat, Hello, Invite, Welcome
+from fedcg.wire.messages.signing import seal
 from tests.unit.coordinator_support import FakeDevice, RunningService, World, aggregate_bytes, tiny_spec, wait_until
 
 
@@ -48,7 +48,7 @@ def promise(device: FakeDevice) -> None:
 def test_a_device_that_dies_without_a_will_is_not_invited_to_the_next_round(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coordinator.presence.MISSED", 1.0)
+    monkeypatch.setattr("coordinator.service.presence.MISSED", 1.0)
     ghost = world.devices["a"]
     with RunningService(world) as running:
         ghost.start()
@@ -70,7 +70,7 @@ def test_a_device_that_dies_without_a_will_is_not_invited_to_the_next_round(
 def test_heartbeats_keep_a_device_online_and_a_dead_link_of_the_coordinator_is_not_held_against_it(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coordinator.presence.MISSED", 3.0)  # seconds, with the promise of one
+    monkeypatch.setattr("coordinator.service.presence.MISSED", 3.0)  # seconds, with the promise of one
     device = world.devices["a"]
     with RunningService(world) as running:
         device.start()

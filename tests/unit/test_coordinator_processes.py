@@ -16,18 +16,18 @@ from pathlib import Path
 import pytest
 from cryptography import x509
 
-from coordinator.brokers import publish_access
+from coordinator.broker.access_lists import publish_access
 from coordinator.config import ApiSettings, BrokerSettings, CoordinatorConfig
-from coordinator.enrolment import enrol
-from coordinator.home import Home, create_home
-from coordinator.records import AggregateRecord, DeviceState, FederationRecord
-from coordinator.store import Store
-from fedcg.broker_path import find_mosquitto
-from fedcg.wire.artifacts import ArtifactStore
-from fedcg.wire.mqtt import MqttTransport
-from fedcg.wire.mqtt_config import MqttConfig, TlsFiles
-from fedcg.wire.topics import Topics
-from fedcg.wire.transport import Delivery
+from coordinator.members.bundle_enrolment import enrol
+from coordinator.paths import Home, create_home
+from coordinator.rounds.records import AggregateRecord, DeviceState, FederationRecord
+from coordinator.storage.store import Store
+from fedcg.find_mosquitto import find_mosquitto
+from fedcg.wire.artifacts.artifacts import ArtifactStore
+from fedcg.wire.messages.topics import Topics
+from fedcg.wire.transport.mqtt import MqttTransport
+from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles
+from fedcg.wire.transport.transport import Delivery
 from tests.brokers import free_port
 from tests.unit.coordinator_support import FEDERATION, aggregate_bytes, tiny_spec, wait_until
 

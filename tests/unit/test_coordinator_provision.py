@@ -18,21 +18,21 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID
 from typer.testing import CliRunner
 
-from coordinator import own_broker
-from coordinator.brokers import RELOAD_BY_HAND
-from coordinator.cli import coordinator_app, deploy_app, federation_app
+from coordinator.broker import deployed_mosquitto as own_broker
+from coordinator.broker.access_lists import RELOAD_BY_HAND
+from coordinator.broker.mosquitto import QueueLimits, access_list, mosquitto_config
+from coordinator.cli.coordinator_commands import coordinator_app, deploy_app, federation_app
+from coordinator.cli.member_commands import device_app
 from coordinator.config import BrokerSettings, CoordinatorConfig, check_api_host, load_config, render_config
 from coordinator.errors import ConfigError, HomeError
-from coordinator.home import Home, create_home, observers_of
-from coordinator.members_cli import device_app
-from coordinator.provision import pki
-from coordinator.provision.mosquitto import QueueLimits, access_list, mosquitto_config
-from coordinator.provision.pki import create_ca, credential_of, issue
-from coordinator.records import AggregateRecord, FederationRecord
-from coordinator.store import Store
-from fedcg.wire.artifacts import ArtifactStore
-from fedcg.wire.presets import limits_for
-from fedcg.wire.signing import SigningKey, VerifyKey
+from coordinator.paths import Home, create_home, observers_of
+from coordinator.pki import authority as pki
+from coordinator.pki.authority import create_ca, credential_of, issue
+from coordinator.rounds.records import AggregateRecord, FederationRecord
+from coordinator.storage.store import Store
+from fedcg.wire.artifacts.artifacts import ArtifactStore
+from fedcg.wire.messages.signing import SigningKey, VerifyKey
+from fedcg.wire.transfer.broker_presets import limits_for
 from tests.unit.coordinator_support import tiny_spec
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.library import OPEN_FILES
-from coordinator.pruning import Pruner
-from coordinator.rounds import Phase
-from fedcg.wire.artifacts import ArtifactStore
-from fedcg.wire.messages import Outcome
+from coordinator.rounds.round_engine import Phase
+from coordinator.storage.pruning import Pruner
+from coordinator.updates.published_artifacts import OPEN_FILES
+from fedcg.wire.artifacts.artifacts import ArtifactStore
+from fedcg.wire.messages.messages import Outcome
 from tests.unit.coordinator_support import FEDERATION, RunningService, World, aggregate_bytes, tiny_spec, wait_until
 
 MakeWorld = Callable[..., World]

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from coordinator.aggregation import AggregationWorker
-from coordinator.aggregation_worker import PublicShelf
+from coordinator.aggregation.worker import PublicShelf
+from coordinator.aggregation.worker_handle import AggregationWorker
+from coordinator.cli.create_federation import found, read_plan
 from coordinator.config import AggregationSettings, CoordinatorConfig, load_config, render_config
 from coordinator.errors import PlanError
-from coordinator.founding import found, read_plan
-from coordinator.home import Home
+from coordinator.paths import Home
+from fedcg.learning.data.public_images import read_public, spread
 from fedcg.learning.errors import DataError
-from fedcg.learning.public_images import read_public, spread
 from fedcg.learning.spec import FederationSpec, ImageForm
-from fedcg.wire.artifacts import ArtifactStore, unpack
+from fedcg.wire.artifacts.artifacts import ArtifactStore, unpack
 from tests.unit.coordinator_support import World
 from tests.unit.test_coordinator_aggregation import plan_file, run_to_the_end
 

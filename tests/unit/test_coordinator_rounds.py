@@ -8,8 +8,8 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.pacing import Accepted, Expected, LinkChanged, Policy
-from coordinator.round_commands import (
+from coordinator.rounds.pacing import Accepted, Expected, LinkChanged, Policy
+from coordinator.rounds.round_commands import (
     Command,
     Distil,
     FailAttempt,
@@ -19,7 +19,7 @@ from coordinator.round_commands import (
     Pause,
     ResumeAttempt,
 )
-from coordinator.rounds import (
+from coordinator.rounds.round_engine import (
     RESTART_GRACE_S,
     AggregateStored,
     AggregationFailed,

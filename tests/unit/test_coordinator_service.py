@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coordinator.records import AttemptState, ParticipantState
-from coordinator.rounds import Phase
-from fedcg.wire.artifacts import artifact_id, pack
-from fedcg.wire.messages import (
+from coordinator.rounds.records import AttemptState, ParticipantState
+from coordinator.rounds.round_engine import Phase
+from fedcg.wire.artifacts.artifacts import artifact_id, pack
+from fedcg.wire.messages.messages import (
     COORDINATOR,
     Carrier,
     CoordinatorStatus,
@@ -30,10 +30,10 @@ from fedcg.wire.messages import (
     Receipt,
     Welcome,
 )
+from fedcg.wire.messages.signing import SigningKey, open_envelope, seal
 from fedcg.wire.parts import Part, Report
-from fedcg.wire.signing import SigningKey, open_envelope, seal
-from fedcg.wire.transfer import make_ref
-from fedcg.wire.transport import Publication
+from fedcg.wire.transfer.chunks import make_ref
+from fedcg.wire.transport.transport import Publication
 from tests.unit.coordinator_support import (
     FakeDevice,
     RunningService,

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from coordinator.errors import EnrolmentError, StoreError
-from coordinator.records import AggregateRecord, AttemptState, FederationRecord, ParticipantState, UpdateRecord
-from coordinator.round_commands import OpenAttempt
-from coordinator.rounds import CameOnline, Phase, Tick, transition
-from coordinator.store import Store
-from fedcg.wire.messages import Outcome
+from coordinator.rounds.records import AggregateRecord, AttemptState, FederationRecord, ParticipantState, UpdateRecord
+from coordinator.rounds.round_commands import OpenAttempt
+from coordinator.rounds.round_engine import CameOnline, Phase, Tick, transition
+from coordinator.storage.store import Store
+from fedcg.wire.messages.messages import Outcome
 
 FEDERATION = FederationRecord("f", "fedcg", "5" * 64, 2, 2, 2, 100.0, 1, 1.0)
 KEY = ("f", 1, 1)

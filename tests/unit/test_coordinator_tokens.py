@@ -11,7 +11,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from coordinator.cli import coordinator_app
+from coordinator.cli.coordinator_commands import coordinator_app
+from coordinator.cli.member_commands import device_app, token_app
 from coordinator.config import (
     EVERY_ADDRESS,
     BrokerSettings,
@@ -21,12 +22,11 @@ from coordinator.config import (
     render_config,
 )
 from coordinator.errors import ConfigError
-from coordinator.home import Home, create_home
-from coordinator.members_cli import device_app, token_app
-from coordinator.provision.pki import CA_NAME, credential_of, server_credential
-from coordinator.records import DeviceState, TokenState
-from coordinator.store import Store
-from fedcg.wire.enrolment import Token, certificate_key_digest, common_name, load_certificate
+from coordinator.paths import Home, create_home
+from coordinator.pki.authority import CA_NAME, credential_of, server_credential
+from coordinator.rounds.records import DeviceState, TokenState
+from coordinator.storage.store import Store
+from fedcg.wire.messages.enrolment_messages import Token, certificate_key_digest, common_name, load_certificate
 from tests.enrolments import open_home
 
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from coordinator.cohorts import Cohorts
-from coordinator.records import DeviceState
-from coordinator.uploads import Uploads
-from coordinator.validation import validate_update
-from fedcg.wire.messages import CohortVerdict, Outcome
+from coordinator.messaging.cohort_marks import Cohorts
+from coordinator.rounds.records import DeviceState
+from coordinator.updates.upload_windows import Uploads
+from coordinator.updates.validation import validate_update
+from fedcg.wire.messages.messages import CohortVerdict, Outcome
 from tests.unit.coordinator_support import RunningService, World, aggregate_bytes, tiny_spec, wait_until
 
 
@@ -60,7 +60,7 @@ def test_an_update_whose_check_fails_in_an_unforeseen_way_is_rejected_alone(
             raise error
         return validate_update(data, spec, expected, base)
 
-    monkeypatch.setattr("coordinator.uplink.validate_update", breaks_on_a)
+    monkeypatch.setattr("coordinator.updates.receipts.validate_update", breaks_on_a)
     with caplog.at_level(logging.ERROR):
         is_refused_alone(world, type(error).__name__)
     [first, *_] = [record for record in caplog.records if record.levelno == logging.ERROR]
@@ -97,7 +97,7 @@ def test_the_cohort_of_those_that_stay_is_judged_without_a_device_that_is_gone()
 def test_a_revoked_device_no_longer_makes_the_others_cohort_differ(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coordinator.service.REFRESH_S", 0.05)
+    monkeypatch.setattr("coordinator.service.service.REFRESH_S", 0.05)
     world.devices["a"].silent = True  # the first attempt stays open
     with RunningService(world) as running:
         world.start_devices()

@@ -16,15 +16,15 @@ import tomllib
 from ruamel.yaml import YAML
 from typer.testing import CliRunner
 
-from edge_client.cli import app as agent_app
-from edge_client.provision.units import (
+from edge_client.cli.agent_commands import app as agent_app
+from edge_client.cli.units import (
     AGENT_UNIT,
     DEFAULT_CONFIG_ROOT,
     DEFAULT_EXECUTABLE,
     render_agent_unit,
 )
 from fedcg.learning.spec import plan_from_mapping
-from fedcg.wire.topics import Topics
+from fedcg.wire.messages.topics import Topics
 
 REPOSITORY = Path(__file__).parents[2]
 DEPLOY = REPOSITORY / "deploy"

@@ -14,10 +14,10 @@ from string import Template
 
 import pytest
 
-from coordinator.provision.mosquitto import QueueLimits
-from coordinator.provision.pki import create_ca, issue, write_revocations
-from fedcg.broker_path import find_mosquitto
-from fedcg.wire.topics import Topics
+from coordinator.broker.mosquitto import QueueLimits
+from coordinator.pki.authority import create_ca, issue, write_revocations
+from fedcg.find_mosquitto import find_mosquitto
+from fedcg.wire.messages.topics import Topics
 
 CONFIG = Path(__file__).parents[2] / "deploy" / "mosquitto" / "mosquitto.conf"
 DEADLINE_S = 15.0
@@ -141,7 +141,7 @@ def wait_until_it_listens(port: int, process: subprocess.Popen[bytes], log: Path
 
 def test_the_configuration_is_what_the_template_gives() -> None:
     """So what is tried here is what `fedcg broker run` and `fedcg deploy mosquitto` use, but for the folders."""
-    template = files("coordinator.provision").joinpath("mosquitto.conf.template").read_text(encoding="utf-8")
+    template = files("coordinator.broker").joinpath("mosquitto.conf.template").read_text(encoding="utf-8")
     rendered = Template(template).substitute(
         listener="8883",
         ca="/etc/mosquitto/fedcg/tls/ca.pem",

@@ -15,16 +15,16 @@ import typer
 from PIL import Image
 from typer.testing import CliRunner
 
-from edge_client.agent import AgentKeys
-from edge_client.cli import doctor_command
+from edge_client.agent.loop import AgentKeys
+from edge_client.cli.agent_commands import doctor_command
+from edge_client.cli.doctor import Finding, examine
 from edge_client.config import AgentConfig, BrokerSection, DataSection
-from edge_client.conversation import Conversation
-from edge_client.doctor import Finding, examine
 from edge_client.errors import NoAnswerError
-from edge_client.private_store import PrivateStore
+from edge_client.identity.conversation import Conversation
+from edge_client.store.private_store import PrivateStore
 from fedcg.event_log import EventLog
-from fedcg.wire.memory import MemoryTransport
-from fedcg.wire.signing import SigningKey
+from fedcg.wire.messages.signing import SigningKey
+from fedcg.wire.transport.memory import MemoryTransport
 from tests.unit.coordinator_support import FEDERATION, RunningService, World, aggregate_bytes, tiny_spec
 
 NOBODY = 65534
@@ -127,7 +127,7 @@ def test_a_running_agent_is_not_disturbed_but_what_it_knows_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = box(tmp_path)
-    monkeypatch.setattr("edge_client.doctor._broker", lambda *_: ("ok", "", ""))
+    monkeypatch.setattr("edge_client.cli.doctor._broker", lambda *_: ("ok", "", ""))
     store = PrivateStore.open(config.store, FEDERATION, "a")
     events = EventLog(config.store / "events.jsonl", lambda: 0.0)
 

@@ -10,13 +10,23 @@ from pathlib import Path
 import pytest
 
 from edge_client.config import PolicySection
-from edge_client.generations import Cursor
-from edge_client.private_store import PrivateStore
-from edge_client.session_events import TrainRound
-from edge_client.trainer_process import Exited, Failed
-from fedcg.wire.messages import Accept, Decline, DeclineReason, DeviceStatus, Hello, Manifest, Need, Outcome, Receipt
+from edge_client.session.events import TrainRound
+from edge_client.store.generations import Cursor
+from edge_client.store.private_store import PrivateStore
+from edge_client.training.trainer_handle import Exited, Failed
+from fedcg.wire.messages.messages import (
+    Accept,
+    Decline,
+    DeclineReason,
+    DeviceStatus,
+    Hello,
+    Manifest,
+    Need,
+    Outcome,
+    Receipt,
+)
+from fedcg.wire.messages.signing import SigningKey
 from fedcg.wire.parts import Part, ReportField
-from fedcg.wire.signing import SigningKey
 from tests.edge_worlds import (
     DEVICE,
     FakeTrainer,
@@ -387,7 +397,7 @@ def full_disk(*_: object) -> None:
 
 def test_the_agent_and_everything_it_needs_import_no_torch() -> None:
     code = (
-        "import sys; import edge_client.cli, edge_client.launch, edge_client.doctor, edge_client.status; "
+        "import sys; import edge_client.cli.agent_commands, edge_client.agent.run, edge_client.cli.doctor, edge_client.cli.status; "
         "sys.exit(3 if 'torch' in sys.modules else 0)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

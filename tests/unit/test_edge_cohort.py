@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.cohorts import Cohorts
-from edge_client.cohort import code_of, create, join, mark_of, secret_of
+from coordinator.messaging.cohort_marks import Cohorts
 from edge_client.errors import CohortError
-from edge_client.generations import Cursor
-from edge_client.private_store import PrivateStore
+from edge_client.store.cohort_secret import code_of, create, join, mark_of, secret_of
+from edge_client.store.generations import Cursor
+from edge_client.store.private_store import PrivateStore
 from fedcg.cli import app
-from fedcg.wire.messages import CohortVerdict, Hello
-from fedcg.wire.signing import SigningKey
+from fedcg.wire.messages.messages import CohortVerdict, Hello
+from fedcg.wire.messages.signing import SigningKey
 from tests.edge_worlds import DEVICE, FEDERATION, World, toy_generation, toy_spec
 
 SECRETS = st.binary(min_size=32, max_size=32)

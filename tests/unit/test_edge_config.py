@@ -10,7 +10,7 @@ import pytest
 from edge_client.config import AgentConfig, environment_names, load_config
 from edge_client.errors import ConfigError
 from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, DEFAULT_ALLOW_UPLOAD, Part, ReportField
-from fedcg.wire.presets import PRESETS, limits_for
+from fedcg.wire.transfer.broker_presets import PRESETS, limits_for
 
 GOOD = """\
 federation = "shapes"

@@ -9,7 +9,7 @@ import pytest
 
 from edge_client.config import PolicySection
 from edge_client.firewall import check_spec
-from fedcg.wire.messages import EVERYONE, Accept, ArtifactRef, Decline, DeclineReason, Hello, Need, Offer
+from fedcg.wire.messages.messages import EVERYONE, Accept, ArtifactRef, Decline, DeclineReason, Hello, Need, Offer
 from fedcg.wire.parts import Part
 from tests.edge_worlds import World, aggregate_of, toy_parts, toy_spec, wait_until
 

@@ -14,12 +14,12 @@ from edge_client.config import PolicySection
 from edge_client.errors import FirewallError
 from edge_client.firewall import UpdateFacts, build_update, check_kept, check_spec
 from fedcg.learning.spec import FederationSpec, NetworkChoice
-from fedcg.wire.artifacts import Base, codecs_for, unpack
+from fedcg.wire.artifacts.artifacts import Base, codecs_for, unpack
+from fedcg.wire.artifacts.inspection import inspect
+from fedcg.wire.artifacts.tensors import Array
 from fedcg.wire.errors import CodecError
-from fedcg.wire.inspection import inspect
-from fedcg.wire.messages import DeclineReason
+from fedcg.wire.messages.messages import DeclineReason
 from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, Health, Part, Report, ReportField, TensorLayout
-from fedcg.wire.tensors import Array
 from tests.edge_worlds import DEVICE, LAYOUTS, toy_parts, toy_spec
 
 SHARED = (Part.CLASSIFIER, Part.GENERATOR)

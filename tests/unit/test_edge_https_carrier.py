@@ -12,18 +12,18 @@ import pytest
 
 from coordinator.config import CarrierSettings, CoordinatorConfig, load_config, render_config
 from edge_client import config as edge_config
+from edge_client.cli.doctor import examine
 from edge_client.config import TlsSection
-from edge_client.doctor import examine
 from edge_client.errors import ConfigError
-from edge_client.handshake import Handshake
-from edge_client.https_carrier import HttpsCarrier
-from edge_client.lane import MAX_GRANTED, Lane
-from edge_client.outgoing import Outgoing
+from edge_client.messaging.handshake import Handshake
+from edge_client.messaging.publisher import Outgoing
+from edge_client.transfer.https_client import HttpsCarrier
+from edge_client.transfer.https_queue import MAX_GRANTED, Lane
 from fedcg.event_log import EventLog
 from fedcg.provision.agent_config import render_agent_config
-from fedcg.wire.memory import MemoryBroker, MemoryTransport
-from fedcg.wire.messages import ArtifactRef, Carrier
-from fedcg.wire.signing import SigningKey
+from fedcg.wire.messages.messages import ArtifactRef, Carrier
+from fedcg.wire.messages.signing import SigningKey
+from fedcg.wire.transport.memory import MemoryBroker, MemoryTransport
 from tests.brokers import HOST, Pki, free_port
 from tests.edge_worlds import DEVICE, FEDERATION, make_config, wait_until
 

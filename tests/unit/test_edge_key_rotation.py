@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from edge_client.private_store import PrivateStore
-from edge_client.remembered import Remembered
+from edge_client.messaging.coordinator_trust import Remembered
+from edge_client.store.private_store import PrivateStore
 from fedcg.wire.errors import WireError
-from fedcg.wire.key_chain import PinnedKey, make_link
-from fedcg.wire.messages import COORDINATOR, EVERYONE, Accept, Hello, KeyChain, KeyLink, Manifest
-from fedcg.wire.signing import SigningKey, seal
+from fedcg.wire.messages.key_chain import PinnedKey, make_link
+from fedcg.wire.messages.messages import COORDINATOR, EVERYONE, Accept, Hello, KeyChain, KeyLink, Manifest
+from fedcg.wire.messages.signing import SigningKey, seal
 from tests.edge_worlds import DEVICE, FEDERATION, World, aggregate_of, toy_parts, wait_until
 from tests.unit.test_edge_agent import SHARED
 

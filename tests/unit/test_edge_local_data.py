@@ -12,12 +12,12 @@ import pytest
 from PIL import Image
 
 from edge_client.errors import RoundError
-from edge_client.local_data import LocalData, RoundData
-from edge_client.snapshot import Snapshot
-from edge_client.trainer import Trainer
+from edge_client.store.data_snapshot import Snapshot
+from edge_client.training.local_data import LocalData, RoundData
+from edge_client.training.trainer_child import Trainer
 from fedcg.event_log import EventLog
 from fedcg.learning.image_set import SkippedImage
-from fedcg.learning.initial import complete_spec
+from fedcg.learning.networks.initial_weights import complete_spec
 from fedcg.learning.spec import FederationSpec, plan_from_mapping
 
 CLASSES = ("cat", "dog")

@@ -12,9 +12,9 @@ from PIL import Image
 
 from edge_client.config import PolicySection
 from edge_client.firewall import check_spec
-from edge_client.generations import Cursor
-from edge_client.trainer_process import Committed, Failed
-from fedcg.wire.messages import DeclineReason
+from edge_client.store.generations import Cursor
+from edge_client.training.trainer_handle import Committed, Failed
+from fedcg.wire.messages.messages import DeclineReason
 from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, ReportField
 from tests.edge_worlds import CLASSES
 from tests.unit.test_edge_trainer import Site, real_spec

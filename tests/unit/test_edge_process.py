@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fedcg.event_log import read_events
-from fedcg.wire.signing import SigningKey
+from fedcg.wire.messages.signing import SigningKey
 from tests.brokers import free_port
 from tests.edge_worlds import wait_until
 

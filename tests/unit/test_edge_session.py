@@ -8,9 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edge_client.generations import Cursor
-from edge_client.session import step
-from edge_client.session_events import (
+from edge_client.session.events import (
     ArtifactLost,
     ArtifactStored,
     CheckSpec,
@@ -45,8 +43,10 @@ from edge_client.session_events import (
     Want,
     Welcomed,
 )
-from edge_client.session_state import TRAINER_DEATHS, SessionState, next_deadline
-from fedcg.wire.messages import (
+from edge_client.session.state import TRAINER_DEATHS, SessionState, next_deadline
+from edge_client.session.state_machine import step
+from edge_client.store.generations import Cursor
+from fedcg.wire.messages.messages import (
     Accept,
     ArtifactRef,
     Decline,

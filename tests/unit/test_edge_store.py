@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edge_client.errors import StoreDamagedError, StoreError, StoreFormatError, StoreLockedError
-from edge_client.generations import Cursor, Generations
-from edge_client.private_store import RECEIPTS_KEPT, DeliveryRecord, PrivateStore
-from edge_client.snapshot import Snapshot, SnapshotFile
+from edge_client.store.data_snapshot import Snapshot, SnapshotFile
+from edge_client.store.generations import Cursor, Generations
+from edge_client.store.private_store import RECEIPTS_KEPT, DeliveryRecord, PrivateStore
 from fedcg import files
 from fedcg.wire.parts import Part
 from tests.edge_worlds import DEVICE, FEDERATION, toy_generation, toy_snapshot, toy_spec
@@ -131,7 +131,7 @@ def sabotaged_commit(monkeypatch: pytest.MonkeyPatch, store: PrivateStore, cut_b
                 saboteur.step()
                 return real(*args)  # type: ignore[operator]
 
-            patch.setattr(f"edge_client.generations.{name}", wrapped)
+            patch.setattr(f"edge_client.store.generations.{name}", wrapped)
         try:
             store.generations.commit(toy_generation(SPEC, cursor))
         except PowerCutError:
@@ -259,7 +259,7 @@ def test_private_state_without_its_format_is_not_adopted(store: PrivateStore) ->
 @pytest.fixture
 def holder(store: PrivateStore) -> Iterator[subprocess.Popen[str]]:
     code = (
-        "import sys, pathlib; from edge_client.private_store import PrivateStore\n"
+        "import sys, pathlib; from edge_client.store.private_store import PrivateStore\n"
         "with PrivateStore(pathlib.Path(sys.argv[1])).locked():\n    print('held', flush=True); sys.stdin.read()"
     )
     arguments = [sys.executable, "-c", code, str(store.root)]

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from edge_client import generations as generations_module
 from edge_client.errors import StoreError
-from edge_client.generations import Cursor, Generations
-from edge_client.private_store import DeliveryRecord, PrivateStore
+from edge_client.store import generations as generations_module
+from edge_client.store.generations import Cursor, Generations
+from edge_client.store.private_store import DeliveryRecord, PrivateStore
 from fedcg.files import file_sha256
-from fedcg.wire.key_chain import PinnedKey
-from fedcg.wire.messages import Hello, Manifest
-from fedcg.wire.signing import SigningKey
+from fedcg.wire.messages.key_chain import PinnedKey
+from fedcg.wire.messages.messages import Hello, Manifest
+from fedcg.wire.messages.signing import SigningKey
 from tests.edge_worlds import DEVICE, FEDERATION, World, toy_generation, toy_snapshot, toy_spec, update_of, wait_until
 
 SPEC = toy_spec()

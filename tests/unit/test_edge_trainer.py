@@ -19,31 +19,32 @@ import numpy as np
 import pytest
 import torch
 
-from edge_client import finalise, training
 from edge_client.config import DataSection, ExportSection, KeysSection
-from edge_client.generations import Cursor, StoredState
-from edge_client.measures import Measured, measure
-from edge_client.private_store import PrivateStore
-from edge_client.session_events import ChooseModel, Chosen, TrainRound
-from edge_client.trainer import Trainer, reason_for
-from edge_client.trainer_process import Committed, Exited, Failed, Ready, TrainerProcess, TrainerReport
-from edge_client.weights import to_arrays
+from edge_client.session.events import ChooseModel, Chosen, TrainRound
+from edge_client.store.generations import Cursor, StoredState
+from edge_client.store.private_store import PrivateStore
+from edge_client.training import local_round as training
+from edge_client.training import model_selection as finalise
+from edge_client.training.evaluation import Measured, measure
+from edge_client.training.tensor_conversion import to_arrays
+from edge_client.training.trainer_child import Trainer, reason_for
+from edge_client.training.trainer_handle import Committed, Exited, Failed, Ready, TrainerProcess, TrainerReport
 from export.errors import GateError
-from export.manifest import read_manifest
-from export.signature import required
-from export.slots import Slots
+from export.model.manifest import read_manifest
+from export.model.signature import required
+from export.model.versions import Slots
 from fedcg.event_log import EventLog, read_events
-from fedcg.learning.initial import complete_spec, initial_parts
 from fedcg.learning.method import ClientState, LocalResult, Method, Weights
+from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import spec_root
 from fedcg.learning.spec import FederationPlan, FederationSpec, NetworkChoice, ParameterValue
-from fedcg.wire.artifacts import Base, codecs_for, unpack
+from fedcg.wire.artifacts.artifacts import Base, codecs_for, unpack
+from fedcg.wire.artifacts.inspection import decode, inspect
 from fedcg.wire.errors import CodecError
-from fedcg.wire.inspection import decode, inspect
-from fedcg.wire.messages import DeclineReason
+from fedcg.wire.messages.messages import DeclineReason
+from fedcg.wire.messages.signing import SigningKey
 from fedcg.wire.parts import Part, ReportField, TensorLayout, is_delta
-from fedcg.wire.signing import SigningKey
 from tests.edge_worlds import CLASSES, DEVICE, FEDERATION, FORM, aggregate_of, draw_images, make_config, wait_until
 
 DEVICE_KEY, COHORT_KEY = b"d" * 32, b"c" * 32
@@ -478,7 +479,7 @@ def test_an_export_that_finds_the_disk_full_is_told_and_the_version_in_use_stays
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as broken:
-        broken.setattr("export.slots.fsync_path", full)
+        broken.setattr("export.model.versions.fsync_path", full)
         trainer.afterwards(report)
     assert Slots(models).versions() == before
     told = [event for event in read_events(site.events_path) if event["event"] == "export_failed"]
@@ -496,7 +497,7 @@ def test_a_model_that_the_gate_refuses_leaves_the_one_in_use(tmp_path: Path, mon
     def refuse(*_: object, **__: object) -> None:
         raise GateError("worse than version 0001")
 
-    monkeypatch.setattr("export.package.pass_gate", refuse)
+    monkeypatch.setattr("export.build.install_model.pass_gate", refuse)
     assert trainer.do(ChooseModel(site.spec.digest, site.aggregate)) == Chosen(site.aggregate, succeeded=True)
     outcome = site.store.finalised()
     assert outcome["gate"] == "worse than version 0001"
@@ -509,7 +510,7 @@ def test_variants_of_the_chosen_model_are_judged_by_validation_images(
 ) -> None:
     site = Site(tmp_path, real_spec(), export=True)
     site.config = site.config.model_copy(update={"export": ExportSection()})
-    monkeypatch.setattr("export.variants.TIMING_S", 0.02)
+    monkeypatch.setattr("export.build.variants.TIMING_S", 0.02)
     trainer = site.trainer()
     trainer.do(site.round(1))
     assert trainer.do(ChooseModel(site.spec.digest, site.aggregate)) == Chosen(site.aggregate, succeeded=True)
@@ -611,7 +612,7 @@ def test_a_training_process_killed_in_the_middle_repeats_the_round_to_the_same_b
 
 def test_a_training_process_dies_with_its_agent(slow_site: Site) -> None:
     code = (
-        "import pickle, sys\nfrom edge_client.trainer_process import TrainerProcess\n"
+        "import pickle, sys\nfrom edge_client.training.trainer_handle import TrainerProcess\n"
         "config, command = pickle.loads(sys.stdin.buffer.read())\n"
         "import queue; reports = queue.SimpleQueue(); process = TrainerProcess(config, reports.put)\n"
         "print(process.start(), flush=True); reports.get(); process.send(command); reports.get()\n"

@@ -10,9 +10,9 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from edge_client.cli import app
+from edge_client.cli.agent_commands import app
+from edge_client.cli.enrol_commands import enrol_command
 from edge_client.config import load_config
-from edge_client.enrol_cli import enrol_command
 from tests.enrolments import Desk, open_home, running_desk
 
 

@@ -18,20 +18,20 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 
-from coordinator import listeners
 from coordinator.config import EnrolmentSettings
 from coordinator.errors import HomeError
-from coordinator.home import Home
-from coordinator.limits import Rate
-from coordinator.provision.pki import create_ca, credential_of, issue
+from coordinator.http import tls_listeners as listeners
+from coordinator.http.rate_limits import Rate
+from coordinator.paths import Home
+from coordinator.pki.authority import create_ca, credential_of, issue
+from edge_client.agent.run import load_keys
 from edge_client.config import load_config
-from edge_client.contact import ask, trusting
-from edge_client.enrolment import Folder, enrol
 from edge_client.errors import EnrolError
-from edge_client.identity import TlsKey
-from edge_client.launch import load_keys
+from edge_client.identity.credentials import TlsKey
+from edge_client.identity.enrol import Folder, enrol
+from edge_client.identity.enrolment_client import ask, trusting
 from fedcg.listening import Caps, Connections
-from fedcg.wire.enrolment import (
+from fedcg.wire.messages.enrolment_messages import (
     ENROL_PATH,
     MAX_BODY_BYTES,
     EnrolAnswer,
@@ -40,7 +40,7 @@ from fedcg.wire.enrolment import (
     enrolment_statement,
     load_certificate,
 )
-from fedcg.wire.signing import SigningKey
+from fedcg.wire.messages.signing import SigningKey
 from tests.enrolments import FEDERATION, Desk, open_home, running_desk
 
 
@@ -162,7 +162,7 @@ def test_after_a_lost_answer_the_same_command_finishes_the_enrolment(desk: Desk,
 
 
 def test_an_expired_a_revoked_and_a_guessed_token_are_refused_with_their_reason(desk: Desk, tmp_path: Path) -> None:
-    from coordinator.tokens import revoke_token
+    from coordinator.members.tokens import revoke_token
 
     expired, revoked, known = desk.token("a", hours=1.0), desk.token("b", hours=100.0), desk.token("c", hours=100.0)
     desk.ahead_s = 3601.0

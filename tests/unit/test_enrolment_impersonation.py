@@ -14,19 +14,19 @@ from urllib.request import Request, urlopen
 
 import pytest
 
-from coordinator.home import BROKER_NAME, Home
-from coordinator.message_keys import rotate_key
-from coordinator.provision import pki
-from coordinator.provision.pki import CA_NAME, create_ca, credential_of, issue
-from edge_client.contact import ask, trusting
-from edge_client.enrolment import enrol
+from coordinator.paths import BROKER_NAME, Home
+from coordinator.pki import authority as pki
+from coordinator.pki.authority import CA_NAME, create_ca, credential_of, issue
+from coordinator.pki.signing_keys import rotate_key
 from edge_client.errors import EnrolError
-from edge_client.https_carrier import check_ready
-from fedcg.wire.enrolment import ENROL_PATH, EnrolAnswer, EnrolRequest, Token, load_certificate
+from edge_client.identity.enrol import enrol
+from edge_client.identity.enrolment_client import ask, trusting
+from edge_client.transfer.https_client import check_ready
 from fedcg.wire.errors import MalformedError, TransportError
-from fedcg.wire.mqtt import probe
-from fedcg.wire.mqtt_config import MqttConfig, TlsFiles
-from fedcg.wire.signing import SigningKey
+from fedcg.wire.messages.enrolment_messages import ENROL_PATH, EnrolAnswer, EnrolRequest, Token, load_certificate
+from fedcg.wire.messages.signing import SigningKey
+from fedcg.wire.transport.mqtt import probe
+from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles
 from tests.brokers import HOST
 from tests.enrolments import Desk, Pretender, json_of, open_home, running_desk
 

@@ -13,8 +13,10 @@ import typer
 from pydantic import ValidationError
 from typer.testing import CliRunner
 
-from experiments import event_files
-from experiments.batch import (
+from experiments.cli.simulate_command import simulate_command
+from experiments.errors import OptionError
+from experiments.simulation import tensorboard as event_files
+from experiments.simulation.batch import (
     RunSetting,
     load_batch,
     parse_method_params,
@@ -23,9 +25,7 @@ from experiments.batch import (
     planned_run,
     save_batch,
 )
-from experiments.errors import OptionError
-from experiments.simulate_cli import simulate_command
-from experiments.simulation_curves import mean_curve
+from experiments.simulation.simulation_curves import mean_curve
 
 app = typer.Typer()
 app.command()(simulate_command)

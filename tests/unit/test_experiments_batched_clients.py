@@ -9,7 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from experiments.simulate_cli import simulate_command
+from experiments.cli.simulate_command import simulate_command
 
 
 def call(*arguments: str) -> Result:

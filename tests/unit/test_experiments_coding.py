@@ -12,15 +12,15 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from experiments.batch import RunSetting
-from experiments.bench_codec import Teachers, cases
-from experiments.checkpoints import Checkpoints
-from experiments.coding import WireCoding, coding_of
-from experiments.pool_runner import PoolRunner
-from experiments.simulate_cli import simulate_command
-from fedcg.learning.initial import complete_spec, initial_parts
+from experiments.bench.codec.codec import Teachers, cases
+from experiments.cli.simulate_command import simulate_command
+from experiments.parallel.pool_runner import PoolRunner
+from experiments.simulation.batch import RunSetting
+from experiments.simulation.checkpoints import Checkpoints
+from experiments.simulation.wire_codec import WireCoding, coding_of
 from fedcg.learning.method import DivergedError, Weights
-from fedcg.learning.simulation import Party, Schedule, simulate
+from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
+from fedcg.learning.simulation.simulation import Party, Schedule, simulate
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.parts import AggregateCodec, Part, UpdateCodec
 from tests.unit.learning_cases import plan, same

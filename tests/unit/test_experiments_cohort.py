@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments.cohort import Cohort, build_cohort
-from experiments.dealing import Partition, TestDeal, Validation
+from experiments.data.client_datasets import Cohort, build_cohort
+from experiments.data.deal import Partition, TestDeal, Validation
+from experiments.data.partition_folders import prepare
+from experiments.data.source import Source, open_source
 from experiments.errors import SourceError
-from experiments.partitions import prepare
-from experiments.sources import Source, open_source
-from fedcg.learning.data import ImageSet, load_folder, split_by_hash
+from fedcg.learning.data.image_folder import ImageSet, load_folder, split_by_hash
 
 
 @pytest.fixture(scope="module")

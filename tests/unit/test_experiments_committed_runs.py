@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from experiments.batch import RunSetting
-from experiments.digit_domains import digits_domains
-from experiments.simulation_data import Cohorts, party_of
-from experiments.simulation_record import read_records
-from experiments.sources import DIGITS, DIGITS_DOMAINS, Source, digits
-from fedcg.learning.initial import complete_spec
-from fedcg.learning.simulation import Party, Schedule, Simulation, simulate
+from experiments.data.digit_domains import digits_domains
+from experiments.data.source import DIGITS, DIGITS_DOMAINS, Source, digits
+from experiments.simulation.batch import RunSetting
+from experiments.simulation.party_builder import Cohorts, party_of
+from experiments.simulation.simulation_record import read_records
+from fedcg.learning.networks.initial_weights import complete_spec
+from fedcg.learning.simulation.simulation import Party, Schedule, Simulation, simulate
 from fedcg.learning.spec import plan_from_mapping
 
 RUNS = Path(__file__).parents[2] / "docs" / "benchmarks" / "runs"

@@ -13,16 +13,16 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from experiments.data.partition_folders import ClientFolder, Prepared
+from experiments.demo.event_follower import AgentStory, CoordinatorStory, Follower
+from experiments.demo.plots import accuracy_over_rounds
+from experiments.demo.progress import Progress
+from experiments.demo.run_folder import Run, free_ports, new_run, resumed_run, write_secrets
+from experiments.demo.summary import seconds, summarise, table
 from experiments.errors import OptionError
-from experiments.events import AgentStory, CoordinatorStory, Follower
-from experiments.options import Setting, load_setting, parse_params, root_secret, toml_text
-from experiments.partitions import ClientFolder, Prepared
-from experiments.plots import accuracy_over_rounds
-from experiments.progress import Progress
 from experiments.record import write_record
-from experiments.run import Run, free_ports, new_run, resumed_run, write_secrets
-from experiments.summary import seconds, summarise, table
-from fedcg.learning.initial import complete_spec
+from experiments.settings.options import Setting, load_setting, parse_params, root_secret, toml_text
+from fedcg.learning.networks.initial_weights import complete_spec
 from fedcg.learning.spec import plan_from_mapping
 
 if sys.version_info >= (3, 11):
@@ -286,7 +286,7 @@ def test_bad_options_end_with_code_2_before_anything_starts(
 ) -> None:
     import typer
 
-    from experiments.demo_cli import demo_command
+    from experiments.cli.demo_command import demo_command
 
     monkeypatch.chdir(tmp_path)
     app = typer.Typer()
@@ -298,7 +298,7 @@ def test_bad_options_end_with_code_2_before_anything_starts(
 
 
 def test_the_demo_and_its_help_import_no_torch() -> None:
-    code = "import experiments.demo, experiments.demo_cli, experiments.simulate_cli, experiments.plots, audit.cli, sys; print('torch' in sys.modules)"
+    code = "import experiments.demo.demo, experiments.cli.demo_command, experiments.cli.simulate_command, experiments.demo.plots, audit.cli, sys; print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "False"
 
@@ -310,7 +310,7 @@ from fedcg.cli import app
 def stop(run, console):
     os.write(1, repr(sorted({"torch", "sklearn", "matplotlib", "sqlalchemy"} & sys.modules.keys())).encode())
     os._exit(7)  # nothing that is still in a buffer comes out
-sys.modules["experiments.demo"] = types.SimpleNamespace(Demo=stop)
+sys.modules["experiments.demo.demo"] = types.SimpleNamespace(Demo=stop)
 app.main(args=["demo", "--out", sys.argv[1]], prog_name="fedcg")
 """
     done = subprocess.run([sys.executable, "-c", code, tmp_path / "run"], capture_output=True, text=True, check=False)

@@ -13,8 +13,8 @@ import typer
 from PIL import Image
 from typer.testing import CliRunner
 
-from experiments.simulate_cli import simulate_command
-from fedcg.learning.split_names import ALLOW_VARIABLE
+from experiments.cli.simulate_command import simulate_command
+from fedcg.learning.networks.split_names import ALLOW_VARIABLE
 
 app = typer.Typer()
 app.command()(simulate_command)

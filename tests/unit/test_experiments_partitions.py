@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from experiments.data.folder_sources import folder_source
+from experiments.data.partition_folders import Partition, Prepared, cut, limit, load_prepared, prepare
+from experiments.data.source import Source, open_source
 from experiments.errors import SourceError
-from experiments.folder_sources import folder_source
-from experiments.partitions import Partition, Prepared, cut, limit, load_prepared, prepare
-from experiments.sources import Source, open_source
 
 
 def fake_tree(root: Path, per_class: int, classes: int = 4, mode: str = "L") -> Path:

@@ -12,16 +12,25 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments import pool_runner
-from experiments.batch import RunSetting
-from experiments.checkpoints import Checkpoints
 from experiments.errors import RunError
-from experiments.pool_runner import PoolRunner
-from experiments.workers import default_workers
-from fedcg.learning.initial import initial_parts
+from experiments.parallel import pool_runner
+from experiments.parallel.pool_runner import PoolRunner
+from experiments.simulation.batch import RunSetting
+from experiments.simulation.checkpoints import Checkpoints
+from experiments.simulation.run_slots import default_workers
 from fedcg.learning.method import ClientState
+from fedcg.learning.networks.initial_weights import initial_parts
 from fedcg.learning.registry import get_method
-from fedcg.learning.simulation import ClientData, LocalTask, Party, Roots, Schedule, SerialRunner, Simulation, simulate
+from fedcg.learning.simulation.simulation import (
+    ClientData,
+    LocalTask,
+    Party,
+    Roots,
+    Schedule,
+    SerialRunner,
+    Simulation,
+    simulate,
+)
 from tests.unit.learning_cases import bright_images, quick_spec, same
 
 NAMES = ("a", "b", "c")

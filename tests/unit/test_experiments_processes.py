@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from experiments.demo.processes import children
 from experiments.errors import ProcessError
-from experiments.processes import children
 
 SLEEPER = "import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); print('up', p.pid, flush=True); time.sleep(600)"
 STUBBORN = (
@@ -50,7 +50,7 @@ def test_a_child_and_its_own_child_are_gone_when_the_block_is_left(tmp_path: Pat
 
 
 def test_a_child_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("experiments.processes.STOP_S", 0.3)
+    monkeypatch.setattr("experiments.demo.processes.STOP_S", 0.3)
 
     async def go() -> int:
         async with children(tmp_path) as started:
@@ -96,7 +96,7 @@ def test_no_process_is_left_when_the_parent_is_ended_by(number: signal.Signals, 
     parent_code = f"""
 import asyncio, sys
 from pathlib import Path
-from experiments.processes import children
+from experiments.demo.processes import children
 async def go():
     async with children(Path({str(tmp_path)!r})) as started:
         child = await started.start("sleeper", [sys.executable, "-c", "import time; time.sleep(600)"])

@@ -10,16 +10,16 @@ import typer
 from PIL import Image
 from typer.testing import CliRunner
 
-from experiments.batch import RunSetting
-from experiments.cohort import build_cohort
-from experiments.dealing import Partition
-from experiments.demo_cli import demo_command
+from experiments.cli.demo_command import demo_command
+from experiments.data.client_datasets import build_cohort
+from experiments.data.deal import Partition
+from experiments.data.partition_folders import prepare
+from experiments.data.source import open_source
 from experiments.errors import SourceError
-from experiments.options import DEMO_PUBLIC_IMAGES
-from experiments.partitions import prepare
-from experiments.simulation_data import party_of
-from experiments.sources import open_source
-from fedcg.learning.public_images import read_public
+from experiments.settings.options import DEMO_PUBLIC_IMAGES
+from experiments.simulation.batch import RunSetting
+from experiments.simulation.party_builder import party_of
+from fedcg.learning.data.public_images import read_public
 from fedcg.learning.registry import get_method
 from fedcg.learning.spec import ImageForm
 from tests.unit.learning_cases import quick_spec

@@ -12,16 +12,16 @@ import pytest
 import torch
 
 import fedcg
-from experiments import ray_cluster
+from experiments.cli.simulate_command import with_address
 from experiments.errors import OptionError
-from experiments.ray_cluster import Build, RayCluster, open_cluster, own_build
-from experiments.ray_runner import _images, _roots_for, resources
-from experiments.ray_simulator import MOST_LANES, lanes_for
-from experiments.simulate_cli import with_address
-from experiments.workers import open_ray_lanes
+from experiments.parallel import ray_cluster
+from experiments.parallel.ray_cluster import Build, RayCluster, open_cluster, own_build
+from experiments.parallel.ray_runner import _images, _roots_for, resources
+from experiments.parallel.ray_simulator import MOST_LANES, lanes_for
+from experiments.simulation.run_slots import open_ray_lanes
 from fedcg import cli
 from fedcg.learning.image_set import ImageSet
-from fedcg.learning.simulation import Roots
+from fedcg.learning.simulation.simulation import Roots
 from tests.stack import free_port
 
 TINY = "--clients 2 --partition iid --images-per-client 20 --rounds 1 --local-epochs 1 --image-size 16 --method local"
@@ -114,7 +114,7 @@ def test_a_task_takes_its_threads_cpus_and_a_part_of_a_card_only_where_it_wants_
 
 
 def test_more_threads_than_cpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from experiments.batch import RunSetting
+    from experiments.simulation.batch import RunSetting
 
     class Small(RayCluster):
         def slots(self, threads: int) -> int:

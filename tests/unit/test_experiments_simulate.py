@@ -10,19 +10,19 @@ import pytest
 import torch
 from PIL import Image
 
-from edge_client.local_data import LocalData
-from edge_client.snapshot import Snapshot
-from experiments.batch import PlannedRun, RunSetting
+from edge_client.store.data_snapshot import Snapshot
+from edge_client.training.local_data import LocalData
+from experiments.data.partition_folders import Partition, prepare
 from experiments.errors import OptionError, RunError
-from experiments.options import discriminator_for
-from experiments.partitions import Partition, prepare
-from experiments.simulate import FAILURES_FILE, FailedRun, Runs, write_failures
-from experiments.simulation_data import Cohorts, roots_of
-from experiments.simulation_record import FIGURES
+from experiments.settings.options import discriminator_for
+from experiments.simulation.batch import PlannedRun, RunSetting
+from experiments.simulation.party_builder import Cohorts, roots_of
+from experiments.simulation.simulation_record import FIGURES
+from experiments.simulation.single_run import FAILURES_FILE, FailedRun, Runs, write_failures
 from fedcg.cli import app
-from fedcg.learning.initial import complete_spec
 from fedcg.learning.networks.generators import GENERATORS
-from fedcg.learning.simulation import Simulation, simulate
+from fedcg.learning.networks.initial_weights import complete_spec
+from fedcg.learning.simulation.simulation import Simulation, simulate
 from fedcg.learning.spec import plan_from_mapping
 
 SMALL = RunSetting(

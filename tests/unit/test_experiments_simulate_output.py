@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from experiments.batch import load_batch
-from experiments.batch_runner import table
+from experiments.simulation.batch import load_batch
+from experiments.simulation.batch_runner import table
 from fedcg.cli import app
 
 TINY = "--clients 2 --partition iid --images-per-client 40 --rounds 2 --local-epochs 1 --method fedavg --image-size 16"

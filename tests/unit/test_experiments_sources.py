@@ -13,14 +13,14 @@ import pytest
 import torch
 from PIL import Image
 
-from experiments import decoded
-from experiments.cohort import Cohort, build_cohort
-from experiments.dealing import Partition, Validation
+from experiments.data import image_cache as decoded
+from experiments.data.client_datasets import Cohort, build_cohort
+from experiments.data.deal import Partition, Validation
+from experiments.data.lazy_images import FilePicture, RowPicture
+from experiments.data.partition_folders import prepare
+from experiments.data.source import Source, open_source, read_digits
 from experiments.errors import SourceError
-from experiments.partitions import prepare
-from experiments.pictures import FilePicture, RowPicture
-from experiments.sources import Source, open_source, read_digits
-from fedcg.learning.data import load_folder
+from fedcg.learning.data.image_folder import load_folder
 
 
 def tree(
@@ -293,9 +293,7 @@ def test_the_digits_are_scikit_learns_and_come_without_importing_it() -> None:
     scans, ours = read_digits()
     assert np.array_equal(scans, np.rint(levels.reshape(-1, 8, 8) * (255 / 16)))
     assert np.array_equal(ours, labels)
-    code = (
-        "import sys; from experiments.sources import open_source; open_source('digits'), open_source('digits-domains')"
-    )
+    code = "import sys; from experiments.data.source import open_source; open_source('digits'), open_source('digits-domains')"
     done = subprocess.run(
         [sys.executable, "-c", f"{code}; print('sklearn' in sys.modules)"], capture_output=True, text=True, check=True
     )

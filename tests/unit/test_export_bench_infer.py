@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from export.bench_load import Load, ask
+from experiments.bench.inference.load import Load, ask
 
 FEDCG = [sys.executable, "-m", "fedcg", "bench", "infer"]
 

@@ -17,11 +17,11 @@ import typer
 from safetensors.torch import save_file
 from typer.testing import CliRunner, Result
 
-from export.cli import export_command, infer_command, model_app
-from export.inference import expand
-from export.package import package_personal
-from export.preprocess import load_image
-from export.runtime import Model
+from export.build.install_model import package_personal
+from export.cli.infer_commands import export_command, infer_command, model_app
+from export.model.classify import expand
+from export.model.preprocess import load_image
+from export.model.runtime import Model
 from fedcg.wire.parts import Part
 from tests.export_models import CLASSES, LOADED_PROBE, TestImages, make_parts, make_spec, write_images
 

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from export.build.accuracy_gate import pass_gate
+from export.build.install_model import package_personal
 from export.errors import GateError
-from export.gate import pass_gate
-from export.manifest import read_manifest
-from export.package import package_personal
-from export.preprocess import load_image
-from export.runtime import Model
-from export.slots import Slots
+from export.model.manifest import read_manifest
+from export.model.preprocess import load_image
+from export.model.runtime import Model
+from export.model.versions import Slots
 from tests.export_models import TestImages, image_form, make_parts, make_spec, write_images
 
 FORM = image_form()

@@ -12,20 +12,20 @@ import onnxruntime
 import pytest
 import torch
 
-from export import to_onnx, verify
+from export.build import to_onnx, verify
+from export.build.install_model import package_personal
+from export.build.to_onnx import OPSET, Exporter, export_personal, preload
 from export.errors import ConversionError, InputError, ManifestError, TamperedError, VerificationError
-from export.manifest import read_manifest, write_manifest
-from export.package import package_personal
-from export.preprocess import Pixels, load_image
-from export.providers import available_providers
-from export.runtime import Model, Predictor
-from export.slots import Slots
-from export.to_onnx import OPSET, Exporter, export_personal, preload
-from fedcg.learning.data import load_folder, normalise
+from export.model.manifest import read_manifest, write_manifest
+from export.model.preprocess import Pixels, load_image
+from export.model.providers import available_providers
+from export.model.runtime import Model, Predictor
+from export.model.versions import Slots
+from fedcg.learning.data.image_folder import load_folder, normalise
 from fedcg.learning.errors import NetworkError
-from fedcg.learning.evaluation import evaluate
-from fedcg.learning.networks import load_part
+from fedcg.learning.networks.assembly import load_part
 from fedcg.learning.spec import FederationSpec, ImageForm
+from fedcg.learning.training.evaluation import evaluate
 from fedcg.wire.parts import Part
 from tests.export_models import CLASSES, TestImages, image_form, make_parts, make_spec, write_images
 

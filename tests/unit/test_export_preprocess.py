@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from export.errors import InputError
-from export.preprocess import load_image
-from fedcg.learning.data import decode_image
+from export.model.preprocess import load_image
+from fedcg.learning.data.image_folder import decode_image
 from tests.export_models import encoded, image_form, picture
 
 

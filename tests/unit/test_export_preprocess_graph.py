@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 from onnx.parser import parse_model
 from PIL import Image
 
-from export import verify
+from export.build import verify
+from export.build.preprocess_graph import add_preprocessing, on_network
+from export.build.to_onnx import export_personal
 from export.errors import VerificationError
-from export.manifest import InputForm
-from export.preprocess import Pixels, load_image, normalise
-from export.preprocess_graph import add_preprocessing, on_network
-from export.to_onnx import export_personal
-from fedcg.learning import data
-from fedcg.learning.decoding import fit_pixels
+from export.model.manifest import InputForm
+from export.model.preprocess import Pixels, load_image, normalise
+from fedcg.learning.data import image_folder as data
+from fedcg.learning.data.decoding import fit_pixels
 from fedcg.learning.spec import ImageForm
 from tests.export_models import TestImages, encoded, image_form, make_parts, make_spec, picture, write_images
 

@@ -17,14 +17,15 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from export import providers, variants
-from export.manifest import read_manifest
-from export.optimise_cli import model_app
-from export.providers import available_providers, told
-from export.runtime import Model
-from export.serve_model import ServedModel
-from export.slots import Slots
-from export.variants import HeldOut, add_variants
+from export.build import variants
+from export.build.variants import HeldOut, add_variants
+from export.cli.optimise_command import model_app
+from export.model import providers
+from export.model.manifest import read_manifest
+from export.model.providers import available_providers, told
+from export.model.runtime import Model
+from export.model.versions import Slots
+from export.serving.live_model import ServedModel
 from tests.export_models import write_images
 from tests.serving import install_versions
 

@@ -15,13 +15,13 @@ import typer
 from safetensors.torch import save_file
 from typer.testing import CliRunner, Result
 
-from export.cli import export_command, infer_app, model_app
+from export.build.install_model import package_personal
+from export.build.to_onnx import export_personal
+from export.cli.infer_commands import export_command, infer_app, model_app
 from export.errors import ManifestError
-from export.manifest import Takes, read_manifest, write_manifest
-from export.package import package_personal
-from export.runtime import Model, Predictor
-from export.serve_model import ServedModel
-from export.to_onnx import export_personal
+from export.model.manifest import Takes, read_manifest, write_manifest
+from export.model.runtime import Model, Predictor
+from export.serving.live_model import ServedModel
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.parts import Part
 from tests.export_models import image_form, make_parts, make_spec, write_images

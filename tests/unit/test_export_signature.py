@@ -10,14 +10,14 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from export import signature
+from export.build.install_model import package_personal
+from export.cli.optimise_command import model_app
 from export.errors import ExportError, InputError, ManifestError, TamperedError
-from export.manifest import read_manifest
-from export.optimise_cli import model_app
-from export.package import package_personal
-from export.runtime import Model
-from export.signature import required, sign_manifest, signer_of
-from fedcg.wire.signing import SigningKey
+from export.model import signature
+from export.model.manifest import read_manifest
+from export.model.runtime import Model
+from export.model.signature import required, sign_manifest, signer_of
+from fedcg.wire.messages.signing import SigningKey
 from tests.export_models import image_form, make_parts, make_spec
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from export.errors import ManifestError, ModelError, SlotError, TamperedError
-from export.manifest import (
+from export.model.manifest import (
     InputForm,
     Manifest,
     ModelFile,
@@ -24,7 +24,7 @@ from export.manifest import (
     read_model,
     write_manifest,
 )
-from export.slots import POINTER_NAME, Slots, resolve
+from export.model.versions import POINTER_NAME, Slots, resolve
 
 
 def _manifest(content: bytes, round_number: int = 1) -> Manifest:
@@ -253,7 +253,7 @@ def test_writers_at_the_same_time_each_get_a_version_and_readers_always_see_a_so
 _INSTALL_AND_HANG = """
 import sys, time
 from pathlib import Path
-from export.slots import Slots
+from export.model.versions import Slots
 def fill(directory):
     (directory / "model.onnx").write_bytes(b"half")
     print("filling", flush=True)

@@ -13,16 +13,16 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from export import variants
+from export.build import variants
+from export.build.install_model import package_personal
+from export.build.labelled_images import labelled_images
+from export.build.variants import HeldOut, add_variants
+from export.cli.optimise_command import model_app
 from export.errors import ConversionError, ExportError, InputError, ManifestError, TamperedError
-from export.labelled import labelled_images
-from export.manifest import Manifest, Variant, read_manifest
-from export.optimise_cli import model_app
-from export.package import package_personal
-from export.preprocess import Pixels, load_image
-from export.runtime import Floats, Model, Predictor
-from export.slots import Slots
-from export.variants import HeldOut, add_variants
+from export.model.manifest import Manifest, Variant, read_manifest
+from export.model.preprocess import Pixels, load_image
+from export.model.runtime import Floats, Model, Predictor
+from export.model.versions import Slots
 from tests.export_models import CLASSES, encoded, image_form, make_parts, make_spec, picture, write_images
 
 FORM = image_form()

@@ -12,16 +12,17 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from export import package, variants
+from export.build import install_model as package
+from export.build import variants
+from export.build.install_model import package_personal
+from export.build.to_onnx import Exported, export_personal
+from export.build.variants import HeldOut
+from export.cli.optimise_command import model_app
 from export.errors import VerificationError
-from export.manifest import Takes, digest, read_manifest
-from export.optimise_cli import model_app
-from export.package import package_personal
-from export.preprocess import Pixels, load_image
-from export.runtime import Model
-from export.slots import Slots
-from export.to_onnx import Exported, export_personal
-from export.variants import HeldOut
+from export.model.manifest import Takes, digest, read_manifest
+from export.model.preprocess import Pixels, load_image
+from export.model.runtime import Model
+from export.model.versions import Slots
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.parts import Part
 from tests.export_models import TestImages, make_parts, make_spec, write_images

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from coordinator.errors import StoreError
-from coordinator.migrations import SCHEMA_VERSION
-from coordinator.records import DeviceState
-from coordinator.rounds import Phase
-from coordinator.store import Store
-from fedcg.wire.messages import Outcome
+from coordinator.rounds.records import DeviceState
+from coordinator.rounds.round_engine import Phase
+from coordinator.storage.migrations import SCHEMA_VERSION
+from coordinator.storage.store import Store
+from fedcg.wire.messages.messages import Outcome
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "databases"
 VERSIONS = tuple(range(1, SCHEMA_VERSION + 1))

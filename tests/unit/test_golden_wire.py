@@ -10,14 +10,14 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from edge_client.generations import Cursor
-from edge_client.private_store import STORE_FORMAT, PrivateStore
+from edge_client.store.generations import Cursor
+from edge_client.store.private_store import STORE_FORMAT, PrivateStore
 from fedcg.learning.spec import FederationSpec
-from fedcg.wire.artifacts import Base, artifact_id, unpack
-from fedcg.wire.messages import AnyMessage
+from fedcg.wire.artifacts.artifacts import Base, artifact_id, unpack
+from fedcg.wire.messages.messages import AnyMessage
+from fedcg.wire.messages.signing import open_envelope, read_envelope, seal
 from fedcg.wire.parts import Part
-from fedcg.wire.signing import open_envelope, read_envelope, seal
-from fedcg.wire.transfer import parse_chunk
+from fedcg.wire.transfer.chunks import parse_chunk
 from fedcg.wire.versions import PROTOCOL_VERSION, SPOKEN
 from tests.edge_worlds import toy_generation, toy_parts, toy_spec
 from tests.golden_files import (

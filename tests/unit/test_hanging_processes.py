@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from coordinator.aggregation import AggregationWorker
-from coordinator.aggregation_messages import (
+from coordinator.aggregation.worker_handle import AggregationWorker
+from coordinator.aggregation.worker_messages import (
     Job,
     JobDone,
     JobFailed,
@@ -21,11 +21,11 @@ from coordinator.aggregation_messages import (
     WorkerSettings,
 )
 from edge_client.config import AgentConfig, BrokerSection, DataSection, TrainingSection
-from edge_client.generations import Cursor
-from edge_client.session_events import TrainRound
-from edge_client.trainer_process import Committed, Exited, Ready, TrainerProcess, TrainerReport
-from fedcg.learning.device_errors import BROKEN_EXIT, is_sticky
-from fedcg.watchdog import Watchdog
+from edge_client.session.events import TrainRound
+from edge_client.store.generations import Cursor
+from edge_client.training.trainer_handle import Committed, Exited, Ready, TrainerProcess, TrainerReport
+from fedcg.learning.training.device_errors import BROKEN_EXIT, is_sticky
+from fedcg.worker_process import Watchdog
 from tests import hanging_children
 from tests.hanging_children import STALL_S
 from tests.unit.coordinator_support import wait_until
@@ -86,7 +86,7 @@ def device_config(root: Path) -> AgentConfig:
 def test_a_training_process_that_hangs_is_killed_and_the_next_one_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("edge_client.trainer_process.run_child", hanging_children.hang_in_the_first_round)
+    monkeypatch.setattr("edge_client.training.trainer_handle.run_child", hanging_children.hang_in_the_first_round)
     reports: queue.SimpleQueue[TrainerReport] = queue.SimpleQueue()
     process = TrainerProcess(device_config(tmp_path), reports.put)
     try:
@@ -106,7 +106,7 @@ def test_a_training_process_that_hangs_is_killed_and_the_next_one_trains(
 def test_a_training_process_that_works_or_has_nothing_to_do_is_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("edge_client.trainer_process.run_child", hanging_children.work_slowly_then_idle)
+    monkeypatch.setattr("edge_client.training.trainer_handle.run_child", hanging_children.work_slowly_then_idle)
     reports: queue.SimpleQueue[TrainerReport] = queue.SimpleQueue()
     process = TrainerProcess(device_config(tmp_path), reports.put)
     try:
@@ -142,7 +142,7 @@ def merged_despite(tmp_path: Path, settings: WorkerSettings) -> list[WorkerEvent
 def test_an_aggregation_worker_that_hangs_is_replaced_and_the_job_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coordinator.aggregation.worker_main", hanging_children.hang_once)
+    monkeypatch.setattr("coordinator.aggregation.worker_handle.worker_main", hanging_children.hang_once)
     settings = WorkerSettings(1, "cpu", b"s" * 32, tmp_path / "artifacts", tmp_path / "spill")
     said = merged_despite(tmp_path, replace(settings, stall_s=STALL_S))
     died = [event for event in said if isinstance(event, WorkerDied)]
@@ -156,7 +156,7 @@ def test_an_aggregation_worker_that_hangs_is_replaced_and_the_job_is_done(
 def test_a_worker_whose_card_broke_ends_and_another_process_does_the_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coordinator.aggregation.worker_main", hanging_children.break_the_card_once)
+    monkeypatch.setattr("coordinator.aggregation.worker_handle.worker_main", hanging_children.break_the_card_once)
     said = merged_despite(tmp_path, WorkerSettings(1, "cpu", b"s" * 32, tmp_path / "artifacts", tmp_path / "spill"))
     died = [event for event in said if isinstance(event, WorkerDied)]
     assert [event.reason for event in died] == ["RuntimeError: CUDA error: an illegal memory access was encountered"]

@@ -16,19 +16,19 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from coordinator.ingest import Ingest, Sessions
-from coordinator.intake import Intake
-from coordinator.uploads import Received, Uploads
-from edge_client.downloads import Downloads
-from edge_client.handshake import Handshake
-from edge_client.incoming import Incoming
-from edge_client.private_store import PrivateStore
-from edge_client.remembered import Remembered
-from edge_client.session_events import Wanted
+from coordinator.messaging.message_checks import Ingest, Sessions
+from coordinator.updates.receiver import Intake
+from coordinator.updates.upload_windows import Received, Uploads
+from edge_client.messaging.coordinator_trust import Remembered
+from edge_client.messaging.handshake import Handshake
+from edge_client.messaging.message_checks import Incoming
+from edge_client.session.events import Wanted
+from edge_client.store.private_store import PrivateStore
+from edge_client.transfer.downloads import Downloads
 from fedcg.event_log import EventLog
-from fedcg.refusals import Refusals
+from fedcg.refusal_counter import Refusals
 from fedcg.wire.errors import WireError
-from fedcg.wire.messages import (
+from fedcg.wire.messages.messages import (
     COORDINATOR,
     EVERYONE,
     MAX_ARTIFACT_BYTES,
@@ -45,11 +45,11 @@ from fedcg.wire.messages import (
     Receipt,
     encode,
 )
-from fedcg.wire.partial import Partials
-from fedcg.wire.signing import DOMAIN, MAGIC, SigningKey, seal
-from fedcg.wire.topics import Topics
-from fedcg.wire.transfer import chunk_frame, frames_for, make_ref
-from fedcg.wire.transport import Delivery
+from fedcg.wire.messages.signing import DOMAIN, MAGIC, SigningKey, seal
+from fedcg.wire.messages.topics import Topics
+from fedcg.wire.transfer.chunks import chunk_frame, frames_for, make_ref
+from fedcg.wire.transfer.partial_files import Partials
+from fedcg.wire.transport.transport import Delivery
 from tests.edge_worlds import DEVICE as AGENT
 from tests.edge_worlds import FEDERATION, aggregate_of, toy_parts, toy_spec
 from tests.edge_worlds import World as AgentWorld

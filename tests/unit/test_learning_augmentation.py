@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fedcg.learning.augmentation import Augmentation, Augmenter
-from fedcg.learning.data import normalise
-from fedcg.learning.initial import complete_spec
-from fedcg.learning.loops import FeatureSource, extract_features, image_blocks, index_blocks
-from fedcg.learning.networks import build_part
+from fedcg.learning.data.image_folder import normalise
+from fedcg.learning.networks.assembly import build_part
+from fedcg.learning.networks.initial_weights import complete_spec
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationSpec, ImageForm
+from fedcg.learning.training.augmentation import Augmentation, Augmenter
+from fedcg.learning.training.training_loop import FeatureSource, extract_features, image_blocks, index_blocks
 from fedcg.wire.parts import Part
 from tests.unit.learning_cases import bright_images, plan, quick_spec
 

@@ -11,17 +11,17 @@ import pytest
 import torch
 from torch import nn
 
-from fedcg.learning.distillation import Bank, draw_bank
+from fedcg.learning.aggregation.distillation import Bank, draw_bank
 from fedcg.learning.errors import DataError
-from fedcg.learning.initial import complete_spec, initial_parts
-from fedcg.learning.loops import Block
 from fedcg.learning.method import Aggregate, Update, Weights
 from fedcg.learning.methods import feddf, fedgen, fedprox
-from fedcg.learning.networks import load_part
+from fedcg.learning.networks.assembly import load_part
+from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
 from fedcg.learning.registry import get_method, method_names
 from fedcg.learning.seeds import Streams
-from fedcg.learning.simulation import MemorySpill
+from fedcg.learning.simulation.simulation import MemorySpill
 from fedcg.learning.spec import FederationPlan, ImageForm, NetworkChoice, ParameterValue
+from fedcg.learning.training.training_loop import Block
 from fedcg.wire.parts import Part
 from tests.unit.learning_cases import CLASSES, bright_images, context, quick_spec, same
 

@@ -8,9 +8,9 @@ from itertools import permutations
 import pytest
 import torch
 
-from fedcg.learning.averaging import AverageAggregator, average_updates, weighted_average
+from fedcg.learning.aggregation.averaging import AverageAggregator, average_updates, weighted_average
 from fedcg.learning.method import DivergedError, Update
-from fedcg.learning.simulation import MemorySpill
+from fedcg.learning.simulation.simulation import MemorySpill
 from fedcg.wire.parts import Part
 
 

@@ -9,14 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from fedcg.learning import batched_loops, cuda_graph, loops
-from fedcg.learning.batched_loops import Learner, train_classifiers
-from fedcg.learning.initial import complete_spec, initial_parts
-from fedcg.learning.loops import train_classifier
 from fedcg.learning.method import Aggregate, TrainingParams, Weights
-from fedcg.learning.networks import load_part
+from fedcg.learning.networks.assembly import load_part
+from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
 from fedcg.learning.networks.stacked import Stacked, can_stack
-from fedcg.learning.simulation import (
+from fedcg.learning.simulation.simulation import (
     ClientData,
     LocalOutcome,
     LocalTask,
@@ -28,6 +25,11 @@ from fedcg.learning.simulation import (
     simulate,
 )
 from fedcg.learning.spec import FederationSpec, NetworkChoice, ParameterValue
+from fedcg.learning.training import cuda_graph
+from fedcg.learning.training import stacked_training as batched_loops
+from fedcg.learning.training import training_loop as loops
+from fedcg.learning.training.stacked_training import Learner, train_classifiers
+from fedcg.learning.training.training_loop import train_classifier
 from fedcg.wire.parts import Part
 from tests.unit.learning_cases import GREY, bright_images, context, plan_of, quick_spec, same
 from tests.unit.replayed_steps import ReplayedStep
@@ -160,7 +162,7 @@ def test_a_simulation_with_batched_clients_is_the_simulation_without(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     apart = run(method, batched=False)
-    monkeypatch.setattr("fedcg.learning.averaged.train_classifier", None)  # nobody trains alone
+    monkeypatch.setattr("fedcg.learning.methods._averaging.train_classifier", None)  # nobody trains alone
     together = run(method, batched=True)
     mine, other = parts_of(together), parts_of(apart)
     assert mine.keys() == other.keys()
@@ -188,7 +190,7 @@ def test_batched_clients_are_the_default_on_a_card_alone(monkeypatch: pytest.Mon
         asked.append(len(tasks))
         return []
 
-    monkeypatch.setattr("fedcg.learning.runners.local_tasks", remember)
+    monkeypatch.setattr("fedcg.learning.simulation.runners.local_tasks", remember)
     aggregate = simulate(party("local"), Schedule(rounds=1)).aggregate
     runner = SerialRunner(batched=None)
     runner.start(party("local"))

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from fedcg.learning import bench_aggregate
-from fedcg.learning.bench_aggregate import Case, Measured, as_json, ratios, run
+from experiments.bench.learning import aggregate as bench_aggregate
+from experiments.bench.learning.aggregate import Case, Measured, as_json, ratios, run
 from fedcg.learning.method import Update
 from fedcg.learning.spec import FederationSpec
 
@@ -48,7 +48,7 @@ def test_a_case_merges_every_client_and_loads_none_of_them_again(monkeypatch: py
 
 def test_asking_for_help_loads_no_torch() -> None:
     code = (
-        "import sys\nfrom typer.testing import CliRunner\nfrom fedcg.bench_cli import app\n"
+        "import sys\nfrom typer.testing import CliRunner\nfrom experiments.bench.cli import app\n"
         "result = CliRunner().invoke(app, ['aggregate', '--help'])\n"
         "assert result.exit_code == 0 and 'clients' in result.output, result.output\n"
         "sys.exit('torch' in sys.modules)"

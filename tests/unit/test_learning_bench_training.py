@@ -9,11 +9,11 @@ import sys
 import pytest
 import torch
 
-from fedcg.learning import bench_card
-from fedcg.learning.bench_round import RoundPlan, _whole
-from fedcg.learning.bench_steps import STAGES, Steps
-from fedcg.learning.bench_training import Setting, Stage, median_seconds, work_of
-from fedcg.learning.bench_training_cli import _on_card
+from experiments.bench.learning import gpu as bench_card
+from experiments.bench.learning.round import RoundPlan, _whole
+from experiments.bench.learning.steps import STAGES, Steps
+from experiments.bench.learning.training import Setting, Stage, median_seconds, work_of
+from experiments.bench.learning.training_command import _on_card
 from fedcg.learning.spec import NetworkChoice
 
 FEDCG = [sys.executable, "-m", "fedcg"]

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from fedcg.learning import cuda_graph
-from fedcg.learning.cuda_graph import graphed
-from fedcg.learning.distillation import Distillation, Rows, distil
-from fedcg.learning.losses import cross_entropy
+from fedcg.learning.aggregation.distillation import Distillation, Rows, distil
+from fedcg.learning.training import cuda_graph
+from fedcg.learning.training.cuda_graph import graphed
+from fedcg.learning.training.losses import cross_entropy
 from tests.unit.learning_cases import context, quick_spec
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -10,8 +10,9 @@ import pytest
 import torch
 from PIL import Image
 
-from export import preprocess
-from fedcg.learning.data import (
+from export.model import preprocess
+from fedcg.learning.data.decoding import FORMATS
+from fedcg.learning.data.image_folder import (
     FileEntry,
     ImageSet,
     batches,
@@ -21,7 +22,6 @@ from fedcg.learning.data import (
     normalise,
     split_by_hash,
 )
-from fedcg.learning.decoding import FORMATS
 from fedcg.learning.errors import DataError
 from fedcg.learning.spec import ImageForm
 

@@ -12,9 +12,16 @@ import pytest
 import torch
 from torch import nn
 
-from fedcg.learning import crossed, distillation
-from fedcg.learning.crossed import CrossedAggregator, Crossing, label_distribution, label_shares
-from fedcg.learning.distillation import (
+from fedcg.learning.aggregation import crossed_distillation as crossed
+from fedcg.learning.aggregation import distillation
+from fedcg.learning.aggregation.crossed_distillation import (
+    CrossedAggregator,
+    Crossing,
+    label_distribution,
+    label_shares,
+)
+from fedcg.learning.aggregation.crossed_teachers import EveryOpinion, FrozenTeacher, crossed_loss
+from fedcg.learning.aggregation.distillation import (
     Bank,
     Distillation,
     Ensemble,
@@ -25,12 +32,11 @@ from fedcg.learning.distillation import (
     train_student,
     uniform,
 )
-from fedcg.learning.initial import initial_parts
-from fedcg.learning.losses import Divergence
 from fedcg.learning.method import Aggregate, DivergedError, RoundContext, ServerState, Update, Weights
-from fedcg.learning.opinions import EveryOpinion, FrozenTeacher, crossed_loss
+from fedcg.learning.networks.initial_weights import initial_parts
 from fedcg.learning.seeds import Streams
-from fedcg.learning.simulation import MemorySpill
+from fedcg.learning.simulation.simulation import MemorySpill
+from fedcg.learning.training.losses import Divergence
 from fedcg.wire.parts import Part
 from tests.unit.learning_cases import context, quick_spec
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from fedcg.learning import methods, registry
-from fedcg.learning.initial import initial_parts
 from fedcg.learning.method import Aggregate, Method, Update
+from fedcg.learning.networks.initial_weights import initial_parts
 from fedcg.learning.registry import get_method, method_names
-from fedcg.learning.simulation import ClientData, MemorySpill, Party, Roots, Schedule, simulate
+from fedcg.learning.simulation.simulation import ClientData, MemorySpill, Party, Roots, Schedule, simulate
 from fedcg.wire.parts import Part
 from tests.unit.learning_cases import bright_images, context, quick_spec, same
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedcg.learning.eager_optimisers import SGD, Adam
+from fedcg.learning.training.eager_optimisers import SGD, Adam
 
 ROOT = Path(__file__).parents[2]
 Make = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
@@ -25,9 +25,9 @@ PAIRS: dict[str, tuple[Make, Make]] = {
 # a coordinator's worker import beside.
 TRAINS = """
 import sys
-import coordinator.aggregation_worker, coordinator.server_state, edge_client.trainer
+import coordinator.aggregation.worker, coordinator.aggregation.server_state, edge_client.training.trainer_child
 from fedcg.learning.registry import method_names
-from fedcg.learning.simulation import ClientData, Party, Roots, Schedule, simulate
+from fedcg.learning.simulation.simulation import ClientData, Party, Roots, Schedule, simulate
 from tests.unit.learning_cases import bright_images, quick_spec
 data = {name: ClientData(*(bright_images(12, seed) for seed in (1, 2, 3))) for name in "ab"}
 for method, optimiser in [*((name, "adam") for name in method_names()), ("fedmd_cg", "sgd")]:

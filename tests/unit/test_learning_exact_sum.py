@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedcg.learning import exact_sum
-from fedcg.learning.exact_sum import ExactSum
+from fedcg.learning.aggregation import exact_sum
+from fedcg.learning.aggregation.exact_sum import ExactSum
 from fedcg.learning.method import DivergedError
 
 TERMS = st.lists(st.tuples(st.floats(-1e6, 1e6, width=32), st.integers(1, 1 << 20)), min_size=2, max_size=5)

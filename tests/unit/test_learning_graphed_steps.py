@@ -7,14 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fedcg.learning import cuda_graph, distillation, loops
-from fedcg.learning.initial import complete_spec, initial_parts
-from fedcg.learning.loops import Block, Penalty, train_classifier
+from fedcg.learning.aggregation import distillation
 from fedcg.learning.method import Aggregate, ClientState, TrainingParams, Update
-from fedcg.learning.networks import load_part
+from fedcg.learning.networks.assembly import load_part
+from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
 from fedcg.learning.registry import get_method
-from fedcg.learning.simulation import MemorySpill
+from fedcg.learning.simulation.simulation import MemorySpill
 from fedcg.learning.spec import FederationSpec, NetworkChoice, ParameterValue
+from fedcg.learning.training import cuda_graph
+from fedcg.learning.training import training_loop as loops
+from fedcg.learning.training.training_loop import Block, Penalty, train_classifier
 from fedcg.wire.parts import Part
 from tests.unit.learning_cases import GREY, bright_images, context, plan_of, same
 from tests.unit.replayed_steps import ReplayedStep

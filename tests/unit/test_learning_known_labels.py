@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from fedcg.learning import distillation
-from fedcg.learning.distillation import Distillation, EnsembleAggregator, Pair
-from fedcg.learning.known_labels import label_probabilities, row_weights
+from fedcg.learning.aggregation import distillation
+from fedcg.learning.aggregation.distillation import Distillation, EnsembleAggregator, Pair
+from fedcg.learning.aggregation.label_distribution import label_probabilities, row_weights
 from fedcg.learning.method import Update
-from fedcg.learning.simulation import MemorySpill
+from fedcg.learning.simulation.simulation import MemorySpill
 from fedcg.wire.parts import Part
 from tests.unit.learning_cases import context, quick_spec
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from fedcg.learning.distillation import Distillation, distil
-from fedcg.learning.initial import initial_parts
-from fedcg.learning.layer_noise import lent_generators, seeded_layers
-from fedcg.learning.loops import train_classifier
+from fedcg.learning.aggregation.distillation import Distillation, distil
 from fedcg.learning.method import TrainingParams
-from fedcg.learning.networks import load_part, weights_of
+from fedcg.learning.networks.assembly import load_part, weights_of
+from fedcg.learning.networks.initial_weights import initial_parts
+from fedcg.learning.networks.layer_randomness import lent_generators, seeded_layers
+from fedcg.learning.training.training_loop import train_classifier
 from fedcg.wire.parts import Part
 from tests.unit.learning_cases import bright_images, context, quick_spec, same
 

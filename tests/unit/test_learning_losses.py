@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from fedcg.learning.losses import (
+from fedcg.learning.training.losses import (
     Divergence,
     cross_entropy,
     discriminator_loss,

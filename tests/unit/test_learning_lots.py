@@ -8,16 +8,16 @@ from itertools import permutations, product
 import pytest
 import torch
 
-from fedcg.learning import distillation
-from fedcg.learning.crossed import CrossedAggregator, Crossing, Lessons, label_shares
-from fedcg.learning.distillation import Bank, Distillation, Pair, draw_bank, teacher_logits, uniform
-from fedcg.learning.initial import initial_parts
-from fedcg.learning.losses import Divergence
-from fedcg.learning.lots import HEATS, Lots
+from fedcg.learning.aggregation import distillation
+from fedcg.learning.aggregation.client_sampling import HEATS, Lots
+from fedcg.learning.aggregation.crossed_distillation import CrossedAggregator, Crossing, Lessons, label_shares
+from fedcg.learning.aggregation.crossed_teachers import EveryOpinion, FrozenTeacher, Opinion, crossed_loss
+from fedcg.learning.aggregation.distillation import Bank, Distillation, Pair, draw_bank, teacher_logits, uniform
 from fedcg.learning.method import Aggregate, RoundContext, ServerState, Update
-from fedcg.learning.opinions import EveryOpinion, FrozenTeacher, Opinion, crossed_loss
+from fedcg.learning.networks.initial_weights import initial_parts
 from fedcg.learning.seeds import Streams
-from fedcg.learning.simulation import MemorySpill
+from fedcg.learning.simulation.simulation import MemorySpill
+from fedcg.learning.training.losses import Divergence
 from fedcg.wire.parts import Part
 from tests.unit.learning_cases import context, quick_spec, same
 

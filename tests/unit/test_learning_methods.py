@@ -11,12 +11,20 @@ import pytest
 import torch
 from torch import nn
 
-from fedcg.learning.augmentation import Augmenter
-from fedcg.learning.averaging import average_updates
-from fedcg.learning.data import ImageSet
+from fedcg.learning.aggregation.averaging import average_updates
+from fedcg.learning.data.image_folder import ImageSet
 from fedcg.learning.errors import DataError, UnknownMethodError
-from fedcg.learning.initial import initial_parts, shadow_spec
-from fedcg.learning.loops import (
+from fedcg.learning.method import Aggregate, DivergedError, LabelCounts, LocalResult, TrainingParams
+from fedcg.learning.methods import fedcg, fedmd_cg
+from fedcg.learning.networks.assembly import build_part, load_part
+from fedcg.learning.networks.initial_weights import initial_parts, shadow_spec
+from fedcg.learning.registry import get_method, method_names
+from fedcg.learning.seeds import Streams
+from fedcg.learning.simulation.simulation import MemorySpill, update_of
+from fedcg.learning.spec import ParameterValue
+from fedcg.learning.training.augmentation import Augmenter
+from fedcg.learning.training.losses import paired_labels
+from fedcg.learning.training.training_loop import (
     Block,
     FeatureSource,
     Penalty,
@@ -26,14 +34,6 @@ from fedcg.learning.loops import (
     steps_of,
     train_classifier,
 )
-from fedcg.learning.losses import paired_labels
-from fedcg.learning.method import Aggregate, DivergedError, LabelCounts, LocalResult, TrainingParams
-from fedcg.learning.methods import fedcg, fedmd_cg
-from fedcg.learning.networks import build_part, load_part
-from fedcg.learning.registry import get_method, method_names
-from fedcg.learning.seeds import Streams
-from fedcg.learning.simulation import MemorySpill, update_of
-from fedcg.learning.spec import ParameterValue
 from fedcg.wire.parts import Part
 from tests.unit.learning_cases import bright_images, context, quick_spec, same
 

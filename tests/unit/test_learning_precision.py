@@ -12,13 +12,13 @@ import typer
 from torch import nn
 from typer.testing import CliRunner
 
-from experiments.simulate_cli import simulate_command
-from fedcg.learning.initial import complete_spec, initial_parts
+from experiments.cli.simulate_command import simulate_command
 from fedcg.learning.method import Precision, RoundContext, Update, Weights
-from fedcg.learning.precision import in_precision
+from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
 from fedcg.learning.registry import get_method
-from fedcg.learning.simulation import MemorySpill
+from fedcg.learning.simulation.simulation import MemorySpill
 from fedcg.learning.spec import NetworkChoice
+from fedcg.learning.training.precision import in_precision
 from tests.unit.learning_cases import GREY, bright_images, context, plan_of, quick_spec, same
 
 

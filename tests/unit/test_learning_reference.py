@@ -8,16 +8,31 @@ import pytest
 import torch
 from torch import nn
 
-from fedcg.learning.data import ImageSet
-from fedcg.learning.distillation import Distillation, Ensemble, Pair, draw_bank, teacher_logits, train_student, uniform
-from fedcg.learning.initial import complete_spec, initial_parts
-from fedcg.learning.loops import FeatureSource, LossMeter, train_classifier
-from fedcg.learning.losses import kl_teacher_student
+from experiments.bench.learning.reference_fedcg import (
+    classify,
+    distil,
+    plain,
+    plain_networks,
+    train_gan,
+    weights_by_our_names,
+)
+from fedcg.learning.aggregation.distillation import (
+    Distillation,
+    Ensemble,
+    Pair,
+    draw_bank,
+    teacher_logits,
+    train_student,
+    uniform,
+)
+from fedcg.learning.data.image_folder import ImageSet
 from fedcg.learning.method import RoundContext
 from fedcg.learning.methods import fedcg
-from fedcg.learning.networks import Networks, load_part, weights_of
-from fedcg.learning.reference import classify, distil, plain, plain_networks, train_gan, weights_by_our_names
+from fedcg.learning.networks.assembly import Networks, load_part, weights_of
+from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
 from fedcg.learning.spec import ImageForm, NetworkChoice
+from fedcg.learning.training.losses import kl_teacher_student
+from fedcg.learning.training.training_loop import FeatureSource, LossMeter, train_classifier
 from fedcg.wire.parts import Part
 from tests.unit.learning_cases import CLASSES, context, plan
 

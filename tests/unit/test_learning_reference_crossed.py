@@ -8,18 +8,18 @@ import pytest
 import torch
 from torch import nn
 
-from fedcg.learning.crossed import CrossedAggregator, Crossing, label_shares
-from fedcg.learning.distillation import Distillation, Pair, draw_bank, load_pair
-from fedcg.learning.initial import complete_spec, initial_parts
-from fedcg.learning.loops import FeatureSource, train_classifier
-from fedcg.learning.losses import Divergence
+from experiments.bench.learning.reference_fedcg import plain, plain_networks
+from experiments.bench.learning.reference_fedmd_cg import classify, distil_crossed, train_generator
+from fedcg.learning.aggregation.crossed_distillation import CrossedAggregator, Crossing, label_shares
+from fedcg.learning.aggregation.distillation import Distillation, Pair, draw_bank, load_pair
 from fedcg.learning.method import Aggregate, RoundContext, ServerState, Update
 from fedcg.learning.methods import fedmd_cg
-from fedcg.learning.networks import Networks, load_part, weights_of
-from fedcg.learning.reference import plain, plain_networks
-from fedcg.learning.reference_crossed import classify, distil_crossed, train_generator
-from fedcg.learning.simulation import MemorySpill
+from fedcg.learning.networks.assembly import Networks, load_part, weights_of
+from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
+from fedcg.learning.simulation.simulation import MemorySpill
 from fedcg.learning.spec import NetworkChoice, ParameterValue
+from fedcg.learning.training.losses import Divergence
+from fedcg.learning.training.training_loop import FeatureSource, train_classifier
 from fedcg.wire.parts import Part
 from tests.unit.learning_cases import context, plan
 from tests.unit.test_learning_reference import COLOUR, colour_images, doubles, furthest, heard, in_double, mean_of

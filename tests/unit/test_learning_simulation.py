@@ -9,14 +9,14 @@ import sys
 import pytest
 import torch
 
-from fedcg.learning.data import ImageSet
+from fedcg.learning.data.image_folder import ImageSet
 from fedcg.learning.errors import DataError
-from fedcg.learning.evaluation import consistency, evaluate, generator_spread
-from fedcg.learning.initial import initial_parts
 from fedcg.learning.method import RoundContext, Weights
+from fedcg.learning.networks.initial_weights import initial_parts
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import Streams
-from fedcg.learning.simulation import ClientData, Party, Roots, Schedule, Simulation, simulate
+from fedcg.learning.simulation.simulation import ClientData, Party, Roots, Schedule, Simulation, simulate
+from fedcg.learning.training.evaluation import consistency, evaluate, generator_spread
 from fedcg.wire.parts import Part
 from tests.unit.learning_cases import bright_images, context, quick_spec, same
 
@@ -121,7 +121,7 @@ def test_a_generator_whose_features_never_vary_has_no_spread() -> None:
 def test_the_spread_of_a_generator_is_one_where_it_varies_as_the_extractor_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from fedcg.learning import evaluation
+    from fedcg.learning.training import evaluation
 
     spec = quick_spec("fedcg")
     parts = initial_parts(spec, b"cohort")
@@ -137,7 +137,7 @@ def test_the_spread_of_a_generator_is_one_where_it_varies_as_the_extractor_does(
 
 def command(*arguments: str) -> str:
     code = (
-        "import sys; from fedcg.learning.cli import method_app; "
+        "import sys; from fedcg.learning.cli.method_commands import method_app; "
         f"method_app({list(arguments)!r}, standalone_mode=False); print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

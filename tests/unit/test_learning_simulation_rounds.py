@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fedcg.learning import simulation_tasks
-from fedcg.learning.data import ImageSet
-from fedcg.learning.initial import initial_parts
+from fedcg.learning.data.image_folder import ImageSet
 from fedcg.learning.method import ClientState, LocalResult, Method
+from fedcg.learning.networks.initial_weights import initial_parts
 from fedcg.learning.registry import get_method
-from fedcg.learning.simulation import (
+from fedcg.learning.simulation import tasks as simulation_tasks
+from fedcg.learning.simulation.simulation import (
     NOBODY_TRAINED,
     ClientData,
     Failure,

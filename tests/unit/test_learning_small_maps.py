@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import nn
 
-from fedcg.learning.fused_adam import FusedAdam, block_of
 from fedcg.learning.networks.discriminators import DISCRIMINATORS, rows_are_independent
 from fedcg.learning.networks.initial_values import draw_weights
 from fedcg.learning.networks.pooled import AveragedConv2d, MaxedConv2d, Maximum
@@ -19,6 +18,7 @@ from fedcg.learning.networks.small_maps import (
     form_of,
     is_small,
 )
+from fedcg.learning.training.fused_adam import FusedAdam, block_of
 from tests.unit.learning_cases import context, quick_spec
 
 SHAPES = [

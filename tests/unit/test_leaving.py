@@ -11,20 +11,20 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from coordinator.records import DeviceState
-from edge_client.agent import AgentKeys
-from edge_client.cli import app
+from coordinator.rounds.records import DeviceState
+from edge_client.agent.loop import AgentKeys
+from edge_client.cli.agent_commands import app
 from edge_client.config import AgentConfig, BrokerSection, DataSection, load_config
-from edge_client.conversation import Conversation
-from edge_client.enrolment import enrol
 from edge_client.errors import EnrolError, NoAnswerError, StoreLockedError
-from edge_client.leaving import leave
-from edge_client.private_store import PrivateStore
-from fedcg.wire.memory import MemoryTransport
-from fedcg.wire.messages import Leave, Left, decode
-from fedcg.wire.signing import OVERHEAD_BYTES, SigningKey, seal
-from fedcg.wire.topics import Topics
-from fedcg.wire.transport import Delivery
+from edge_client.identity.conversation import Conversation
+from edge_client.identity.enrol import enrol
+from edge_client.identity.leave import leave
+from edge_client.store.private_store import PrivateStore
+from fedcg.wire.messages.messages import Leave, Left, decode
+from fedcg.wire.messages.signing import OVERHEAD_BYTES, SigningKey, seal
+from fedcg.wire.messages.topics import Topics
+from fedcg.wire.transport.memory import MemoryTransport
+from fedcg.wire.transport.transport import Delivery
 from tests.enrolments import open_home, running_desk
 from tests.unit.coordinator_support import FEDERATION, RunningService, World, aggregate_bytes, tiny_spec, wait_until
 

@@ -13,21 +13,21 @@ from pathlib import Path
 
 import pytest
 
-from coordinator import carrier_api
-from coordinator.home import Home
-from coordinator.message_keys import voice_of
-from coordinator.provision.pki import CRL_NAME, write_revocations
-from coordinator.store import Store
+from coordinator.http import carrier_api
+from coordinator.paths import Home
+from coordinator.pki.authority import CRL_NAME, write_revocations
+from coordinator.pki.signing_keys import voice_of
+from coordinator.storage.store import Store
+from edge_client.agent.run import load_keys
 from edge_client.config import load_config
-from edge_client.contact import trusting
-from edge_client.enrolment import enrol
-from edge_client.launch import load_keys
-from edge_client.renewal import renew
+from edge_client.identity.enrol import enrol
+from edge_client.identity.enrolment_client import trusting
+from edge_client.identity.renewal import renew
 from fedcg import listening
-from fedcg.wire.carrier import READY_PATH
-from fedcg.wire.enrolment import ENROL_PATH, load_certificate
-from fedcg.wire.messages import Carrier, Welcome
+from fedcg.wire.messages.enrolment_messages import ENROL_PATH, load_certificate
+from fedcg.wire.messages.messages import Carrier, Welcome
 from fedcg.wire.server_role import ServerRole
+from fedcg.wire.transfer.http_ranges import READY_PATH
 from tests.brokers import DEVICES, Pki, free_port
 from tests.carriers import ask, carrying, connect
 from tests.enrolments import Desk, open_home, running_desk

@@ -10,7 +10,7 @@ from typing import get_args
 import pytest
 from pydantic import BaseModel
 
-from export.manifest import Manifest
+from export.model.manifest import Manifest
 
 PAGE = (Path(__file__).parents[2] / "docs" / "manifest.md").read_text()
 OPAQUE = {"variants.file"}  # described as `model` is

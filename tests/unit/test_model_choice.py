@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from edge_client import finalise
-from edge_client.finalise import Candidate, choose
-from edge_client.local_data import RoundData
-from edge_client.measures import Measured, measure
-from edge_client.session_events import ChooseModel
-from edge_client.weights import to_weights
-from fedcg.learning.data import ImageSet
-from fedcg.learning.evaluation import calibrated_loss
+from edge_client.session.events import ChooseModel
+from edge_client.training import model_selection as finalise
+from edge_client.training.evaluation import Measured, measure
+from edge_client.training.local_data import RoundData
+from edge_client.training.model_selection import Candidate, choose
+from edge_client.training.tensor_conversion import to_weights
+from fedcg.learning.data.image_folder import ImageSet
 from fedcg.learning.method import Weights
 from fedcg.learning.spec import FederationSpec
+from fedcg.learning.training.evaluation import calibrated_loss
 from fedcg.wire.parts import Part
 from tests.unit.test_edge_trainer import Site, real_spec
 

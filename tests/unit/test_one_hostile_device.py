@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from coordinator.aggregation import MAX_DEATHS, AggregationWorker
-from coordinator.aggregation_messages import (
+from coordinator.aggregation.worker import PublicShelf, Workbench
+from coordinator.aggregation.worker_handle import MAX_DEATHS, AggregationWorker
+from coordinator.aggregation.worker_messages import (
     AddUpdate,
     FinishJob,
     Job,
@@ -25,15 +26,14 @@ from coordinator.aggregation_messages import (
     WorkerEvent,
     WorkerSettings,
 )
-from coordinator.aggregation_worker import PublicShelf, Workbench
+from coordinator.cli.create_federation import Founded, found, read_plan
 from coordinator.config import RoundSettings
-from coordinator.founding import Founded, found, read_plan
-from coordinator.robustness import Distances
+from coordinator.updates.robustness import Distances
 from fedcg.learning.spec import FederationSpec
-from fedcg.wire.artifacts import ArtifactStore, Base, pack, unpack
-from fedcg.wire.messages import Outcome
+from fedcg.wire.artifacts.artifacts import ArtifactStore, Base, pack, unpack
+from fedcg.wire.artifacts.tensors import Array
+from fedcg.wire.messages.messages import Outcome
 from fedcg.wire.parts import Part, Report
-from fedcg.wire.tensors import Array
 from tests import hanging_children
 from tests.unit.coordinator_support import (
     FakeDevice,
@@ -192,8 +192,8 @@ def test_an_attempt_that_needs_the_rejected_update_fails_by_the_devices_name(tmp
 def handle(
     folder: Path, monkeypatch: pytest.MonkeyPatch, child: Callable[..., None], stall_s: float = 60.0
 ) -> Iterator[tuple[AggregationWorker, list[WorkerEvent]]]:
-    monkeypatch.setattr("coordinator.aggregation.worker_main", child)
-    monkeypatch.setattr("coordinator.aggregation.MAX_BACKOFF_S", 0.01)
+    monkeypatch.setattr("coordinator.aggregation.worker_handle.worker_main", child)
+    monkeypatch.setattr("coordinator.aggregation.worker_handle.MAX_BACKOFF_S", 0.01)
     said: list[WorkerEvent] = []
     settings = WorkerSettings(1, "cpu", b"s" * 32, folder / "artifacts", folder / "spill", stall_s=stall_s)
     worker = AggregationWorker(settings, said.append)

@@ -11,16 +11,16 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from export import variants
+from export.build import variants
+from export.build.install_model import package_personal
+from export.cli.optimise_command import model_app
 from export.errors import SlotError
-from export.manifest import read_manifest
-from export.optimise_cli import model_app
-from export.package import package_personal
-from export.preprocess import Pixels
-from export.runtime import Predictor
-from export.signature import required, sign_manifest, signer_of
-from export.slots import Slots
-from fedcg.wire.signing import SigningKey
+from export.model.manifest import read_manifest
+from export.model.preprocess import Pixels
+from export.model.runtime import Predictor
+from export.model.signature import required, sign_manifest, signer_of
+from export.model.versions import Slots
+from fedcg.wire.messages.signing import SigningKey
 from tests.export_models import image_form, make_parts, make_spec, write_images
 
 SPEC = make_spec(image_form())

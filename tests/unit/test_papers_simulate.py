@@ -9,8 +9,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from experiments import simulate_cli
-from experiments.batch import Batch, load_batch
+from experiments.cli import simulate_command as simulate_cli
+from experiments.simulation.batch import Batch, load_batch
 
 
 @pytest.fixture

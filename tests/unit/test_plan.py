@@ -10,7 +10,7 @@ import pytest
 import tomllib
 from typer.testing import CliRunner, Result
 
-from coordinator.cli import coordinator_app, federation_app
+from coordinator.cli.coordinator_commands import coordinator_app, federation_app
 from fedcg.learning.spec import FederationPlan
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "plan.md"

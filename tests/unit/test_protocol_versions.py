@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from fedcg.wire import versions
-from fedcg.wire.messages import COORDINATOR, Hello, Invite, Refusal, Welcome
-from fedcg.wire.signing import SigningKey, seal
+from fedcg.wire.messages.messages import COORDINATOR, Hello, Invite, Refusal, Welcome
+from fedcg.wire.messages.signing import SigningKey, seal
 from tests.edge_worlds import DEVICE
 from tests.edge_worlds import World as EdgeWorld
 from tests.edge_worlds import wait_until as edge_wait

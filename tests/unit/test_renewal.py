@@ -11,20 +11,20 @@ from pathlib import Path
 import pytest
 from cryptography import x509
 
-from coordinator.admission import RENEWALS_AT_ONCE
-from coordinator.home import Home
-from coordinator.provision.pki import create_ca, credential_of, issue, issue_beside
-from coordinator.records import DeviceState
+from coordinator.members.admission import RENEWALS_AT_ONCE
+from coordinator.paths import Home
+from coordinator.pki.authority import create_ca, credential_of, issue, issue_beside
+from coordinator.rounds.records import DeviceState
+from edge_client.agent.run import load_keys
+from edge_client.cli.doctor import examine
 from edge_client.config import AgentConfig, load_config
-from edge_client.contact import ask, trusting
-from edge_client.doctor import examine
-from edge_client.enrolment import enrol
 from edge_client.errors import EnrolError
-from edge_client.identity import TlsKey, is_due, replace_pair, settle_pair
-from edge_client.launch import load_keys
-from edge_client.renewal import Renewer, renew
+from edge_client.identity.credentials import TlsKey, is_due, replace_pair, settle_pair
+from edge_client.identity.enrol import enrol
+from edge_client.identity.enrolment_client import ask, trusting
+from edge_client.identity.renewal import Renewer, renew
 from fedcg.event_log import EventLog, read_events
-from fedcg.wire.enrolment import (
+from fedcg.wire.messages.enrolment_messages import (
     RENEW_PATH,
     RenewAnswer,
     RenewRequest,
@@ -32,7 +32,7 @@ from fedcg.wire.enrolment import (
     load_certificate,
     renewal_statement,
 )
-from fedcg.wire.signing import SigningKey
+from fedcg.wire.messages.signing import SigningKey
 from tests.brokers import wait_until
 from tests.enrolments import Desk, open_home, running_desk
 

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from coordinator.config import CoordinatorConfig, RobustnessSettings, load_config, render_config
 from coordinator.errors import ValidationError
-from coordinator.records import AggregateRecord, FederationRecord, UpdateRecord
-from coordinator.robustness import (
+from coordinator.rounds.records import AggregateRecord, FederationRecord, UpdateRecord
+from coordinator.storage.store import Store
+from coordinator.updates.robustness import (
     DISTANCE_BOUND,
     Yardstick,
     clipped,
@@ -22,12 +23,11 @@ from coordinator.robustness import (
     outlier,
     over,
 )
-from coordinator.store import Store
-from coordinator.track_record import LEFT_OUT_ROUNDS, left_out, typical_distances
-from fedcg.wire.artifacts import Base
-from fedcg.wire.messages import Outcome
+from coordinator.updates.track_record import LEFT_OUT_ROUNDS, left_out, typical_distances
+from fedcg.wire.artifacts.artifacts import Base
+from fedcg.wire.artifacts.tensors import Array
+from fedcg.wire.messages.messages import Outcome
 from fedcg.wire.parts import Part
-from fedcg.wire.tensors import Array
 
 FREE = RobustnessSettings(weight_medians=1e9)
 

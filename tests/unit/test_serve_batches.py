@@ -10,9 +10,9 @@ from contextlib import asynccontextmanager
 import numpy as np
 import pytest
 
-from export.preprocess import Pixels
-from export.runtime import Floats
-from export.serve_batches import Batcher, QueueFullError
+from export.model.preprocess import Pixels
+from export.model.runtime import Floats
+from export.serving.batcher import Batcher, QueueFullError
 
 LONG_S = 30.0  # no test waits that long: it stands for "until somebody joins"
 

@@ -19,10 +19,10 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
-from export.cli import infer_app
-from export.preprocess import load_image
-from export.runtime import Model
-from export.serve import Settings, _bound
+from export.cli.infer_commands import infer_app
+from export.model.preprocess import load_image
+from export.model.runtime import Model
+from export.serving.server import Settings, _bound
 from fedcg.listening import Caps, Connections
 from tests.export_models import CLASSES, LOADED_PROBE, encoded, picture
 from tests.serving import JSON, PNG, Server, install_versions, multipart, serving

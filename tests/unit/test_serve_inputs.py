@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from PIL import Image, PngImagePlugin
 
 from export.errors import RefusedError
-from export.preprocess import load_image
-from export.serve_inputs import BODIES_AT_ONCE, Bodies, Body, Limits, check_type, parse_multipart, read_images
+from export.model.preprocess import load_image
+from export.serving.request_bodies import BODIES_AT_ONCE, Bodies, Body, Limits, check_type, parse_multipart, read_images
 from tests.export_models import encoded, image_form, picture
 from tests.serving import multipart
 

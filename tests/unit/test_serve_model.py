@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from export.manifest import read_manifest, write_manifest
-from export.preprocess import Pixels
-from export.runtime import Floats, Model
-from export.serve_model import ServedModel
-from export.slots import Slots
+from export.model.manifest import read_manifest, write_manifest
+from export.model.preprocess import Pixels
+from export.model.runtime import Floats, Model
+from export.model.versions import Slots
+from export.serving.live_model import ServedModel
 from tests.serving import install_versions
 
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from export.cli import infer_app
-from export.manifest import read_manifest, write_manifest
-from export.serve_model import ServedModel
-from export.serve_watch import Verdict
-from export.signature import required, sign_manifest
-from export.slots import Slots
-from fedcg.wire.signing import SigningKey
+from export.cli.infer_commands import infer_app
+from export.model.manifest import read_manifest, write_manifest
+from export.model.signature import required, sign_manifest
+from export.model.versions import Slots
+from export.serving.drift_watch import Verdict
+from export.serving.live_model import ServedModel
+from fedcg.wire.messages.signing import SigningKey
 from tests.export_models import encoded, picture
 from tests.serving import PNG, install_versions, serving
 

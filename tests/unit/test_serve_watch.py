@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+from export.build.install_model import package_personal
 from export.errors import ExportError
-from export.package import package_personal
-from export.preprocess import load_image
-from export.runtime import Floats, Model
-from export.serve_model import ServedModel
-from export.serve_watch import FAILURES, Verdict, Watch
-from export.slots import Slots
+from export.model.preprocess import load_image
+from export.model.runtime import Floats, Model
+from export.model.versions import Slots
+from export.serving.drift_watch import FAILURES, Verdict, Watch
+from export.serving.live_model import ServedModel
 from fedcg.wire.parts import Part
 from tests.export_models import encoded, make_parts, make_spec, picture
 from tests.serving import PNG, Server, install_versions, serving

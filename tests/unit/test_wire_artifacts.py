@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from safetensors.numpy import save
 
-from fedcg.wire.artifact_store import ArtifactStore
-from fedcg.wire.artifacts import ArtifactHeader, artifact_id, inspect, pack, read_header, unpack
-from fedcg.wire.container import MAX_HEADER_BYTES, join_artifact, split_artifact
+from fedcg.wire.artifacts.artifact_store import ArtifactStore
+from fedcg.wire.artifacts.artifacts import ArtifactHeader, artifact_id, inspect, pack, read_header, unpack
+from fedcg.wire.artifacts.container import MAX_HEADER_BYTES, join_artifact, split_artifact
+from fedcg.wire.artifacts.tensors import Array, encode_tensors, layouts_of
 from fedcg.wire.errors import IntegrityError, MalformedError, TooLargeError, WireError
 from fedcg.wire.parts import Health, Part, Report
-from fedcg.wire.tensors import Array, encode_tensors, layouts_of
 
 PARTS: dict[Part, dict[str, Array]] = {
     Part.CLASSIFIER: {"weight": np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4)},

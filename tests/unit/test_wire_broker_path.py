@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from fedcg.broker_path import Mosquitto, find_extracted, find_installed, find_mosquitto
+from fedcg.find_mosquitto import Mosquitto, find_extracted, find_installed, find_mosquitto
 
 
 def extracted(root: Path) -> Path:

@@ -1,4 +1,4 @@
-"""The laws of `fedcg.wire.codecs`, for any finite numbers, and what is refused."""
+"""The laws of `fedcg.wire.artifacts.codecs`, for any finite numbers, and what is refused."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from hypothesis.extra import numpy as npst
 from safetensors.numpy import load, save
 
 from fedcg.learning.spec import FederationSpec
-from fedcg.wire.artifacts import ArtifactHeader, Base, codecs_for, pack, parts_in, read_header, unpack
-from fedcg.wire.codecs import (
+from fedcg.wire.artifacts.artifacts import ArtifactHeader, Base, codecs_for, pack, parts_in, read_header, unpack
+from fedcg.wire.artifacts.codecs import (
     CODECS,
     F16_LIMIT,
     SCALE_SUFFIX,
@@ -24,11 +24,11 @@ from fedcg.wire.codecs import (
     stored_tensors,
     tensor_codec,
 )
-from fedcg.wire.container import decompress_payload, join_artifact, split_artifact
+from fedcg.wire.artifacts.container import decompress_payload, join_artifact, split_artifact
+from fedcg.wire.artifacts.inspection import decode, inspect
+from fedcg.wire.artifacts.tensors import Array, data_bytes, encode_tensors, layouts_of, payload_bounds
 from fedcg.wire.errors import CodecError, IntegrityError, MalformedError, UnknownBaseError
-from fedcg.wire.inspection import decode, inspect
 from fedcg.wire.parts import Part, TensorCodec, TensorLayout, UpdateCodec, is_delta
-from fedcg.wire.tensors import Array, data_bytes, encode_tensors, layouts_of, payload_bounds
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "artifacts"
 EPSILON = 2.0**-23

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedcg.wire.enrolment import (
+from fedcg.wire.errors import MalformedError
+from fedcg.wire.messages.enrolment_messages import (
     EnrolRequest,
     Token,
     enrolment_statement,
     renewal_statement,
 )
-from fedcg.wire.errors import MalformedError
 
 HEX = st.integers(min_value=0, max_value=2**256 - 1).map(lambda number: f"{number:064x}")
 TOKENS = st.builds(

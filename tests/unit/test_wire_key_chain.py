@@ -7,9 +7,17 @@ from collections.abc import Sequence
 import pytest
 
 from fedcg.wire.errors import MalformedError, OrderError, SignatureError, TooLargeError, WireError
-from fedcg.wire.key_chain import PinnedKey, make_link, open_key_chain
-from fedcg.wire.messages import COORDINATOR, EVERYONE, MAX_KEY_LINKS, CoordinatorStatus, KeyChain, KeyLink, encode
-from fedcg.wire.signing import SigningKey, seal
+from fedcg.wire.messages.key_chain import PinnedKey, make_link, open_key_chain
+from fedcg.wire.messages.messages import (
+    COORDINATOR,
+    EVERYONE,
+    MAX_KEY_LINKS,
+    CoordinatorStatus,
+    KeyChain,
+    KeyLink,
+    encode,
+)
+from fedcg.wire.messages.signing import SigningKey, seal
 
 FEDERATION = "casting"
 KEYS = [SigningKey.generate() for _ in range(4)]

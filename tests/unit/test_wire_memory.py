@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from fedcg.wire.memory import MemoryBroker, MemoryTransport, topic_matches
+from fedcg.wire.transport.memory import MemoryBroker, MemoryTransport, topic_matches
 from tests.brokers import Client, wait_until
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fedcg.wire import versions
 from fedcg.wire.errors import MalformedError, TooLargeError, WireError
-from fedcg.wire.messages import Decline, DeclineReason, Hello, Manifest, Need, decode, encode
+from fedcg.wire.messages.messages import Decline, DeclineReason, Hello, Manifest, Need, decode, encode
 from fedcg.wire.versions import PROTOCOL_VERSION
 
 DECLINE = Decline(federation="f", sender="a", recipient="coordinator", reason=DeclineReason.NO_DATA)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from fedcg.wire.errors import TransportError
-from fedcg.wire.mqtt import BACKOFF_CAP_S, MqttTransport, backoff_s, probe
-from fedcg.wire.mqtt_config import MqttConfig, TlsFiles, explain_failure
+from fedcg.wire.transport.mqtt import BACKOFF_CAP_S, MqttTransport, backoff_s, probe
+from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles, explain_failure
 from tests.brokers import HOST, Pki, free_port
 
 

@@ -11,10 +11,10 @@ from dataclasses import replace
 
 import pytest
 
-from fedcg.wire import mqtt_link
 from fedcg.wire.errors import MalformedError
-from fedcg.wire.mqtt_link import MqttLink
 from fedcg.wire.server_role import ServerRole, expect_role
+from fedcg.wire.transport import mqtt_link
+from fedcg.wire.transport.mqtt_link import MqttLink
 from tests.broker_packets import (
     CONNECT,
     PINGREQ,

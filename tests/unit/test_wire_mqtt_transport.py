@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from fedcg.wire import mqtt, mqtt_link
 from fedcg.wire.errors import TransportError
-from fedcg.wire.mqtt import MqttTransport
-from fedcg.wire.mqtt_config import Protocol
-from fedcg.wire.mqtt_link import MqttLink
-from fedcg.wire.transport import Will
+from fedcg.wire.transport import mqtt, mqtt_link
+from fedcg.wire.transport.mqtt import MqttTransport
+from fedcg.wire.transport.mqtt_config import Protocol
+from fedcg.wire.transport.mqtt_link import MqttLink
+from fedcg.wire.transport.transport import Will
 from tests.broker_packets import (
     CONNECT,
     DISCONNECT,

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedcg.wire.artifact_store import ArtifactStore
+from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.errors import CapacityError, IntegrityError, MalformedError
-from fedcg.wire.messages import ArtifactRef
-from fedcg.wire.partial import HEAD_BYTES, RECORD_BYTES, DurableReceiver, Partials
-from fedcg.wire.transfer import Chunk, Window, cut, frames_for, make_ref, parse_chunk, read_frame
+from fedcg.wire.messages.messages import ArtifactRef
+from fedcg.wire.transfer.chunks import Chunk, Window, cut, frames_for, make_ref, parse_chunk, read_frame
+from fedcg.wire.transfer.partial_files import HEAD_BYTES, RECORD_BYTES, DurableReceiver, Partials
 
 DATA = random.Random(1).randbytes(256 * 9 + 17)
 REF = make_ref(DATA, 256)

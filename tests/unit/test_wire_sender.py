@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from fedcg.wire.errors import TransportError
-from fedcg.wire.outgoing import Outgoing, OutgoingQueue
-from fedcg.wire.sender import HIGH_WATER_BYTES, MAX_GRANTED, ChunkFile, ChunkSender, file_ref
-from fedcg.wire.transfer import cut, make_ref, parse_chunk
-from fedcg.wire.transport import Backlog
+from fedcg.wire.transfer.chunk_sender import HIGH_WATER_BYTES, MAX_GRANTED, ChunkFile, ChunkSender, file_ref
+from fedcg.wire.transfer.chunks import cut, make_ref, parse_chunk
+from fedcg.wire.transport.send_queue import Outgoing, OutgoingQueue
+from fedcg.wire.transport.transport import Backlog
 from tests.brokers import wait_until
 
 DATA = random.Random(3).randbytes(100 * 50_000 + 3)

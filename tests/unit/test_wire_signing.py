@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedcg.wire.errors import MalformedError, SignatureError, TooLargeError, WireError
-from fedcg.wire.messages import MAX_MESSAGE_BYTES, Accept, AnyMessage, Hello, Outcome, Receipt, encode
-from fedcg.wire.signing import DOMAIN, MAGIC, OVERHEAD_BYTES, SigningKey, VerifyKey, open_envelope, seal
+from fedcg.wire.messages.messages import MAX_MESSAGE_BYTES, Accept, AnyMessage, Hello, Outcome, Receipt, encode
+from fedcg.wire.messages.signing import DOMAIN, MAGIC, OVERHEAD_BYTES, SigningKey, VerifyKey, open_envelope, seal
 
 KEY = SigningKey.generate()
 OTHER = SigningKey.generate()

@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from safetensors.numpy import save
 
-from fedcg.wire.errors import IntegrityError, MalformedError, TooLargeError, WireError
-from fedcg.wire.parts import Part, PartLayouts, TensorLayout
-from fedcg.wire.tensors import (
+from fedcg.wire.artifacts.tensors import (
     Array,
     assert_finite,
     data_bytes,
@@ -21,6 +19,8 @@ from fedcg.wire.tensors import (
     layouts_of,
     payload_bounds,
 )
+from fedcg.wire.errors import IntegrityError, MalformedError, TooLargeError, WireError
+from fedcg.wire.parts import Part, PartLayouts, TensorLayout
 
 ARRAYS = st.sampled_from(["<f4", "<i8"]).flatmap(
     lambda dtype: npst.arrays(dtype, npst.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=4))

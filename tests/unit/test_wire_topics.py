@@ -4,8 +4,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedcg.wire.memory import topic_matches
-from fedcg.wire.topics import BROADCASTS, FROM_DEVICE, TO_DEVICE, ParsedTopic, TopicKind, Topics, check_device_id
+from fedcg.wire.messages.topics import (
+    BROADCASTS,
+    FROM_DEVICE,
+    TO_DEVICE,
+    ParsedTopic,
+    TopicKind,
+    Topics,
+    check_device_id,
+)
+from fedcg.wire.transport.memory import topic_matches
 
 TOPICS = Topics("casting")
 PREFIX = "fedcg/1/casting"

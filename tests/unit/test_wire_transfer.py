@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedcg.wire.errors import IntegrityError, MalformedError, TooLargeError, TransportError
-from fedcg.wire.grants import MAX_RANGES, Grants
-from fedcg.wire.messages import MAX_CHUNK_BYTES, ArtifactRef
-from fedcg.wire.transfer import (
+from fedcg.wire.messages.messages import MAX_CHUNK_BYTES, ArtifactRef
+from fedcg.wire.transfer.chunk_window import MAX_RANGES, Grants
+from fedcg.wire.transfer.chunks import (
     FRAME_OVERHEAD_BYTES,
     Chunk,
     Window,

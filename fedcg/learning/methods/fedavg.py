@@ -7,8 +7,8 @@ A device takes part only when its `allow_upload` lists the extractor.
 
 from __future__ import annotations
 
-from fedcg.learning.averaged import PERSONAL, averaging_method
 from fedcg.learning.method import TrainingParams
+from fedcg.learning.methods._averaging import PERSONAL, averaging_method
 
 
 class FedavgParams(TrainingParams):

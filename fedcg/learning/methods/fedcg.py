@@ -22,34 +22,10 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from fedcg.learning.augmentation import Augmenter
-from fedcg.learning.averaging import AverageAggregator
-from fedcg.learning.crossed import CrossedAggregator, Crossing
-from fedcg.learning.cuda_graph import Step, graphed
-from fedcg.learning.data import ImageSet
-from fedcg.learning.distillation import SHARED, Distillation, EnsembleAggregator
-from fedcg.learning.layer_noise import seeded_layers
-from fedcg.learning.loops import (
-    Block,
-    FeatureSource,
-    LossMeter,
-    Penalty,
-    PenaltyMaker,
-    adam,
-    generate,
-    index_blocks,
-    slices,
-    steps_of,
-    train_classifier,
-)
-from fedcg.learning.losses import (
-    Divergence,
-    discriminator_loss,
-    feature_mse,
-    generator_loss,
-    mode_seeking,
-    paired_labels,
-)
+from fedcg.learning.aggregation.averaging import AverageAggregator
+from fedcg.learning.aggregation.crossed_distillation import CrossedAggregator, Crossing
+from fedcg.learning.aggregation.distillation import SHARED, Distillation, EnsembleAggregator
+from fedcg.learning.data.image_folder import ImageSet
 from fedcg.learning.method import (
     Aggregate,
     Aggregator,
@@ -64,10 +40,34 @@ from fedcg.learning.method import (
     TrainingParams,
     Weights,
 )
-from fedcg.learning.networks import load_part, weights_of
+from fedcg.learning.networks.assembly import load_part, weights_of
 from fedcg.learning.networks.discriminators import rows_are_independent
-from fedcg.learning.precision import Network, in_precision
+from fedcg.learning.networks.layer_randomness import seeded_layers
 from fedcg.learning.spec import FederationSpec
+from fedcg.learning.training.augmentation import Augmenter
+from fedcg.learning.training.cuda_graph import Step, graphed
+from fedcg.learning.training.losses import (
+    Divergence,
+    discriminator_loss,
+    feature_mse,
+    generator_loss,
+    mode_seeking,
+    paired_labels,
+)
+from fedcg.learning.training.precision import Network, in_precision
+from fedcg.learning.training.training_loop import (
+    Block,
+    FeatureSource,
+    LossMeter,
+    Penalty,
+    PenaltyMaker,
+    adam,
+    generate,
+    index_blocks,
+    slices,
+    steps_of,
+    train_classifier,
+)
 from fedcg.wire.parts import Part, Report
 
 PRIVATE = frozenset({Part.EXTRACTOR, Part.DISCRIMINATOR})

@@ -19,12 +19,10 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from fedcg.learning.averaged import PERSONAL, averaging_method
-from fedcg.learning.averaging import RunningAverage
-from fedcg.learning.data import normalise
-from fedcg.learning.distillation import Distillation, Ensemble, Rows, distil
+from fedcg.learning.aggregation.averaging import RunningAverage
+from fedcg.learning.aggregation.distillation import Distillation, Ensemble, Rows, distil
+from fedcg.learning.data.image_folder import normalise
 from fedcg.learning.errors import DataError
-from fedcg.learning.losses import kl_teacher_student
 from fedcg.learning.method import (
     Aggregate,
     Aggregator,
@@ -35,8 +33,10 @@ from fedcg.learning.method import (
     Update,
     Weights,
 )
-from fedcg.learning.networks import load_part, weights_of
+from fedcg.learning.methods._averaging import PERSONAL, averaging_method
+from fedcg.learning.networks.assembly import load_part, weights_of
 from fedcg.learning.seeds import Streams
+from fedcg.learning.training.losses import kl_teacher_student
 from fedcg.wire.parts import Part
 
 _TEACHER_ROWS = (

@@ -33,12 +33,9 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from fedcg.learning.averaged import averaging_method
-from fedcg.learning.averaging import AverageAggregator, Merged
-from fedcg.learning.distillation import Bank, Distillation, Rows, distil, draw_bank
-from fedcg.learning.known_labels import label_probabilities
-from fedcg.learning.loops import Block, Penalty, PenaltyMaker, generate
-from fedcg.learning.losses import cross_entropy, mode_seeking, paired_labels
+from fedcg.learning.aggregation.averaging import AverageAggregator, Merged
+from fedcg.learning.aggregation.distillation import Bank, Distillation, Rows, distil, draw_bank
+from fedcg.learning.aggregation.label_distribution import label_probabilities
 from fedcg.learning.method import (
     Aggregate,
     Aggregator,
@@ -50,7 +47,10 @@ from fedcg.learning.method import (
     Update,
     Weights,
 )
-from fedcg.learning.networks import load_part, weights_of
+from fedcg.learning.methods._averaging import averaging_method
+from fedcg.learning.networks.assembly import load_part, weights_of
+from fedcg.learning.training.losses import cross_entropy, mode_seeking, paired_labels
+from fedcg.learning.training.training_loop import Block, Penalty, PenaltyMaker, generate
 from fedcg.wire.parts import Part
 
 SHARED = frozenset({Part.CLASSIFIER})

@@ -1,6 +1,6 @@
 """FedMD-CG: share a classifier and a generator trained by distillation, no discriminator; crossed distillation on the server.
 
-Local round = algorithm 1 lines 7-18 (eq. 1-9), server = lines 19-24 (eq. 10-12, in `fedcg.learning.crossed`). Readings:
+Local round = algorithm 1 lines 7-18 (eq. 1-9), server = lines 19-24 (eq. 10-12, in `fedcg.learning.aggregation.crossed_distillation`). Readings:
   * squared norms (eq. 2, 5) are means over elements;
   * eq. 2 trains the REAL branch: KL(ρ(D_i(F_i(x))) ‖ ρ(D_i(G(z, y)))), its generated branch detached. It is the teacher ("make
     D_i(F_i(x)) close to D_i(G(z, y))"), although D_i, which is trained, occurs in both;
@@ -24,27 +24,10 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from fedcg.learning.augmentation import Augmenter
-from fedcg.learning.averaging import AverageAggregator
-from fedcg.learning.crossed import CrossedAggregator, Crossing, counts_of, label_distribution
-from fedcg.learning.cuda_graph import Step, graphed
-from fedcg.learning.data import ImageSet
-from fedcg.learning.distillation import SHARED, Distillation, EnsembleAggregator, uniform
-from fedcg.learning.layer_noise import seeded_layers
-from fedcg.learning.loops import (
-    Block,
-    FeatureSource,
-    LossMeter,
-    Penalty,
-    PenaltyMaker,
-    adam,
-    generate,
-    index_blocks,
-    slices,
-    steps_of,
-    train_classifier,
-)
-from fedcg.learning.losses import DIVERSITIES, Divergence, cross_entropy, feature_mse
+from fedcg.learning.aggregation.averaging import AverageAggregator
+from fedcg.learning.aggregation.crossed_distillation import CrossedAggregator, Crossing, counts_of, label_distribution
+from fedcg.learning.aggregation.distillation import SHARED, Distillation, EnsembleAggregator, uniform
+from fedcg.learning.data.image_folder import ImageSet
 from fedcg.learning.method import (
     Aggregate,
     Aggregator,
@@ -60,9 +43,26 @@ from fedcg.learning.method import (
     Update,
     Weights,
 )
-from fedcg.learning.networks import load_part, weights_of
-from fedcg.learning.precision import Network, in_precision
+from fedcg.learning.networks.assembly import load_part, weights_of
+from fedcg.learning.networks.layer_randomness import seeded_layers
 from fedcg.learning.spec import FederationSpec
+from fedcg.learning.training.augmentation import Augmenter
+from fedcg.learning.training.cuda_graph import Step, graphed
+from fedcg.learning.training.losses import DIVERSITIES, Divergence, cross_entropy, feature_mse
+from fedcg.learning.training.precision import Network, in_precision
+from fedcg.learning.training.training_loop import (
+    Block,
+    FeatureSource,
+    LossMeter,
+    Penalty,
+    PenaltyMaker,
+    adam,
+    generate,
+    index_blocks,
+    slices,
+    steps_of,
+    train_classifier,
+)
 from fedcg.wire.parts import Part, Report
 
 PRIVATE = frozenset({Part.EXTRACTOR})

@@ -6,8 +6,8 @@ are trained together in every local step. A device takes part only when its `all
 
 from __future__ import annotations
 
-from fedcg.learning.averaged import averaging_method
 from fedcg.learning.method import TrainingParams
+from fedcg.learning.methods._averaging import averaging_method
 from fedcg.wire.parts import Part
 
 

@@ -13,9 +13,9 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from fedcg.learning.averaged import PERSONAL, averaging_method
-from fedcg.learning.loops import Block, Penalty, PenaltyMaker
 from fedcg.learning.method import RoundContext, TrainingParams
+from fedcg.learning.methods._averaging import PERSONAL, averaging_method
+from fedcg.learning.training.training_loop import Block, Penalty, PenaltyMaker
 from fedcg.wire.parts import Part
 
 

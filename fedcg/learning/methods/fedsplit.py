@@ -6,8 +6,8 @@ LG-FedAvg: no model of the first rounds is shared as a whole beforehand; everybo
 
 from __future__ import annotations
 
-from fedcg.learning.averaged import averaging_method
 from fedcg.learning.method import TrainingParams
+from fedcg.learning.methods._averaging import averaging_method
 from fedcg.wire.parts import Part
 
 

@@ -5,8 +5,8 @@ Cross-entropy alone (FedCG eq. 1). Nothing but a report goes up and nothing come
 
 from __future__ import annotations
 
-from fedcg.learning.averaged import averaging_method
 from fedcg.learning.method import TrainingParams
+from fedcg.learning.methods._averaging import averaging_method
 
 
 class LocalParams(TrainingParams):

@@ -16,15 +16,15 @@ import torch
 from torch import nn
 
 from fedcg.learning.errors import NetworkError
-from fedcg.learning.layer_noise import lent_generators
 from fedcg.learning.networks.backbones import backbone_split
 from fedcg.learning.networks.discriminators import DISCRIMINATORS
 from fedcg.learning.networks.generators import GENERATORS
 from fedcg.learning.networks.initial_values import draw_weights
+from fedcg.learning.networks.layer_randomness import lent_generators
 from fedcg.learning.networks.own_splits import Rehearsal, load_split, rehearse
 from fedcg.learning.networks.split import SPLITS, Split
+from fedcg.learning.networks.split_names import is_backbone
 from fedcg.learning.spec import ImageForm, NetworkChoice
-from fedcg.learning.split_names import is_backbone
 from fedcg.wire.parts import Part, TensorLayout
 
 if TYPE_CHECKING:

@@ -1,0 +1,1 @@
+"""The worker process that owns torch and the GPU."""

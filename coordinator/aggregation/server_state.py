@@ -1,0 +1,137 @@
+"""What the server half keeps between rounds, as bytes: the aggregate as an artifact, the rest as a safetensors file.
+
+Imports torch: only the aggregation worker and the founding of a federation may import this.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from safetensors.torch import load, save
+
+from coordinator.errors import AggregationError
+from fedcg.learning.method import Aggregate, DivergedError, Method, ServerState, Weights
+from fedcg.learning.spec import FederationSpec
+from fedcg.wire.artifacts.artifacts import ArtifactHeader, codecs_for, pack, unpack
+from fedcg.wire.artifacts.tensors import PartArrays
+from fedcg.wire.messages.messages import COORDINATOR
+from fedcg.wire.parts import Part, PartLayouts
+
+MAX_LINE = 120
+
+
+def aggregate_layouts(spec: FederationSpec, method: Method) -> PartLayouts:
+    """The tensors that an aggregate of this federation holds."""
+    return {part: spec.layouts[part] for part in sorted(method.shared_down)}
+
+
+def pack_aggregate(
+    spec: FederationSpec, aggregate: Aggregate, round_number: int, attempt: int, base: str | None, device: str
+) -> bytes:
+    """The artifact of an aggregate; the same aggregate on the same machine always gives the same bytes.
+
+    Args:
+        spec: the federation's spec.
+        aggregate: what the method's server half made.
+        round_number: the round that it closes; 0 for the initial one.
+        attempt: the attempt that it closes.
+        base: artifact id of the aggregate that the round started from.
+        device: where it was computed.
+
+    Raises:
+        CodecError: a number that the spec's codec of aggregates can't hold.
+    """
+    header = ArtifactHeader(
+        kind="aggregate",
+        method=spec.method,
+        federation=spec.federation,
+        round=round_number,
+        attempt=attempt,
+        client=COORDINATOR,
+        base=base,
+        label_distribution=aggregate.label_distribution,
+        versions={name: version(name) for name in ("fedcg-edge", "torch", "numpy")}
+        | {"python": platform.python_version()},
+        determinism=_determinism(spec, device),
+    )
+    arrays: PartArrays = {
+        part: {name: tensor.detach().cpu().contiguous().numpy() for name, tensor in weights.items()}
+        for part, weights in aggregate.parts.items()
+    }
+    return pack(header, arrays, spec.aggregate_codec)
+
+
+def unpack_aggregate(data: bytes, spec: FederationSpec, method: Method) -> Aggregate:
+    """The aggregate in an artifact, as the clients decode it too: both sides go on from the decoded numbers."""
+    layouts = aggregate_layouts(spec, method)
+    artifact = unpack(data, layouts, codecs=codecs_for(layouts, spec.aggregate_codec))
+    return Aggregate(parts=tensors_of(artifact.parts), label_distribution=artifact.header.label_distribution)
+
+
+def tensors_of(parts: PartArrays) -> dict[Part, Weights]:
+    """Arrays as torch tensors that share their memory."""
+    return {part: {name: torch.from_numpy(array) for name, array in arrays.items()} for part, arrays in parts.items()}
+
+
+def encode_extras(state: ServerState) -> bytes:
+    """Everything of a server state but its aggregate."""
+    tensors = {
+        f"{group}/{name}": tensor.detach().cpu().contiguous().clone()
+        for group, weights in state.extras.items()
+        for name, tensor in weights.items()
+    }
+    return save(tensors, metadata={"format": "1"})
+
+
+def decode_extras(data: bytes) -> dict[str, dict[str, torch.Tensor]]:
+    """What `encode_extras` wrote."""
+    extras: dict[str, dict[str, torch.Tensor]] = {}
+    for key, tensor in load(data).items():
+        group, _, name = key.partition("/")
+        extras.setdefault(group, {})[name] = tensor
+    return extras
+
+
+def check_parts(parts: Mapping[Part, Weights], spec: FederationSpec, method: Method) -> None:
+    """Make sure that what a method calls its aggregate has exactly the parts that it says it shares, in numbers.
+
+    Raises:
+        AggregationError: it has others.
+        DivergedError: a number is not finite.
+    """
+    wanted = {part for part in method.shared_down if spec.layouts.get(part)}
+    if set(parts) != wanted:
+        found = sorted(part.value for part in parts)
+        raise AggregationError(f"method {spec.method} made parts {found}, not {sorted(part.value for part in wanted)}")
+    for part, weights in parts.items():
+        if not all(bool(tensor.isfinite().all()) for tensor in weights.values()):
+            raise DivergedError(f"the merged {part.value} holds NaN or infinity")
+
+
+def _determinism(spec: FederationSpec, device: str) -> dict[str, str]:
+    plan = {key: value for key, value in sorted(spec.params.items()) if "batch" in key or "iterations" in key}
+    return {
+        "torch": _line(torch.__version__),
+        "threads": str(torch.get_num_threads()),
+        "device": _line(torch.cuda.get_device_name() if device.startswith("cuda") else "cpu"),
+        "cpu": _line(_cpu_name()),
+        "batch_plan": _line(json.dumps(plan, separators=(",", ":"))),
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return platform.machine()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return f"{platform.machine()} {next(names, '')}".strip()
+
+
+def _line(text: str) -> str:
+    return "".join(letter if " " <= letter <= "~" else "?" for letter in text)[:MAX_LINE]

@@ -1,0 +1,284 @@
+"""The process that owns torch and the GPU: teacher passes on arrival, then the merge. Started by `aggregation`.
+
+It may be killed at any point: rows of finished teacher passes lie on disk under the attempt's name, everything else is a
+function of the stored updates, the spec and the coordinator's secret, so the next worker arrives at the same bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from hashlib import sha256
+from multiprocessing import parent_process
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from coordinator.aggregation.worker_messages import (
+    AddUpdate,
+    FinishJob,
+    Job,
+    JobDone,
+    JobFailed,
+    PhaseStarted,
+    Progressed,
+    Reply,
+    Request,
+    UpdateAdded,
+    UpdateFailed,
+    WorkerBroke,
+    WorkerReady,
+    WorkerSettings,
+)
+from coordinator.updates.robustness import Distances, Yardstick, clipped, outlier, over
+from coordinator.updates.validation import base_in, unpack_update
+from fedcg.wire.artifacts.artifacts import ArtifactStore
+from fedcg.wire.parts import Report
+
+if TYPE_CHECKING:
+    import torch
+
+    from fedcg.learning.method import Aggregator, Update
+    from fedcg.learning.spec import ImageForm
+
+PROGRESS_EVERY_S = 0.2
+Send = Callable[[Reply], None]
+
+
+def worker_main(connection: Connection, settings: WorkerSettings) -> None:
+    """Serve requests until the coordinator goes away."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the coordinator ends us
+    threading.Thread(target=_die_with_parent, name="lifeline", daemon=True).start()
+    import torch
+
+    torch.set_num_threads(settings.threads)
+    torch.set_num_interop_threads(1)
+    device = settings.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    connection.send(WorkerReady(os.getpid(), settings.threads, device))
+    bench: Workbench | None = None
+    shelf = PublicShelf(settings.public_data, settings.public_images)
+    while True:
+        try:
+            request: Request = connection.recv()
+        except EOFError:
+            return
+        if isinstance(request, Job):
+            bench = Workbench(request, settings, device, connection.send, shelf)
+        elif bench is not None:
+            bench.serve(request)
+
+
+def _die_with_parent() -> None:
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+class PublicShelf:
+    """The public images of this coordinator, read once, when a method asks for them."""
+
+    def __init__(self, data: Path | None, most: int) -> None:
+        self._data = data
+        self._most = most
+        self._read: tuple[ImageForm, torch.Tensor] | None = None
+
+    def images(self, form: ImageForm) -> torch.Tensor | None:
+        """[N, C, H, W] uint8, or None when the configuration names none.
+
+        Raises:
+            DataError: they can't be read.
+        """
+        from fedcg.learning.data.public_images import read_public
+
+        if self._data is None:
+            return None
+        if self._read is None or self._read[0] != form:
+            self._read = form, read_public(self._data, form, self._most).images
+        return self._read[1]
+
+
+class Workbench:
+    """One job at work: turns requests into calls of the method's aggregator. Every request gets one reply."""
+
+    def __init__(self, job: Job, settings: WorkerSettings, device: str, send: Send, shelf: PublicShelf) -> None:
+        self._job = job
+        self._settings = settings
+        self._device = device
+        self._send = send
+        self._shelf = shelf
+        self._store = ArtifactStore(settings.artifacts)
+        self._counted: dict[str, int]  # the weight with which the aggregator has counted each client
+        self._distances: dict[str, Distances] = {}
+        self._has_diverged = False
+        self._failed = not self._guarded(self._open)
+
+    def serve(self, request: AddUpdate | FinishJob) -> None:
+        """Do what is asked and reply; a failure that is no single update's is replied once and ends the job."""
+        if self._failed:
+            return
+        work = partial(self._add, request) if isinstance(request, AddUpdate) else partial(self._finish, request)
+        self._failed = not self._guarded(work)
+
+    def _guarded(self, work: Callable[[], None]) -> bool:
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 - the run loop of this process; the reason goes to the operator
+            self._send(JobFailed(self._job.round, self._job.attempt, self._reason(error)))
+            return False
+        return True
+
+    def _reason(self, error: Exception) -> str:
+        """For the operator; after an error that leaves the accelerator unusable this process ends."""
+        from fedcg.learning.training.device_errors import BROKEN_EXIT, is_sticky
+
+        reason = f"{type(error).__name__}: {error}"[:280]
+        if is_sticky(error):
+            self._send(WorkerBroke(reason))
+            os._exit(BROKEN_EXIT)
+        return reason
+
+    def _open(self) -> None:
+        from coordinator.aggregation.server_state import decode_extras, unpack_aggregate
+        from fedcg.learning.aggregation.row_store import DirectorySpill
+        from fedcg.learning.method import RoundContext, ServerState
+        from fedcg.learning.registry import get_method
+        from fedcg.learning.seeds import Streams
+        from fedcg.learning.spec import FederationSpec
+
+        job = self._job
+        self._spec = FederationSpec.parse(self._store.get(job.spec))
+        self._method = get_method(self._spec.method)
+        packed = self._store.get(job.base)
+        self._yardstick = Yardstick(base_in(packed, self._spec, job.base), {})
+        aggregate = unpack_aggregate(packed, self._spec, self._method)
+        state = ServerState(aggregate, decode_extras(self._store.get(job.server_state)))
+        context = RoundContext(
+            spec=self._spec,
+            round=job.round,
+            attempt=job.attempt,
+            horizon=self._spec.rounds,
+            streams=Streams(self._settings.secret).at(job.federation, job.round, job.attempt),
+            device=self._device,
+            progress=Throttle(job, self._send),
+            public=self._shelf.images(self._spec.image) if self._method.needs_public else None,
+        )
+        folder = spill_directory(self._settings.spill, job.federation, job.round, job.attempt)
+
+        def start(limits: Distances) -> Aggregator:
+            rows = folder / sha256(repr(limits).encode()).hexdigest()[:16]  # those of clipped updates are others
+            return self._method.aggregator(state, context, DirectorySpill(rows))
+
+        self._start = start
+        self._begin_again(job.limits)
+
+    def _begin_again(self, limits: Distances) -> None:
+        """Count nobody: what was counted has another weight, other limits, or no part in the merge."""
+        self._limits, self._counted, self._aggregator = limits, {}, self._start(limits)
+
+    def _add(self, request: AddUpdate) -> None:
+        if self._counts(request.client, request.artifact, 0):
+            self._send(UpdateAdded(self._job.round, self._job.attempt, request.client))
+
+    def _counts(self, client: str, artifact: str, weight: int) -> bool:
+        """Have the aggregator count an update; one that it can't count is reported, and its round goes on without it."""
+        from fedcg.learning.training.device_errors import is_of_this_machine
+
+        job = self._job
+        self._send(PhaseStarted(os.getpid(), job.round, job.attempt, "teacher", client))
+        try:
+            update = self._update(client, artifact, weight)
+            self._aggregator.add(update)
+        except Exception as error:
+            if is_of_this_machine(error):
+                raise
+            self._reject(client, self._reason(error))
+            return False
+        self._counted[client] = update.examples
+        return True
+
+    def _reject(self, client: str, reason: str) -> None:
+        self._begin_again(self._limits)  # a part of this update may have been counted
+        self._send(UpdateFailed(self._job.round, self._job.attempt, client, reason))
+
+    def _finish(self, request: FinishJob) -> None:
+        """Merge, with rows of teacher passes from the disk where a client was counted with another weight, or not yet."""
+        from fedcg.learning.method import DivergedError
+        from fedcg.wire.errors import CodecError
+
+        weights = {client: weight for client, _, weight in request.updates}
+        is_other = any(weights.get(client) != weight for client, weight in self._counted.items())
+        if is_other or request.limits != self._limits:
+            self._begin_again(request.limits)
+        for client, artifact, weight in request.updates:
+            if client not in self._counted and not self._counts(client, artifact, weight):
+                return
+        self._send(PhaseStarted(os.getpid(), self._job.round, self._job.attempt, "distil", ""))
+        try:
+            self._merge(request)
+        except (DivergedError, CodecError) as error:
+            if self._has_diverged or len(weights) < 2:
+                raise
+            self._has_diverged = True
+            farthest = outlier({client: self._distances[client] for client in weights})
+            self._reject(farthest, f"the merge diverged, and this update is the farthest from the base: {error}"[:280])
+
+    def _merge(self, request: FinishJob) -> None:
+        from coordinator.aggregation.server_state import check_parts, encode_extras, pack_aggregate
+
+        job = self._job
+        updates = {
+            client: partial(self._update, client, artifact, weight) for client, artifact, weight in request.updates
+        }
+        aggregate, state = self._aggregator.finish(updates)
+        check_parts(aggregate.parts, self._spec, self._method)
+        packed = pack_aggregate(self._spec, aggregate, job.round, job.attempt, job.base, self._device)
+        stored, extras = self._store.put(packed), self._store.put(encode_extras(state))
+        self._send(JobDone(job.round, job.attempt, stored, len(packed), extras))
+
+    def _update(self, client: str, artifact: str, weight: int) -> Update:
+        """An update as it is merged: clipped, and with the weight that it is given (its own for 0)."""
+        from coordinator.aggregation.server_state import tensors_of
+        from fedcg.learning.method import Update
+
+        decoded = unpack_update(self._store.get(artifact), self._spec, self._yardstick.base)
+        distances = self._distances[client] = self._yardstick.distances(decoded.parts)
+        parts = clipped(decoded.parts, self._yardstick.base.parts, over(distances, self._limits))
+        report = decoded.header.report or Report()
+        examples, counts = report.examples or 1, report.label_counts
+        if weight and weight != examples and counts is not None:
+            counts = tuple(-(-count * weight // examples) for count in counts)
+        return Update(client=client, parts=tensors_of(parts), examples=weight or examples, label_counts=counts)
+
+
+class Throttle:
+    """A progress callback that reports a phase's first step, its last, and one every fifth of a second between."""
+
+    def __init__(self, job: Job, send: Send, clock: Callable[[], float] = time.monotonic) -> None:
+        self._job = job
+        self._send = send
+        self._clock = clock
+        self._phase = ""
+        self._sent_at = 0.0
+
+    def __call__(self, phase: str, step: int, steps: int) -> None:
+        """Take note of a step."""
+        now = self._clock()
+        first = step > 0 and phase != self._phase
+        if not first and step != steps and now - self._sent_at < PROGRESS_EVERY_S:
+            return
+        if step > 0:
+            self._phase = "" if step == steps else phase
+        self._sent_at = now
+        self._send(Progressed(os.getpid(), self._job.round, self._job.attempt, phase, step, steps))
+
+
+def spill_directory(root: Path, federation: str, round_number: int, attempt: int) -> Path:
+    """Where an attempt's rows lie."""
+    return root / federation / f"{round_number}-{attempt}"

@@ -1,0 +1,164 @@
+"""What the coordinator and its aggregation worker say to each other over their pipe; values only, torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from coordinator.updates.robustness import Distances
+from fedcg.worker_process import STALL_S
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """What the worker may use.
+
+    Attributes:
+        threads: torch threads.
+        device: "auto", "cpu" or "cuda".
+        secret: root of the coordinator's random streams; never shown, never sent.
+        artifacts: directory of the artifact store.
+        spill: directory for the rows of teacher passes.
+        public_data: unlabelled images, or None; at most `public_images` of them are read.
+        stall_s: seconds without a sign of life after which a worker that has work is replaced.
+    """
+
+    threads: int
+    device: str
+    secret: bytes
+    artifacts: Path
+    spill: Path
+    public_data: Path | None = None
+    public_images: int = 10_000
+    stall_s: float = STALL_S
+
+    def __repr__(self) -> str:
+        return f"WorkerSettings(threads={self.threads}, device={self.device!r})"
+
+
+Updates = tuple[tuple[str, str, int], ...]
+"""(client, artifact, the number of examples that it counts for) of each update to be merged."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One attempt to aggregate; all ids are artifact ids. An update farther from the base than `limits` is scaled back."""
+
+    federation: str
+    round: int
+    attempt: int
+    spec: str
+    base: str
+    server_state: str
+    limits: Distances = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class AddUpdate:
+    """Do the teacher pass of a client's update."""
+
+    client: str
+    artifact: str
+
+
+@dataclass(frozen=True)
+class FinishJob:
+    """Merge exactly these updates, sorted by client; other limits than the job's take another teacher pass."""
+
+    updates: Updates
+    limits: Distances = field(default_factory=dict)
+
+
+Request = Job | AddUpdate | FinishJob
+
+
+@dataclass(frozen=True)
+class WorkerReady:
+    """The worker has imported torch and waits."""
+
+    pid: int
+    threads: int
+    device: str
+
+
+@dataclass(frozen=True)
+class PhaseStarted:
+    """A teacher pass or the distillation begins."""
+
+    pid: int
+    round: int
+    attempt: int
+    phase: str
+    client: str
+
+
+@dataclass(frozen=True)
+class Progressed:
+    """How far a phase is."""
+
+    pid: int
+    round: int
+    attempt: int
+    phase: str
+    step: int
+    steps: int
+
+
+@dataclass(frozen=True)
+class UpdateAdded:
+    """The teacher pass of a client is durable."""
+
+    round: int
+    attempt: int
+    client: str
+
+
+@dataclass(frozen=True)
+class UpdateFailed:
+    """One client's update can't be merged. The job goes on: a merge without it has to be asked for."""
+
+    round: int
+    attempt: int
+    client: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class JobDone:
+    """Aggregate and server state are in the artifact store."""
+
+    round: int
+    attempt: int
+    aggregate: str
+    size: int
+    server_state: str
+
+
+@dataclass(frozen=True)
+class JobFailed:
+    """The updates can't be merged; another try would fail the same way."""
+
+    round: int
+    attempt: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class WorkerBroke:
+    """The worker's accelerator can't be used by this process any more: it ends, and another one tries again."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class WorkerDied:
+    """The worker is gone; another one is being started. `reason` when it said why it ends, or hung."""
+
+    pid: int
+    deaths: int
+    reason: str = ""
+
+
+JobReply = PhaseStarted | Progressed | UpdateAdded | UpdateFailed | JobDone | JobFailed
+Reply = WorkerReady | JobReply | WorkerBroke
+WorkerEvent = Reply | WorkerDied

@@ -1,0 +1,250 @@
+"""Commands of the coordinator's side: coordinator, federation, broker, deploy; who takes part is in `members_cli`.
+
+Exit codes: 0 done, 1 failed while running, 2 bad input. Heavy imports happen inside the commands.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from coordinator.cli.shared_options import AsJson, Directory, explained, sayer, store_of, tell
+
+coordinator_app = typer.Typer(help="Create and run a coordinator.", no_args_is_help=True)
+federation_app = typer.Typer(help="Open and look at federations.", no_args_is_help=True)
+broker_app = typer.Typer(help="Run a broker for a coordinator.", no_args_is_help=True)
+deploy_app = typer.Typer(help="Write configuration for programs that are run by others.", no_args_is_help=True)
+
+BROKERS = ("auto", "mosquitto", "extracted", "amqtt")
+
+
+@broker_app.callback()
+def _broker() -> None:
+    """Run a broker for a coordinator."""
+
+
+@deploy_app.callback()
+def _deploy() -> None:
+    """Write configuration for programs that are run by others."""
+
+
+@coordinator_app.command("init")
+def coordinator_init(
+    directory: Directory,
+    host: Annotated[str, typer.Option(help="Name or address under which devices reach the broker.")] = "127.0.0.1",
+    broker_port: Annotated[int, typer.Option(min=1, max=65535)] = 8883,
+    api_port: Annotated[int, typer.Option(min=1, max=65535, help="HTTP interface, on loopback only.")] = 8440,
+    enrol_port: Annotated[
+        int | None,
+        typer.Option(min=1, max=65535, help="Also serve HTTPS for boxes that enrol by token; 8444 is usual."),
+    ] = None,
+    carrier_port: Annotated[
+        int | None,
+        typer.Option(min=1, max=65535, help="Also carry artifacts of boxes over HTTPS; 8445 is usual."),
+    ] = None,
+    observer: Annotated[bool, typer.Option("--observer", help="Also make a read-only observer certificate.")] = False,
+    public_data: Annotated[
+        Path | None, typer.Option(help="Unlabelled images for methods that distil on some: a folder or an .npz.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Create a coordinator: authority, certificates, keys, secret, configuration, in an empty directory."""
+    from coordinator.cli.opening import initialise
+    from coordinator.config import (
+        AggregationSettings,
+        ApiSettings,
+        BrokerSettings,
+        CarrierSettings,
+        CoordinatorConfig,
+        EnrolmentSettings,
+    )
+
+    config = CoordinatorConfig(
+        broker=BrokerSettings(host=host, port=broker_port),
+        api=ApiSettings(port=api_port),
+        enrolment=EnrolmentSettings(port=enrol_port),
+        carrier=CarrierSettings(port=carrier_port),
+        aggregation=AggregationSettings(public_data=None if public_data is None else str(public_data.resolve())),
+    )
+    with explained():
+        home = initialise(directory, config, observers=("observer",) if observer else ())
+    text = f"Created {home.root}. Next: fedcg federation create --dir {home.root} plan.toml (plan --example prints one)"
+    tell({"dir": str(home.root), "config": str(home.config_file)}, text, as_json=as_json)
+
+
+@coordinator_app.command("run")
+def coordinator_run(
+    directory: Directory,
+    exit_when_finished: Annotated[
+        bool, typer.Option("--exit-when-finished", help="End after the last round, once the devices have left.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Run the coordinator until SIGTERM or Ctrl-C; started again it goes on where it was."""
+    from coordinator.cli.run import run_coordinator
+    from coordinator.paths import Home
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    with explained():
+        code = run_coordinator(Home(directory), exit_when_finished=exit_when_finished, say=sayer(as_json=as_json))
+    raise typer.Exit(code)
+
+
+@coordinator_app.command("rotate-key")
+def coordinator_rotate_key(directory: Directory, as_json: AsJson = False) -> None:
+    """Replace the key that signs the coordinator's messages; devices follow by a message that the old key signs.
+
+    It does not matter whether the coordinator runs; earlier keys stay in the directory. Open enrolment tokens name the earlier key: they are
+    revoked and listed. For a key that was stolen see docs/operations.md.
+    """
+    from coordinator.pki.signing_keys import key_file, rotate_key
+
+    now = time.time()
+    with explained(), store_of(directory) as (home, store):
+        link = rotate_key(home, store, now)
+        void = [token for token in store.register.tokens() if token.revoked_at == now]
+    path = key_file(home, link.serial)
+    text = (
+        f"The message key is now number {link.serial}, in {path}. Devices follow when they next hear the coordinator."
+    )
+    if void:
+        text += f"\n{len(void)} open tokens named the earlier key and are revoked. Make new ones:"
+    for token in void:
+        wish = "" if token.device is None else f" --{'replaces' if token.replaces else 'device'} {token.device}"
+        text += f"\n  fedcg token create --dir {home.root}{wish}    (was {token.id})"
+    values = {"serial": link.serial, "key": link.new, "replaces": link.old, "file": str(path)}
+    tell({**values, "revoked_tokens": [token.id for token in void]}, text, as_json=as_json)
+
+
+@federation_app.command("plan")
+def federation_plan(
+    plan: Annotated[Path | None, typer.Argument(help="TOML file to check; nothing is created.")] = None,
+    example: Annotated[bool, typer.Option("--example", help="Print a plan with comments, to start from.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Check a plan, or print an example of one; docs/plan.md has every field."""
+    from coordinator.cli.create_federation import example_plan, read_plan
+    from coordinator.errors import PlanError
+
+    with explained():
+        if example:
+            print(example_plan(), end="")
+            return
+        if plan is None:
+            raise PlanError("name a file to check, or ask for --example")
+        wanted = read_plan(plan)
+    tell(wanted.model_dump(mode="json"), f"{plan}: all fields can be used ({wanted.method}).", as_json=as_json)
+
+
+@federation_app.command("create")
+def federation_create(
+    plan: Annotated[Path, typer.Argument(help="TOML file with the plan.")],
+    directory: Directory,
+    as_json: AsJson = False,
+) -> None:
+    """Open a federation: check the plan, complete it to a spec, make the initial aggregate."""
+    from coordinator.cli.create_federation import read_plan
+    from coordinator.cli.opening import open_federation
+
+    with explained(), store_of(directory) as (home, store), home.changing_members():
+        record, initial = open_federation(home, store, read_plan(plan))
+    values: dict[str, object] = {"federation": record.id, "spec": record.spec, "aggregate": initial.artifact}
+    tell(values, f"Opened federation {record.id} ({record.method}, {record.rounds} rounds).", as_json=as_json)
+
+
+@federation_app.command("show")
+def federation_show(directory: Directory, as_json: AsJson = False) -> None:
+    """Say where the federation stands, and how its artifacts are coded."""
+    from fedcg.learning.spec import FederationSpec
+
+    with explained(), store_of(directory) as (home, store):
+        for record in store.federations():
+            state = store.round_state(record.id)
+            spec = FederationSpec.parse((home.artifacts / record.spec).read_bytes())
+            values: dict[str, object] = {
+                "federation": record.id,
+                "method": record.method,
+                "phase": state.phase.value,
+                "round": state.round,
+                "attempt": state.attempt,
+                "rounds": record.rounds,
+                "codec": spec.codec,
+                "aggregate_codec": spec.aggregate_codec,
+                "reason": state.reason,
+            }
+            text = f"{record.id}: {state.phase.value}, round {state.round} of {record.rounds}, attempt {state.attempt}"
+            coded = f"updates coded {spec.codec}, aggregates {spec.aggregate_codec}"
+            tell(values, f"{text}\n{coded}\n{state.reason}".strip(), as_json=as_json)
+
+
+@federation_app.command("resume")
+def federation_resume(directory: Directory, as_json: AsJson = False) -> None:
+    """Let a paused federation try its round again; the coordinator must not be running."""
+    with explained(), store_of(directory) as (home, store), home.locked():
+        for record in store.federations():
+            store.resume(record.id)
+            phase = store.round_state(record.id).phase.value
+            text = f"{record.id}: {phase}. Start the coordinator again."
+            tell({"federation": record.id, "phase": phase}, text, as_json=as_json)
+
+
+@broker_app.command("run")
+def broker_run(
+    directory: Directory,
+    broker: Annotated[str, typer.Option(help="auto, mosquitto (installed), extracted (unpacked), or amqtt.")] = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Run a broker with mutual TLS for a coordinator, in the foreground, until SIGTERM or Ctrl-C."""
+    from coordinator.broker.access_lists import BrokerKind, run_broker
+    from coordinator.errors import BrokerError
+    from coordinator.paths import Home
+
+    logging.basicConfig(
+        level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+    )
+    with explained():
+        if broker not in BROKERS:
+            raise BrokerError(f"--broker {broker}: choose one of {', '.join(BROKERS)}")
+        code = run_broker(Home(directory).require(), BrokerKind(broker), sayer(as_json=as_json))
+    raise typer.Exit(code)
+
+
+@deploy_app.command("mosquitto")
+def deploy_mosquitto(
+    directory: Directory,
+    out: Annotated[
+        Path, typer.Option("--out", help="The folder that Mosquitto starts from; it holds the broker's key.")
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Write all that a Mosquitto of your own needs into one folder: configuration, certificates, key, access list, revocation list.
+
+    On this machine the coordinator keeps the lists there up to date and makes Mosquitto read them. Given again it brings all up to date.
+    """
+    from coordinator.broker.access_lists import refresh_access, reload_brokers
+    from coordinator.broker.deployed_mosquitto import deploy
+    from coordinator.broker.mosquitto import CONFIG_NAME
+    from fedcg.find_mosquitto import find_mosquitto
+
+    with explained(), store_of(directory) as (home, _), home.changing_members():
+        refresh_access(home)
+        account = deploy(home, out)
+        runs = reload_brokers(home)
+    found = find_mosquitto()
+    start = f"{'mosquitto' if found is None else found.binary} -c {out.resolve() / CONFIG_NAME}"
+    state = (
+        "It runs, and has read the lists; start it again after a change of coordinator.toml:"
+        if runs
+        else "Start it with:"
+    )
+    text = (
+        f"Wrote {out}, for a Mosquitto that runs as user {account}. {state}\n  {start}\n"
+        f"On this machine the coordinator keeps acl and crl.pem there up to date. On another one: copy {out.resolve()} to the same "
+        "path there, and after every change of devices acl and crl.pem; then send Mosquitto SIGHUP."
+    )
+    tell({"dir": str(out.resolve()), "user": account, "runs": bool(runs), "start": start}, text, as_json=as_json)

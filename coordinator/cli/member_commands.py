@@ -1,0 +1,241 @@
+"""Commands about who takes part: `fedcg token` and `fedcg device`.
+
+Exit codes: 0 done, 1 failed while running, 2 bad input. Heavy imports happen inside the commands.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from coordinator.cli.shared_options import AsJson, Directory, explained, store_of, tell
+
+if TYPE_CHECKING:
+    from coordinator.paths import Home
+    from coordinator.rounds.records import DeviceRecord, TokenRecord
+    from coordinator.storage.store import Store
+    from fedcg.event_log import EventLog
+
+token_app = typer.Typer(help="Make, list and revoke the one-time tokens that boxes enrol with.", no_args_is_help=True)
+device_app = typer.Typer(
+    help="List, show and revoke devices; make bundles for sites without a network.", no_args_is_help=True
+)
+
+
+@token_app.command("create")
+def token_create(
+    directory: Directory,
+    device: Annotated[
+        str | None, typer.Option("--device", help="The only id that it enrols; else the box chooses.")
+    ] = None,
+    replaces: Annotated[
+        str | None, typer.Option("--replaces", help="Put a new box in the place of this device and revoke the old one.")
+    ] = None,
+    hours: Annotated[float, typer.Option(help="For how long it can be used, at most 2160.")] = 24.0,
+    url: Annotated[
+        str | None, typer.Option(help="Where boxes reach the enrolment listener, if not as coordinator.toml says.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make a one-time token for a box; it is shown once, and holds the digest of this coordinator's authority."""
+    from coordinator.broker.access_lists import RELOAD_BY_HAND, running_brokers
+    from coordinator.errors import EnrolmentError
+    from coordinator.members.tokens import Wish, create_token
+
+    with explained(), store_of(directory) as (home, store):
+        if device is not None and replaces is not None and device != replaces:
+            raise EnrolmentError(f"--device {device} contradicts --replaces {replaces}: a new box takes over the id")
+        now = time.time()
+        wish = Wish(device=replaces or device, replaces=replaces is not None, hours=hours, url=url)
+        token = create_token(home, store, wish, now)
+        is_broker_here = bool(running_brokers(home))
+        _diary(home).write("token_created", token=token.id, client=token.device or "", until=now + hours * 3600)
+    values = {
+        "token": token.text,
+        "id": token.id,
+        "device": token.device,
+        "replaces": replaces,
+        "url": token.url,
+        "expires_at": now + hours * 3600,
+    }
+    named = "" if token.device else " --device ID"
+    text = (
+        f"{token.text}\n\nOn the box, until {_when(now + hours * 3600)}, once:\n"
+        f"  fedcg enrol --token -{named} --out DIR --data IMAGES      # then paste the token and press Enter\n"
+        "Whoever has the token can enrol a box: hand it over as you would a password."
+    )
+    tell(values, text if is_broker_here else f"{text}\n{RELOAD_BY_HAND}", as_json=as_json)
+
+
+@token_app.command("list")
+def token_list(directory: Directory, as_json: AsJson = False) -> None:
+    """List all tokens; their secrets are not known to the coordinator."""
+    now = time.time()
+    with explained(), store_of(directory) as (_, store):
+        tokens = store.register.tokens()
+    lines = [_token_line(token, now) for token in tokens] or ["no tokens yet; make one with `fedcg token create`"]
+    tell([_token_values(token, now) for token in tokens], "\n".join(lines), as_json=as_json)
+
+
+@token_app.command("revoke")
+def token_revoke(
+    token: Annotated[str, typer.Argument(help="Its id, as `fedcg token list` shows it.")],
+    directory: Directory,
+    as_json: AsJson = False,
+) -> None:
+    """Make a token that was not used yet good for nothing."""
+    from coordinator.members.tokens import revoke_token
+
+    with explained(), store_of(directory) as (home, store):
+        revoke_token(store, token, time.time())
+        _diary(home).write("token_revoked", token=token)
+    tell({"id": token, "state": "revoked"}, f"token {token} is revoked.", as_json=as_json)
+
+
+@device_app.command("add")
+def device_add(
+    ids: Annotated[list[str], typer.Argument(help="Ids: lower-case letters, digits, dashes.")],
+    directory: Directory,
+    out: Annotated[Path, typer.Option("--out", help="Where the bundles go: OUT/ID.")],
+    as_json: AsJson = False,
+) -> None:
+    """Enrol devices without a network: certificate, keys and agent.toml of each in a bundle that a person carries.
+
+    Boxes that reach the coordinator enrol by themselves, with `fedcg token create` here and `fedcg enrol` there.
+    """
+    from coordinator.broker.access_lists import RELOAD_BY_HAND, publish_access
+    from coordinator.members.bundle_enrolment import enrol
+
+    with explained(), store_of(directory) as (home, store), home.changing_members():
+        bundles = enrol(home, store, ids, out, time.time())
+        reloaded = publish_access(home)
+    values: dict[str, object] = {
+        "devices": {device: str(path) for device, path in bundles.items()},
+        "broker_reloaded": reloaded,
+    }
+    text = "\n".join(f"{device}: {path}" for device, path in bundles.items())
+    text = f"{text}\nThe bundles hold private keys: carry them over a safe channel."
+    tell(values, text if reloaded else f"{text}\n{RELOAD_BY_HAND}", as_json=as_json)
+
+
+@device_app.command("list")
+def device_list(directory: Directory, as_json: AsJson = False) -> None:
+    """List all devices, also those that were revoked or left."""
+    with explained(), store_of(directory) as (_, store):
+        described = [_device_values(store, device) for device in store.devices()]
+    lines = [_device_line(values) for values in described] or ["no devices yet; see `fedcg token create`"]
+    tell(described, "\n".join(lines), as_json=as_json)
+
+
+@device_app.command("show")
+def device_show(
+    device: Annotated[str, typer.Argument(help="Its id.")], directory: Directory, as_json: AsJson = False
+) -> None:
+    """Show one device: state, keys, certificates."""
+    from coordinator.errors import EnrolmentError
+
+    with explained(), store_of(directory) as (_, store):
+        record = store.device(device)
+        if record is None:
+            raise EnrolmentError(f"there is no device {device!r}; `fedcg device list` shows all")
+        values = _device_values(store, record)
+        values["certificates"] = [
+            {name: getattr(known, name) for name in ("serial", "issued_at", "expires_at", "revoked_at")}
+            for known in store.register.certificates(device)
+        ]
+    told = [_device_line(values), f"message key\t{record.public_key}", f"enrolled\t{_when(record.enrolled_at)}"]
+    for known in values["certificates"]:
+        ended = f", revoked {_when(known['revoked_at'])}" if known["revoked_at"] else ""
+        told.append(f"certificate\t{known['serial']}, until {_when(known['expires_at'])}{ended}")
+    tell(values, "\n".join(told), as_json=as_json)
+
+
+@device_app.command("revoke")
+def device_revoke(
+    device: Annotated[str, typer.Argument(help="Its id.")],
+    directory: Directory,
+    reason: Annotated[str, typer.Option(help="For the record, e.g. stolen.")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Cut a device off: its certificates, its keys, and the session it may have now; no round waits for it."""
+    from coordinator.broker.access_lists import RELOAD_BY_HAND
+    from coordinator.members.revocation import revoke
+
+    with explained(), store_of(directory) as (home, store):
+        done = revoke(home, store, device, reason, time.time())
+        _diary(home).write(
+            "device_revoked",
+            client=device,
+            reason=reason,
+            certificates=done.certificates,
+            reloaded=done.broker_reloaded,
+        )
+    values = {
+        "id": device,
+        "state": "revoked",
+        "was_member": done.was_member,
+        "certificates": done.certificates,
+        "broker_reloaded": done.broker_reloaded,
+    }
+    text = f"{device} is revoked: {done.certificates} certificates are on the revocation list."
+    tell(values, text if done.broker_reloaded else f"{text}\n{RELOAD_BY_HAND}", as_json=as_json)
+
+
+def _diary(home: Home) -> EventLog:
+    from fedcg.event_log import EventLog
+
+    return EventLog(home.events_file, time.time)
+
+
+def _device_values(store: Store, device: DeviceRecord) -> dict[str, Any]:
+    expiries = [known.expires_at for known in store.register.certificates(device.id) if known.revoked_at is None]
+    return {
+        "id": device.id,
+        "state": device.state.value,
+        "enrolled_at": device.enrolled_at,
+        "last_seen_at": device.last_seen_at,
+        "agent": device.agent,
+        "certificate_expires_at": max(expiries, default=None),
+        "ended_at": device.ended_at,
+        "reason": device.ended_because,
+        "public_key": device.public_key,
+    }
+
+
+def _device_line(values: dict[str, Any]) -> str:
+    seen = "never seen" if values["last_seen_at"] is None else f"seen {_when(values['last_seen_at'])}"
+    expiry = values["certificate_expires_at"]
+    told = [values["id"], values["state"], seen]
+    if values["state"] == "enrolled" and expiry is not None:
+        told.append(f"certificate until {_when(expiry)}")
+    if values["ended_at"] is not None:
+        told.append(f"since {_when(values['ended_at'])} {values['reason']}".strip())
+    return "\t".join(told)
+
+
+def _token_values(token: TokenRecord, now: float) -> dict[str, object]:
+    return {
+        "id": token.id,
+        "state": token.state(now).value,
+        "device": token.device,
+        "replaces": token.replaces,
+        "created_at": token.created_at,
+        "expires_at": token.expires_at,
+        "used_at": token.used_at,
+        "used_by": token.used_by,
+    }
+
+
+def _token_line(token: TokenRecord, now: float) -> str:
+    meant = f"for {token.device}" if token.device else "for any id"
+    if token.replaces:
+        meant = f"replaces {token.device}"
+    ended = f"used by {token.used_by} {_when(token.used_at)}" if token.used_at else f"until {_when(token.expires_at)}"
+    return f"{token.id}\t{token.state(now).value}\t{meant}\t{ended}"
+
+
+def _when(at: float) -> str:
+    return time.strftime("%F %T", time.localtime(at))

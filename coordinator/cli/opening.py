@@ -1,0 +1,64 @@
+"""Makes a coordinator's home and opens a federation in it: what `fedcg coordinator init` and `fedcg federation create` do."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from coordinator.broker.access_lists import publish_access
+from coordinator.broker.mosquitto import ACL_NAME, write_access_list
+from coordinator.cli.create_federation import found
+from coordinator.config import CoordinatorConfig
+from coordinator.errors import PlanError
+from coordinator.paths import Home, create_home
+from coordinator.rounds.records import AggregateRecord, FederationRecord
+from coordinator.storage.store import Store
+from fedcg.learning.spec import FederationPlan
+
+
+def initialise(root: Path, config: CoordinatorConfig, *, observers: tuple[str, ...] = ()) -> Home:
+    """Make a coordinator's directory, its empty database, and an access list without devices.
+
+    Args:
+        root: must be missing or empty.
+        config: what goes into coordinator.toml.
+        observers: identities that get a certificate to read everything and write nothing.
+
+    Raises:
+        HomeError: the directory holds something.
+    """
+    home = create_home(root, config, observers=observers)
+    Store(home.database).close()
+    write_access_list(home, home.broker / ACL_NAME, [], [])
+    return home
+
+
+def open_federation(home: Home, store: Store, plan: FederationPlan) -> tuple[FederationRecord, AggregateRecord]:
+    """Complete a plan to a spec, make the initial aggregate, and register both. Call it with `home.changing_members` held.
+
+    Raises:
+        PlanError: the home has a federation, or the method or the networks refuse the plan.
+    """
+    existing = [record.id for record in store.federations()]
+    if existing:
+        raise PlanError(f"{home.root} has a federation already ({existing[0]}); use another directory for another one")
+    config = home.config()
+    founded = found(plan, home.artifacts, home.public_data(config), config.aggregation.public_images)
+    now = time.time()
+    record = FederationRecord(
+        id=plan.federation,
+        method=plan.method,
+        spec=founded.spec,
+        rounds=plan.rounds,
+        min_clients=plan.min_clients,
+        max_attempts=plan.max_attempts,
+        deadline_s=plan.deadline_s,
+        first_attempt=1,
+        created_at=now,
+    )
+    initial = AggregateRecord(
+        plan.federation, 0, 0, founded.aggregate, founded.aggregate_bytes, founded.server_state, now
+    )
+    store.add_federation(record, initial)
+    publish_access(home)
+    return record, initial

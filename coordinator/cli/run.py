@@ -1,0 +1,204 @@
+"""Runs the coordinator of a home: puts the parts together and serves until it is told to end."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
+from functools import partial
+
+import uvicorn
+from starlette.responses import JSONResponse
+
+from coordinator.aggregation.worker_messages import WorkerSettings
+from coordinator.broker.access_lists import publish_access, silence
+from coordinator.config import CoordinatorConfig, check_api_host
+from coordinator.errors import HomeError
+from coordinator.http.app import Beside, create_app
+from coordinator.http.carrier_api import create_carrier_app
+from coordinator.http.enrolment_api import create_enrolment_app
+from coordinator.http.rate_limits import FailureLimits
+from coordinator.http.tls_listeners import bound, carrying, listening, server_context, serving
+from coordinator.members.admission import Admission
+from coordinator.members.revocation import evict
+from coordinator.messaging.flood_limits import LineLimit
+from coordinator.paths import Home
+from coordinator.pki.authority import CA_NAME, credential_of, server_credential
+from coordinator.pki.signing_keys import Voice, voice_of
+from coordinator.service.service import Service
+from coordinator.service.service_context import Setup
+from coordinator.storage.store import Store
+from fedcg.event_log import EventLog
+from fedcg.learning.spec import FederationSpec
+from fedcg.listening import Caps, Connections, Listener, http_config, own_hosts_only
+from fedcg.wire.artifacts.artifacts import ArtifactStore
+from fedcg.wire.messages.messages import COORDINATOR
+from fedcg.wire.transport.mqtt import MqttTransport
+from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles
+from fedcg.wire.transport.transport import Transport, Will
+
+GRACEFUL_S = 1
+
+
+def run_coordinator(home: Home, *, exit_when_finished: bool = False, say: Callable[[str], None]) -> int:
+    """Serve until SIGTERM or SIGINT.
+
+    Args:
+        home: whose coordinator to run.
+        exit_when_finished: end by itself after the last round.
+        say: gets one line once the HTTP interface listens.
+
+    Returns:
+        The exit code: 0 when it was asked to end or is finished, 1 when it failed.
+
+    Raises:
+        HomeError: another coordinator runs there, or it has no federation yet.
+        ConfigError: the configuration is not usable.
+    """
+    config = home.require().config()
+    check_api_host(config.api.host)
+    wanted = config.connections
+    connections = Connections(Caps(wanted.total, wanted.per_address, wanted.per_device))
+    with (
+        home.locked(),
+        bound("api", config.api.host, config.api.port, connections) as listener,
+        listening("enrolment", config.enrolment, config.enrolment_host, connections) as desk,
+        listening("carrier", config.carrier, config.carrier_host, connections) as carrier,
+        _setup(home, config) as setup,
+    ):
+        say(f"coordinator of {setup.federation.id} on http://{config.api.host}:{config.api.port}")
+        if desk is not None:
+            say(f"enrolment on {config.enrolment_url}")
+        if carrier is not None:
+            say(f"HTTPS carrier on {config.carrier_url}")
+        boxes = nullcontext() if desk is None else _boxes(home, config, setup, desk)
+        beside = _carrying(home, config, carrier)
+        return _serve(setup, config, listener, boxes, beside, exit_when_finished=exit_when_finished)
+
+
+def _boxes(
+    home: Home, config: CoordinatorConfig, setup: Setup, listener: Listener
+) -> AbstractAsyncContextManager[None]:
+    """The enrolment listener, not yet started."""
+    admission = Admission(
+        home=home,
+        store=setup.store,
+        config=config,
+        events=setup.events,
+        clock=setup.clock,
+        publish=lambda: publish_access(home),
+        evict=lambda device: evict(home, device),
+    )
+    application = create_enrolment_app(admission, FailureLimits(time.monotonic), FailureLimits(time.monotonic))
+    context = server_context(home.pki, server_credential(home.pki, "enrolment", config.enrolment_host))
+    return serving(application, listener, context)
+
+
+def _carrying(home: Home, config: CoordinatorConfig, listener: Listener | None) -> Beside:
+    """The carrier's listener, not yet started; nothing when there is none."""
+    if listener is None:
+        return lambda service: nullcontext()
+    credential = server_credential(home.pki, "carrier", config.carrier_host)
+
+    def serve(service: Service) -> AbstractAsyncContextManager[None]:
+        return carrying(create_carrier_app(service.shelf, time.monotonic), listener, home.pki, credential)
+
+    return serve
+
+
+def _serve(
+    setup: Setup,
+    config: CoordinatorConfig,
+    listener: Listener,
+    boxes: AbstractAsyncContextManager[None],
+    carrying: Beside,
+    *,
+    exit_when_finished: bool,
+) -> int:
+    code = 0
+
+    def request_exit(wanted: int) -> None:
+        nonlocal code
+        code = max(code, wanted)
+        server.should_exit = True
+
+    application = create_app(setup, request_exit, exit_when_finished=exit_when_finished, beside=carrying)
+    names = (config.api.host, *config.api.names)
+    setting = "[api] names in coordinator.toml"
+    checked = own_hosts_only(application, names, setting, lambda message: JSONResponse({"detail": message}, 400))
+    server = uvicorn.Server(http_config(checked, listener, lifespan="on", timeout_graceful_shutdown=GRACEFUL_S))
+    # uvicorn raises the signal that ended it once more when it is done; ours makes that a normal end
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+
+    async def serve() -> None:
+        async with boxes:
+            await server.serve(sockets=[listener])
+
+    asyncio.run(serve())
+    return code if server.started else 1
+
+
+@contextmanager
+def _setup(home: Home, config: CoordinatorConfig) -> Iterator[Setup]:
+    store = Store(home.database)
+    events = EventLog(home.events_file, time.time, LineLimit().allows)
+    known: Voice | None = None
+
+    def voice() -> Voice:
+        nonlocal known
+        known = voice_of(home, store, known)
+        return known
+
+    try:
+        silence(home, ())  # also what a killed coordinator did not get to; waits for a federation that is being opened
+        federations = store.federations()
+        if not federations:
+            raise HomeError(f"{home.root} has no federation yet; open one with `fedcg federation create`")
+        artifacts = ArtifactStore(home.artifacts)
+        yield Setup(
+            federation=federations[0],
+            spec=FederationSpec.parse(artifacts.get(federations[0].spec)),
+            store=store,
+            artifacts=artifacts,
+            connect=lambda will: _connect(home, config, will),
+            voice=voice,
+            worker=WorkerSettings(
+                config.aggregation.threads,
+                config.aggregation.device,
+                home.secret(),
+                home.artifacts,
+                home.spill,
+                home.public_data(config),
+                config.aggregation.public_images,
+                config.aggregation.stall_s,
+            ),
+            events=events,
+            publish_access=partial(silence, home),
+            limits=config.broker.limits,
+            keep_rounds=config.storage.keep_rounds,
+            rounds=config.rounds,
+            robustness=config.robustness,
+        )
+    finally:
+        store.close()
+
+
+def _connect(home: Home, config: CoordinatorConfig, will: Will) -> Transport:
+    own = credential_of(home.pki, COORDINATOR)
+    tls = TlsFiles(credential_of(home.pki, CA_NAME).certificate, own.certificate, own.key)
+    broker = config.broker
+    return MqttTransport(
+        MqttConfig(
+            broker.host,
+            broker.port,
+            COORDINATOR,
+            tls=tls,
+            protocol=broker.protocol,
+            max_packet=broker.limits.max_packet,
+            in_flight=broker.limits.in_flight,
+        ),
+        will,
+    )

@@ -1,0 +1,1 @@
+"""The operator API and the listeners for enrolment and transfers."""

@@ -1,0 +1,246 @@
+"""The HTTPS carrier's interface for boxes: spec and aggregates down by range, chunks of announced updates up. Bounded, strict.
+
+Only what was announced over MQTT, in signed messages, is fetched or put here; grants and receipts stay there. The certificate of
+the connection says which device speaks, and the register says whether it still may, also in the middle of a transfer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated
+
+from fastapi import FastAPI, Path, Request, Response
+from fastapi.responses import StreamingResponse
+from starlette.requests import ClientDisconnect
+
+from coordinator.errors import RefusedError
+from coordinator.http.client_certificates import HANG_UP, PEER, member_of, peer_of
+from coordinator.http.rate_limits import Buckets
+from coordinator.service.threads import Threads
+from coordinator.updates.https_artifacts import Shelf
+from fedcg.wire.errors import (
+    CapacityError,
+    IntegrityError,
+    MalformedError,
+    OrderError,
+    TooLargeError,
+    WireError,
+)
+from fedcg.wire.messages.enrolment_messages import Refusal, common_name
+from fedcg.wire.messages.messages import ArtifactRef
+from fedcg.wire.transfer.chunk_sender import ChunkFile
+from fedcg.wire.transfer.chunks import Chunk
+from fedcg.wire.transfer.http_ranges import (
+    ARTIFACTS_PATH,
+    READY_PATH,
+    STALL_S,
+    UPDATES_PATH,
+    Span,
+    parse_content_range,
+    parse_range,
+)
+
+MEMBER_S = 2.0
+"""So often the register is asked whether a device in the middle of a transfer is still a member."""
+REQUESTS_AT_ONCE = 4
+"""Of one device; it uses two, and a dead connection may linger."""
+PIECE_BYTES = 128 * 1024
+THREADS = 4
+"""That read artifacts and the register for all devices together; one disk gains nothing by more."""
+TOLD_EVERY_S = 10.0
+MAX_REMEMBERED = 4096
+STATUS: dict[type[WireError], int] = {
+    TooLargeError: 413,
+    MalformedError: 400,
+    OrderError: 404,
+    IntegrityError: 422,
+    CapacityError: 503,
+}
+
+log = logging.getLogger(__name__)
+ArtifactId = Annotated[str, Path(pattern=r"^[0-9a-f]{64}$")]
+
+
+class _Gate:
+    """Lets members in: who a connection is, and whether it may (still) take or bring anything."""
+
+    def __init__(self, shelf: Shelf, clock: Callable[[], float], threads: Threads) -> None:
+        self._shelf = shelf
+        self._clock = clock
+        self._threads = threads
+        self._members: dict[bytes, tuple[str | None, float]] = {}
+        self._busy: Counter[str] = Counter()
+        self._refused = 0
+        self._lines: Buckets[None] = Buckets(1 / TOLD_EVERY_S, 1, clock)
+
+    async def device(self, request: Request) -> str:
+        """The device that speaks.
+
+        Raises:
+            RefusedError: no member shows this certificate.
+        """
+        shown = request.scope[PEER]
+        name, read_at = self._members.get(shown, (None, float("-inf")))
+        if self._clock() - read_at >= MEMBER_S:
+            name = await self._threads.run(self._read, request)
+            if len(self._members) >= MAX_REMEMBERED:
+                self._members.clear()
+            self._members[shown] = (name, self._clock())
+        if name is None:
+            raise self._refusal(request)
+        return name
+
+    async def is_open(self, request: Request) -> bool:
+        """Whether the device that speaks is still a member, in the middle of an answer."""
+        try:
+            await self.device(request)
+        except RefusedError:
+            return False
+        return True
+
+    def _read(self, request: Request) -> str | None:
+        peer = peer_of(request)
+        member = None if peer is None else member_of(self._shelf.store, peer)
+        return None if member is None else member.id
+
+    def check_room(self, device: str) -> None:
+        """Refuse another request of a device that has too many.
+
+        Raises:
+            RefusedError: it has.
+        """
+        if self._busy[device] >= REQUESTS_AT_ONCE:
+            raise RefusedError(f"{device} has {REQUESTS_AT_ONCE} requests under way already", status=429)
+
+    @contextmanager
+    def occupied(self, device: str) -> Iterator[None]:
+        """Count a request for as long as it is served."""
+        self._busy[device] += 1
+        try:
+            yield
+        finally:
+            self._busy[device] -= 1
+            if not self._busy[device]:
+                del self._busy[device]
+
+    def _refusal(self, request: Request) -> RefusedError:
+        self._refused += 1
+        peer = peer_of(request)
+        named = None if peer is None else common_name(peer)
+        if self._lines.take(None):
+            self._shelf.events.write("carrier_refused", certificate=named, refused=self._refused)
+        return RefusedError("this certificate is no member's (any more); ask the operator")
+
+
+class _Counter:
+    """Serves fetches and takes updates."""
+
+    def __init__(self, shelf: Shelf, gate: _Gate, threads: Threads) -> None:
+        self._shelf = shelf
+        self._gate = gate
+        self._threads = threads
+
+    async def fetch(self, artifact: ArtifactId, request: Request) -> Response:
+        """Whole chunks or any other range of the spec or of an aggregate."""
+        device = await self._gate.device(request)
+        self._gate.check_room(device)
+        if not self._shelf.library.allows(artifact):
+            raise RefusedError(f"there is no artifact {artifact} to fetch", status=404)
+        try:
+            source = await self._threads.run(self._shelf.library.source, artifact)
+        except (IntegrityError, OSError):
+            log.exception("%s asked for artifact %s, which can't be read", device, artifact)
+            raise RefusedError("the artifact can't be read; the coordinator's log says why", status=500) from None
+        size, wanted = source.ref.size, request.headers.get("range")
+        try:
+            span = Span(0, size - 1, size) if wanted is None else parse_range(wanted, size)
+        except TooLargeError as error:
+            return _refused(416, str(error), {"Content-Range": f"bytes */{size}"})
+        headers = {"Content-Length": str(span.length), "Accept-Ranges": "bytes", "ETag": f'"{artifact}"'}
+        if wanted is not None:
+            headers["Content-Range"] = span.content_range
+        pieces = self._pieces(device, request, source, span)
+        return StreamingResponse(pieces, 200 if wanted is None else 206, headers, "application/octet-stream")
+
+    async def _pieces(self, device: str, request: Request, source: ChunkFile, span: Span) -> AsyncIterator[bytes]:
+        with self._gate.occupied(device):
+            file = await self._threads.run(os.open, source.path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                for start in range(span.first, span.last + 1, PIECE_BYTES):
+                    if not await self._gate.is_open(request):
+                        request.scope[HANG_UP]()
+                        await asyncio.sleep(STALL_S)  # ended by the disconnect
+                    length = min(PIECE_BYTES, span.last + 1 - start)
+                    yield await self._threads.run(os.pread, file, length, start)
+            finally:
+                os.close(file)
+
+    async def take(self, artifact: ArtifactId, request: Request) -> Response:
+        """Chunks of the update that the device has announced; each counts as soon as it is here."""
+        device = await self._gate.device(request)
+        self._gate.check_room(device)
+        with self._gate.occupied(device):
+            span = parse_content_range(request.headers.get("content-range", ""))
+            if request.headers.get("content-length") != str(span.length):
+                raise RefusedError(f"Content-Length must be {span.length}, as Content-Range says", status=400)
+            ref = await asyncio.wrap_future(self._shelf.intake.announced(device))
+            if ref is None or ref.id != artifact:
+                raise OrderError(f"no update {artifact} of {device} is under way; announce it first")
+            await self._take_chunks(device, request, ref, span)
+        return Response(status_code=204)
+
+    async def _take_chunks(self, device: str, request: Request, ref: ArtifactRef, span: Span) -> None:
+        chunks, body = span.chunks(ref), bytearray()
+        index, length = next(chunks)
+        async for piece in request.stream():
+            body += piece
+            while length and len(body) >= length:
+                await self._gate.device(request)
+                chunk = Chunk(ref.id, index, bytes(body[:length]))
+                del body[:length]
+                await asyncio.wrap_future(self._shelf.intake.chunk(device, chunk))
+                index, length = next(chunks, (0, 0))
+        if length:
+            raise MalformedError(f"the body ended in the middle of chunk {index}")
+
+
+def create_carrier_app(shelf: Shelf, clock: Callable[[], float]) -> FastAPI:
+    """The application of the carrier's listener.
+
+    Args:
+        shelf: what is fetched and where updates go.
+        clock: monotonic seconds.
+    """
+    threads = Threads(THREADS, "carrier")
+    gate = _Gate(shelf, clock, threads)
+    counter = _Counter(shelf, gate, threads)
+    application = FastAPI(title="FedCG Edge carrier", openapi_url=None, docs_url=None, redoc_url=None)
+
+    async def ready(request: Request) -> Response:
+        await gate.device(request)
+        return Response(status_code=204)
+
+    application.add_api_route(READY_PATH, ready, methods=["GET"])
+    application.add_api_route(f"{ARTIFACTS_PATH}/{{artifact}}", counter.fetch, methods=["GET"])
+    application.add_api_route(f"{UPDATES_PATH}/{{artifact}}", counter.take, methods=["PUT"])
+    application.add_exception_handler(RefusedError, _explain)
+    application.add_exception_handler(WireError, _explain)
+    application.add_exception_handler(ClientDisconnect, _explain)
+    return application
+
+
+async def _explain(request: Request, error: Exception) -> Response:
+    if isinstance(error, RefusedError):
+        return _refused(error.status, error.told)
+    status = next((STATUS[kind] for kind in type(error).__mro__ if kind in STATUS), 400)
+    return _refused(status, str(error))
+
+
+def _refused(status: int, told: str, headers: dict[str, str] | None = None) -> Response:
+    more = {**(headers or {}), "Connection": "close"}  # a body may be left unread
+    return Response(Refusal(error=told[:600]).model_dump_json(), status, more, "application/json")

@@ -1,0 +1,129 @@
+"""The HTTPS interface for boxes: the authority's certificate, enrolment by token, renewal. Bounded, strict, rate-limited.
+
+It is another application than the operator's interface (`api`), on another port, and has none of its routes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TypeVar
+
+from fastapi import FastAPI, Request, Response
+from pydantic import BaseModel, ValidationError
+
+from coordinator.errors import RefusedError
+from coordinator.http.client_certificates import peer_of
+from coordinator.http.rate_limits import Buckets, FailureLimits
+from coordinator.members.admission import Admission
+from coordinator.service.threads import Threads
+from fedcg.wire.messages.enrolment_messages import (
+    AUTHORITY_PATH,
+    ENROL_PATH,
+    MAX_BODY_BYTES,
+    RENEW_PATH,
+    EnrolRequest,
+    Refusal,
+    RenewRequest,
+    common_name,
+)
+
+TOLD_EVERY_S = 10.0
+THREADS = 2
+"""That decide; a decision holds the lock of the members, so more would only wait."""
+
+log = logging.getLogger(__name__)
+RequestT = TypeVar("RequestT", bound=BaseModel)
+
+
+class _Desk:
+    """Takes one request at a time from whoever comes: limits, bounds, schema, decision, and a line in the event log."""
+
+    def __init__(self, admission: Admission, limits: FailureLimits, device_limits: FailureLimits) -> None:
+        self.admission = admission
+        self._limits = limits
+        self._device_limits = device_limits
+        self._threads = Threads(THREADS, "enrolment")
+        self._limited = 0
+        self._lines: Buckets[None] = Buckets(1 / TOLD_EVERY_S, 1)
+
+    async def serve(
+        self, request: Request, schema: type[RequestT], grant: Callable[[RequestT], BaseModel], event: str
+    ) -> Response:
+        address = request.client.host if request.client is not None else "unknown"
+        peer = peer_of(request)
+        limits, asker = (self._limits, address) if peer is None else (self._device_limits, common_name(peer) or "")
+        wait_s = limits.wait_s(asker)
+        if wait_s > 0:
+            return self._limit(address, wait_s)
+        wanted: RequestT | None = None
+        try:
+            wanted = _parse(schema, await _body(request))
+            answer = await self._threads.run(grant, wanted)
+        except RefusedError as error:
+            limits.refused(asker)
+            device = getattr(wanted, "device", "")
+            self.admission.events.write(event, address=address, reason=str(error), client=device)
+            return _refusal(error.status, error.told)
+        except Exception:
+            log.exception("a request of %s failed", address)
+            return _refusal(500, "the coordinator could not do it; its log says why")
+        return Response(answer.model_dump_json(), media_type="application/json")
+
+    def _limit(self, address: str, wait_s: float) -> Response:
+        self._limited += 1
+        if self._lines.take(None):
+            self.admission.events.write("enrolment_limited", address=address, refused=self._limited)
+        seconds = int(wait_s) + 1
+        answer = _refusal(429, f"too many refused requests; try again in {seconds} s")
+        answer.headers["Retry-After"] = str(seconds)
+        return answer
+
+
+def create_enrolment_app(admission: Admission, limits: FailureLimits, device_limits: FailureLimits) -> FastAPI:
+    """The application of the enrolment listener.
+
+    Args:
+        admission: decides.
+        limits: counts refusals of those who show no certificate, by address.
+        device_limits: counts those of devices, by name: what strangers do delays no renewal.
+    """
+    desk = _Desk(admission, limits, device_limits)
+    application = FastAPI(title="FedCG Edge enrolment", openapi_url=None, docs_url=None, redoc_url=None)
+
+    async def authority() -> Response:
+        return Response(admission.authority(), media_type="application/x-pem-file")
+
+    async def enrol(request: Request) -> Response:
+        return await desk.serve(request, EnrolRequest, admission.enrol, "enrolment_refused")
+
+    async def renew(request: Request) -> Response:
+        peer = peer_of(request)
+        return await desk.serve(request, RenewRequest, lambda wanted: admission.renew(peer, wanted), "renewal_refused")
+
+    application.add_api_route(AUTHORITY_PATH, authority, methods=["GET"])
+    application.add_api_route(ENROL_PATH, enrol, methods=["POST"])
+    application.add_api_route(RENEW_PATH, renew, methods=["POST"])
+    return application
+
+
+async def _body(request: Request) -> bytes:
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > MAX_BODY_BYTES:
+            raise RefusedError(f"a request has at most {MAX_BODY_BYTES} bytes", status=413)
+    return bytes(body)
+
+
+def _parse(schema: type[RequestT], body: bytes) -> RequestT:
+    try:
+        return schema.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        field = ".".join(str(step) for step in first["loc"]) or "(body)"
+        raise RefusedError(f"{field[:60]}: {first['msg'][:200]}", status=422) from None
+
+
+def _refusal(status: int, told: str) -> Response:
+    return Response(Refusal(error=told).model_dump_json(), status_code=status, media_type="application/json")

@@ -1,0 +1,239 @@
+"""Decides who is admitted: checks a box's request against its token, issues the certificate, puts it into the register.
+
+Synchronous; knows nothing of HTTP and limits (`enrolment_api`). Every refusal has two texts: what the box is told, and what
+the operator reads in the event log.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from coordinator.broker.access_lists import RELOAD_BY_HAND
+from coordinator.config import CoordinatorConfig
+from coordinator.errors import RefusedError
+from coordinator.http.client_certificates import member_of
+from coordinator.members.bundle_enrolment import certificate_record
+from coordinator.members.tokens import is_secret_of
+from coordinator.paths import Home
+from coordinator.pki.authority import CA_NAME, certify, credential_of
+from coordinator.pki.signing_keys import voice_of
+from coordinator.rounds.records import CertificateRecord, TokenRecord, TokenState
+from coordinator.storage.membership_store import Admitted
+from coordinator.storage.store import Store
+from fedcg.event_log import EventLog
+from fedcg.wire.messages.enrolment_messages import (
+    EnrolAnswer,
+    EnrolRequest,
+    RenewAnswer,
+    RenewRequest,
+    answer_statement,
+    common_name,
+    enrolment_statement,
+    key_digest,
+    renewal_statement,
+)
+from fedcg.wire.messages.signing import VerifyKey
+from fedcg.wire.messages.topics import check_device_id
+
+log = logging.getLogger(__name__)
+
+REPEAT_S = 900.0
+"""For so long the same box with the same keys gets its answer again: links break after the token was used up."""
+RENEWALS_AT_ONCE = 6
+"""Unexpired certificates of one device; one more is refused until the oldest has expired or an operator revoked it."""
+
+
+@dataclass(frozen=True)
+class Admission:
+    """Grants or refuses.
+
+    Attributes:
+        home: the coordinator's directory.
+        store: its database.
+        config: its configuration.
+        events: the event log.
+        clock: unix time.
+        publish: writes the broker's lists and makes it apply them; False when it reached none.
+        evict: ends a session that the box before still has at the broker.
+    """
+
+    home: Home
+    store: Store
+    config: CoordinatorConfig
+    events: EventLog
+    clock: Callable[[], float]
+    publish: Callable[[], bool]
+    evict: Callable[[str], object]
+
+    def authority(self) -> bytes:
+        """The authority's certificate, PEM; public."""
+        return credential_of(self.home.pki, CA_NAME).certificate.read_bytes()
+
+    def enrol(self, request: EnrolRequest) -> EnrolAnswer:
+        """Make a box a device.
+
+        Raises:
+            RefusedError: says what the box is told.
+        """
+        with self.home.changing_members():
+            now = self.clock()
+            token = self.store.register.token(request.token)
+            if token is None or not is_secret_of(token, bytes.fromhex(request.secret)):
+                reason = "no token of that id" if token is None else "the secret is wrong"
+                raise RefusedError("the token is not valid here", f"token {request.token}: {reason}")
+            if request.nonce is None:
+                raise RefusedError(
+                    "this box's program is older than the coordinator's: update it and ask for a new token"
+                )
+            key = _requested_key(request.request, request.device)
+            purpose = _purpose(request, key)
+            earlier = self._earlier(token, purpose, now)
+            if earlier is None:
+                _check_token(token, request.device, now)
+                _check_proof(request, key)
+                earlier = self._admit(token, request, key, purpose, now)
+            return self._answer(request, earlier)
+
+    def renew(self, peer: x509.Certificate | None, request: RenewRequest) -> RenewAnswer:
+        """The next certificate of a device.
+
+        Args:
+            peer: the certificate of the connection, verified by TLS; None when it showed none.
+            request: what it asks.
+
+        Raises:
+            RefusedError: says what the device is told.
+        """
+        with self.home.changing_members():
+            now = self.clock()
+            device = self._identified(peer, request)
+            key = _requested_key(request.request, request.device)
+            if not _verifies(device, request.proof, renewal_statement(request.device, key_digest(key))):
+                raise RefusedError("the request is not signed by the device's message key")
+            alive = [
+                record
+                for record in self.store.register.certificates(request.device)
+                if record.revoked_at is None and record.expires_at > now
+            ]
+            if len(alive) >= RENEWALS_AT_ONCE:
+                raise RefusedError(f"the device has {len(alive)} valid certificates already; it renews too often")
+            record = self._certify(request.device, key, now)
+            self.store.register.add_certificate(record)
+        self.events.write("certificate_renewed", client=request.device, serial=record.serial, until=record.expires_at)
+        return RenewAnswer(certificate=record.pem)
+
+    def _earlier(self, token: TokenRecord, purpose: str, now: float) -> CertificateRecord | None:
+        is_repeated = token.used_for == purpose and token.used_at is not None and now < token.used_at + REPEAT_S
+        if not is_repeated or token.serial is None:
+            return None
+        known = self.store.register.certificate(token.serial)
+        return known if known is not None and known.revoked_at is None else None
+
+    def _admit(
+        self, token: TokenRecord, request: EnrolRequest, key: ec.EllipticCurvePublicKey, purpose: str, now: float
+    ) -> CertificateRecord:
+        device = request.device
+        if self.store.device(device) is not None and not token.replaces:
+            raise RefusedError(
+                f"there is a device {device!r} already; choose another id, or ask for a token that replaces it"
+            )
+        record = self._certify(device, key, now)
+        self.store.register.admit(Admitted(token.id, purpose, request.signing_key, record, token.replaces), now)
+        reloaded = self.publish()
+        if not reloaded:
+            log.warning("%s is enrolled, and no broker has read the new access list. %s", device, RELOAD_BY_HAND)
+        if token.replaces:
+            self.evict(device)
+        self.events.write(
+            "device_enrolled",
+            client=device,
+            token=token.id,
+            serial=record.serial,
+            replaced=token.replaces,
+            reloaded=reloaded,
+        )
+        return record
+
+    def _certify(self, device: str, key: ec.EllipticCurvePublicKey, now: float) -> CertificateRecord:
+        life = timedelta(days=self.config.enrolment.certificate_days)
+        return certificate_record(device, certify(self.home.pki, device, key, life), now)
+
+    def _identified(self, peer: x509.Certificate | None, request: RenewRequest) -> str:
+        """The message key of the device whose certificate the connection showed."""
+        if peer is None:
+            raise RefusedError("a renewal needs the device's current certificate on the connection")
+        if common_name(peer) != request.device:
+            raise RefusedError("the certificate of the connection is another device's")
+        known = member_of(self.store, peer)
+        if known is None:
+            raise RefusedError("the device is not enrolled any more; ask the operator for a new token")
+        return known.public_key
+
+    def _answer(self, request: EnrolRequest, certificate: CertificateRecord) -> EnrolAnswer:
+        key = voice_of(self.home, self.store).key
+        answer = EnrolAnswer(
+            device=request.device,
+            federation=self.store.federations()[0].id,
+            certificate=certificate.pem,
+            authority=self.authority().decode(),
+            coordinator_key=key.public.hex,
+            broker_host=self.config.broker.host,
+            broker_port=self.config.broker.port,
+            broker_preset=self.config.broker.preset,
+            carrier_url=self.config.carrier_url,
+        )
+        return answer.model_copy(update={"signature": key.sign(answer_statement(request, answer)).hex()})
+
+
+def _check_token(token: TokenRecord, device: str, now: float) -> None:
+    state = token.state(now)
+    if state is not TokenState.OPEN:
+        told = {
+            TokenState.USED: f"the token was used already, by device {token.used_by!r}",
+            TokenState.REVOKED: "the operator revoked the token",
+            TokenState.EXPIRED: "the token has expired",
+        }[state]
+        raise RefusedError(f"{told}; ask the operator for a new one", f"token {token.id}: {told}")
+    if token.device is not None and token.device != device:
+        raise RefusedError(f"the token is for device {token.device!r} only", f"token {token.id} used for {device!r}")
+    try:
+        check_device_id(device)
+    except ValueError as error:
+        raise RefusedError(str(error)) from error
+
+
+def _check_proof(request: EnrolRequest, key: ec.EllipticCurvePublicKey) -> None:
+    statement = enrolment_statement(request.token, request.device, key_digest(key), request.signing_key)
+    if not _verifies(request.signing_key, request.proof, statement):
+        raise RefusedError("the request is not signed by the message key that it names")
+
+
+def _verifies(key: str, signature: str, statement: bytes) -> bool:
+    return VerifyKey.from_hex(key).verifies(bytes.fromhex(signature), statement)
+
+
+def _requested_key(pem: str, device: str) -> ec.EllipticCurvePublicKey:
+    """The key of a certificate request; nothing else of it is used but the name, which must be the device's."""
+    try:
+        request = x509.load_pem_x509_csr(pem.encode())
+        is_signed = request.is_signature_valid
+    except ValueError as error:
+        raise RefusedError("the certificate request can't be read") from error
+    key = request.public_key()
+    if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
+        raise RefusedError("the certificate request's key is not a P-256 key")
+    if not is_signed or common_name(request) != device:
+        raise RefusedError(f"the certificate request is not signed, or not for {device!r}")
+    return key
+
+
+def _purpose(request: EnrolRequest, key: ec.EllipticCurvePublicKey) -> str:
+    """Digest of device and keys: the same box asking again, whatever the bytes of its request."""
+    return hashlib.sha256(f"{request.device}\0{key_digest(key)}\0{request.signing_key}".encode()).hexdigest()

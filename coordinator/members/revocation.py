@@ -1,0 +1,79 @@
+"""Ends a device's membership: database, revocation list, access list, and whatever session still lives at the broker.
+
+What holds even when the broker can't be reached: the coordinator forgets the device's message key, so nothing that the
+device says counts, and nobody waits for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+from coordinator.broker.access_lists import publish_access
+from coordinator.errors import EnrolmentError
+from coordinator.paths import Home
+from coordinator.pki.authority import CA_NAME, credential_of, issue_beside
+from coordinator.rounds.records import DeviceState
+from coordinator.storage.store import Store
+from fedcg.wire.errors import TransportError
+from fedcg.wire.transport.mqtt import probe
+from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles
+
+EVICTION_LIFE = timedelta(minutes=10)
+EVICTION_TIMEOUT_S = 5.0
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Revoked:
+    """How a revocation went.
+
+    Attributes:
+        was_member: False when the device had been revoked, or had left, before.
+        certificates: how many of its certificates are on the revocation list now.
+        broker_reloaded: whether a broker of this home applied it; else one that others run has to be told.
+    """
+
+    was_member: bool
+    certificates: int
+    broker_reloaded: bool
+
+
+def revoke(home: Home, store: Store, device: str, reason: str, now: float) -> Revoked:
+    """Revoke a device: from now on it is refused everywhere. Revoking it again repeats whatever did not go through.
+
+    Raises:
+        EnrolmentError: there is no such device.
+    """
+    if store.device(device) is None:
+        raise EnrolmentError(f"there is no device {device!r}; `fedcg device list` shows all")
+    with home.changing_members():
+        was_member = store.register.end_membership(device, DeviceState.REVOKED, reason, now)
+        reloaded = publish_access(home)
+        revoked = [record for record in store.register.revoked_certificates(now) if record.device == device]
+    return Revoked(was_member, len(revoked), reloaded)
+
+
+def evict(home: Home, device: str) -> bool:
+    """End the session that a replaced box still has at the broker, by taking its place for a moment.
+
+    An access list can't tell the box before from the new one, which has the same name; the revocation list keeps the one
+    before from coming back.
+
+    Returns:
+        False when the broker could not be reached: then there is no session to end, or it ends with the broker.
+    """
+    broker = home.config().broker
+    with tempfile.TemporaryDirectory(prefix="evict-", dir=home.root) as folder:
+        own = issue_beside(home.pki, Path(folder), device, EVICTION_LIFE)
+        tls = TlsFiles(credential_of(home.pki, CA_NAME).certificate, own.certificate, own.key)
+        try:
+            probe(MqttConfig(broker.host, broker.port, device, tls=tls, protocol=broker.protocol), EVICTION_TIMEOUT_S)
+        except TransportError as error:
+            log.warning("the session of the box before %s was not ended: %s", device, error)
+            return False
+    return True

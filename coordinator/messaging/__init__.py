@@ -1,0 +1,1 @@
+"""Signed messages in and out."""

@@ -1,0 +1,29 @@
+"""Whether the devices of a federation share one cohort secret, from the marks in their hellos; kept in memory only."""
+
+from __future__ import annotations
+
+from fedcg.wire.messages.messages import CohortVerdict
+
+
+class Cohorts:
+    """The marks heard so far."""
+
+    def __init__(self) -> None:
+        self._marks: dict[str, str | None] = {}
+
+    def hear(self, device: str, mark: str | None) -> tuple[str, ...]:
+        """Note a device's mark, None for a device without a secret; the devices that have another one."""
+        self._marks[device] = mark
+        return tuple(sorted(name for name, other in self._marks.items() if other != mark))
+
+    def forget(self, device: str) -> None:
+        """A device takes part no more: the others are judged without it."""
+        self._marks.pop(device, None)
+
+    def verdict(self, device: str) -> CohortVerdict:
+        """How a device's secret stands beside those of all others heard of."""
+        mine = self._marks.get(device)
+        others = {mark for name, mark in self._marks.items() if name != device}
+        if not others:
+            return CohortVerdict.ALONE
+        return CohortVerdict.SAME if others == {mine} else CohortVerdict.DIFFERENT

@@ -1,0 +1,73 @@
+"""How much a device may send: token buckets that count before a signature is checked or a byte is hashed.
+
+A device that stays above what any honest one sends is silenced: the service then takes it off the broker's access list.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from coordinator.http.rate_limits import Buckets
+from fedcg.wire.messages.topics import TopicKind
+
+MESSAGES_PER_S = 200.0  # of one device and topic kind; 8 chunks a grant make it 190 MB/s of downloads
+MESSAGES_AT_ONCE = 1000.0  # the grants of a download of 900 MB
+FLOOD_PER_S = 500.0  # of one device, on all topics, without the chunks that were granted
+FLOOD_AT_ONCE = 3000.0  # so that 4,000/s are a flood after one second, and 600/s after 30
+SILENCE_S = 600.0
+LINES_PER_S = 0.5  # in the event log, about one device, of the kinds that it can cause at will; a round in two seconds
+LINES_AT_ONCE = 200.0
+LIMITED_EVENTS = frozenset({"accepted", "cohort_differs", "declined", "offline", "online", "update_refused"})
+
+
+class LineLimit:
+    """Which lines of the event log about a device are written: all, until it causes too many of those that it can repeat."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._lines: Buckets[str] = Buckets(LINES_PER_S, LINES_AT_ONCE, clock)
+
+    def allows(self, event: str, client: str) -> bool:
+        """Whether one more line of this kind about this device may be written."""
+        return event not in LIMITED_EVENTS or self._lines.take(client)
+
+
+class FloodGate:
+    """Decides, on the transport's thread, which messages of a device are looked at.
+
+    Args:
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._messages: Buckets[tuple[str, TopicKind]] = Buckets(MESSAGES_PER_S, MESSAGES_AT_ONCE, clock)
+        self._all: Buckets[str] = Buckets(FLOOD_PER_S, FLOOD_AT_ONCE, clock)
+        self._silenced: dict[str, float] = {}
+
+    def admits(self, device: str, kind: TopicKind) -> bool:
+        """Whether a message may be looked at.
+
+        Args:
+            device: who sent it; empty for all devices that are not in the register, which share a bucket.
+            kind: of its topic.
+        """
+        if device in self._silenced:
+            return False
+        if device and not self._all.take(device):
+            self._silenced[device] = self._clock() + SILENCE_S
+            return False
+        return self._messages.take((device, kind))
+
+    def is_silenced(self, device: str) -> bool:
+        """Whether nothing of a device is looked at now."""
+        return device in self._silenced
+
+    def silenced(self) -> frozenset[str]:
+        """The devices of which nothing is looked at now; from any thread. One whose time is over starts with a full bucket."""
+        now = self._clock()
+        for device, until in list(self._silenced.items()):
+            if now >= until:
+                self._all.forget(device)
+                del self._silenced[device]
+        return frozenset(self._silenced)

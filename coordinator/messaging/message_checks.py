@@ -1,0 +1,201 @@
+"""From bytes on a topic to a message that may be acted on: topic, signature, addressee, session, order.
+
+Everything else is refused and counted with its reason. Keeps the sessions; decides nothing about rounds. Chunks of updates
+carry no signature of their own and go to `intake`: the signed manifest names the sha256 of the whole.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from fedcg.refusal_counter import Refusals
+from fedcg.wire.errors import (
+    MalformedError,
+    OtherDeviceError,
+    OtherFederationError,
+    OtherSessionError,
+    ReplayError,
+    WireError,
+)
+from fedcg.wire.messages.messages import (
+    COORDINATOR,
+    Accept,
+    AnyMessage,
+    Carrier,
+    Decline,
+    DeviceStatus,
+    Heartbeat,
+    Hello,
+    Leave,
+    Manifest,
+    Need,
+)
+from fedcg.wire.messages.ordering import Session, session_id
+from fedcg.wire.messages.signing import VerifyKey, open_envelope
+from fedcg.wire.messages.topics import TopicKind, Topics
+from fedcg.wire.transport.transport import Delivery
+
+NONCES_KEPT = 64  # of each device's earlier hellos since the start
+
+log = logging.getLogger(__name__)
+
+MessageT = TypeVar("MessageT", bound=AnyMessage)
+
+
+@dataclass(frozen=True)
+class FromDevice:
+    """A message of a device that passed every check."""
+
+    device: str
+    message: Hello | DeviceStatus | Heartbeat | Accept | Decline | Manifest | Need | Leave
+
+
+@dataclass
+class _OpenSession:
+    device_nonce: str
+    nonce: str
+    session: Session
+    carrier: Carrier
+
+
+class Sessions:
+    """The open session of every device; a new hello replaces the session, a repeated one does not."""
+
+    def __init__(self, make_nonce: Callable[[], str] = lambda: secrets.token_hex(16)) -> None:
+        self._make_nonce = make_nonce
+        self._open: dict[str, _OpenSession] = {}
+        self._earlier: dict[str, deque[str]] = {}
+
+    def greet(self, device: str, nonce: str, carrier: Carrier = Carrier.MQTT) -> str:
+        """Open a session for a hello and return the coordinator's nonce for the welcome."""
+        known = self._open.get(device)
+        if known is not None and known.device_nonce == nonce:
+            return known.nonce
+        if known is not None:
+            self._earlier.setdefault(device, deque(maxlen=NONCES_KEPT)).append(known.device_nonce)
+        ours = self._make_nonce()
+        self._open[device] = _OpenSession(nonce, ours, Session(session_id(nonce, ours)), carrier)
+        return ours
+
+    @property
+    def carriers(self) -> frozenset[Carrier]:
+        """How the artifacts of devices with a session travel."""
+        return frozenset(known.carrier for known in self._open.values())
+
+    def carrier(self, device: str) -> Carrier:
+        """How a device's artifacts travel, as its hello says."""
+        known = self._open.get(device)
+        return Carrier.MQTT if known is None else known.carrier
+
+    def check_hello(self, hello: Hello) -> None:
+        """Check that a hello is not the recording of one whose session was replaced since.
+
+        Raises:
+            ReplayError: it is.
+        """
+        if hello.nonce in self._earlier.get(hello.sender, ()):
+            raise ReplayError("a hello of a session that a later one has replaced")
+
+    def close(self, device: str) -> None:
+        """End the session of a device, if it has one."""
+        self._open.pop(device, None)
+
+    def has(self, device: str) -> bool:
+        """Whether a device can be spoken to."""
+        return device in self._open
+
+    def admit(self, device: str, message: AnyMessage) -> None:
+        """Check that a message continues the device's session.
+
+        Raises:
+            OtherSessionError: no session, or another one.
+            ReplayError: a repeated counter.
+        """
+        known = self._open.get(device)
+        if known is None:
+            raise OtherSessionError(f"a {message.kind} message without a session")
+        known.session.admit(message)
+
+    def stamp(self, device: str, message: MessageT) -> MessageT:
+        """The message with the device's session and the next counter."""
+        return self._open[device].session.stamp(message)
+
+
+class Ingest:
+    """Checks deliveries.
+
+    Args:
+        topics: of the federation.
+        sessions: shared with whoever sends.
+        refusals: counts and tells what is refused.
+    """
+
+    def __init__(self, topics: Topics, sessions: Sessions, refusals: Refusals) -> None:
+        self._topics = topics
+        self._sessions = sessions
+        self._keys: dict[str, VerifyKey] = {}
+        self._refusals = refusals
+
+    def learn_keys(self, keys: Iterable[tuple[str, str]]) -> frozenset[str]:
+        """Replace the register of public keys: (device, hex) pairs.
+
+        Returns:
+            The devices whose earlier key counts no more; their sessions are closed.
+        """
+        known, self._keys = self._keys, {device: VerifyKey.from_hex(text) for device, text in keys}
+        gone = frozenset(device for device, key in known.items() if self._keys.get(device) != key)
+        for device in gone:
+            self._sessions.close(device)
+        return gone
+
+    def knows(self, device: str) -> bool:
+        """Whether a device's key is in the register."""
+        return device in self._keys
+
+    def origin(self, delivery: Delivery) -> tuple[str, TopicKind]:
+        """The registered device on whose topic a delivery came, empty for all others, and the kind of topic. From any thread."""
+        parsed = self._topics.parse(delivery.topic)
+        if parsed is None or parsed.device not in self._keys:
+            return "", TopicKind.UP_CONTROL if parsed is None else parsed.kind
+        return parsed.device, parsed.kind
+
+    def open(self, delivery: Delivery) -> FromDevice | None:
+        """What a delivery says, or None when it is refused (and counted)."""
+        try:
+            return self._open(delivery)
+        except WireError as error:
+            if self._refusals.note(delivery.topic, error, self.origin(delivery)[0]):
+                log.warning("refused a message on %s: %s", delivery.topic, error)
+            return None
+
+    def _open(self, delivery: Delivery) -> FromDevice:
+        parsed = self._topics.parse(delivery.topic)
+        if parsed is None or parsed.device is None:
+            raise MalformedError("not a topic that devices speak on")
+        message = open_envelope(delivery.payload, self._keys.get)
+        self._check_address(message, parsed.device)
+        status_topic = parsed.kind is TopicKind.STATUS
+        if isinstance(message, DeviceStatus) != status_topic:
+            raise MalformedError(f"a {message.kind} message on a topic that is not for it")
+        if isinstance(message, Hello):
+            self._sessions.check_hello(message)
+            return FromDevice(parsed.device, message)
+        if isinstance(message, Heartbeat | Accept | Decline | Manifest | Need | Leave):
+            self._sessions.admit(parsed.device, message)
+        elif not isinstance(message, DeviceStatus):
+            raise MalformedError(f"a {message.kind} message is not for the coordinator")
+        return FromDevice(parsed.device, message)
+
+    def _check_address(self, message: AnyMessage, device: str) -> None:
+        if message.sender != device:
+            raise OtherDeviceError(f"a {message.kind} message of {message.sender!r} on the topic of {device!r}")
+        if message.federation != self._topics.federation:
+            raise OtherFederationError(f"a message for federation {message.federation!r}")
+        wanted = {COORDINATOR, "*"} if isinstance(message, DeviceStatus) else {COORDINATOR}
+        if message.recipient not in wanted:
+            raise OtherDeviceError(f"a message for {message.recipient!r}")

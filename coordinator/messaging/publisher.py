@@ -1,0 +1,258 @@
+"""What the coordinator says: builds, stamps, signs and publishes messages and chunks. Decides nothing.
+
+A message that can't be handed to the broker now is dropped and logged: every one of them is repeated by the protocol
+(offers and status when the link is back, offers by timer too, invites and grants by timer, receipts on the repeated manifest).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TypedDict
+
+from coordinator.messaging.cohort_marks import Cohorts
+from coordinator.messaging.message_checks import Sessions
+from coordinator.pki.signing_keys import Voice
+from fedcg.wire import versions
+from fedcg.wire.errors import TransportError
+from fedcg.wire.messages.messages import (
+    COORDINATOR,
+    EVERYONE,
+    MAX_KEY_LINKS,
+    AnyMessage,
+    ArtifactRef,
+    Carrier,
+    CoordinatorStatus,
+    Finished,
+    Hello,
+    Invite,
+    KeyChain,
+    Left,
+    Manifest,
+    Need,
+    Offer,
+    Outcome,
+    Receipt,
+    Refusal,
+    Welcome,
+)
+from fedcg.wire.messages.signing import SigningKey, seal
+from fedcg.wire.messages.topics import Topics
+from fedcg.wire.transfer.broker_presets import DEFAULT_PRESET, PRESETS, LinkLimits
+from fedcg.wire.transfer.chunk_sender import ChunkFile, ChunkSender
+from fedcg.wire.transfer.chunks import Ranges, chunk_bytes_for
+from fedcg.wire.transport.transport import Transport, Will
+
+log = logging.getLogger(__name__)
+
+Position = tuple[int, int]
+"""(round, attempt)."""
+
+
+class _Envelope(TypedDict):
+    federation: str
+    sender: str
+    recipient: str
+    epoch: int
+    round: int
+    attempt: int
+
+
+def _envelope(federation: str, epoch: int, recipient: str = EVERYONE, position: Position = (0, 0)) -> _Envelope:
+    return {
+        "federation": federation,
+        "sender": COORDINATOR,
+        "recipient": recipient,
+        "epoch": epoch,
+        "round": position[0],
+        "attempt": position[1],
+    }
+
+
+def status_message(federation: str, epoch: int, *, online: bool) -> CoordinatorStatus:
+    """What the coordinator's retained status says."""
+    return CoordinatorStatus(**_envelope(federation, epoch), online=online)
+
+
+def status_will(topics: Topics, epoch: int, key: SigningKey) -> Will:
+    """What the broker publishes when the coordinator vanishes; signed in advance."""
+    return Will(topics.coordinator, seal(status_message(topics.federation, epoch, online=False), key))
+
+
+class Publisher:
+    """The coordinator's voice in one federation and one epoch."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        topics: Topics,
+        voice: Voice,
+        epoch: int,
+        sessions: Sessions,
+        cohorts: Cohorts,
+        limits: LinkLimits = PRESETS[DEFAULT_PRESET],
+    ) -> None:
+        self._transport = transport
+        self._topics = topics
+        self._voice = voice
+        self._epoch = epoch
+        self._sessions = sessions
+        self._cohorts = cohorts
+        self._limits = limits
+        self._sender = ChunkSender(transport, "chunks")
+
+    @property
+    def chunk_bytes(self) -> int:
+        """The chunk size that fits the link and the configuration."""
+        return chunk_bytes_for(self._transport.max_payload, self._limits.chunk_bytes)
+
+    def status(self, *, online: bool) -> bool:
+        """Retained: whether a coordinator speaks."""
+        message = status_message(self._topics.federation, self._epoch, online=online)
+        return self._publish(self._topics.coordinator, self._seal(message), retain=True)
+
+    def use(self, voice: Voice) -> bool:
+        """Sign with this key from now on; a new one is told to the devices first, and on a new link everything after it.
+
+        Returns:
+            Whether it is a new one.
+        """
+        if voice.links == self._voice.links:
+            return False
+        self._voice = voice
+        self.keys()
+        self._transport.change_will(status_will(self._topics, self._epoch, voice.key))
+        return True
+
+    def connect_anew(self) -> None:
+        """Have the broker forget its queue for us. What honest devices have in it comes again, as after any lost link.
+
+        After a flood, Mosquitto 2.0.11 was seen to deliver messages of other devices seconds late; a new session ended that.
+        """
+        self._transport.change_will(status_will(self._topics, self._epoch, self._voice.key))
+
+    def keys(self) -> bool:
+        """Retained: how the message key was replaced; nothing while it is still the first one."""
+        links = self._voice.links[-MAX_KEY_LINKS:]
+        if not links:
+            return True
+        message = KeyChain(**self._to(EVERYONE), links=links)
+        return self._publish(self._topics.keys, self._seal(message), retain=True)
+
+    def offer(
+        self, position: Position, spec: ArtifactRef, aggregate: ArtifactRef, rounds: int, deadline_at: float
+    ) -> bool:
+        """Retained: the open (round, attempt)."""
+        message = Offer(
+            **self._to(EVERYONE, position), spec=spec, aggregate=aggregate, rounds=rounds, deadline_at=deadline_at
+        )
+        return self._publish(self._topics.offer, self._seal(message), retain=True)
+
+    def finished(self, position: Position, spec: ArtifactRef, aggregate: ArtifactRef) -> bool:
+        """Retained: the federation is over."""
+        message = Finished(**self._to(EVERYONE, position), spec=spec, aggregate=aggregate)
+        return self._publish(self._topics.offer, self._seal(message), retain=True)
+
+    def welcome(self, device: str, device_nonce: str, nonce: str, server_time: float, version: int) -> bool:
+        """Answer a hello, with the version that the session has."""
+        message = Welcome(
+            **self._to(device),
+            version=version,
+            device_nonce=device_nonce,
+            nonce=nonce,
+            server_time=server_time,
+            cohort=self._cohorts.verdict(device),
+        )
+        return self._publish(self._topics.down_control(device), self._seal(message))
+
+    def turn_away(self, device: str, hello: Hello) -> bool:
+        """Answer a hello of versions that are not spoken here."""
+        message = Refusal(
+            **self._to(device),
+            device_nonce=hello.nonce,
+            versions=versions.SPOKEN,
+            device_versions=hello.versions,
+            update=versions.outdated(hello.versions, versions.SPOKEN),
+        )
+        return self._publish(self._topics.down_control(device), self._seal(message))
+
+    def invite(self, device: str, position: Position, grant: int = 0) -> bool:
+        """Ask a device to take part in (round, attempt); `grant` first chunks of its update may follow its manifest."""
+        return self._tell(
+            device,
+            Invite(**self._to(device, position), cohort=self._cohorts.verdict(device), grant=grant),
+        )
+
+    def left(self, device: str) -> bool:
+        """Confirm that a device is no member any more."""
+        return self._tell(device, Left(**self._to(device)))
+
+    def need(self, device: str, manifest: Manifest, ranges: Ranges) -> bool:
+        """Grant chunks of an announced update."""
+        return self._tell(
+            device,
+            Need(**self._to(device, (manifest.round, manifest.attempt)), artifact=manifest.artifact.id, ranges=ranges),
+        )
+
+    def receipt(self, device: str, manifest: Manifest, outcome: Outcome, reason: str) -> bool:
+        """End an update."""
+        return self._tell(
+            device,
+            Receipt(
+                **self._to(device, (manifest.round, manifest.attempt)),
+                artifact=manifest.artifact.id,
+                outcome=outcome,
+                reason=reason[:300],
+            ),
+        )
+
+    def chunks(self, device: str, source: ChunkFile, ranges: Ranges) -> None:
+        """Send what one device asked for, as the link takes it; what is lost on the way is asked for again."""
+        self._sender.serve(self._topics.down_chunk(device), source, ranges)
+
+    def forget(self, artifact: str) -> None:
+        """Send nothing more of an artifact: it is deleted."""
+        self._sender.forget(artifact)
+
+    def broadcast(self, source: ChunkFile, is_current: Callable[[], bool]) -> None:
+        """Send an aggregate to everybody, paced, at most once; who misses a chunk asks for it.
+
+        Nothing is sent when every device fetches over HTTPS.
+        """
+        if self._sessions.carriers == {Carrier.HTTPS}:
+            return
+        burst = self._limits.window.chunks_of(source.ref.chunk_bytes)
+        pace = self._limits.broadcast_bytes_per_s
+        self._sender.broadcast(self._topics.aggregate, source, is_current, pace, burst)
+
+    def carrier(self, device: str) -> Carrier:
+        """How a device's artifacts travel."""
+        return self._sessions.carrier(device)
+
+    def start(self) -> None:
+        """Begin to send chunks."""
+        self._sender.start()
+
+    def close(self) -> None:
+        """Stop sending chunks."""
+        self._sender.close()
+
+    def _to(self, recipient: str, position: Position = (0, 0)) -> _Envelope:
+        return _envelope(self._topics.federation, self._epoch, recipient, position)
+
+    def _seal(self, message: AnyMessage) -> bytes:
+        return seal(message, self._voice.key)
+
+    def _tell(self, device: str, message: AnyMessage) -> bool:
+        if not self._sessions.has(device):
+            return False
+        stamped = self._sessions.stamp(device, message)
+        return self._publish(self._topics.down_control(device), self._seal(stamped))
+
+    def _publish(self, topic: str, payload: bytes, *, qos: int = 1, retain: bool = False) -> bool:
+        try:
+            self._transport.publish(topic, payload, qos=qos, retain=retain)
+        except TransportError as error:
+            log.info("not published on %s: %s", topic, error)
+            return False
+        return True

@@ -1,0 +1,1 @@
+"""The authority and the signing keys."""

@@ -1,0 +1,95 @@
+"""The coordinator's message key, and replacing it.
+
+The database's last link names the key that counts; its private half lies beside it in a file of the link's serial number,
+durable before the link is. So whatever is killed in between, the key that counts can be loaded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from coordinator.errors import HomeError, PlanError
+from coordinator.paths import Home
+from coordinator.rounds.records import TokenState
+from coordinator.storage.store import Store
+from fedcg.files import fsync_path
+from fedcg.wire.errors import WireError
+from fedcg.wire.messages.key_chain import make_link
+from fedcg.wire.messages.messages import KeyLink
+from fedcg.wire.messages.signing import SigningKey
+
+
+@dataclass(frozen=True)
+class Voice:
+    """What the coordinator signs with, and how that key came to be: every link since the first key, oldest first."""
+
+    key: SigningKey
+    links: tuple[KeyLink, ...] = ()
+
+
+def voice_of(home: Home, store: Store, known: Voice | None = None) -> Voice:
+    """The key that counts now.
+
+    Args:
+        home: where its file is.
+        store: where its links are.
+        known: what counted before: its file isn't read again when the links are the same.
+
+    Raises:
+        HomeError: its file is missing, or holds another key.
+    """
+    federations = store.federations()
+    links = store.key_links(federations[0].id) if federations else ()
+    if known is not None and known.links == links:
+        return known
+    path = key_file(home, links[-1].serial if links else 0)
+    try:
+        key = SigningKey.load(path)
+    except (OSError, WireError) as error:
+        raise HomeError(f"the message key can't be loaded: {error}; restore {path} from a backup") from error
+    if links and key.public.hex != links[-1].new:
+        raise HomeError(f"{path} is not the key that devices were told of; restore it from a backup")
+    return Voice(key, links)
+
+
+def rotate_key(home: Home, store: Store, now: float) -> KeyLink:
+    """Replace the message key; the earlier ones are kept, and a running coordinator takes the new one within seconds.
+
+    Open tokens name the key before, so they are revoked, with `now` as the time.
+
+    Raises:
+        PlanError: there is no federation yet, so nobody has pinned the key.
+        HomeError: the current key can't be used.
+    """
+    with home.changing_members():
+        federations = store.federations()
+        if not federations:
+            raise PlanError(f"{home.root} has no federation yet: no device knows the key, nothing is to be told")
+        voice = voice_of(home, store)
+        serial = voice.links[-1].serial + 1 if voice.links else 1
+        new = _new_key(key_file(home, serial))
+        link = make_link(federations[0].id, serial, store.epoch(), voice.key, new.public)
+        for token in store.register.tokens():
+            if token.state(now) is TokenState.OPEN:
+                store.register.revoke_token(token.id, now)
+        store.add_key_link(federations[0].id, link, now)
+    return link
+
+
+def key_file(home: Home, serial: int) -> Path:
+    """Where the private half of a key is."""
+    return home.signing_key.with_stem(f"signing-{serial}") if serial else home.signing_key
+
+
+def _new_key(path: Path) -> SigningKey:
+    """A new key, durable; one that an interrupted rotation left behind, and never announced, is used."""
+    try:
+        if path.exists():
+            return SigningKey.load(path)
+    except WireError:
+        path.unlink()  # killed while it was written
+    key = SigningKey.generate()
+    key.save(path)
+    fsync_path(path.parent)
+    return key

@@ -1,1 +1,0 @@
-"""What the coordinator generates for others: certificates, broker configuration, device bundles."""

@@ -1,0 +1,1 @@
+"""The pure round engine and its records."""

@@ -1,0 +1,216 @@
+"""What the coordinator remembers, as values. The database's rows become these, checked and with their enums; nothing here knows SQL."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from enum import Enum
+
+from pydantic.dataclasses import dataclass
+
+from coordinator.rounds.pacing import Pace, Policy
+from coordinator.rounds.round_engine import Phase, RoundState, paused_reason
+from fedcg.wire.messages.messages import Outcome
+from fedcg.wire.parts import Part
+
+
+class AttemptState(str, Enum):
+    """How far an attempt got."""
+
+    COLLECTING = "collecting"
+    DISTILLING = "distilling"
+    CLOSED = "closed"
+    FAILED = "failed"
+
+
+class ParticipantState(str, Enum):
+    """What an invited client answered."""
+
+    INVITED = "invited"
+    ACCEPTED = "accepted"
+    DECLINED = "declined"
+
+
+class DeviceState(str, Enum):
+    """Whether a device may take part."""
+
+    ENROLLED = "enrolled"
+    REVOKED = "revoked"
+    LEFT = "left"
+
+
+class TokenState(str, Enum):
+    """What a token is still good for."""
+
+    OPEN = "open"
+    USED = "used"
+    EXPIRED = "expired"
+    REVOKED = "revoked"
+
+
+@dataclass(frozen=True)
+class DeviceRecord:
+    """A device that was enrolled once; only one whose state is `enrolled` may take part."""
+
+    id: str
+    public_key: str
+    enrolled_at: float
+    last_seen_at: float | None
+    agent: str | None
+    state: DeviceState = DeviceState.ENROLLED
+    ended_at: float | None = None
+    ended_because: str = ""
+
+
+@dataclass(frozen=True)
+class CertificateRecord:
+    """A device's TLS certificate; `serial` in hex, times are unix times."""
+
+    serial: str
+    device: str
+    issued_at: float
+    expires_at: float
+    revoked_at: float | None
+    pem: str
+
+
+@dataclass(frozen=True)
+class TokenRecord:
+    """An enrolment token as the coordinator remembers it.
+
+    Attributes:
+        secret_hash: sha256 of its secret, in hex.
+        device: the only id that it enrols, when it is bound.
+        replaces: whether it puts a new box in the place of `device`.
+        used_for: what it was used for (`admission.purpose`): the same request again gets the same answer for a while.
+        serial: the certificate that it gave out.
+    """
+
+    id: str
+    secret_hash: str
+    device: str | None
+    replaces: bool
+    created_at: float
+    expires_at: float
+    revoked_at: float | None = None
+    used_at: float | None = None
+    used_by: str | None = None
+    used_for: str | None = None
+    serial: str | None = None
+
+    def state(self, now: float) -> TokenState:
+        """What it is still good for."""
+        if self.used_at is not None:
+            return TokenState.USED
+        if self.revoked_at is not None:
+            return TokenState.REVOKED
+        return TokenState.OPEN if now < self.expires_at else TokenState.EXPIRED
+
+
+@dataclass(frozen=True)
+class FederationRecord:
+    """A federation; `spec` is the artifact id of its spec, which is also the spec's digest."""
+
+    id: str
+    method: str
+    spec: str
+    rounds: int
+    min_clients: int
+    max_attempts: int
+    deadline_s: float
+    first_attempt: int
+    created_at: float
+
+    @property
+    def policy(self) -> Policy:
+        """The part of it that the round engine needs."""
+        return Policy(self.rounds, self.min_clients, self.max_attempts, self.deadline_s)
+
+    def after_failure(self, last: AttemptRecord) -> RoundState:
+        """Where the round engine stands when the last attempt failed."""
+        failed = last.attempt - self.first_attempt + 1
+        state = RoundState(
+            self.policy,
+            round=last.round,
+            attempt=last.attempt + 1,
+            reason=last.reason,
+            first_attempt=self.first_attempt,
+            pace=Pace(failed_at=last.closed_at or 0.0),
+        )
+        if failed < self.max_attempts:
+            return state
+        return replace(state, phase=Phase.PAUSED, reason=paused_reason(state, failed), pace=Pace())
+
+
+@dataclass(frozen=True)
+class AttemptRecord:
+    """One attempt of a round; `base` is the aggregate it starts from, times are unix times."""
+
+    federation: str
+    round: int
+    attempt: int
+    state: AttemptState
+    base: str
+    opened_at: float
+    deadline_at: float
+    distilling_at: float | None
+    aggregate_stored_at: float | None
+    closed_at: float | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class ParticipantRecord:
+    """An invited client of an attempt."""
+
+    client: str
+    state: ParticipantState
+    reason: str
+
+
+@dataclass(frozen=True)
+class UpdateRecord:
+    """How an update ended.
+
+    Attributes:
+        report: the JSON that the device let out.
+        distances: JSON of each part's distance from the aggregate that the round started from.
+        weight: the number of examples that it counts for, once the updates to be merged are known.
+    """
+
+    federation: str
+    round: int
+    attempt: int
+    client: str
+    artifact: str
+    size: int
+    outcome: Outcome
+    reason: str
+    report: str | None
+    manifest_at: float
+    stored_at: float
+    distances: str | None = None
+    weight: int | None = None
+
+    @property
+    def examples(self) -> int:
+        """The number of examples that the device reported; 1 when it reported none."""
+        return int(json.loads(self.report or "{}").get("examples", 1))
+
+    @property
+    def distance_of(self) -> dict[Part, float]:
+        """`distances` by part."""
+        return {Part(part): float(distance) for part, distance in json.loads(self.distances or "{}").items()}
+
+
+@dataclass(frozen=True)
+class AggregateRecord:
+    """The aggregate of a round (round 0: the initial one) and the server state stored with it."""
+
+    federation: str
+    round: int
+    attempt: int
+    artifact: str
+    size: int
+    server_state: str
+    stored_at: float

@@ -1,0 +1,396 @@
+"""The round engine: a pure state machine. It knows no clock, no database and no network; all three are told or commanded.
+
+Phases: waiting (for enough clients) -> collecting (updates) -> distilling -> the next round, or finished.
+A failed attempt goes back to waiting as the next attempt, up to `max_attempts`, then the federation is paused. An attempt that
+ran out of time because clients had not answered or were offline does not count. `pacing` says when an attempt may open.
+Laws (property-tested): an update counts once, a round closes once, and commands never name a client that was not invited.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any
+
+from coordinator.rounds.pacing import Accepted, Expected, LinkChanged, Pace, Policy
+from coordinator.rounds.round_commands import (
+    Command,
+    Distil,
+    FailAttempt,
+    Finish,
+    Invite,
+    MoveDeadline,
+    OpenAttempt,
+    Pause,
+    ResumeAttempt,
+)
+
+NAMED_CLIENTS = 5
+"""So many clients a failed attempt's reason names; the API and the event log have all of them."""
+RESTART_GRACE_S = 120.0
+"""A deadline that passed while the coordinator was down is moved by this much: devices could not deliver meanwhile."""
+
+
+class Phase(str, Enum):
+    """Where the federation stands."""
+
+    WAITING = "waiting"
+    COLLECTING = "collecting"
+    DISTILLING = "distilling"
+    PAUSED = "paused"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True)
+class RoundState:
+    """The state of one federation; `round` and `attempt` are those that are open, or open next.
+
+    Attributes:
+        online: clients with a session.
+        participants: who was invited to the open attempt; fixed when it opens.
+        updates: participants whose update is stored.
+        declined: participants that will not deliver one.
+        deadline_at: unix time at which collecting ends.
+        reason: why it is paused.
+        left_out: clients that are not invited while enough others are online, and why.
+        first_attempt: the attempt that `max_attempts` is counted from; moves when an operator resumes, and over attempts that do
+            not count.
+        accepted: participants that have said that they work on it.
+        pace: when the next attempt may open.
+    """
+
+    policy: Policy
+    phase: Phase = Phase.WAITING
+    round: int = 1
+    attempt: int = 1
+    online: frozenset[str] = frozenset()
+    participants: frozenset[str] = frozenset()
+    updates: frozenset[str] = frozenset()
+    declined: frozenset[str] = frozenset()
+    deadline_at: float = 0.0
+    reason: str = ""
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    first_attempt: int = 1
+    accepted: frozenset[str] = frozenset()
+    pace: Pace = field(default_factory=Pace)
+
+    @property
+    def answered(self) -> frozenset[str]:
+        """Participants that work on an update, or have delivered it."""
+        return (self.accepted | self.updates) - self.declined
+
+    @property
+    def candidates(self) -> frozenset[str]:
+        """Clients that an attempt opened now would invite: those left out as well when the quorum needs them."""
+        others = self.online.difference(self.left_out)
+        return others if len(others) >= self.policy.min_clients else self.online
+
+    @property
+    def outstanding(self) -> frozenset[str]:
+        """Participants that have neither delivered nor declined."""
+        return self.participants - self.updates - self.declined
+
+    def is_open(self, round_number: int, attempt: int) -> bool:
+        """Whether this attempt takes updates now."""
+        return self.phase is Phase.COLLECTING and (self.round, self.attempt) == (round_number, attempt)
+
+
+@dataclass(frozen=True)
+class CameOnline:
+    """A client opened a session."""
+
+    client: str
+
+
+@dataclass(frozen=True)
+class WentOffline:
+    """A client's link is gone."""
+
+    client: str
+
+
+@dataclass(frozen=True)
+class Departed:
+    """A client is no member any more (revoked, replaced by another box, or it left); what it delivered before still counts."""
+
+    client: str
+
+
+@dataclass(frozen=True)
+class UpdateStored:
+    """A valid update of a participant is durable."""
+
+    round: int
+    attempt: int
+    client: str
+
+
+@dataclass(frozen=True)
+class UpdateRefused:
+    """A participant delivers nothing usable: it declined, or its update was rejected (`reason`), also after it was stored."""
+
+    round: int
+    attempt: int
+    client: str
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time went on."""
+
+
+@dataclass(frozen=True)
+class Restarted:
+    """The coordinator came back; `state` was rebuilt from the database and nobody is online yet."""
+
+
+@dataclass(frozen=True)
+class AggregateStored:
+    """The attempt's aggregate is durable and the attempt is closed in the database."""
+
+    round: int
+    attempt: int
+
+
+@dataclass(frozen=True)
+class AggregationFailed:
+    """The attempt's updates could not be merged."""
+
+    round: int
+    attempt: int
+    reason: str
+
+
+Event = (
+    CameOnline
+    | WentOffline
+    | Departed
+    | Expected
+    | LinkChanged
+    | Accepted
+    | UpdateStored
+    | UpdateRefused
+    | Tick
+    | Restarted
+    | AggregateStored
+    | AggregationFailed
+)
+
+
+Step = tuple[RoundState, tuple[Command, ...]]
+
+
+def transition(state: RoundState, event: Event, now: float) -> Step:
+    """What an event does.
+
+    Args:
+        state: where the federation stands.
+        event: what happened.
+        now: unix time.
+
+    Returns:
+        The next state and what has to be done, in this order.
+    """
+    handle: Callable[[RoundState, Any, float], Step] = _HANDLERS[type(event)]
+    return handle(state, event, now)
+
+
+def paused_reason(state: RoundState, attempts: int) -> str:
+    """Why a federation pauses after `attempts` failed attempts, with what to do about it."""
+    return (
+        f"round {state.round} failed {attempts} times (last: {state.reason}); "
+        "look at the devices, stop the coordinator, run `fedcg federation resume` and start it again"
+    )
+
+
+def _came_online(state: RoundState, event: CameOnline, now: float) -> Step:
+    online = state.online | {event.client}
+    state = replace(state, online=online, pace=state.pace.counting(len(online), now))
+    if state.phase is Phase.COLLECTING and event.client in state.outstanding:
+        return state, (Invite(state.round, state.attempt, event.client),)
+    return _open_if_enough(state, now)
+
+
+def _went_offline(state: RoundState, event: WentOffline, now: float) -> Step:
+    return replace(state, online=state.online - {event.client}), ()
+
+
+def _departed(state: RoundState, event: Departed, now: float) -> Step:
+    state = replace(state, online=state.online - {event.client})
+    if state.phase is not Phase.COLLECTING or event.client not in state.outstanding:
+        return state, ()
+    return _judge(replace(state, declined=state.declined | {event.client}), now)
+
+
+def _expected(state: RoundState, event: Expected, now: float) -> Step:
+    return _open_if_enough(replace(state, pace=replace(state.pace, expected=event.clients)), now)
+
+
+def _link_changed(state: RoundState, event: LinkChanged, now: float) -> Step:
+    since = state.pace.down_since
+    if event.up == (since is None):
+        return state, ()
+    state = replace(state, pace=replace(state.pace, down_since=None if event.up else now))
+    if since is None or state.phase is not Phase.COLLECTING:
+        return _open_if_enough(state, now)
+    down_s = max(0.0, now - since)
+    told = f"no link to the broker for {down_s:.0f} s" if down_s >= 1.0 else ""
+    return _move_deadline(state, state.deadline_at + down_s, told)
+
+
+def _accepted(state: RoundState, event: Accepted, now: float) -> Step:
+    is_known = event.client in state.accepted or event.client not in state.outstanding
+    if not state.is_open(event.round, event.attempt) or is_known:
+        return state, ()
+    state = replace(state, accepted=state.accepted | {event.client})
+    if len(state.answered) != state.policy.min_clients:
+        return state, ()
+    return _move_deadline(state, now + state.policy.deadline_s)
+
+
+def _update_stored(state: RoundState, event: UpdateStored, now: float) -> Step:
+    if not state.is_open(event.round, event.attempt) or event.client not in state.outstanding:
+        return state, ()
+    return _judge(replace(state, updates=state.updates | {event.client}), now)
+
+
+def _update_refused(state: RoundState, event: UpdateRefused, now: float) -> Step:
+    is_open = state.is_open(event.round, event.attempt)
+    is_merging = state.phase is Phase.DISTILLING and (event.round, event.attempt) == (state.round, state.attempt)
+    if event.client not in (state.updates if is_merging else state.updates | state.outstanding if is_open else ()):
+        return state, ()
+    state = replace(state, updates=state.updates - {event.client}, declined=state.declined | {event.client})
+    if is_open:
+        return _judge(state, now)
+    if len(state.updates) >= state.policy.min_clients:
+        return state, (Distil(state.round, state.attempt, tuple(sorted(state.updates))),)
+    left = f"{len(state.updates)} updates are left, and {state.policy.min_clients} are needed"
+    return _fail(state, f"the update of {event.client} was rejected ({event.reason}); {left}", now)
+
+
+def _tick(state: RoundState, event: Tick, now: float) -> Step:
+    return _judge(state, now) if state.phase is Phase.COLLECTING else _open_if_enough(state, now)
+
+
+def _restarted(state: RoundState, event: Restarted, now: float) -> Step:
+    state = replace(state, pace=replace(state.pace, down_since=now))
+    if state.phase is Phase.COLLECTING:
+        grace = min(RESTART_GRACE_S, state.policy.deadline_s)
+        state = replace(state, deadline_at=max(state.deadline_at, now + grace))
+        judged, commands = _judge(state, now)
+        return judged, (ResumeAttempt(state.round, state.attempt, state.deadline_at), *commands)
+    if state.phase is Phase.DISTILLING:
+        again = Distil(state.round, state.attempt, tuple(sorted(state.updates)))
+        return state, (ResumeAttempt(state.round, state.attempt, state.deadline_at), again)
+    if state.phase is Phase.FINISHED:
+        return state, (Finish(),)
+    return state, ()
+
+
+def _aggregate_stored(state: RoundState, event: AggregateStored, now: float) -> Step:
+    if state.phase is not Phase.DISTILLING or (event.round, event.attempt) != (state.round, state.attempt):
+        return state, ()
+    if state.round >= state.policy.rounds:
+        return replace(state, phase=Phase.FINISHED), (Finish(),)
+    return _open_if_enough(_waiting(state, state.round + 1, 1, first_attempt=1), now)
+
+
+def _aggregation_failed(state: RoundState, event: AggregationFailed, now: float) -> Step:
+    is_under_way = state.phase in (Phase.COLLECTING, Phase.DISTILLING)  # teacher passes run while updates still come
+    if not is_under_way or (event.round, event.attempt) != (state.round, state.attempt):
+        return state, ()
+    return _fail(state, event.reason, now)
+
+
+_HANDLERS: dict[type[Any], Callable[[RoundState, Any, float], Step]] = {
+    CameOnline: _came_online,
+    WentOffline: _went_offline,
+    Departed: _departed,
+    Expected: _expected,
+    LinkChanged: _link_changed,
+    Accepted: _accepted,
+    UpdateStored: _update_stored,
+    UpdateRefused: _update_refused,
+    Tick: _tick,
+    Restarted: _restarted,
+    AggregateStored: _aggregate_stored,
+    AggregationFailed: _aggregation_failed,
+}
+
+
+def _waiting(state: RoundState, round_number: int, attempt: int, *, first_attempt: int) -> RoundState:
+    return RoundState(
+        policy=state.policy,
+        round=round_number,
+        attempt=attempt,
+        online=state.online,
+        reason=state.reason,
+        left_out=state.left_out,
+        first_attempt=first_attempt,
+        pace=state.pace,
+    )
+
+
+def _move_deadline(state: RoundState, deadline_at: float, reason: str = "") -> Step:
+    moved = replace(state, deadline_at=deadline_at)
+    return moved, (MoveDeadline(state.round, state.attempt, deadline_at, reason),)
+
+
+def _open_if_enough(state: RoundState, now: float) -> Step:
+    failures = state.attempt - state.first_attempt
+    if state.phase is not Phase.WAITING or not state.pace.may_open(state.online, state.policy, failures, now):
+        return state, ()
+    deadline_at = now + state.policy.deadline_s
+    invited = state.candidates
+    opened = replace(state, phase=Phase.COLLECTING, participants=invited, deadline_at=deadline_at, reason="")
+    invites = [Invite(state.round, state.attempt, client) for client in sorted(invited)]
+    return opened, (OpenAttempt(state.round, state.attempt, invited, deadline_at), *invites)
+
+
+def _judge(state: RoundState, now: float) -> Step:
+    possible = len(state.participants - state.declined)
+    if possible < state.policy.min_clients:
+        names = ", ".join(sorted(state.declined)[:NAMED_CLIENTS])
+        ended = f"{len(state.declined)} of {len(state.participants)} clients declined, were rejected or are gone"
+        return _fail(state, f"{ended} ({names}); {state.policy.min_clients} updates are needed", now)
+    enough = len(state.updates) >= state.policy.min_clients
+    is_late = now >= state.deadline_at and state.pace.down_since is None
+    if not state.outstanding or (is_late and enough):
+        distilling = replace(state, phase=Phase.DISTILLING)
+        return distilling, (Distil(state.round, state.attempt, tuple(sorted(state.updates))),)
+    return _run_out(state, now) if is_late else (state, ())
+
+
+def _run_out(state: RoundState, now: float) -> Step:
+    """At the deadline, with too few updates: wait on while the quorum has not accepted and can; else the attempt failed."""
+    needed, there = state.policy.min_clients, state.updates | state.online
+    missing = ", ".join(
+        f"{client} ({_why_missing(state, client)})" for client in sorted(state.outstanding)[:NAMED_CLIENTS]
+    )
+    could = len((state.participants - state.declined) & there) >= needed and state.candidates <= state.participants
+    if len(state.answered) < needed and could:
+        told = f"only {len(state.answered)} of {needed} needed clients have answered; missing: {missing}"
+        return _move_deadline(state, now + state.policy.deadline_s, told)
+    got = f"only {len(state.updates)} of {needed} needed updates came before the deadline; missing: {missing}"
+    return _fail(state, got, now, counts=len(state.answered & there) >= needed)
+
+
+def _why_missing(state: RoundState, client: str) -> str:
+    if client not in state.online:
+        return "offline"
+    return "still at work" if client in state.accepted else "no answer"
+
+
+def _fail(state: RoundState, reason: str, now: float, *, counts: bool = True) -> Step:
+    first = state.first_attempt if counts else state.first_attempt + 1
+    failed = FailAttempt(state.round, state.attempt, reason, first)
+    state = replace(state, reason=reason, pace=replace(state.pace, failed_at=now))
+    following = _waiting(state, state.round, state.attempt + 1, first_attempt=first)
+    attempts = following.attempt - first
+    if attempts >= state.policy.max_attempts:
+        why = paused_reason(following, attempts)
+        return replace(following, phase=Phase.PAUSED, reason=why), (failed, Pause(why))
+    opened, commands = _open_if_enough(following, now)
+    return opened, (failed, *commands)

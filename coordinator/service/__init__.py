@@ -1,0 +1,1 @@
+"""One federation at work: the loop that drives rounds."""

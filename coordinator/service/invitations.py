@@ -1,0 +1,82 @@
+"""Invitations to the open attempt: who has answered, and who is asked again because an invite may be lost with the link."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from coordinator.messaging.publisher import Publisher
+from coordinator.rounds.pacing import Accepted
+from coordinator.rounds.records import ParticipantState
+from coordinator.rounds.round_engine import Phase, UpdateRefused
+from coordinator.service.round_driver import Conductor
+from coordinator.service.service_context import Setup
+from coordinator.updates.receipts import Uplink
+from fedcg.wire.messages.messages import Accept, Decline
+
+REMIND_S = 5.0
+
+
+class Invitations:
+    """Keeps the answers of devices to their invitations.
+
+    Args:
+        setup: what the service was given.
+        conductor: drives the rounds.
+        publisher: the coordinator's voice.
+        uplink: knows whose update is under way.
+    """
+
+    def __init__(self, setup: Setup, conductor: Conductor, publisher: Publisher, uplink: Uplink) -> None:
+        self._setup = setup
+        self._conductor = conductor
+        self._publisher = publisher
+        self._uplink = uplink
+        self._accepted: set[tuple[str, int, int]] = set()
+        self._reminded_at = 0.0
+
+    def forget(self, device: str) -> None:
+        """A device begins a new session: whatever it accepted before, it is asked again."""
+        self._accepted = {entry for entry in self._accepted if entry[0] != device}
+
+    async def answered(self, device: str, answer: Accept | Decline) -> None:
+        """Take a device's answer, once."""
+        state, entry = self._conductor.state, (device, answer.round, answer.attempt)
+        if not state.is_open(answer.round, answer.attempt) or device not in state.outstanding:
+            return
+        if entry in self._accepted and isinstance(answer, Accept):
+            return
+        declined = isinstance(answer, Decline)
+        participant = ParticipantState.DECLINED if declined else ParticipantState.ACCEPTED
+        reason = answer.reason.value if isinstance(answer, Decline) else ""
+        key = (self._setup.federation.id, answer.round, answer.attempt)
+        await asyncio.to_thread(self._setup.store.answer, key, device, participant, reason)
+        self._setup.events.write(
+            participant.value, client=device, round=answer.round, attempt=answer.attempt, reason=reason
+        )
+        if declined:
+            await self._conductor.apply(UpdateRefused(answer.round, answer.attempt, device))
+        else:
+            self._accepted.add(entry)
+            await self._conductor.apply(Accepted(answer.round, answer.attempt, device))
+
+    @property
+    def unanswered(self) -> list[str]:
+        """Devices that are online and have not answered their invitation to the open attempt."""
+        state = self._conductor.state
+        return [
+            device
+            for device in sorted(state.outstanding & state.online)
+            if (device, state.round, state.attempt) not in self._accepted and not self._uplink.is_busy(device)
+        ]
+
+    def remind(self, every_s: float = 0.0) -> None:
+        """Invite again who has not answered, unless that was done less than `every_s` ago."""
+        now, state = time.monotonic(), self._conductor.state
+        if now - self._reminded_at < every_s:
+            return
+        self._reminded_at = now
+        if state.phase is not Phase.COLLECTING:
+            return
+        for device in self.unanswered:
+            self._uplink.invite(device, (state.round, state.attempt))

@@ -1,0 +1,83 @@
+"""What a running coordinator is given; it creates nothing outside of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from coordinator.aggregation.worker_handle import AggregationWorker
+from coordinator.aggregation.worker_messages import Job, Updates, WorkerEvent, WorkerSettings
+from coordinator.config import KEEP_ROUNDS, RobustnessSettings, RoundSettings
+from coordinator.pki.signing_keys import Voice
+from coordinator.rounds.records import FederationRecord
+from coordinator.storage.store import Store
+from coordinator.updates.robustness import Distances
+from fedcg.event_log import EventLog
+from fedcg.learning.spec import FederationSpec
+from fedcg.wire.artifacts.artifacts import ArtifactStore
+from fedcg.wire.transfer.broker_presets import DEFAULT_PRESET, PRESETS, LinkLimits
+from fedcg.wire.transport.transport import Transport, Will
+
+
+class Worker(Protocol):
+    """What merges updates, in a process of its own; every call returns at once."""
+
+    def start(self) -> None:
+        """Start in the background."""
+
+    def open(self, job: Job) -> None:
+        """Begin an attempt."""
+
+    def add(self, client: str, artifact: str) -> None:
+        """Have the teacher pass of a stored update done."""
+
+    def finish(self, updates: Updates, limits: Distances) -> None:
+        """Have the updates merged, none of them farther from the base than the limits."""
+
+    def stop(self) -> None:
+        """End at once."""
+
+
+MakeWorker = Callable[[WorkerSettings, Callable[[WorkerEvent], None]], Worker]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The surroundings of a service.
+
+    Attributes:
+        federation: the federation to serve.
+        spec: its spec.
+        store: the database.
+        artifacts: directory of artifacts.
+        connect: makes the transport, with the will it must leave.
+        voice: what the coordinator signs with now; asked again while it runs.
+        worker: what the aggregation worker may use.
+        events: the diary.
+        limits: how the link to the broker is used.
+        clock: unix time.
+        make_worker: makes what merges updates.
+        keep_rounds: closed rounds whose updates and aggregates stay on the disk.
+        robustness: how much one device may weigh in a merge.
+        publish_access: makes the broker apply who may take part, without the devices that are named; whether a running one did;
+            blocking.
+        rounds: how long rounds wait before they open.
+    """
+
+    federation: FederationRecord
+    spec: FederationSpec
+    store: Store
+    artifacts: ArtifactStore
+    connect: Callable[[Will], Transport]
+    voice: Callable[[], Voice]
+    worker: WorkerSettings
+    events: EventLog
+    limits: LinkLimits = PRESETS[DEFAULT_PRESET]
+    clock: Callable[[], float] = time.time
+    make_worker: MakeWorker = AggregationWorker
+    keep_rounds: int = KEEP_ROUNDS
+    robustness: RobustnessSettings = field(default_factory=RobustnessSettings)
+    publish_access: Callable[[Collection[str]], bool] = lambda silenced: True
+    rounds: RoundSettings = field(default_factory=RoundSettings)

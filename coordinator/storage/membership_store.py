@@ -1,0 +1,139 @@
+"""Queries about who may take part: enrolment tokens, certificates, and how a device's membership ends.
+
+Part of the store: same database, same rules (one transaction per method, durable when it returns).
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from sqlalchemy import Connection, insert, select, update
+
+from coordinator.errors import EnrolmentError
+from coordinator.rounds.records import CertificateRecord, DeviceState, TokenRecord
+from coordinator.storage import schema
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """A box that has shown a good token.
+
+    Attributes:
+        token: id of the token.
+        used_for: digest of what it asked for.
+        public_key: its message key, in hex.
+        certificate: its first certificate.
+        replaces: whether it takes the place of the device of that id.
+    """
+
+    token: str
+    used_for: str
+    public_key: str
+    certificate: CertificateRecord
+    replaces: bool
+
+
+class Register(schema.Reader):
+    """Tokens, certificates and memberships in the coordinator's database."""
+
+    # Tokens
+
+    def add_token(self, token: TokenRecord) -> None:
+        """Remember a new token."""
+        with self._engine.begin() as connection:
+            connection.execute(insert(schema.tokens).values(**asdict(token)))
+
+    def tokens(self) -> list[TokenRecord]:
+        """All tokens, oldest first."""
+        query = select(schema.tokens).order_by(schema.tokens.c.created_at, schema.tokens.c.id)
+        return self._all(TokenRecord, query)
+
+    def token(self, token: str) -> TokenRecord | None:
+        """One token."""
+        return self._one(TokenRecord, select(schema.tokens).where(schema.tokens.c.id == token))
+
+    def revoke_token(self, token: str, now: float) -> None:
+        """Make a token that was not used yet good for nothing."""
+        table = schema.tokens
+        with self._engine.begin() as connection:
+            wanted = update(table).where(table.c.id == token, table.c.used_at.is_(None))
+            connection.execute(wanted.values(revoked_at=now))
+
+    # Certificates
+
+    def certificate(self, serial: str) -> CertificateRecord | None:
+        """One certificate."""
+        return self._one(CertificateRecord, select(schema.certificates).where(schema.certificates.c.serial == serial))
+
+    def certificates(self, device: str | None = None) -> list[CertificateRecord]:
+        """All certificates, or those of one device; oldest first."""
+        query = select(schema.certificates).order_by(schema.certificates.c.issued_at, schema.certificates.c.serial)
+        if device is not None:
+            query = query.where(schema.certificates.c.device == device)
+        return self._all(CertificateRecord, query)
+
+    def add_certificate(self, certificate: CertificateRecord) -> None:
+        """Remember a certificate before it is given out."""
+        with self._engine.begin() as connection:
+            connection.execute(insert(schema.certificates).values(**asdict(certificate)))
+
+    def revoked_certificates(self, now: float) -> list[CertificateRecord]:
+        """Those that are revoked and would be valid else: what a revocation list has to name."""
+        table = schema.certificates
+        query = select(table).where(table.c.revoked_at.is_not(None), table.c.expires_at > now)
+        return self._all(CertificateRecord, query.order_by(table.c.revoked_at, table.c.serial))
+
+    # Memberships
+
+    def admit(self, admitted: Admitted, now: float) -> None:
+        """Use up a token and enrol its device; a replaced one loses its keys and certificates in the same transaction.
+
+        Raises:
+            EnrolmentError: the token was used or revoked meanwhile, or the id is taken; nothing was changed.
+        """
+        device = admitted.certificate.device
+        tokens, devices = schema.tokens, schema.devices
+        values = {
+            "public_key": admitted.public_key,
+            "enrolled_at": now,
+            "last_seen_at": None,
+            "agent": None,
+            "state": DeviceState.ENROLLED.value,
+            "ended_at": None,
+            "ended_because": "",
+        }
+        with self._engine.begin() as connection:
+            is_open = (tokens.c.id == admitted.token, tokens.c.used_at.is_(None), tokens.c.revoked_at.is_(None))
+            used = connection.execute(
+                update(tokens)
+                .where(*is_open)
+                .values(used_at=now, used_by=device, used_for=admitted.used_for, serial=admitted.certificate.serial)
+            )
+            if used.rowcount != 1:
+                raise EnrolmentError("the token was used already")
+            known = connection.execute(select(devices.c.id).where(devices.c.id == device)).first()
+            if known is None:
+                connection.execute(insert(devices).values(id=device, **values))
+            elif admitted.replaces:
+                _revoke_certificates(connection, device, now)
+                connection.execute(update(devices).where(devices.c.id == device).values(**values))
+            else:
+                raise EnrolmentError(f"there is a device {device!r} already")
+            connection.execute(insert(schema.certificates).values(**asdict(admitted.certificate)))
+
+    def end_membership(self, device: str, state: DeviceState, reason: str, now: float) -> bool:
+        """Revoke a device with all its certificates, or note that it left; False when it was no member any more."""
+        table = schema.devices
+        ended = {"state": state.value, "ended_at": now, "ended_because": reason[:300]}
+        with self._engine.begin() as connection:
+            is_member = (table.c.id == device, table.c.state == DeviceState.ENROLLED.value)
+            changed = connection.execute(update(table).where(*is_member).values(**ended)).rowcount == 1
+            _revoke_certificates(connection, device, now)
+        return changed
+
+
+def _revoke_certificates(connection: Connection, device: str, now: float) -> None:
+    table = schema.certificates
+    connection.execute(
+        update(table).where(table.c.device == device, table.c.revoked_at.is_(None)).values(revoked_at=now)
+    )

@@ -1,0 +1,66 @@
+"""Deletes what closed rounds left on the disk, once nothing needs it; the database keeps its word on every round.
+
+Kept are the last rounds' updates (for whoever looks into them), the aggregates they are coded to, and always what a restart
+needs: the spec, the newest aggregate with its server state, and everything of the open round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from coordinator.storage.store import Store
+from fedcg.wire.artifacts.artifacts import ArtifactStore
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """What was deleted."""
+
+    files: int
+    bytes: int
+
+
+class Pruner:
+    """Prunes one federation.
+
+    Args:
+        store: says what belongs to which round.
+        artifacts: where it lies.
+        federation: its id.
+        keep_rounds: closed rounds whose artifacts stay.
+        forget: told of every artifact that goes, before it does.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        artifacts: ArtifactStore,
+        federation: str,
+        keep_rounds: int,
+        forget: Callable[[str], None],
+    ) -> None:
+        self._store = store
+        self._artifacts = artifacts
+        self._federation = federation
+        self._keep_rounds = keep_rounds
+        self._forget = forget
+        self._done = 0  # rounds below this one were pruned by this process
+
+    def prune(self, closed: int) -> Pruned:
+        """Delete what rounds before the kept ones left. Repeats harmlessly what an interrupted call did not get to.
+
+        Args:
+            closed: the round that was closed last.
+        """
+        first_kept = closed - self._keep_rounds + 1
+        if first_kept <= self._done:
+            return Pruned(0, 0)
+        old = self._store.artifacts_of_rounds(self._federation, self._done, first_kept)
+        kept = self._store.artifacts_of_rounds(self._federation, first_kept, None)
+        gone = sorted(old - kept - {self._store.federation(self._federation).spec})
+        for artifact in gone:
+            self._forget(artifact)
+        pruned = Pruned(*self._artifacts.delete_all(gone))
+        self._done = first_kept
+        return pruned

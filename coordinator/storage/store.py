@@ -1,0 +1,357 @@
+"""All queries of the coordinator. Synchronous and thread-safe; callers on an event loop use a thread.
+
+Whatever must be true together is one transaction here; a method returns only after its commit is on disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Connection, Table, and_, insert, select, update
+from sqlalchemy.exc import IntegrityError
+
+from coordinator.errors import EnrolmentError, PlanError, StoreError
+from coordinator.rounds.records import (
+    AggregateRecord,
+    AttemptRecord,
+    AttemptState,
+    CertificateRecord,
+    DeviceRecord,
+    DeviceState,
+    FederationRecord,
+    ParticipantRecord,
+    ParticipantState,
+    UpdateRecord,
+)
+from coordinator.rounds.round_engine import Phase, RoundState
+from coordinator.storage import schema
+from coordinator.storage.membership_store import Register
+from fedcg.wire.messages.messages import KeyLink, Outcome
+
+Key = tuple[str, int, int]
+"""(federation, round, attempt)."""
+
+
+class Store(schema.Reader):
+    """The coordinator's memory in one database file.
+
+    Attributes:
+        register: tokens, certificates, and the end of a device's membership.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(schema.open_database(path))
+        self.register = Register(self._engine)
+
+    def close(self) -> None:
+        """Close every connection."""
+        self._engine.dispose()
+
+    def next_epoch(self) -> int:
+        """Take the lease: a number above every earlier one."""
+        with self._engine.begin() as connection:
+            last = connection.execute(select(schema.leases.c.epoch)).scalar_one_or_none()
+            epoch = (last or 0) + 1
+            if last is None:
+                connection.execute(insert(schema.leases).values(id=1, epoch=epoch))
+            else:
+                connection.execute(update(schema.leases).values(epoch=epoch))
+        return epoch
+
+    def epoch(self) -> int:
+        """The last lease number that was taken; 0 before the first start."""
+        with self._engine.connect() as connection:
+            return connection.execute(select(schema.leases.c.epoch)).scalar_one_or_none() or 0
+
+    def add_device(
+        self, device: str, public_key: str, now: float, certificate: CertificateRecord | None = None
+    ) -> None:
+        """Enrol a device, together with its certificate.
+
+        Raises:
+            EnrolmentError: there is one of that name.
+        """
+        values = {"id": device, "public_key": public_key, "enrolled_at": now}
+        try:
+            with self._engine.begin() as connection:
+                connection.execute(insert(schema.devices).values(**values))
+                if certificate is not None:
+                    connection.execute(insert(schema.certificates).values(**asdict(certificate)))
+        except IntegrityError as error:
+            raise EnrolmentError(f"there is a device {device!r} already; choose another id") from error
+
+    def devices(self) -> list[DeviceRecord]:
+        """All devices that were ever enrolled, sorted by id."""
+        return self._all(DeviceRecord, select(schema.devices).order_by(schema.devices.c.id))
+
+    def members(self) -> list[DeviceRecord]:
+        """The devices that may take part, sorted by id."""
+        return [device for device in self.devices() if device.state is DeviceState.ENROLLED]
+
+    def device(self, device: str) -> DeviceRecord | None:
+        """One device, whatever its state."""
+        return self._one(DeviceRecord, select(schema.devices).where(schema.devices.c.id == device))
+
+    def saw_device(self, device: str, agent: str, now: float) -> None:
+        """Remember when a device spoke last and what it runs."""
+        with self._engine.begin() as connection:
+            connection.execute(
+                update(schema.devices).where(schema.devices.c.id == device).values(last_seen_at=now, agent=agent)
+            )
+
+    # Federations
+
+    def add_federation(self, federation: FederationRecord, initial: AggregateRecord) -> None:
+        """Open a federation together with its initial aggregate.
+
+        Raises:
+            PlanError: there is one of that name.
+        """
+        try:
+            with self._engine.begin() as connection:
+                connection.execute(insert(schema.federations).values(**asdict(federation)))
+                connection.execute(insert(schema.aggregates).values(**asdict(initial)))
+        except IntegrityError as error:
+            raise PlanError(f"there is a federation {federation.id!r} already") from error
+
+    def federations(self) -> list[FederationRecord]:
+        """All federations, oldest first."""
+        return self._all(FederationRecord, select(schema.federations).order_by(schema.federations.c.created_at))
+
+    def federation(self, federation: str) -> FederationRecord:
+        """One federation.
+
+        Raises:
+            StoreError: there is none of that name.
+        """
+        known = self._one(FederationRecord, select(schema.federations).where(schema.federations.c.id == federation))
+        if known is None:
+            raise StoreError(f"there is no federation {federation!r}")
+        return known
+
+    def resume(self, federation: str) -> None:
+        """Let a paused federation try its round again, counting failed attempts anew."""
+        last = self.last_attempt(federation)
+        if last is None or last.state is not AttemptState.FAILED:
+            return
+        table = schema.federations
+        with self._engine.begin() as connection:
+            connection.execute(update(table).where(table.c.id == federation).values(first_attempt=last.attempt + 1))
+
+    def key_links(self, federation: str) -> tuple[KeyLink, ...]:
+        """How the coordinator's message key was replaced, oldest first."""
+        table = schema.key_links
+        columns = (table.c[name] for name in KeyLink.model_fields)
+        query = select(*columns).where(table.c.federation == federation).order_by(table.c.serial)
+        return tuple(self._all(KeyLink, query))
+
+    def add_key_link(self, federation: str, link: KeyLink, now: float) -> None:
+        """From now on the key that a link names counts."""
+        with self._engine.begin() as connection:
+            connection.execute(insert(schema.key_links).values(federation=federation, made_at=now, **link.model_dump()))
+
+    # Attempts
+
+    def open_attempt(self, key: Key, base: str, clients: frozenset[str], opened_at: float, deadline_at: float) -> None:
+        """Store an attempt that collects from now on, and whom it invited."""
+        attempt = AttemptRecord(
+            *key, AttemptState.COLLECTING, base, opened_at, deadline_at, None, None, None, reason=""
+        )
+        invited = [
+            {**_key_values(key), "client": client, "state": ParticipantState.INVITED.value}
+            for client in sorted(clients)
+        ]
+        with self._engine.begin() as connection:
+            connection.execute(insert(schema.attempts).values(**asdict(attempt)))
+            connection.execute(insert(schema.participants), invited)
+
+    def move_deadline(self, key: Key, deadline_at: float) -> None:
+        """Change until when an attempt collects."""
+        self._change_attempt(key, {"deadline_at": deadline_at})
+
+    def start_distilling(self, key: Key, now: float, weights: Mapping[str, int] = {}) -> None:
+        """Nothing is accepted any more; these clients' updates are merged with these weights."""
+        with self._engine.begin() as connection:
+            for client, weight in weights.items():
+                _answer(connection, schema.updates, key, client, {"weight": weight})
+        self._change_attempt(key, {"state": AttemptState.DISTILLING.value, "distilling_at": now})
+
+    def fail_attempt(self, key: Key, reason: str, now: float, first_attempt: int | None = None) -> None:
+        """The attempt ended without an aggregate; failed ones are counted from `first_attempt` on, when that moved."""
+        failed = {"state": AttemptState.FAILED.value, "reason": reason[:300], "closed_at": now}
+        table = schema.federations
+        with self._engine.begin() as connection:
+            connection.execute(update(schema.attempts).where(_is(schema.attempts, key)).values(**failed))
+            if first_attempt is not None:
+                connection.execute(update(table).where(table.c.id == key[0]).values(first_attempt=first_attempt))
+
+    def close_attempt(self, aggregate: AggregateRecord) -> None:
+        """Store aggregate and server state and close the attempt, in one transaction.
+
+        Raises:
+            StoreError: the round has an aggregate already.
+        """
+        key = (aggregate.federation, aggregate.round, aggregate.attempt)
+        closed = {
+            "state": AttemptState.CLOSED.value,
+            "aggregate_stored_at": aggregate.stored_at,
+            "closed_at": aggregate.stored_at,
+        }
+        table = schema.federations
+        try:
+            with self._engine.begin() as connection:
+                connection.execute(insert(schema.aggregates).values(**asdict(aggregate)))
+                connection.execute(update(schema.attempts).where(_is(schema.attempts, key)).values(**closed))
+                connection.execute(update(table).where(table.c.id == key[0]).values(first_attempt=1))
+        except IntegrityError as error:
+            raise StoreError(f"round {aggregate.round} has an aggregate already") from error
+
+    def attempts(self, federation: str) -> list[AttemptRecord]:
+        """All attempts of a federation, oldest first."""
+        table = schema.attempts
+        query = select(table).where(table.c.federation == federation).order_by(table.c.round, table.c.attempt)
+        return self._all(AttemptRecord, query)
+
+    def attempt(self, key: Key) -> AttemptRecord | None:
+        """One attempt."""
+        return self._one(AttemptRecord, select(schema.attempts).where(_is(schema.attempts, key)))
+
+    def last_attempt(self, federation: str) -> AttemptRecord | None:
+        """The latest attempt of a federation."""
+        table = schema.attempts
+        query = select(table).where(table.c.federation == federation)
+        return self._one(AttemptRecord, query.order_by(table.c.round.desc(), table.c.attempt.desc()).limit(1))
+
+    # Participants and updates
+
+    def participants(self, key: Key) -> list[ParticipantRecord]:
+        """Whom an attempt invited, sorted by id."""
+        table = schema.participants
+        query = select(table.c.client, table.c.state, table.c.reason).where(_is(table, key)).order_by(table.c.client)
+        return self._all(ParticipantRecord, query)
+
+    def answer(self, key: Key, client: str, state: ParticipantState, reason: str = "") -> None:
+        """Store what an invited client answered."""
+        table = schema.participants
+        with self._engine.begin() as connection:
+            _answer(connection, table, key, client, {"state": state.value, "reason": reason})
+
+    def end_update(self, record: UpdateRecord) -> UpdateRecord:
+        """Store how an update ended; a rejected one makes its client a declined participant, in the same transaction.
+
+        Returns:
+            What is stored: `record`, or what was stored for the same client and attempt before.
+        """
+        key = (record.federation, record.round, record.attempt)
+        try:
+            with self._engine.begin() as connection:
+                connection.execute(insert(schema.updates).values(**asdict(record)))
+                if record.outcome is Outcome.REJECTED:
+                    values = {"state": ParticipantState.DECLINED.value, "reason": record.reason}
+                    _answer(connection, schema.participants, key, record.client, values)
+        except IntegrityError:
+            earlier = self.update(key, record.client)
+            if earlier is None:
+                raise
+            return earlier
+        return record
+
+    def reject_update(self, key: Key, client: str, reason: str) -> None:
+        """An update that was accepted can't be merged: it and its client end as if it had been rejected at once."""
+        rejected, declined = Outcome.REJECTED.value, ParticipantState.DECLINED.value
+        with self._engine.begin() as connection:
+            values = {"outcome": rejected, "reason": reason, "weight": None}
+            _answer(connection, schema.updates, key, client, values)
+            _answer(connection, schema.participants, key, client, {"state": declined, "reason": reason})
+
+    def update(self, key: Key, client: str) -> UpdateRecord | None:
+        """How the update of a client to an attempt ended, or None when none ended yet."""
+        table = schema.updates
+        return self._one(UpdateRecord, select(table).where(_is(table, key), table.c.client == client))
+
+    def updates(self, key: Key) -> list[UpdateRecord]:
+        """All ended updates of an attempt, sorted by client."""
+        table = schema.updates
+        return self._all(UpdateRecord, select(table).where(_is(table, key)).order_by(table.c.client))
+
+    # Aggregates
+
+    def aggregate(self, federation: str, round_number: int) -> AggregateRecord | None:
+        """The aggregate of a round; round 0 has the initial one."""
+        table = schema.aggregates
+        query = select(table).where(table.c.federation == federation, table.c.round == round_number)
+        return self._one(AggregateRecord, query)
+
+    def aggregates(self, federation: str) -> list[AggregateRecord]:
+        """All aggregates of a federation, oldest first."""
+        table = schema.aggregates
+        query = select(table).where(table.c.federation == federation).order_by(table.c.round)
+        return self._all(AggregateRecord, query)
+
+    def artifacts_of_rounds(self, federation: str, first: int, end: int | None) -> set[str]:
+        """Ids of what rounds from `first` on, up to `end` without it, put on the disk or start from.
+
+        A round starts from the aggregate before it, so that one counts to both, and its server state too.
+        """
+        updates, aggregates = schema.updates, schema.aggregates
+        rounds = [updates.c.round >= first] + ([] if end is None else [updates.c.round < end])
+        made = [aggregates.c.round >= first - 1] + ([] if end is None else [aggregates.c.round < end])
+        sent = select(updates.c.artifact).where(updates.c.federation == federation, *rounds)
+        columns = (aggregates.c.artifact, aggregates.c.server_state)
+        merged = select(*columns).where(aggregates.c.federation == federation, *made)
+        return {
+            artifact
+            for query in (sent, merged)
+            for row in self._all(dict[str, str], query)
+            for artifact in row.values()
+        }
+
+    # The round engine
+
+    def round_state(self, federation: str) -> RoundState:
+        """The state of the round engine, rebuilt; nobody is online in it."""
+        record = self.federation(federation)
+        last = self.last_attempt(federation)
+        state = RoundState(policy=record.policy, first_attempt=record.first_attempt)
+        if last is None:
+            return state
+        if last.state is AttemptState.CLOSED:
+            if last.round >= record.rounds:
+                return RoundState(record.policy, Phase.FINISHED, last.round, last.attempt)
+            return RoundState(record.policy, round=last.round + 1)
+        if last.state is AttemptState.FAILED:
+            return record.after_failure(last)
+        people = self.participants((federation, last.round, last.attempt))
+        stored = self.updates((federation, last.round, last.attempt))
+        return RoundState(
+            record.policy,
+            Phase.COLLECTING if last.state is AttemptState.COLLECTING else Phase.DISTILLING,
+            last.round,
+            last.attempt,
+            participants=frozenset(person.client for person in people),
+            updates=frozenset(ended.client for ended in stored if ended.outcome is Outcome.ACCEPTED),
+            declined=frozenset(person.client for person in people if person.state is ParticipantState.DECLINED),
+            deadline_at=last.deadline_at,
+            first_attempt=record.first_attempt,
+            accepted=frozenset(person.client for person in people if person.state is ParticipantState.ACCEPTED),
+        )
+
+    def _change_attempt(self, key: Key, values: Mapping[str, object]) -> None:
+        with self._engine.begin() as connection:
+            connection.execute(update(schema.attempts).where(_is(schema.attempts, key)).values(**values))
+
+
+def _is(table: Table, key: Key) -> Any:
+    federation, round_number, attempt = key
+    return and_(table.c.federation == federation, table.c.round == round_number, table.c.attempt == attempt)
+
+
+def _key_values(key: Key) -> dict[str, Any]:
+    return dict(zip(("federation", "round", "attempt"), key, strict=True))
+
+
+def _answer(connection: Connection, table: Table, key: Key, client: str, values: Mapping[str, object]) -> None:
+    connection.execute(update(table).where(_is(table, key), table.c.client == client).values(**values))

@@ -1,0 +1,249 @@
+"""Updates on their way up: at most one per device, granted under a window that all of them share, kept on disk as they come.
+
+What a killed coordinator had received is found again (`fedcg.wire.transfer.partial_files`). Hashes and writes: call it off the event loop
+(`intake` does). It neither sends nor decides what becomes of an update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedcg.wire.messages.messages import FIRST_CHUNKS, MAX_CHUNK_BYTES, ArtifactRef, Carrier, Manifest
+from fedcg.wire.transfer.chunk_window import Ranges, Window
+from fedcg.wire.transfer.chunks import FRAME_OVERHEAD_BYTES, Chunk
+from fedcg.wire.transfer.http_ranges import HTTPS_WINDOW
+from fedcg.wire.transfer.partial_files import DurableReceiver, Partials
+
+
+@dataclass(frozen=True)
+class Grant:
+    """Chunks that a device may send now."""
+
+    device: str
+    manifest: Manifest
+    ranges: Ranges
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """How the chunks of an update came.
+
+    Attributes:
+        resumed: found on disk, from before a restart.
+        fresh: came since.
+        repeated: came more than once.
+    """
+
+    resumed: int
+    fresh: int
+    repeated: int
+
+
+@dataclass(frozen=True)
+class Received:
+    """A complete update in `file`, whose bytes have the announced sha256, not durable yet; one that was given up has no file."""
+
+    device: str
+    manifest: Manifest
+    manifest_at: float
+    file: Path = Path()
+    arrival: Arrival = Arrival(0, 0, 0)
+
+
+@dataclass
+class _Upload:
+    manifest: Manifest
+    manifest_at: float
+    receiver: DurableReceiver
+    is_queued: bool  # its chunks meet others in the coordinator's queue at the broker
+    taken: bool = False
+
+
+class Uploads:
+    """The receivers of one attempt.
+
+    Args:
+        partials: where half-received updates lie.
+        window: what one device may have under way over MQTT.
+        shared: what all devices together may have under way over MQTT: they meet in the coordinator's queue at the broker.
+    """
+
+    def __init__(self, partials: Partials, window: Window | None = None, shared: Window | None = None) -> None:
+        self._partials = partials
+        self._window = window or Window()
+        self._shared = shared or Window(500, 32_000_000)
+        self._active: dict[str, _Upload] = {}
+        self._held_back: dict[str, None] = {}  # devices that would have been granted more, oldest first
+        self._early: dict[
+            str, list[bytes]
+        ] = {}  # frames of expected devices, from before their manifests were looked at
+        self._chunks = self._bytes = 0  # granted and not received, of all devices
+
+    def first_chunks(self, devices: int) -> int:
+        """How many first chunks each of so many devices may send with its manifest; half of the shared window holds them all."""
+        chunks = min(FIRST_CHUNKS, self._window.chunks_of(MAX_CHUNK_BYTES))
+        return chunks if 2 * devices * chunks <= self._shared.chunks_of(MAX_CHUNK_BYTES) else 0
+
+    def expect(self, device: str) -> None:
+        """The first chunks of a device's next update may come before its manifest was looked at."""
+        self._early.setdefault(device, [])
+
+    def keep_early(self, device: str, frame: bytes) -> bool:
+        """Keep a chunk frame until its manifest was looked at; False when the device has no such right, or used it up."""
+        kept = self._early.get(device)
+        if kept is None or len(kept) >= FIRST_CHUNKS or len(frame) > MAX_CHUNK_BYTES + FRAME_OVERHEAD_BYTES:
+            return False
+        kept.append(frame)
+        return True
+
+    def early(self, device: str) -> list[bytes]:
+        """The frames kept for a device, to be taken now that its manifest was looked at; the right is used up."""
+        return self._early.pop(device, [])
+
+    def begin(
+        self, device: str, manifest: Manifest, now: float, manifest_at: float, carrier: Carrier = Carrier.MQTT
+    ) -> Received | Grant | None:
+        """Take note of a manifest; a repeated one changes nothing.
+
+        Args:
+            device: who sent it.
+            manifest: announces the update.
+            now: monotonic seconds.
+            manifest_at: unix time, for the record.
+            carrier: how its chunks will come.
+
+        Returns:
+            What to grant at once and was not granted by the invite; or the whole update, when all of it is here from before
+            a restart.
+
+        Raises:
+            CapacityError: too many transfers are under way; the device announces it again later.
+            IntegrityError: all chunks from before a restart together have another sha256; the transfer starts again.
+        """
+        upload, is_queued = self._active.get(device), carrier is Carrier.MQTT
+        if upload is not None and upload.manifest.artifact != manifest.artifact:
+            self.end(device)
+            upload = None
+        if upload is not None and upload.is_queued != is_queued and not upload.taken:
+            self._let_go(device)  # the device changed its carrier: what is on disk counts, other bounds hold
+            upload = None
+        if upload is None:
+            window = self._window if is_queued else HTTPS_WINDOW
+            receiver = DurableReceiver(self._partials.open(manifest.artifact, device), window)
+            upload = self._active[device] = _Upload(manifest, manifest_at, receiver, is_queued)
+        follows = self._next(device, upload, now)
+        is_coming = isinstance(follows, Grant) and follows.ranges == ((0, manifest.following),)
+        return None if is_coming else follows
+
+    def feed(self, device: str, chunk: Chunk, now: float) -> Received | Grant | None:
+        """Take a chunk of a device's update.
+
+        Returns:
+            The whole update, once; or what to grant next.
+
+        Raises:
+            MalformedError: a chunk that the announced artifact can't have.
+            IntegrityError: all chunks together have another sha256; the transfer starts again.
+        """
+        upload = self._active.get(device)
+        if upload is None or upload.taken:
+            return None
+        before = upload.receiver.under_way
+        upload.receiver.feed(chunk, now)
+        self._count(upload, upload.receiver.under_way - before)
+        return self._next(device, upload, now)
+
+    def held_back(self, now: float) -> Iterator[Grant]:
+        """What can be granted to devices that had to wait for others, now that there may be room."""
+        for device in list(self._held_back):
+            if self._room(self._active[device]) <= 0:
+                return
+            grant = self._grant(device, self._active[device], now)
+            if grant is not None:
+                yield grant
+
+    def stalled(self, now: float) -> Iterator[Grant]:
+        """What has to be granted (again) because time went on."""
+        for device, upload in self._active.items():
+            grant = None if upload.taken else self._grant(device, upload, now)
+            if grant is not None:
+                yield grant
+
+    def give_up(self, device: str) -> Received:
+        """Take no more of the update of a device that is under way; what it was."""
+        upload = self._active[device]
+        upload.taken = True
+        return Received(device, upload.manifest, upload.manifest_at)
+
+    def announced(self, device: str) -> ArtifactRef | None:
+        """The update of a device that is under way."""
+        upload = self._active.get(device)
+        return None if upload is None else upload.manifest.artifact
+
+    def end(self, device: str) -> None:
+        """Forget a device's upload and what came of it."""
+        self._early.pop(device, None)
+        upload = self._let_go(device)
+        if upload is not None:
+            self._partials.discard(upload.manifest.artifact.id, device)
+
+    def clear(self) -> None:
+        """Forget everything, also what an earlier process left: the attempt takes nothing any more."""
+        for upload in self._active.values():
+            upload.receiver.close()
+        self._active = {}
+        self._held_back = {}
+        self._early = {}
+        self._chunks = self._bytes = 0
+        self._partials.clear()
+
+    def close(self) -> None:
+        """Let go of all files; what came stays on disk for the next process."""
+        for upload in self._active.values():
+            upload.receiver.close()
+        self._active = {}
+
+    def _let_go(self, device: str) -> _Upload | None:
+        upload = self._active.pop(device, None)
+        self._held_back.pop(device, None)
+        if upload is not None:
+            upload.receiver.close()
+            self._count(upload, -upload.receiver.under_way)
+        return upload
+
+    def _next(self, device: str, upload: _Upload, now: float) -> Received | Grant | None:
+        receiver = upload.receiver
+        if upload.taken or not receiver.complete:
+            return None if upload.taken else self._grant(device, upload, now)
+        self._held_back.pop(device, None)
+        file = receiver.finish()
+        upload.taken = True
+        arrival = Arrival(receiver.resumed, receiver.fresh, receiver.repeated)
+        return Received(device, upload.manifest, upload.manifest_at, file, arrival)
+
+    def _grant(self, device: str, upload: _Upload, now: float) -> Grant | None:
+        room = self._room(upload)
+        if room <= 0:
+            self._held_back[device] = None
+            return None
+        self._held_back.pop(device, None)
+        before = upload.receiver.under_way
+        ranges = upload.receiver.next_need(now, room)
+        self._count(upload, upload.receiver.under_way - before)
+        return None if ranges is None else Grant(device, upload.manifest, ranges)
+
+    def _room(self, upload: _Upload) -> int:
+        """How many more chunks of this upload the shared window takes; one transfer alone always gets some."""
+        if not upload.is_queued:
+            return HTTPS_WINDOW.chunks
+        if self._chunks == 0:
+            return self._shared.chunks_of(upload.manifest.artifact.chunk_bytes)
+        by_bytes = (self._shared.bytes - self._bytes) // upload.manifest.artifact.chunk_bytes
+        return min(self._shared.chunks - self._chunks, by_bytes)
+
+    def _count(self, upload: _Upload, more: int) -> None:
+        if upload.is_queued:
+            self._chunks += more
+            self._bytes += more * upload.manifest.artifact.chunk_bytes

@@ -1,0 +1,131 @@
+"""Whether an update may be merged: header, report, layouts, codecs, decoded numbers finite, variances not negative.
+
+Torch-free; decides by the spec, never by trust. How far an update may be from its base is the matter of `robustness`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from coordinator.errors import ValidationError
+from fedcg.learning.spec import FederationSpec
+from fedcg.wire.artifacts.artifacts import Artifact, ArtifactHeader, Base, codecs_for, parts_in, read_header, unpack
+from fedcg.wire.artifacts.container import MAX_HEADER_BYTES
+from fedcg.wire.artifacts.tensors import PartArrays, assert_finite, payload_bounds
+from fedcg.wire.errors import WireError
+from fedcg.wire.parts import PartLayouts, Report, TensorCodec
+
+ZSTD_SLACK_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the header of an update must say."""
+
+    federation: str
+    round: int
+    attempt: int
+    client: str
+    base: str
+
+
+def upload_layouts(spec: FederationSpec) -> PartLayouts:
+    """The tensors that an update of this federation holds."""
+    return {part: spec.layouts[part] for part in spec.upload}
+
+
+def upload_codecs(spec: FederationSpec) -> dict[str, TensorCodec]:
+    """How the tensors of an update of this federation are coded."""
+    return codecs_for(upload_layouts(spec), spec.codec, spec.with_base)
+
+
+def base_in(data: bytes, spec: FederationSpec, artifact: str) -> Base:
+    """An aggregate of this federation, decoded, as what updates may be coded as the difference to.
+
+    Args:
+        data: the bytes of the artifact, which are sound.
+        spec: the federation's spec.
+        artifact: its id.
+
+    Raises:
+        WireError: it is not an aggregate of this federation.
+    """
+    parts = {part: spec.layouts[part] for part in sorted(parts_in(read_header(data)))}
+    return Base(artifact, unpack(data, parts, codecs=codecs_for(parts, spec.aggregate_codec)).parts)
+
+
+def unpack_update(data: bytes, spec: FederationSpec, base: Base | None) -> Artifact:
+    """The update in an artifact, decoded.
+
+    Raises:
+        WireError: it is not one that this federation's spec asks for.
+    """
+    layouts = upload_layouts(spec)
+    return unpack(data, layouts, max_update_bytes(spec), codecs=upload_codecs(spec), base=base)
+
+
+def max_update_bytes(spec: FederationSpec) -> int:
+    """No update of this federation is larger; checked before a byte of it is asked for."""
+    payload = payload_bounds(upload_layouts(spec), upload_codecs(spec))[1]
+    return payload + payload // 128 + ZSTD_SLACK_BYTES + MAX_HEADER_BYTES
+
+
+def validate_update(data: bytes, spec: FederationSpec, expected: Expected, base: Base | None = None) -> Artifact:
+    """The decoded update, when it may be merged.
+
+    Args:
+        data: the bytes of the artifact, complete and with the announced sha256.
+        spec: the federation's spec.
+        expected: what its header must say.
+        base: the aggregate that the round started from; a delta codec needs it.
+
+    Raises:
+        ValidationError: with the reason for the receipt.
+    """
+    try:
+        _check_header(read_header(data), spec, expected)
+        artifact = unpack_update(data, spec, base)
+        assert_finite(artifact.parts)
+    except WireError as error:
+        raise ValidationError(expected.client, str(error)[:280]) from error
+    _check_variances(artifact.parts, expected.client)
+    return artifact
+
+
+def _check_header(header: ArtifactHeader, spec: FederationSpec, expected: Expected) -> None:
+    wanted = {
+        "kind": "update",
+        "method": spec.method,
+        "federation": expected.federation,
+        "round": expected.round,
+        "attempt": expected.attempt,
+        "client": expected.client,
+        "base": expected.base,
+        "label_distribution": None,
+    }
+    for name, value in wanted.items():
+        if getattr(header, name) != value:
+            raise ValidationError(expected.client, f"its header says {name} {getattr(header, name)}, not {value}")
+    _check_report(header.report or Report(), spec, expected.client)
+
+
+def _check_report(report: Report, spec: FederationSpec, client: str) -> None:
+    allowed = frozenset(spec.report)
+    strange = sorted(field.value for field in report.fields() - allowed)
+    if strange:
+        raise ValidationError(client, f"it reports {', '.join(strange)}, which the spec does not ask for")
+    missing = sorted(field.value for field in spec.required_report - report.fields())
+    if missing:
+        raise ValidationError(client, f"it does not report {', '.join(missing)}, which the merge needs")
+    if report.label_counts is not None:
+        if len(report.label_counts) != spec.class_count:
+            raise ValidationError(client, f"{len(report.label_counts)} label counts for {spec.class_count} classes")
+        if report.examples is not None and sum(report.label_counts) != report.examples:
+            raise ValidationError(client, "its label counts do not add up to its examples")
+
+
+def _check_variances(parts: PartArrays, client: str) -> None:
+    for part, arrays in parts.items():
+        for name, array in arrays.items():
+            if name.rpartition(".")[2] == "running_var" and array.min(initial=0) < 0:
+                raise ValidationError(client, f"its {part.value}'s {name} holds a variance below 0")

@@ -1,0 +1,199 @@
+"""What the agent does when the state machine gives a command: publish, fetch, judge, start training, remember. Never imports torch."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from edge_client.agent.event_reporter import describe_end
+from edge_client.config import AgentConfig
+from edge_client.firewall import check_spec
+from edge_client.messaging.publisher import Outgoing
+from edge_client.session.events import (
+    ArtifactLost,
+    CheckSpec,
+    ChooseModel,
+    Command,
+    Done,
+    Event,
+    LoadUpdate,
+    Note,
+    OutboxFound,
+    RecordDelivery,
+    Send,
+    SendChunks,
+    SendHello,
+    SpecChecked,
+    StartTrainer,
+    TrainerDied,
+    TrainRound,
+    Want,
+)
+from edge_client.session.state import SessionState
+from edge_client.store.private_store import DeliveryRecord, PrivateStore
+from edge_client.training.trainer_handle import TrainerHandle
+from edge_client.transfer.downloads import Downloads
+from fedcg.event_log import EventLog
+from fedcg.wire.errors import IntegrityError, WireError
+from fedcg.wire.messages.messages import ArtifactRef, DeclineReason, Outcome
+from fedcg.wire.transfer.chunk_sender import ChunkFile
+
+_log = logging.getLogger(__name__)
+
+
+class Actions:
+    """Carries out commands.
+
+    Args:
+        config: of this device.
+        store: its private store.
+        outgoing: publishes.
+        downloads: what is being fetched.
+        trainer: the training process.
+        events: the event log.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        store: PrivateStore,
+        outgoing: Outgoing,
+        downloads: Downloads,
+        trainer: TrainerHandle,
+        events: EventLog,
+        clock: Callable[[], float],
+    ) -> None:
+        self._config = config
+        self._store = store
+        self._outgoing = outgoing
+        self._downloads = downloads
+        self._trainer = trainer
+        self._events = events
+        self._clock = clock
+        self._update: ChunkFile | None = None
+        self.outcome: bool | None = None
+        self._handlers: dict[type[Any], Callable[[Any, SessionState], Event | None]] = {
+            SendHello: self._send_hello,
+            Send: self._send,
+            SendChunks: self._send_chunks,
+            Want: self._want,
+            LoadUpdate: self._load_update,
+            CheckSpec: self._check_spec,
+            StartTrainer: self._start_trainer,
+            TrainRound: self._start_job,
+            ChooseModel: self._start_job,
+            RecordDelivery: self._record_delivery,
+            Note: self._note,
+            Done: self._done,
+        }
+
+    def carry_out(self, command: Command, state: SessionState) -> Event | None:
+        """Do what a command says; returns what the state machine has to hear about at once."""
+        return self._handlers[type(command)](command, state)
+
+    def _load_update(self, command: LoadUpdate, state: SessionState) -> Event:
+        """The outbox of the newest generation, cut for the link; its digest is that of the commit."""
+        generation = self._store.generations.newest()
+        assert generation is not None
+        assert generation.outbox is not None
+        entry, path = generation.outbox, self._store.generations.update_path(generation)
+        ref = ArtifactRef(id=entry.artifact, size=entry.size, chunk_bytes=self._outgoing.chunk_bytes())
+        known = None if self._update is None else self._update.ref
+        if known is not None and known.id == ref.id and known.chunk_bytes < ref.chunk_bytes:
+            ref = known  # an announced chunk size is kept for as long as the link takes it
+        if known != ref:
+            self._update = ChunkFile(path, ref)
+        return OutboxFound(generation.cursor, ref)
+
+    def _send_hello(self, command: SendHello, state: SessionState) -> None:
+        self._outgoing.hello(state.epoch)
+
+    def _send(self, command: Send, state: SessionState) -> None:
+        self._outgoing.send(command.message)
+
+    def _send_chunks(self, command: SendChunks, state: SessionState) -> None:
+        if self._update is not None and self._update.ref == command.update:
+            self._outgoing.chunks(self._update, command.ranges)
+
+    def _want(self, command: Want, state: SessionState) -> Event | None:
+        try:
+            self._downloads.want(command.downloads, self._clock())
+        except WireError as error:
+            self._events.write("refused", what="offer", detail=str(error))
+            _log.warning("%s does not take part: %s", self._config.device, error)
+            if state.offer is not None:  # until the agent starts again: a coordinator that asks for this is not sound
+                return SpecChecked(state.offer.spec.id, DeclineReason.SPEC_REFUSED)
+        return None
+
+    def _check_spec(self, command: CheckSpec, state: SessionState) -> Event:
+        spec = self._store.spec(command.digest)
+        refusal: tuple[DeclineReason, str] | None = (DeclineReason.SPEC_REFUSED, "not a spec of this federation")
+        if spec is not None and spec.federation == self._config.federation:
+            refusal = check_spec(spec, self._config.policy)
+        if refusal is None:
+            return SpecChecked(command.digest, None)
+        reason, detail = refusal
+        self._events.write("refused", what="spec", reason=reason.value, detail=detail)
+        _log.warning("%s does not take part: %s", self._config.device, detail)
+        return SpecChecked(command.digest, reason)
+
+    def _start_trainer(self, command: StartTrainer, state: SessionState) -> Event | None:
+        try:
+            pid = self._trainer.start()
+        except OSError as error:  # no memory or no process left: tried again, ever more slowly
+            self._events.write("agent_error", detail=f"the training process can't be started: {error}")
+            return TrainerDied()
+        self._events.write("trainer_started", pid=pid)
+        return None
+
+    def _start_job(self, command: TrainRound | ChooseModel, state: SessionState) -> Event | None:
+        if not self._is_sound(command.aggregate):
+            return ArtifactLost(command.aggregate)
+        self._trainer.send(command)
+        return None
+
+    def _is_sound(self, artifact: str) -> bool:
+        try:
+            self._store.artifacts.get(artifact)
+        except (IntegrityError, OSError) as error:
+            self._events.write("refused", what="aggregate", detail=str(error))
+            with contextlib.suppress(OSError):  # fetching it again replaces it
+                self._store.artifacts.delete(artifact)
+            return False
+        return True
+
+    def _record_delivery(self, command: RecordDelivery, state: SessionState) -> None:
+        cursor, outcome = command.cursor, command.outcome.value
+        record = DeliveryRecord(command.artifact, cursor.round, cursor.attempt, outcome, command.reason)
+        self._store.save_delivery(record)
+        self._update = None
+        if command.outcome is Outcome.CONFLICT:
+            _log.warning(
+                "another update of %s was there before this one of round %d: a copy of this box, or of its private store %s, takes "
+                "part too. Stop one of them, or enrol it anew with a token and a store of its own",
+                self._config.device,
+                cursor.round,
+                self._store.root,
+            )
+        self._events.write(
+            "receipt",
+            chunks_sent=self._outgoing.end_chunks(command.artifact),
+            round=cursor.round,
+            attempt=cursor.attempt,
+            artifact=command.artifact,
+            outcome=outcome,
+            reason=command.reason,
+        )
+
+    def _note(self, command: Note, state: SessionState) -> None:
+        reason = {"reason": command.reason} if command.reason else {}
+        self._events.write(command.event, round=command.cursor.round, attempt=command.cursor.attempt, **reason)
+
+    def _done(self, command: Done, state: SessionState) -> None:
+        self.outcome = command.succeeded
+        end = describe_end(self._store.finalised(), succeeded=command.succeeded)
+        self._events.write("finished", succeeded=command.succeeded, summary=end)
+        _log.log(logging.INFO if command.succeeded else logging.ERROR, "%s: %s", self._config.device, end)

@@ -1,0 +1,164 @@
+"""What the agent reports to people: lines of the event log and of its log. Decides nothing."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from edge_client.session.events import Event, Invited, Offered, Receipted, RoundCommitted, TurnedAway, Welcomed
+from edge_client.training.trainer_handle import Exited, Failed
+from fedcg.disk_errors import advice_for
+from fedcg.event_log import EventLog
+from fedcg.refusal_counter import Refusals
+from fedcg.wire.errors import IntegrityError, VersionError, WireError
+from fedcg.wire.messages.messages import CohortVerdict
+
+UNANSWERED_HELLOS = 5  # with 2 s between them; a coordinator that runs answers the first or the second
+_log = logging.getLogger(__name__)
+
+
+def describe_end(outcome: Mapping[str, object], *, succeeded: bool) -> str:
+    """How the federation ended for this device, in one line.
+
+    Args:
+        outcome: what the private store keeps of the end.
+        succeeded: whether a personal model could be chosen, and exported where that is asked for.
+    """
+    if not succeeded:
+        return "finished, but no personal model could be chosen or exported"
+    accuracy = outcome.get("accuracy_personal")
+    model = f"model {Path(str(outcome['model_dir'])).name}" if outcome.get("model_dir") else "no exported model"
+    return f"finished; {model}" + (f", accuracy {accuracy:.1%}" if isinstance(accuracy, float) else "")
+
+
+class LinkProblems(logging.Handler):
+    """Copies the transport's warnings to the event log, where `fedcg agent status` finds them; a repeated one once."""
+
+    def __init__(self, events: EventLog) -> None:
+        super().__init__(logging.WARNING)
+        self._events = events
+        self._last: object = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a warning, unless its reason is that of the one before."""
+        reason = record.args[0] if isinstance(record.args, tuple) and record.args else record.msg
+        if reason != self._last:
+            self._last = reason
+            self._events.write("link_problem", detail=record.getMessage())
+
+
+class Diary:
+    """Writes for one device.
+
+    Args:
+        device: its id.
+        store: where its private store is.
+        events: the event log.
+
+    Attributes:
+        refusals: what was refused since the start.
+    """
+
+    def __init__(self, device: str, store: Path, events: EventLog) -> None:
+        self._device = device
+        self._store = store
+        self._events = events
+        self.refusals = Refusals(events)
+        self._cohort = CohortVerdict.ALONE
+        self._links = 0
+        self._hellos = 0
+
+    def tell(self, event: Event) -> None:
+        """Write down what the state machine is about to hear."""
+        if isinstance(event, Welcomed | Invited):
+            self._tell_cohort(event.cohort)
+        if isinstance(event, Welcomed | TurnedAway):
+            self._hellos = 0
+        if isinstance(event, Welcomed):
+            self._events.write("welcomed", epoch=event.epoch, version=event.version)
+            _log.info("%s: the coordinator answered", self._device)
+        elif isinstance(event, TurnedAway):
+            self.refuse("hello", VersionError(event.reason))
+            _log.error("%s: %s", self._device, event.reason)
+        elif isinstance(event, Offered):
+            self._events.write("offer", round=event.offer.round, attempt=event.offer.attempt, live=event.live)
+        elif isinstance(event, Invited):
+            self._events.write("invited", round=event.cursor.round, attempt=event.cursor.attempt)
+            _log.info("%s: invited to %s", self._device, event.cursor)
+        elif isinstance(event, RoundCommitted):
+            _log.info("%s: %s is trained", self._device, event.cursor)
+        elif isinstance(event, Receipted):
+            receipt = event.receipt
+            _log.info("%s: the update is %s %s", self._device, receipt.outcome.value, receipt.reason)
+
+    def link(self, *, up: bool) -> None:
+        """The link to the broker changed."""
+        self._events.write("link", up=up)
+        self._hellos, self._links = 0, self._links + up
+        if up:
+            _log.info("%s: connected%s", self._device, " again" if self._links > 1 else "")
+        else:
+            _log.warning("%s: the link to the broker is lost", self._device)
+
+    def hello(self) -> None:
+        """A hello is sent; several without an answer have a reason that a person should look for."""
+        self._hellos += 1
+        if self._hellos == UNANSWERED_HELLOS:
+            detail = (
+                "the broker is reached, but the coordinator does not answer: it does not run, this device was revoked, or it is "
+                "missing in the broker's access list; `fedcg doctor` looks for the reason once the agent is stopped"
+            )
+            self._events.write("link_problem", detail=detail)
+            _log.warning("%s: %s", self._device, detail)
+
+    def failed(self, report: Failed) -> None:
+        """A round is declined because it can't be trained here."""
+        cursor, reason = report.cursor, report.reason.value
+        self._events.write(
+            "round_failed", round=cursor.round, attempt=cursor.attempt, reason=reason, detail=report.detail
+        )
+        _log.warning("%s declines %s (%s): %s", self._device, cursor, reason, report.detail)
+
+    def died(self, report: Exited) -> None:
+        """The training process is gone."""
+        self._events.write("trainer_died", pid=report.pid, exit_code=report.exit_code, reason=report.reason)
+        cause = report.reason or "code -9 is mostly a lack of memory"
+        _log.warning("%s: the training process ended with code %s (%s)", self._device, report.exit_code, cause)
+
+    @contextmanager
+    def noting(self, refused: str, failed: str = "a download") -> Iterator[None]:
+        """Write down what ends the context: what came is refused, or the disk failed."""
+        try:
+            yield
+        except WireError as error:
+            self.refuse(refused, error)
+        except OSError as error:
+            self.stumble(failed, error)
+
+    def stumble(self, what: str, error: OSError) -> None:
+        """The disk failed at something."""
+        detail = f"{what}: {error}. {advice_for(error, self._store)}"
+        _log.error("%s: %s", self._device, detail)
+        self._events.write("agent_error", detail=detail)
+
+    def damage(self, problem: str) -> None:
+        """Something in the private store is not what it was."""
+        self.refuse("store", IntegrityError(problem))
+        _log.error("%s: %s", self._store, problem)
+
+    def refuse(self, what: str, error: Exception) -> None:
+        """Something that came, or lay here, is not used."""
+        self.refusals.note(what, error)
+
+    def _tell_cohort(self, verdict: CohortVerdict) -> None:
+        if verdict is CohortVerdict.DIFFERENT and self._cohort is not CohortVerdict.DIFFERENT:
+            _log.warning(
+                "%s: other devices have another cohort secret, so private networks start apart and merge badly; compare "
+                "`fedcg cohort status` on all devices",
+                self._device,
+            )
+        if verdict is not self._cohort:
+            self._cohort = verdict
+            self._events.write("cohort", others=verdict.value)

@@ -1,0 +1,336 @@
+"""The agent: a thin loop between transport, training process, private store and the protocol's state machine. Never imports torch.
+
+Other threads only put into one bounded queue; everything else happens in `Agent.run`, which never waits for training.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+
+from edge_client.agent.command_executor import Actions
+from edge_client.agent.event_reporter import Diary
+from edge_client.config import AgentConfig
+from edge_client.errors import FirewallError
+from edge_client.firewall import check_kept
+from edge_client.messaging.coordinator_trust import Remembered
+from edge_client.messaging.handshake import Handshake
+from edge_client.messaging.inbox import Inbox, Item
+from edge_client.messaging.message_checks import Incoming
+from edge_client.messaging.publisher import Outgoing
+from edge_client.session.events import (
+    Chosen,
+    Command,
+    Event,
+    LinkChanged,
+    OutboxFound,
+    RoundCommitted,
+    RoundFailed,
+    SendHello,
+    Sending,
+    Tick,
+    TrainerDied,
+    TrainerReady,
+    given_up,
+)
+from edge_client.session.state import SessionState, next_deadline
+from edge_client.session.state_machine import step
+from edge_client.store.cohort_secret import mark_in
+from edge_client.store.private_store import DeliveryRecord, PrivateStore
+from edge_client.training.trainer_handle import Committed, Exited, Failed, Ready, TrainerHandle, TrainerReport
+from edge_client.transfer.downloads import Downloads
+from edge_client.transfer.fetching import Fetching
+from edge_client.transfer.https_client import carrier_of
+from fedcg.event_log import EventLog
+from fedcg.wire.messages.key_chain import PinnedKey
+from fedcg.wire.messages.messages import COORDINATOR, Heartbeat, Left
+from fedcg.wire.messages.signing import SigningKey, VerifyKey
+from fedcg.wire.transfer.chunks import Chunk
+from fedcg.wire.transfer.http_ranges import HTTPS_WINDOW
+from fedcg.wire.transport.transport import Delivery, Transport
+
+IDLE_S = 0.25
+DOWNLOADING_S = 0.05
+WITHHELD = "withheld"  # how an update ended that its owner forbade after it was made
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class AgentKeys:
+    """This device's signing key, and the coordinator's public key."""
+
+    signing: SigningKey
+    coordinator: VerifyKey
+
+
+MakeTrainer = Callable[[Callable[[TrainerReport], None]], TrainerHandle]
+
+
+class Agent:
+    """One device's agent.
+
+    Args:
+        config: of this device.
+        store: its private store, locked by the caller.
+        keys: for signatures.
+        transport: the link to the broker, with the will of `outgoing.offline_will`.
+        make_trainer: builds the handle of the training process around a callback for its reports.
+        events: the event log.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        store: PrivateStore,
+        keys: AgentKeys,
+        transport: Transport,
+        make_trainer: MakeTrainer,
+        events: EventLog,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._store = store
+        self._transport = transport
+        self._events = events
+        self._clock = clock
+        self._inbox = Inbox()
+        self._dropped = 0
+        self._stopping = False
+        self._trainer = make_trainer(self._inbox.put)
+        self._memory = Remembered(store, config.federation, keys.coordinator)
+        self._handshake = Handshake(
+            config.federation,
+            config.device,
+            version("fedcg-edge"),
+            cohort=mark_in(store, config.federation),
+            heartbeat_s=config.broker.keepalive_s,
+            carrier=config.carrier,
+        )
+        https = carrier_of(config, self._put, events)
+        self._beat_at = float("-inf")
+        limits = config.broker.limits
+        window = limits.window if https is None else HTTPS_WINDOW
+        self._downloads = Downloads(store.partials, window, config.policy.max_download_mb * 1_000_000)
+        self._outgoing = Outgoing(
+            config.federation, config.device, keys.signing, transport, self._handshake, limits.chunk_bytes, https
+        )
+        self._incoming = Incoming(config.federation, config.device, self._memory, self._handshake, self._downloads)
+        self._diary = Diary(config.device, store.root, events)
+        self._fetching = Fetching(config, store, self._downloads, self._outgoing, https, self._diary, events)
+        self._actions = Actions(config, store, self._outgoing, self._downloads, self._trainer, events, clock)
+        self._events_due: deque[Event] = deque()
+        self._state = self._restored()
+
+    def stop(self) -> None:
+        """End `run` soon; may be called from a signal handler or another thread."""
+        self._stopping = True
+
+    def run(self, *, until_finished: bool = False) -> int:
+        """Work until stopped, or until the federation is over when `until_finished` is set.
+
+        Returns:
+            0; or 1 when the federation is over and this device could not choose or export its model.
+        """
+        self._events.write(
+            "agent_started",
+            pid=os.getpid(),
+            device=self._config.device,
+            federation=self._config.federation,
+            cohort_secret=self._store.cohort_secret() is not None,
+        )
+        try:
+            self._handle(Tick())  # starts the training process: it loads torch while the link comes up
+            self._store.partials.collect()
+            self._outgoing.start()
+            self._outgoing.subscribe()
+            self._transport.start(self._on_delivery, lambda up: self._put(LinkChanged(up)))
+            while not self._stopping and not (until_finished and self._actions.outcome is not None):
+                self._turn()
+        finally:
+            self._outgoing.close()
+            self._outgoing.status(online=False)
+            self._transport.close()
+            self._downloads.close()
+            self._trainer.stop()
+            self._events.write(
+                "agent_stopped", pid=os.getpid(), dropped=self._dropped, refused=self._diary.refusals.counts
+            )
+        return 1 if self._actions.outcome is False else 0
+
+    # -------------------------------------------------------------- other threads: enqueue, nothing else
+
+    def _on_delivery(self, delivery: Delivery) -> None:
+        try:
+            self._inbox.put_nowait(delivery)
+        except queue.Full:
+            self._dropped += 1  # every sender repeats what was not answered
+
+    def _put(self, item: LinkChanged | Chunk) -> None:
+        """Wait for room: nobody repeats what the link did, and a chunk that waits is not read from its connection."""
+        while not self._stopping:
+            try:
+                self._inbox.put(item, timeout=IDLE_S)
+            except queue.Full:
+                continue
+            return
+
+    # -------------------------------------------------------------- the loop
+
+    def _turn(self) -> None:
+        try:
+            item = self._inbox.get(timeout=self._patience())
+        except queue.Empty:
+            item = None
+        try:
+            if item is not None:
+                self._take(item)
+            self._follow(self._fetching.keep_completed(self._state, self._clock()))
+            self._handle(Sending() if self._outgoing.is_sending else Tick())
+            if self._handshake.is_open:
+                self._follow(self._fetching.ask(self._state, self._clock()))
+            self._beat()
+        except Exception as error:  # noqa: BLE001 - a run loop: logged with context, and the agent stays up
+            self._fail(type(item).__name__, error)
+
+    def _fail(self, what: str, error: Exception) -> None:
+        if isinstance(error, OSError):
+            self._diary.stumble(what, error)
+            return
+        _log.exception("the agent of %s failed at %s", self._config.device, what, exc_info=error)
+        self._events.write("agent_error", detail=f"{what}: {type(error).__name__}: {error}")
+
+    def _patience(self) -> float:
+        due = next_deadline(self._state)
+        longest = DOWNLOADING_S if self._downloads.are_pending else IDLE_S
+        return longest if due is None else max(0.0, min(longest, due - self._clock()))
+
+    def _take(self, item: Item) -> None:
+        if isinstance(item, Delivery):
+            self._receive(item)
+        elif isinstance(item, LinkChanged):
+            self._link_changed(item)
+        elif isinstance(item, Chunk):
+            self._fetching.take(item, self._clock())
+        else:
+            self._hear_trainer(item)
+
+    def _follow(self, event: Event | None) -> None:
+        if event is not None:
+            self._handle(event)
+
+    def _handle(self, event: Event) -> None:
+        self._events_due.append(event)
+        while self._events_due:
+            due = self._events_due.popleft()
+            self._diary.tell(due)
+            self._state, commands = step(self._state, due, self._clock())
+            for command in commands:
+                self._carry_out(command)
+
+    def _carry_out(self, command: Command) -> None:
+        if isinstance(command, SendHello):
+            self._diary.hello()
+        try:
+            follows = self._actions.carry_out(command, self._state)
+        except Exception as error:  # noqa: BLE001 - it must not take the commands after this one along: nobody gives them again
+            self._fail(type(command).__name__, error)
+            follows = given_up(command)
+        if follows is not None:
+            self._events_due.append(follows)
+
+    def _receive(self, delivery: Delivery) -> None:
+        meaning = None
+        with self._diary.noting(delivery.topic):
+            meaning = self._incoming.open(delivery, self._clock())
+        # The message counts also where this fails: a broadcast is not repeated.
+        with self._diary.noting("memory", "what is remembered of the coordinator"):
+            self._memory.save()
+        if isinstance(meaning, PinnedKey):
+            self._events.write("coordinator_key", serial=meaning.serial, key=meaning.key.hex)
+            self._outgoing.ask_for_broadcasts()
+        elif not isinstance(meaning, Left):  # only a device that leaves asks for it, and no agent runs then
+            self._follow(meaning)
+
+    def _link_changed(self, event: LinkChanged) -> None:
+        self._handshake.close()
+        self._diary.link(up=event.up)
+        try:
+            if event.up:
+                self._outgoing.status(online=True)
+                self._find_outbox()
+        finally:
+            self._handle(event)
+
+    def _find_outbox(self) -> None:
+        generation = self._store.generations.newest()
+        if generation is None or (entry := self._store.outbox(generation)) is None:
+            return
+        try:
+            check_kept(self._store.generations.update_bytes(generation), self._config.policy, self._config.device)
+        except FirewallError as error:
+            self._diary.refuse("outbox", error)
+            cursor = entry.cursor
+            record = DeliveryRecord(entry.artifact, cursor.round, cursor.attempt, WITHHELD, str(error))
+            self._store.save_delivery(record)
+            return
+        self._handle(OutboxFound(entry.cursor))
+
+    def _hear_trainer(self, report: TrainerReport) -> None:
+        if isinstance(report, Ready):
+            self._handle(TrainerReady())
+        elif isinstance(report, Committed):
+            self._handle(RoundCommitted(report.cursor))  # before whatever can fail: the disk, the size of chunks
+            self._prune()
+        elif isinstance(report, Failed):
+            self._diary.failed(report)
+            self._handle(RoundFailed(report.cursor, report.reason))
+        elif isinstance(report, Chosen):
+            self._handle(report)
+        elif isinstance(report, Exited):
+            self._diary.died(report)
+            try:
+                self._adopt_commit()  # it may have died between its commit and its report
+            finally:
+                self._handle(TrainerDied())
+
+    def _adopt_commit(self) -> None:
+        generation = self._store.generations.newest()
+        if generation is None or (self._state.committed is not None and generation.cursor <= self._state.committed):
+            return
+        self._handle(RoundCommitted(generation.cursor, generation.spec))
+        self._prune()
+
+    def _prune(self) -> None:
+        targets = (self._state.offer, self._state.finished)
+        self._store.prune_artifacts({target.aggregate.id for target in targets if target is not None})
+
+    def _beat(self) -> None:
+        """Be heard now and then: a will is lost when a broker dies with this device."""
+        now = self._clock()
+        if self._handshake.is_open and now - self._beat_at >= self._config.broker.keepalive_s:
+            self._beat_at = now
+            self._outgoing.send(
+                Heartbeat(federation=self._config.federation, sender=self._config.device, recipient=COORDINATOR)
+            )
+
+    def _restored(self) -> SessionState:
+        generation, problems = self._store.generations.current()
+        for problem in problems:
+            self._diary.damage(problem)
+        final = self._store.finalised().get("aggregate")
+        return SessionState(
+            federation=self._config.federation,
+            device=self._config.device,
+            epoch=self._memory.order.highest[0],
+            stored=frozenset(self._store.artifacts.ids()) | self._store.spec_digests(),
+            bound_spec=None if generation is None else generation.spec,
+            committed=None if generation is None else generation.cursor,
+            finalised=final if isinstance(final, str) else None,
+        )

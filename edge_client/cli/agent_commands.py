@@ -1,0 +1,105 @@
+"""Commands of a device: `fedcg agent run|status|renew|leave|unit` and `fedcg doctor`. Importing this loads no torch."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from dataclasses import asdict
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from edge_client.cli.enrol_commands import leave_command, renew_command
+from edge_client.cli.shared_options import FAILED, ConfigOption, JsonOption, ended, read_config
+from edge_client.cli.units import unit_command
+
+app = typer.Typer(help="Run this device's agent, or look at its private store.", no_args_is_help=True)
+
+app.command("unit")(unit_command)
+app.command("renew")(renew_command)
+app.command("leave")(leave_command)
+_STYLES = {"ok": None, "warning": "yellow", "failed": "red"}
+
+
+@app.command("run")
+def run_command(
+    config: ConfigOption = Path("agent.toml"),
+    until_finished: Annotated[
+        bool, typer.Option("--until-finished", help="exit once the federation is over and the model is exported")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Take part in the federation until SIGTERM or Ctrl-C.
+
+    Exit codes: 0 ended in order; 1 failed; 2 the configuration is wrong.
+    """
+    from edge_client.agent.run import run_agent
+    from edge_client.errors import EdgeError
+    from fedcg.wire.errors import WireError
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    settings = read_config(config)
+    if as_json:
+        print(json.dumps({"event": "agent", "device": settings.device, "store": str(settings.store)}), flush=True)
+    else:
+        place = f"{settings.broker.host}:{settings.broker.port}"
+        print(f"agent {settings.device} of {settings.federation}, broker {place}, store {settings.store}", flush=True)
+    try:
+        code = run_agent(settings, until_finished=until_finished)
+    except (EdgeError, WireError) as error:
+        raise ended(error, FAILED) from error
+    if as_json:
+        print(json.dumps({"event": "ended", "device": settings.device, "exit_code": code}), flush=True)
+    raise typer.Exit(code)
+
+
+@app.command("status")
+def status_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOption = False) -> None:
+    """Show where this device stands: link, round, receipts, why it declined last, the model in use, how it ended."""
+    from edge_client.cli.status import read_status
+    from edge_client.errors import EdgeError
+
+    try:
+        status = read_status(read_config(config))
+    except EdgeError as error:
+        raise ended(error, FAILED) from error
+    if as_json:
+        print(json.dumps(status))
+        return
+    for name, value in status.items():
+        _print(f"{name.replace('_', ' '):<20} {'-' if value is None or value == '' else value}")
+
+
+def doctor_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOption = False) -> None:
+    """Check clock, disk, keys, certificate, broker, data and training on this device, and say what to do.
+
+    Exit codes: 0 nothing failed; 1 a check failed.
+    """
+    from edge_client.cli.doctor import Finding, examine
+    from edge_client.config import load_config
+    from edge_client.errors import ConfigError
+
+    logging.getLogger("fedcg.wire").addHandler(logging.NullHandler())  # what it warns of becomes a finding
+    try:
+        findings = examine(load_config(config, os.environ), datetime.now(timezone.utc))
+    except ConfigError as error:
+        findings = (Finding("configuration", "failed", str(error), f"correct {config}"),)
+    is_sound = all(finding.state != "failed" for finding in findings)
+    if as_json:
+        print(json.dumps({"ok": is_sound, "findings": [asdict(finding) for finding in findings]}))
+    else:
+        for finding in findings:
+            _print(f"{finding.state:<8} {finding.check:<14} {finding.detail}", _STYLES[finding.state])
+            if finding.advice:
+                _print(f"{'':<23} what to do: {finding.advice}")
+    raise typer.Exit(0 if is_sound else FAILED)
+
+
+def _print(line: str, style: str | None = None) -> None:
+    """One line, never broken: a path in it can be copied."""
+    Console(highlight=False).print(line, style=style, markup=False, soft_wrap=True)

@@ -1,0 +1,113 @@
+"""`fedcg cohort create|join|status`: the secret that the devices of a federation share and the coordinator never sees."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from edge_client.cli.shared_options import BAD_INPUT, FAILED, ConfigOption, JsonOption, ended, read_config
+
+if TYPE_CHECKING:
+    from edge_client.store.private_store import PrivateStore
+
+app = typer.Typer(
+    help="Give the devices of a federation their common secret; the coordinator never sees it.", no_args_is_help=True
+)
+
+
+@app.command("create")
+def create_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOption = False) -> None:
+    """Make the secret on the FIRST device, before its first round, and print the code for the others.
+
+    The code is shown this once. It is the secret: carry it by people, not through the coordinator, and keep no copy.
+    Exit codes: 0 done; 1 the private store refuses; 2 the configuration is wrong.
+    """
+    from edge_client.store.cohort_secret import create, mark_in
+
+    with _store_of(config) as (store, federation):
+        code = create(store)
+        mark = mark_in(store, federation)
+    if as_json:
+        typer.echo(json.dumps({"code": code, "mark": mark}))
+        return
+    typer.echo(f"Code of this cohort, shown this once:\n\n  {code}\n")
+    typer.echo("On every other device, before its first round:  fedcg cohort join --config AGENT.TOML")
+    typer.echo(f"They have the same secret when `fedcg cohort status` prints the same mark everywhere: {mark}")
+
+
+@app.command("join")
+def join_command(
+    config: ConfigOption = Path("agent.toml"),
+    code_file: Annotated[
+        str | None, typer.Option("--code-file", help="read the code from this file, - for stdin; else it is asked for")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Take the code that `fedcg cohort create` printed on the first device.
+
+    Exit codes: 0 done, also when the same secret was there; 1 the private store refuses; 2 a bad code or configuration.
+    """
+    from edge_client.errors import CohortError
+    from edge_client.store.cohort_secret import join, mark_in, secret_of
+
+    code = _code(code_file)
+    try:
+        secret_of(code)
+    except CohortError as error:
+        raise ended(error, BAD_INPUT) from error
+    with _store_of(config) as (store, federation):
+        joined = join(store, code)
+        mark = mark_in(store, federation)
+    if as_json:
+        typer.echo(json.dumps({"joined": joined, "mark": mark}))
+    else:
+        typer.echo(f"{'Joined' if joined else 'This device had joined before'}; mark {mark}")
+
+
+@app.command("status")
+def status_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOption = False) -> None:
+    """Print the mark of this device's secret: the same on all devices of a cohort.
+
+    Exit codes: 0 there is a secret; 1 there is none, or the private store refuses; 2 the configuration is wrong.
+    """
+    from edge_client.store.cohort_secret import mark_in
+
+    with _store_of(config) as (store, federation):
+        mark = mark_in(store, federation)
+    if as_json:
+        typer.echo(json.dumps({"mark": mark}))
+    elif mark is not None:
+        typer.echo(f"mark {mark}")
+    else:
+        typer.echo("no cohort secret: `fedcg cohort create` on the first device, `fedcg cohort join` on the others")
+    raise typer.Exit(0 if mark else 1)
+
+
+def _code(code_file: str | None) -> str:
+    if code_file is None:
+        return str(typer.prompt("Cohort code", hide_input=True))
+    if code_file == "-":
+        return sys.stdin.read(1024)
+    try:
+        with Path(code_file).open(encoding="ascii") as file:
+            return file.read(1024)
+    except (OSError, ValueError) as error:
+        raise ended(Exception(f"--code-file {code_file} can't be read: {error}"), BAD_INPUT) from error
+
+
+@contextmanager
+def _store_of(config: Path) -> Iterator[tuple[PrivateStore, str]]:
+    from edge_client.errors import EdgeError
+    from edge_client.store.private_store import PrivateStore
+
+    settings = read_config(config)
+    try:
+        yield PrivateStore.open(settings.store, settings.federation, settings.device), settings.federation
+    except EdgeError as error:
+        raise ended(error, FAILED) from error

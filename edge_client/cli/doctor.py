@@ -1,0 +1,310 @@
+"""Checks of a device before (or after) something went wrong, each with what to do about it. Never imports torch."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import socket
+import ssl
+import stat
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from http.client import HTTPException
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from cryptography import x509
+
+from devices.detect import detect
+from devices.errors import DeviceError
+from devices.profile import plan_training
+from edge_client.agent.run import load_keys, mqtt_config
+from edge_client.cli.status import is_locked, read_status
+from edge_client.config import AgentConfig
+from edge_client.errors import EdgeError
+from edge_client.identity.conversation import Conversation
+from edge_client.identity.credentials import life_of
+from edge_client.store.private_store import PrivateStore
+from edge_client.transfer.https_client import check_ready, tls_of
+from fedcg.learning.data.decoding import decode_image
+from fedcg.learning.data.formats import dataset_name, is_array_source, stamp
+from fedcg.learning.errors import DataError
+from fedcg.learning.spec import ImageForm
+from fedcg.wire.clocks import SET_CLOCK, clock_says
+from fedcg.wire.errors import MalformedError, TransportError, WireError
+from fedcg.wire.messages.enrolment_messages import common_name, load_certificate
+from fedcg.wire.messages.messages import Carrier
+from fedcg.wire.server_role import AUTHORITY_NAME
+from fedcg.wire.transport.mqtt import MqttTransport
+from fedcg.wire.transport.mqtt_config import explain_failure
+
+LEAST_FREE_BYTES = 1 << 30
+EXPIRES_SOON = timedelta(days=14)
+OVERDUE = 1 / 4  # of its life left: the agent began to renew it at a third, so something keeps it from doing so
+EARLIEST_YEAR = 2025  # no release of this program is older: a clock before it was never set
+# A certificate that ended so long ago speaks rather of a wrong clock than of a box in a cupboard.
+LONG_OFF = timedelta(days=365)
+CONNECT_TIMEOUT_S = 5.0
+ANSWER_TIMEOUT_S = 10.0  # connecting takes five round trips; a satellite link's take 0.6 s each
+DECODE_S = 10.0  # about 5,000 photographs; more are a sample
+ENROL_AGAIN = "enrol the device again, or copy its bundle again"
+_ANY_FORM = ImageForm(mode="L", height=8, width=8, mean=(0.5,), std=(0.5,))
+IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".webp"})
+Result = tuple[str, str, str]  # state, detail and advice of a finding
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The outcome of one check.
+
+    Attributes:
+        state: "ok", "warning" (works, but look at it) or "failed".
+        advice: what to do, where there is something to do.
+    """
+
+    check: str
+    state: str
+    detail: str
+    advice: str = ""
+
+
+def examine(config: AgentConfig, now: datetime) -> tuple[Finding, ...]:
+    """All checks of a device, in the order in which one would repair them."""
+    checks: dict[str, Callable[[AgentConfig, datetime], Result]] = {
+        "clock": _clock,
+        "disk": _disk,
+        "keys": _keys,
+        "certificate": _certificate,
+        "broker": _broker,
+        "authority": _authority,
+        "coordinator": _coordinator,
+        "carrier": _carrier,
+        "data": _data,
+        "cohort secret": _cohort_secret,
+        "training": _training,
+        "export": _export,
+    }
+    return tuple(Finding(name, *check(config, now)) for name, check in checks.items())
+
+
+def _clock(config: AgentConfig, now: datetime) -> Result:
+    told, advice = f"it says {clock_says(now)}", f"{SET_CLOCK}: TLS needs it"
+    if now.year < EARLIEST_YEAR:
+        return "failed", told, advice
+    if config.tls is None:
+        return "ok", clock_says(now), ""
+    with contextlib.suppress(OSError, MalformedError):  # told by the check of the certificate
+        certificate = load_certificate(config.tls.cert.read_bytes())
+        first, last = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+        if now < first:
+            return "failed", f"{told}, before this box's certificate was made ({first:%Y-%m-%d %H:%M} UTC)", advice
+        if now > last + LONG_OFF:
+            told += f", long after this box's certificate ended ({last:%Y-%m-%d})"
+            return "failed", told, f"if it is wrong: {advice}"
+    return "ok", clock_says(now), ""
+
+
+def _disk(config: AgentConfig, now: datetime) -> Result:
+    place = config.store
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    told = f"{free / (1 << 30):.1f} GiB free at {place}"
+    if free < LEAST_FREE_BYTES:
+        return "failed", told, f"make room: at least {LEAST_FREE_BYTES >> 30} GiB is needed"
+    return "ok", told, ""
+
+
+def _keys(config: AgentConfig, now: datetime) -> Result:
+    try:
+        load_keys(config)
+    except EdgeError as error:
+        return "failed", str(error), ENROL_AGAIN
+    secrets = [config.keys.signing] + ([config.tls.key] if config.tls is not None else [])
+    for path in secrets:
+        if path.exists() and path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+            return "warning", f"{path} can be read by other users", f"chmod 600 {path}"
+    return "ok", "signing key and coordinator's key are there", ""
+
+
+def _certificate(config: AgentConfig, now: datetime) -> Result:
+    if config.tls is None:
+        return "warning", "no TLS", "only for trials on one machine"
+    try:
+        certificate = load_certificate(config.tls.cert.read_bytes())
+    except (OSError, MalformedError) as error:
+        return "failed", f"{config.tls.cert}: {error}", ENROL_AGAIN
+    name = common_name(certificate)
+    if name != config.device:
+        told = f"it is for {name or 'nobody'}, not for {config.device}"
+        return "failed", told, "use this device's own bundle, or correct `device`"
+    first, last = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+    if not first <= now <= last:
+        advice = f"if the clock is wrong, {SET_CLOCK}; else enrol again with a token of `fedcg token create --replaces`"
+        return "failed", f"valid {first:%Y-%m-%d} to {last:%Y-%m-%d}", advice
+    return _expiry(config, certificate, now)
+
+
+def _expiry(config: AgentConfig, certificate: x509.Certificate, now: datetime) -> Result:
+    last = certificate.not_valid_after_utc
+    if config.enrolment.url is None:
+        if last - now < EXPIRES_SOON:
+            return "warning", f"expires {last:%Y-%m-%d}", "ask the operator for a new bundle soon"
+        return "ok", f"{config.device}, valid until {last:%Y-%m-%d}", ""
+    if last - now < life_of(certificate) * OVERDUE:
+        told = f"expires {last:%Y-%m-%d %H:%M} UTC, and the agent has not renewed it"
+        return "warning", told, "run `fedcg agent renew` and read what it says"
+    return "ok", f"{config.device}, valid until {last:%Y-%m-%d %H:%M} UTC, renewed by the agent", ""
+
+
+def _broker(config: AgentConfig, now: datetime) -> Result:
+    try:
+        mqtt = mqtt_config(config)
+        context = None if mqtt.tls is None else mqtt.tls.context()
+    except (TransportError, ValueError) as error:
+        return "failed", str(error), "correct the [tls] files first"
+    try:
+        with socket.create_connection((mqtt.host, mqtt.port), CONNECT_TIMEOUT_S) as plain:
+            if context is not None:
+                with context.wrap_socket(plain, server_hostname=mqtt.host) as secured:
+                    return "ok", f"{mqtt.address} answers, {secured.version()}", ""
+    except (OSError, ssl.SSLError) as error:
+        return "failed", explain_failure(mqtt, error), "ask whoever runs the broker"
+    return "ok", f"{mqtt.address} answers, without TLS", ""
+
+
+def _authority(config: AgentConfig, now: datetime) -> Result:
+    if config.tls is None:
+        return "ok", "no TLS", ""
+    try:
+        name = common_name(load_certificate(config.tls.ca.read_bytes()))
+    except (OSError, MalformedError) as error:
+        return "failed", f"{config.tls.ca}: {error}", ENROL_AGAIN
+    if name == AUTHORITY_NAME:
+        return "ok", f"{name}: the broker must show a certificate that was made for the broker", ""
+    told = f"{name!r} was made by no coordinator: whoever has a certificate of it for {config.broker.host} passes for the broker"
+    return "ok", told, ""
+
+
+def _coordinator(config: AgentConfig, now: datetime) -> Result:
+    """A hello and its welcome: the broker takes and delivers this device's messages, and the coordinator knows it."""
+    if _broker(config, now)[0] == "failed":
+        return "warning", "not asked: the broker is not reached", ""
+    is_made = (config.store / "format.json").exists()
+    if is_made and is_locked(config.store / "lock"):
+        return _running(config)
+    try:
+        # A store that no agent has made yet stays unmade: it would belong to whoever runs this.
+        with TemporaryDirectory() as empty:
+            store, keys = PrivateStore(config.store if is_made else Path(empty)), load_keys(config)
+            with store.locked():
+                transport = MqttTransport(mqtt_config(config))
+                Conversation(config, keys, store, transport, leaves=False).hold(ANSWER_TIMEOUT_S)
+    except (EdgeError, WireError, OSError) as error:
+        advice = f"ask the operator: `fedcg device show {config.device}`, and that the broker has read its access list"
+        return "failed", str(error), advice
+    return "ok", "it answers this device", ""
+
+
+def _running(config: AgentConfig) -> Result:
+    """What the running agent knows of its session; a second one under the same name would end it."""
+    status = read_status(config)
+    problem = status.get("link_problem")
+    if problem or not status.get("last_link") or not status.get("last_welcomed"):
+        detail = f"the agent runs, without an answer: {problem or 'it is not connected'}"
+        return "failed", detail, "stop the agent and run this again: it then asks by itself"
+    return "ok", "the agent runs, and the coordinator answered it", ""
+
+
+def _carrier(config: AgentConfig, now: datetime) -> Result:
+    if config.carrier is not Carrier.HTTPS or config.carrier_url is None:
+        return "ok", "artifacts travel over the broker", ""
+    try:
+        check_ready(config.carrier_url, tls_of(config))
+    except ssl.SSLError as error:
+        told = f"{config.carrier_url}: TLS failed ({error})"
+        return "failed", told, "check carrier_url and the certificate; the port must be the carrier's"
+    except (WireError, OSError, HTTPException) as error:
+        advice = 'ask the operator: `port` under [carrier] in coordinator.toml; `carrier = "mqtt"` does without'
+        return "failed", f"{config.carrier_url}: {error}", advice
+    return "ok", f"{config.carrier_url} answers, and lets this device in", ""
+
+
+def _data(config: AgentConfig, now: datetime) -> Result:
+    root = config.data.root
+    expected = f"{root}/CLASS/*.png or .jpg, {root}/train and {root}/test of such, or another form of docs/data.md"
+    if dataset_name(root) is not None:
+        return "ok", f"{root.name}: a data set of this box's own, read when a round begins", ""
+    if root.exists() and is_array_source(root):
+        size = sum(size for _, size, _ in stamp(root))
+        return "ok", f"{root}, {size / (1 << 20):.1f} MiB", ""
+    if not root.is_dir():
+        return "failed", f"{root} is no folder", f"expected {expected}"
+    return _images(root, expected)
+
+
+def _images(root: Path, expected: str) -> Result:
+    unreadable: list[str] = []
+    damaged: list[str] = []
+    walked = os.walk(root, onerror=lambda error: unreadable.append(f"{error.filename}: {error.strerror}"))
+    files = [Path(folder) / name for folder, _, names in walked for name in names]
+    files = [path for path in files if path.suffix.lower() in IMAGE_SUFFIXES]
+    if not files and not unreadable:
+        return "failed", f"{root} holds no images", f"expected {expected}"
+    random.Random(0).shuffle(files)  # what there is no time for is then no class of its own
+    decoded, stop_at = 0, time.monotonic() + DECODE_S
+    for path in files:
+        try:
+            decode_image(path.read_bytes(), _ANY_FORM, str(path))
+        except OSError as error:
+            unreadable.append(f"{path}: {error.strerror}")
+        except DataError as error:
+            damaged.append(str(error))
+        decoded += 1
+        if time.monotonic() > stop_at:
+            break
+    told = f"{len(files)} images in {root}, {decoded} of them opened"
+    if unreadable:
+        detail = f"{told}; {len(unreadable)} files or folders can't be read, e.g. {unreadable[0]}"
+        return "failed", detail, "let the user that runs the agent read them (chown, chmod)"
+    if damaged:
+        detail = f"{told}; {len(damaged)} can't be decoded, e.g. {damaged[0]}"
+        return "warning", detail, "repair or remove them; training leaves them out"
+    return "ok", told, ""
+
+
+def _cohort_secret(config: AgentConfig, now: datetime) -> Result:
+    path = config.store / "secrets" / "cohort.key"
+    if not path.exists():
+        told = "none: private networks start from the public spec seed, so a coordinator knows where they started"
+        advice = "`fedcg cohort create` on the first device, `fedcg cohort join` on the others, before the first round"
+        return "warning", told, advice
+    try:
+        PrivateStore(config.store).cohort_secret()
+    except EdgeError as error:
+        return "failed", str(error), f"delete {path} and run `fedcg cohort join`"
+    return "ok", "there", ""
+
+
+def _training(config: AgentConfig, now: datetime) -> Result:
+    if find_spec("torch") is None:
+        return "failed", "PyTorch is not installed", "pip install 'fedcg-edge[edge]'"
+    try:
+        plan = plan_training(detect(), device=config.training.device, threads=config.training.threads)
+    except DeviceError as error:
+        return "failed", str(error), "this box can run a model, but not take part"
+    return "ok", f"{plan.device}, {plan.threads} threads: {plan.reason}", ""
+
+
+def _export(config: AgentConfig, now: datetime) -> Result:
+    if not config.export.enabled:
+        return "ok", "not asked for", ""
+    missing = [name for name in ("onnx", "onnxruntime") if find_spec(name) is None]
+    if missing:
+        return "failed", f"{' and '.join(missing)} not installed", "pip install 'fedcg-edge[edge]'"
+    return "ok", "onnx and onnxruntime are there", ""

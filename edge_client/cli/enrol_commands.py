@@ -1,0 +1,140 @@
+"""Commands about this box's identity: `fedcg enrol`, `fedcg agent renew`, `fedcg agent leave`. Importing this loads no torch."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from edge_client.cli.shared_options import BAD_INPUT, FAILED, ConfigOption, JsonOption, ended, read_config
+
+STDIN = "-"
+
+
+def enrol_command(
+    token: Annotated[
+        str,
+        typer.Option(
+            "--token", envvar="FEDCG_TOKEN", help="What `fedcg token create` printed; - reads it from standard input."
+        ),
+    ],
+    out: Annotated[Path, typer.Option("--out", "--dir", help="The device's new folder; agent.toml goes there.")],
+    url: Annotated[
+        str | None, typer.Option(help="https://HOST:PORT of the coordinator, where the token does not hold it.")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option("--device", help="This box's id, where the token is for any: a-z, 0-9, dashes.")
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option("--data", help="Folder with this box's images (docs/data.md), or dataset:NAME.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Make this box a device of a federation, in one step; its keys are made here and never leave it.
+
+    Exit codes: 0 enrolled; 1 refused, or nobody answered; 2 bad input. Given again after a lost answer it goes on.
+    """
+    from edge_client.errors import EnrolError
+    from edge_client.identity.enrol import enrol
+    from fedcg.provision.agent_config import DATA
+    from fedcg.wire.errors import WireError
+    from fedcg.wire.messages.enrolment_messages import Token
+
+    if token == STDIN and sys.stdin.isatty():
+        typer.echo("token: ", err=True, nl=False)
+    try:
+        parsed = Token.parse(sys.stdin.readline() if token == STDIN else token)
+    except WireError as error:
+        raise ended(error, BAD_INPUT) from error
+    if data is not None and not data.startswith("dataset:") and not Path(data).exists():
+        missing = (
+            f"--data {data}: there is no such file or folder. The token was not used; correct --data, or leave it out"
+        )
+        raise ended(EnrolError(missing), BAD_INPUT)
+    where = DATA if data is None else data if data.startswith("dataset:") else str(Path(data).absolute())
+    try:
+        enrolled = enrol(parsed, out, url=url, device=device, data=where)
+    except (EnrolError, OSError) as error:
+        raise ended(error, FAILED) from error
+    until = enrolled.certificate.not_valid_after_utc
+    if as_json:
+        told = {"device": enrolled.device, "federation": enrolled.federation, "config": str(enrolled.config)}
+        typer.echo(json.dumps({**told, "certificate_expires": until.isoformat()}))
+        return
+    advice = "" if data is not None else f"Set [data] root in {enrolled.config}. "
+    typer.echo(
+        f"Enrolled as {enrolled.device} of federation {enrolled.federation}; certificate until {until:%Y-%m-%d}, renewed by "
+        f"the agent.\n{advice}Next: fedcg doctor --config {enrolled.config}, then fedcg agent run --config {enrolled.config}"
+    )
+
+
+def renew_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOption = False) -> None:
+    """Renew this device's certificate now; the agent does it by itself in the last third of its life.
+
+    Exit codes: 0 renewed; 1 refused, or nobody answered; 2 the configuration is wrong. A running agent goes on meanwhile.
+    """
+    from edge_client.agent.run import load_keys
+    from edge_client.errors import EdgeError
+    from edge_client.identity.renewal import renew
+
+    settings = read_config(config)
+    try:
+        certificate = renew(settings, load_keys(settings).signing)
+    except (EdgeError, OSError) as error:
+        raise ended(error, FAILED) from error
+    until = certificate.not_valid_after_utc
+    if as_json:
+        typer.echo(json.dumps({"device": settings.device, "certificate_expires": until.isoformat()}))
+        return
+    typer.echo(f"The certificate of {settings.device} is valid until {until:%Y-%m-%d %H:%M} UTC.")
+
+
+def leave_command(
+    config: ConfigOption = Path("agent.toml"),
+    erase: Annotated[
+        bool,
+        typer.Option("--erase", help="Then erase the private store with its models, the keys and the certificates."),
+    ] = False,
+    without_coordinator: Annotated[
+        bool, typer.Option("--without-coordinator", help="Tell nobody: for a coordinator that is gone for good.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    timeout_s: Annotated[float, typer.Option(min=1, help="Seconds to wait for the coordinator.")] = 30.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Leave the federation for good: tell the coordinator, so that no round waits, and with --erase remove what is here.
+
+    The images and agent.toml stay. Exit codes: 0 left; 1 the coordinator did not confirm or an agent still runs, and
+    nothing was erased; 2 the configuration is wrong, or nobody said yes.
+    """
+    from edge_client.errors import EdgeError
+    from edge_client.identity.leave import leave
+    from fedcg.wire.errors import WireError
+
+    settings = read_config(config)
+    if not yes and not _is_confirmed(settings.device, settings.federation, settings.store if erase else None):
+        raise typer.Exit(BAD_INPUT)
+    try:
+        left = leave(settings, erase=erase, tell=not without_coordinator, timeout_s=timeout_s)
+    except (EdgeError, WireError, OSError) as error:
+        raise ended(error, FAILED) from error
+    if as_json:
+        told = {"device": settings.device, "confirmed": left.confirmed, "erased": [str(path) for path in left.erased]}
+        typer.echo(json.dumps(told))
+        return
+    heard = "the coordinator confirmed" if left.confirmed else "nobody was told"
+    gone = "".join(f"\n  erased {path}" for path in left.erased)
+    typer.echo(f"{settings.device} has left {settings.federation}; {heard}.{gone}")
+
+
+def _is_confirmed(device: str, federation: str, erased: Path | None) -> bool:
+    what = f"{device} leaves {federation} for good; only a new token brings it back."
+    if erased is not None:
+        what += f"\n{erased} with the personal models in it, the keys and the certificates are erased."
+    try:
+        return typer.confirm(f"{what}\nGo on?", err=True)
+    except typer.Abort:
+        return False

@@ -1,0 +1,125 @@
+"""What an operator sees of a private store, read without disturbing the agent that works in it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+from pathlib import Path
+
+from edge_client.config import AgentConfig
+from edge_client.errors import StoreDamagedError, StoreFormatError
+from edge_client.store.private_store import PrivateStore
+from export.errors import ExportError
+from export.model.manifest import read_manifest
+from export.model.versions import Slots
+from fedcg.event_log import EventValue, read_events
+from fedcg.wire.errors import MalformedError
+from fedcg.wire.messages.enrolment_messages import load_certificate
+
+Status = dict[str, EventValue]
+_SHOWN = {  # of these events one field is shown as it is
+    "link": ("last_link", "up"),
+    "link_problem": ("link_problem", "detail"),
+    "welcomed": ("last_welcomed", "epoch"),
+    "refused": ("last_refused", "detail"),
+    "agent_error": ("last_agent_error", "detail"),
+    "cohort": ("last_cohort", "others"),
+    "finished": ("finished", "summary"),
+}
+
+
+def read_status(config: AgentConfig) -> Status:
+    """The state of a device's store.
+
+    Raises:
+        StoreFormatError: there is no private store at the configured place.
+    """
+    if not (config.store / "format.json").exists():
+        raise StoreFormatError(f"{config.store} holds no private store yet; `fedcg agent run` makes one")
+    store = PrivateStore.open(config.store, config.federation, config.device)
+    status: Status = {
+        "device": config.device,
+        "federation": config.federation,
+        "running": is_locked(config.store / "lock"),
+        "training_process": is_locked(config.store / "trainer.lock"),
+        "private_parts_start": "cohort secret" if store.cohort_secret() is not None else "public spec seed",
+        "certificate_until": _certificate_end(config),
+        **_state(store),
+        **_latest(config.store / "events.jsonl"),
+        "model": "",
+    }
+    with contextlib.suppress(ExportError):
+        current = Slots(config.store / "models").current()
+        status |= {"model": str(current), "model_accuracy": read_manifest(current).verification.accuracy_onnx}
+    return status
+
+
+def _certificate_end(config: AgentConfig) -> str | None:
+    if config.tls is None:
+        return None
+    try:
+        certificate = load_certificate(config.tls.cert.read_bytes())
+    except (OSError, MalformedError):
+        return None
+    return f"{certificate.not_valid_after_utc:%Y-%m-%d %H:%M} UTC"
+
+
+def _state(store: PrivateStore) -> Status:
+    try:
+        generation, problems = store.generations.current()
+    except StoreDamagedError as error:
+        return {"problem": str(error)}
+    outbox = store.outbox(generation)
+    deliveries = store.deliveries()
+    last = deliveries[-1] if deliveries else None
+    return {
+        "round": None if generation is None else generation.cursor.round,
+        "attempt": None if generation is None else generation.cursor.attempt,
+        "spec": None if generation is None else generation.spec,
+        "best_round": None if generation is None else generation.scores.get("best.round"),
+        "update_waiting": None if outbox is None else outbox.artifact,
+        "last_receipt": None
+        if last is None
+        else f"round {last.round}.{last.attempt}: {last.outcome} {last.reason}".strip(),
+        "problem": "; ".join(problems) or None,
+    }
+
+
+def _latest(path: Path) -> Status:
+    found: Status = {}
+    refused: dict[str, int] = {}
+    why: dict[EventValue, EventValue] = {}
+    for event in read_events(path):
+        name, about = str(event.get("event")), f"round {event.get('round')}, attempt {event.get('attempt')}"
+        if name == "agent_started":
+            refused = {}
+            found |= {"last_link": None, "link_problem": None, "last_welcomed": None}
+        elif name == "refused" and isinstance(count := event.get("count"), int):
+            refused[str(event.get("reason"))] = count
+        elif name == "refused" and event.get("what") == "spec":
+            why[event.get("reason")] = event.get("detail")
+        elif name == "round_failed":
+            why[about] = event.get("detail")
+        elif name == "declined":
+            code = event.get("reason")
+            found["last_declined"] = f"{about}: {code}: {why.get(about) or why.get(code) or ''}".rstrip(": ")
+        elif name == "trainer_died":
+            found["last_trainer_death"] = f"exit code {event.get('exit_code')} {event.get('reason')}".strip()
+        elif name in ("link", "welcomed"):
+            found["link_problem"] = None
+        if name in _SHOWN:
+            key, field = _SHOWN[name]
+            found[key] = event.get(field)
+    return {"refused": refused, **found}
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process holds a lock file of a private store."""
+    if not path.exists():
+        return False
+    with path.open("r+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return True
+    return False

@@ -1,0 +1,1 @@
+"""Who this box is: keys, certificates, enrolment, renewal, leaving."""

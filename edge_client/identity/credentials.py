@@ -1,0 +1,132 @@
+"""A device's own keys and certificate: made here, kept here, replaced so that no power cut leaves a pair that does not fit.
+
+Knows files and cryptography; not where a certificate comes from (`enrolment`, `renewal`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from edge_client.errors import EnrolError
+from fedcg.files import fsync_path, replace_durably
+from fedcg.wire.errors import MalformedError
+from fedcg.wire.messages.enrolment_messages import certificate_key_digest, common_name, key_digest, load_certificate
+
+RENEW_AT = 1 / 3
+"""A certificate is renewed when less than this part of its life is left."""
+
+
+@dataclass(frozen=True)
+class TlsKey:
+    """A P-256 key that never leaves the box."""
+
+    private: ec.EllipticCurvePrivateKey
+
+    @staticmethod
+    def generate() -> TlsKey:
+        """A new key from the operating system's randomness."""
+        return TlsKey(ec.generate_private_key(ec.SECP256R1()))
+
+    @staticmethod
+    def load(path: Path) -> TlsKey:
+        """Read a key.
+
+        Raises:
+            EnrolError: the file holds none.
+        """
+        try:
+            private = serialization.load_pem_private_key(path.read_bytes(), password=None)
+        except (OSError, ValueError, TypeError) as error:
+            raise EnrolError(f"{path} can't be used: {error}") from error
+        if not isinstance(private, ec.EllipticCurvePrivateKey):
+            raise EnrolError(f"{path} holds no elliptic-curve key")
+        return TlsKey(private)
+
+    @property
+    def digest(self) -> str:
+        """The sha256 of the public half."""
+        return key_digest(self.private.public_key())
+
+    def pem(self) -> bytes:
+        """The private key, to be written with mode 0600."""
+        return self.private.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        )
+
+    def request(self, device: str) -> str:
+        """A certificate request with CN = `device`, signed by this key, PEM."""
+        name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, device)])
+        request = x509.CertificateSigningRequestBuilder().subject_name(name).sign(self.private, hashes.SHA256())
+        return request.public_bytes(serialization.Encoding.PEM).decode()
+
+
+def check_issued(certificate: str, authority: x509.Certificate, device: str, key: TlsKey) -> x509.Certificate:
+    """The certificate, when it is what was asked for.
+
+    Raises:
+        EnrolError: it is for another name or key, or not signed by the authority.
+    """
+    try:
+        issued = load_certificate(certificate)
+        issued.verify_directly_issued_by(authority)
+        is_ours = common_name(issued) == device and certificate_key_digest(issued) == key.digest
+    except (MalformedError, ValueError, TypeError, InvalidSignature) as error:
+        raise EnrolError(f"the certificate that came is not signed by the authority: {error}") from error
+    if not is_ours:
+        raise EnrolError(f"the certificate that came is not for {device} and its key")
+    return issued
+
+
+def is_due(certificate: x509.Certificate, now: datetime) -> bool:
+    """Whether less than a third of a certificate's life is left."""
+    return certificate.not_valid_after_utc - now < life_of(certificate) * RENEW_AT
+
+
+def life_of(certificate: x509.Certificate) -> timedelta:
+    """From the first to the last moment at which a certificate is valid."""
+    return certificate.not_valid_after_utc - certificate.not_valid_before_utc
+
+
+def replace_pair(certificate: Path, key: Path, new_certificate: bytes, new_key: bytes) -> None:
+    """Replace certificate and key; killed at any point, `settle_pair` makes the old or the new pair whole."""
+    replace_durably(_pending(certificate), new_certificate)
+    replace_durably(_pending(key), new_key)
+    settle_pair(certificate, key)
+
+
+def settle_pair(certificate: Path, key: Path) -> None:
+    """Finish, or undo, a replacement that was interrupted.
+
+    The new certificate is written first and renamed last. So a new certificate that fits a key on disk is kept, with that
+    key; one that fits none had no key yet and goes.
+    """
+    new_certificate, new_key = _pending(certificate), _pending(key)
+    if not new_certificate.exists():
+        new_key.unlink(missing_ok=True)
+        return
+    if new_key.exists() and _fit(new_certificate, new_key):
+        new_key.replace(key)
+        fsync_path(key.parent)
+    if _fit(new_certificate, key):
+        new_certificate.replace(certificate)
+        fsync_path(certificate.parent)
+    for left in (new_certificate, new_key):
+        left.unlink(missing_ok=True)
+
+
+def _pending(path: Path) -> Path:
+    return path.with_name(f"{path.name}.next")
+
+
+def _fit(certificate: Path, key: Path) -> bool:
+    with contextlib.suppress(OSError, MalformedError, EnrolError):
+        return certificate_key_digest(load_certificate(certificate.read_bytes())) == TlsKey.load(key).digest
+    return False

@@ -1,0 +1,114 @@
+"""HTTPS to the coordinator's enrolment listener, with the standard library. Trusts one authority, never the system's."""
+
+from __future__ import annotations
+
+import http.client
+import ssl
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import Encoding
+from pydantic import BaseModel, ValidationError
+
+from edge_client.errors import EnrolError
+from fedcg.wire.clocks import explain_dates
+from fedcg.wire.errors import MalformedError
+from fedcg.wire.messages.enrolment_messages import (
+    AUTHORITY_PATH,
+    MAX_BODY_BYTES,
+    Refusal,
+    certificate_key_digest,
+    load_certificate,
+)
+from fedcg.wire.server_role import ServerRole, expect_role
+
+TIMEOUT_S = 20.0
+AnswerT = TypeVar("AnswerT", bound=BaseModel)
+
+
+def fetch_authority(url: str, digest: str) -> x509.Certificate:
+    """The certificate of the authority that is expected behind `url`.
+
+    Nothing is sent but the question, on a connection that trusts nobody; what comes back counts only when its public key is
+    the expected one. Whoever relays the true certificate gains nothing: the next connection is verified against it.
+
+    Raises:
+        EnrolError: nobody answers, or another authority is there.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    status, body = _exchange(url, "GET", AUTHORITY_PATH, None, context)
+    try:
+        authority = load_certificate(body)
+        found = certificate_key_digest(authority)
+    except MalformedError as error:
+        raise EnrolError(f"{url} does not show an authority (status {status}): is this the enrolment URL?") from error
+    if found != digest:
+        raise EnrolError(
+            f"{url} belongs to another authority than the token's (key {found[:16]}..., expected {digest[:16]}...). The "
+            "secret was not sent. Either the URL is wrong, or somebody is in between: ask the operator"
+        )
+    return authority
+
+
+def trusting(authority: x509.Certificate) -> ssl.SSLContext:
+    """A TLS 1.3 context that trusts this authority alone, checks names, and talks to the enrolment listener only."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.load_verify_locations(cadata=authority.public_bytes(Encoding.PEM).decode())
+    expect_role(context, ServerRole.ENROLMENT)
+    return context
+
+
+def ask(url: str, path: str, request: BaseModel, answer: type[AnswerT], context: ssl.SSLContext) -> AnswerT:
+    """Send a request and read its answer.
+
+    Raises:
+        EnrolError: nobody answers, the connection is not trusted, the request was refused, or the answer is malformed.
+    """
+    status, body = _exchange(url, "POST", path, request.model_dump_json().encode(), context)
+    try:
+        if status != http.client.OK:
+            raise EnrolError(f"the coordinator refused: {Refusal.model_validate_json(body).error}")
+        return answer.model_validate_json(body)
+    except ValidationError as error:
+        raise EnrolError(f"{url}{path} answered {status} with something that is not of this protocol") from error
+
+
+def _exchange(url: str, method: str, path: str, body: bytes | None, context: ssl.SSLContext) -> tuple[int, bytes]:
+    place = urlsplit(url)
+    if place.scheme != "https" or place.hostname is None or place.path not in ("", "/") or place.query:
+        raise EnrolError(f"--url {url}: write https://HOST:PORT")
+    try:
+        connection = http.client.HTTPSConnection(place.hostname, place.port, timeout=TIMEOUT_S, context=context)
+    except (ValueError, http.client.InvalidURL) as error:
+        raise EnrolError(f"--url {url}: {error}") from error
+    try:
+        connection.request(method, path, body, {"Content-Type": "application/json", "Connection": "close"})
+        response = connection.getresponse()
+        status, data = response.status, response.read(MAX_BODY_BYTES + 1)
+    except ssl.SSLCertVerificationError as error:
+        cause = explain_dates(error) or f"{error.verify_message}. Check the URL; else somebody is in between"
+        raise EnrolError(f"{url} is not what the authority vouches for: {cause}. Nothing secret was sent") from error
+    except (OSError, http.client.HTTPException) as error:
+        raise EnrolError(f"no answer from {url}: {_cause(error)}") from error
+    finally:
+        connection.close()
+    if len(data) > MAX_BODY_BYTES:
+        raise EnrolError(f"{url}{path} answers with more than {MAX_BODY_BYTES} bytes")
+    return status, data
+
+
+def _cause(error: Exception) -> str:
+    if isinstance(error, ConnectionRefusedError):
+        return "nobody listens there: does the coordinator run, with a port under [enrolment]?"
+    if isinstance(error, ssl.SSLError) and "CERTIFICATE" in str(error).upper():
+        return f"it does not accept this device's certificate (expired, revoked, or of another authority): {error}"
+    if isinstance(error, ConnectionError | ssl.SSLEOFError):
+        return "it ended the connection: perhaps this device's certificate is expired or revoked, or the coordinator is overloaded"
+    if isinstance(error, TimeoutError):
+        return "it took too long: check address, route and firewalls"
+    return str(error) or type(error).__name__

@@ -1,0 +1,96 @@
+"""How a box leaves for good: a signed goodbye inside a session, the coordinator's confirmation, then the end of what is kept here."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from edge_client.agent.run import load_keys, mqtt_config
+from edge_client.config import AgentConfig
+from edge_client.errors import EnrolError, NoAnswerError, StoreFormatError
+from edge_client.identity.conversation import Conversation
+from edge_client.messaging.publisher import offline_will
+from edge_client.store.private_store import PrivateStore
+from fedcg.files import fsync_path
+from fedcg.wire.transport.mqtt import MqttTransport
+
+
+@dataclass(frozen=True)
+class Departure:
+    """How leaving went.
+
+    Attributes:
+        confirmed: whether the coordinator said that the device is no member any more.
+        erased: what was removed from this box.
+    """
+
+    confirmed: bool
+    erased: tuple[Path, ...]
+
+
+def leave(config: AgentConfig, *, erase: bool, tell: bool, timeout_s: float) -> Departure:
+    """Leave the federation.
+
+    Args:
+        config: of this device.
+        erase: afterwards remove the private store, keys and certificates.
+        tell: tell the coordinator; nothing is erased unless it confirms.
+        timeout_s: how long to wait for it.
+
+    Raises:
+        EnrolError: the coordinator did not confirm in time, or the images lie in the store; nothing was erased.
+        StoreLockedError: an agent runs with this store.
+        EdgeError: keys or store can't be used.
+        WireError: the TLS files can't be used.
+    """
+    if not (config.store / "format.json").exists() and not tell:
+        raise StoreFormatError(f"{config.store} holds no private store: there is nothing to leave behind")
+    if erase:
+        _check_images_are_elsewhere(config)
+    store = PrivateStore.open(config.store, config.federation, config.device)
+    with store.locked("lock"), store.locked("trainer.lock"):
+        if tell:
+            _say_goodbye(config, store, timeout_s)
+        erased = _erase(config, store) if erase else ()
+    return Departure(tell, erased)
+
+
+def _say_goodbye(config: AgentConfig, store: PrivateStore, timeout_s: float) -> None:
+    keys = load_keys(config)
+    will = offline_will(config.federation, config.device, keys.signing)
+    transport = MqttTransport(mqtt_config(config), will)
+    try:
+        Conversation(config, keys, store, transport, leaves=True).hold(timeout_s)
+    except NoAnswerError as error:
+        raise EnrolError(
+            f"the coordinator did not confirm within {timeout_s:g} s ({error}). Nothing was erased. Try again, let the operator "
+            f"run `fedcg device revoke {config.device}`, or use --without-coordinator"
+        ) from error
+
+
+def _check_images_are_elsewhere(config: AgentConfig) -> None:
+    data, root = config.data.root.resolve(), config.store.resolve()
+    if root in (data, *data.parents):
+        raise EnrolError(f"the images in {data} lie in the private store {root}: move them first, nothing was erased")
+
+
+def _erase(config: AgentConfig, store: PrivateStore) -> tuple[Path, ...]:
+    """Remove keys and certificates first, then the private store, its format.json last; the images are not touched."""
+    files = [config.keys.signing, config.keys.coordinator]
+    if config.tls is not None:
+        files += [config.tls.key, config.tls.cert, config.tls.ca]
+        files += [*config.tls.cert.parent.glob("*.next"), config.tls.cert.with_name(".renewal.lock")]
+    erased = [path for path in files if path.exists()]
+    for path in erased:
+        path.unlink()
+        fsync_path(path.parent)
+    for path in sorted(store.root.iterdir(), key=lambda path: path.name == "format.json"):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    with contextlib.suppress(OSError):  # a service's state directory belongs to the system; empty is what matters
+        store.root.rmdir()
+    return (*erased, store.root)

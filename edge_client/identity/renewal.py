@@ -1,0 +1,155 @@
+"""Renews a device's certificate: with the current one on the connection, the message key's signature, and a new key each time."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import random
+import ssl
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import Encoding
+
+from edge_client.config import AgentConfig, TlsSection
+from edge_client.errors import EnrolError
+from edge_client.identity.credentials import RENEW_AT, TlsKey, check_issued, is_due, life_of, replace_pair, settle_pair
+from edge_client.identity.enrolment_client import ask, trusting
+from fedcg.event_log import EventLog
+from fedcg.wire.errors import MalformedError
+from fedcg.wire.messages.enrolment_messages import (
+    RENEW_PATH,
+    RenewAnswer,
+    RenewRequest,
+    load_certificate,
+    renewal_statement,
+)
+from fedcg.wire.messages.signing import SigningKey
+
+LOOK_AGAIN = timedelta(hours=6)
+"""At most so long between two looks: a box's clock may jump."""
+TRY_AGAIN = timedelta(hours=1)
+TRIES_PER_LIFE = 50
+_log = logging.getLogger(__name__)
+
+
+def renew(config: AgentConfig, signing: SigningKey) -> x509.Certificate:
+    """Get the next certificate, with a new key, and put both in place of the current pair.
+
+    Raises:
+        EnrolError: says what to do; the current pair stays.
+    """
+    if config.tls is None or config.enrolment.url is None:
+        raise EnrolError(
+            f"agent.toml of {config.device} names no `url` under [enrolment]: ask the operator for a new bundle instead"
+        )
+    with _alone(config.tls):
+        settle_pair(config.tls.cert, config.tls.key)
+        authority = _certificate(config.tls.ca)
+        context = trusting(authority)
+        try:
+            context.load_cert_chain(config.tls.cert, config.tls.key)
+        except (OSError, ssl.SSLError) as error:
+            raise EnrolError(f"{config.tls.cert} and {config.tls.key} can't be used: {error}") from error
+        key = TlsKey.generate()
+        request = RenewRequest(
+            device=config.device,
+            request=key.request(config.device),
+            proof=signing.sign(renewal_statement(config.device, key.digest)).hex(),
+        )
+        answer = ask(config.enrolment.url.rstrip("/"), RENEW_PATH, request, RenewAnswer, context)
+        certificate = check_issued(answer.certificate, authority, config.device, key)
+        replace_pair(config.tls.cert, config.tls.key, certificate.public_bytes(Encoding.PEM), key.pem())
+    return certificate
+
+
+class Renewer:
+    """Renews in time, beside a running agent, on a thread of its own.
+
+    Args:
+        config: of the device.
+        signing: its message key.
+        events: the event log.
+        renewed: called after every renewal; must only enqueue.
+        clock: the current time, aware.
+    """
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        signing: SigningKey,
+        events: EventLog,
+        renewed: Callable[[], None],
+        clock: Callable[[], datetime] = lambda: datetime.now(timezone.utc),
+    ) -> None:
+        self._config = config
+        self._signing = signing
+        self._events = events
+        self._renewed = renewed
+        self._clock = clock
+        self._stopping = threading.Event()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Renew for as long as the context lasts; does nothing for a device that renews nowhere."""
+        if self._config.tls is None or self._config.enrolment.url is None:
+            yield
+            return
+        thread = threading.Thread(target=self._run, args=(self._config.tls,), name="renewal", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._stopping.set()  # not waited for: a request that nobody answers must not hold up the agent's end
+
+    def _run(self, tls: TlsSection) -> None:
+        pause_s = 0.0
+        while not self._stopping.wait(pause_s):
+            try:
+                pause_s = self._look(tls).total_seconds()
+            except (EnrolError, OSError) as error:
+                pause_s = self._failed(tls, error).total_seconds()
+            pause_s *= 0.9 + 0.2 * random.random()  # boxes that were enrolled together don't come together for ever
+
+    def _look(self, tls: TlsSection) -> timedelta:
+        """Renew when it is due; returns how long to wait before the next look."""
+        certificate = _certificate(tls.cert)
+        if is_due(certificate, self._clock()):
+            certificate = renew(self._config, self._signing)
+            self._events.write("certificate_renewed", until=certificate.not_valid_after_utc.timestamp())
+            self._renewed()
+        due_at = certificate.not_valid_after_utc - life_of(certificate) * RENEW_AT
+        return max(timedelta(seconds=1), min(LOOK_AGAIN, due_at - self._clock()))
+
+    def _failed(self, tls: TlsSection, error: Exception) -> timedelta:
+        _log.warning("the certificate of %s was not renewed: %s", self._config.device, error)
+        self._events.write("renewal_failed", detail=str(error))
+        try:
+            return min(TRY_AGAIN, life_of(_certificate(tls.cert)) / TRIES_PER_LIFE)
+        except (EnrolError, OSError):
+            return TRY_AGAIN
+
+
+def _certificate(path: Path) -> x509.Certificate:
+    try:
+        return load_certificate(path.read_bytes())
+    except (OSError, MalformedError) as error:
+        raise EnrolError(f"{path} can't be used: {error}") from error
+
+
+@contextmanager
+def _alone(tls: TlsSection) -> Iterator[None]:
+    """Keep a renewal by hand and the agent's own apart."""
+    try:
+        lock = tls.cert.with_name(".renewal.lock").open("a")
+    except OSError as error:
+        raise EnrolError(
+            f"{tls.cert.parent} can't be written to: {error}; a new certificate has no place there"
+        ) from error
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

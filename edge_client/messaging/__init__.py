@@ -1,0 +1,1 @@
+"""Signed messages in and out: what is accepted, and what is published."""

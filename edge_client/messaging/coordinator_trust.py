@@ -1,0 +1,57 @@
+"""What a device remembers of its coordinator across restarts: the highest broadcast, and the key that its messages must have."""
+
+from __future__ import annotations
+
+from edge_client.store.private_store import PrivateStore
+from fedcg.wire.messages.key_chain import PinnedKey, open_key_chain
+from fedcg.wire.messages.ordering import BroadcastOrder
+from fedcg.wire.messages.signing import VerifyKey
+
+
+class Remembered:
+    """Order and key; what changed counts at once and is made durable by `save`.
+
+    A key that was followed and not saved before a crash is followed again: the coordinator keeps the whole chain.
+
+    Args:
+        store: where it is kept.
+        federation: the federation's id.
+        enrolled: the coordinator's key as it came at enrolment. Another one than before means that the device was enrolled
+            anew, and what was followed from the earlier one counts no more.
+    """
+
+    def __init__(self, store: PrivateStore, federation: str, enrolled: VerifyKey) -> None:
+        self._store = store
+        self._federation = federation
+        self._enrolled = enrolled
+        self.order = BroadcastOrder(store.seen())
+        self._saved = (self.order.highest, store.pinned_key(enrolled))
+        self._pinned = self._saved[1]
+
+    @property
+    def key(self) -> VerifyKey:
+        """The coordinator's key that counts now."""
+        return self._pinned.key
+
+    def follow(self, data: bytes) -> PinnedKey | None:
+        """Take an envelope with the coordinator's chain of keys; returns what is pinned now when it is another key.
+
+        Raises:
+            WireError: it is refused; says why.
+        """
+        before, self._pinned = self._pinned, open_key_chain(data, self._federation, self._pinned)
+        return None if before.key == self._pinned.key else self._pinned
+
+    def save(self) -> None:
+        """Make durable what changed.
+
+        Raises:
+            OSError: the disk did not take it; the next call tries again.
+        """
+        highest, pinned = self._saved
+        if self._pinned != pinned:
+            self._store.save_pinned_key(self._enrolled, self._pinned)
+            self._saved = (highest, self._pinned)
+        if self.order.highest != highest:
+            self._store.save_seen(self.order.highest)
+            self._saved = (self.order.highest, self._pinned)

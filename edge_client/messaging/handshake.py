@@ -1,0 +1,121 @@
+"""The device's side of hello and welcome: nonces, and the session that stamps and admits control messages.
+
+One nonce serves a hello and its repetitions, so an answer that took long still counts; a coordinator's nonce is taken once,
+so a recorded welcome can't bring back an old session.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import TypeVar
+
+from fedcg.wire import versions
+from fedcg.wire.errors import OtherSessionError, ReplayError, VersionError
+from fedcg.wire.messages.messages import COORDINATOR, AnyMessage, Carrier, Hello, Refusal, Welcome
+from fedcg.wire.messages.ordering import Session, session_id
+
+MessageT = TypeVar("MessageT", bound=AnyMessage)
+
+
+class Handshake:
+    """Keeps the nonces and the open session of one device.
+
+    Args:
+        federation: the federation's id.
+        device: this device's id.
+        agent: program version for the hello.
+        cohort: mark of the cohort secret, None without one.
+        heartbeat_s: this device promises that it is never silent for longer.
+        carrier: how its artifacts travel.
+    """
+
+    def __init__(
+        self,
+        federation: str,
+        device: str,
+        agent: str,
+        cohort: str | None = None,
+        heartbeat_s: int | None = None,
+        carrier: Carrier = Carrier.MQTT,
+    ) -> None:
+        self._carrier = carrier
+        self._heartbeat_s = heartbeat_s
+        self._federation = federation
+        self._device = device
+        self._agent = agent
+        self._cohort = cohort
+        self._nonce: str | None = None
+        self._answers: set[str] = set()
+        self._session: Session | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a session stands."""
+        return self._session is not None
+
+    def close(self) -> None:
+        """Forget the session; the next hello opens a new one."""
+        if self._session is not None:
+            self._session, self._nonce = None, None
+
+    def hello(self, epoch: int) -> Hello:
+        """The hello to send now."""
+        self.close()
+        if self._nonce is None:
+            self._nonce, self._answers = secrets.token_hex(16), set()
+        return Hello(
+            federation=self._federation,
+            sender=self._device,
+            recipient=COORDINATOR,
+            epoch=epoch,
+            nonce=self._nonce,
+            versions=versions.SPOKEN,
+            agent=self._agent,
+            cohort=self._cohort,
+            heartbeat_s=self._heartbeat_s,
+            carrier=self._carrier,
+        )
+
+    def welcome(self, message: Welcome) -> None:
+        """Open the session that a welcome answers.
+
+        Raises:
+            ReplayError: it answers no hello of this device, or was used before.
+            MalformedError: it picks a version that was not offered.
+        """
+        if message.device_nonce != self._nonce or message.nonce in self._answers:
+            raise ReplayError("a welcome that answers no hello of this device, or answers one again")
+        if message.version not in versions.SPOKEN:
+            raise VersionError(f"a welcome for protocol version {message.version}; {versions.SPOKEN} were offered")
+        self._answers.add(message.nonce)
+        self._session = Session(session_id(message.device_nonce, message.nonce))
+
+    def refusal(self, message: Refusal) -> str:
+        """Why a hello was not answered with a welcome, for people.
+
+        Raises:
+            ReplayError: it answers no hello of ours.
+        """
+        if message.device_nonce != self._nonce or self.is_open:
+            raise ReplayError("a refusal that answers no hello of this device")
+        return versions.explain_versions(message.device_versions, message.versions)
+
+    def stamp(self, message: MessageT) -> MessageT:
+        """The message with session and counter.
+
+        Raises:
+            OtherSessionError: there is no session.
+        """
+        if self._session is None:
+            raise OtherSessionError(f"a {message.kind} message can't be sent without a session")
+        return self._session.stamp(message)
+
+    def admit(self, message: AnyMessage) -> None:
+        """Check that a message belongs to the session and is new.
+
+        Raises:
+            OrderError: it does not, is not, or there is no session.
+        """
+        if self._session is None:
+            raise OtherSessionError(f"a {message.kind} message came without a session")
+        self._session.admit(message)

@@ -1,1 +1,0 @@
-"""Templates of what an agent's host needs (package data)."""

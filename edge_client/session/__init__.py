@@ -1,0 +1,1 @@
+"""The pure state machine of the protocol; knows no clock, disk or network."""

@@ -1,0 +1,327 @@
+"""The vocabulary of the agent's state machine: events that happen to it and commands that it gives. Values only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from edge_client.store.generations import Cursor
+from fedcg.wire.messages.messages import (
+    AnyMessage,
+    ArtifactRef,
+    CohortVerdict,
+    DeclineReason,
+    Finished,
+    Need,
+    Offer,
+    Outcome,
+    Receipt,
+)
+
+# ------------------------------------------------------------------ events
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time went on."""
+
+
+@dataclass(frozen=True)
+class Sending:
+    """Time went on, and chunks of the update still wait for the link: nobody could have answered them yet."""
+
+
+@dataclass(frozen=True)
+class LinkChanged:
+    """The connection to the broker came up (subscriptions stand) or was lost."""
+
+    up: bool
+
+
+@dataclass(frozen=True)
+class CoordinatorSeen:
+    """The coordinator's retained status."""
+
+    epoch: int
+    online: bool
+
+
+@dataclass(frozen=True)
+class Welcomed:
+    """The coordinator answered our hello; a new session stands."""
+
+    epoch: int
+    cohort: CohortVerdict = CohortVerdict.ALONE
+    version: int | None = None
+
+
+@dataclass(frozen=True)
+class TurnedAway:
+    """The coordinator speaks none of our protocol versions; `reason` says who has to be updated."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Offered:
+    """A round is open. `live` is False for a retained message: its broadcast of chunks is over."""
+
+    offer: Offer
+    live: bool
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The federation is over; the final aggregate is not broadcast, every device asks for it."""
+
+    finished: Finished
+
+
+@dataclass(frozen=True)
+class Invited:
+    """The coordinator asks this device to take part."""
+
+    cursor: Cursor
+    cohort: CohortVerdict = CohortVerdict.ALONE
+    grant: int = 0
+
+
+@dataclass(frozen=True)
+class Granted:
+    """The coordinator asks for chunks of the update."""
+
+    need: Need
+
+
+@dataclass(frozen=True)
+class Receipted:
+    """The coordinator ends an update."""
+
+    receipt: Receipt
+
+
+@dataclass(frozen=True)
+class ArtifactStored:
+    """A download is complete, verified and durable."""
+
+    artifact: str
+
+
+@dataclass(frozen=True)
+class ArtifactLost:
+    """The aggregate of the job that was just commanded turned out to be damaged and was deleted; the job did not start."""
+
+    artifact: str
+
+
+@dataclass(frozen=True)
+class DownloadSilent:
+    """Asked-for chunks have not come for a while: the coordinator may not know our session."""
+
+
+@dataclass(frozen=True)
+class SpecChecked:
+    """The firewall judged a spec."""
+
+    digest: str
+    refusal: DeclineReason | None
+
+
+@dataclass(frozen=True)
+class TrainerReady:
+    """The training process waits for work."""
+
+
+@dataclass(frozen=True)
+class TrainerDied:
+    """The training process is gone; whatever it had committed was told before this."""
+
+
+@dataclass(frozen=True)
+class RoundCommitted:
+    """A round is trained and durable.
+
+    Attributes:
+        spec: that of the job under way when None.
+        update: waits in the outbox; None while it has to be read.
+    """
+
+    cursor: Cursor
+    spec: str | None = None
+    update: ArtifactRef | None = None
+
+
+@dataclass(frozen=True)
+class OutboxFound:
+    """An update waits in the outbox; `update` is None while it has to be read, or cut anew for a new link."""
+
+    cursor: Cursor
+    update: ArtifactRef | None = None
+
+
+@dataclass(frozen=True)
+class RoundFailed:
+    """A round can't be trained here; the state before it still stands."""
+
+    cursor: Cursor
+    reason: DeclineReason
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The personal model is chosen and exported, or `succeeded` is False; comes from the training process as it is."""
+
+    aggregate: str
+    succeeded: bool
+
+
+Event = (
+    Tick
+    | Sending
+    | LinkChanged
+    | CoordinatorSeen
+    | Welcomed
+    | TurnedAway
+    | Offered
+    | Ended
+    | Invited
+    | Granted
+    | Receipted
+    | ArtifactStored
+    | ArtifactLost
+    | DownloadSilent
+    | SpecChecked
+    | TrainerReady
+    | TrainerDied
+    | RoundCommitted
+    | OutboxFound
+    | RoundFailed
+    | Chosen
+)
+
+# ------------------------------------------------------------------ commands
+
+
+@dataclass(frozen=True)
+class SendHello:
+    """Open a session; the nonce is the shell's business."""
+
+
+@dataclass(frozen=True)
+class Send:
+    """Send a control message inside the session; session and counter are still to be stamped."""
+
+    message: AnyMessage
+
+
+@dataclass(frozen=True)
+class SendChunks:
+    """Publish these chunks of the update in the outbox."""
+
+    update: ArtifactRef
+    ranges: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """One download.
+
+    Attributes:
+        what: "spec" or "aggregate".
+        ask_after_s: silence after which missing chunks are asked for; None = only listen to the broadcast.
+    """
+
+    what: str
+    ref: ArtifactRef
+    ask_after_s: float | None
+
+
+@dataclass(frozen=True)
+class Want:
+    """From now on exactly these downloads are wanted."""
+
+    downloads: tuple[Wanted, ...]
+
+
+@dataclass(frozen=True)
+class LoadUpdate:
+    """Read the update in the outbox and cut it for the link; given again until that works."""
+
+
+@dataclass(frozen=True)
+class CheckSpec:
+    """Let the firewall judge a stored spec."""
+
+    digest: str
+
+
+@dataclass(frozen=True)
+class StartTrainer:
+    """Start the training process."""
+
+
+@dataclass(frozen=True)
+class TrainRound:
+    """Train this round attempt and commit it; goes to the training process as it is."""
+
+    cursor: Cursor
+    spec: str
+    aggregate: str
+
+
+@dataclass(frozen=True)
+class ChooseModel:
+    """The federation is over: choose and export the personal model; goes to the training process as it is."""
+
+    spec: str
+    aggregate: str
+
+
+@dataclass(frozen=True)
+class RecordDelivery:
+    """Make durable that an update got its receipt."""
+
+    cursor: Cursor
+    artifact: str
+    outcome: Outcome
+    reason: str
+
+
+@dataclass(frozen=True)
+class Note:
+    """Tell the operator: one line of the event log."""
+
+    event: str
+    cursor: Cursor
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Done:
+    """Everything that this federation asked of the device is done."""
+
+    succeeded: bool
+
+
+Command = (
+    SendHello
+    | Send
+    | SendChunks
+    | Want
+    | LoadUpdate
+    | CheckSpec
+    | StartTrainer
+    | TrainRound
+    | ChooseModel
+    | RecordDelivery
+    | Note
+    | Done
+)
+
+
+def given_up(command: Command) -> Event | None:
+    """What has happened when a command could not be carried out; None for one that is given again, or that a message asks for again."""
+    if isinstance(command, TrainRound):
+        return RoundFailed(command.cursor, DeclineReason.TRAINING_FAILED)
+    if isinstance(command, ChooseModel):
+        return Chosen(command.aggregate, succeeded=False)
+    return TrainerDied() if isinstance(command, StartTrainer) else None

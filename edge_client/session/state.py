@@ -1,0 +1,127 @@
+"""What the agent's protocol knows, as one frozen value; `session` holds the rules that change it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from edge_client.session.events import Wanted
+from edge_client.store.generations import Cursor
+from fedcg.wire.messages.messages import COORDINATOR, ArtifactRef, DeclineReason, Finished, Offer
+
+HELLO_EVERY_S = 2.0
+TURNED_AWAY_S = 60.0  # until another hello after one that was refused: somebody has to update something
+MANIFEST_FIRST_S = 1.0
+MANIFEST_MAX_S = 30.0
+GRANT_PATIENCE_S = 2.0  # after chunks were granted, so long until the manifest is repeated
+SILENCE_S = 6.0  # an unanswered manifest or download of this age means: the session is not known any more
+BROADCAST_PATIENCE_S = 0.5  # a broadcast that pauses for this long is over, or lost chunks
+TRAINER_DEATHS = 5  # in one job, before it is given up
+TRAINER_BACKOFF_S = 0.5
+TRAINER_BACKOFF_MAX_S = 30.0
+
+
+class Trainer(str, Enum):
+    """The training process, as the machine knows it."""
+
+    GONE = "gone"
+    STARTING = "starting"
+    IDLE = "idle"
+    BUSY = "busy"
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """An update in the outbox and the repetition of its manifest.
+
+    Attributes:
+        update: None until it has been read; then `manifest_at` is when that is tried again.
+        manifest_at: when the manifest is due (again).
+        delay_s: pause after the next manifest; doubles up to 30 s.
+        silent_since: when the first manifest was sent that nobody has answered yet.
+        announced: a manifest was sent, in this session or an earlier one.
+    """
+
+    cursor: Cursor
+    update: ArtifactRef | None
+    manifest_at: float = 0.0
+    delay_s: float = MANIFEST_FIRST_S
+    silent_since: float | None = None
+    announced: bool = False
+
+
+@dataclass(frozen=True)
+class SessionState:
+    """All that the protocol knows.
+
+    Attributes:
+        epoch: highest coordinator epoch heard of.
+        hello_at: when the next hello is due while there is no session.
+        live: whether the target's chunks are being broadcast now.
+        granted: chunks of the update of the invited attempt that may follow its first manifest, in this session.
+        declined: the last refused attempt and why; repeated when the invite is.
+        stored: digests of specs and aggregates at hand.
+        verdict: the firewall's word on a spec: (digest, refusal or None).
+        bound_spec: the spec that the private state belongs to.
+        job: what the trainer works on: a round attempt, or the final aggregate's id; `job_spec` is the round's spec.
+        finalised: final aggregate whose personal model is chosen; `succeeded` tells how that went.
+    """
+
+    federation: str
+    device: str
+    epoch: int = 0
+    up: bool = False
+    welcomed: bool = False
+    hello_at: float = 0.0
+    offer: Offer | None = None
+    finished: Finished | None = None
+    live: bool = False
+    invited: Cursor | None = None
+    granted: int = 0
+    accepted: Cursor | None = None
+    declined: tuple[Cursor, DeclineReason] | None = None
+    stored: frozenset[str] = frozenset()
+    verdict: tuple[str, DeclineReason | None] | None = None
+    bound_spec: str | None = None
+    committed: Cursor | None = None
+    delivery: Delivery | None = None
+    trainer: Trainer = Trainer.GONE
+    trainer_at: float = 0.0
+    job: Cursor | str | None = None
+    job_spec: str | None = None
+    deaths: int = 0
+    wanted: tuple[Wanted, ...] = ()
+    finalised: str | None = None
+    succeeded: bool = True
+    done: bool = False
+
+    @property
+    def offered(self) -> Cursor | None:
+        """The round attempt that is open, as far as we know."""
+        return None if self.offer is None else Cursor(self.offer.round, self.offer.attempt)
+
+    def addressed(self, cursor: Cursor) -> dict[str, Any]:
+        """The fields that every message of this device about a round attempt has."""
+        return {
+            "federation": self.federation,
+            "sender": self.device,
+            "recipient": COORDINATOR,
+            "epoch": self.epoch,
+            "round": cursor.round,
+            "attempt": cursor.attempt,
+        }
+
+
+def next_deadline(state: SessionState) -> float | None:
+    """The earliest time at which a `Tick` would do something, or None."""
+    times: list[float] = []
+    if state.up and not state.welcomed:
+        times.append(state.hello_at)
+    if state.trainer is Trainer.GONE:
+        times.append(state.trainer_at)
+    if state.delivery is not None and (state.welcomed or state.delivery.update is None):
+        times.append(state.delivery.manifest_at)
+        if state.delivery.silent_since is not None:
+            times.append(state.delivery.silent_since + SILENCE_S)
+    return min(times, default=None)

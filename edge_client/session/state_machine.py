@@ -1,0 +1,373 @@
+"""The agent's protocol as a pure state machine: `step(state, event, now) -> (state, commands)`.
+
+No clock, no randomness, no I/O. An event first changes what is known (`_HANDLERS`), then `_advance` gives whatever
+commands now follow from what is known. Laws (property-tested over random event orders):
+  * a round attempt that was committed is never started again;
+  * nothing is started while an update waits for its receipt, so an outbox is never overwritten;
+  * only a receipt for exactly that artifact ends an outbox entry;
+  * control messages other than hello are sent only inside a session.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from edge_client.session.events import (
+    ArtifactLost,
+    ArtifactStored,
+    CheckSpec,
+    ChooseModel,
+    Chosen,
+    Command,
+    CoordinatorSeen,
+    Done,
+    DownloadSilent,
+    Ended,
+    Event,
+    Granted,
+    Invited,
+    LinkChanged,
+    LoadUpdate,
+    Note,
+    Offered,
+    OutboxFound,
+    Receipted,
+    RecordDelivery,
+    RoundCommitted,
+    RoundFailed,
+    Send,
+    SendChunks,
+    SendHello,
+    Sending,
+    SpecChecked,
+    StartTrainer,
+    Tick,
+    TrainerDied,
+    TrainerReady,
+    TrainRound,
+    TurnedAway,
+    Want,
+    Wanted,
+    Welcomed,
+)
+from edge_client.session.state import (
+    BROADCAST_PATIENCE_S,
+    GRANT_PATIENCE_S,
+    HELLO_EVERY_S,
+    MANIFEST_FIRST_S,
+    MANIFEST_MAX_S,
+    SILENCE_S,
+    TRAINER_BACKOFF_MAX_S,
+    TRAINER_BACKOFF_S,
+    TRAINER_DEATHS,
+    TURNED_AWAY_S,
+    Delivery,
+    SessionState,
+    Trainer,
+)
+from edge_client.store.generations import Cursor
+from fedcg.wire.messages.messages import Accept, Decline, DeclineReason, Manifest
+
+Step = tuple[SessionState, tuple[Command, ...]]
+
+
+def step(state: SessionState, event: Event, now: float) -> Step:
+    """What follows from an event.
+
+    Args:
+        state: what is known.
+        event: what happened.
+        now: monotonic seconds.
+
+    Returns:
+        The new state, and the commands to carry out in their order.
+    """
+    handler: Callable[[SessionState, Any, float], Step] = _HANDLERS[type(event)]
+    state, commands = handler(state, event, now)
+    for advance in (_advance_hello, _advance_trainer, _advance_round, _advance_end, _advance_delivery, _advance_wanted):
+        state, more = advance(state, now)
+        commands += more
+    return state, commands
+
+
+# ------------------------------------------------------------------ events change what is known
+
+
+def _ticked(state: SessionState, event: Tick, now: float) -> Step:
+    return state, ()
+
+
+def _sending(state: SessionState, event: Sending, now: float) -> Step:
+    delivery = state.delivery
+    if delivery is None or not state.welcomed:
+        return state, ()
+    quiet_until = max(delivery.manifest_at, now + GRANT_PATIENCE_S)
+    return replace(state, delivery=replace(delivery, manifest_at=quiet_until, silent_since=None)), ()
+
+
+def _link_changed(state: SessionState, event: LinkChanged, now: float) -> Step:
+    return replace(state, up=event.up, welcomed=False, hello_at=now, live=False, granted=0), ()
+
+
+def _coordinator_seen(state: SessionState, event: CoordinatorSeen, now: float) -> Step:
+    if event.online and event.epoch > state.epoch:
+        return replace(state, epoch=event.epoch, welcomed=False, hello_at=now), ()
+    return state, ()
+
+
+def _welcomed(state: SessionState, event: Welcomed, now: float) -> Step:
+    if not state.up:  # it was still queued when the link broke; the next link says hello again
+        return state, ()
+    delivery = state.delivery
+    if delivery is not None:
+        delivery = replace(delivery, manifest_at=now, delay_s=MANIFEST_FIRST_S, silent_since=None)
+    epoch = max(state.epoch, event.epoch)
+    return replace(state, welcomed=True, epoch=epoch, accepted=None, granted=0, delivery=delivery), ()
+
+
+def _turned_away(state: SessionState, event: TurnedAway, now: float) -> Step:
+    return replace(state, hello_at=now + TURNED_AWAY_S), ()
+
+
+def _offered(state: SessionState, event: Offered, now: float) -> Step:
+    live = event.live or (state.live and state.offer is not None and state.offer.aggregate == event.offer.aggregate)
+    epoch = max(state.epoch, event.offer.epoch)
+    return replace(state, offer=event.offer, finished=None, done=False, live=live, epoch=epoch), ()
+
+
+def _ended(state: SessionState, event: Ended, now: float) -> Step:
+    epoch = max(state.epoch, event.finished.epoch)
+    return replace(state, finished=event.finished, offer=None, live=False, epoch=epoch), ()
+
+
+def _invited(state: SessionState, event: Invited, now: float) -> Step:
+    cursor = event.cursor
+    state = replace(state, invited=cursor, accepted=None, granted=event.grant)
+    if state.declined is not None and state.declined[0] == cursor:
+        return _decline(state, cursor, state.declined[1])
+    if state.committed is None or cursor > state.committed:
+        return state, ()
+    if state.delivery is not None and state.delivery.cursor == cursor:
+        return replace(state, delivery=replace(state.delivery, manifest_at=now)), ()
+    # Trained and receipted already, or an attempt that is behind us: there is nothing left to deliver for it.
+    return _decline(state, cursor, DeclineReason.NOT_ELIGIBLE)
+
+
+def _granted(state: SessionState, event: Granted, now: float) -> Step:
+    delivery = state.delivery
+    if delivery is None or delivery.update is None or delivery.update.id != event.need.artifact:
+        return state, ()
+    answered = replace(delivery, manifest_at=now + GRANT_PATIENCE_S, delay_s=MANIFEST_FIRST_S, silent_since=None)
+    return replace(state, delivery=answered), (SendChunks(delivery.update, event.need.ranges),)
+
+
+def _receipted(state: SessionState, event: Receipted, now: float) -> Step:
+    delivery, receipt = state.delivery, event.receipt
+    if delivery is None or delivery.update is None or delivery.update.id != receipt.artifact:
+        return state, ()
+    record = RecordDelivery(delivery.cursor, receipt.artifact, receipt.outcome, receipt.reason)
+    return replace(state, delivery=None), (record,)
+
+
+def _artifact_stored(state: SessionState, event: ArtifactStored, now: float) -> Step:
+    return replace(state, stored=state.stored | {event.artifact}), ()
+
+
+def _artifact_lost(state: SessionState, event: ArtifactLost, now: float) -> Step:
+    return replace(_idle(state), stored=state.stored - {event.artifact}), ()
+
+
+def _download_silent(state: SessionState, event: DownloadSilent, now: float) -> Step:
+    return replace(state, welcomed=False, hello_at=now) if state.welcomed else state, ()
+
+
+def _spec_checked(state: SessionState, event: SpecChecked, now: float) -> Step:
+    return replace(state, verdict=(event.digest, event.refusal)), ()
+
+
+def _trainer_ready(state: SessionState, event: TrainerReady, now: float) -> Step:
+    return replace(state, trainer=Trainer.IDLE) if state.trainer is Trainer.STARTING else state, ()
+
+
+def _trainer_died(state: SessionState, event: TrainerDied, now: float) -> Step:
+    job, deaths = state.job, state.deaths + 1
+    # The first restart is at once; a process that keeps dying is restarted ever more slowly.
+    pause = 0.0 if deaths == 1 else min(TRAINER_BACKOFF_S * 2.0 ** (deaths - 2), TRAINER_BACKOFF_MAX_S)
+    state = replace(state, trainer=Trainer.GONE, trainer_at=now + pause, job=None, deaths=deaths)
+    if job is None or deaths < TRAINER_DEATHS:
+        return state, ()
+    state = replace(state, deaths=0)
+    if isinstance(job, Cursor):
+        return _decline(state, job, DeclineReason.TRAINING_FAILED)
+    return replace(state, finalised=job, succeeded=False), ()
+
+
+def _round_committed(state: SessionState, event: RoundCommitted, now: float) -> Step:
+    if state.committed is not None and event.cursor <= state.committed:
+        return state, ()
+    delivery = Delivery(event.cursor, event.update, manifest_at=now)
+    spec = event.spec or state.job_spec
+    return replace(_idle(state), committed=event.cursor, bound_spec=spec, delivery=delivery), ()
+
+
+def _outbox_found(state: SessionState, event: OutboxFound, now: float) -> Step:
+    if state.delivery is not None and state.delivery.update is not None:
+        if event.update is None:
+            return state, (LoadUpdate(),)
+        if state.delivery.update == event.update:
+            return state, ()
+    return replace(state, delivery=Delivery(event.cursor, event.update, manifest_at=now)), ()
+
+
+def _round_failed(state: SessionState, event: RoundFailed, now: float) -> Step:
+    return _decline(_idle(state), event.cursor, event.reason)
+
+
+def _finalised(state: SessionState, event: Chosen, now: float) -> Step:
+    return replace(_idle(state), finalised=event.aggregate, succeeded=event.succeeded), ()
+
+
+_HANDLERS: dict[type[Any], Callable[[SessionState, Any, float], Step]] = {
+    Tick: _ticked,
+    Sending: _sending,
+    LinkChanged: _link_changed,
+    CoordinatorSeen: _coordinator_seen,
+    Welcomed: _welcomed,
+    TurnedAway: _turned_away,
+    Offered: _offered,
+    Ended: _ended,
+    Invited: _invited,
+    Granted: _granted,
+    Receipted: _receipted,
+    ArtifactStored: _artifact_stored,
+    ArtifactLost: _artifact_lost,
+    DownloadSilent: _download_silent,
+    SpecChecked: _spec_checked,
+    TrainerReady: _trainer_ready,
+    TrainerDied: _trainer_died,
+    RoundCommitted: _round_committed,
+    OutboxFound: _outbox_found,
+    RoundFailed: _round_failed,
+    Chosen: _finalised,
+}
+
+
+# ------------------------------------------------------------------ what follows from what is known
+
+
+def _advance_hello(state: SessionState, now: float) -> Step:
+    if not state.up or state.welcomed or now < state.hello_at:
+        return state, ()
+    return replace(state, hello_at=now + HELLO_EVERY_S), (SendHello(),)
+
+
+def _advance_trainer(state: SessionState, now: float) -> Step:
+    if state.trainer is not Trainer.GONE or now < state.trainer_at or state.done:
+        return state, ()
+    return replace(state, trainer=Trainer.STARTING), (StartTrainer(),)
+
+
+def _advance_round(state: SessionState, now: float) -> Step:
+    offer, cursor = state.offer, state.offered
+    if offer is None or cursor is None or not _is_asked(state, cursor):
+        return state, ()
+    if state.bound_spec not in (None, offer.spec.id):
+        return _decline(state, cursor, DeclineReason.SPEC_REFUSED)
+    if state.verdict is None or state.verdict[0] != offer.spec.id:
+        return state, (CheckSpec(offer.spec.id),) if offer.spec.id in state.stored else ()
+    if state.verdict[1] is not None:
+        return _decline(state, cursor, state.verdict[1])
+    commands: tuple[Command, ...] = ()
+    if state.welcomed and state.accepted != cursor:
+        state = replace(state, accepted=cursor)
+        commands = (Send(Accept(**state.addressed(cursor))), Note("accepted", cursor))
+    is_free = state.trainer is Trainer.IDLE and state.job is None and state.delivery is None
+    if is_free and offer.aggregate.id in state.stored:
+        state = replace(state, trainer=Trainer.BUSY, job=cursor, job_spec=offer.spec.id)
+        commands += (TrainRound(cursor, offer.spec.id, offer.aggregate.id),)
+    return state, commands
+
+
+def _advance_end(state: SessionState, now: float) -> Step:
+    finished = state.finished
+    if finished is None or state.done:
+        return state, ()
+    if state.finalised == finished.aggregate.id:
+        if state.delivery is not None:
+            return state, ()
+        return replace(state, done=True), (Done(state.succeeded),)
+    at_hand = {finished.spec.id, finished.aggregate.id} <= state.stored
+    if not at_hand or state.trainer is not Trainer.IDLE or state.job is not None:
+        return state, ()
+    state = replace(state, trainer=Trainer.BUSY, job=finished.aggregate.id)
+    return state, (ChooseModel(finished.spec.id, finished.aggregate.id),)
+
+
+def _advance_delivery(state: SessionState, now: float) -> Step:
+    delivery = state.delivery
+    if delivery is None:
+        return state, ()
+    delay_s = min(delivery.delay_s * 2.0, MANIFEST_MAX_S)
+    later = replace(delivery, manifest_at=now + delivery.delay_s, delay_s=delay_s)
+    if delivery.update is None and now >= delivery.manifest_at:
+        return replace(state, delivery=later), (LoadUpdate(),)
+    if delivery.update is None or not state.welcomed:
+        return state, ()
+    if delivery.silent_since is not None and now >= delivery.silent_since + SILENCE_S:
+        waiting = replace(delivery, silent_since=None)
+        state = replace(state, welcomed=False, hello_at=now + HELLO_EVERY_S, delivery=waiting)
+        return state, (SendHello(),)
+    if now < delivery.manifest_at:
+        return state, ()
+    silent_since = now if delivery.silent_since is None else delivery.silent_since
+    sent = replace(later, silent_since=silent_since, announced=True)
+    is_granted = delivery.cursor == state.invited and not delivery.announced
+    following = min(state.granted, delivery.update.chunks) if is_granted else 0
+    message = Manifest(**state.addressed(delivery.cursor), artifact=delivery.update, following=following)
+    commands: tuple[Command, ...] = (Send(message), Note("manifest", delivery.cursor))
+    if following:
+        commands += (SendChunks(delivery.update, ((0, following),)),)
+    return replace(state, delivery=sent), commands
+
+
+def _advance_wanted(state: SessionState, now: float) -> Step:
+    wanted = tuple(download for download in _downloads(state) if download.ref.id not in state.stored)
+    if wanted == state.wanted:
+        return state, ()
+    return replace(state, wanted=wanted), (Want(wanted),)
+
+
+def _downloads(state: SessionState) -> tuple[Wanted, ...]:
+    patience = BROADCAST_PATIENCE_S if state.live else 0.0
+    if state.finished is not None:
+        if state.finalised == state.finished.aggregate.id:
+            return ()
+        return (Wanted("spec", state.finished.spec, 0.0), Wanted("aggregate", state.finished.aggregate, 0.0))
+    cursor = state.offered
+    if state.offer is None or cursor is None:
+        return ()
+    asked = _is_asked(state, cursor)
+    spec = Wanted("spec", state.offer.spec, 0.0 if asked else None)
+    return (spec, Wanted("aggregate", state.offer.aggregate, patience if asked else None))
+
+
+def _is_asked(state: SessionState, cursor: Cursor) -> bool:
+    """Whether this attempt is ours to train: invited, not trained yet, not refused."""
+    is_refused = state.declined is not None and state.declined[0] == cursor
+    is_behind = state.committed is not None and cursor <= state.committed
+    return state.invited == cursor and not is_refused and not is_behind
+
+
+def _decline(state: SessionState, cursor: Cursor, reason: DeclineReason) -> Step:
+    state = replace(state, declined=(cursor, reason))
+    commands: tuple[Command, ...] = (Note("declined", cursor, reason.value),)
+    if state.welcomed:
+        commands = (Send(Decline(**state.addressed(cursor), reason=reason)), *commands)
+    return state, commands
+
+
+def _idle(state: SessionState) -> SessionState:
+    is_running = state.trainer is Trainer.BUSY
+    return replace(state, trainer=Trainer.IDLE if is_running else state.trainer, job=None, deaths=0)

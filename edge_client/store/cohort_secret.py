@@ -1,0 +1,109 @@
+"""The cohort's secret: 32 random bytes that all devices of a federation have and the coordinator never sees.
+
+The private networks of all devices start from it (design §5). People carry it from the first box to the others as a code, which is the
+secret and a checksum in letters that can be read out; nothing else leaves the box but a mark that tells equal secrets from others.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+import re
+import secrets
+
+from edge_client.errors import CohortError
+from edge_client.store.private_store import SECRET_BYTES, PrivateStore
+
+_CHECK_BYTES = 3
+_GROUP = 4
+_LETTERS = -(-(SECRET_BYTES + _CHECK_BYTES) * 8 // 5)
+# What is misread most often; neither 0, 1, 8 nor 9 is a letter of base32.
+_MISREAD = str.maketrans({"0": "O", "1": "I", "8": "B"})
+
+
+def create(store: PrivateStore) -> str:
+    """Make the cohort's secret on its first device; the code to carry to the others.
+
+    Raises:
+        CohortError: there is one here, or private networks of this store have started without it.
+    """
+    secret = secrets.token_bytes(SECRET_BYTES)
+    _keep(store, secret)
+    return code_of(secret)
+
+
+def join(store: PrivateStore, code: str) -> bool:
+    """Put the secret that a code holds into the store; False when it was there already.
+
+    Raises:
+        CohortError: no such code, another secret is here, or private networks of this store have started without it.
+    """
+    secret = secret_of(code)
+    if store.cohort_secret() == secret:
+        return False
+    _keep(store, secret)
+    return True
+
+
+def _keep(store: PrivateStore, secret: bytes) -> None:
+    if store.cohort_secret() is not None:
+        raise CohortError(
+            f"{store.root} has a cohort secret already; a device has one for as long as its federation runs"
+        )
+    if store.generations.current()[0] is not None:
+        raise CohortError(
+            f"{store.root}: private networks have started here without a cohort secret, and can't change their start; "
+            "set another `store` to begin anew"
+        )
+    store.keep_cohort_secret(secret)
+
+
+def code_of(secret: bytes) -> str:
+    """The code of a secret: 14 groups of four letters and digits."""
+    letters = base64.b32encode(secret + _check(secret)).decode()
+    return "-".join(letters[at : at + _GROUP] for at in range(0, _LETTERS, _GROUP))
+
+
+def secret_of(code: str) -> bytes:
+    """The secret in a code, however it is spaced and in capitals or not.
+
+    Raises:
+        CohortError: too short, too long, a strange letter, or mistyped.
+    """
+    letters = re.sub(r"[\s-]+", "", code).upper().translate(_MISREAD)
+    strange = sorted(set(re.findall(r"[^A-Z2-7]", letters)))
+    if strange:
+        raise CohortError(f"a cohort code has letters and the digits 2 to 7, not {strange[0]!r}")
+    if len(letters) != _LETTERS:
+        raise CohortError(
+            f"a cohort code has {_LETTERS} letters and digits in groups of {_GROUP}; this one has {len(letters)}"
+        )
+    try:
+        data = base64.b32decode(letters)
+    except binascii.Error as error:
+        raise CohortError("no cohort code") from error
+    secret, check = data[:SECRET_BYTES], data[SECRET_BYTES:]
+    if not hmac.compare_digest(check, _check(secret)):
+        raise CohortError("the code is mistyped: its checksum is wrong; compare it group by group")
+    return secret
+
+
+def mark_of(secret: bytes, federation: str) -> str:
+    """What a device shows of its secret: equal for equal secrets of a federation, 32 hex digits.
+
+    An HMAC of 256 random bits can't be inverted or tried out, and the federation's name in it keeps two federations of the same
+    secret apart.
+    """
+    return hmac.new(secret, b"fedcg cohort mark 1\0" + federation.encode(), hashlib.sha256).hexdigest()[:32]
+
+
+def mark_in(store: PrivateStore, federation: str) -> str | None:
+    """The mark of a store's secret, None without one."""
+    secret = store.cohort_secret()
+    return None if secret is None else mark_of(secret, federation)
+
+
+def _check(secret: bytes) -> bytes:
+    return hashlib.sha256(b"fedcg cohort code 1\0" + secret).digest()[:_CHECK_BYTES]

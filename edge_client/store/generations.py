@@ -1,0 +1,285 @@
+"""Generations of the private state: written whole, switched to by one atomic rename of `CURRENT`, two of them kept.
+
+    generations/<n>/state.safetensors   tensors named slot/part/name, e.g. personal/extractor/conv1.weight
+    generations/<n>/snapshot.json       the data that the round was trained on
+    generations/<n>/update.bin          the outbox: the packed update of the round, where there is one
+    generations/<n>/state.json          cursor, spec, scores, and the sha256 of each file above
+    CURRENT                             the number of the generation that counts
+
+A crash before the rename leaves the old generation in force; a crash after it leaves the new one. A newest generation
+that fails its checksums falls back to the one before it. A disk that does not answer is no damage: falling back for it would
+train a round twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+from pydantic import TypeAdapter
+from safetensors.numpy import load as load_safetensors
+from safetensors.numpy import save as save_safetensors
+
+from edge_client.errors import StoreDamagedError, unreadable
+from edge_client.store.data_snapshot import Snapshot
+from fedcg.files import file_sha256, fsync_path, replace_durably, write_durably
+from fedcg.wire.artifacts.tensors import Array, PartArrays
+from fedcg.wire.parts import Part
+
+GENERATION_FORMAT = 1
+
+
+@dataclass(frozen=True, order=True)
+class Cursor:
+    """A round attempt; ordered by round, then attempt."""
+
+    round: int
+    attempt: int
+
+    def __str__(self) -> str:
+        return f"round {self.round}, attempt {self.attempt}"
+
+
+@dataclass(frozen=True)
+class OutboxEntry:
+    """An update that waits for its receipt.
+
+    Attributes:
+        artifact: sha256 of the update's bytes, in hex.
+    """
+
+    cursor: Cursor
+    artifact: str
+    size: int
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What one generation says about itself, without its tensors.
+
+    Attributes:
+        number: counts up with every commit.
+        cursor: the round attempt that was trained last.
+        spec: digest of the spec it belongs to.
+        scores: figures that outlive the round, e.g. the best validation accuracy.
+    """
+
+    number: int
+    cursor: Cursor
+    spec: str
+    snapshot: str
+    scores: Mapping[str, float]
+    outbox: OutboxEntry | None
+    checksums: Mapping[str, str] = field(default_factory=dict)
+
+
+_GENERATION = TypeAdapter(Generation)
+
+
+@dataclass(frozen=True)
+class StoredState:
+    """A generation with its tensors, per slot (`personal`, `shadow`, `best`, ...) and part."""
+
+    generation: Generation
+    slots: Mapping[str, PartArrays]
+
+
+@dataclass(frozen=True)
+class NewGeneration:
+    """Everything that one commit makes durable together."""
+
+    cursor: Cursor
+    spec: str
+    slots: Mapping[str, PartArrays]
+    snapshot: Snapshot
+    scores: Mapping[str, float]
+    update: bytes | None
+
+
+class Generations:
+    """The folder `generations` and the file `CURRENT` of one private store."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._folder = root / "generations"
+        self._pointer = root / "CURRENT"
+        self._verified: tuple[int | None, Generation] | None = None  # what CURRENT held, and what was found for it
+
+    def newest(self) -> Generation | None:
+        """The newest committed generation, from its description alone; for the agent's loop, which hashes no state.
+
+        A generation is verified by `current` when a process starts and by `load` before it is trained on. One that was
+        committed since then was written by the trainer just now.
+
+        Raises:
+            StoreDamagedError: see `current`.
+            StoreError: the disk does not answer.
+        """
+        try:
+            pointed = self._pointed()
+            if self._verified is not None and self._verified[0] == pointed:
+                return self._verified[1]
+            if pointed is not None:
+                return self._described(pointed)
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            pass  # `current` tells nothing committed from damage
+        return self.current()[0]
+
+    def current(self) -> tuple[Generation | None, tuple[str, ...]]:
+        """The newest committed generation that passes its checksums, and what was wrong with newer ones.
+
+        Raises:
+            StoreDamagedError: something was committed, and no generation is whole.
+            StoreError: the disk does not answer, which says nothing about what is on it.
+        """
+        try:
+            pointed = self._pointed()
+        except FileNotFoundError:
+            return None, ()
+        problems: list[str] = []
+        for number in self._candidates(pointed):
+            found = self._read(number)
+            if isinstance(found, Generation):
+                self._verified = pointed, found
+                return found, tuple(problems)
+            problems.append(f"generation {number} is damaged: {found}")
+        raise StoreDamagedError(
+            f"{self._root}: {'; '.join(problems) or 'CURRENT names nothing'}. Restore the folder from a backup, "
+            "or move it away to let this device start anew."
+        )
+
+    def load(self) -> StoredState | None:
+        """The current generation with its tensors, or None before the first commit.
+
+        Raises:
+            StoreDamagedError: see `current`.
+            StoreError: see `current`.
+        """
+        generation, _ = self.current()
+        if generation is None:
+            return None
+        payload = (self._path(generation.number) / "state.safetensors").read_bytes()
+        return StoredState(generation, _split_names(load_safetensors(payload)))
+
+    def update_path(self, generation: Generation) -> Path:
+        """Where the outbox of a generation lies."""
+        return self._path(generation.number) / "update.bin"
+
+    def update_bytes(self, generation: Generation) -> bytes:
+        """The outbox of a generation."""
+        return self.update_path(generation).read_bytes()
+
+    def snapshot(self, generation: Generation) -> Snapshot:
+        """The data snapshot of a generation."""
+        return Snapshot.decode((self._path(generation.number) / "snapshot.json").read_bytes())
+
+    def commit(self, new: NewGeneration) -> Generation:
+        """Make a new generation the current one, in one atomic and durable step."""
+        before = self.newest()
+        number = max([*self._numbers(), 0 if before is None else before.number]) + 1
+        files = {"state.safetensors": _join_names(new.slots), "snapshot.json": new.snapshot.encode()}
+        outbox = None
+        if new.update is not None:
+            files["update.bin"] = new.update
+            outbox = OutboxEntry(new.cursor, hashlib.sha256(new.update).hexdigest(), len(new.update))
+        checksums = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
+        generation = Generation(number, new.cursor, new.spec, new.snapshot.digest, dict(new.scores), outbox, checksums)
+        self._write(generation, files)
+        replace_durably(self._pointer, f"{number}\n")
+        self._prune({number} if before is None else {number, before.number})
+        return generation
+
+    def _write(self, generation: Generation, files: Mapping[str, bytes]) -> None:
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        unfinished = self._folder / ".unfinished"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(mode=0o700)
+        for name, data in files.items():
+            write_durably(unfinished / name, data)
+        described = {"format": GENERATION_FORMAT, **asdict(generation)}
+        body = json.dumps(described, sort_keys=True).encode()
+        check = hashlib.sha256(body).hexdigest()
+        write_durably(unfinished / "state.json", body + b"\n" + check.encode() + b"\n")
+        fsync_path(unfinished)
+        unfinished.rename(self._path(generation.number))
+        fsync_path(self._folder)
+
+    def _read(self, number: int) -> Generation | Exception:
+        try:
+            return self._checked(number)
+        except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
+            return error
+        except OSError as error:
+            raise unreadable(self._path(number), error) from error
+
+    def _checked(self, number: int) -> Generation:
+        generation = self._described(number)
+        for name, expected in generation.checksums.items():
+            if file_sha256(self._path(number) / name) != expected:
+                raise ValueError(f"{name} fails its checksum")
+        return generation
+
+    def _described(self, number: int) -> Generation:
+        folder = self._path(number)
+        body, _, check = (folder / "state.json").read_bytes().partition(b"\n")
+        if hashlib.sha256(body).hexdigest().encode() != check.strip():
+            raise ValueError("state.json fails its checksum")
+        values = json.loads(body)
+        if values.pop("format") != GENERATION_FORMAT:
+            raise ValueError("unknown generation format")
+        return _GENERATION.validate_python(values)
+
+    def _candidates(self, pointed: int | None) -> list[int]:
+        numbers = sorted(self._numbers(), reverse=True)
+        # Numbers above the pointer were never committed; an unreadable pointer leaves all of them to be tried.
+        return [number for number in numbers if pointed is None or number <= pointed]
+
+    def _pointed(self) -> int | None:
+        """What CURRENT holds; None when that is no number.
+
+        Raises:
+            FileNotFoundError: nothing was committed yet.
+            StoreError: the disk does not answer.
+        """
+        try:
+            return int(self._pointer.read_bytes())
+        except ValueError:
+            return None
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise unreadable(self._pointer, error) from error
+
+    def _numbers(self) -> list[int]:
+        return [int(path.name) for path in self._folder.glob("[0-9]*") if path.name.isdecimal()]
+
+    def _path(self, number: int) -> Path:
+        return self._folder / str(number)
+
+    def _prune(self, kept: set[int]) -> None:
+        for number in self._numbers():
+            if number not in kept:
+                shutil.rmtree(self._path(number), ignore_errors=True)
+
+
+def _join_names(slots: Mapping[str, PartArrays]) -> bytes:
+    named = {
+        f"{slot}/{part.value}/{name}": np.asarray(tensor, order="C")
+        for slot, parts in slots.items()
+        for part, tensors in parts.items()
+        for name, tensor in tensors.items()
+    }
+    return save_safetensors(dict(sorted(named.items())))
+
+
+def _split_names(named: Mapping[str, Array]) -> dict[str, dict[Part, dict[str, Array]]]:
+    slots: dict[str, dict[Part, dict[str, Array]]] = {}
+    for key, tensor in named.items():
+        slot, part, name = key.split("/", 2)
+        slots.setdefault(slot, {}).setdefault(Part(part), {})[name] = tensor
+    return slots

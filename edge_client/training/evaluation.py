@@ -1,0 +1,84 @@
+"""How good a personal model is on this box, and which of two is better. For this box's eyes only. Uses torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from edge_client.training.local_data import RoundData
+from fedcg.learning.choice import is_preferred
+from fedcg.learning.data.image_folder import ImageSet
+from fedcg.learning.errors import DataError
+from fedcg.learning.method import Weights
+from fedcg.learning.seeds import Streams
+from fedcg.learning.spec import FederationSpec
+from fedcg.learning.training.evaluation import consistency, evaluate, generator_spread
+from fedcg.wire.parts import Part
+
+PERSONAL = (Part.EXTRACTOR, Part.CLASSIFIER)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Accuracies in [0, 1] of one personal model; None where there are no images to measure on.
+
+    Attributes:
+        val: on the validation split; it alone decides which model is better, with `val_loss` between equals.
+        test: on this box's held-out images.
+        common: on the balanced set that all clients of a demo share.
+    """
+
+    val: float | None = None
+    val_loss: float | None = None
+    test: float | None = None
+    common: float | None = None
+
+    def beats(self, other: Measured | None) -> bool:
+        """Whether validation prefers this model; without validation images the newer one, this, is preferred."""
+        return other is None or is_preferred(self.val, self.val_loss, other.val, other.val_loss)
+
+    def as_scores(self, prefix: str) -> dict[str, float]:
+        """The known figures, by name, to be kept with a generation."""
+        named = {"val": self.val, "val_loss": self.val_loss, "test": self.test, "common": self.common}
+        return {f"{prefix}.{name}": value for name, value in named.items() if value is not None}
+
+    @staticmethod
+    def from_scores(scores: Mapping[str, float], prefix: str) -> Measured:
+        """The inverse of `as_scores`."""
+        return Measured(*(scores.get(f"{prefix}.{name}") for name in ("val", "val_loss", "test", "common")))
+
+
+def personal_parts(parts: Mapping[Part, Weights]) -> dict[Part, Weights]:
+    """Extractor and classifier of a client."""
+    return {part: parts[part] for part in PERSONAL}
+
+
+def measure(
+    spec: FederationSpec, parts: Mapping[Part, Weights], data: RoundData, common: ImageSet | None, place: str
+) -> Measured:
+    """Evaluate a personal model on validation, test and common images."""
+    found = [
+        evaluate(spec, parts, images, place) if images is not None and len(images) else None
+        for images in (data.val, data.test, common)
+    ]
+    val, test, shared = found
+    return Measured(
+        val=None if val is None else val.accuracy,
+        val_loss=None if val is None else val.loss,
+        test=None if test is None else test.accuracy,
+        common=None if shared is None else shared.accuracy,
+    )
+
+
+def generator_figures(
+    spec: FederationSpec, parts: Mapping[Part, Weights], images: ImageSet, streams: Streams
+) -> dict[str, float | None]:
+    """Consistency and spread of a client's own generator; empty for a method without one."""
+    if Part.GENERATOR not in parts:
+        return {}
+    agreed = consistency(spec, parts[Part.CLASSIFIER], parts[Part.GENERATOR], streams)
+    try:
+        spread = generator_spread(spec, parts[Part.EXTRACTOR], parts[Part.GENERATOR], images, streams)
+    except DataError:
+        return {"consistency": agreed, "spread": None}
+    return {"consistency": agreed, "spread": spread}

@@ -1,0 +1,178 @@
+"""This box's images for a round: decoded once, split by content, held to the round's snapshot. Uses torch.
+
+Where the source has `train/` and `test/`, `test/` is the held-out set and `train/` is split 90/10 into train and val, unless
+there is a `val/` too; otherwise everything is split 80/10/10. The split goes by content hash, so growing data never moves an
+image. What can't be decoded is in no split and no snapshot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from edge_client.errors import RoundError
+from edge_client.store.data_snapshot import Snapshot, SnapshotFile
+from fedcg.learning.data.formats import is_array_source, stamp
+from fedcg.learning.data.image_folder import (
+    FileEntry,
+    ImageSet,
+    LocalImages,
+    given_split,
+    list_files,
+    load_folder,
+    read_images,
+    split_by_hash,
+)
+from fedcg.learning.errors import DataError
+from fedcg.learning.image_set import SkippedImage
+from fedcg.learning.spec import FederationSpec
+from fedcg.wire.messages.messages import DeclineReason
+
+# Shares of what the source does not split itself, by the splits that it brings.
+SHARES = {
+    frozenset[str](): {"train": 0.8, "val": 0.1, "test": 0.1},
+    frozenset({"test"}): {"train": 0.9, "val": 0.1},
+    frozenset({"val"}): {"train": 0.9, "test": 0.1},
+    frozenset({"val", "test"}): {"train": 1.0},
+}
+
+Keep = Callable[[str, int, Callable[[], Snapshot]], Snapshot]
+
+
+@dataclass(frozen=True)
+class RoundData:
+    """The images of one round, per split, and the snapshot they come from."""
+
+    train: ImageSet
+    val: ImageSet
+    test: ImageSet
+    snapshot: Snapshot
+
+
+class LocalData:
+    """The data folder of one device.
+
+    Args:
+        root: this box's images, in any form that `read_images` takes.
+        common: folder with a balanced test set that all clients of a demo share, or None.
+        on_skipped: told what could not be decoded, whenever the source was read for a new snapshot.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        common: Path | None,
+        on_skipped: Callable[[tuple[SkippedImage, ...]], None] = lambda _: None,
+    ) -> None:
+        self._root = root
+        self._common = common
+        self._on_skipped = on_skipped
+        self._loaded: tuple[str, RoundData] | None = None
+        self._listing: tuple[object, ...] | None = None
+        self._common_set: tuple[str, LocalImages] | None = None
+
+    def for_round(self, spec: FederationSpec, round_number: int, keep: Keep, forget: Callable[[], None]) -> RoundData:
+        """The data of a round: by the snapshot that was kept when it was accepted, or by a new one.
+
+        Args:
+            spec: names classes and image form.
+            round_number: the round.
+            keep: returns the kept snapshot of (spec, round), or keeps the new one that it is given a maker of.
+            forget: drops the kept snapshot, so that the next attempt can take a new one.
+
+        Raises:
+            RoundError: no usable images, or files of the snapshot are gone or changed.
+        """
+        try:
+            snapshot = keep(spec.digest, round_number, lambda: self._take(spec).snapshot)
+            if self._loaded is None or self._loaded[0] != _key(spec, snapshot):
+                self._loaded = (_key(spec, snapshot), self._load(spec, snapshot))
+        except DataError as error:
+            forget()
+            raise RoundError(DeclineReason.NO_DATA, str(error)) from error
+        return self._loaded[1]
+
+    def common_test(self, spec: FederationSpec) -> ImageSet | None:
+        """The shared balanced test set, where there is one."""
+        found = self._common_images(spec)
+        return None if found is None else found.images
+
+    def files(self, snapshot: Snapshot, split: str) -> tuple[list[Path], list[int]]:
+        """Paths and labels of a split's image files; empty for a source of another form, which has none."""
+        if not self._root.is_dir() or is_array_source(self._root):
+            return [], []
+        chosen = snapshot.split(split)
+        return [self._root / file.path for file in chosen], [file.label for file in chosen]
+
+    def common_files(self, spec: FederationSpec) -> tuple[list[Path], list[int]]:
+        """Paths and labels of the shared balanced test set's image files."""
+        found = self._common_images(spec)
+        if found is None or self._common is None or not self._common.is_dir() or is_array_source(self._common):
+            return [], []
+        return [self._common / entry.path for entry in found.entries], [entry.label for entry in found.entries]
+
+    def _common_images(self, spec: FederationSpec) -> LocalImages | None:
+        if self._common is None:
+            return None
+        if self._common_set is None or self._common_set[0] != spec.digest:
+            self._common_set = (spec.digest, read_images(self._common, spec.classes, spec.image))
+        return self._common_set[1]
+
+    def _take(self, spec: FederationSpec) -> RoundData:
+        listing = self._list(spec)
+        if self._loaded is not None and listing == self._listing:
+            return self._loaded[1]
+        found = read_images(self._root, spec.classes, spec.image)
+        if found.skipped:
+            self._on_skipped(found.skipped)
+        data = _divide(found.images, found.entries, _snapshot_of(found.entries, self._given(spec, found.entries), spec))
+        if len(data.train) < 2:
+            raise DataError(f"{self._root}: {len(data.train)} training images after the split; at least 2 are needed")
+        self._listing, self._loaded = listing, (_key(spec, data.snapshot), data)
+        return data
+
+    def _load(self, spec: FederationSpec, snapshot: Snapshot) -> RoundData:
+        self._listing = None
+        images, entries = load_folder(
+            self._root, spec.classes, spec.image, subset=[file.path for file in snapshot.files]
+        )
+        for entry, file in zip(entries, snapshot.files, strict=True):
+            if entry.sha256 != file.sha256 or entry.label != file.label:
+                raise DataError(f"{self._root / file.path}: changed since this round was accepted")
+        return _divide(images, entries, snapshot)
+
+    def _list(self, spec: FederationSpec) -> tuple[object, ...]:
+        if not self._root.is_dir() or is_array_source(self._root):
+            return (spec.digest, stamp(self._root))
+        paths = [path for path, _ in list_files(self._root, spec.classes)]
+        stats = ((self._root / path).stat() for path in paths)
+        return (spec.digest, *zip(paths, ((one.st_size, one.st_mtime_ns) for one in stats), strict=True))
+
+    def _given(self, spec: FederationSpec, entries: list[FileEntry]) -> frozenset[str]:
+        """Which of `test` and `val` the source brings beside `train`; a folder brings it also when it is empty."""
+        named = (given_split(entry.path, spec.classes) for entry in entries)
+        there = {name for name in named if name is not None}
+        if self._root.is_dir():
+            there |= {name for name in ("train", "val", "test") if (self._root / name).is_dir()} - set(spec.classes)
+        return frozenset({"val", "test"} & there) if "train" in there else frozenset()
+
+
+def _key(spec: FederationSpec, snapshot: Snapshot) -> str:
+    return f"{spec.digest}/{snapshot.digest}"
+
+
+def _snapshot_of(entries: list[FileEntry], given: frozenset[str], spec: FederationSpec) -> Snapshot:
+    splits = {entry.path: given_split(entry.path, spec.classes) for entry in entries}
+    where = {path: split for path, split in splits.items() if split is not None and split in given}
+    divided = split_by_hash([entry for entry in entries if entry.path not in where], SHARES[given])
+    where |= {entry.path: name for name, chosen in divided.items() for entry in chosen}
+    return Snapshot(tuple(SnapshotFile(one.path, one.sha256, one.label, where[one.path]) for one in entries))
+
+
+def _divide(images: ImageSet, entries: list[FileEntry], snapshot: Snapshot) -> RoundData:
+    row = {entry.path: number for number, entry in enumerate(entries)}
+    train, val, test = (
+        images.rows([row[file.path] for file in snapshot.split(name)]) for name in ("train", "val", "test")
+    )
+    return RoundData(train, val, test, snapshot)

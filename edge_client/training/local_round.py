@@ -1,0 +1,292 @@
+"""One local round, from the stored state to the next commit. Runs in the training process; uses torch.
+
+Everything is a function of the stored state, the snapshot, the aggregate and the round's streams; a repetition after a
+crash therefore gives the same bytes. The only write that counts is the commit at the end.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+
+import torch
+
+from devices.telemetry import read_telemetry
+from edge_client.config import AgentConfig
+from edge_client.errors import RoundError
+from edge_client.firewall import UpdateFacts, build_update
+from edge_client.session.events import TrainRound
+from edge_client.store.generations import Generation, NewGeneration, StoredState
+from edge_client.store.private_store import PrivateStore
+from edge_client.training.evaluation import Measured, generator_figures, measure, personal_parts
+from edge_client.training.local_data import LocalData, RoundData
+from edge_client.training.progress_events import ProgressEvents
+from edge_client.training.tensor_conversion import to_arrays, to_weights
+from fedcg.event_log import EventLog
+from fedcg.learning.method import Aggregate, ClientState, DivergedError, LocalResult, Method, RoundContext, Weights
+from fedcg.learning.networks.assembly import layouts
+from fedcg.learning.networks.initial_weights import initial_parts, shadow_spec
+from fedcg.learning.registry import get_method
+from fedcg.learning.seeds import Streams, spec_root
+from fedcg.learning.spec import FederationSpec
+from fedcg.wire.artifacts.artifacts import Artifact, codecs_for, unpack
+from fedcg.wire.artifacts.tensors import assert_finite
+from fedcg.wire.errors import IntegrityError
+from fedcg.wire.messages.messages import DeclineReason
+from fedcg.wire.parts import Health, Part, is_delta
+
+BEST_SLOTS = ("best", "best_shadow")
+
+
+@dataclass(frozen=True)
+class Workplace:
+    """What all local work shares.
+
+    Attributes:
+        place: torch device; `threads` of torch on the CPU.
+        batch_scale: share of the spec's batch size that fits this box.
+        working: called at every step.
+    """
+
+    config: AgentConfig
+    store: PrivateStore
+    data: LocalData
+    events: EventLog
+    place: str = "cpu"
+    threads: int = 1
+    batch_scale: float = 1.0
+    clock: Callable[[], float] = time.monotonic
+    working: Callable[[], None] = lambda: None
+
+    def sized(self, spec: FederationSpec) -> FederationSpec:
+        """The spec with the batch size that fits this box; the same spec where the whole batch does."""
+        batch = spec.params.get("batch_size")
+        if self.batch_scale >= 1.0 or not isinstance(batch, int):
+            return spec
+        return spec.model_copy(update={"params": {**spec.params, "batch_size": max(2, int(batch * self.batch_scale))}})
+
+    def streams(self, spec: FederationSpec, round_number: int, attempt: int) -> Streams:
+        """The device's own streams for a round attempt."""
+        return Streams(self.store.device_secret()).at(spec.federation, round_number, attempt)
+
+
+@dataclass(frozen=True)
+class _Start:
+    """Where a round starts from: the stored state, or the initial weights."""
+
+    personal: ClientState
+    shadow: ClientState | None
+    best: Mapping[str, Mapping[Part, Weights]]
+    scores: Mapping[str, float]
+
+
+def load_spec(store: PrivateStore, digest: str) -> tuple[FederationSpec, Method]:
+    """A spec at hand and its method, checked against the networks that this program builds.
+
+    Raises:
+        RoundError: it is not at hand, or it means other tensors here than it says.
+    """
+    spec = store.spec(digest)
+    if spec is None:
+        raise RoundError(DeclineReason.SPEC_REFUSED, f"spec {digest} is not in the store")
+    method = get_method(spec.method)
+    if frozenset(spec.upload) != method.shared_up:
+        raise RoundError(DeclineReason.SPEC_REFUSED, f"the spec's upload list is not that of method {spec.method}")
+    if frozenset(spec.with_base) != (method.with_base if is_delta(spec.codec) else frozenset()):
+        raise RoundError(DeclineReason.SPEC_REFUSED, f"method {spec.method} has other parts to code as differences")
+    if layouts(spec, method.parts) != dict(spec.layouts):
+        raise RoundError(DeclineReason.SPEC_REFUSED, "the spec's tensor layouts are not those of its networks")
+    return spec, method
+
+
+def load_aggregate(store: PrivateStore, spec: FederationSpec, method: Method, artifact: str) -> Aggregate:
+    """The downloaded aggregate as the method takes it; raises what `decode_aggregate` does."""
+    return _as_aggregate(decode_aggregate(store, spec, method, artifact))
+
+
+def decode_aggregate(store: PrivateStore, spec: FederationSpec, method: Method, artifact: str) -> Artifact:
+    """The downloaded aggregate, decoded by the spec's layouts and codec.
+
+    Raises:
+        WireError: it is damaged, or not an aggregate of this federation and method.
+    """
+    parts = {part: spec.layouts[part] for part in sorted(method.shared_down)}
+    decoded = unpack(store.artifacts.get(artifact), parts, codecs=codecs_for(parts, spec.aggregate_codec))
+    header = decoded.header
+    if (header.kind, header.federation, header.method) != ("aggregate", spec.federation, spec.method):
+        raise IntegrityError(f"artifact {artifact} is a {header.kind} of {header.federation}/{header.method}")
+    return decoded
+
+
+def _as_aggregate(decoded: Artifact) -> Aggregate:
+    return Aggregate(to_weights(decoded.parts), decoded.header.label_distribution)
+
+
+def train_round(work: Workplace, command: TrainRound) -> Generation:
+    """Train one round attempt and commit it.
+
+    Raises:
+        RoundError: it can't be done here; nothing was changed.
+        FirewallError: the update may not leave this box; nothing was changed.
+        CodecError: the spec's codec can't hold it; nothing was changed.
+        DivergedError: the training diverged; nothing was changed.
+        WireError: the aggregate is not usable.
+    """
+    spec, method = load_spec(work.store, command.spec)
+    stored = work.store.generations.load()
+    if stored is not None and stored.generation.spec != spec.digest:
+        raise RoundError(DeclineReason.SPEC_REFUSED, "the private state belongs to another spec")
+    if stored is not None and command.cursor <= stored.generation.cursor:
+        return stored.generation  # committed before a crash: never trained twice
+    started = work.clock()
+    cursor = command.cursor
+    progress = ProgressEvents(work.events, cursor, os.getpid(), work.clock, work.working)
+    progress("load", 0, 1)
+    store = work.store
+    data = work.data.for_round(spec, cursor.round, store.accept_snapshot, store.forget_snapshot)
+    base = decode_aggregate(store, spec, method, command.aggregate)
+    start = _start(work, spec, method, stored)
+    ctx = RoundContext(
+        spec=work.sized(spec),
+        round=cursor.round,
+        attempt=cursor.attempt,
+        horizon=spec.rounds,
+        streams=work.streams(spec, cursor.round, cursor.attempt),
+        device=work.place,
+        progress=progress,
+    )
+    result = method.local_round(start.personal, data.train, _as_aggregate(base), ctx)
+    _check_finite(result.private)
+    shadow = _train_shadow(work, start, data, ctx, progress)
+    return _commit(work, command, spec, _Outcome(data, base, result, shadow, start, ctx, started))
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    data: RoundData
+    base: Artifact
+    result: LocalResult
+    shadow: ClientState | None
+    start: _Start
+    ctx: RoundContext
+    started: float
+
+
+def _start(work: Workplace, spec: FederationSpec, method: Method, stored: StoredState | None) -> _Start:
+    if stored is not None:
+        slots = {name: to_weights(parts) for name, parts in stored.slots.items()}
+        shadow = ClientState(slots["shadow"]) if "shadow" in slots and work.config.training.shadow else None
+        best: dict[str, Mapping[Part, Weights]] = {name: slots[name] for name in BEST_SLOTS if name in slots}
+        return _Start(ClientState(slots["personal"]), shadow, best, stored.generation.scores)
+    initial = initial_parts(spec, work.store.cohort_secret() or spec_root(spec.seed))
+    personal = method.init_client(spec, initial)
+    shadow = get_method("local").init_client(shadow_spec(spec), initial) if work.config.training.shadow else None
+    return _Start(personal, shadow, {}, {})
+
+
+def _train_shadow(
+    work: Workplace, start: _Start, data: RoundData, ctx: RoundContext, progress: ProgressEvents
+) -> ClientState | None:
+    """The shadow after the round; from before it where it diverged, which is no reason to decline the round."""
+    if start.shadow is None:
+        return None
+    beside = replace(ctx, spec=shadow_spec(ctx.spec), progress=progress.named("shadow"))
+    try:
+        trained = get_method("local").local_round(start.shadow, data.train, None, beside).private
+        _check_finite(trained)
+    except DivergedError as error:
+        work.events.write("refused", what="shadow", round=ctx.round, attempt=ctx.attempt, detail=str(error))
+        return start.shadow
+    return trained
+
+
+def _check_finite(state: ClientState) -> None:
+    """The last step's weights are in no loss that anybody looked at, and private ones never meet the firewall.
+
+    Raises:
+        DivergedError: a weight is not finite.
+    """
+    try:
+        assert_finite(to_arrays(state.parts))
+    except IntegrityError as error:
+        raise DivergedError(f"{error} after the round; the state before it still stands") from error
+
+
+def _commit(work: Workplace, command: TrainRound, spec: FederationSpec, done: _Outcome) -> Generation:
+    personal, cursor = done.result.private.parts, command.cursor
+    done.ctx.progress("evaluate", 0, 1)
+    common = work.data.common_test(spec)
+    own = measure(spec, personal, done.data, common, work.place)
+    shadow = None if done.shadow is None else measure(spec, done.shadow.parts, done.data, common, work.place)
+    figures = generator_figures(spec, personal, done.data.train, done.ctx.streams)
+    health = Health(read_telemetry(work.store.root).condition.value)
+    report = done.result.report.model_copy(update={"accuracy": own.test, "health": health})
+    facts = UpdateFacts(
+        device=work.config.device,
+        round=cursor.round,
+        attempt=cursor.attempt,
+        base=command.aggregate,
+        versions={"torch": str(torch.__version__), "fedcg-edge": version("fedcg-edge")},
+        determinism=_determinism(work, done.ctx),
+    )
+    shared = to_arrays(done.result.shared.parts)
+    policy = work.config.policy
+    update = build_update(shared, report, spec=spec, policy=policy, facts=facts, base=done.base.parts)
+    slots: dict[str, Mapping[Part, Weights]] = {**done.start.best, "personal": personal}
+    scores = dict(done.start.scores)
+    _keep_best(slots, scores, "best", personal, own, cursor.round)
+    if done.shadow is not None and shadow is not None:
+        slots["shadow"] = done.shadow.parts
+        _keep_best(slots, scores, "best_shadow", done.shadow.parts, shadow, cursor.round)
+    new = NewGeneration(
+        cursor=cursor,
+        spec=spec.digest,
+        slots={name: to_arrays(parts) for name, parts in slots.items()},
+        snapshot=done.data.snapshot,
+        scores=scores,
+        update=update,
+    )
+    generation = work.store.generations.commit(new)
+    counts = {f"{name}_images": count for name, count in done.data.snapshot.counts().items()}
+    work.events.write(
+        "committed",
+        round=cursor.round,
+        attempt=cursor.attempt,
+        pid=os.getpid(),
+        **counts,
+        accuracy_personal=own.test,
+        accuracy_common_personal=own.common,
+        accuracy_val=own.val,
+        accuracy_local=None if shadow is None else shadow.test,
+        accuracy_common_local=None if shadow is None else shadow.common,
+        best_round=int(scores["best.round"]),
+        loss=report.loss,
+        **figures,
+        update_bytes=len(update),
+        seconds=round(work.clock() - done.started, 3),
+    )
+    return generation
+
+
+def _keep_best(
+    slots: dict[str, Mapping[Part, Weights]],
+    scores: dict[str, float],
+    slot: str,
+    parts: Mapping[Part, Weights],
+    measured: Measured,
+    round_number: int,
+) -> None:
+    best = Measured.from_scores(scores, slot) if slot in slots else None
+    if measured.beats(best):
+        slots[slot] = personal_parts(parts)
+        scores.update({**measured.as_scores(slot), f"{slot}.round": float(round_number)})
+
+
+def _determinism(work: Workplace, ctx: RoundContext) -> dict[str, str]:
+    cpu = "".join(letter for letter in (platform.processor() or platform.machine()) if " " <= letter <= "~")[:120]
+    batch = str(ctx.spec.params.get("batch_size", ""))
+    return {"device": work.place, "threads": str(work.threads), "cpu": cpu, "batch_size": batch}

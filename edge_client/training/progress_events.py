@@ -1,0 +1,53 @@
+"""Progress of a local round as events: the start of each phase, its first step, then at most five lines a second."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from edge_client.store.generations import Cursor
+from fedcg.event_log import EventLog
+
+EVERY_S = 0.2
+
+
+class ProgressEvents:
+    """A progress callback for one round attempt.
+
+    Args:
+        events: where the lines go.
+        cursor: the round attempt.
+        pid: of the process that trains.
+        clock: monotonic seconds.
+        working: told of every step, for who watches that there are some.
+    """
+
+    def __init__(
+        self,
+        events: EventLog,
+        cursor: Cursor,
+        pid: int,
+        clock: Callable[[], float],
+        working: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._events = events
+        self._about = {"round": cursor.round, "attempt": cursor.attempt, "pid": pid}
+        self._clock = clock
+        self._working = working
+        self._phase = ""
+        self._told_at = 0.0
+
+    def __call__(self, phase: str, step: int, steps: int) -> None:
+        """Take note of a step that is done."""
+        self._working()
+        now = self._clock()
+        is_new = phase != self._phase
+        if is_new:
+            self._phase = phase
+            self._events.write("phase_started", phase=phase, **self._about)
+        if step > 0 and (is_new or step == steps or now - self._told_at >= EVERY_S):
+            self._told_at = now
+            self._events.write("progress", phase=phase, step=step, steps=steps, **self._about)
+
+    def named(self, prefix: str) -> Callable[[str, int, int], None]:
+        """The same callback for work beside the round itself, e.g. `shadow-classify`."""
+        return lambda phase, step, steps: self(f"{prefix}-{phase}", step, steps)

@@ -1,0 +1,37 @@
+"""Between torch tensors and the numpy arrays of store and wire; always copies. Uses torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import cast
+
+import numpy as np
+import torch
+
+from fedcg.learning.method import Weights
+from fedcg.wire.artifacts.tensors import Array, PartArrays
+from fedcg.wire.parts import Part
+
+
+def to_arrays(parts: Mapping[Part, Weights]) -> dict[Part, dict[str, Array]]:
+    """Weights as numpy arrays on the CPU, in memory of their own.
+
+    Raises:
+        TypeError: something else than a tensor, or a tensor of a class of its own, which may carry more than its numbers.
+    """
+    for part, weights in parts.items():
+        for name, tensor in weights.items():
+            if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+                raise TypeError(f"{part}/{name} is of type {type(tensor).__name__}; only plain tensors leave training")
+    return {
+        part: {name: cast(Array, tensor.detach().cpu().numpy().copy()) for name, tensor in weights.items()}
+        for part, weights in parts.items()
+    }
+
+
+def to_weights(parts: PartArrays) -> dict[Part, Weights]:
+    """Numpy arrays as torch tensors, in memory of their own."""
+    return {
+        part: {name: torch.from_numpy(np.array(array, order="C", copy=True)) for name, array in arrays.items()}
+        for part, arrays in parts.items()
+    }

@@ -1,0 +1,192 @@
+"""The training process: owns torch, takes one command at a time, reports how it ended. Everything durable is in the store."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+
+import torch
+
+from devices.detect import detect
+from devices.errors import NotTrainableError
+from devices.profile import TrainingPlan, plan_training
+from edge_client.config import AgentConfig
+from edge_client.errors import EdgeError, FirewallError, RoundError
+from edge_client.session.events import ChooseModel, Chosen, TrainRound
+from edge_client.store.private_store import PrivateStore
+from edge_client.training.local_data import LocalData
+from edge_client.training.local_round import Workplace, train_round
+from edge_client.training.model_selection import choose_model
+from edge_client.training.onnx_export import export_best
+from edge_client.training.trainer_handle import Committed, Failed, Ready, TrainerCommand, TrainerReport, Working
+from export.build.to_onnx import preload
+from export.errors import ExportError
+from fedcg.disk_errors import advice_for
+from fedcg.event_log import EventLog
+from fedcg.learning.errors import DataError, LearningError
+from fedcg.learning.image_set import SkippedImage
+from fedcg.learning.method import DivergedError
+from fedcg.learning.training.device_errors import BROKEN_EXIT, is_sticky
+from fedcg.wire.errors import CodecError, WireError
+from fedcg.wire.messages.messages import DeclineReason
+
+LOCK_WAIT_S = 30.0
+DIED_WITH_AGENT = 3
+WORKING_EVERY_S = 1.0
+SKIPPED_TOLD = 20  # by name in the event log; their number is always told
+_log = logging.getLogger(__name__)
+
+
+def trainer_main(connection: Connection, config: AgentConfig) -> None:
+    """Work until the pipe ends; the pipe's end, while something runs, ends the process at once."""
+    commands: queue.SimpleQueue[TrainerCommand] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(connection, commands), name="commands", daemon=True).start()
+    store = PrivateStore.open(config.store, config.federation, config.device)
+    events = EventLog(config.store / "events.jsonl", time.time)
+    with store.locked("trainer.lock", wait_s=LOCK_WAIT_S):
+        trainer = Trainer(config, store, events, SignsOfLife(connection))
+        connection.send(Ready(os.getpid()))
+        while True:
+            report = trainer.do(commands.get())
+            connection.send(report)
+            trainer.afterwards(report)
+
+
+def _listen(connection: Connection, commands: queue.SimpleQueue[TrainerCommand]) -> None:
+    try:
+        while True:
+            commands.put(connection.recv())
+    except (EOFError, OSError):
+        # The agent is gone. A half-done round leaves nothing behind; the next agent repeats it.
+        os._exit(DIED_WITH_AGENT)
+
+
+class SignsOfLife:
+    """Tells the handle at most once a second that work goes on."""
+
+    def __init__(self, connection: Connection, clock: Callable[[], float] = time.monotonic) -> None:
+        self._connection = connection
+        self._clock = clock
+        self._told_at = float("-inf")
+
+    def __call__(self) -> None:
+        """Something was done."""
+        now = self._clock()
+        if now - self._told_at >= WORKING_EVERY_S:
+            self._told_at = now
+            self._connection.send(Working())
+
+
+class Trainer:
+    """Carries out commands.
+
+    Args:
+        config: of the device.
+        store: the private store, locked for this process.
+        events: the event log.
+        working: called at every step of the work.
+    """
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        store: PrivateStore,
+        events: EventLog,
+        working: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._obstacle: str | None = None
+        self._events = events
+        self._is_export_ready = False
+        try:
+            plan = plan_training(detect(), device=config.training.device, threads=config.training.threads)
+        except NotTrainableError as error:
+            self._obstacle = str(error)
+            plan = TrainingPlan("cpu", config.training.threads or 1, 1.0, str(error))
+        place = "cuda" if plan.device == "cuda" and torch.cuda.is_available() else "cpu"
+        torch.set_num_threads(plan.threads)
+        events.write("plan", device=place, threads=plan.threads, batch_scale=plan.batch_scale, reason=plan.reason)
+        data = LocalData(config.data.root, config.data.common_test, self._tell_skipped)
+        scale = plan.batch_scale
+        self._work = Workplace(config, store, data, events, place, plan.threads, scale, working=working)
+
+    def _tell_skipped(self, skipped: tuple[SkippedImage, ...]) -> None:
+        told = [f"{image.file}: {image.reason}" for image in skipped[:SKIPPED_TOLD]]
+        self._events.write("images_skipped", count=len(skipped), images=told)
+        _log.warning("%d image(s) can't be read and are left out; the first: %s", len(skipped), told[0])
+
+    def do(self, command: TrainerCommand) -> TrainerReport:
+        """Carry out one command; every failure becomes a report, and leaves the state before it as it was."""
+        return self._train(command) if isinstance(command, TrainRound) else self._choose(command)
+
+    def _train(self, command: TrainRound) -> TrainerReport:
+        if self._obstacle is not None:
+            return Failed(command.cursor, DeclineReason.NOT_ELIGIBLE, self._obstacle)
+        try:
+            generation = train_round(self._work, command)
+        except Exception as error:  # noqa: BLE001 - a run loop: one round's failure must not end the process
+            if is_sticky(error):
+                self._give_up(command, error)
+            reason = reason_for(error)
+            if reason is DeclineReason.TRAINING_FAILED and not isinstance(error, EdgeError | OSError):
+                _log.exception("%s failed on %s", command.cursor, self._work.config.device)
+            advice = f". {advice_for(error, self._work.store.root)}" if isinstance(error, OSError) else ""
+            return Failed(command.cursor, reason, f"{str(error) or type(error).__name__}{advice}")
+        self._prepare_export()
+        return Committed(generation.cursor)
+
+    def afterwards(self, report: TrainerReport) -> None:
+        """What nobody waits for: after a round that made the personal model better, its export."""
+        export = self._work.config.export
+        if not (isinstance(report, Committed) and export.enabled and export.each_best):
+            return
+        try:
+            export_best(self._work)
+        # A full disk, too, must not end the process: the next round tries again.
+        except (ExportError, LearningError, OSError) as error:
+            self._events.write("export_failed", round=report.cursor.round, detail=str(error))
+            _log.warning("the model of round %d is not exported: %s", report.cursor.round, error)
+
+    def _give_up(self, command: TrainRound, error: Exception) -> None:
+        """End the process: in this one every further call of the card fails. The agent starts another."""
+        cursor = command.cursor
+        self._events.write(
+            "card_failed", round=cursor.round, attempt=cursor.attempt, pid=os.getpid(), detail=str(error)
+        )
+        os._exit(BROKEN_EXIT)
+
+    def _prepare_export(self) -> None:
+        """Import the exporter while the network is at work, so that the end of the federation does not wait for it."""
+        if self._work.config.export.enabled and not self._is_export_ready:
+            self._is_export_ready = True
+            threading.Thread(target=preload, name="preload-export", daemon=True).start()
+
+    def _choose(self, command: ChooseModel) -> TrainerReport:
+        try:
+            outcome = choose_model(self._work, command)
+        except (EdgeError, WireError, ExportError, LearningError, OSError) as error:
+            advice = f". {advice_for(error, self._work.store.root)}" if isinstance(error, OSError) else ""
+            self._events.write("finalise_failed", detail=f"{error}{advice}")
+            _log.error("the personal model can't be chosen or exported: %s%s", error, advice)
+            return Chosen(command.aggregate, succeeded=False)
+        self._events.write("finalised", **{name: outcome[name] for name in outcome if name != "format"})
+        return Chosen(command.aggregate, succeeded=True)
+
+
+def reason_for(error: Exception) -> DeclineReason:
+    """The closed-set reason that goes to the coordinator; the error's text never leaves the box."""
+    if isinstance(error, RoundError):
+        return error.reason
+    if isinstance(error, DivergedError | CodecError):  # a codec refuses numbers that no sound training comes to
+        return DeclineReason.DIVERGED
+    if isinstance(error, FirewallError):
+        return DeclineReason.UPLOAD_NOT_ALLOWED
+    if isinstance(error, DataError):
+        return DeclineReason.NO_DATA
+    if isinstance(error, LearningError):
+        return DeclineReason.SPEC_REFUSED
+    return DeclineReason.TRAINING_FAILED

@@ -1,0 +1,1 @@
+"""Artifacts up and down, over MQTT or HTTPS."""

@@ -1,0 +1,211 @@
+"""Downloads under way: chunks go to disk as they come, what is missing is asked for, and silence is noticed.
+
+What a killed agent had received is found again (`fedcg.wire.transfer.partial_files`). A disk that is full or broken pauses a download.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from edge_client.session.events import Wanted
+from edge_client.session.state import SILENCE_S
+from fedcg.wire.errors import IntegrityError, TooLargeError
+from fedcg.wire.messages.messages import MAX_ARTIFACT_BYTES, ArtifactRef
+from fedcg.wire.transfer.chunk_window import Ranges, Window
+from fedcg.wire.transfer.chunks import Chunk
+from fedcg.wire.transfer.partial_files import DurableReceiver, Partials
+
+MAX_SPEC_BYTES = 8 * 1024 * 1024
+DISK_PATIENCE_S = 5.0  # after the disk failed
+SLOWNESS = 3.0  # a link is silent when it pauses so many times longer than it did before
+
+
+@dataclass(frozen=True)
+class Downloaded:
+    """A complete, verified artifact, and how it came; `kept` or `failed` must follow.
+
+    Attributes:
+        file: where it lies until it is taken over.
+        resumed: chunks that were on disk when this agent started.
+        fresh: chunks that came since.
+        repeated: chunks that came more than once.
+    """
+
+    what: str
+    artifact: str
+    size: int
+    file: Path
+    seconds: float
+    resumed: int
+    fresh: int
+    repeated: int
+
+
+@dataclass
+class _Download:
+    wanted: Wanted
+    started_at: float
+    moved_at: float
+    receiver: DurableReceiver | None = None
+    asked_at: float | None = None
+    not_before: float = float("-inf")
+    slowest_s: float = 0.0  # the longest pause between two new chunks so far
+
+
+class Downloads:
+    """The receivers of everything that is wanted now.
+
+    Args:
+        partials: where half-received artifacts lie.
+        window: what one download may have under way.
+        max_bytes: of the largest artifact.
+    """
+
+    def __init__(self, partials: Partials, window: Window | None = None, max_bytes: int = MAX_ARTIFACT_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._partials = partials
+        self._window = window
+        self._active: dict[str, _Download] = {}
+
+    @property
+    def are_pending(self) -> bool:
+        """Whether anything is wanted."""
+        return bool(self._active)
+
+    def want(self, downloads: tuple[Wanted, ...], now: float) -> None:
+        """From now on exactly these are wanted; what has come of them already is kept.
+
+        Raises:
+            TooLargeError: a spec larger than any real one, or an aggregate above the bound; nothing is fetched.
+        """
+        for wanted in downloads:
+            if wanted.what == "spec" and wanted.ref.size > MAX_SPEC_BYTES:
+                raise TooLargeError(f"a spec of {wanted.ref.size} bytes is over the bound of {MAX_SPEC_BYTES}")
+            if wanted.ref.size > self._max_bytes:
+                raise TooLargeError(
+                    f"an aggregate of {wanted.ref.size} bytes; policy.max_download_mb of this device is "
+                    f"{self._max_bytes // 1_000_000}"
+                )
+        before, self._active = self._active, {}
+        for wanted in downloads:
+            known = before.get(wanted.ref.id)
+            if known is None or known.wanted.ref != wanted.ref:
+                known = _Download(wanted, now, now)
+            else:
+                del before[wanted.ref.id]
+            known.wanted = wanted
+            self._active[wanted.ref.id] = known
+        for artifact, download in before.items():
+            self._close(download)
+            if artifact not in self._active:
+                self._partials.discard(artifact)
+
+    def feed(self, chunk: Chunk, now: float) -> None:
+        """Take a chunk.
+
+        Raises:
+            MalformedError: a chunk that its artifact can't have.
+            OSError: the disk does not take it; the download pauses.
+        """
+        download = self._active.get(chunk.artifact)
+        receiver = None if download is None else self._receiver(download, now)
+        if download is None or receiver is None:
+            return
+        try:
+            is_new = receiver.feed(chunk, now)
+        except OSError:
+            download.not_before = now + DISK_PATIENCE_S
+            raise
+        if is_new:
+            if download.asked_at is not None:
+                download.slowest_s = max(download.slowest_s, now - max(download.asked_at, download.moved_at))
+            download.moved_at = now
+
+    def completed(self, now: float) -> Downloaded | None:
+        """An artifact whose last chunk has come.
+
+        Raises:
+            IntegrityError: the chunks don't add up to the artifact, which is fetched again.
+            OSError: the disk failed; tried again later.
+        """
+        for artifact, download in self._active.items():
+            receiver = download.receiver
+            if receiver is None or not receiver.complete or now < download.not_before:
+                continue
+            try:
+                file = receiver.finish()
+            except IntegrityError:
+                download.asked_at = None
+                raise
+            except OSError:
+                download.not_before = now + DISK_PATIENCE_S
+                raise
+            wanted, seconds = download.wanted, now - download.started_at
+            counts = (receiver.resumed, receiver.fresh, receiver.repeated)
+            return Downloaded(wanted.what, artifact, wanted.ref.size, file, seconds, *counts)
+        return None
+
+    def kept(self, artifact: str) -> None:
+        """A completed download was taken over."""
+        del self._active[artifact]
+        self._partials.discard(artifact)
+
+    def failed(self, artifact: str, now: float) -> None:
+        """A completed download could not be taken over: tried again later."""
+        download = self._active[artifact]
+        download.receiver = None
+        download.not_before = now + DISK_PATIENCE_S
+
+    def needs(self, now: float) -> Iterator[tuple[ArtifactRef, Ranges]]:
+        """What to ask the coordinator for now: artifact and chunk ranges.
+
+        Raises:
+            OSError: the disk failed; the download pauses.
+        """
+        for download in self._active.values():
+            patience = download.wanted.ask_after_s
+            if patience is None or (download.asked_at is None and now - download.moved_at < patience):
+                continue
+            receiver = self._receiver(download, now)
+            ranges = None if receiver is None else receiver.next_need(now)
+            if ranges is not None:
+                download.asked_at = now if download.asked_at is None else download.asked_at
+                yield download.wanted.ref, ranges
+
+    def is_silent(self, now: float) -> bool:
+        """Whether something asked for has not moved for a while; asking counts anew afterwards."""
+        silent = [
+            download
+            for download in self._active.values()
+            if download.asked_at is not None
+            and now - max(download.asked_at, download.moved_at) >= max(SILENCE_S, SLOWNESS * download.slowest_s)
+        ]
+        for download in silent:
+            download.asked_at = now
+        return bool(silent)
+
+    def close(self) -> None:
+        """Let go of all files; what came stays on disk."""
+        for download in self._active.values():
+            self._close(download)
+
+    def _receiver(self, download: _Download, now: float) -> DurableReceiver | None:
+        """The files of a download, opened when they are needed first; None while the disk is not trusted."""
+        if now < download.not_before:
+            return None
+        if download.receiver is None:
+            try:
+                file = self._partials.open(download.wanted.ref)
+            except OSError:
+                download.not_before = now + DISK_PATIENCE_S
+                raise
+            download.receiver = DurableReceiver(file, self._window)
+        return download.receiver
+
+    def _close(self, download: _Download) -> None:
+        if download.receiver is not None:
+            download.receiver.close()
+            download.receiver = None
+        self._partials.release(download.wanted.ref.id)

@@ -1,0 +1,230 @@
+"""Carries artifacts between this box and its coordinator over HTTPS: granted chunks down by `Range`, up by `Content-Range`.
+
+Mutual TLS 1.3 with the device's own certificate, one connection per direction, kept for as long as it works. What was granted,
+what has come, and when it is asked for again are the same books as over MQTT (`downloads`, the coordinator's grants).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import socket
+import ssl
+from collections.abc import Callable
+from functools import partial
+from urllib.parse import urlsplit
+
+from pydantic import ValidationError
+
+from edge_client.config import AgentConfig
+from edge_client.transfer.https_queue import Lane
+from fedcg.event_log import EventLog
+from fedcg.wire.errors import MalformedError, TransportError
+from fedcg.wire.messages.enrolment_messages import Refusal
+from fedcg.wire.messages.messages import ArtifactRef, Carrier
+from fedcg.wire.server_role import ServerRole
+from fedcg.wire.transfer.chunk_sender import ChunkFile
+from fedcg.wire.transfer.chunk_window import Ranges
+from fedcg.wire.transfer.chunks import Chunk
+from fedcg.wire.transfer.http_ranges import ARTIFACTS_PATH, READY_PATH, STALL_S, UPDATES_PATH, span_of
+from fedcg.wire.transport.mqtt_config import TlsFiles
+
+CONNECT_S = 10.0
+SEND_BYTES = 16 * 1024
+"""Handed to the connection at once: so much must get through within `STALL_S`."""
+MAX_REFUSAL_BYTES = 4096
+
+
+class HttpsCarrier:
+    """Moves granted chunks; every call but `close` returns at once.
+
+    Args:
+        url: of the coordinator's listener.
+        tls: authority, and this device's pair; read again for every connection, because the pair is renewed.
+        deliver: takes a chunk that came, on a thread of this carrier; may wait.
+        events: the event log; hears when the carrier fails and when it works again.
+    """
+
+    def __init__(self, url: str, tls: TlsFiles, deliver: Callable[[Chunk], None], events: EventLog) -> None:
+        self._deliver = deliver
+        self._events = events
+        self._trouble: dict[str, str | None] = {"up": "", "down": ""}
+        up, self._line_down = Line(url, tls), Line(url, tls)
+        self._up: Lane[ChunkFile] = Lane("https-up", up.put, partial(self._told, "up"), up)
+        self._down: Lane[ArtifactRef] = Lane("https-down", self._fetch, partial(self._told, "down"), self._line_down)
+
+    def start(self) -> None:
+        """Begin to carry."""
+        self._up.start()
+        self._down.start()
+
+    def close(self) -> None:
+        """Stop soon; what came is kept by whoever took it."""
+        self._up.close()
+        self._down.close()
+
+    def send(self, update: ChunkFile, ranges: Ranges) -> None:
+        """Put granted chunks of the update."""
+        self._up.add(update, update.ref, ranges)
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether granted chunks of the update have not arrived yet."""
+        return self._up.is_busy
+
+    def end(self, artifact: str) -> int:
+        """Put nothing more of an update; returns how many chunks of it were put."""
+        put = self._up.carried[artifact]
+        self._up.forget(artifact)
+        return put
+
+    def fetch(self, ref: ArtifactRef, ranges: Ranges) -> None:
+        """Get granted chunks of the spec or an aggregate."""
+        self._down.add(ref, ref, ranges)
+
+    def _fetch(self, ref: ArtifactRef, first: int, count: int) -> None:
+        self._line_down.get(ref, first, count, self._deliver)
+
+    def _told(self, way: str, error: Exception | None) -> None:
+        """Write down when a direction begins to fail, or fails otherwise, and when it works (again)."""
+        trouble = None if error is None else str(error) or type(error).__name__
+        if trouble != self._trouble[way]:
+            self._trouble[way] = trouble
+            self._events.write("carrier", way=way, works=trouble is None, detail=trouble or "")
+
+
+def carrier_of(config: AgentConfig, deliver: Callable[[Chunk], None], events: EventLog) -> HttpsCarrier | None:
+    """The carrier that the configuration names; None when artifacts travel over MQTT."""
+    if config.carrier is not Carrier.HTTPS or config.carrier_url is None or config.tls is None:
+        return None
+    return HttpsCarrier(config.carrier_url, tls_of(config), deliver, events)
+
+
+def tls_of(config: AgentConfig) -> TlsFiles:
+    """The files of this device's mutual TLS."""
+    assert config.tls is not None
+    return TlsFiles(config.tls.ca, config.tls.cert, config.tls.key)
+
+
+def check_ready(url: str, tls: TlsFiles) -> None:
+    """Ask the coordinator's listener whether it lets this device in.
+
+    Raises:
+        TransportError, OSError, HTTPException: it does not answer, or refuses; says why.
+    """
+    with contextlib.closing(Line(url, tls)) as line:
+        line.ready()
+
+
+class Line:
+    """One connection to the coordinator, made anew when it broke. Used by one thread; only `hang_up` comes from any."""
+
+    def __init__(self, url: str, tls: TlsFiles) -> None:
+        place = urlsplit(url)
+        self._host, self._port = place.hostname or "", place.port
+        self._tls = tls
+        self._connection: http.client.HTTPSConnection | None = None
+
+    def hang_up(self) -> None:
+        """Make whoever waits for the network stop soon."""
+        connection = self._connection
+        secured = None if connection is None else connection.sock
+        if secured is not None:
+            with contextlib.suppress(OSError):
+                socket.socket.shutdown(secured, socket.SHUT_RDWR)  # not TLS's own, which another thread may be using
+
+    def close(self) -> None:
+        """Let go of the connection; the next request makes a new one."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+    def ready(self) -> None:
+        """Ask whether this device is let in."""
+        self._exchange(lambda connection: connection.request("GET", READY_PATH), lambda response: None)
+
+    def put(self, update: ChunkFile, first: int, count: int) -> None:
+        """Put chunks of an announced update; they have arrived when it returns."""
+        span = span_of(update.ref, first, count)
+
+        def ask(connection: http.client.HTTPSConnection) -> None:
+            connection.putrequest("PUT", f"{UPDATES_PATH}/{update.ref.id}", skip_accept_encoding=True)
+            connection.putheader("Content-Range", span.content_range)
+            connection.putheader("Content-Length", str(span.length))
+            connection.endheaders()
+            for index in range(first, first + count):
+                data = update.data(index)
+                for start in range(0, len(data), SEND_BYTES):
+                    connection.send(data[start : start + SEND_BYTES])
+
+        self._exchange(ask, lambda response: None)
+
+    def get(self, ref: ArtifactRef, first: int, count: int, deliver: Callable[[Chunk], None]) -> None:
+        """Get chunks of an artifact and deliver each as soon as it is here."""
+        span = span_of(ref, first, count)
+
+        def take(response: http.client.HTTPResponse) -> None:
+            if (
+                response.status != http.client.PARTIAL_CONTENT
+                or response.headers["Content-Range"] != span.content_range
+            ):
+                raise MalformedError(f"asked for {span.content_range}, got {response.headers['Content-Range']!r}")
+            for index, length in span.chunks(ref):
+                data = response.read(length)
+                if len(data) != length:
+                    raise MalformedError(f"the answer ended in chunk {index} of artifact {ref.id}")
+                deliver(Chunk(ref.id, index, data))
+
+        path = f"{ARTIFACTS_PATH}/{ref.id}"
+        self._exchange(lambda connection: connection.request("GET", path, headers={"Range": span.range}), take)
+
+    def _exchange(
+        self,
+        ask: Callable[[http.client.HTTPSConnection], None],
+        take: Callable[[http.client.HTTPResponse], None],
+    ) -> None:
+        """One request and its answer. A kept connection that turns out to be dead is replaced once: every request may be repeated."""
+        kept = self._connection is not None
+        try:
+            response = self._ask(ask)
+        except (ConnectionError, ssl.SSLError):
+            if not kept:
+                raise
+            response = self._ask(ask)
+        try:
+            _check_granted(response)
+            take(response)
+            response.read()
+        except BaseException:
+            self.close()
+            raise
+        if response.will_close:
+            self.close()
+
+    def _ask(self, ask: Callable[[http.client.HTTPSConnection], None]) -> http.client.HTTPResponse:
+        try:
+            connection = self._connect()
+            ask(connection)
+            return connection.getresponse()
+        except BaseException:
+            self.close()
+            raise
+
+    def _connect(self) -> http.client.HTTPSConnection:
+        if self._connection is None:
+            context = self._tls.context(ServerRole.CARRIER)
+            connection = http.client.HTTPSConnection(self._host, self._port, timeout=CONNECT_S, context=context)
+            self._connection = connection
+            connection.connect()
+            connection.sock.settimeout(STALL_S)
+        return self._connection
+
+
+def _check_granted(response: http.client.HTTPResponse) -> None:
+    if response.status < http.client.BAD_REQUEST:
+        return
+    try:
+        told = Refusal.model_validate_json(response.read(MAX_REFUSAL_BYTES)).error
+    except ValidationError:
+        told = response.reason
+    raise TransportError(f"the coordinator refused ({response.status}): {told}")

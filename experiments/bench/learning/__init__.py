@@ -1,0 +1,1 @@
+"""Benchmarks of training and merging, and the plain references."""

@@ -1,0 +1,249 @@
+"""FedCG as its paper prints it (alg. 1 and 2), one step at a time: the oracle of the tests and the baseline of the measurements.
+
+Nothing is clever here: images are augmented and normalised batch by batch, the extractor runs in every step of the GAN, the global
+generator in every step of the classifier, the discriminator has a pass for real and one for generated rows, the generator runs
+again for its own step, and on the server every teacher runs in every step of the student. Layers and optimisers are torch's own.
+The readings of eq. 1-6 are those of `methods.fedcg`, and so are the random draws: after a step, losses and weights are the same.
+One thing differs from a literal program: the generator's second run over a batch does not count in its running statistics, so that
+each batch counts once.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the field's name for it
+from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
+
+from fedcg.learning.aggregation.distillation import Bank, Distillation, Pair
+from fedcg.learning.data.image_folder import ImageSet, normalise
+from fedcg.learning.method import RoundContext, TrainingParams
+from fedcg.learning.methods.fedcg import FedcgParams, gamma
+from fedcg.learning.networks.assembly import Networks
+from fedcg.learning.networks.pooled import AveragedConv2d
+from fedcg.learning.networks.small_maps import MapBatchNorm2d, SmallConvTranspose2d
+from fedcg.learning.networks.spectral import SpectralConv2d, SpectralLinear
+from fedcg.learning.spec import FederationSpec
+from fedcg.learning.training.augmentation import Augmentation, Augmenter
+from fedcg.learning.training.losses import (
+    cross_entropy,
+    discriminator_loss,
+    feature_mse,
+    generator_loss,
+    kl_teacher_student,
+    mode_seeking,
+    paired_labels,
+)
+from fedcg.learning.training.training_loop import index_blocks, slices, steps_of
+from fedcg.wire.parts import Part
+
+_GAN_BETAS = (0.5, 0.999)
+
+
+class _ConvThenPool(nn.Conv2d):
+    """torch's convolution, then torch's average pool."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's own name
+        """[B, inputs, H, W] -> [B, outputs, (H - kernel + 1) // 2, (W - kernel + 1) // 2]."""
+        return F.avg_pool2d(super().forward(input), 2)
+
+
+def plain_networks(networks: Networks) -> Networks:
+    """Copies of all four networks out of torch's own layers."""
+    return Networks(**{part.value: plain(networks.part(part)) for part in Part})
+
+
+def plain(module: nn.Module) -> nn.Module:
+    """A copy of a network with the same weights in which every layer of ours is torch's own."""
+    twin = _plain_layer(module)
+    if twin is not None:
+        return twin
+    result = copy.deepcopy(module)
+    for name, child in module.named_children():
+        setattr(result, name, plain(child))
+    return result
+
+
+def _plain_layer(layer: nn.Module) -> nn.Module | None:
+    if isinstance(layer, (SpectralConv2d, SpectralLinear)):
+        return _plain_spectral(layer)
+    twin: nn.Module
+    if isinstance(layer, AveragedConv2d):
+        twin = _ConvThenPool(layer.in_channels, layer.out_channels, layer.kernel_size[0])
+    elif isinstance(layer, SmallConvTranspose2d):
+        kernel = (layer.kernel_size[0], layer.kernel_size[1])
+        twin = nn.ConvTranspose2d(layer.in_channels, layer.out_channels, kernel, bias=False)
+    elif isinstance(layer, MapBatchNorm2d):
+        twin = nn.BatchNorm2d(layer.num_features)
+    else:
+        return None
+    twin.to(next(layer.parameters()))
+    twin.load_state_dict(layer.state_dict())
+    return twin
+
+
+def _plain_spectral(layer: SpectralConv2d | SpectralLinear) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):  # torch draws first singular vectors, which are overwritten
+        if isinstance(layer, SpectralConv2d):
+            kernel, bias = (layer.kernel_size[0], layer.kernel_size[1]), layer.bias is not None
+            twin: nn.Module = nn.Conv2d(layer.in_channels, layer.out_channels, kernel, bias=bias)
+        else:
+            twin = nn.Linear(layer.in_features, layer.out_features)
+        spectral_norm(twin.to(layer.weight))
+    values = {
+        "parametrizations.weight.original": layer.weight,
+        "parametrizations.weight.0._u": layer.vectors.left,
+        "parametrizations.weight.0._v": layer.vectors.right,
+    }
+    twin.load_state_dict(values if layer.bias is None else {**values, "bias": layer.bias})
+    return twin
+
+
+def weights_by_our_names(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Tensors of a plain network, by the names they have in the network it is a copy of."""
+    renamed = {
+        "parametrizations.weight.original": "weight",
+        "parametrizations.weight.0._u": "vectors.left",
+        "parametrizations.weight.0._v": "vectors.right",
+    }
+    result = {}
+    for name, tensor in module.state_dict().items():
+        for theirs, ours in renamed.items():
+            name = name.replace(theirs, ours)
+        result[name] = tensor
+    return result
+
+
+@contextmanager
+def statistics_kept(module: nn.Module) -> Iterator[None]:
+    """Within the block, batch norms normalise by the batch as ever, but their running statistics stand still."""
+    norms = [layer for layer in module.modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)]  # noqa: SLF001
+    for norm in norms:
+        norm.track_running_stats = False
+    try:
+        yield
+    finally:
+        for norm in norms:
+            norm.track_running_stats = True
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one step of a client is given.
+
+    Attributes:
+        images: [B, C, H, W] uint8.
+        labels: [B] int64.
+        augmentation: of the B images.
+        noise: [B, q] float32.
+    """
+
+    images: torch.Tensor
+    labels: torch.Tensor
+    augmentation: Augmentation
+    noise: torch.Tensor
+
+    def pixels(self, spec: FederationSpec) -> torch.Tensor:
+        """The images as the extractor takes them, [B, C, H, W] float32."""
+        return normalise(self.augmentation.apply(self.images), spec.image)
+
+
+def batches(data: ImageSet, params: TrainingParams, ctx: RoundContext, stage: str) -> Iterator[Batch]:
+    """The batches of a stage ("classify" or "generate"), with the draws of both methods."""
+    streams = ctx.streams.at(stage)
+    augmenter, order, stream = Augmenter(ctx.spec, streams), streams.generator("order"), streams.generator("noise")
+    for index in index_blocks(len(data), params.batch_size, steps_of(params, len(data)), order):
+        augmentation = augmenter.draw(len(index))
+        noise = torch.randn(len(index), ctx.spec.network.noise_dim, generator=stream)
+        for rows in slices(len(index), params.batch_size):
+            some = data.rows(index[rows])
+            yield Batch(some.images, some.labels, augmentation[rows], noise[rows])
+
+
+def classify(nets: Networks, data: ImageSet, params: FedcgParams, ctx: RoundContext) -> list[float]:
+    """Algorithm 1 lines 3-9: extractor and classifier on eq. 3; the loss of every step."""
+    nets.extractor.train()
+    nets.classifier.train()
+    nets.generator.eval()
+    weights = [*nets.extractor.parameters(), *nets.classifier.parameters()]
+    optimiser = torch.optim.Adam(weights, lr=params.lr, weight_decay=params.weight_decay)
+    losses = []
+    for batch in batches(data, params, ctx, "classify"):
+        features = nets.extractor(batch.pixels(ctx.spec))
+        loss = cross_entropy(nets.classifier(features), batch.labels)
+        with torch.no_grad():
+            target = nets.generator(batch.noise, batch.labels)
+        loss = loss + gamma(ctx.round, params) * feature_mse(features, target)
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        losses.append(loss.item())
+    return losses
+
+
+def train_gan(nets: Networks, data: ImageSet, params: FedcgParams, ctx: RoundContext) -> list[float]:
+    """Algorithm 1 lines 10-18: discriminator and generator on eq. 4, extractor frozen; the sum of both losses of every step."""
+    nets.extractor.eval()
+    nets.generator.train()
+    nets.discriminator.train()
+    decay = params.weight_decay
+    judge = torch.optim.Adam(nets.discriminator.parameters(), lr=params.gan_lr, betas=_GAN_BETAS, weight_decay=decay)
+    forger = torch.optim.Adam(nets.generator.parameters(), lr=params.gan_lr, betas=_GAN_BETAS, weight_decay=decay)
+    losses = []
+    for batch in batches(data, params, ctx, "generate"):
+        asked = paired_labels(batch.labels)
+        with torch.no_grad():
+            real = nets.extractor(batch.pixels(ctx.spec))
+        fake = nets.generator(batch.noise, asked)
+        judged = nets.discriminator(real, batch.labels)
+        d_loss = discriminator_loss(judged, nets.discriminator(fake.detach(), asked))
+        judge.zero_grad()
+        d_loss.backward()
+        judge.step()
+
+        with statistics_kept(nets.generator):
+            fake = nets.generator(batch.noise, asked)
+        g_loss = generator_loss(nets.discriminator(fake, asked))
+        first, second = slice(0, len(asked) // 2), slice(len(asked) // 2, 2 * (len(asked) // 2))
+        spread = mode_seeking(fake[first], fake[second], batch.noise[first], batch.noise[second])
+        g_loss = g_loss + params.diversity * spread
+        forger.zero_grad()
+        g_loss.backward()
+        forger.step()
+        losses.append(d_loss.item() + g_loss.item())
+    return losses
+
+
+def distil(student: Pair, teachers: Sequence[tuple[float, Pair]], bank: Bank, settings: Distillation) -> list[float]:
+    """Algorithm 2: KL from the ensemble (eq. 5) to the student (eq. 6); the loss of every step.
+
+    Args:
+        student: trained in place; starts as the average of the clients.
+        teachers: each with its share of all images.
+        bank: z and y of all iterations.
+        settings: batch, learning rate, weight decay.
+    """
+    student.generator.train()
+    student.classifier.train()
+    for _, teacher in teachers:
+        teacher.generator.eval()
+        teacher.classifier.eval()
+    weights = [*student.generator.parameters(), *student.classifier.parameters()]
+    optimiser = torch.optim.Adam(weights, lr=settings.lr, weight_decay=settings.weight_decay)
+    losses = []
+    for rows in slices(len(bank), settings.batch):
+        noise, labels = bank.noise[rows], bank.labels[rows]
+        with torch.no_grad():
+            ensemble = sum(share * one.classifier(one.generator(noise, labels)) for share, one in teachers)
+        assert isinstance(ensemble, torch.Tensor)
+        loss = kl_teacher_student(ensemble, student.classifier(student.generator(noise, labels)))
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        losses.append(loss.item())
+    return losses

@@ -1,0 +1,148 @@
+"""`fedcg bench round` and `fedcg bench train`: a round and its steps against the plain reference. No torch before they run."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Callable, Mapping
+from datetime import datetime, timezone
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from experiments.bench.learning.steps import Steps
+
+
+def round_command(
+    clients: Annotated[int, typer.Option(min=1, help="Clients.")] = 4,
+    images: Annotated[int, typer.Option(min=32, help="Images of 3x32x32 per client.")] = 2000,
+    batch: Annotated[int, typer.Option(min=2, help="Rows of a step.")] = 16,
+    epochs: Annotated[int, typer.Option(min=1, help="Epochs of classification, and of the GAN, in a round.")] = 20,
+    server_iterations: Annotated[int, typer.Option(min=1, help="Steps of the student in a round.")] = 2000,
+    processes: Annotated[int, typer.Option(min=1, help="Clients that ours trains at once, a thread each.")] = 2,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of the reference, and of our server.")] = 2,
+    measured_epochs: Annotated[int, typer.Option(min=1, help="Epochs that are run; the rest is extrapolated.")] = 1,
+    measured_iterations: Annotated[int, typer.Option(min=1, help="Steps of the student that are run.")] = 200,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each measurement; the median counts.")] = 3,
+    quick: Annotated[bool, typer.Option("--quick", help="A fiftieth of an epoch, once: does it run at all?")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """A whole FedCG round: the published algorithm one step at a time, and ours; ratios of one run."""
+    from dataclasses import asdict
+
+    from experiments.bench.learning.round import RoundPlan, measure
+
+    plan = RoundPlan(
+        clients=clients,
+        images=64 if quick else images,
+        batch=batch,
+        epochs=epochs,
+        server_iterations=server_iterations,
+        processes=processes,
+        threads=threads,
+        measured_epochs=min(measured_epochs, epochs),
+        measured_iterations=min(5 if quick else measured_iterations, server_iterations),
+        repeats=1 if quick else repeats,
+    )
+    result = measure(plan, lambda line: typer.echo(line, err=True))
+    if as_json:
+        extrapolated = {
+            "epochs": [plan.measured_epochs, plan.epochs],
+            "server_iterations": [plan.measured_iterations, plan.server_iterations],
+        }
+        record = {"setting": asdict(plan), "extrapolated": extrapolated if plan.is_extrapolated else None, **result}
+        typer.echo(json.dumps({**header("bench round"), **record}, indent=1))
+        return
+    _print_round(result)
+    if plan.is_extrapolated:
+        typer.echo(f"extrapolated from {plan.measured_epochs} epochs and {plan.measured_iterations} student steps")
+
+
+def _print_round(result: Mapping[str, object]) -> None:
+    typer.echo(f"{'reference':<12} {_seconds(result['reference_seconds'])}")
+    for name, found in result.items():
+        if isinstance(found, dict) and "speedup" in found:
+            typer.echo(f"{name:<12} {_seconds(found['seconds'])}")
+            ratios = ", ".join(f"{stage} {ratio:.2f}x" for stage, ratio in found["speedup"].items())
+            typer.echo(f"{'':<12} {ratios}   ({found['what']})")
+
+
+def _seconds(stages: object) -> str:
+    assert isinstance(stages, dict)
+    return ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in stages.items())
+
+
+def train_command(
+    batch: Annotated[list[int] | None, typer.Option(min=2, help="Rows of a step; again for more.  [16, 64]")] = None,
+    networks: Annotated[
+        list[str] | None, typer.Option(help="generator/discriminator; again for more.  [conv/conv_published, mlp/mlp]")
+    ] = None,
+    split: Annotated[str, typer.Option(help="Extractor and classifier.")] = "lenet5",
+    steps: Annotated[int, typer.Option(min=1, help="Steps of each measurement.")] = 100,
+    threads: Annotated[int, typer.Option(min=1, help="Threads, of both sides.")] = 1,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each measurement; the median counts.")] = 3,
+    quick: Annotated[bool, typer.Option("--quick", help="Five steps, once: does it run at all?")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Milliseconds of one step of each stage: the same networks by the plain reference and by ours, one process each."""
+    from experiments.bench.learning.steps import Steps, measure
+
+    chosen = [tuple(pair.split("/", 1)) for pair in networks or ["conv/conv_published", "mlp/mlp"]]
+    if any(len(pair) != 2 for pair in chosen):
+        raise typer.BadParameter("write --networks generator/discriminator, e.g. conv/conv_published")
+    plan = Steps(
+        pairs=tuple((pair[0], pair[1]) for pair in chosen),
+        batches=tuple(batch or [16, 64]),
+        split=split,
+        steps=5 if quick else steps,
+        threads=threads,
+        repeats=1 if quick else repeats,
+    )
+
+    def tell(line: str) -> None:
+        typer.echo(line, err=True)
+
+    cases, on_card = measure(plan, tell), _on_card(plan, tell)
+    if as_json:
+        setting = {"split": split, "steps": plan.steps, "threads": threads, "repeats": plan.repeats}
+        typer.echo(json.dumps({**header("bench train"), "setting": setting, "cases": cases, **on_card}, indent=1))
+        return
+    for case in cases:
+        typer.echo(
+            f"{case['generator']}/{case['discriminator']} batch {case['batch']} {case['stage']:<9} "
+            f"reference {case['reference_ms']:7.2f} ms, ours {case['ours_ms']:7.2f} ms: {case['speedup']:.2f}x"
+        )
+    if on_card:
+        typer.echo(json.dumps(on_card, indent=1))
+
+
+def _on_card(plan: Steps, tell: Callable[[str], None]) -> dict[str, object]:
+    """The same stages of ours on a CUDA device; no key at all without one."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return {}
+    from experiments.bench.learning import gpu as bench_card
+
+    return {"cuda_device": torch.cuda.get_device_name(), "cuda": bench_card.measure(plan, tell)}
+
+
+def header(kind: str) -> dict[str, object]:
+    """What every record of a measurement begins with: its kind, the date, this machine, the versions."""
+    from devices.detect import detect
+
+    profile = detect()
+    return {
+        "format": 1,
+        "kind": kind,
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "machine": {
+            "processor": profile.cpu_model,
+            "cpus": profile.cpus,
+            "memory_bytes": profile.memory_bytes,
+            "gpu": None if profile.gpu is None else profile.gpu.name,
+        },
+        "versions": {"python": platform.python_version(), "torch": version("torch")},
+    }

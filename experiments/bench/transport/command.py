@@ -1,0 +1,70 @@
+"""`fedcg bench transport`: transfers over what paho alone does in the same run, and a round of many sessions."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from datetime import datetime, timezone
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+
+
+def transport_command(
+    size: Annotated[
+        list[int] | None,
+        typer.Option(min=1000, help="Bytes of an artifact; may be given again.  [default: 250000, 57000000]"),
+    ] = None,
+    window: Annotated[
+        list[int] | None, typer.Option(min=1, max=256, help="Chunks under way; may be given again.  [default: 16, 64]")
+    ] = None,
+    megabytes: Annotated[int, typer.Option(min=1, help="Small artifacts are repeated up to so much in all.")] = 20,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each case, ours and paho's in turns.")] = 5,
+    sessions: Annotated[
+        int, typer.Option(min=0, max=1000, help="Instead: a round of so many sessions of the first size.")
+    ] = 0,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds with --sessions.")] = 3,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Throughput of transfers (sha256, signatures, fsynced receipt) over paho to paho: same chunks, window, TLS, processes.
+
+    With --sessions: seconds of whole rounds in which nobody trains, from the opened attempt to the stored aggregate.
+    """
+    from coordinator.errors import CoordinatorError
+    from experiments.bench.transport.rounds import round_of
+    from experiments.bench.transport.transfers import LARGE, SMALL, filled, measure
+    from experiments.bench.transport.transfers import as_json as figures
+
+    sizes = size or [SMALL, LARGE]
+    record: dict[str, object] = {
+        "format": 1,
+        "kind": "bench transport",
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "machine": {"cpus": os.cpu_count(), "load": [round(value, 1) for value in os.getloadavg()]},
+        "versions": {"python": platform.python_version(), "paho-mqtt": version("paho-mqtt")},
+    }
+
+    def tell(text: str) -> None:
+        typer.echo(text, err=True)
+
+    try:
+        if sessions:
+            found = round_of(sessions, sizes[0], rounds, tell)
+            record |= {"sessions": found.sessions, "size": found.size, "round_s": found.seconds}
+            lines = [f"{sessions} sessions x {found.size} bytes: rounds of {', '.join(map(str, found.seconds))} s"]
+        else:
+            cases = [filled(one, chunks, megabytes * 1_000_000) for one in sizes for chunks in window or [16, 64]]
+            measured = measure(cases, repeats, tell)
+            record |= {"repeats": repeats, "cases": figures(measured)}
+            lines = [
+                f"{one.case.size:>9} bytes, window {one.case.window:>3}, {one.case.sessions:>2} sessions: "
+                f"{one.ratio:.2f} of paho's throughput"
+                for one in measured
+            ]
+    except CoordinatorError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from error
+    for line in [json.dumps(record, indent=1)] if as_json else lines:
+        typer.echo(line)

@@ -1,0 +1,168 @@
+"""Rounds in which nobody trains, of the real coordinator with many sessions: what a round costs beside learning."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from coordinator.aggregation.worker_messages import WorkerSettings
+from coordinator.errors import BrokerError
+from coordinator.pki.signing_keys import Voice
+from coordinator.rounds.records import AggregateRecord, FederationRecord
+from coordinator.service.service import Service, start_service
+from coordinator.service.service_context import Setup
+from coordinator.storage.store import Store
+from experiments.bench.transport.broker import FEDERATION, SECONDS_MAX, Bench, bench, device_name, expect, process_of
+from experiments.bench.transport.peers import NoWorker, run_devices
+from fedcg.event_log import EventLog, read_events
+from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice
+from fedcg.wire.artifacts.artifacts import ArtifactHeader, ArtifactStore, pack
+from fedcg.wire.messages.messages import COORDINATOR
+from fedcg.wire.messages.signing import SigningKey
+from fedcg.wire.parts import Part, Report, ReportField, TensorLayout
+from fedcg.wire.transfer.broker_presets import LinkLimits, limits_for
+from fedcg.wire.transport.mqtt import MqttTransport
+
+
+@dataclass(frozen=True)
+class Round:
+    """A round in which nobody trains.
+
+    Attributes:
+        seconds: from the opened attempt to its stored aggregate, of each round.
+    """
+
+    sessions: int
+    size: int
+    seconds: tuple[float, ...]
+
+
+def round_of(sessions: int, size: int, rounds: int, tell: Callable[[str], None]) -> Round:
+    """Rounds of the real coordinator with sessions that do not train, in two other processes.
+
+    Raises:
+        BrokerError: no Mosquitto here, or the rounds do not end.
+    """
+    names = [device_name(number) for number in range(sessions)]
+    with bench(names) as made:
+        tell(f"{sessions} sessions x {size} bytes, {rounds} rounds ...")
+        spec = _spec(size, rounds)
+        limits = limits_for()
+        halves = [names[0::2], names[1::2]]
+        make = partial(_update, size, rounds)
+        runs = [
+            partial(run_devices, tuple(made.party(name, limits) for name in half), made.coordinator_key, make)
+            for half in halves
+        ]
+        with process_of(partial(_run_service, made, spec, limits)) as service:
+            with process_of(runs[0]) as first, process_of(runs[1]) as second:
+                seconds = expect(service)
+                first.send("end")
+                second.send("end")
+            service.send("end")
+        return Round(sessions, size, tuple(seconds))
+
+
+def _spec(size: int, rounds: int) -> FederationSpec:
+    return FederationSpec(
+        federation=FEDERATION,
+        classes=("x", "y"),
+        image=ImageForm(mode="L", height=8, width=8, mean=(0.5,), std=(0.5,)),
+        network=NetworkChoice(),
+        method="fedcg",
+        params={},
+        rounds=rounds,
+        seed=1,
+        upload=(Part.CLASSIFIER,),
+        report=(ReportField.EXAMPLES,),
+        layouts={Part.CLASSIFIER: (TensorLayout(name="weight", dtype="float32", shape=(size // 4,)),)},
+    )
+
+
+def _update(size: int, rounds: int, device: str, round_number: int, attempt: int, base: str) -> bytes:
+    spec = _spec(size, rounds)
+    header = ArtifactHeader(
+        kind="update",
+        method=spec.method,
+        federation=spec.federation,
+        round=round_number,
+        attempt=attempt,
+        client=device,
+        base=base,
+        report=Report(examples=10),
+    )
+    return _packed(header, size, f"{device} {round_number}")
+
+
+def _packed(header: ArtifactHeader, size: int, seed: str) -> bytes:
+    # Random bytes as weights: zstd finds nothing in them. Exponents are kept moderate, so that the norm stays in its bound.
+    words = np.frombuffer(random.Random(seed).randbytes(size // 4 * 4), dtype="<u4")
+    weights = ((words & 0x807FFFFF) | 0x3A000000).view("<f4").astype(np.float32)
+    return pack(header, {Part.CLASSIFIER: {"weight": weights}})
+
+
+def _run_service(made: Bench, spec: FederationSpec, limits: LinkLimits, pipe: Any) -> None:
+    """The coordinator's process: serve until all rounds are over, and tell how long each took."""
+    asyncio.run(_serve(made, spec, limits, pipe))
+
+
+async def _serve(made: Bench, spec: FederationSpec, limits: LinkLimits, pipe: Any) -> None:
+    home = made.home
+    store = Store(home.database)
+    artifacts = ArtifactStore(home.artifacts)
+    header = ArtifactHeader(
+        kind="aggregate", method=spec.method, federation=FEDERATION, round=0, attempt=0, client=COORDINATOR
+    )
+    base = _packed(header, spec.layouts[Part.CLASSIFIER][0].shape[0] * 4, "base")
+    clients = len(made.devices)
+    record = FederationRecord(
+        FEDERATION, spec.method, artifacts.put(spec.canonical()), spec.rounds, clients, 1, SECONDS_MAX, 1, 1.0
+    )
+    initial = AggregateRecord(FEDERATION, 0, 0, artifacts.put(base), len(base), artifacts.put(b"state"), 1.0)
+    store.add_federation(record, initial)
+    for name in made.devices:
+        store.add_device(name, made.public(name), 1.0)
+    setup = Setup(
+        federation=store.federation(FEDERATION),
+        spec=spec,
+        store=store,
+        artifacts=artifacts,
+        connect=lambda will: MqttTransport(made.mqtt(COORDINATOR, limits), will),
+        voice=lambda: Voice(SigningKey.load(home.signing_key)),
+        worker=WorkerSettings(1, "cpu", home.secret(), home.artifacts, home.spill),
+        events=EventLog(home.events_file, time.time),
+        limits=limits,
+        make_worker=NoWorker,
+    )
+    service = await start_service(setup)
+    work = asyncio.create_task(service.run())
+    try:
+        pipe.send(await _rounds_over(service, work, home.events_file))
+        await asyncio.to_thread(pipe.recv)
+    finally:
+        service.stop()
+        await asyncio.wait([work])
+        await service.close()
+        store.close()
+
+
+async def _rounds_over(service: Service, work: asyncio.Task[None], events: Path) -> list[float]:
+    end = time.monotonic() + SECONDS_MAX
+    while service.state.phase.value != "finished":
+        if work.done():
+            work.result()
+        if time.monotonic() > end:
+            raise BrokerError("the rounds of the bench do not end")
+        await asyncio.sleep(0.05)
+    told = list(read_events(events))
+    opened = [float(str(event["t"])) for event in told if event["event"] == "attempt_opened"]
+    stored = [float(str(event["t"])) for event in told if event["event"] == "aggregate_stored"]
+    return [round(end - begin, 3) for begin, end in zip(opened, stored, strict=True)]

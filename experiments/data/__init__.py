@@ -1,0 +1,1 @@
+"""Data sets dealt out to clients."""

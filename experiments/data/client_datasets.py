@@ -1,0 +1,147 @@
+"""The images of every client of a simulation, in memory: the same deal and the same split as the demo writes. Uses torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from experiments.data.deal import ClientPictures, DealOptions, Partition, TestDeal, Validation, deal_out
+from experiments.data.image_cache import Decoder
+from experiments.data.lazy_images import Picture, PicturesPerClass
+from experiments.data.source import Source
+from experiments.errors import SourceError
+from fedcg.learning.data.image_folder import FileEntry, ImageSet, SkippedImage, split_by_hash
+from fedcg.learning.simulation.simulation import ClientData
+from fedcg.learning.spec import ImageForm
+
+# As the agent splits a folder that has a test part.
+SPLIT = {"train": 0.9, "val": 0.1}
+
+
+@dataclass(frozen=True)
+class Cohort:
+    """Everybody's images.
+
+    Attributes:
+        clients: by id, in id order.
+        common: one test set for all.
+        public: [N, C, H, W] uint8 without labels for the server, or None.
+        classes: class names in label order.
+        skipped: images that were left out, in the order in which they were met.
+        domains: client id to the name of its domain; empty unless the partition is by domain.
+    """
+
+    clients: Mapping[str, ClientData]
+    common: ImageSet
+    public: torch.Tensor | None
+    classes: tuple[str, ...]
+    skipped: tuple[SkippedImage, ...] = ()
+    domains: Mapping[str, str] | None = None
+
+
+def build_cohort(
+    source: Source,
+    form: ImageForm,
+    partition: Partition,
+    clients: int,
+    seed: int,
+    images_per_client: int | None = None,
+    validation: Validation = "share",
+    test: TestDeal = "proportional",
+    public_images: int = 0,
+    cache: Path | None = None,
+) -> Cohort:
+    """Deal a source out and decode what was dealt.
+
+    Args:
+        source: the images.
+        form: the spec's image form.
+        partition: how images are spread over clients.
+        clients: number of clients.
+        seed: decides who gets what.
+        images_per_client: see `DealOptions`, as are `validation`, `test` and `public_images`.
+        validation: `share` or `test-half`.
+        test: `proportional` or `even`.
+        public_images: unlabelled images for the server, at most.
+        cache: folder of the decoded copy of a large source; the user's cache folder when None.
+
+    Raises:
+        SourceError: too few images for so many clients; no client with two that can be decoded; no such domains.
+    """
+    deal = deal_out(source, DealOptions(clients, partition, seed, images_per_client, validation, test, public_images))
+    decoder = Decoder(form)
+    decoder.remember(source, cache)
+    reader = _Reader(form, deal.classes, decoder)
+    datasets = {name: _client_data(name, pictures, reader) for name, pictures in deal.clients.items()}
+    if all(len(data.train) < 2 for data in datasets.values()):
+        raise SourceError("no client has the 2 training images that are needed at least")
+    common = reader.read(deal.common).images
+    public = None
+    if deal.public:
+        public = reader.unlabelled(deal.public)
+    domains = {name: one.domain for name, one in deal.clients.items() if one.domain is not None}
+    return Cohort(datasets, common, public, deal.classes, reader.skipped, domains)
+
+
+def _client_data(name: str, pictures: ClientPictures, reader: _Reader) -> ClientData:
+    test = reader.read(pictures.test)
+    if pictures.val is None:
+        train = reader.read(pictures.train, is_hashed=True)
+        row = {entry.path: number for number, entry in enumerate(train.entries)}
+        splits = split_by_hash(train.entries, SPLIT)
+        train_set, val_set = (
+            train.images.rows([row[entry.path] for entry in splits[part]]) for part in ("train", "val")
+        )
+    else:
+        train_set, val_set = reader.read(pictures.train).images, reader.read(pictures.val).images
+    return ClientData(train_set, val_set, test.images)
+
+
+@dataclass(frozen=True)
+class _Read:
+    images: ImageSet
+    entries: tuple[FileEntry, ...]
+
+
+class _Reader:
+    """Reads pictures into image sets and remembers which it could not read."""
+
+    def __init__(self, form: ImageForm, classes: tuple[str, ...], decoder: Decoder) -> None:
+        self._form, self._classes, self._decoder = form, classes, decoder
+        self._skipped: dict[str, SkippedImage] = {}
+
+    @property
+    def skipped(self) -> tuple[SkippedImage, ...]:
+        """What could not be read, each image once."""
+        return tuple(self._skipped.values())
+
+    def read(self, pictures: PicturesPerClass, *, is_hashed: bool = False) -> _Read:
+        """Decode in the order in which an agent reads its folder: by `CLASS/NAME`."""
+        named = [
+            (f"{self._classes[label]}/{picture.name}", label, picture)
+            for label, of_class in enumerate(pictures)
+            for picture in of_class
+        ]
+        named.sort(key=lambda one: one[0])
+        return self._decoded(named, is_hashed=is_hashed)
+
+    def unlabelled(self, pictures: Sequence[Picture]) -> torch.Tensor:
+        """Decode pictures in the order given: [N, C, H, W] uint8."""
+        return self._decoded([(picture.where, 0, picture) for picture in pictures], is_hashed=False).images.images
+
+    def _decoded(self, named: Sequence[tuple[str, int, Picture]], *, is_hashed: bool) -> _Read:
+        pixels = np.empty((len(named), self._form.channels, self._form.height, self._form.width), dtype=np.uint8)
+        entries: list[FileEntry] = []
+        for path, label, picture in named:
+            found = self._decoder(picture, is_hashed=is_hashed)
+            if isinstance(found, SkippedImage):
+                self._skipped[found.file] = found
+                continue
+            pixels[len(entries)] = found.pixels
+            entries.append(FileEntry(path, found.sha256 or "", label))
+        labels = torch.tensor([entry.label for entry in entries], dtype=torch.int64)
+        return _Read(ImageSet(torch.from_numpy(pixels[: len(entries)]), labels, self._classes), tuple(entries))

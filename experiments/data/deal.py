@@ -1,0 +1,284 @@
+"""Deals the images of a source out to clients: who trains, chooses and is measured on which. Everything follows from the seed.
+
+Decodes and writes nothing. The demo's folders (`partitions`) and the simulation's arrays (`cohort`) come of the same deal, so
+one seed means the same images in both.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from experiments.data.lazy_images import Picture, PicturesPerClass
+from experiments.data.partition_shares import Partition, Shares, cut, draw_shares, limit
+from experiments.data.source import Source
+from experiments.errors import SourceError
+
+__all__ = ["ClientPictures", "Deal", "DealOptions", "Partition", "TestDeal", "Validation", "client_names", "deal_out"]
+
+MIN_TRAIN_IMAGES = 40  # two batches of 16 after a validation split, and something to learn from
+COMMON_PER_CLASS = 200  # a sampling error of about one point with ten classes
+
+Validation = Literal["share", "test-half"]
+TestDeal = Literal["proportional", "even"]
+
+# Purposes of the streams that came later than the first one; a stream of its own keeps all other draws where they were.
+_EVEN, _PUBLIC, _DOMAIN = 1, 2, 3
+
+
+@dataclass(frozen=True)
+class DealOptions:
+    """What decides a deal, beside the source.
+
+    Attributes:
+        clients: number of clients.
+        partition: how images are spread over them.
+        seed: decides everything.
+        images_per_client: at most this many training images per client, class proportions kept; None: no bound.
+        validation: `share`: a share of the training images by content hash, unless the source brings validation images;
+            `test-half`: half of a client's test images (FedCG's protocol: all training images train).
+        test: `proportional`: a client's test images follow its training images' class proportions, and one balanced common set
+            is held out; `even`: the test images are dealt out at random and evenly, and the common set is all of them
+            (FedMD-CG appendix E).
+        public_images: so many training images, without labels, for the server (FedDF); disjoint from everybody's.
+    """
+
+    clients: int
+    partition: Partition
+    seed: int
+    images_per_client: int | None = None
+    validation: Validation = "share"
+    test: TestDeal = "proportional"
+    public_images: int = 0
+
+
+@dataclass(frozen=True)
+class ClientPictures:
+    """One client's images per class; `val` is None where a share of `train` is to be taken by content hash."""
+
+    train: PicturesPerClass
+    val: PicturesPerClass | None
+    test: PicturesPerClass
+    domain: str | None = None
+
+
+@dataclass(frozen=True)
+class Deal:
+    """Who got what.
+
+    Attributes:
+        classes: class names in label order.
+        clients: by id, in id order.
+        common: one test set for all, per class.
+        public: unlabelled images for the server.
+    """
+
+    classes: tuple[str, ...]
+    clients: Mapping[str, ClientPictures]
+    common: PicturesPerClass
+    public: tuple[Picture, ...] = ()
+
+
+def client_names(clients: int) -> tuple[str, ...]:
+    """Ids `client-1` …, zero-padded so that they sort by number."""
+    width = len(str(clients))
+    return tuple(f"client-{number:0{width}d}" for number in range(1, clients + 1))
+
+
+def deal_out(source: Source, options: DealOptions) -> Deal:
+    """Deal a source's images out; every training image goes to one place at most.
+
+    Raises:
+        SourceError: too few images for so many clients, or no such domains.
+    """
+    if options.partition.kind == "domains":
+        return _by_domain(source, options)
+    generator = np.random.default_rng(options.seed)
+    train, test, common_count = _hold_out(source, generator)
+    public: PicturesPerClass = ()
+    if options.public_images and options.images_per_client is None:
+        half = sum(map(len, train)) // 2
+        public, train = _draw(train, min(options.public_images, half), options.seed)
+    least = MIN_TRAIN_IMAGES if options.images_per_client is None else min(MIN_TRAIN_IMAGES, options.images_per_client)
+    pool = np.array([len(pictures) for pictures in train], dtype=np.int64)
+    shares = draw_shares(options.partition, options.clients, pool, least, generator)
+    trains, left = _hand_out(train, shares, options.images_per_client)
+    if options.public_images and options.images_per_client is not None:
+        public, _ = _draw(left, options.public_images, options.seed)
+    tests, common = _deal_tests(test, shares, common_count, options)
+    vals: Sequence[PicturesPerClass | None] = [None] * options.clients
+    if source.val is not None:
+        vals, _ = _hand_out(_shuffled(source.val, generator), shares, None)
+    clients = [_client(options, *parts) for parts in zip(trains, vals, tests, strict=True)]
+    return Deal(
+        source.classes,
+        dict(zip(client_names(options.clients), clients, strict=True)),
+        common,
+        _checked_public(public, options, "no training image is left over for it: lower the images per client"),
+    )
+
+
+def _client(
+    options: DealOptions,
+    train: PicturesPerClass,
+    val: PicturesPerClass | None,
+    test: PicturesPerClass,
+    domain: str | None = None,
+) -> ClientPictures:
+    if options.validation == "share":
+        return ClientPictures(train, val, test, domain)
+    first, second = _halves(test)
+    return ClientPictures(train, first, second, domain)
+
+
+def _halves(pictures: PicturesPerClass) -> tuple[PicturesPerClass, PicturesPerClass]:
+    """Every second image of all, counted through the classes: both halves keep the proportions, whatever the rounding."""
+    starts = np.cumsum([0, *map(len, pictures)])[:-1]
+    return (
+        tuple(of_class[int(start) % 2 :: 2] for start, of_class in zip(starts, pictures, strict=True)),
+        tuple(of_class[1 - int(start) % 2 :: 2] for start, of_class in zip(starts, pictures, strict=True)),
+    )
+
+
+def _shuffled(pictures: PicturesPerClass, generator: np.random.Generator) -> PicturesPerClass:
+    return tuple(tuple(of_class[index] for index in generator.permutation(len(of_class))) for of_class in pictures)
+
+
+def _hold_out(source: Source, generator: np.random.Generator) -> tuple[PicturesPerClass, PicturesPerClass, int]:
+    """Shuffled training and test images, and how many of each class's test images come first as the common set's."""
+    train = _shuffled(source.train, generator)
+    if source.test is not None:
+        test = _shuffled(source.test, generator)
+        return train, test, min(COMMON_PER_CLASS, max(1, min(map(len, test)) // 5))
+    common = min(COMMON_PER_CLASS, max(1, min(map(len, train)) // 6))
+    held = [common + max(1, len(pictures) // 6) for pictures in train]
+    parts = list(zip(train, held, strict=True))
+    return (
+        tuple(pictures[count:] for pictures, count in parts),
+        tuple(pictures[:count] for pictures, count in parts),
+        common,
+    )
+
+
+def _hand_out(
+    pool: PicturesPerClass, shares: Shares, most: int | None
+) -> tuple[list[PicturesPerClass], PicturesPerClass]:
+    """Images per client and class, disjoint, in the proportions of `shares`, at most `most` per client; and what is left."""
+    counts = np.stack([cut(len(pictures), shares[:, label]) for label, pictures in enumerate(pool)], axis=1)
+    starts = np.cumsum(counts, axis=0) - counts
+    kept = np.stack([row if most is None else limit(row, most) for row in counts])
+    dealt = [
+        tuple(pictures[start : start + count] for pictures, start, count in zip(pool, *rows, strict=True))
+        for rows in zip(starts.tolist(), kept.tolist(), strict=True)
+    ]
+    left = tuple(
+        tuple(
+            picture
+            for client in range(len(shares))
+            for picture in pictures[
+                starts[client, label] + kept[client, label] : starts[client, label] + counts[client, label]
+            ]
+        )
+        for label, pictures in enumerate(pool)
+    )
+    return dealt, left
+
+
+def _deal_tests(
+    test: PicturesPerClass, shares: Shares, common: int, options: DealOptions
+) -> tuple[list[PicturesPerClass], PicturesPerClass]:
+    """Test images per client, and the common ones."""
+    if options.test == "proportional":
+        rest = tuple(pictures[common:] for pictures in test)
+        return _hand_out(rest, shares, None)[0], tuple(pictures[:common] for pictures in test)
+    flat = [(label, picture) for label, pictures in enumerate(test) for picture in pictures]
+    order = np.random.default_rng([options.seed, _EVEN]).permutation(len(flat))
+    dealt = [
+        _regrouped([flat[index] for index in chosen], len(test)) for chosen in np.array_split(order, options.clients)
+    ]
+    return dealt, test
+
+
+def _draw(pool: PicturesPerClass, count: int, seed: int) -> tuple[PicturesPerClass, PicturesPerClass]:
+    """`count` images at random (all, if there are fewer), and the others."""
+    flat = [(label, picture) for label, pictures in enumerate(pool) for picture in pictures]
+    order = np.random.default_rng([seed, _PUBLIC]).permutation(len(flat))
+    parts = order[:count], np.sort(order[count:])
+    drawn, rest = (_regrouped([flat[index] for index in part], len(pool)) for part in parts)
+    return drawn, rest
+
+
+def _regrouped(labelled: Sequence[tuple[int, Picture]], classes: int) -> PicturesPerClass:
+    groups: list[list[Picture]] = [[] for _ in range(classes)]
+    for label, picture in labelled:
+        groups[label].append(picture)
+    return tuple(map(tuple, groups))
+
+
+def _checked_public(pictures: PicturesPerClass, options: DealOptions, reason: str) -> tuple[Picture, ...]:
+    public = tuple(itertools.chain.from_iterable(pictures))
+    if options.public_images and not public:
+        raise SourceError(f"the method needs unlabelled public images, and {reason}")
+    return public
+
+
+def _by_domain(source: Source, options: DealOptions) -> Deal:
+    """One client per domain. A domain without a test part is halved, as FedCG does with Office and DomainNet."""
+    known = {domain.name: (number, domain) for number, domain in enumerate(source.domains)}
+    names = options.partition.domains or tuple(known)
+    unknown = [name for name in names if name not in known]
+    if unknown or not known:
+        there = f"its domains are {', '.join(known)}" if known else "it has no domains (ROOT/DOMAIN/CLASS/*)"
+        raise SourceError(f"{source.name}: partition by domain{f' {unknown[0]!r}' if unknown else ''}: {there}")
+    if len(names) != options.clients:
+        raise SourceError(
+            f"{source.name}: {len(names)} domains ({', '.join(names)}) and {options.clients} clients: ask for {len(names)} "
+            "clients, or name the domains that are clients, as in `domains:amazon,dslr`"
+        )
+    tests: list[PicturesPerClass] = []
+    trains: list[PicturesPerClass] = []
+    for name in names:
+        number, domain = known[name]
+        generator = np.random.default_rng([options.seed, _DOMAIN, number])
+        train = _shuffled(domain.train, generator)
+        train, test = _halves(train) if domain.test is None else (train, _shuffled(domain.test, generator))
+        counts = limit(np.array([len(pictures) for pictures in train]), options.images_per_client or sys.maxsize)
+        trains.append(tuple(pictures[:count] for pictures, count in zip(train, counts.tolist(), strict=True)))
+        tests.append(test)
+    tests, common = _domains_common(tests, options)
+    vals = [known[name][1].val for name in names]
+    clients = [_client(options, *parts) for parts in zip(trains, vals, tests, names, strict=True)]
+    others = [domain.train for name, (_, domain) in known.items() if name not in names]
+    pool = tuple(tuple(itertools.chain.from_iterable(of_class)) for of_class in zip(*others, strict=True))
+    public, _ = _draw(pool, options.public_images, options.seed)
+    return Deal(
+        source.classes,
+        dict(zip(client_names(len(names)), clients, strict=True)),
+        common,
+        _checked_public(public, options, "every domain is a client: name those that are, as in `domains:amazon,dslr`"),
+    )
+
+
+def _domains_common(
+    tests: list[PicturesPerClass], options: DealOptions
+) -> tuple[list[PicturesPerClass], PicturesPerClass]:
+    """Hold the same number of test images of every class and domain out for the common set, as far as a domain has them."""
+    if options.test == "even":
+        return tests, tuple(tuple(itertools.chain.from_iterable(of_class)) for of_class in zip(*tests, strict=True))
+    fewest = min((len(pictures) // 5 for test in tests for pictures in test if pictures), default=0)
+    share = min(max(1, COMMON_PER_CLASS // len(tests)), max(1, fewest))
+    held = [[min(share, len(pictures) // 2) for pictures in test] for test in tests]
+    common = tuple(
+        tuple(picture for test, counts in zip(tests, held, strict=True) for picture in test[label][: counts[label]])
+        for label in range(len(tests[0]))
+    )
+    rest = [
+        tuple(pictures[count:] for pictures, count in zip(test, counts, strict=True))
+        for test, counts in zip(tests, held, strict=True)
+    ]
+    return rest, common

@@ -1,0 +1,275 @@
+"""The demo: a whole federation on this machine, every member a process of its own, started by its command.
+
+Owns the order of the steps, the folder of a run and its resumption. What is done once before the members start (home, federation,
+bundles) calls the functions behind the commands, in this process: each command would import the same packages anew. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import shutil
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+
+from coordinator.broker.access_lists import publish_access
+from coordinator.cli.create_federation import read_plan
+from coordinator.cli.opening import initialise, open_federation
+from coordinator.config import AggregationSettings, ApiSettings, BrokerSettings, CoordinatorConfig
+from coordinator.members.bundle_enrolment import enrol
+from coordinator.paths import Home
+from coordinator.storage.store import Store
+from experiments.data.partition_folders import Prepared, client_names, load_prepared, prepare
+from experiments.data.source import Source
+from experiments.demo.event_follower import AgentStory, CoordinatorStory, Follower
+from experiments.demo.processes import POLL_S, Child, Children, children, fedcg
+from experiments.demo.progress import Progress
+from experiments.demo.run_folder import LOOPBACK, Run, write_secrets
+from experiments.demo.summary import seconds, summarise
+from experiments.errors import ProcessError
+from experiments.record import versions
+from experiments.settings.options import FEDERATION, root_secret, toml_text
+from fedcg.files import READABLE, replace_durably
+from fedcg.learning.spec import FederationSpec
+from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, DEFAULT_ALLOW_UPLOAD, Part, ReportField
+
+READY_S = 30.0
+SETTLE_S = 5.0  # for the observer to write what it heard last
+PROVISIONING = frozenset({"init", "federation", "devices"})
+
+
+class Demo:
+    """One run, from nothing or from where an earlier one was interrupted, to the summary.
+
+    Args:
+        run: its folder.
+        console: for what a person should see.
+    """
+
+    def __init__(self, run: Run, console: Console) -> None:
+        self._run = run
+        self._progress = Progress(console, run.setting.rounds)
+        self._clients = client_names(run.setting.clients)
+        self._done = run.done()
+        self._agents = {client: AgentStory(client) for client in self._clients}
+        self._followers = {client: Follower(run.bundle(client) / "store" / "events.jsonl") for client in self._clients}
+        self._coordinator = CoordinatorStory()
+        self._diary = Follower(run.home / "events.jsonl")
+        self._broker_named = run.broker
+
+    async def run(self) -> dict[str, Any]:
+        """Run the federation to its end and write `summary.json` and `accuracy.png`.
+
+        Raises:
+            ProcessError: a step failed, a process ended too early, or the federation paused.
+            SourceError: the data can't be used.
+        """
+        started = time.time()
+        with self._progress.shown():
+            async with children(self._run.root / "logs") as processes:
+                watching = asyncio.create_task(self._watch())
+                try:
+                    agents = await self._start_all(processes)
+                    await self._until_finished(processes, agents)
+                    await self._until_observed()
+                finally:
+                    watching.cancel()
+                self._look()
+                ended = time.time()
+        return await asyncio.to_thread(self._report, started, ended)
+
+    # Start
+
+    async def _start_all(self, processes: Children) -> list[Child]:
+        """Prepare and start everything, what can be at once at once; returns the agents."""
+        run = self._run
+        source = await asyncio.to_thread(run.setting.source)
+        data = asyncio.create_task(self._prepare_data(source))
+        is_new = not self._done >= PROVISIONING
+        if is_new:  # nothing has run yet, so what an interrupted run left of it can simply be made again
+            await asyncio.to_thread(self._initialise, source)
+        serve = fedcg("broker", "run", "--dir", run.home, "--broker", run.broker)
+        broker = await processes.start("broker", serve, outlives_others=True)
+        if run.setting.public_images:
+            await data  # a federation is opened only when its public images can be read
+        coordinator = await self._start_coordinator(processes, is_new=is_new)
+        observer = await self._start_observer(processes)
+        lines = await processes.line(broker, "ready", READY_S)
+        self._broker_named = lines[0].removeprefix("broker:").strip()
+        self._progress.say(f"broker: {self._broker_named}")
+        await data
+        self._allowed = self._policy()
+        await processes.line(observer, "ready", READY_S)  # before the agents: it misses nothing that a device sends
+        agents = [await self._start_agent(processes, client) for client in self._clients]
+        self._kept_up = (broker, observer, coordinator)
+        return agents
+
+    def _complete(self, steps: frozenset[str]) -> None:
+        self._done |= steps
+        self._run.save(self._done)
+
+    async def _prepare_data(self, source: Source) -> None:
+        """Write each client's folder, unless an earlier run did; what a broken one left is removed first."""
+        if "data" in self._done:
+            return
+        setting = self._run.setting
+        await asyncio.to_thread(shutil.rmtree, self._run.data, ignore_errors=True)
+        await asyncio.to_thread(
+            prepare,
+            source,
+            self._run.data,
+            clients=setting.clients,
+            partition=setting.checked_partition(),
+            seed=setting.seed,
+            images_per_client=setting.images_per_client,
+            public_images=setting.public_images,
+        )
+        self._complete(frozenset({"data"}))
+
+    def _initialise(self, source: Source) -> None:
+        run = self._run
+        for folder in (run.home, run.root / "devices"):
+            shutil.rmtree(folder, ignore_errors=True)
+        config = CoordinatorConfig(
+            broker=BrokerSettings(host=LOOPBACK, port=run.broker_port),
+            api=ApiSettings(port=run.api_port),
+            aggregation=AggregationSettings(
+                public_data=str(run.data / "public") if run.setting.public_images else None
+            ),
+        )
+        home = initialise(run.home, config, observers=("observer",))
+        home.secret_file.write_bytes(root_secret(run.setting.seed, "coordinator"))
+        (run.root / "plan.toml").write_text(toml_text(run.setting.plan(source)))
+
+    async def _start_coordinator(self, processes: Children, *, is_new: bool) -> Child:
+        """Start the coordinator; in a new run it loads its packages while the federation is opened, and waits for that."""
+        home, command = Home(self._run.home), fedcg("coordinator", "run", "--dir", self._run.home)
+        if not is_new:
+            return await processes.start("coordinator", command)
+        with home.changing_members():
+            coordinator = await processes.start("coordinator", command)
+            await asyncio.to_thread(self._provision, home)
+        self._complete(PROVISIONING)
+        return coordinator
+
+    def _provision(self, home: Home) -> None:
+        """Open the federation and make every device's bundle."""
+        with contextlib.closing(Store(home.database)) as store:
+            open_federation(home, store, read_plan(self._run.root / "plan.toml"))
+            enrol(home, store, self._clients, self._run.root / "devices", time.time())
+            publish_access(home)
+
+    async def _start_observer(self, processes: Children) -> Child:
+        run = self._run
+        return await processes.start(
+            "observer",
+            fedcg(
+                "audit", "observe", "--federation", FEDERATION, "--out", run.observer, "--host", LOOPBACK,
+                "--port", str(run.broker_port), "--tls", run.home / "pki",
+            ),
+            outlives_others=True,
+        )  # fmt: skip
+
+    async def _start_agent(self, processes: Children, client: str) -> Child:
+        run, bundle = self._run, self._run.bundle(client)
+        write_secrets(bundle / "store" / "secrets", run.setting.seed, client)
+        environment = {
+            "FEDCG_AGENT_DATA_ROOT": str(run.data / client),
+            "FEDCG_AGENT_DATA_COMMON_TEST": str(run.data / "common"),
+            "FEDCG_AGENT_TRAINING_SHADOW": "true",
+            "FEDCG_AGENT_TRAINING_THREADS": "1",
+            # All boxes share one machine here: what is faster would mean nothing, and exports would take turns with training.
+            "FEDCG_AGENT_EXPORT_VARIANTS": "false",
+            "FEDCG_AGENT_EXPORT_EACH_BEST": "false",
+            "FEDCG_AGENT_POLICY_ALLOW_UPLOAD": ",".join(sorted(part.value for part in self._allowed[0])),
+            "FEDCG_AGENT_POLICY_ALLOW_REPORT": ",".join(sorted(field.value for field in self._allowed[1])),
+        }
+        command = fedcg("agent", "run", "--config", bundle / "agent.toml", "--until-finished")
+        return await processes.start(client, command, environment)
+
+    def _policy(self) -> tuple[frozenset[Part], frozenset[ReportField]]:
+        """What the demo's devices may tell: the defaults and what the spec can't do without; told when that is more."""
+        home = Home(self._run.home)
+        with contextlib.closing(Store(home.database)) as store:
+            spec = FederationSpec.parse((home.artifacts / store.federations()[0].spec).read_bytes())
+        parts, fields = frozenset(spec.upload) - DEFAULT_ALLOW_UPLOAD, spec.required_report - DEFAULT_ALLOW_REPORT
+        for key, more in (("allow_upload", parts), ("allow_report", fields)):
+            if more:
+                names = ", ".join(sorted(name.value for name in more))
+                self._progress.say(
+                    f"{spec.method} asks for {names}: the demo's devices allow it, a real one must be told to "
+                    f"(policy.{key} in agent.toml)"
+                )
+        return DEFAULT_ALLOW_UPLOAD | parts, DEFAULT_ALLOW_REPORT | fields
+
+    # Watch
+
+    def _look(self) -> None:
+        for client, follower in self._followers.items():
+            self._agents[client].take(follower.new())
+        self._coordinator.take(self._diary.new())
+        self._progress.show(list(self._agents.values()), self._coordinator)
+
+    async def _watch(self) -> None:
+        while True:
+            self._look()
+            await asyncio.sleep(0.2)
+
+    async def _until_finished(self, processes: Children, agents: list[Child]) -> None:
+        """Wait until every agent ended by itself; anybody else's end, or a pause, ends the demo."""
+        while any(agent.is_running for agent in agents):
+            for agent in agents:
+                if not agent.is_running and agent.process.returncode != 0:
+                    raise agent.ended_too_early()
+            for other in self._kept_up:
+                if not other.is_running:
+                    raise other.ended_too_early()
+            if self._coordinator.paused is not None:
+                raise ProcessError(f"the federation paused: {self._coordinator.paused}; see {self._run.root / 'logs'}")
+            await asyncio.sleep(POLL_S)
+
+    async def _until_observed(self) -> None:
+        """Give the observer a moment to write down what crossed last."""
+        end = time.monotonic() + SETTLE_S
+        while not self._wire().get("finished"):
+            if time.monotonic() > end:
+                self._progress.say(
+                    "the observer did not see the end of everything that began to cross: see observer/wire.json"
+                )
+                return
+            await asyncio.sleep(POLL_S)
+
+    def _wire(self) -> Mapping[str, Any]:
+        try:
+            wire: dict[str, Any] = json.loads((self._run.observer / "wire.json").read_text())
+        except FileNotFoundError:
+            return {}
+        return wire
+
+    # Report
+
+    def _report(self, started: float, ended: float) -> dict[str, Any]:
+        from experiments.demo.plots import accuracy_over_rounds
+
+        run, agents = self._run, list(self._agents.values())
+        prepared: Prepared = load_prepared(run.data)
+        summary = summarise(
+            setting=run.setting.model_dump(mode="json"),
+            broker=self._broker_named,
+            times=seconds(agents, self._coordinator, started, ended),
+            prepared=prepared,
+            agents=agents,
+            wire=self._wire(),
+            versions=versions(),
+        )
+        accuracy_over_rounds(
+            summary["curves"],
+            run.root / "accuracy.png",
+            f"{run.setting.method}, {run.setting.data}, seed {run.setting.seed}",
+        )
+        replace_durably(run.root / "summary.json", json.dumps(summary, indent=1), READABLE)
+        return summary

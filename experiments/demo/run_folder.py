@@ -1,0 +1,113 @@
+"""The folder of a demo: where everything lies, its choices and ports, which steps are done, its members' secrets.
+
+DIR/demo.json      the choices, and which preparing steps are done       DIR/data/       each client's own folder
+DIR/coordinator/   the coordinator's home                                DIR/devices/    bundle and store per client
+DIR/observer/      what crossed the broker                               DIR/logs/       output of every process
+DIR/summary.json, DIR/accuracy.png
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+from experiments.errors import OptionError
+from experiments.settings.options import OPTIONS_FILE, Setting, load_setting, root_secret
+from fedcg.files import replace_durably
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Run:
+    """The folder of a demo."""
+
+    root: Path
+    setting: Setting
+    broker: str
+    broker_port: int
+    api_port: int
+
+    @property
+    def home(self) -> Path:
+        """The coordinator's home."""
+        return self.root / "coordinator"
+
+    @property
+    def data(self) -> Path:
+        """Each client's own folder, and the common test images."""
+        return self.root / "data"
+
+    @property
+    def observer(self) -> Path:
+        """What crossed the broker."""
+        return self.root / "observer"
+
+    def bundle(self, client: str) -> Path:
+        """A device's bundle: certificates, keys, agent.toml, and its private store."""
+        return self.root / "devices" / client
+
+    def save(self, done: frozenset[str]) -> None:
+        """Remember the choices and which steps are done."""
+        record = {
+            "format": 1,
+            "setting": self.setting.model_dump(mode="json"),
+            "broker": self.broker,
+            "ports": [self.broker_port, self.api_port],
+            "done": sorted(done),
+        }
+        replace_durably(self.root / OPTIONS_FILE, json.dumps(record, indent=1))
+
+    def done(self) -> frozenset[str]:
+        """The preparing steps that were completed."""
+        return frozenset(json.loads((self.root / OPTIONS_FILE).read_text())["done"])
+
+
+def free_ports(count: int) -> list[int]:
+    """TCP ports on loopback that nobody listens on now."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for listener in sockets:
+            listener.bind((LOOPBACK, 0))
+        return [int(listener.getsockname()[1]) for listener in sockets]
+    finally:
+        for listener in sockets:
+            listener.close()
+
+
+def new_run(root: Path, setting: Setting, broker: str) -> Run:
+    """Lay out the folder of a new demo.
+
+    Raises:
+        OptionError: the folder holds something.
+    """
+    if root.exists() and (not root.is_dir() or any(root.iterdir())):
+        raise OptionError(f"{root} is not an empty folder; choose another --out, or go on with --resume {root}")
+    root.mkdir(parents=True, exist_ok=True)
+    broker_port, api_port = free_ports(2)
+    run = Run(root.resolve(), setting, broker, broker_port, api_port)
+    run.save(frozenset())
+    return run
+
+
+def resumed_run(root: Path) -> Run:
+    """The folder of a demo that was interrupted.
+
+    Raises:
+        OptionError: it holds no demo.
+    """
+    setting = load_setting(root)
+    record = json.loads((root / OPTIONS_FILE).read_text())
+    return Run(root.resolve(), setting, str(record["broker"]), int(record["ports"][0]), int(record["ports"][1]))
+
+
+def write_secrets(folder: Path, seed: int, client: str) -> None:
+    """Give a device its own secret and the cohort's, from the demo's seed; on a real box both are random."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    for name, purpose in (("device.key", f"device {client}"), ("cohort.key", "cohort")):
+        descriptor = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(root_secret(seed, purpose))

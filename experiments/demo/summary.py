@@ -1,0 +1,221 @@
+"""What a demo showed: `summary.json`, and the table for a person. Numbers come from the diaries and from the observer.
+
+What crossed the broker is only ever taken from the observer's record, never from what a device or the coordinator says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from experiments.data.partition_folders import Prepared
+from experiments.demo.event_follower import AgentStory, CoordinatorStory, Event, RoundTimes, number
+
+TABLE_WIDTH = 100
+OWN = ("accuracy_local", "accuracy_personal", "accuracy_onnx")
+COMMON = ("accuracy_common_local", "accuracy_common_personal", "accuracy_common_onnx")
+ACCURACIES = (*OWN, *COMMON)
+# Reported where the agent measured it. `own` is the personal model of the best validation round, before a download;
+# the others its rivals at the end of the federation; `personal` the one of them that validation chose, by its `loss_val`.
+CANDIDATES = ("own", "downloaded", "interpolated", "tuned", "averaged")
+EXTRAS = (
+    *(
+        f"{figure}_{name}"
+        for name in CANDIDATES
+        for figure in ("accuracy", "accuracy_common", "accuracy_val", "loss_val")
+    ),
+    "consistency",
+    "generator_spread",
+)
+
+WireRecord = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Where the time of a run went, along its critical path.
+
+    Attributes:
+        startup: until the last agent began its first round.
+        train: for each round, the agent whose receipt came last: from its verified aggregate to its commit.
+        transport: for each round, aggregate stored -> last agent verified it, plus that agent's commit -> its receipt.
+        aggregate: for each round, last receipt -> aggregate stored.
+        export: last agent verified the final aggregate -> last model exported.
+    """
+
+    total: float
+    startup: float
+    train: float
+    transport: float
+    aggregate: float
+    export: float
+
+
+def seconds(agents: Sequence[AgentStory], coordinator: CoordinatorStory, started: float, ended: float) -> Seconds:
+    """Split the time between `started` and `ended` (unix seconds) along the critical path of every round.
+
+    Of a resumed run only the rounds that ended after `started` count.
+    """
+    train = transport = aggregate = 0.0
+    for round_number, base in sorted(coordinator.base.items()):
+        last = _last_received(agents, round_number)
+        if last is None or last[1].committed is None or last[1].receipt is None or last[1].receipt < started:
+            continue
+        agent, times = last[0], last[1]
+        available, committed = max(started, coordinator.available[base]), max(started, last[1].committed)
+        verified = max((other.verified[base] for other in agents if base in other.verified), default=available)
+        transport += max(0.0, verified - available) + last[1].receipt - committed
+        train += committed - min(committed, max(started, agent.verified.get(base, 0.0), times.started or 0.0))
+        produced = coordinator.produced.get(round_number)
+        if produced is not None:
+            aggregate += max(0.0, coordinator.available[produced] - last[1].receipt)
+    final = coordinator.produced[max(coordinator.produced)] if coordinator.produced else ""
+    fetched = [agent.verified[final] for agent in agents if final in agent.verified]
+    if fetched:
+        transport += max(0.0, max(fetched) - coordinator.available[final])
+    exported = [number(agent.finalised, "t") or 0.0 for agent in agents if agent.finalised is not None]
+    exported = [at for at in exported if at >= started]
+    return Seconds(
+        total=round(ended - started, 2),
+        startup=round(max((_first_start(agent, started) for agent in agents), default=started) - started, 2),
+        train=round(train, 2),
+        transport=round(transport, 2),
+        aggregate=round(aggregate, 2),
+        export=round(max(0.0, max(exported) - max(fetched)), 2) if exported and fetched else 0.0,
+    )
+
+
+def _first_start(agent: AgentStory, since: float) -> float:
+    """When an agent began to train for the first time after `since`; `since` when it never did."""
+    begun = [times.started for times in agent.rounds.values() if times.started is not None and times.started >= since]
+    return min(begun, default=since)
+
+
+def _last_received(agents: Sequence[AgentStory], round_number: int) -> tuple[AgentStory, RoundTimes] | None:
+    """The agent whose receipt came last in a round: the one the round waited for."""
+    known = [(agent, agent.rounds[round_number]) for agent in agents if round_number in agent.rounds]
+    received = [(agent, times) for agent, times in known if times.receipt is not None]
+    return max(received, key=lambda pair: pair[1].receipt or 0.0, default=None)
+
+
+def uplink_bytes_per_round(wire: WireRecord, client: str, rounds: int) -> int:
+    """Mean payload bytes that the observer saw a device publish, per round; whatever it published counts."""
+    up = wire.get("bytes", {}).get(client, {}).get("up", {})
+    return round(sum(map(int, up.values())) / max(1, rounds))
+
+
+def crossed(wire: WireRecord, client: str) -> tuple[list[str], list[str]]:
+    """(parts, report fields) that the observer found in the updates of one client."""
+    updates = [seen for seen in wire.get("artifacts", ()) if seen["kind"] == "update" and seen["sender"] == client]
+    parts = sorted({part for seen in updates for part in seen["parts"]})
+    return parts, sorted({name for seen in updates for name in seen["report"]})
+
+
+def _client_record(agent: AgentStory, prepared: Prepared, wire: WireRecord, rounds: int) -> dict[str, Any]:
+    folder = next(client for client in prepared.clients if client.id == agent.id)
+    final: Event = agent.finalised or {}
+    parts, fields = crossed(wire, agent.id)
+    record: dict[str, Any] = {"id": agent.id, "train_images": sum(folder.train), "test_images": sum(folder.test)}
+    record |= {name: number(final, name) for name in ACCURACIES}
+    record |= {
+        "onnx_model": final.get("onnx_model"),
+        "uplink_bytes_per_round": uplink_bytes_per_round(wire, agent.id, rounds),
+    }
+    record |= {"parts_on_wire": parts, "fields_on_wire": fields, "candidate": final.get("candidate")}
+    last = agent.curve[max(agent.curve)] if agent.curve else {}
+    record |= {name: number({**last, **final}, name) for name in EXTRAS}
+    return record
+
+
+def curves(agents: Sequence[AgentStory]) -> dict[str, list[dict[str, Any]]]:
+    """Accuracies by client and round."""
+    names = (*ACCURACIES, *EXTRAS)
+    return {
+        agent.id: [
+            {"round": round_number} | {name: number(event, name) for name in names if number(event, name) is not None}
+            for round_number, event in sorted(agent.curve.items())
+        ]
+        for agent in agents
+    }
+
+
+def summarise(
+    *,
+    setting: Mapping[str, Any],
+    broker: str,
+    times: Seconds,
+    prepared: Prepared,
+    agents: Sequence[AgentStory],
+    wire: WireRecord,
+    versions: Mapping[str, str],
+) -> dict[str, Any]:
+    """The content of `summary.json`."""
+    clients = [_client_record(agent, prepared, wire, setting["rounds"]) for agent in agents]
+    return {
+        "method": setting["method"],
+        "rounds": setting["rounds"],
+        "data": setting["data"],
+        "broker": broker,
+        "seconds": vars(times),
+        "parts_on_wire": list(wire.get("parts_on_wire", ())),
+        "fields_on_wire": list(wire.get("fields_on_wire", ())),
+        "clients": clients,
+        "mean": {name: mean([client[name] for client in clients]) for name in (*ACCURACIES, *EXTRAS)},
+        "observer": {
+            "artifacts": len(wire.get("artifacts", ())),
+            "incomplete": len(wire.get("incomplete", ())),
+            "undecoded": len(wire.get("undecoded", ())),
+            "messages": {kind: entry["count"] for kind, entry in wire.get("messages", {}).items()},
+        },
+        "setting": dict(setting),
+        "versions": dict(versions),
+        "curves": curves(agents),
+    }
+
+
+def mean(values: Sequence[float | None]) -> float | None:
+    """Mean of the values that are there; None without any."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f}"
+
+
+def table(summary: Mapping[str, Any]) -> Table:
+    """The summary for a person, readable at 100 columns; accuracies in percent."""
+    title = f"{summary['method']}, {summary['rounds']} rounds, {summary['data']}; accuracy in %"
+    result = Table(title=title, box=box.SIMPLE_HEAD, show_footer=True, collapse_padding=True)
+    average = summary["mean"]
+    result.add_column("client", "mean")
+    result.add_column("train\nimages", justify="right")
+    result.add_column("own test images\nlocal personal  ONNX", _triple(average, OWN), justify="right")
+    result.add_column("common balanced test\nlocal personal  ONNX", _triple(average, COMMON), justify="right")
+    result.add_column("KB up\n/round", justify="right")
+    result.add_column("crossed the broker\n(observed)", max_width=24)
+    for client in summary["clients"]:
+        result.add_row(
+            client["id"],
+            str(client["train_images"]),
+            _triple(client, OWN),
+            _triple(client, COMMON),
+            f"{client['uplink_bytes_per_round'] / 1000:.0f}",
+            _crossing(client),
+        )
+    return result
+
+
+def _triple(values: Mapping[str, Any], names: Sequence[str]) -> str:
+    local, personal, onnx = (_percent(values[name]) for name in names)
+    return f"{local:>5} {personal:>8} {onnx:>5}"
+
+
+def _crossing(client: Mapping[str, Any]) -> str:
+    parts = ", ".join(client["parts_on_wire"]) or "no part"
+    fields = ", ".join(client["fields_on_wire"]) or "no field"
+    return f"{parts}\n{fields}"

@@ -1,0 +1,213 @@
+"""Runs the pieces of a simulation on a Ray cluster; on one CPU model the results are those of one process, bit for bit.
+
+A client's images are put into the object store once per run, and a node fetches those of the clients that it trains. A worker
+or node that dies loses nothing: pieces are pure functions, so Ray repeats them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from experiments.errors import RunError
+from experiments.parallel.ray_cluster import Build, own_build, own_processor, slots
+from fedcg.learning.data.image_folder import ImageSet
+from fedcg.learning.method import Aggregate, ServerState, Update, Weights
+from fedcg.learning.networks.split_names import ALLOW_VARIABLE
+from fedcg.learning.simulation.simulation import (
+    ClientData,
+    LocalOutcome,
+    LocalTask,
+    MeasureTask,
+    Party,
+    Roots,
+    RoundRecord,
+    local_task,
+    measure_task,
+    teacher_task,
+)
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+
+MAX_RETRIES = 3  # a task that kills four workers (out of memory, most likely) would kill the fifth
+GPU_SHARE = 0.25  # of a card per task: networks of this size leave most of it idle
+
+_Piece = tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+@dataclass(frozen=True)
+class Demands:
+    """What a worker must be and do before it computes anything.
+
+    Attributes:
+        build: its own must be the same.
+        threads: of torch.
+        splits: networks of the user's own that may be imported (`fedcg.learning.networks.split_names`).
+    """
+
+    build: Build
+    threads: int
+    splits: str
+
+    @staticmethod
+    def of_this_process(threads: int) -> Demands:
+        """That a worker is as this process."""
+        return Demands(own_build(), threads, os.environ.get(ALLOW_VARIABLE, ""))
+
+    def meet(self) -> None:
+        """Make this process, a worker, so.
+
+        Raises:
+            RunError: this node, perhaps one that joined later, has another build.
+        """
+        differences = own_build().differs_from(self.build)
+        if differences:
+            raise RunError(f"a node of the Ray cluster can't be used: {'; '.join(differences)}")
+        os.environ[ALLOW_VARIABLE] = self.splits  # workers of a running cluster don't inherit it
+        torch.set_num_threads(self.threads)
+
+
+def resources(threads: int, device: str) -> dict[str, float]:
+    """What a task takes up, as Ray's options."""
+    return {"num_cpus": threads, "num_gpus": 0 if device == "cpu" else GPU_SHARE}
+
+
+def _work(demands: Demands, function: Callable[..., Any], *arguments: Any) -> tuple[str, Any]:
+    """On a worker: the CPU model, and what the function came to."""
+    demands.meet()
+    return own_processor(), function(*arguments)
+
+
+def _taught(party: Party, number: int, server: ServerState, update: Update) -> tuple[str, Weights]:
+    return update.client, teacher_task(party, number, server, update)
+
+
+def _measured(
+    party: Party, common: ImageSet | None, task: MeasureTask, aggregate: Aggregate
+) -> tuple[str, RoundRecord]:
+    return task.client, measure_task(replace(party, common=common), task, aggregate)
+
+
+class RayRunner:
+    """A runner on the cluster that this process belongs to; it stays when the runner is closed.
+
+    Args:
+        threads: torch threads of each task, and the CPUs that it takes up.
+        met: told the CPU model that each task ran on.
+    """
+
+    def __init__(self, threads: int = 1, met: Callable[[str], object] = lambda _processor: None) -> None:
+        self._threads = threads
+        self._met = met
+        self._clients: dict[str, ObjectRef[Party]] = {}
+        self._server: ObjectRef[Party] | None = None
+        self._common: ObjectRef[ImageSet | None] | None = None
+        self._resources = resources(threads, "cpu")
+
+    def start(self, party: Party) -> None:
+        """Put a federation's data into the object store; the last one's go."""
+        import ray
+
+        bare = replace(party, datasets={}, common=None, public=None)
+        self._resources = resources(self._threads, party.device)
+        self._clients = {
+            name: ray.put(replace(bare, datasets={name: _own(data)}, roots=_roots_for(party.roots, name)))
+            for name, data in party.datasets.items()
+        }
+        self._server = ray.put(replace(bare, public=party.public, roots=replace(party.roots, devices={})))
+        common = None if party.common is None else _images(party.common)
+        self._common = ray.put(common)
+
+    def local(self, tasks: Sequence[LocalTask], aggregate: Aggregate) -> Iterator[LocalOutcome]:
+        """Local rounds, in the order in which they end."""
+        import ray
+
+        shared = ray.put(aggregate)
+        return self._all((local_task, (self._clients[task.client], task, shared)) for task in tasks)
+
+    def teach(self, number: int, server: ServerState, updates: Sequence[Update]) -> Iterator[tuple[str, Weights]]:
+        """Teacher passes, in the order in which they end."""
+        import ray
+
+        state = ray.put(server)
+        return self._all((_taught, (self._server, number, state, update)) for update in updates)
+
+    def measure(self, tasks: Sequence[MeasureTask], aggregate: Aggregate) -> Iterator[tuple[str, RoundRecord]]:
+        """Figures, in the order in which they end."""
+        import ray
+
+        shared = ray.put(aggregate)
+        return self._all((_measured, (self._clients[task.client], self._common, task, shared)) for task in tasks)
+
+    def close(self) -> None:
+        """Let the data go."""
+        self._clients, self._server, self._common = {}, None, None
+
+    def _all(self, pieces: Iterable[_Piece]) -> Iterator[Any]:
+        """The answer to every piece; only about as many as can run at once are handed out, so that memory stays bounded.
+
+        Raises:
+            RunError: a piece ended several workers.
+        """
+        import ray
+
+        submit = ray.remote(_work).options(max_retries=MAX_RETRIES, scheduling_strategy="SPREAD", **self._resources)
+        demands = Demands.of_this_process(self._threads)
+        left = iter(pieces)
+        running: set[ObjectRef[Any]] = set()
+        try:
+            while True:
+                room = max(0, slots(self._threads) + 1 - len(running))
+                running |= {submit.remote(demands, function, *given) for function, given in islice(left, room)}
+                if not running:
+                    return
+                (ended,), _ = ray.wait(list(running), num_returns=1)
+                running.discard(ended)
+                processor, value = _answer(ended)
+                self._met(processor)
+                yield value
+        finally:
+            for unwanted in running:
+                ray.cancel(unwanted)
+
+
+def _answer(reference: ObjectRef[Any]) -> Any:
+    """What a task came to; an exception that it met is raised as it was there."""
+    import ray
+    from ray.exceptions import RayError, RayTaskError
+
+    try:
+        return ray.get(reference)
+    except RayTaskError as error:
+        raise original(error) from error
+    except RayError as error:
+        raise RunError(
+            f"a task was lost {MAX_RETRIES + 1} times on the Ray cluster, probably for want of memory: {error}"
+        ) from error
+
+
+def original(error: Any) -> Exception:
+    """The exception that a task met, without what Ray adds to its text; Ray's own where it could not be sent."""
+    return error.cause if isinstance(error.cause, Exception) else RunError(f"a task on the Ray cluster failed: {error}")
+
+
+def _roots_for(roots: Roots, client: str) -> Roots:
+    """What a client's tasks draw from; a task needs nobody else's secrets."""
+    return Roots(roots.cohort, b"", {client: roots.devices[client]})
+
+
+def _own(data: ClientData) -> ClientData:
+    return ClientData(_images(data.train), _images(data.val), _images(data.test))
+
+
+def _images(images: ImageSet) -> ImageSet:
+    """The images without a larger tensor that they are a part of, which would be pickled with them."""
+    if images.images.untyped_storage().nbytes() == images.images.nbytes:
+        return images
+    return replace(images, images=images.images.clone(), labels=images.labels.clone())

@@ -1,0 +1,1 @@
+"""Options of demo and simulation as one value."""

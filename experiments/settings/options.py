@@ -1,0 +1,211 @@
+"""What a person can ask of a demo or a simulation, the plan that follows from it, and the roots of its randomness.
+
+Knows names and numbers only; starts nothing and imports no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+
+from experiments.data.partition_folders import Partition
+from experiments.data.source import DIGITS, Source, open_source
+from experiments.errors import OptionError
+from fedcg.learning.spec import CropPixels, ImageForm, NetworkChoice, ParameterValue, check_crop
+
+FEDERATION = "demo"
+OPTIONS_FILE = "demo.json"
+
+# What the methods' own defaults, made for hours of training, become when somebody waits for the result.
+# Everything else keeps its default; `--set` overrides both.
+QUICK_PARAMS: Mapping[str, Mapping[str, ParameterValue]] = {
+    "fedcg": {"lr": 1e-3, "gan_lr": 1e-3, "server_lr": 1e-3, "server_iterations": 200, "ramp_rounds": 10},
+    "fedmd_cg": {"lr": 1e-3, "generator_lr": 1e-3, "server_lr": 1e-3},
+    "feddf": {"lr": 1e-3, "server_lr": 1e-3, "server_iterations": 200},
+    "fedgen": {"lr": 1e-3, "server_lr": 1e-3, "server_iterations": 200},
+}
+
+# How many public images a demo holds out when nobody says: for methods whose server can't do without.
+DEMO_PUBLIC_IMAGES: Mapping[str, int] = {"feddf": 128}
+
+QUICK_LR: Mapping[str, ParameterValue] = {"lr": 1e-3}
+
+NOISE_DIMS: Mapping[str, int] = {"conv": 100, "mlp": 64}
+# Mean and standard deviation per channel: [0, 1] to [-1, 1], or what backbones trained on ImageNet expect (grey: their means).
+NORMALISATIONS: Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
+    "half": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
+    "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+}
+
+
+class Setting(BaseModel):
+    """The choices that a demo and a simulation share.
+
+    Attributes:
+        data: `digits`, or a folder of class folders.
+        validation: a `share` of a client's training images, or half of its test images (`test-half`, FedCG's protocol).
+        test: a client's test images follow its training images' classes (`proportional`) or are dealt out `even`ly.
+        public_images: images without labels for the server half, held out of the training images.
+        local_steps: local steps per round instead of epochs; 0: epochs count.
+        batch_size: None: the method's default; `lr` likewise.
+        discriminator: None: the one that goes with the generator; `noise_dim` likewise.
+        normalise: `half` or `imagenet`.
+        image_size: images become image_size x image_size pixels.
+        flip: augment training images by horizontal flips, as FedCG does; wrong for digits.
+        crop: augment them by random windows of the image, padded with so many black pixels at every side; 0: off.
+        quick: put `QUICK_PARAMS` over the method's own defaults.
+        params: parameters of the method, over both.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    data: str = DIGITS
+    clients: Annotated[int, Field(ge=1, le=1000)] = 4
+    partition: str = "dirichlet:0.5"
+    images_per_client: Annotated[int, Field(ge=10)] | None = None
+    validation: Literal["share", "test-half"] = "share"
+    test: Literal["proportional", "even"] = "proportional"
+    public_images: Annotated[int, Field(ge=0)] = 0
+    rounds: Annotated[int, Field(ge=1)] = 5
+    local_epochs: Annotated[int, Field(ge=1)] = 4
+    local_steps: Annotated[int, Field(ge=0)] = 0
+    batch_size: Annotated[int, Field(ge=2)] | None = None
+    lr: Annotated[float, Field(gt=0)] | None = None
+    method: str = "fedcg"
+    network: str = "lenet5_relu"
+    generator: str = "mlp"
+    discriminator: str | None = None
+    noise_dim: Annotated[int, Field(ge=1)] | None = None
+    normalise: Literal["half", "imagenet"] = "half"
+    image_size: Annotated[int, Field(ge=4, le=1024)] = 32
+    flip: bool = False
+    crop: CropPixels = 0
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
+    quick: bool = True
+    params: dict[str, ParameterValue] = {}
+
+    @field_validator("crop")
+    @classmethod
+    def _crop_fits(cls, pixels: int, info: ValidationInfo) -> int:
+        side = info.data.get("image_size")
+        return pixels if side is None else check_crop(pixels, side)
+
+    def checked_partition(self) -> Partition:
+        """The partition, parsed.
+
+        Raises:
+            SourceError: not a partition.
+        """
+        return Partition.parse(self.partition)
+
+    def source(self) -> Source:
+        """The images.
+
+        Raises:
+            SourceError: they can't be used.
+        """
+        return open_source(self.data)
+
+    def plan(self, source: Source) -> dict[str, object]:
+        """The federation's plan as plain values (`fedcg.learning.spec.FederationPlan`).
+
+        Args:
+            source: the images.
+        """
+        return {
+            "federation": FEDERATION,
+            "classes": list(source.classes),
+            "method": self.method,
+            "rounds": self.rounds,
+            "seed": self.seed,
+            "augment_flip": self.flip,
+            "augment_crop": self.crop,
+            "min_clients": self.clients,
+            "image": self.image_form(source.image_form(self.image_size).mode).model_dump(mode="json"),
+            "network": {
+                "split": self.network,
+                "generator": self.generator,
+                "discriminator": self.discriminator or discriminator_for(self.generator),
+                "noise_dim": self.noise_dim or NOISE_DIMS.get(self.generator, NetworkChoice().noise_dim),
+            },
+            "params": self.all_params(),
+        }
+
+    def image_form(self, mode: Literal["L", "RGB"]) -> ImageForm:
+        """Size and normalisation for grey or colour images."""
+        mean, std = NORMALISATIONS[self.normalise]
+        if mode == "L":
+            mean, std = ((round(sum(values) / len(values), 3),) for values in (mean, std))
+        return ImageForm(mode=mode, height=self.image_size, width=self.image_size, mean=mean, std=std)
+
+    def all_params(self) -> dict[str, ParameterValue]:
+        """The method's parameters that differ from its defaults; `params` has the last word."""
+        quick = QUICK_PARAMS.get(self.method, QUICK_LR) if self.quick else {}
+        chosen = {"batch_size": self.batch_size, "lr": self.lr, "steps": self.local_steps or None}
+        given = {name: value for name, value in chosen.items() if value is not None}
+        return {**quick, "epochs": self.local_epochs, **given, **self.params}
+
+
+def discriminator_for(generator: str) -> str:
+    """The discriminator that goes with a generator: convolutional for a convolutional one."""
+    return "conv" if generator.startswith("conv") else "mlp"
+
+
+def root_secret(seed: int, purpose: str) -> bytes:
+    """32 bytes for one root of randomness; a demo's secrets follow from its seed so that a run can be repeated."""
+    return hashlib.sha256(f"fedcg experiment {seed} {purpose}".encode()).digest()
+
+
+def parse_params(pairs: Sequence[str]) -> dict[str, ParameterValue]:
+    """Read `key=value` pairs; values are JSON where they can be (numbers, true, null), else text.
+
+    Raises:
+        OptionError: a pair without `=`.
+    """
+    params: dict[str, ParameterValue] = {}
+    for pair in pairs:
+        key, equals, text = pair.partition("=")
+        if not equals or not key:
+            raise OptionError(f"--set {pair!r}: write key=value")
+        try:
+            value = json.loads(text)
+        except ValueError:
+            value = text
+        params[key] = value if isinstance(value, (bool, int, float, str)) or value is None else text
+    return params
+
+
+def load_setting(folder: Path) -> Setting:
+    """The choices of the demo that was started in `folder`.
+
+    Raises:
+        OptionError: there was none.
+    """
+    try:
+        return Setting.model_validate(json.loads((folder / OPTIONS_FILE).read_text())["setting"])
+    except (OSError, ValueError, KeyError, TypeError, ValidationError) as error:
+        raise OptionError(f"{folder} holds no demo that could be resumed ({OPTIONS_FILE}: {error})") from error
+
+
+def toml_text(values: Mapping[str, object]) -> str:
+    """TOML of plain values: scalars and lists first, then one table per mapping; None is left out."""
+    lines = [f"{key} = {_toml_value(value)}" for key, value in values.items() if _is_plain(value)]
+    for key, table in values.items():
+        if isinstance(table, Mapping):
+            lines += ["", f"[{key}]"]
+            lines += [f"{inner} = {_toml_value(value)}" for inner, value in table.items() if _is_plain(value)]
+    return "\n".join(lines) + "\n"
+
+
+def _is_plain(value: object) -> bool:
+    return value is not None and not isinstance(value, Mapping)
+
+
+def _toml_value(value: object) -> str:
+    """Booleans, numbers, strings and lists of them are written alike in JSON and TOML."""
+    return json.dumps(value)

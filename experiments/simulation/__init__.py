@@ -1,0 +1,1 @@
+"""Batches of simulated runs and their records."""

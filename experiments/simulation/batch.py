@@ -1,0 +1,278 @@
+"""What `fedcg simulate` is asked for: a list of runs, made of options or of a published setting with options over it.
+
+Knows names and numbers only; runs nothing and imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from experiments.data.deal import DealOptions
+from experiments.data.source import Source
+from experiments.errors import OptionError
+from experiments.settings.options import Setting, parse_params
+from fedcg.files import replace_durably
+from fedcg.learning.spec import ParameterValue
+from fedcg.wire.parts import AggregateCodec, UpdateCodec
+
+BATCH_FORMAT = 1
+STATE_FOLDER = ".state"
+_BATCH_FILE = "batch.json"
+# Options that are a parameter of every method, and that parameter's name.
+PARAM_OPTIONS = {"local_epochs": "epochs", "local_steps": "steps", "batch_size": "batch_size", "lr": "lr"}
+_NO_REDUCTION = frozenset(
+    {
+        "params",
+        *PARAM_OPTIONS,
+        "quick",
+        "data",
+        "device",
+        "batched_clients",
+        "precision",
+        "threads",
+        "evaluate_every",
+        "shadow",
+        "seed",
+        "variant",
+        "paper",
+    }
+)
+
+
+class RunSetting(Setting):
+    """Everything that decides the numbers of one run.
+
+    Attributes:
+        device: torch device; `threads` of torch in every process.
+        precision: of training steps; "bf16" on CUDA devices alone.
+        batched_clients: clients train together, where the method can; None: on a card. Other last digits.
+        evaluate_every: clients are measured after every so many rounds, and after the last.
+        participation: share of the clients that take part in a round.
+        early_stop: end after so many rounds without a better validation of any client.
+        shadow: train local-only shadows too.
+        codec: how updates are coded, `aggregate_codec` how aggregates are (`fedcg.wire.artifacts.codecs`).
+        variant: a free label that tells an ablation's runs apart.
+        paper: the published setting that this run started from.
+    """
+
+    quick: bool = False
+    device: Annotated[str, Field(pattern=r"^[a-z]+(:\d+)?$")] = "cpu"
+    precision: Literal["f32", "bf16"] = "f32"
+    batched_clients: bool | None = None
+    threads: Annotated[int, Field(ge=1, le=1024)] = 1
+    evaluate_every: Annotated[int, Field(ge=1)] = 1
+    participation: Annotated[float, Field(gt=0, le=1)] = 1.0
+    early_stop: Annotated[int, Field(ge=1)] | None = None
+    shadow: bool = True
+    codec: UpdateCodec = "f32"
+    aggregate_codec: AggregateCodec = "f32"
+    variant: Annotated[str, Field(pattern=r"^([A-Za-z0-9][A-Za-z0-9._=-]{0,60})?$")] = ""
+    paper: str | None = None
+
+    @model_validator(mode="after")
+    def _bf16_is_for_cards(self) -> RunSetting:
+        if self.precision == "bf16" and not self.device.startswith("cuda"):
+            raise ValueError(f"precision bf16 needs --device cuda: on {self.device} it is slower than f32")
+        return self
+
+    @property
+    def data_name(self) -> str:
+        """The data set without this machine's paths: a folder's or file's name, or a named data set without its folder."""
+        if self.data.startswith("torchvision:"):
+            return ":".join(self.data.split(":")[:2])
+        return Path(self.data).name if "/" in self.data else self.data
+
+    @property
+    def name(self) -> str:
+        """The run's file name, without its ending; codecs are named where there are any."""
+        codecs = "" if (self.codec, self.aggregate_codec) == ("f32", "f32") else f"{self.codec}-{self.aggregate_codec}"
+        parts = (self.paper or self.data_name, self.method, self.variant, codecs, f"seed{self.seed}")
+        return "-".join(re.sub(r"[^A-Za-z0-9._=-]+", "-", part).strip("-") for part in parts if part)
+
+    def deal(self) -> DealOptions:
+        """What decides who gets which images.
+
+        Raises:
+            SourceError: not a partition.
+        """
+        partition = self.checked_partition()
+        return DealOptions(
+            self.clients,
+            partition,
+            self.seed,
+            self.images_per_client,
+            self.validation,
+            self.test,
+            self.public_images,
+        )
+
+    def plan(self, source: Source) -> dict[str, object]:
+        """As a demo's, with the codecs that this run asks for."""
+        return {**super().plan(source), "codec": self.codec, "aggregate_codec": self.aggregate_codec}
+
+    def published(self) -> dict[str, Any]:
+        """The setting as a record shows it: no path of this machine in it."""
+        return {**self.model_dump(mode="json"), "data": self.data_name}
+
+    def is_same(self, published: object) -> bool:
+        """Whether a setting as a record shows it is this one; what it does not name has its default."""
+        try:
+            return RunSetting.model_validate(published).published() == self.published()
+        except ValidationError:
+            return False
+
+
+class PlannedRun(BaseModel):
+    """One run to be done.
+
+    Attributes:
+        setting: what decides its numbers.
+        reduced: where that differs from the published setting: name to (published, run); empty without one.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    setting: RunSetting
+    reduced: dict[str, tuple[Any, Any]] = {}
+
+
+class Batch(BaseModel):
+    """Runs that belong together, in the order they are done."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    runs: Annotated[tuple[PlannedRun, ...], Field(min_length=1)]
+
+
+def plan_batch(
+    options: Mapping[str, Any],
+    methods: Sequence[str],
+    seeds: Sequence[int],
+    method_params: Mapping[str, Mapping[str, ParameterValue]],
+) -> Batch:
+    """Every method with every seed; all methods of a seed before the next seed.
+
+    Args:
+        options: fields of `RunSetting` by name, without method, seed and params.
+        methods: names.
+        seeds: roots of all randomness.
+        method_params: parameters by method; those under "" are every method's.
+
+    Raises:
+        ValidationError: names every bad value.
+    """
+    return Batch(
+        runs=tuple(
+            PlannedRun(setting=RunSetting.model_validate({**options, "method": method, "seed": seed, "params": params}))
+            for seed in dict.fromkeys(seeds)
+            for method in dict.fromkeys(methods)
+            for params in [{**method_params.get("", {}), **method_params.get(method, {})}]
+        )
+    )
+
+
+def planned_run(published: Mapping[str, Any], given: Mapping[str, Any]) -> PlannedRun:
+    """A published setting with some options over it.
+
+    Args:
+        published: fields of `RunSetting`, `params` among them.
+        given: such fields that the user asks for; each beats what is published, also where that stands in `params`.
+
+    Raises:
+        ValidationError: names every bad value.
+    """
+    masked = {PARAM_OPTIONS[name] for name in given if name in PARAM_OPTIONS}
+    params = {name: value for name, value in published.get("params", {}).items() if name not in masked}
+    base = RunSetting.model_validate(published)
+    run = RunSetting.model_validate({**published, **given, "params": {**params, **given.get("params", {})}})
+    before, after = _told(base), _told(run)
+    reduced = {name: (before.get(name), after[name]) for name in after if before.get(name) != after[name]}
+    return PlannedRun(setting=run, reduced=reduced)
+
+
+def _told(setting: RunSetting) -> dict[str, Any]:
+    """What two settings are compared by: neither what changes no published figure nor the same thing under two names."""
+    values = {name: value for name, value in setting.published().items() if name not in _NO_REDUCTION}
+    return values | {f"params.{name}": value for name, value in setting.all_params().items()}
+
+
+def parse_method_params(pairs: list[str], methods: tuple[str, ...]) -> dict[str, dict[str, ParameterValue]]:
+    """Read `key=value` (every method's) and `METHOD.key=value` (one method's).
+
+    Raises:
+        OptionError: a pair without `=`, or of a method that is not run.
+    """
+    params: dict[str, dict[str, ParameterValue]] = {}
+    for key, value in parse_params(pairs).items():
+        method, dot, name = key.rpartition(".")
+        if dot and method not in methods:
+            raise OptionError(f"--set {key}: {method!r} is not one of the methods of this call ({', '.join(methods)})")
+        params.setdefault(method, {})[name] = value
+    return params
+
+
+def parse_seeds(text: str) -> tuple[int, ...]:
+    """Read `0,1,2`, or a range `0-4`.
+
+    Raises:
+        OptionError: anything else.
+    """
+    seeds: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d{1,18})(?:-(\d{1,18}))?\s*", part)
+        if match is None or int(match[2] or match[1]) - int(match[1]) not in range(1000):
+            raise OptionError(f"--seeds {text!r}: write numbers with commas between them, or a range such as 0-4")
+        seeds += range(int(match[1]), int(match[2] or match[1]) + 1)
+    return tuple(seeds)
+
+
+def save_batch(batch: Batch, folder: Path, *, force: bool = False) -> None:
+    """Remember in `folder` what is being run there, beside what was before; it stays on this machine, for it may hold paths.
+
+    Args:
+        batch: a run of a name that is known takes its place.
+        folder: of the batch.
+        force: whether such a run may have other data than the one before.
+
+    Raises:
+        OptionError: a run of the same name had other data, which its record would not show; nothing was written.
+    """
+    known = _known_runs(folder)
+    for run in batch.runs:
+        before = known.get(run.setting.name)
+        if before is not None and before.setting.data != run.setting.data and not force:
+            raise OptionError(
+                f"{folder}: {run.setting.name} was run with {before.setting.data} there, not {run.setting.data}; "
+                "choose another --out, or --force to run it again"
+            )
+    runs = {**known, **{run.setting.name: run for run in batch.runs}}
+    state = folder / STATE_FOLDER
+    state.mkdir(parents=True, exist_ok=True, mode=0o700)
+    whole = Batch(runs=tuple(runs.values())).model_dump(mode="json")
+    replace_durably(state / _BATCH_FILE, json.dumps({"format": BATCH_FORMAT, "batch": whole}, indent=1))
+
+
+def _known_runs(folder: Path) -> dict[str, PlannedRun]:
+    """By name the runs that `folder` remembers; none where nothing that can be read does."""
+    try:
+        return {run.setting.name: run for run in load_batch(folder).runs}
+    except OptionError:
+        return {}
+
+
+def load_batch(folder: Path) -> Batch:
+    """What was being run in `folder`.
+
+    Raises:
+        OptionError: nothing was.
+    """
+    try:
+        return Batch.model_validate(json.loads((folder / STATE_FOLDER / _BATCH_FILE).read_text())["batch"])
+    except (OSError, ValueError, KeyError, TypeError, ValidationError) as error:
+        raise OptionError(f"{folder} holds no simulation that could be resumed ({error})") from error

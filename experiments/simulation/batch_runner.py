@@ -1,0 +1,207 @@
+"""Runs a batch on a terminal: progress over all runs, what is written beside the records, what is told at the end. Uses torch."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from experiments.simulation.batch import STATE_FOLDER, Batch, PlannedRun
+from experiments.simulation.run_slots import Lanes
+from experiments.simulation.simulation_curves import draw_curves, write_tables
+from experiments.simulation.single_run import FailedRun, Runs, write_failures
+from experiments.simulation.tensorboard import EventFiles
+from fedcg.learning.simulation.simulation import Simulation
+
+_COLUMNS = {
+    "own test\npersonal": "accuracy_personal",
+    "local\nonly": "accuracy_local",
+    "after\ndownload": "accuracy_after",
+    "common\npersonal": "accuracy_common_personal",
+    "global\nlast": "global_accuracy_last",
+}
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What is written beside the records and tables."""
+
+    events: bool = True
+    picture: bool = True
+
+
+class BatchRunner:
+    """Runs all runs of a batch in its folder.
+
+    Args:
+        folder: of the batch.
+        lanes: who runs them, and how many at once.
+        console: for progress and lines.
+        beside: what is written beside the records.
+    """
+
+    def __init__(self, folder: Path, lanes: Lanes, console: Console, beside: Beside) -> None:
+        self._folder = folder
+        self._console = console
+        self._beside = beside
+        self._lanes = lanes
+        self._events: dict[str, EventFiles] = {}
+        self._told: dict[str, int] = {}  # rounds of a run that the bar knows of
+        self._writing = Lock()
+        self._runs = Runs(folder, lanes.simulator, self._after_round)
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("rounds"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+            speed_estimate_period=3600.0,  # rounds take minutes, and the estimate should look at several
+        )
+        self._task = self._bar.add_task("", total=0)
+
+    def run(self, batch: Batch, *, force: bool = False) -> tuple[list[dict[str, Any]], list[FailedRun]]:
+        """Do what is not done yet.
+
+        Args:
+            batch: the runs.
+            force: do finished ones again too.
+
+        Returns:
+            The records of the runs done now, and the runs that failed.
+
+        Raises:
+            OptionError: a record of another setting is in the way; nothing was run.
+        """
+        if force:
+            for planned in batch.runs:
+                self._runs.forget(planned)
+        done = [planned for planned in batch.runs if self._runs.is_done(planned)]
+        todo = [planned for planned in batch.runs if planned not in done]
+        for planned in done:
+            self._say(f"{planned.setting.name}: done before")
+        self._told = {planned.setting.name: self._runs.done_rounds(planned) for planned in todo}
+        total = sum(planned.setting.rounds for planned in todo)
+        self._bar.update(self._task, total=total, completed=sum(self._told.values()))
+        with self._bar:
+            outcomes = list(map(self._one, todo)) if self._lanes.count == 1 else self._side_by_side(todo)
+        records = [outcome for outcome in outcomes if not isinstance(outcome, FailedRun)]
+        failed = [outcome for outcome in outcomes if isinstance(outcome, FailedRun)]
+        write_failures(self._folder, failed)
+        return records, failed
+
+    def _side_by_side(self, todo: Sequence[PlannedRun]) -> list[dict[str, Any] | FailedRun]:
+        """What the runs come to, as many at a time as there are lanes; in the order of the batch."""
+        with ThreadPoolExecutor(self._lanes.count) as threads:
+            asked = [threads.submit(self._one, planned) for planned in todo]
+            try:
+                return [future.result() for future in asked]
+            except BaseException:  # Ctrl-C above all: leaving the block waits for the threads, so they must end
+                self._lanes.stopping.set()
+                for future in asked:
+                    future.cancel()
+                raise
+
+    def _one(self, planned: PlannedRun) -> dict[str, Any] | FailedRun:
+        setting = planned.setting
+        self._bar.update(self._task, description=setting.name)
+        events = self._events[setting.name] = EventFiles(self._folder)
+        try:
+            if self._beside.events:
+                events.begin(setting.name, self._runs.done_rounds(planned))
+            record = self._runs.run(planned)
+        except Exception as error:  # noqa: BLE001 - one run's end, whatever it was, is not the batch's; it is recorded and told
+            if self._lanes.stopping.is_set():
+                return FailedRun(setting.name, "stopped")  # not told: the batch was
+            trace = self._folder / STATE_FOLDER / f"{setting.name}.traceback.txt"
+            trace.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            trace.write_text(traceback.format_exc())
+            self._say(f"{setting.name}: failed: {error} (where: {trace})")
+            return FailedRun(setting.name, f"{type(error).__name__}: {error}")
+        finally:
+            events.end()
+            self._bar.update(self._task, advance=setting.rounds - self._told[setting.name])
+        self._say(f"{setting.name}: {_figures(record)}")
+        with self._writing:
+            write_tables(self._folder)
+            if self._beside.picture:
+                draw_curves(self._folder)
+        return record
+
+    def _after_round(self, planned: PlannedRun, now: Simulation) -> None:
+        name = planned.setting.name
+        self._events[name].add(now)
+        self._told[name] += 1
+        self._bar.update(self._task, advance=1, description=f"{name}, round {now.rounds}")
+        if not self._console.is_terminal:
+            self._say(f"{name}: round {now.rounds}/{planned.setting.rounds}{_so_far(now)}")
+
+    def _say(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _figures(record: Mapping[str, Any]) -> str:
+    mean, seconds = record["mean"], record["seconds"]["total"]
+    known = [f"{label} {_percent(mean[name])}" for label, name in _told(mean)]
+    told = [f"accuracy in %: {', '.join(known)}", f"{record['rounds']} rounds in {seconds:.0f} s", *_troubles(record)]
+    return "; ".join(told)
+
+
+def _so_far(now: Simulation) -> str:
+    """Mean accuracies of the round that was just done; nothing where it was not measured."""
+    records = [curve[-1] for curve in now.curves.values() if curve and curve[-1].round == now.rounds]
+    figures = {
+        "own test personal": [record.accuracy for record in records],
+        "local only": [record.local_accuracy for record in records],
+    }
+    known = {label: [value for value in values if value is not None] for label, values in figures.items()}
+    told = [f"{label} {_percent(sum(values) / len(values))}" for label, values in known.items() if values]
+    return f": accuracy in %: {', '.join(told)}" if told else ""
+
+
+def _troubles(record: Mapping[str, Any]) -> Iterator[str]:
+    """What a person should know before believing the figures: the record has all of it, with reasons."""
+    clients = record["clients"]
+    for field, what in (("failures", "local rounds"), ("shadow_failures", "shadows' rounds")):
+        failures = [failure for client in clients for failure in client[field]]
+        if failures:
+            yield f"{what} undone: {len(failures)} ({failures[0]['reason']})"
+    if record["server_failures"]:
+        yield f"rounds without a merge: {len(record['server_failures'])} ({record['server_failures'][0]['reason']})"
+    if record["skipped"]:
+        yield f"images skipped: {len(record['skipped'])}"
+
+
+def _told(mean: Mapping[str, Any]) -> list[tuple[str, str]]:
+    return [(label.replace("\n", " "), name) for label, name in _COLUMNS.items() if mean[name] is not None]
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f}"
+
+
+def table(records: Sequence[Mapping[str, Any]]) -> Table:
+    """The runs for a person: means over clients, in percent. 80 columns are enough: only a run's name is broken."""
+    result = Table(title="mean over clients; accuracy in %", box=box.SIMPLE_HEAD)
+    result.add_column("run", overflow="fold")
+    for label in (*_COLUMNS, "below\nlocal", "seconds"):
+        result.add_column(label, justify="right", no_wrap=True)
+    for record in records:
+        below = [client["below_local"] for client in record["clients"] if client["below_local"] is not None]
+        name = " ".join(filter(None, (record["method"], record["variant"], f"seed {record['seed']}")))
+        figures = (_percent(record["mean"][figure]) for figure in _COLUMNS.values())
+        counted = f"{sum(below)} of {len(below)}" if below else "-"
+        result.add_row(name, *figures, counted, f"{record['seconds']['total']:.0f}")
+    return result

@@ -1,0 +1,108 @@
+"""Tables and pictures of a folder of simulated runs, made of their records alone: runs.csv, curves.csv, curves.png."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.simulation.simulation_record import COLUMNS, read_records
+from fedcg.files import READABLE, replace_durably
+
+RUNS_FILE, CURVES_FILE, PICTURE_FILE = "runs.csv", "curves.csv", "curves.png"
+_ABOUT = ("name", "paper", "method", "variant", "seed", "data", "partition", "rounds")
+
+Record = Mapping[str, Any]
+
+
+def write_tables(folder: Path) -> None:
+    """Write one line per run, and one line per run, client and round, of all records in the folder."""
+    records = read_records(folder)
+    means = sorted({name for record in records for name in record["mean"]})
+    runs = (
+        [*(record[name] for name in _ABOUT), *(record["mean"].get(name) for name in means), record["seconds"]["total"]]
+        for record in records
+    )
+    _write_csv(folder / RUNS_FILE, [*_ABOUT, *means, "seconds"], runs)
+    lines = (
+        [record["name"], record["method"], record["variant"], record["seed"], client["id"], *values]
+        for record in records
+        for client in record["clients"]
+        for values in zip(*(client["curve"][column] for column in COLUMNS), strict=True)
+    )
+    _write_csv(folder / CURVES_FILE, ["name", "method", "variant", "seed", "client", *COLUMNS], lines)
+
+
+def _write_csv(path: Path, header: Sequence[str], lines: Iterable[Sequence[object]]) -> None:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(header)
+    writer.writerows(lines)
+    replace_durably(path, text.getvalue(), READABLE)
+
+
+def draw_curves(folder: Path) -> None:
+    """Draw accuracy on the clients' own test images over rounds: one colour per method, local-only shadows dashed.
+
+    A line is the mean over clients and seeds, its band the standard deviation over them. One panel per data set, partition
+    and published setting.
+    """
+    panels: dict[str, list[Record]] = defaultdict(list)
+    for record in read_records(folder):
+        panels[record["paper"] or f"{record['data']}, {record['partition']}"].append(record)
+    if not panels:
+        return
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.2 * len(panels)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
+    for panel, (title, records) in zip(axes, sorted(panels.items()), strict=True):
+        _draw_panel(panel, records)
+        panel.set_title(title)
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=110, format="png")
+    replace_durably(folder / PICTURE_FILE, picture.getvalue(), READABLE)
+
+
+def _draw_panel(panel: Any, records: Sequence[Record]) -> None:
+    by_label: dict[str, list[Record]] = defaultdict(list)
+    for record in records:
+        by_label[" ".join(filter(None, (record["method"], record["variant"])))].append(record)
+    for index, (label, some) in enumerate(sorted(by_label.items())):
+        for column, line in (("accuracy", "-"), ("local", "--")):
+            rounds, means, spreads = mean_curve(some, column)
+            if not rounds:
+                continue
+            panel.plot(rounds, means, line, color=f"C{index % 10}", label=label if line == "-" else None)
+            if line == "-":
+                low = [mean - spread for mean, spread in zip(means, spreads, strict=True)]
+                high = [mean + spread for mean, spread in zip(means, spreads, strict=True)]
+                panel.fill_between(rounds, low, high, color=f"C{index % 10}", alpha=0.15, linewidth=0)
+    panel.set_xlabel("round")
+    panel.set_ylabel("accuracy on own test images, %")
+    panel.xaxis.get_major_locator().set_params(integer=True)
+    panel.grid(alpha=0.3)
+    panel.legend(title="dashed: local only", fontsize="small", title_fontsize="small")
+
+
+def mean_curve(records: Sequence[Record], column: str) -> tuple[list[int], list[float], list[float]]:
+    """(rounds, means, standard deviations) of a column over all clients of some runs, in percent; gaps are left out."""
+    values: dict[int, list[float]] = defaultdict(list)
+    for record in records:
+        for client in record["clients"]:
+            curve = client["curve"]
+            for number, value in zip(curve["round"], curve[column], strict=True):
+                if value is not None:
+                    values[number].append(100.0 * value)
+    rounds = sorted(values)
+    means = [sum(values[number]) / len(values[number]) for number in rounds]
+    spreads = [
+        (sum((value - mean) ** 2 for value in values[number]) / len(values[number])) ** 0.5
+        for number, mean in zip(rounds, means, strict=True)
+    ]
+    return rounds, means, spreads

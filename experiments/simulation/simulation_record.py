@@ -1,0 +1,204 @@
+"""The record of one simulated run, format 2: what was asked, what came out, what it takes to repeat it.
+
+It may be published: no path of this machine, no weight, no image. Curves go column by column, rounded to five digits, so that
+250 rounds of ten clients stay below 150 KB.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from experiments.demo.summary import mean
+from experiments.record import machine, versions
+from experiments.simulation.batch import RunSetting
+from fedcg.files import READABLE, replace_durably
+from fedcg.learning.registry import get_method
+from fedcg.learning.simulation.simulation import Failure, Party, RoundRecord, Simulation
+from fedcg.learning.spec import FederationSpec
+from fedcg.wire.artifacts.artifacts import codecs_for
+from fedcg.wire.artifacts.tensors import data_bytes
+from fedcg.wire.parts import Part, UpdateCodec
+
+RECORD_FORMAT = 2
+KIND = "simulation"
+FIGURES = (
+    "accuracy_personal",
+    "accuracy_local",
+    "accuracy_after",
+    "accuracy_last",
+    "accuracy_common_personal",
+    "accuracy_common_local",
+    "consistency",
+    "generator_spread",
+)
+# Columns of a client's curve, and the fields of `RoundRecord` that they show.
+COLUMNS = {
+    "round": "round",
+    "accuracy": "accuracy",
+    "validation": "validation",
+    "common": "common",
+    "after": "accuracy_after",
+    "local": "local_accuracy",
+    "loss": "loss",
+    "consistency": "consistency",
+    "spread": "spread",
+}
+_DIGITS = 5
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run that came to its end.
+
+    Attributes:
+        classes: class names of `party`'s data.
+        skipped: (file, reason) of images that could not be used; names only, no folder.
+        reduced: what differs from the published setting.
+        seconds: of the whole run, all its parts together where it was interrupted.
+    """
+
+    run: RunSetting
+    party: Party
+    result: Simulation
+    skipped: Sequence[tuple[str, str]]
+    reduced: Mapping[str, tuple[Any, Any]]
+    seconds: float
+
+
+def record_of(done: Finished) -> dict[str, Any]:
+    """The record of a finished run."""
+    run, spec, result = done.run, done.party.spec, done.result
+    method = get_method(spec.method)
+    clients = [_client(done, name) for name in sorted(result.states)]
+    trained = [record.seconds for curve in result.curves.values() for record in curve if record.seconds is not None]
+    accuracies = [accuracy for _, accuracy in result.global_accuracy]
+    return {
+        "format": RECORD_FORMAT,
+        "kind": KIND,
+        "date": datetime.now(tz=timezone.utc).date().isoformat(),
+        "machine": machine(),
+        "versions": versions(),
+        "paper": run.paper,
+        "reduced": {name: list(pair) for name, pair in done.reduced.items()},
+        "method": spec.method,
+        "variant": run.variant,
+        "seed": run.seed,
+        "data": run.data_name,
+        "partition": run.partition,
+        "rounds": result.rounds,
+        "setting": run.published(),
+        "spec": spec.digest,
+        "params": spec.params,
+        "network": spec.network.model_dump(mode="json"),
+        "bytes": {
+            "up": _bytes(spec, method.shared_up, spec.codec),
+            "down": _bytes(spec, method.shared_down, spec.aggregate_codec),
+            "up_artifact": _whole(mean([size for size in result.update_bytes if size])),
+        },
+        "mean": {
+            **{name: _rounded(mean([client[name] for client in clients])) for name in FIGURES},
+            "global_accuracy_last": _rounded(accuracies[-1] if accuracies else None),
+            "global_accuracy_best": _rounded(max(accuracies, default=None)),
+        },
+        "clients": clients,
+        "global": {
+            "round": [number for number, _ in result.global_accuracy],
+            "accuracy": [_rounded(accuracy) for accuracy in accuracies],
+        },
+        "server_failures": _failures(result.server_failures),
+        "ended_early": result.ended_early,
+        "seconds": {
+            "total": round(done.seconds, 2),
+            "local_round_mean": _rounded(mean(trained)),
+            "aggregate": [round(value, 3) for value in result.aggregate_seconds],
+        },
+        "skipped": [{"file": name, "reason": reason} for name, reason in done.skipped],
+    }
+
+
+def _bytes(spec: FederationSpec, parts: frozenset[Part], codec: UpdateCodec) -> int:
+    """Bytes of the coded tensors of some parts, before compression."""
+    layouts = {part: spec.layouts[part] for part in sorted(parts)}
+    return data_bytes(layouts, codecs_for(layouts, codec, spec.with_base))
+
+
+def _whole(value: float | None) -> int | None:
+    return None if value is None else round(value)
+
+
+def _client(done: Finished, name: str) -> dict[str, Any]:
+    data, result = done.party.datasets[name], done.result
+    curve = result.curves[name]
+    best, last = result.best(name), curve[-1]
+    local = _local(result, name, best)
+    below = None
+    if name in result.shadows and best.accuracy is not None and local.local_accuracy is not None:
+        below = best.accuracy < local.local_accuracy
+    figures = {
+        "accuracy_personal": best.accuracy,
+        "accuracy_local": local.local_accuracy,
+        "accuracy_after": best.accuracy_after,
+        "accuracy_last": last.accuracy,
+        "accuracy_common_personal": best.common,
+        "accuracy_common_local": local.local_common,
+        "consistency": last.consistency,
+        "generator_spread": last.spread,
+    }
+    return {
+        "id": name,
+        "train_images": len(data.train),
+        "val_images": len(data.val),
+        "test_images": len(data.test),
+        "label_counts": list(data.train.label_counts()),
+        **{key: _rounded(value) for key, value in figures.items()},
+        "best_round": best.round,
+        "below_local": below,
+        "failures": _failures(result.failures.get(name, ())),
+        "shadow_failures": _failures(result.shadow_failures.get(name, ())),
+        "curve": {
+            column: [_rounded(getattr(record, of_record)) for record in curve] for column, of_record in COLUMNS.items()
+        },
+    }
+
+
+def _local(result: Simulation, name: str, best: RoundRecord) -> RoundRecord:
+    """The record that holds the local-only figures: the shadow's best; for the method `local`, which has none, its own."""
+    if name in result.shadows:
+        return result.best_local(name)
+    if result.server.aggregate.parts:
+        return replace(best, local_accuracy=None, local_common=None)
+    return replace(best, local_accuracy=best.accuracy, local_common=best.common)
+
+
+def _failures(failures: Sequence[Failure]) -> list[dict[str, Any]]:
+    return [{"round": failure.round, "reason": failure.reason} for failure in failures]
+
+
+def _rounded(value: float | None) -> float | int | None:
+    if value is None or isinstance(value, int):
+        return value
+    return round(value, _DIGITS) if math.isfinite(value) else None
+
+
+def write_json(value: Mapping[str, Any], path: Path) -> None:
+    """Write a record in one rename."""
+    replace_durably(path, json.dumps(value, separators=(",", ":")) + "\n", READABLE)
+
+
+def read_records(folder: Path) -> list[dict[str, Any]]:
+    """All run records of a folder, by file name; the stem of its file is added to each as "name"."""
+    records = []
+    for path in sorted(folder.glob("*.json")):
+        try:
+            record = json.loads(path.read_text())
+        except (OSError, ValueError):
+            continue  # not one of ours
+        if isinstance(record, dict) and record.get("format") == RECORD_FORMAT and record.get("kind") == KIND:
+            records.append({**record, "name": path.stem})
+    return records

@@ -1,0 +1,198 @@
+"""Runs the runs of a batch and keeps what they came to: one JSON per run. Uses torch.
+
+A finished run is not run again, an interrupted one goes on after its last finished round, a failed one does not end the batch.
+Knows nothing of options and terminals.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Any, Protocol
+
+import torch
+
+from experiments.data.client_datasets import Cohort
+from experiments.data.source import Source
+from experiments.errors import OptionError, RunError
+from experiments.simulation.batch import STATE_FOLDER, PlannedRun, RunSetting
+from experiments.simulation.checkpoints import Checkpoints
+from experiments.simulation.party_builder import Cohorts, party_of
+from experiments.simulation.simulation_record import Finished, record_of, write_json
+from fedcg.learning.networks.initial_weights import complete_spec
+from fedcg.learning.simulation.simulation import NOBODY_TRAINED, Party, Schedule, Simulation
+from fedcg.learning.spec import plan_from_mapping
+
+FAILURES_FILE = "failures.json"
+
+OnRound = Callable[[PlannedRun, Simulation], None]
+
+
+class Simulator(Protocol):
+    """Who runs a federation; `fedcg.learning.simulation.simulation.simulate` is one."""
+
+    def __call__(
+        self,
+        party: Party,
+        schedule: Schedule,
+        /,
+        *,
+        resume: Simulation | None,
+        on_round: Callable[[Simulation], None],
+    ) -> Simulation:
+        """What came out; arguments as those of `simulate`."""
+
+
+@dataclass(frozen=True)
+class FailedRun:
+    """A run that came to nothing, and why."""
+
+    name: str
+    reason: str
+
+
+class Runs:
+    """The runs of one folder.
+
+    Args:
+        folder: records go here; checkpoints into a folder below.
+        simulator: who runs a federation; `simulate` does so in this process.
+        on_round: told after every round.
+    """
+
+    def __init__(self, folder: Path, simulator: Simulator, on_round: OnRound) -> None:
+        self._folder = folder
+        self._simulator = simulator
+        self._on_round = on_round
+        self._cohorts = Cohorts()
+        self._dealing = Lock()
+        self._opened: tuple[str, Source] | None = None
+
+    def path(self, planned: PlannedRun) -> Path:
+        """Where the record of a run lies."""
+        return self._folder / f"{planned.setting.name}.json"
+
+    def is_done(self, planned: PlannedRun) -> bool:
+        """Whether the record of this very run is there.
+
+        Raises:
+            OptionError: the record of another setting has its name.
+        """
+        path = self.path(planned)
+        if not path.exists():
+            return False
+        if not planned.setting.is_same(_setting_in(path)):
+            raise OptionError(
+                f"{path} is the record of another setting; choose another --out or a --variant, or --force to replace it"
+            )
+        return True
+
+    def forget(self, planned: PlannedRun) -> None:
+        """Drop a run's record and checkpoints."""
+        self.path(planned).unlink(missing_ok=True)
+        self._checkpoints(planned).remove()
+
+    def done_rounds(self, planned: PlannedRun) -> int:
+        """How many rounds of a run a checkpoint holds."""
+        return self._checkpoints(planned).rounds()
+
+    def run(self, planned: PlannedRun) -> dict[str, Any]:
+        """Run or go on with a run; its record.
+
+        Several threads may do so at once, each with another run.
+
+        Raises:
+            RunError: no client could train in any round.
+            ExperimentError: the data can't be used.
+            LearningError: the networks can't be built, or the data not be read.
+        """
+        setting = planned.setting
+        torch.set_num_threads(setting.threads)
+        with self._dealing:  # one data set at a time is downloaded, decoded and dealt out
+            source = self._source_of(setting)
+            spec = complete_spec(plan_from_mapping(setting.plan(source)))
+            cohort = self._cohorts.get(setting, source, spec)
+        party = party_of(setting, spec, cohort)
+        checkpoints = self._checkpoints(planned)
+        stood, spent = checkpoints.newest() or (None, 0.0)
+        clock = _Clock(spent)
+
+        def keep(now: Simulation) -> None:
+            checkpoints.save(now, clock.seconds())
+            self._on_round(planned, now)
+
+        result = self._simulator(party, _schedule(setting), resume=stood, on_round=keep)
+        if (reason := _worthless(result)) is not None:
+            checkpoints.remove()
+            raise RunError(reason)
+        done = Finished(setting, party, result, _names(cohort), planned.reduced, clock.seconds())
+        record = record_of(done)
+        write_json(record, self.path(planned))
+        checkpoints.remove()
+        return record
+
+    def _source_of(self, setting: RunSetting) -> Source:
+        """The data's source; the last one is kept, for listing a large folder takes seconds."""
+        if self._opened is None or self._opened[0] != setting.data:
+            self._opened = setting.data, setting.source()
+        return self._opened[1]
+
+    def _checkpoints(self, planned: PlannedRun) -> Checkpoints:
+        return Checkpoints(self._folder / STATE_FOLDER / planned.setting.name, planned.setting)
+
+
+class _Clock:
+    """Seconds of a run, those before an interruption included."""
+
+    def __init__(self, before: float) -> None:
+        self._before = before
+        self._started = time.monotonic()
+
+    def seconds(self) -> float:
+        return self._before + time.monotonic() - self._started
+
+
+def _names(cohort: Cohort) -> list[tuple[str, str]]:
+    """(file, reason) of what was skipped; of a path only the class folder and the file are told."""
+    names = (("/".join(Path(skipped.file).parts[-2:]), skipped) for skipped in cohort.skipped)
+    return [(name, skipped.reason.replace(skipped.file, name)) for name, skipped in names]
+
+
+def _schedule(setting: RunSetting) -> Schedule:
+    """How long, and what beside the training."""
+    return Schedule(
+        shadow=setting.shadow,
+        evaluate_every=setting.evaluate_every,
+        participation=setting.participation,
+        early_stop=setting.early_stop,
+    )
+
+
+def _worthless(result: Simulation) -> str | None:
+    """Why a run says nothing about its method; None when it does."""
+    idle = sum(failure.reason == NOBODY_TRAINED for failure in result.server_failures)
+    if idle < result.rounds:
+        return None
+    reasons = sorted({failure.reason for failures in result.failures.values() for failure in failures})
+    return f"no client could train in any round: {'; '.join(reasons[:3])}"
+
+
+def _setting_in(path: Path) -> Any:
+    try:
+        record = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return record.get("setting") if isinstance(record, dict) else None
+
+
+def write_failures(folder: Path, failed: Sequence[FailedRun]) -> None:
+    """Say in the folder which runs failed; no file when none did."""
+    path = folder / FAILURES_FILE
+    if not failed:
+        path.unlink(missing_ok=True)
+        return
+    write_json({"failures": [{"run": run.name, "reason": run.reason} for run in failed]}, path)

@@ -1,0 +1,1 @@
+"""From torch to a verified model on disk."""

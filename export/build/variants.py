@@ -1,0 +1,333 @@
+"""Other forms of an exported model, tried on the box that will run it and kept only where they pay there.
+
+A variant is kept when it is faster than the float32 model on this machine, with the execution providers that serve it, and
+loses no more accuracy on held-out images than the budget. onnxruntime optimises every graph when it loads it; "ort" is the result
+of that, kept, so it may also be as fast and ready sooner. What was measured and why it was decided so is in the manifest.
+Needs the package `onnx`, not torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import onnxruntime
+
+from export.build.preprocess_graph import on_network
+from export.errors import ConversionError, ExportError, ModelError
+from export.model.manifest import (
+    Manifest,
+    ModelFile,
+    Variant,
+    VariantName,
+    digest,
+    read_manifest,
+    read_model,
+    write_manifest,
+)
+from export.model.preprocess import Pixels, normalise
+from export.model.providers import CPU, TENSORRT, TensorRt, available_providers, machine, told
+from export.model.runtime import NETWORK_INPUT, Floats, Predictor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import onnx
+
+NAMES: tuple[VariantName, ...] = ("ort", "fp16", "int8", "trt_fp16")
+BUDGET = 0.005  # accuracy that a variant may lose, as a share
+SPEED_UP = 1.05  # a smaller gain than this one may be the clock's noise
+START_GAIN_MS = 50.0  # sooner by less is not worth a file that is bound to one machine
+STARTS = 3
+CALIBRATION_IMAGES = 64  # onnxruntime keeps every layer's output of each of them
+TIMING_S = 1.0
+TIMING_ROUNDS = (20, 400)
+_WARM_UP = 3
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """What variants are judged by.
+
+    Attributes:
+        images: each [height, width, channels] uint8, seen neither in training nor in calibration.
+        labels: index of the right class per image.
+        calibration: images whose activations give int8 its ranges; labels are not needed.
+    """
+
+    images: Sequence[Pixels]
+    labels: Sequence[int]
+    calibration: Sequence[Pixels]
+
+    def __post_init__(self) -> None:
+        if not self.images or not self.calibration:
+            raise ExportError("variants are judged by held-out images and calibrated on others; there are none")
+        if len(self.images) != len(self.labels):
+            raise ValueError(f"{len(self.images)} images but {len(self.labels)} labels")
+
+
+def add_variants(
+    directory: Path,
+    held_out: HeldOut,
+    *,
+    names: Sequence[VariantName] = NAMES,
+    budget: float = BUDGET,
+    threads: int = 0,
+    tell: Callable[[str], None] = lambda _: None,
+) -> Manifest:
+    """Try variants of the model in a directory, write those that pay beside it, and name the one to serve in its manifest.
+
+    Args:
+        directory: a model and its manifest, not in use yet.
+        held_out: images to judge and to calibrate by.
+        names: which variants to try.
+        budget: accuracy that a variant may lose against float32, as a share of the held-out images.
+        threads: threads of one prediction, as it will be served; 0 lets onnxruntime choose.
+        tell: is told what is tried now.
+
+    Returns:
+        The manifest as written.
+
+    Raises:
+        ModelError: the directory holds no model that runs.
+    """
+    manifest = read_manifest(directory)
+    plain = read_model(directory, manifest, manifest.model)
+    calibration = [normalise(one[None], manifest.image) for one in held_out.calibration[:CALIBRATION_IMAGES]]
+    candidates, refused = [_load("fp32", plain, manifest, threads)], []
+    for name in names:
+        tell(f"{name}: converting")
+        try:
+            content = _CONVERSIONS[name](plain, calibration)
+            candidates.append(_load(name, content, manifest, threads))
+        except (ConversionError, ModelError) as error:
+            refused.append(Variant(name=name, reason=str(error)[:500]))
+    tell("measuring")
+    judged = _judge(candidates, held_out, budget, manifest.model)
+    for candidate, variant in zip(candidates, judged, strict=True):
+        if variant.file is not None and variant.file != manifest.model:
+            (directory / variant.file.name).write_bytes(candidate.content)
+    unchecked = manifest.verification.model_copy(update={"variants": ()})
+    manifest = manifest.model_copy(
+        update={"variants": (*judged, *refused), "serves": best(judged).name, "verification": unchecked}
+    )
+    write_manifest(directory, manifest)
+    return manifest
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    name: VariantName
+    content: bytes
+    predictor: Predictor
+    start_ms: float
+
+
+def _load(name: VariantName, content: bytes, manifest: Manifest, threads: int) -> _Candidate:
+    taken = []
+    for _ in range(STARTS):
+        began = time.perf_counter()
+        predictor = Predictor(
+            content,
+            manifest.image,
+            len(manifest.classes),
+            takes=manifest.takes,
+            name=name,
+            threads=threads,
+            tensorrt=TensorRt(is_half=Variant(name=name).is_half),
+        )
+        taken.append((time.perf_counter() - began) * 1e3)
+    return _Candidate(name, content, predictor, statistics.median(taken))
+
+
+def best(judged: Sequence[Variant]) -> Variant:
+    """The fastest that is kept; of several that the clock can't tell apart, the one that is ready soonest."""
+    kept = [one for one in judged if one.file is not None]
+    fastest = min(one.latency_ms or 0.0 for one in kept)
+    equal = [one for one in kept if (one.latency_ms or 0.0) < fastest * SPEED_UP]
+    return min(equal, key=lambda one: one.start_ms or 0.0)
+
+
+def _judge(candidates: Sequence[_Candidate], held_out: HeldOut, budget: float, plain: ModelFile) -> list[Variant]:
+    latencies = _latencies([one.predictor for one in candidates], held_out.images)
+    labels = np.asarray(held_out.labels)
+    predicted = [one.predictor.run(held_out.images).logits.argmax(axis=1) for one in candidates]
+    right = [float((classes == labels).mean()) for classes in predicted]
+    judged = []
+    for candidate, latency, classes, accuracy in zip(candidates, latencies, predicted, right, strict=True):
+        speed_up, lost = latencies[0] / latency, right[0] - accuracy
+        sooner_ms = candidates[0].start_ms - candidate.start_ms
+        is_plain = candidate.name == "fp32"
+        against = "" if is_plain else _objection(candidate.name, speed_up, lost, budget, sooner_ms)
+        figures = f"{speed_up:.2f} times as fast as fp32, ready {sooner_ms:.0f} ms sooner, {lost:.1%} of accuracy lost"
+        kept = plain if candidate.name in _SAME_FILE else _file(candidate, plain.opset)
+        judged.append(
+            Variant(
+                name=candidate.name,
+                file=None if against else kept,
+                latency_ms=round(latency, 4),
+                start_ms=round(candidate.start_ms, 2),
+                accuracy=accuracy,
+                top1_agreement=float((classes == predicted[0]).mean()),
+                images=len(labels),
+                reason=against or ("the model as exported" if is_plain else figures),
+                machine=machine() if candidate.name in _BOUND else None,
+            )
+        )
+    return judged
+
+
+def _objection(name: VariantName, speed_up: float, lost: float, budget: float, sooner_ms: float) -> str:
+    """Why a variant is not kept; empty when it is."""
+    if lost > budget:
+        return f"loses {lost:.1%} of accuracy, more than the {budget:.1%} that it may"
+    if name == "ort" and speed_up > 1 / SPEED_UP and sooner_ms >= START_GAIN_MS:
+        return ""
+    if name == "ort" and speed_up < SPEED_UP:
+        return (
+            f"{speed_up:.2f} times as fast as fp32 on this machine and ready {sooner_ms:.0f} ms sooner; "
+            f"at least {SPEED_UP}, or {START_GAIN_MS:.0f} ms, is asked for"
+        )
+    if speed_up < SPEED_UP:
+        return f"{speed_up:.2f} times as fast as fp32 on this machine; at least {SPEED_UP} is asked for"
+    return ""
+
+
+def _latencies(predictors: Sequence[Predictor], images: Sequence[Pixels]) -> list[float]:
+    """Median milliseconds of one prediction at batch 1, in turns, so that what else the machine does meets all alike."""
+    taken: list[list[float]] = [[] for _ in predictors]
+    began, (least, most) = time.perf_counter(), TIMING_ROUNDS
+    for turn in range(_WARM_UP + most):
+        for predictor, seconds in zip(predictors, taken, strict=True):
+            start = time.perf_counter()
+            predictor.run([images[turn % len(images)]])
+            seconds.append(time.perf_counter() - start)
+        if turn >= _WARM_UP + least and time.perf_counter() - began > TIMING_S:
+            break
+    return [statistics.median(seconds[_WARM_UP:]) * 1e3 for seconds in taken]
+
+
+def _file(candidate: _Candidate, opset: int) -> ModelFile:
+    content = candidate.content
+    return ModelFile(name=f"model-{candidate.name}.onnx", sha256=digest(content), size=len(content), opset=opset)
+
+
+def _parsed(content: bytes) -> onnx.ModelProto:
+    try:
+        import onnx
+    except ImportError as error:
+        raise ExportError("variants need the package `onnx`: pip install onnx") from error
+    return onnx.load_model_from_string(content)
+
+
+@contextmanager
+def _conversion() -> Iterator[None]:
+    """Whatever a converter dies of becomes a reason; its chatter about the graph is left out."""
+    root, level = logging.getLogger(), logging.getLogger().level
+    try:
+        root.setLevel(logging.ERROR)  # the quantiser logs to the root logger
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    except Exception as error:  # the converters raise whatever a graph makes them stumble over
+        raise ConversionError(f"can't be made: {type(error).__name__}: {error}") from error
+    finally:
+        root.setLevel(level)
+
+
+def _to_ort(content: bytes, _calibration: Sequence[Floats]) -> bytes:
+    """The graph as onnxruntime optimises it when it loads it on this machine, its layout for this CPU's instructions included."""
+    if available_providers() != (CPU,):
+        raise ConversionError(
+            f"not tried: such a graph is for the CPU alone, and there is {told(available_providers())}"
+        )
+    with _conversion(), tempfile.TemporaryDirectory(prefix="fedcg-ort-") as folder:
+        done = Path(folder) / "ort.onnx"
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 3  # it warns that the file is for this machine alone
+        options.optimized_model_filepath = str(done)
+        onnxruntime.InferenceSession(content, options, providers=[CPU])
+        return done.read_bytes()
+
+
+def _to_trt_fp16(content: bytes, _calibration: Sequence[Floats]) -> bytes:
+    """The same file; what differs is what TensorRT may do with it."""
+    if TENSORRT not in available_providers():
+        raise ConversionError(f"not tried: no TensorRT here, only {told(available_providers())}")
+    return content
+
+
+def _converted(content: bytes, convert: Callable[[onnx.ModelProto], onnx.ModelProto]) -> bytes:
+    """Another form of a model's network; the preprocessing in front of it stays exact."""
+    parsed = _parsed(content)
+    with _conversion():
+        converted: bytes = on_network(parsed, convert).SerializeToString(deterministic=True)
+        return converted
+
+
+def _to_fp16(content: bytes, _calibration: Sequence[Floats]) -> bytes:
+    """Weights and arithmetic of the network in float16; input and outputs keep their types."""
+    return _converted(content, _halved)
+
+
+def _halved(network: onnx.ModelProto) -> onnx.ModelProto:
+    from onnxruntime.transformers.float16 import convert_float_to_float16
+
+    halved: onnx.ModelProto = convert_float_to_float16(network, keep_io_types=True)
+    return halved
+
+
+def _to_int8(content: bytes, calibration: Sequence[Floats]) -> bytes:
+    """Static quantisation of the network in QDQ form, weights per channel, ranges from local images."""
+    return _converted(content, lambda network: _quantised(network, calibration))
+
+
+def _quantised(network: onnx.ModelProto, calibration: Sequence[Floats]) -> onnx.ModelProto:
+    with tempfile.TemporaryDirectory(prefix="fedcg-int8-") as folder:
+        from onnxruntime.quantization import QuantFormat, QuantType, quantize_static
+        from onnxruntime.quantization.shape_inference import quant_pre_process
+
+        plain, ready, done = (Path(folder) / name for name in ("plain.onnx", "ready.onnx", "int8.onnx"))
+        plain.write_bytes(network.SerializeToString())
+        quant_pre_process(plain, ready, skip_symbolic_shape=True)
+        quantize_static(
+            ready,
+            done,
+            _Calibration(calibration),
+            quant_format=QuantFormat.QDQ,
+            per_channel=True,
+            activation_type=QuantType.QUInt8,
+            weight_type=QuantType.QInt8,
+        )
+        return _parsed(done.read_bytes())
+
+
+class _Calibration:
+    """Images one by one, as onnxruntime's quantiser asks for them."""
+
+    def __init__(self, images: Sequence[Floats]) -> None:
+        self._images = iter(images)
+
+    def get_next(self) -> dict[str, Floats] | None:
+        """The next input, or None after the last one."""
+        image = next(self._images, None)
+        return None if image is None else {NETWORK_INPUT: image}
+
+
+_CONVERSIONS: dict[VariantName, Callable[[bytes, Sequence[Floats]], bytes]] = {
+    "ort": _to_ort,
+    "fp16": _to_fp16,
+    "int8": _to_int8,
+    "trt_fp16": _to_trt_fp16,
+}
+_SAME_FILE = frozenset({"fp32", "trt_fp16"})
+_BOUND = frozenset({"ort", "trt_fp16"})

@@ -1,0 +1,153 @@
+"""Compares an ONNX model with the trained one on the same images, each by its own way from the encoded file on. Uses torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import onnxruntime
+import torch
+
+from export.errors import InputError, VerificationError
+from export.model.manifest import Takes, Verification
+from export.model.preprocess import Pixels, load_image
+from export.model.runtime import INPUT_NAME, Floats, Predictor
+from fedcg.learning.data.decoding import fit_pixels
+from fedcg.learning.data.image_folder import decode_image, normalise
+from fedcg.learning.errors import DataError
+from fedcg.learning.networks.assembly import load_part
+from fedcg.learning.spec import FederationSpec, ImageForm
+from fedcg.wire.parts import Part
+
+if TYPE_CHECKING:
+    from fedcg.learning.method import Weights
+
+# float32 rounding through a few layers stays near 1e-6 of the largest logit; a wrong resize or normalisation is far above 1e-4.
+LOGIT_TOLERANCE = 1e-4
+MIN_TOP1_AGREEMENT = 0.995
+NOISE_IMAGES = 64
+OWN_SIZE_IMAGES = 8  # a photograph takes the model's own resize a quarter of a second
+_BATCH = 256
+
+
+class _Reference:
+    """The trained networks, run as training runs them."""
+
+    def __init__(self, spec: FederationSpec, parts: Mapping[Part, Weights]) -> None:
+        self.form: ImageForm = spec.image
+        self.extractor, self.classifier = (
+            load_part(spec, part, parts[part]).eval() for part in (Part.EXTRACTOR, Part.CLASSIFIER)
+        )
+
+    @torch.no_grad()
+    def logits(self, images: np.ndarray) -> Floats:
+        """[B, C, H, W] uint8 to [B, classes] float32."""
+        rows: Floats = self.classifier(self.extractor(normalise(torch.from_numpy(images), self.form))).numpy()
+        return rows
+
+
+def verify(
+    model_path: Path,
+    spec: FederationSpec,
+    parts: Mapping[Part, Weights],
+    files: Sequence[Path],
+    labels: Sequence[int],
+    *,
+    takes: Takes = "pixels",
+) -> Verification:
+    """Run both models over image files and compare them.
+
+    The first files also go through a model's own preprocessing, each at its own size: the logits must be those of the image that
+    training would see, to the last bit.
+
+    Args:
+        model_path: the ONNX file.
+        spec: the federation's spec.
+        parts: weights of extractor and classifier.
+        files: held-out image files. Without any, random pixels are compared and no accuracy is given.
+        labels: index of the right class per file.
+        takes: what the ONNX model takes.
+
+    Raises:
+        VerificationError: its preprocessing is not that of training, a logit differs by more than 1e-4 of the largest one (or of 1), or fewer than 99.5 % of the images get
+            the same class, or a value is not finite.
+        InputError: a file that cannot be read as an image.
+        ModelError: onnxruntime refuses the model.
+    """
+    if len(files) != len(labels):
+        raise ValueError(f"{len(files)} files but {len(labels)} labels")
+    content, threads = model_path.read_bytes(), torch.get_num_threads()
+    predictor = Predictor(content, spec.image, spec.class_count, takes=takes, name=str(model_path), threads=threads)
+    if takes == "pixels":
+        _check_preprocessing(content, spec.image, files[:OWN_SIZE_IMAGES], model_path)
+    reference = _Reference(spec, parts)
+    batches = _file_batches(files, spec.image) if files else _noise_batch(spec.image)
+    pairs = [(reference.logits(trained), predictor.run(exported).logits) for trained, exported in batches]
+    trained, exported = (np.concatenate(side) for side in zip(*pairs, strict=True))
+    return _compare(trained, exported, np.asarray(labels, dtype=np.int64), model_path)
+
+
+def _check_preprocessing(content: bytes, form: ImageForm, files: Sequence[Path], model_path: Path) -> None:
+    session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
+    for name, own_size, trained in _own_sizes(files, form):
+        fitted = np.ascontiguousarray(trained.transpose(1, 2, 0))
+        given, wanted = (session.run(["logits"], {INPUT_NAME: image[None]})[0] for image in (own_size, fitted))
+        if not np.array_equal(given, wanted, equal_nan=True):
+            raise VerificationError(
+                f"{model_path}: brings {name} to its size in another way than training; it is not installed. Install the newest "
+                "onnxruntime that this box can run, or export with --raw"
+            )
+
+
+def _own_sizes(files: Sequence[Path], form: ImageForm) -> Iterator[tuple[str, Pixels, np.ndarray]]:
+    """Images as decoded, [H, W, C], and as training sees them, [C, H, W]; one of random pixels at the end."""
+    for file in files:
+        yield str(file), load_image(file, form, resize=False), _decode_as_training(file, form)
+    shape = (2 * form.height + 1, form.width // 2 + 1, form.channels)
+    noise = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+    yield "an image of random pixels", noise, fit_pixels(noise.squeeze(-1) if form.channels == 1 else noise, form)
+
+
+def _file_batches(files: Sequence[Path], form: ImageForm) -> Iterator[tuple[np.ndarray, list[Pixels]]]:
+    for start in range(0, len(files), _BATCH):
+        some = files[start : start + _BATCH]
+        yield np.stack([_decode_as_training(file, form) for file in some]), [load_image(file, form) for file in some]
+
+
+def _decode_as_training(file: Path, form: ImageForm) -> np.ndarray:
+    try:
+        return decode_image(file.read_bytes(), form, str(file))
+    except (OSError, DataError) as error:
+        raise InputError(str(file), str(error)) from error
+
+
+def _noise_batch(form: ImageForm) -> Iterator[tuple[np.ndarray, list[Pixels]]]:
+    shape = (NOISE_IMAGES, form.height, form.width, form.channels)
+    images = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+    yield np.ascontiguousarray(images.transpose(0, 3, 1, 2)), list(images)
+
+
+def _compare(trained: Floats, exported: Floats, labels: np.ndarray, model_path: Path) -> Verification:
+    if not (np.isfinite(trained).all() and np.isfinite(exported).all()):
+        raise VerificationError(
+            f"{model_path}: a model gives a logit that is not a number; train again from the last good round"
+        )
+    difference = float(np.abs(trained - exported).max())
+    bound = LOGIT_TOLERANCE * max(1.0, float(np.abs(trained).max()))
+    agreement = float((trained.argmax(1) == exported.argmax(1)).mean())
+    if difference > bound or agreement < MIN_TOP1_AGREEMENT:
+        raise VerificationError(
+            f"{model_path}: not the trained model: logits differ by up to {difference:.2g} (allowed {bound:.2g}), "
+            f"{agreement:.1%} of {len(trained)} images get the same class (needed {MIN_TOP1_AGREEMENT:.1%}); it is not installed"
+        )
+    from_files = len(labels) > 0
+    return Verification(
+        images=len(trained),
+        source="files" if from_files else "noise",
+        max_abs_difference=difference,
+        top1_agreement=agreement,
+        accuracy_torch=float((trained.argmax(1) == labels).mean()) if from_files else None,
+        accuracy_onnx=float((exported.argmax(1) == labels).mean()) if from_files else None,
+    )

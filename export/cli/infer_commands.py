@@ -1,0 +1,378 @@
+"""The commands `fedcg infer`, `fedcg model` and `fedcg export`. Only `export` needs torch, and imports it when it runs."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import sys
+from collections.abc import Callable
+from datetime import datetime
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
+
+import typer
+from typer.core import TyperGroup
+
+from export.errors import ExportError
+from export.model.preprocess import MAX_PIXELS
+from export.model.versions import Slots, Version
+
+if TYPE_CHECKING:
+    from export.model.manifest import Accept, Verification
+
+BAD_INPUT = 2
+T = TypeVar("T")
+
+model_app = typer.Typer(
+    help="Versions of the model on this box: list, check, choose, go back.", no_args_is_help=True, add_completion=False
+)
+Root = Annotated[Path, typer.Argument(metavar="DIR", help="Root of the versions: the folder with 0001, 0002, … in it.")]
+SignedBy = Annotated[
+    str | None,
+    typer.Option(
+        "--signed-by",
+        metavar="KEY",
+        help="Use only models signed by this device: its public key, 64 hex digits, or a file that holds it.",
+    ),
+]
+Threads = Annotated[int, typer.Option("--threads", min=0, help="Threads of one prediction; 0: the runtime chooses.")]
+MaxPixels = Annotated[int, typer.Option("--max-pixels", min=1, help="Refuse larger images undecoded.")]
+Watch = Annotated[
+    int, typer.Option(min=0, help="Predictions after which a new version that does badly is taken back; 0: never.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+
+
+def _fail(error: Exception) -> NoReturn:
+    typer.echo(f"Error: {error}", err=True)
+    raise typer.Exit(BAD_INPUT)
+
+
+def _or_fail(action: Callable[[], T]) -> T:
+    try:
+        return action()
+    except ExportError as error:
+        _fail(error)
+
+
+def _accept(signed_by: str | None) -> Accept | None:
+    if signed_by is None:
+        return None
+    from export.model.signature import required
+
+    return _or_fail(lambda: required(signed_by))
+
+
+class _InferGroup(TyperGroup):
+    """`fedcg infer serve`; whatever else follows `fedcg infer` belongs to the command that classifies images."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Name the command that is meant."""
+        close = get_close_matches(args[0], [name for name in self.commands if name != _IMAGES]) if args else []
+        if close and args[0] not in self.commands and not Path(args[0]).exists():
+            ctx.fail(f"No such command or file {args[0]!r}. Did you mean {close[0]!r}?")
+        is_named = bool(args) and args[0] in self.commands
+        return super().parse_args(ctx, args if is_named else [_IMAGES, *args])
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        """The command; the unnamed one keeps its name out of its usage line."""
+        name, command, rest = super().resolve_command(ctx, args)
+        return "" if name == _IMAGES else name, command, rest
+
+
+_IMAGES = "IMAGE..."
+infer_app = typer.Typer(
+    cls=_InferGroup,
+    help="Classify images with an exported model; `infer serve` does it over HTTP, `infer serve-mqtt` over MQTT.",
+    add_completion=False,
+)
+
+
+@infer_app.command(_IMAGES)
+def infer_command(
+    images: Annotated[list[str], typer.Argument(metavar="IMAGE...", help="Image files, folders of them, or patterns.")],
+    model: Annotated[
+        Path, typer.Option("--model", help="Directory of a model, root of its versions, or a device's private store.")
+    ],
+    top: Annotated[int, typer.Option("--top", min=1, help="How many classes to name per image.")] = 3,
+    max_pixels: MaxPixels = MAX_PIXELS,
+    threads: Threads = 0,
+    signed_by: SignedBy = None,
+    as_json: AsJson = False,
+    as_csv: Annotated[
+        bool, typer.Option("--csv", help="Print CSV: file, class, probability, and again for --top.")
+    ] = False,
+) -> None:
+    """Classify images with an exported model: class names and probabilities, likeliest first.
+
+    An image that cannot be classified is reported on stderr; the others are still done, and the exit code is 2.
+    Over HTTP: `fedcg infer serve --help`. Over MQTT: `fedcg infer serve-mqtt --help`.
+    """
+    from export.model.classify import classify_files, csv_text, expand, table_lines
+    from export.model.providers import told
+    from export.model.runtime import Model
+
+    if as_json and as_csv:
+        _fail(ExportError("choose one of --json and --csv"))
+    accept = _accept(signed_by)
+    loaded = _or_fail(lambda: Model.load(model, threads=threads, accept=accept))
+    if sys.stderr.isatty():
+        typer.echo(f"{loaded.directory} ({loaded.served.name}) by {told(loaded.predictor.providers)}", err=True)
+    results, failures = classify_files(loaded, expand(images), top=top, max_pixels=max_pixels)
+    if as_json:
+        document = {
+            "model": str(loaded.directory),
+            "federation": loaded.manifest.federation,
+            "round": loaded.manifest.round,
+            "providers": list(loaded.predictor.providers),
+            "results": [one.as_json() for one in results],
+            "errors": [{"file": one.file, "error": one.reason} for one in failures],
+        }
+        typer.echo(json.dumps(document, indent=2, ensure_ascii=False))
+    elif as_csv:
+        typer.echo(csv_text(results, top), nl=False)
+    else:
+        for line in table_lines(results):
+            typer.echo(line)
+    for failure in failures:
+        typer.echo(f"Error: {failure}", err=True)
+    if failures:
+        raise typer.Exit(BAD_INPUT)
+
+
+@infer_app.command("serve")
+def serve_command(
+    model: Annotated[Path, typer.Option("--model", help="Root of the versions, which is watched; or one model.")],
+    host: Annotated[str, typer.Option(help="Address to listen on; there are no accounts.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8080,
+    threads: Threads = 1,
+    max_batch: Annotated[int, typer.Option(min=1, max=256, help="Images predicted together, or in one request.")] = 32,
+    max_wait_ms: Annotated[float, typer.Option(min=0, max=1000, help="Longest wait for others to join.")] = 2.0,
+    queue: Annotated[int, typer.Option(min=1, max=4096, help="Images accepted and not answered yet; then 429.")] = 256,
+    max_bytes: Annotated[int, typer.Option(min=1, help="Bytes of a request's body.")] = 16 * 1024 * 1024,
+    max_pixels: MaxPixels = MAX_PIXELS,
+    watch: Watch = 200,
+    allow_host: Annotated[
+        list[str] | None, typer.Option(help="A further name of this box in requests' Host header; may be repeated.")
+    ] = None,
+    signed_by: SignedBy = None,
+    as_json: AsJson = False,
+) -> None:
+    """Answer predictions over HTTP: POST /predict; /healthz, /readyz, /model, /metrics.
+
+    Follows the version in use without losing a request. SIGTERM and SIGINT let what was accepted be answered; the exit code is 0.
+    """
+    gc.disable()  # what is imported now stays: looking for garbage in it takes an eighth of the time until the server is ready
+    try:
+        from export.serving.server import Settings, serve
+    finally:
+        gc.enable()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    accept = _accept(signed_by)
+    bounds = (threads, max_batch, max_wait_ms, queue, max_bytes, max_pixels, watch)
+    settings = Settings(model, host, port, *bounds, names=tuple(allow_host or ()), accept=accept)
+    code = _or_fail(
+        lambda: serve(settings, lambda line: typer.echo(json.dumps({"message": line}) if as_json else line))
+    )
+    raise typer.Exit(code)
+
+
+@infer_app.command("serve-mqtt")
+def serve_mqtt_command(
+    model: Annotated[Path, typer.Option("--model", help="Root of the versions, which is watched; or one model.")],
+    name: Annotated[str, typer.Option(help="Of this server: requests come on PREFIX/NAME/request/CLIENT/ID.")],
+    host: Annotated[str, typer.Option(help="The broker.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 8883,
+    prefix: Annotated[str, typer.Option(help="Topic levels in front of NAME.")] = "fedcg-infer",
+    ca: Annotated[Path | None, typer.Option(help="PEM of the authority that signed the broker's certificate.")] = None,
+    cert: Annotated[
+        Path | None, typer.Option(help="PEM of this server's certificate; its name is the client id.")
+    ] = None,
+    key: Annotated[Path | None, typer.Option(help="PEM of its key.")] = None,
+    insecure: Annotated[bool, typer.Option(help="Plain text instead of TLS; on loopback only.")] = False,
+    threads: Threads = 1,
+    queue: Annotated[int, typer.Option(min=1, max=4096, help="Requests that may wait; further ones are refused.")] = 64,
+    top: Annotated[int, typer.Option(min=1, help="How many classes to name per image.")] = 3,
+    max_bytes: Annotated[int, typer.Option(min=1, help="Bytes of a request.")] = 1024 * 1024,
+    max_pixels: MaxPixels = MAX_PIXELS,
+    watch: Watch = 200,
+    signed_by: SignedBy = None,
+) -> None:
+    """Answer predictions over MQTT, by request and response; follows the version in use.
+
+    SIGTERM and SIGINT let what waits be answered; the exit code is 0.
+    """
+    from export.serving.mqtt_run import Broker, run
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    broker, accept = Broker(host, port, ca, cert, key, insecure), _accept(signed_by)
+    _or_fail(
+        lambda: run(
+            model,
+            prefix,
+            name,
+            broker,
+            threads=threads,
+            queue=queue,
+            top=top,
+            max_bytes=max_bytes,
+            max_pixels=max_pixels,
+            watch=watch,
+            accept=accept,
+        )
+    )
+
+
+@model_app.command("list")
+def list_versions(root: Root, as_json: AsJson = False) -> None:
+    """List the versions under DIR; a star marks the one in use."""
+    versions = _or_fail(Slots(root).versions)
+    if not versions:
+        _fail(ExportError(f"{root}: no model is installed there"))
+    rows = [_version_row(version) for version in versions]
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    for row in rows:
+        star = "*" if row["current"] else " "
+        typer.echo(f"{star} {row['version']}  {row['state']}")
+
+
+def _version_row(version: Version) -> dict[str, object]:
+    from export.model.manifest import read_manifest
+    from export.model.signature import signer_of
+
+    row: dict[str, object] = {"version": version.name, "current": version.is_current}
+    try:
+        manifest, signer = read_manifest(version.directory), signer_of(version.directory)
+    except ExportError as error:
+        return row | {"state": f"damaged: {error}"}
+    accuracy = manifest.verification.accuracy_onnx
+    told = f"accuracy {accuracy:.1%}" if accuracy is not None else "accuracy unavailable"
+    created = _local(manifest.created)
+    return row | {
+        "state": f"{manifest.federation}, round {manifest.round}, {told}, {created}",
+        "federation": manifest.federation,
+        "round": manifest.round,
+        "accuracy": accuracy,
+        "verification": manifest.verification.model_dump(mode="json"),
+        "created": manifest.created.isoformat(),
+        "serves": manifest.serves,
+        "signed_by": signer,
+    }
+
+
+def _local(moment: datetime) -> str:
+    return moment.astimezone().strftime("%Y-%m-%d %H:%M")
+
+
+@model_app.command("verify")
+def verify_versions(
+    root: Root,
+    version: Annotated[str | None, typer.Argument(help="One version; all when left out.")] = None,
+    signed_by: SignedBy = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check that every model is, byte for byte, the one its manifest names. Exit code 2 when one is not."""
+    slots = Slots(root, accept=_accept(signed_by))
+    names = [version] if version else [one.name for one in _or_fail(slots.versions)]
+    if not names:
+        _fail(ExportError(f"{root}: no model is installed there"))
+    faults: dict[str, str | None] = {}
+    for name in names:
+        try:
+            verification = slots.verify(name).verification
+        except ExportError as error:
+            faults[name] = str(error)
+            typer.echo(f"Error: {error}", err=True)
+            continue
+        faults[name] = None
+        if not as_json:
+            typer.echo(f"{name}  as its manifest says; {_accuracies(verification)}")
+    if as_json:
+        typer.echo(json.dumps([{"version": name, "error": fault} for name, fault in faults.items()]))
+    if any(faults.values()):
+        raise typer.Exit(BAD_INPUT)
+
+
+def _accuracies(verification: Verification) -> str:
+    if verification.accuracy_torch is None or verification.accuracy_onnx is None:
+        return "accuracy unavailable: there were no held-out images when it was exported"
+    forms = [("torch", verification.accuracy_torch), ("ONNX", verification.accuracy_onnx)]
+    forms += [(one.name, one.accuracy) for one in verification.variants]
+    rights = ", ".join(f"{name} {share:.1%}" for name, share in forms)
+    return f"accuracy on {verification.images} held-out images: {rights}"
+
+
+@model_app.command("use")
+def use_version(
+    root: Root, version: Annotated[str, typer.Argument(help="The version, e.g. 0002.")], as_json: AsJson = False
+) -> None:
+    """Put a version in use, after checking it."""
+    _in_use(_or_fail(lambda: Slots(root).use(version)), as_json=as_json)
+
+
+def _in_use(model: Path, *, as_json: bool) -> None:
+    typer.echo(json.dumps({"model": str(model)}) if as_json else f"in use: {model}")
+
+
+@model_app.command("rollback")
+def roll_back(root: Root, as_json: AsJson = False) -> None:
+    """Return to the version that was in use before."""
+    _in_use(_or_fail(Slots(root).rollback), as_json=as_json)
+
+
+def export_command(
+    spec: Annotated[Path, typer.Option("--spec", help="The federation's spec, as an agent keeps it.")],
+    weights: Annotated[Path, typer.Option("--weights", help="safetensors with tensors part/name or slot/part/name.")],
+    out: Annotated[Path, typer.Option("--out", help="Root of the versions; the new one is put in use.")],
+    sign: Annotated[
+        Path | None, typer.Option("--sign", metavar="KEY", help="Sign with a device's message key, e.g. signing.key.")
+    ] = None,
+    slot: Annotated[str | None, typer.Option("--slot", help="Which slot of an agent's state, e.g. best.")] = None,
+    images: Annotated[
+        Path | None, typer.Option("--images", help="Test images as CLASS/*.png or .jpg; random pixels when left out.")
+    ] = None,
+    round_number: Annotated[int, typer.Option("--round", min=0, help="The round the weights come from.")] = 0,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Without preprocessing: it takes normalised float32 pixels at its own size.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write a personal model as ONNX, check it against the trained one, and put it in use."""
+    from export.build.checkpoint import labelled_files, read_spec, read_weights
+    from export.build.install_model import Installed, package_personal
+    from fedcg.learning.errors import LearningError
+
+    def make() -> Installed:
+        read = read_spec(spec)
+        files, labels = labelled_files(images, read.classes) if images else ([], [])
+        parts = read_weights(weights, slot)
+        return package_personal(
+            read,
+            parts,
+            out,
+            test_files=files,
+            test_labels=labels,
+            metrics={},
+            round_number=round_number,
+            takes="normalised" if raw else "pixels",
+            key=sign,
+        )
+
+    try:
+        made = _or_fail(make)
+    except LearningError as error:
+        _fail(error)
+    checked = made.verification
+    if as_json:
+        document = {"model": str(made.model_dir), "verification": checked.model_dump(mode="json")}
+        typer.echo(json.dumps(document, indent=2))
+        return
+    accuracy = f", accuracy {checked.accuracy_onnx:.1%}" if checked.accuracy_onnx is not None else ""
+    typer.echo(
+        f"{made.model_dir}: verified on {checked.images} images ({checked.source}), largest difference of a logit "
+        f"{checked.max_abs_difference:.1e}, same class for {checked.top1_agreement:.1%}{accuracy}"
+    )

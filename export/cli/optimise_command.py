@@ -1,0 +1,125 @@
+"""The command `fedcg model optimise`: try float16 and int8 on this box, and serve what is faster."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from export.cli.infer_commands import BAD_INPUT, AsJson, Root, Threads, model_app
+from export.errors import ExportError
+from export.model.manifest import MANIFEST_NAME, Manifest, read_all
+from export.model.versions import Slots
+
+__all__ = ["model_app", "optimise_command"]
+
+Images = Annotated[
+    Path,
+    typer.Option("--images", help="Held-out images as CLASS/*.png or .jpg: seen neither in training nor elsewhere."),
+]
+
+
+@model_app.command("optimise")
+def optimise_command(
+    root: Root,
+    images: Images,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(
+            "--calibration",
+            help="Images that give int8 its ranges, in the same form.  [default: a quarter of --images]",
+        ),
+    ] = None,
+    budget: Annotated[
+        float, typer.Option("--budget", min=0.0, max=100.0, help="Points of accuracy that a variant may lose.")
+    ] = 0.5,
+    threads: Threads = 0,
+    sign: Annotated[
+        Path | None, typer.Option("--sign", metavar="KEY", help="Sign the new version with a device's message key.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Try float16 and int8 forms of the model in use; put what is faster here and loses little in use as a new version.
+
+    What was measured and decided is in the new version's manifest. The version before it stays for `fedcg model rollback`.
+    When no form is better than the one in use, nothing is installed. A new version of a signed one needs --sign.
+    """
+    console = Console(stderr=True)
+    try:
+        with console.status("reading images") as status:
+            made = _optimise(root, images, calibration, budget / 100, threads, sign, status.update)
+    except ExportError as error:
+        typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(BAD_INPUT) from error
+    from export.model.providers import available_providers, told
+
+    (directory, manifest, is_new), providers = made, available_providers()
+    if as_json:
+        tried = [one.model_dump(mode="json") for one in manifest.variants]
+        chosen = {"model": str(directory), "installed": is_new, "serves": manifest.serves}
+        typer.echo(json.dumps({**chosen, "providers": providers, "variants": tried}, indent=2))
+        return
+    typer.echo(f"  by {told(providers)}")
+    for one in manifest.variants:
+        star = "*" if one.name == manifest.serves else " "
+        measured = "" if one.latency_ms is None else f"{one.latency_ms:.3f} ms, accuracy {one.accuracy or 0.0:.1%}; "
+        typer.echo(f"{star} {one.name}  {'' if one.file else 'not kept: '}{measured}{one.reason}")
+    typer.echo(f"in use: {directory}" if is_new else f"nothing is faster here: {directory} stays in use")
+
+
+class _NothingBetterError(Exception):
+    """The form in use is still the best one; ends the installation of the new version."""
+
+
+def _optimise(
+    root: Path,
+    images: Path,
+    calibration: Path | None,
+    budget: float,
+    threads: int,
+    sign: Path | None,
+    tell: Callable[[str], None],
+) -> tuple[Path, Manifest, bool]:
+    """Directory of the version in use afterwards, the manifest with what was measured, and whether that version is new."""
+    from export.build.labelled_images import labelled_images
+    from export.build.variants import CALIBRATION_IMAGES, HeldOut, add_variants
+    from export.model.providers import machine
+    from export.model.signature import sign_manifest
+
+    slots = Slots(root)
+    slots.check_signed(is_signed=sign is not None)
+    source = slots.current()
+    manifest = read_all(source)
+    pictures, labels = labelled_images(images, manifest.classes, manifest.image)
+    if calibration is None:
+        held_out = HeldOut(
+            [one for number, one in enumerate(pictures) if number % 4],
+            [one for number, one in enumerate(labels) if number % 4],
+            pictures[::4],
+        )
+    else:
+        ranges, _ = labelled_images(calibration, manifest.classes, manifest.image, CALIBRATION_IMAGES)
+        held_out = HeldOut(pictures, labels, ranges)
+
+    measured: list[Manifest] = []
+
+    def fill(directory: Path) -> None:
+        for name in (MANIFEST_NAME, manifest.model.name):
+            shutil.copy2(source / name, directory / name)
+        measured.append(add_variants(directory, held_out, budget=budget, threads=threads, tell=tell))
+        before, after = manifest.served_on(machine), measured[0].served_on(machine)
+        if (before.name, before.file) == (after.name, after.file):
+            raise _NothingBetterError
+        if sign is not None:
+            sign_manifest(directory, sign)
+
+    try:
+        directory = slots.install(fill)
+    except _NothingBetterError:
+        return source, measured[0], False
+    return directory, read_all(directory), True

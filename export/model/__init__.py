@@ -1,0 +1,1 @@
+"""A model on disk: manifest, signature, versions, runtime."""

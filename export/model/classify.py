@@ -1,0 +1,116 @@
+"""Classifies many image files: what `fedcg infer` does between its arguments and its exit code. Torch-free."""
+
+from __future__ import annotations
+
+import csv
+import glob
+import io
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress
+
+from export.errors import InputError
+from export.model.preprocess import Pixels, load_image
+from export.model.runtime import Guess, Model
+
+IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm"})
+BAR_FROM = 50  # a bar for fewer images only flickers
+_BATCH = 64
+
+
+@dataclass(frozen=True)
+class Classified:
+    """What the model says of one file, likeliest class first."""
+
+    file: str
+    guesses: tuple[Guess, ...]
+
+    def as_json(self) -> dict[str, object]:
+        """The result as `fedcg infer --json` prints it."""
+        best = self.guesses[0]
+        top = [{"class": guess.label, "probability": guess.probability} for guess in self.guesses]
+        return {"file": self.file, "class": best.label, "probability": best.probability, "top": top}
+
+
+def expand(arguments: Sequence[str]) -> list[Path]:
+    """Files that arguments mean: a file itself, the images anywhere under a folder, the matches of a pattern.
+
+    What matches nothing is kept as it is, so that it is reported as missing.
+    """
+    return [path for argument in arguments for path in _expand_one(argument)]
+
+
+def _expand_one(argument: str) -> list[Path]:
+    path = Path(argument)
+    if path.is_dir():
+        found = (one for one in path.rglob("*") if one.suffix.lower() in IMAGE_SUFFIXES and one.is_file())
+        return sorted(found) or [path]
+    if path.exists():
+        return [path]
+    matches = glob.glob(argument, recursive=True)  # noqa: PTH207 - Path.glob takes no absolute pattern
+    return [Path(match) for match in sorted(matches)] or [path]
+
+
+def classify_files(
+    model: Model, files: Sequence[Path], *, top: int, max_pixels: int
+) -> tuple[list[Classified], list[InputError]]:
+    """Classify files in batches, with a progress bar on stderr when there are many.
+
+    Returns:
+        The results in the order of the files, and why the other files could not be classified.
+    """
+    results: list[Classified] = []
+    failures: list[InputError] = []
+    console = Console(stderr=True)
+    hidden = len(files) < BAR_FROM or not console.is_terminal
+    with Progress(console=console, disable=hidden, transient=True) as progress:
+        task = progress.add_task("classifying", total=len(files))
+        for batch in _batches(files):
+            read = [_load(model, file, max_pixels) for file in batch]
+            failures += [one for one in read if isinstance(one, InputError)]
+            loaded = [one for one in read if not isinstance(one, InputError)]
+            if loaded:
+                probabilities = model.predict([pixels for _, pixels in loaded])
+                results += [
+                    Classified(str(file), model.top(row, top))
+                    for (file, _), row in zip(loaded, probabilities, strict=True)
+                ]
+            progress.advance(task, len(batch))
+    return results, failures
+
+
+def table_lines(results: Sequence[Classified]) -> list[str]:
+    """Results for a person: one line per file, columns aligned, never cut to a terminal's width."""
+    rows = [(one.file, *(f"{guess.label} {guess.probability:.3f}" for guess in one.guesses)) for one in results]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def csv_text(results: Sequence[Classified], top: int) -> str:
+    """Results for a spreadsheet: a header, then one line per file with `top` pairs of class and probability."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    count = min(top, max((len(one.guesses) for one in results), default=top))
+    writer.writerow(
+        ["file", *(f"{name}_{place}" for place in range(1, count + 1) for name in ("class", "probability"))]
+    )
+    for one in results:
+        writer.writerow(
+            [one.file, *(cell for guess in one.guesses for cell in (guess.label, f"{guess.probability:.6f}"))]
+        )
+    return text.getvalue()
+
+
+def _batches(files: Sequence[Path]) -> Iterator[Sequence[Path]]:
+    for start in range(0, len(files), _BATCH):
+        yield files[start : start + _BATCH]
+
+
+def _load(model: Model, file: Path, max_pixels: int) -> tuple[Path, Pixels] | InputError:
+    try:
+        return file, load_image(file, model.manifest.image, max_pixels)
+    except InputError as error:
+        return error

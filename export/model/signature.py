@@ -1,0 +1,155 @@
+"""The signature beside a manifest: which device made a model. The manifest names every file by its sha256, so it vouches for all.
+
+`manifest.sig` holds the device's public key and an Ed25519 signature over the manifest's bytes with a domain prefix. Where there is one and
+`cryptography` is installed, a manifest is believed only if it is the one that was signed; who signed it is asked with `required`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from export.errors import ExportError, InputError, ManifestError, TamperedError
+from export.model.manifest import MANIFEST_NAME, Accept
+
+if TYPE_CHECKING:
+    from fedcg.wire.messages.signing import VerifyKey
+
+SIGNATURE_NAME = "manifest.sig"
+DOMAIN = b"fedcg/1 model manifest\0"
+MAX_SIGNATURE_BYTES = 4096
+
+
+class Signature(BaseModel):
+    """The signature file."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    key: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    signature: Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")]
+
+
+def sign_manifest(directory: Path, key_file: Path) -> None:
+    """Sign the manifest of a model as it is now.
+
+    Args:
+        directory: of the model.
+        key_file: the device's message key.
+
+    Raises:
+        InputError: it can't be read, or is no such key.
+        ExportError: `cryptography` is not installed.
+    """
+    with _cryptography():
+        from fedcg.wire.errors import MalformedError
+        from fedcg.wire.messages.signing import SigningKey
+    try:
+        key = SigningKey.load(key_file)
+    except OSError as error:
+        raise InputError(str(key_file), error.strerror or str(error)) from error
+    except MalformedError as error:
+        raise InputError(str(key_file), str(error)) from error
+    signature = key.sign(DOMAIN + (directory / MANIFEST_NAME).read_bytes()).hex()
+    (directory / SIGNATURE_NAME).write_text(Signature(key=key.public.hex, signature=signature).model_dump_json() + "\n")
+
+
+def signer_of(directory: Path) -> str | None:
+    """The public key that a model says it is signed with, unchecked; None for an unsigned one.
+
+    Raises:
+        ManifestError: the signature file is not valid.
+    """
+    signature = _read(directory)
+    return None if signature is None else signature.key
+
+
+def required(told: str) -> Accept:
+    """The check that a device signed a manifest, for `manifest.read_manifest` and what calls it.
+
+    Args:
+        told: the device's public key in 64 hex digits, a file that holds them, or the device's own key file.
+
+    Returns:
+        Raises TamperedError for a manifest that is not signed, signed by another key, or not the one that was signed, and
+        ManifestError for a signature file that is not valid.
+
+    Raises:
+        ExportError: `cryptography` is not installed, or there is no such key.
+    """
+    with _cryptography():
+        from fedcg.wire.errors import MalformedError
+        from fedcg.wire.messages.signing import SigningKey, VerifyKey
+    path = Path(told)
+    try:
+        if not path.is_file():
+            return partial(_check, wanted=VerifyKey.from_hex(told))
+        content = path.read_bytes()
+        if content.startswith(b"-----BEGIN"):
+            return partial(_check, wanted=SigningKey.load(path).public)
+        return partial(_check, wanted=VerifyKey.from_hex(content.decode("ascii", "replace")))
+    except (OSError, MalformedError) as error:
+        raise ExportError(
+            f"{told}: {error}; give a device's public key in 64 hex digits, or a file that holds it "
+            "(`fedcg device show` on the coordinator tells it)"
+        ) from error
+
+
+def check_intact(directory: Path, manifest: bytes) -> None:
+    """The check of a manifest when nobody said whose it has to be: it is the one that was signed, by whomever.
+
+    A manifest without a signature passes, and any where `cryptography` is not installed.
+
+    Raises:
+        TamperedError: the manifest, the signature or the key beside it was altered.
+        ManifestError: the signature file is not valid.
+    """
+    signature = _read(directory)
+    if signature is None or find_spec("cryptography") is None:
+        return
+    from fedcg.wire.errors import MalformedError
+    from fedcg.wire.messages.signing import VerifyKey
+
+    try:
+        key = VerifyKey.from_hex(signature.key)
+    except MalformedError as error:
+        raise ManifestError(f"{directory / SIGNATURE_NAME}: {error}") from error
+    _check(directory, manifest, key)
+
+
+def _check(directory: Path, manifest: bytes, wanted: VerifyKey) -> None:
+    signature, path = _read(directory), directory / SIGNATURE_NAME
+    if signature is None:
+        raise TamperedError(f"{path}: the model is not signed")
+    if signature.key != wanted.hex:
+        raise TamperedError(f"{path}: signed by {signature.key}, not by {wanted.hex}: the model of another box")
+    if not wanted.verifies(bytes.fromhex(signature.signature), DOMAIN + manifest):
+        raise TamperedError(f"{path}: the signature is not over this {MANIFEST_NAME}; one of them was altered")
+
+
+@contextmanager
+def _cryptography() -> Iterator[None]:
+    try:
+        yield
+    except ImportError as error:
+        raise ExportError("signatures need the package `cryptography`: pip install cryptography") from error
+
+
+def _read(directory: Path) -> Signature | None:
+    path = directory / SIGNATURE_NAME
+    try:
+        with path.open("rb") as file:
+            return Signature.model_validate_json(file.read(MAX_SIGNATURE_BYTES + 1))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ManifestError(f"{path}: {error.strerror or error}") from error
+    except ValidationError as error:
+        raise ManifestError(
+            f"{path}: not a signature of a manifest; sign the model again, or remove the file"
+        ) from error

@@ -1,0 +1,279 @@
+"""Versions of one box's model: `0001/`, `0002/`, … under a root, and a pointer to the one in use.
+
+A version appears by one rename, and the pointer moves by one rename, so a reader or a power cut sees the old state or the new
+one. Writers take a lock; readers need none. Knows nothing of how a model is made or run.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from export.errors import ManifestError, ModelError, SlotError
+from export.model.manifest import MANIFEST_NAME, Accept, Manifest, read_all
+from export.model.signature import SIGNATURE_NAME
+from fedcg.files import READABLE, fsync_path, replace_durably
+
+POINTER_NAME = "CURRENT"
+KEEP = 3
+HISTORY = 16
+_LOCK_NAME = ".lock"
+_STAGING_PREFIX = ".staging-"
+_ENGINES_SUFFIX = ".engines"
+
+
+class Pointer(BaseModel):
+    """The pointer file: the version in use, and the ones in use before it, latest first."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format: Literal[1] = 1
+    current: str
+    previous: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Version:
+    """One installed version."""
+
+    name: str
+    directory: Path
+    is_current: bool
+
+
+class Slots:
+    """The versions under one root.
+
+    Args:
+        root: directory of the versions; made on the first install.
+        keep: how many of the newest versions stay. The one in use and the one a rollback would return to stay in any case.
+        accept: what a version must pass beside the check of its bytes, to be put in use again; None for nothing.
+    """
+
+    def __init__(self, root: Path, keep: int = KEEP, accept: Accept | None = None) -> None:
+        self.root = _root_of(root)
+        self.keep = keep
+        self.accept = accept
+
+    def versions(self) -> tuple[Version, ...]:
+        """All versions, oldest first."""
+        pointer = self._pointer()
+        current = pointer.current if pointer else None
+        return tuple(Version(name, self.root / name, name == current) for name in self._names())
+
+    def current(self) -> Path:
+        """Directory of the version in use.
+
+        Raises:
+            SlotError: nothing is installed.
+        """
+        return self.root / self._required_pointer().current
+
+    def install(self, fill: Callable[[Path], None]) -> Path:
+        """Make a new version and put it in use.
+
+        Args:
+            fill: writes model and manifest into the directory it is given; whatever it raises leaves the slots as they were.
+
+        Returns:
+            Directory of the new version.
+
+        Raises:
+            ModelError: `fill` left a manifest or a model that do not belong together.
+            SlotError: the disk is full or broken; what was begun is removed.
+        """
+        with self._writing():
+            self.root.mkdir(parents=True, exist_ok=True)
+            with self._lock():
+                # Of a writer that was killed: nobody else has the lock.
+                for leftover in (*self.root.glob(f"{_STAGING_PREFIX}*"), *self.root.glob(f".{POINTER_NAME}.*.new")):
+                    shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+                staging = Path(tempfile.mkdtemp(prefix=_STAGING_PREFIX, dir=self.root))
+                try:
+                    fill(staging)
+                    return self._publish(staging)
+                finally:
+                    shutil.rmtree(staging, ignore_errors=True)
+                    shutil.rmtree(engines_of(staging), ignore_errors=True)
+
+    def check_signed(self, *, is_signed: bool) -> None:
+        """Refuse an unsigned version in the place of a signed one: whoever asks for the device's signature would not use it.
+
+        Raises:
+            SlotError: the version in use is signed, and the new one is not.
+        """
+        pointer = self._sound_pointer()
+        if pointer is not None and not is_signed and (self.root / pointer.current / SIGNATURE_NAME).exists():
+            raise SlotError(
+                f"{self.root}: version {pointer.current}, which is in use, is signed, and the new one is not; it was not installed. "
+                "Give --sign KEY, the device's message key (signing.key beside its agent.toml)"
+            )
+
+    def _publish(self, staging: Path) -> Path:
+        read_all(staging)
+        self.check_signed(is_signed=(staging / SIGNATURE_NAME).exists())
+        staging.chmod(0o755)
+        for path in (*staging.iterdir(), staging):
+            fsync_path(path)
+        names = self._names()
+        name = f"{int(names[-1]) + 1 if names else 1:04d}"
+        staging.rename(self.root / name)
+        try:
+            fsync_path(self.root)  # the version is durable before anything points to it
+            self._point_to(name)
+        except OSError:
+            pointer = self._sound_pointer()
+            if pointer is None or pointer.current != name:
+                shutil.rmtree(self.root / name)
+            raise
+        self._prune()
+        return self.root / name
+
+    def use(self, name: str) -> Path:
+        """Put an installed version in use, after checking its bytes.
+
+        Raises:
+            SlotError: no such version, or the disk is full or broken.
+            ModelError: the version is damaged; the one in use stays.
+        """
+        with self._writing(), self._lock():
+            self.verify(name)
+            self._point_to(name)
+        return self.root / name
+
+    def rollback(self) -> Path:
+        """Return to the version that was in use before, skipping versions that are gone or damaged.
+
+        Raises:
+            SlotError: there is none, or the disk is full or broken.
+        """
+        with self._writing(), self._lock():
+            pointer = self._required_pointer()
+            for position, name in enumerate(pointer.previous):
+                try:
+                    self.verify(name)
+                except (SlotError, ModelError):
+                    continue
+                self._write_pointer(Pointer(current=name, previous=pointer.previous[position + 1 :]))
+                return self.root / name
+        raise SlotError(f"{self.root}: no earlier version to return to; see `fedcg model list {self.root}`")
+
+    def verify(self, name: str) -> Manifest:
+        """Check a version's manifest and the bytes of its model.
+
+        Raises:
+            SlotError: no such version.
+            ModelError: the version is damaged.
+        """
+        if name not in self._names():
+            raise SlotError(f"{self.root}: no version {name!r}; there are {', '.join(self._names()) or 'none'}")
+        return read_all(self.root / name, self.accept)
+
+    def _names(self) -> list[str]:
+        if not self.root.is_dir():
+            return []
+        found = [path.name for path in self.root.iterdir() if path.name.isdecimal() and path.is_dir()]
+        return sorted(found, key=int)
+
+    def _pointer(self) -> Pointer | None:
+        path = self.root / POINTER_NAME
+        try:
+            return Pointer.model_validate_json(path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except ValidationError as error:
+            raise SlotError(
+                f"{path}: not a pointer to a version; choose one with `fedcg model use {self.root} VERSION`"
+            ) from error
+
+    def _sound_pointer(self) -> Pointer | None:
+        """The pointer; None also for a damaged one, which is replaced and loses its history."""
+        try:
+            return self._pointer()
+        except SlotError:
+            return None
+
+    def _required_pointer(self) -> Pointer:
+        pointer = self._pointer()
+        if pointer is None:
+            raise SlotError(f"{self.root}: no model is installed there")
+        if not (self.root / pointer.current).is_dir():
+            raise SlotError(
+                f"{self.root}: version {pointer.current} is gone; choose one with `fedcg model use {self.root} VERSION`"
+            )
+        return pointer
+
+    def _point_to(self, name: str) -> None:
+        before = self._sound_pointer()
+        history = (before.current, *before.previous) if before else ()
+        previous = tuple(dict.fromkeys(one for one in history if one != name))
+        self._write_pointer(Pointer(current=name, previous=previous[:HISTORY]))
+
+    def _write_pointer(self, pointer: Pointer) -> None:
+        replace_durably(self.root / POINTER_NAME, pointer.model_dump_json() + "\n", READABLE)
+
+    def _prune(self) -> None:
+        pointer = self._required_pointer()
+        names = self._names()
+        kept = {pointer.current, *pointer.previous[:1], *names[len(names) - self.keep :]}
+        for name in names:
+            if name not in kept:
+                shutil.rmtree(self.root / name, ignore_errors=True)
+        for engines in self.root.glob(f"*{_ENGINES_SUFFIX}"):
+            if engines.stem not in kept:
+                shutil.rmtree(engines, ignore_errors=True)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise SlotError(
+                f"{error.filename or self.root}: {error.strerror or error}; the version in use stays. "
+                f"Free space on, or repair, {self.root}, then try again"
+            ) from error
+
+    @contextmanager
+    def _lock(self) -> Iterator[None]:
+        if not self.root.is_dir():
+            raise SlotError(f"{self.root}: no such folder")
+        with (self.root / _LOCK_NAME).open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+
+def resolve(directory: Path) -> Path:
+    """The model directory that a path means: itself, or the version in use when it is the root of slots.
+
+    Raises:
+        ManifestError: neither a model nor slots.
+        SlotError: slots without a usable version.
+    """
+    if (directory / MANIFEST_NAME).is_file():
+        return directory
+    if (_root_of(directory) / POINTER_NAME).is_file():
+        return Slots(directory).current()
+    if not directory.is_dir():
+        raise ManifestError(f"{directory}: no such folder")
+    raise ManifestError(
+        f"{directory}: holds neither {MANIFEST_NAME} (a model) nor {POINTER_NAME} (versions of a model)"
+    )
+
+
+def _root_of(directory: Path) -> Path:
+    """The root of the versions that a path means: itself, or `models` in a device's private store or folder."""
+    places = (directory, directory / "models", directory / "store" / "models")
+    return next((place for place in places if (place / POINTER_NAME).is_file()), directory)
+
+
+def engines_of(model_dir: Path) -> Path:
+    """Where what a card's compiler made of a model is kept: beside its directory, whose files are watched for changes."""
+    return model_dir.with_name(model_dir.name + _ENGINES_SUFFIX)

@@ -1,0 +1,273 @@
+"""The HTTP interface of the server on the box: predictions, health, metrics. Errors are JSON and name the next step."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from importlib.metadata import version
+from typing import Annotated, TypeVar
+
+from fastapi import APIRouter, Depends, FastAPI, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from export.errors import RefusedError
+from export.model.classify import Classified
+from export.model.runtime import Floats
+from export.serving.batcher import Batcher, Place, QueueFullError
+from export.serving.drift_watch import Watch
+from export.serving.live_model import Served, ServedModel
+from export.serving.metrics import CONTENT_TYPE, Metrics
+from export.serving.request_bodies import Bodies, Body, Limits, NamedImage, busy, check_type, read_images
+
+POLL_S = 0.5
+"""Seconds between two looks for a new version; a look reads the pointer and the dates of a few files."""
+DECODERS = 2
+DEFAULT_TOP = 3
+GONE = 499  # the caller went away: nobody reads the answer
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+class Service:
+    """What the routes share.
+
+    Args:
+        models: the model in service; looked after for as long as the application runs.
+        batcher: predicts; started and closed with the application.
+        limits: of one request.
+        metrics: counts.
+        watch: compares a new version with the one before it; None for nothing.
+    """
+
+    def __init__(
+        self, models: ServedModel, batcher: Batcher, limits: Limits, metrics: Metrics, watch: Watch | None = None
+    ) -> None:
+        self.models, self.batcher, self.limits, self.metrics = models, batcher, limits, metrics
+        self.watch = watch or Watch(0)
+        self._bodies = Bodies(limits.max_bytes, limits.body_s)
+        self._decoders = ThreadPoolExecutor(DECODERS, "decode")
+        self.in_flight = 0
+        self.is_draining = False
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Predict and follow new versions for as long as the context lasts; the first version is looked for before it begins."""
+        await asyncio.to_thread(self.models.refresh)
+        self.batcher.start()
+        watch = asyncio.create_task(self._watch())
+        try:
+            yield
+        finally:
+            watch.cancel()
+            with suppress(asyncio.CancelledError):
+                await watch
+            self.batcher.close()
+            self._decoders.shutdown()
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(POLL_S)
+            try:
+                verdict = self.watch.verdict()
+                if verdict is not None and await asyncio.to_thread(self.models.take_back, verdict):
+                    self.metrics.rollbacks[verdict.kind] += 1
+                await asyncio.to_thread(self.models.refresh)
+            except Exception:
+                log.exception("looking for a new version failed; the one in service stays")
+
+    def served(self) -> Served:
+        """The model in service.
+
+        Raises:
+            RefusedError: there is none, or the server is about to end.
+        """
+        if self.is_draining:
+            raise RefusedError(503, "draining", "the server is ending; ask again when it is back", retry_after_s=5)
+        if self.models.current is None:
+            told = f"{self.models.refused}; /readyz tells when there is a model"
+            raise RefusedError(503, "no_model", told, retry_after_s=5)
+        return self.models.current
+
+    async def predict(self, request: Request, top: int) -> dict[str, object]:
+        """Answer one request, as `fedcg infer --json` prints results, with the model's identity.
+
+        Raises:
+            RefusedError: it cannot be answered.
+            ClientDisconnect: the caller went away; what was still to do is not done.
+        """
+        served = self.served()
+        content_type = request.headers.get("content-type", "")
+        check_type(Body(b"", content_type).media_type)
+        try:
+            async with self._bodies.read(request.stream(), _declared(request)) as content:
+                with self.batcher.place() as place:
+                    work = self._answer(place, served, Body(content, content_type))
+                    images, rows = await _unless_gone(request, work)
+        except QueueFullError as error:
+            raise busy(str(error)) from error
+        self.watch.heard(served.version, rows)
+        results = [Classified(image.name, served.model.top(row, top)) for image, row in zip(images, rows, strict=True)]
+        self.metrics.classes.update(one.guesses[0].label for one in results)
+        return {**served.identity(), "results": [one.as_json() for one in results]}
+
+    async def _answer(self, place: Place, served: Served, body: Body) -> tuple[list[NamedImage], Floats]:
+        form = served.model.manifest.image
+        decode = partial(read_images, body, form, self.limits)
+        images = await asyncio.get_running_loop().run_in_executor(self._decoders, decode)
+        try:
+            return images, await place.predict(served, [image.pixels for image in images])
+        except QueueFullError:
+            raise
+        except Exception:
+            self.watch.failed(served.version)
+            raise
+
+
+def create_app(service: Service) -> FastAPI:
+    """The application of one server."""
+
+    @asynccontextmanager
+    async def life(_: FastAPI) -> AsyncIterator[None]:
+        async with service.running():
+            yield
+
+    application = FastAPI(
+        title="FedCG Edge predictions",
+        version=version("fedcg-edge"),
+        lifespan=life,
+        docs_url=None,  # the pages would load scripts from elsewhere; /openapi.json is here
+        redoc_url=None,
+    )
+    application.state.service = service
+    application.include_router(router)
+    application.add_exception_handler(RequestValidationError, _bad_request)
+    application.add_exception_handler(RefusedError, _refused)
+    application.add_exception_handler(HTTPException, _http_error)
+    return application
+
+
+async def _service(request: Request) -> Service:  # a plain function would cost a thread's turn per request
+    service: Service = request.app.state.service
+    return service
+
+
+Running = Annotated[Service, Depends(_service)]
+router = APIRouter()
+
+
+@router.post("/predict")
+async def predict(request: Request, service: Running, top: Annotated[int, Query(ge=1)] = DEFAULT_TOP) -> Response:
+    """Classes and probabilities of images: the bytes of one, multipart with several, or JSON {"images": arrays}."""
+    started = time.perf_counter()
+    service.in_flight += 1
+    outcome = "internal"
+    try:
+        answer = JSONResponse(await service.predict(request, top))
+        outcome = "ok"
+    except RefusedError as error:
+        answer, outcome = _refusal(error), error.code
+    except ClientDisconnect:
+        answer, outcome = JSONResponse(None, GONE), "cancelled"
+    except Exception:
+        log.exception("a prediction failed")
+        told = "the prediction failed; the server's log says why"
+        answer = _refusal(RefusedError(500, "internal", told))
+    finally:
+        service.in_flight -= 1
+        service.metrics.requests[outcome] += 1
+        service.metrics.seconds.observe(time.perf_counter() - started)
+    return answer
+
+
+@router.get("/healthz")
+async def healthz() -> dict[str, str]:
+    """Whether the process answers."""
+    return {"status": "ok"}
+
+
+@router.get("/readyz")
+async def readyz(service: Running) -> JSONResponse:
+    """Whether predictions are answered; 503 with a reason while there is no usable model, and while the server ends."""
+    try:
+        return JSONResponse({"status": "ok", **service.served().identity()})
+    except RefusedError as error:
+        return _refusal(error)
+
+
+@router.get("/model")
+async def model(service: Running) -> dict[str, object]:
+    """The model in service: manifest, execution providers, since when; and why a newer one is refused, if one is."""
+    served = service.served()
+    return {
+        **served.identity(),
+        "since": served.since.isoformat(),
+        "providers": list(served.model.predictor.providers),
+        "variant": served.model.served.name,
+        "refused": service.models.refused or None,
+        "taken_back": service.models.taken_back or None,
+        "manifest": served.model.manifest.model_dump(mode="json"),
+    }
+
+
+@router.get("/metrics")
+async def metrics(service: Running) -> Response:
+    """Counters in Prometheus' text format."""
+    served = service.models.current
+    identity = None
+    if served is not None:
+        file = served.model.served.file or served.model.manifest.model
+        told = {**served.identity(), "sha256": file.sha256}
+        identity = {name: str(value) for name, value in told.items()}
+    is_ready = served is not None and not service.is_draining
+    text = service.metrics.text(queue=service.batcher.length, is_ready=is_ready, identity=identity)
+    return Response(text, media_type=CONTENT_TYPE)
+
+
+def _declared(request: Request) -> int:
+    length = request.headers.get("content-length", "")
+    return int(length) if length.isdecimal() else 0
+
+
+async def _unless_gone(request: Request, work: Coroutine[object, object, T]) -> T:
+    """What `work` gives, or ClientDisconnect as soon as the caller is gone; the work is cancelled then."""
+    working, gone = asyncio.create_task(work), asyncio.ensure_future(request.receive())
+    try:
+        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        working.cancel()
+        gone.cancel()
+
+
+def _refusal(error: RefusedError) -> JSONResponse:
+    headers = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
+    return JSONResponse(error.as_json(), error.status, headers)
+
+
+async def _refused(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RefusedError)
+    return _refusal(error)
+
+
+async def _bad_request(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    (await _service(request)).metrics.requests["bad_request"] += 1
+    first = error.errors()[0]
+    field = str(first["loc"][-1])
+    return _refusal(RefusedError(422, "bad_request", f"{field}: {first['msg']}; see /openapi.json", field=field))
+
+
+async def _http_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    code = {404: "not_found", 405: "wrong_method"}.get(error.status_code, "refused")
+    return _refusal(RefusedError(error.status_code, code, f"{error.detail}; see /openapi.json for what there is"))

@@ -1,0 +1,165 @@
+"""Whether a new version does in service what the one before it did: failures, predicted classes, confidence. Pure; no clock, no I/O.
+
+The test: the last predictions of the version before, up to `LONGEST` windows of them, are compared with those of the new one from
+its first `window` on. The new one is taken back when
+
+* at least `FAILURES` of its requests failed inside the model, and those are more than `FAILURE_SHARE` of them, beside the share
+  that the version before failed at; or
+* the shares of predicted classes are further apart (half the sum of absolute differences) than `CLASS_SHIFT` and `CHANCE` times
+  what chance moves; or
+* its mean confidence (probability of the likeliest class) is lower by more than `CONFIDENCE_DROP`.
+
+What chance moves depends on how many images are independent. A camera on a line sees the same thing many times in a row, so the
+classes of the version before are counted in runs: where there are fewer than independent images would make, so many fewer images
+count. A new version is trusted once half a window of them count, or after `LONGEST` windows.
+
+Images may change at the same moment as the version; then a good version is taken back, which costs its improvement until
+somebody chooses it again. The opposite, a bad version that stays, costs wrong answers. How often either happens is measured in
+docs/serving.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+from export.model.runtime import Floats
+
+WINDOW = 200
+FAILURES = 5
+FAILURE_SHARE = 0.05
+CLASS_SHIFT = 0.25
+CHANCE = 1.5
+LONGEST = 10
+CONFIDENCE_DROP = 0.2
+Kind = Literal["errors", "drift"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A version that should not stay in service, and why."""
+
+    version: str
+    kind: Kind
+    reason: str
+
+
+class _Sample:
+    """The last predictions of one version."""
+
+    def __init__(self, version: str, window: int) -> None:
+        self.version = version
+        self.predictions: deque[tuple[int, float]] = deque(maxlen=LONGEST * window)
+        self.failures = 0
+        self.requests = 0
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.predictions) == self.predictions.maxlen
+
+    @property
+    def failure_share(self) -> float:
+        return self.failures / max(self.requests, 1)
+
+    @property
+    def shares(self) -> dict[int, float]:
+        """Share of each predicted class."""
+        counted = Counter(label for label, _ in self.predictions)
+        return {label: count / len(self.predictions) for label, count in counted.items()}
+
+    @property
+    def independent(self) -> float:
+        """For how many independent images one image counts, in (0, 1]: runs of one class over those that chance would make."""
+        labels = [label for label, _ in self.predictions]
+        changes = sum(one != other for one, other in pairwise(labels))
+        by_chance = (len(labels) - 1) * (1 - sum(share**2 for share in self.shares.values()))
+        return min(1.0, max(changes, 1) / max(by_chance, 1))
+
+    @property
+    def confidence(self) -> float:
+        return sum(one for _, one in self.predictions) / len(self.predictions)
+
+
+class Watch:
+    """Compares versions; tell it everything from one thread.
+
+    Args:
+        window: predictions that are compared; 0 watches nothing.
+    """
+
+    def __init__(self, window: int = WINDOW) -> None:
+        self.window = window
+        self._trusted: _Sample | None = None
+        self._now: _Sample | None = None
+        self._judged: set[str] = set()
+
+    def heard(self, version: str, probabilities: Floats) -> None:
+        """Note a request that was answered: probabilities [N, C] of its images."""
+        sample = self._sample(version)
+        if sample is not None:
+            sample.requests += 1
+            sample.predictions.extend((int(row.argmax()), float(row.max())) for row in probabilities)
+
+    def failed(self, version: str) -> None:
+        """Note a request that the model failed at."""
+        sample = self._sample(version)
+        if sample is not None:
+            sample.requests += 1
+            sample.failures += 1
+
+    def verdict(self) -> Verdict | None:
+        """What is wrong with the version in service; told once."""
+        now = self._now
+        if now is None or now.version in self._judged:
+            return None
+        before = self._trusted
+        if before is not None and now.failures >= FAILURES and now.failure_share > FAILURE_SHARE + before.failure_share:
+            self._judged.add(now.version)
+            return Verdict(now.version, "errors", f"{now.failures} of its first {now.requests} requests failed")
+        if len(now.predictions) < self.window:
+            return None
+        reason = "" if before is None else _drift(now, before)
+        if reason:
+            self._judged.add(now.version)
+            return Verdict(now.version, "drift", reason)
+        if before is None or now.is_full or len(now.predictions) * before.independent >= self.window / 2:
+            self._judged.add(now.version)
+            self._trusted = now
+        return None
+
+    def _sample(self, version: str) -> _Sample | None:
+        if not self.window:
+            return None
+        if self._now is None or self._now.version != version:
+            known = self._trusted is not None and self._trusted.version == version
+            self._now = self._trusted if known else _Sample(version, self.window)
+        return self._now
+
+
+def _by_chance(now: _Sample, before: _Sample) -> float:
+    """How far apart chance alone moves the class shares of two samples of the same images, on average."""
+    counts = [len(one.predictions) for one in (now, before)]
+    ours, theirs = now.shares, before.shares
+    both = {
+        label: (ours.get(label, 0.0) * counts[0] + theirs.get(label, 0.0) * counts[1]) / sum(counts)
+        for label in ours.keys() | theirs.keys()
+    }
+    spread = sum(1 / count for count in counts) / before.independent
+    # A difference is nearly normal, and half its mean absolute value is 1 / sqrt(2 pi) of its deviation.
+    return sum(math.sqrt(share * (1 - share) * spread) for share in both.values()) / math.sqrt(2 * math.pi)
+
+
+def _drift(now: _Sample, before: _Sample) -> str:
+    """Why two samples are too different; empty when they are not."""
+    ours, theirs = now.shares, before.shares
+    shift = sum(abs(ours.get(label, 0.0) - theirs.get(label, 0.0)) for label in ours.keys() | theirs.keys()) / 2
+    allowed = CLASS_SHIFT + CHANCE * _by_chance(now, before)
+    drop = before.confidence - now.confidence
+    if shift > allowed:
+        return f"its predicted classes are {shift:.0%} apart from those of version {before.version} (allowed {allowed:.0%})"
+    if drop > CONFIDENCE_DROP:
+        return f"its confidence is {now.confidence:.0%} on average where version {before.version} had {before.confidence:.0%}"
+    return ""

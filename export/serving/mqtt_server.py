@@ -1,0 +1,210 @@
+"""`fedcg infer serve-mqtt`: predictions for applications that speak MQTT, by request and response. No torch.
+
+A request is published on `PREFIX/NAME/request/CLIENT/ID`, its payload the bytes of an image or JSON arrays; the answer comes on
+`PREFIX/NAME/response/CLIENT/ID`, the document of `POST /predict` or `{"error": …}`. The topic carries what a reply needs, so that
+MQTT 3.1.1 does as well as 5 and an access list can keep applications apart. `PREFIX/NAME/status` is retained and the will.
+
+A request that finds the queue full is answered so; one that is delivered twice is answered twice. Retained requests are not
+answered: they would be again after every reconnect.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import queue
+import re
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from export.errors import ExportError, RefusedError
+from export.model.classify import Classified
+from export.serving.drift_watch import Watch
+from export.serving.live_model import Served, ServedModel
+from export.serving.request_bodies import JSON_TYPE, Body, Limits, NamedImage, busy, read_images
+from fedcg.wire.errors import TransportError
+from fedcg.wire.transport.transport import Delivery, Transport, Will
+
+POLL_S = 0.5
+LEVEL = re.compile(r"[A-Za-z0-9._-]{1,64}")
+"""What NAME, CLIENT and ID may be; a prefix is one or more of these."""
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where on the broker a model answers.
+
+    Attributes:
+        prefix: one or more topic levels.
+        name: of this server.
+    """
+
+    prefix: str
+    name: str
+
+    def __post_init__(self) -> None:
+        for level in (*self.prefix.split("/"), self.name):
+            if not LEVEL.fullmatch(level):
+                raise ExportError(
+                    f"{level!r} can't be part of a topic here: use letters, digits, dots, dashes and underscores"
+                )
+
+    @property
+    def requests(self) -> str:
+        """Filter: everybody's requests."""
+        return f"{self.prefix}/{self.name}/request/+/+"
+
+    @property
+    def status(self) -> str:
+        """Retained: whether predictions are answered, and by which model."""
+        return f"{self.prefix}/{self.name}/status"
+
+    def response_to(self, topic: str) -> str | None:
+        """Where the answer to a request goes; None when that is no topic of a request."""
+        begin = f"{self.prefix}/{self.name}/request/"
+        levels = topic.removeprefix(begin).split("/")
+        if not topic.startswith(begin) or len(levels) != 2 or not all(LEVEL.fullmatch(level) for level in levels):
+            return None
+        return f"{self.prefix}/{self.name}/response/{levels[0]}/{levels[1]}"
+
+    def will(self) -> Will:
+        """What the broker says when the server vanishes."""
+        return Will(self.status, json.dumps({"online": False}).encode())
+
+
+@dataclass(frozen=True)
+class _Request:
+    reply_to: str
+    payload: bytes
+
+
+class MqttServer:
+    """Answers requests from one broker.
+
+    Args:
+        models: the model in service.
+        place: its topics.
+        connect: makes the transport for a will.
+        limits: of one request.
+        capacity: requests that may wait; further ones are refused.
+        top: classes named per image.
+        watch: compares a new version with the one before it.
+    """
+
+    def __init__(
+        self,
+        models: ServedModel,
+        place: Place,
+        connect: Callable[[Will], Transport],
+        limits: Limits,
+        capacity: int,
+        top: int,
+        watch: Watch,
+    ) -> None:
+        self._models, self._place, self._limits, self._top, self._watch = models, place, limits, top, watch
+        self._transport = connect(place.will())
+        self._waiting: queue.Queue[_Request] = queue.Queue(capacity)
+        self._stopping = threading.Event()
+        self._told: dict[str, object] = {}
+
+    def stop(self) -> None:
+        """End `run` once what waits is answered; from any thread or a signal handler."""
+        self._stopping.set()
+
+    def run(self) -> None:
+        """Answer until stopped."""
+        self._models.refresh()
+        self._transport.subscribe(self._place.requests)
+        self._transport.start(self._heard, self._link)
+        looked_at = time.monotonic()
+        try:
+            while not (self._stopping.is_set() and self._waiting.empty()):
+                with contextlib.suppress(queue.Empty):
+                    self._answer(self._waiting.get(timeout=POLL_S / 5))
+                if time.monotonic() - looked_at >= POLL_S:
+                    looked_at = time.monotonic()
+                    self._look()
+        finally:
+            self._publish(self._place.status, {"online": False}, retain=True)
+            self._transport.close()
+
+    def _heard(self, delivery: Delivery) -> None:
+        """On the transport's thread: enqueue, or refuse."""
+        reply_to = self._place.response_to(delivery.topic)
+        if reply_to is None or delivery.retained:
+            return
+        refusal = self._objection(delivery)
+        if refusal is None:
+            try:
+                self._waiting.put_nowait(_Request(reply_to, delivery.payload))
+            except queue.Full:
+                refusal = busy(f"{self._waiting.maxsize} requests wait already")
+        if refusal is not None:
+            self._publish(reply_to, refusal.as_json())
+
+    def _objection(self, delivery: Delivery) -> RefusedError | None:
+        """Why a request is not queued."""
+        if self._stopping.is_set():
+            return RefusedError(503, "draining", "the server is ending; ask again when it is back")
+        if len(delivery.payload) > self._limits.max_bytes:
+            told = f"a request may have {self._limits.max_bytes} bytes; send a smaller image, or start the server with --max-bytes"
+            return RefusedError(413, "body_too_large", told)
+        return None
+
+    def _link(self, up: bool) -> None:
+        self._told = {}  # the status is said again after a reconnect
+
+    def _look(self) -> None:
+        verdict = self._watch.verdict()
+        if verdict is not None:
+            self._models.take_back(verdict)
+        self._models.refresh()
+        served = self._models.current
+        status: dict[str, object] = {"online": served is not None and not self._stopping.is_set()}
+        status |= served.identity() if served is not None else {"reason": self._models.refused}
+        if status != self._told and self._publish(self._place.status, status, retain=True):
+            self._told = status
+
+    def _answer(self, request: _Request) -> None:
+        try:
+            document = self._predict(request.payload)
+        except RefusedError as error:
+            document = error.as_json()
+        except Exception:
+            log.exception("a prediction failed")
+            told = "the prediction failed; the server's log says why"
+            document = RefusedError(500, "internal", told).as_json()
+        self._publish(request.reply_to, document)
+
+    def _predict(self, payload: bytes) -> dict[str, object]:
+        served = self._models.current
+        if served is None:
+            raise RefusedError(503, "no_model", f"{self._models.refused}; the status topic tells when there is one")
+        if not payload:
+            raise RefusedError(400, "empty_body", "the payload is empty; send the bytes of an image, or JSON")
+        kind = JSON_TYPE if payload[:1] in (b"{", b"[") else "application/octet-stream"
+        images = read_images(Body(payload, kind), served.model.manifest.image, self._limits)
+        return {**served.identity(), "results": [one.as_json() for one in self._classified(served, images)]}
+
+    def _classified(self, served: Served, images: list[NamedImage]) -> list[Classified]:
+        try:
+            rows = served.predict([image.pixels for image in images])
+        except Exception:
+            self._watch.failed(served.version)
+            raise
+        self._watch.heard(served.version, rows)
+        return [
+            Classified(image.name, served.model.top(row, self._top)) for image, row in zip(images, rows, strict=True)
+        ]
+
+    def _publish(self, topic: str, document: dict[str, object], *, retain: bool = False) -> bool:
+        try:
+            self._transport.publish(topic, json.dumps(document).encode(), retain=retain)
+        except TransportError as error:
+            log.warning("no answer on %s: %s", topic, error)  # who asked asks again
+            return False
+        return True

@@ -1,0 +1,255 @@
+"""A request's body to images in a model's form: image bytes, multipart, or JSON arrays. Everything is bounded before it is kept."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from email.message import Message
+from email.parser import BytesHeaderParser
+
+import numpy as np
+from pydantic_core import from_json
+
+from export.errors import InputError, RefusedError, TooLargeError
+from export.model.preprocess import PixelForm, Pixels, load_image
+
+JSON_TYPE = "application/json"
+MULTIPART_TYPE = "multipart/form-data"
+IMAGE_TYPES = ("image/*", "application/octet-stream")
+BODIES_AT_ONCE = 8
+"""So many times the limit of one body may all bodies take together that are being read or decoded."""
+_JSON_BYTES_PER_VALUE = 16  # "255," and the indentation of a printed document
+_JSON_BYTES_BESIDE = 4096
+_MAX_NAME = 200
+_MAX_PART_HEADERS = 16 * 1024
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one request may ask for.
+
+    Attributes:
+        max_bytes: bytes of a body.
+        max_pixels: pixels of an encoded image; larger ones are refused from their header, undecoded.
+        max_images: images of one request.
+        body_s: seconds that a body may take to arrive.
+    """
+
+    max_bytes: int
+    max_pixels: int
+    max_images: int
+    body_s: float = 20.0
+
+
+@dataclass(frozen=True)
+class Body:
+    """A body as it came, and the media type that it was sent with."""
+
+    content: bytes
+    content_type: str
+
+    @property
+    def media_type(self) -> str:
+        """The type without its parameters, in lower case."""
+        return self.content_type.partition(";")[0].strip().lower()
+
+
+@dataclass(frozen=True)
+class NamedImage:
+    """An image in the model's form, and what the request calls it."""
+
+    name: str
+    pixels: Pixels
+
+
+class Bodies:
+    """Reads bodies, and counts the bytes of all that are in memory.
+
+    Args:
+        max_bytes: most bytes of one body.
+        seconds: longest time that one may take to arrive.
+    """
+
+    def __init__(self, max_bytes: int, seconds: float) -> None:
+        self._max_bytes, self._seconds = max_bytes, seconds
+        self._held = 0
+
+    @asynccontextmanager
+    async def read(self, pieces: AsyncIterator[bytes], declared: int) -> AsyncIterator[bytes]:
+        """The body, which counts until the context ends.
+
+        Args:
+            pieces: the body as it arrives.
+            declared: the length that the request claims; 0 when it claims none.
+
+        Raises:
+            RefusedError: it is empty, too large or too slow, or too much is in memory already. Nothing beyond the limit is kept.
+        """
+        if declared > self._max_bytes:
+            raise self._too_large()
+        kept: list[bytes] = []
+        try:
+            await self._in_time(self._collect(pieces, kept))
+            if not kept:
+                raise RefusedError(
+                    400, "empty_body", "the body is empty; send the bytes of an image, multipart or JSON"
+                )
+            kept[:] = [b"".join(kept)]  # the pieces go
+            yield kept[0]
+        finally:
+            self._held -= sum(map(len, kept))
+
+    async def _in_time(self, collecting: Coroutine[object, object, None]) -> None:
+        try:
+            await asyncio.wait_for(collecting, self._seconds)
+        except asyncio.TimeoutError:
+            told = f"the body did not arrive within {self._seconds:g} s; send it again over a better link"
+            raise RefusedError(408, "slow_body", told, field="body") from None
+
+    async def _collect(self, pieces: AsyncIterator[bytes], kept: list[bytes]) -> None:
+        size = 0
+        async for piece in pieces:
+            size += len(piece)
+            if size > self._max_bytes:
+                raise self._too_large()
+            if self._held + len(piece) > BODIES_AT_ONCE * self._max_bytes:
+                raise busy("the bodies of other requests fill the memory set aside for them")
+            if piece:
+                kept.append(piece)
+                self._held += len(piece)
+
+    def _too_large(self) -> RefusedError:
+        told = f"a body may have {self._max_bytes} bytes; send fewer or smaller images, or start the server with --max-bytes"
+        return RefusedError(413, "body_too_large", told)
+
+
+def busy(why: str) -> RefusedError:
+    """The refusal of a request that may succeed in a moment."""
+    return RefusedError(429, "queue_full", f"{why}; try again in a second", retry_after_s=1)
+
+
+def check_type(media_type: str) -> None:
+    """Refuse a body of an unknown kind before it is read.
+
+    Raises:
+        RefusedError: neither an image, multipart nor JSON.
+    """
+    if media_type.startswith("image/") or media_type in (JSON_TYPE, MULTIPART_TYPE, *IMAGE_TYPES):
+        return
+    known = ", ".join((*IMAGE_TYPES, MULTIPART_TYPE, JSON_TYPE))
+    raise RefusedError(
+        415, "unknown_type", f"Content-Type {media_type[:80]!r} is not read; send one of {known}", field="Content-Type"
+    )
+
+
+def read_images(body: Body, form: PixelForm, limits: Limits) -> list[NamedImage]:
+    """Decode a request's images. Blocks for as long as that takes.
+
+    Raises:
+        RefusedError: names the image and what is wrong with it; one bad image refuses the whole request.
+    """
+    if body.media_type == JSON_TYPE:
+        return _from_json(body.content, form, limits)
+    if body.media_type != MULTIPART_TYPE:
+        return [_decode("image", body.content, form, limits)]
+    files = parse_multipart(body, limits.max_images)
+    return [_decode(name, content, form, limits) for name, content in files]
+
+
+def _decode(name: str, content: bytes, form: PixelForm, limits: Limits) -> NamedImage:
+    if not content:
+        raise RefusedError(400, "empty_body", f"{name} is empty; send the bytes of an image", field=name)
+    try:
+        return NamedImage(name, load_image(content, form, limits.max_pixels, name))
+    except TooLargeError as error:
+        told = f"{error.reason}; make it smaller, or start the server with --max-pixels"
+        raise RefusedError(413, "image_too_large", told, field=name) from error
+    except InputError as error:
+        raise RefusedError(422, "bad_image", f"{error.reason}; send a whole image file", field=name) from error
+
+
+def parse_multipart(body: Body, most: int) -> list[tuple[str, bytes]]:
+    """Name and content of every part of a multipart body; the name is the file's, else the field's.
+
+    Args:
+        body: the whole body.
+        most: parts that it may have.
+
+    Raises:
+        RefusedError: no boundary, more parts, a part that breaks off, or none.
+    """
+    header = Message()
+    header["Content-Type"] = body.content_type
+    boundary = (header.get_boundary() or "").encode("latin-1", "replace")
+    if not re.fullmatch(rb"[ -~]{1,70}", boundary):
+        raise _bad_multipart("the Content-Type names no boundary of 1 to 70 characters", "Content-Type")
+    delimiter = b"\r\n--" + boundary
+    content = b"\r\n" + body.content
+    if content.count(delimiter) > most + 1:
+        raise _too_many(most)
+    _, *sections = content.split(delimiter)
+    if len(sections) < 2 or not sections[-1].startswith(b"--"):
+        raise _bad_multipart("the body has no file, or breaks off before its last boundary")
+    return [_part(section, number) for number, section in enumerate(sections[:-1])]
+
+
+def _part(section: bytes, number: int) -> tuple[str, bytes]:
+    line, _, rest = section.partition(b"\r\n")
+    head, separator, content = (b"\r\n" + rest).partition(b"\r\n\r\n")
+    if line.strip(b" \t") or not separator or len(head) > _MAX_PART_HEADERS:
+        raise _bad_multipart(f"part {number} has no headers that end with an empty line")
+    headers = BytesHeaderParser().parsebytes(head[2:])
+    named = headers.get_filename() or headers.get_param("name", header="content-disposition")
+    return (named if isinstance(named, str) and named else f"part {number}")[:_MAX_NAME], content
+
+
+def _bad_multipart(why: str, field: str = "body") -> RefusedError:
+    return RefusedError(400, "bad_multipart", f"{why}; send files as curl -F does", field=field)
+
+
+def _too_many(most: int) -> RefusedError:
+    return RefusedError(
+        413, "too_many_images", f"a request may have {most} images; send several requests", field="images"
+    )
+
+
+def _from_json(content: bytes, form: PixelForm, limits: Limits) -> list[NamedImage]:
+    shape = (form.height, form.width, 1 if form.mode == "L" else 3)
+    most_bytes = limits.max_images * int(np.prod(shape)) * _JSON_BYTES_PER_VALUE + _JSON_BYTES_BESIDE
+    if len(content) > most_bytes:
+        told = f"JSON for {limits.max_images} images {shape} has at most {most_bytes} bytes; send fewer images"
+        raise RefusedError(413, "body_too_large", told, field="body")
+    try:
+        document = from_json(content)
+    except ValueError as error:
+        raise RefusedError(422, "bad_json", f"not JSON: {str(error)[:200]}", field="body") from error
+    if not isinstance(document, dict) or set(document) != {"images"}:
+        raise RefusedError(422, "bad_json", 'send {"images": ARRAY} and nothing beside it', field="body")
+    images = _pixels(document["images"], shape)
+    if len(images) > limits.max_images:
+        raise _too_many(limits.max_images)
+    return [NamedImage(f"images[{number}]", image) for number, image in enumerate(images)]
+
+
+def _pixels(array: object, shape: Sequence[int]) -> Pixels:
+    """[N, H, W, C] uint8 of nested lists, one image or a batch of them."""
+    wanted = f"whole numbers 0 to 255 as [{', '.join(map(str, shape))}] or a list of such images"
+    try:
+        values = np.asarray(array)
+    except ValueError:
+        raise RefusedError(422, "bad_values", f"rows of unequal length; send {wanted}", field="images") from None
+    images = values[None] if values.ndim == len(shape) else values
+    if images.shape[1:] != tuple(shape) or len(images) == 0:
+        told = f"the shape is {list(values.shape)}; send {wanted}; other sizes only as encoded images"
+        raise RefusedError(422, "bad_values", told, field="images")
+    if values.dtype.kind not in "iu":
+        raise RefusedError(422, "bad_values", f"not only whole numbers; send {wanted}", field="images")
+    wrong = np.argwhere((values < 0) | (values > 255))
+    if len(wrong):
+        place = "".join(f"[{index}]" for index in wrong[0])
+        told = f"{values[tuple(wrong[0])]} is no pixel; send {wanted}"
+        raise RefusedError(422, "bad_values", told, field=f"images{place}")
+    return images.astype(np.uint8)

@@ -1,0 +1,1 @@
+"""The merging of a server."""

@@ -1,0 +1,295 @@
+"""FedMD-CG's crossed data-free distillation on the server (alg. 1 lines 20-24, eq. 10-12), at a bounded cost per client.
+
+What can be summed or drawn is summed or drawn while updates arrive: the average of weights, eq. 10's mean teacher (a row's
+label is known, and so is n_i^y of an update), and the one client per batch and label that speaks in eq. 11. Order of
+arrival never shows: sums are exact (`exact_sum`), draws are races (`lots`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.func import functional_call
+
+from fedcg.learning.aggregation.averaging import Merged, RunningAverage
+from fedcg.learning.aggregation.client_sampling import Lots
+from fedcg.learning.aggregation.crossed_teachers import EveryOpinion, FrozenTeacher, Opinion, crossed_loss
+from fedcg.learning.aggregation.distillation import (
+    SHARED,
+    Bank,
+    Distillation,
+    draw_bank,
+    generator_blocks,
+    load_pair,
+    teacher_logits,
+    train_student,
+    uniform,
+)
+from fedcg.learning.aggregation.exact_sum import ExactSum
+from fedcg.learning.method import Aggregate, RoundContext, ServerState, Spill, Update
+from fedcg.learning.networks.assembly import load_part
+from fedcg.learning.training.losses import Divergence
+from fedcg.learning.training.training_loop import BLOCK_ROWS
+from fedcg.wire.parts import Part
+
+EXPLORE = 0.05  # share of the arrival bank drawn uniformly, so that a class new in this round has rows to be weighted
+_CLASSIFIER = "classifier/"  # prefix of a client's classifier among what is spilled of it
+
+
+def label_shares(counts: Sequence[Sequence[int]]) -> torch.Tensor:
+    """τ_iy = n_i^y / Σ_j n_j^y, [N, C] float64; 0 for a label that no client has."""
+    matrix = torch.tensor(counts, dtype=torch.float64)
+    return matrix / matrix.sum(dim=0).clamp(min=1.0)
+
+
+def label_distribution(counts: Sequence[Sequence[int]]) -> torch.Tensor:
+    """p(y) ∝ Σ_i n_i^y, [C] float64."""
+    totals = torch.tensor(counts, dtype=torch.float64).sum(dim=0)
+    return totals / totals.sum()
+
+
+def importance(p: torch.Tensor, q: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """p(y) / q(y) of each row: what makes rows drawn from q count as drawn from p. [C], [C], [rows] -> [rows] float32."""
+    return (p / q)[labels].to(torch.float32)
+
+
+def counts_of(merged: Merged) -> list[tuple[int, ...]]:
+    """Label counts of all clients in id order.
+
+    Raises:
+        ValueError: a client that did not tell its label counts.
+    """
+    silent = [client for client in merged.examples if client not in merged.label_counts]
+    if silent:
+        raise ValueError(f"FedMD-CG needs every client's label counts; none from {', '.join(silent)}")
+    return [merged.label_counts[client] for client in merged.examples]
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """How clients are crossed.
+
+    Attributes:
+        bank: "exact", "arrival" or "auto": see `CrossedAggregator`.
+        exact_clients: above, eq. 11 draws one client per batch and label.
+        divergence: of eq. 10 and 11.
+    """
+
+    bank: str
+    exact_clients: int
+    divergence: Divergence
+
+
+class Lessons:
+    """A bank drawn from q(y), and what the clients added so far say on it.
+
+    Args:
+        bank: rows (z, y).
+        q: [C] float64, what the labels were drawn from.
+        batch: rows of a student step.
+        ctx: streams, spec, device.
+        divergence: what of a teacher is averaged, and at which temperature.
+        lots: whether to draw who speaks in eq. 11; not needed where everybody does.
+    """
+
+    def __init__(
+        self, bank: Bank, q: torch.Tensor, batch: int, ctx: RoundContext, divergence: Divergence, *, lots: bool
+    ) -> None:
+        self.bank = bank
+        self.q = q
+        self.clients: set[str] = set()
+        self._ctx = ctx
+        self._divergence = divergence
+        self._sum = ExactSum()
+        self._totals = torch.zeros(ctx.spec.class_count, dtype=torch.float64)
+        self._lots = Lots(bank, batch, ctx.spec.class_count, ctx.streams) if lots else None
+        self._skeleton: torch.nn.Module | None = None
+
+    def add(self, update: Update, logits: torch.Tensor | None = None) -> torch.Tensor:
+        """Hear one client: count its opinion for eq. 10, let it run for the rows of eq. 11.
+
+        Args:
+            update: with label counts.
+            logits: [rows, C], where its teacher pass was done before.
+
+        Returns:
+            Its logits over the bank, [rows, C].
+
+        Raises:
+            ValueError: no label counts.
+            DivergedError: a logit is not finite.
+        """
+        if update.label_counts is None:
+            raise ValueError(f"FedMD-CG needs every client's label counts; none from {update.client}")
+        counts = torch.tensor(update.label_counts, dtype=torch.float64)
+        led = self._lots.enter(update.client, counts) if self._lots else torch.zeros(0, dtype=torch.int64)
+        led_features: list[torch.Tensor] = []
+
+        def watch(rows: slice, features: torch.Tensor) -> None:
+            first, last = torch.searchsorted(led, torch.tensor([rows.start, rows.stop])).tolist()
+            led_features.append(features[(led[first:last] - rows.start).to(features.device)].cpu())
+
+        if logits is None:
+            logits = teacher_logits(load_pair(update.parts, self._ctx), self.bank, self._ctx, watch)
+        elif len(
+            led
+        ):  # heard before by a worker that is gone: the rows it leads are made again, block for block the same
+            teacher = load_pair(update.parts, self._ctx)
+            for rows, features in generator_blocks(teacher, self.bank, self._ctx):
+                watch(rows, features)
+        log_teacher = self._divergence.log_softmax(logits)
+        self._sum.add(self._divergence.summand(log_teacher), counts[self.bank.labels].unsqueeze(1))
+        self._totals += counts
+        if self._lots and len(led):
+            self._lots.keep(led, torch.cat(led_features), log_teacher[led])
+        self.clients.add(update.client)
+        return logits
+
+    def mean(self) -> torch.Tensor:
+        """Σ_i τ_iy times the summand of ρ_i (`Divergence.summand`), [rows, C] float32; 0 for a label that no client has."""
+        totals = self._totals[self.bank.labels].clamp(min=1.0).unsqueeze(1)
+        return (self._sum.value() / totals).to(torch.float32)
+
+    def drawn(self, rows: slice, spill: Spill) -> list[Opinion]:
+        """Opinions of the clients drawn for one batch; their classifiers come from the spill, one batch's at a time."""
+
+        def classifier_of(client: str) -> Callable[[torch.Tensor], torch.Tensor]:
+            kept = spill.get(client)
+            weights = {
+                name.removeprefix(_CLASSIFIER): tensor.to(self._ctx.device)
+                for name, tensor in kept.items()
+                if name.startswith(_CLASSIFIER)
+            }
+            if self._skeleton is None:
+                self._skeleton = load_part(self._ctx.spec, Part.CLASSIFIER, weights, self._ctx.device).eval()
+                self._skeleton.requires_grad_(False)  # noqa: FBT003 - torch's own signature
+            skeleton = self._skeleton
+
+            def classify(features: torch.Tensor) -> torch.Tensor:
+                logits: torch.Tensor = functional_call(skeleton, weights, (features,))
+                return logits
+
+            return classify
+
+        return self._lots.opinions(rows, classifier_of, self._ctx.device) if self._lots else []
+
+
+class CrossedAggregator:
+    """FedMD-CG alg. 1 lines 20-24: average by n_i, then minimise eq. 12 over the bank.
+
+    Labels come from p(y) of THIS round, known only when all updates are in. `bank="exact"` draws it at `finish` and runs the
+    teachers then. `bank="arrival"` draws labels from q, 95 % the last published p(y) and 5 % uniform, runs each teacher when its
+    update arrives, and weights every row by p(y) / q(y) at `finish`: the same expectation. `bank="auto"` is exact up to
+    `exact_clients` clients and of arrival above; it does not know in advance, and runs teachers on arrival.
+
+    Eq. 11 is exact up to `exact_clients` clients; above, each label of a batch draws ONE client i ~ τ(·, y) (see `lots`): the
+    same expectation, at a cost per row that does not depend on the number of clients.
+    """
+
+    def __init__(
+        self, settings: Distillation, crossing: Crossing, state: ServerState, ctx: RoundContext, spill: Spill
+    ) -> None:
+        self._settings = settings
+        self._crossing = crossing
+        self._ctx = ctx
+        self._spill = spill
+        known, even = state.aggregate.label_distribution, uniform(ctx.spec.class_count)
+        last = even if known is None else torch.tensor(known, dtype=torch.float64)
+        self._q = (1.0 - EXPLORE) * last / last.sum() + EXPLORE * even
+        self._average = RunningAverage(SHARED)
+        self._arrival = None if crossing.bank == "exact" else self._open(self._q, lots=True)
+
+    def _open(self, q: torch.Tensor, *, lots: bool) -> Lessons:
+        bank = draw_bank(self._ctx.streams, self._settings.rows, self._ctx.spec.network.noise_dim, q)
+        return Lessons(bank, q, self._settings.batch, self._ctx, self._crossing.divergence, lots=lots)
+
+    def add(self, update: Update) -> None:
+        """Average one update in, and run its teacher over the arrival bank, where there is one."""
+        if self._arrival is not None:
+            self._hear(update, self._arrival)
+        elif not self._spill.has(update.client):
+            self._spill.put(update.client, {"examples": torch.tensor(update.examples)})
+        self._average.add(update)
+
+    def _hear(self, update: Update, lessons: Lessons) -> None:
+        """Lessons of one client on the arrival bank; kept in the spill, so that another worker can go on."""
+        if update.client in lessons.clients:
+            return
+        known = self._spill.get(update.client) if self._spill.has(update.client) else None
+        logits = lessons.add(update, None if known is None else known["logits"])
+        if known is None:
+            self._keep(update, logits)
+
+    def _keep(self, update: Update, logits: torch.Tensor) -> None:
+        classifier = {_CLASSIFIER + name: tensor for name, tensor in update.parts[Part.CLASSIFIER].items()}
+        self._spill.put(update.client, {"logits": logits, **classifier})
+
+    def finish(self, updates: Mapping[str, Callable[[], Update]]) -> tuple[Aggregate, ServerState]:
+        """Average, distil crosswise, publish p(y).
+
+        Raises:
+            ValueError: an update without label counts.
+        """
+        few = len(updates) <= self._crossing.exact_clients
+        on_arrival = self._arrival is not None and not (few and self._crossing.bank == "auto")
+        lessons = self._settle(updates, on_arrival=on_arrival)
+        merged = self._average.merged()
+        counts = counts_of(merged)
+        p, shares = label_distribution(counts), label_shares(counts)
+        if lessons is None:
+            lessons = self._open(p, lots=not few)
+        opinions = self._opinions(updates, lessons, shares, few=few, taught=on_arrival)
+        divergence, mean = self._crossing.divergence, lessons.mean().to(self._ctx.device)
+        row_weights = importance(p, lessons.q, lessons.bank.labels).to(self._ctx.device)
+        student = load_pair(merged.parts, self._ctx)
+
+        def loss_of(rows: slice, features: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+            losses = crossed_loss(features, logits, mean[rows], opinions(rows), student.classifier, divergence)
+            return (row_weights[rows] * losses).mean()
+
+        parts = train_student(student, lessons.bank, self._settings, self._ctx, loss_of)
+        aggregate = Aggregate(parts, tuple(p.tolist()))
+        return aggregate, ServerState(aggregate)
+
+    def _settle(self, updates: Mapping[str, Callable[[], Update]], *, on_arrival: bool) -> Lessons | None:
+        """Count exactly these updates; the lessons on the arrival bank, where it is the one to use."""
+        lessons = self._arrival if on_arrival else None
+        if not self._average.clients <= updates.keys():
+            self._average = RunningAverage(SHARED)
+        if lessons is not None and not lessons.clients <= updates.keys():
+            lessons = self._arrival = self._open(self._q, lots=True)
+        for client in sorted(updates):
+            if client in self._average.clients and (lessons is None or client in lessons.clients):
+                continue
+            update = updates[client]()
+            if lessons is not None:
+                self._hear(update, lessons)
+            self._average.add(update)
+        return lessons
+
+    def _opinions(
+        self,
+        updates: Mapping[str, Callable[[], Update]],
+        lessons: Lessons,
+        shares: torch.Tensor,
+        *,
+        few: bool,
+        taught: bool,
+    ) -> Callable[[slice], list[Opinion]]:
+        """Eq. 11's opinions, batch by batch: of every client up to the bound, of drawn ones above it."""
+        teachers = []
+        for number, client in enumerate(sorted(updates) if few or not taught else ()):
+            update = updates[client]()
+            logits = self._spill.get(client)["logits"] if taught else lessons.add(update)
+            if not few:
+                self._keep(update, logits)
+                continue
+            weight = shares[number][lessons.bank.labels]
+            block_rows = max(self._settings.batch, BLOCK_ROWS // len(updates))
+            teacher, log_teacher = load_pair(update.parts, self._ctx), self._crossing.divergence.log_softmax(logits)
+            teachers.append(FrozenTeacher(teacher, lessons.bank, log_teacher, weight, block_rows, self._ctx.device))
+        if few:
+            return EveryOpinion(teachers).on
+        return lambda rows: lessons.drawn(rows, self._spill)

@@ -1,0 +1,301 @@
+"""Data-free distillation on the server: the bank of (z, y), teacher passes, and FedCG's ensemble student (alg. 2, eq. 5-6).
+
+Every bank row is drawn once, used once, in order. Teachers run over it in eval mode, in large batches, when their update
+arrives; the student loop then never touches a teacher. That is exact: a teacher in eval mode treats rows independently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fedcg.learning.aggregation.averaging import Merged, RunningAverage
+from fedcg.learning.aggregation.exact_sum import ExactSum
+from fedcg.learning.aggregation.label_distribution import row_weights
+from fedcg.learning.method import Aggregate, RoundContext, ServerState, Spill, Update, Weights
+from fedcg.learning.networks.assembly import load_part, weights_of
+from fedcg.learning.networks.layer_randomness import seeded_layers
+from fedcg.learning.seeds import Streams
+from fedcg.learning.training.cuda_graph import graphed, on_card
+from fedcg.learning.training.losses import kl_rows
+from fedcg.learning.training.precision import in_precision
+from fedcg.learning.training.training_loop import LossMeter, adam, frozen_rows, slices
+from fedcg.wire.parts import Part
+
+SHARED = frozenset({Part.GENERATOR, Part.CLASSIFIER})
+_CHECK_STEPS = 200
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """Settings of a student loop."""
+
+    iterations: int
+    batch: int
+    lr: float
+    weight_decay: float
+
+    @property
+    def rows(self) -> int:
+        """Rows of the bank: each one is used once."""
+        return self.iterations * self.batch
+
+
+@dataclass(frozen=True)
+class Bank:
+    """Inputs of the generators: z ~ N(0, I) as [rows, q] float32 and labels y as [rows] int64, on the CPU."""
+
+    noise: torch.Tensor
+    labels: torch.Tensor
+
+    def __len__(self) -> int:
+        return int(self.labels.shape[0])
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A generator and the classifier that reads it: one teacher, or the student."""
+
+    generator: nn.Module
+    classifier: nn.Module
+
+    def weights(self) -> dict[Part, Weights]:
+        """Copies of both parts' tensors."""
+        return {Part.GENERATOR: weights_of(self.generator), Part.CLASSIFIER: weights_of(self.classifier)}
+
+
+def draw_bank(streams: Streams, rows: int, noise_dim: int, label_probabilities: torch.Tensor) -> Bank:
+    """Draw the bank of a round from the coordinator's streams.
+
+    Args:
+        streams: scoped to (federation, round, attempt).
+        rows: iterations times batch.
+        noise_dim: q.
+        label_probabilities: [C], uniform in FedCG (alg. 2 line 4), p(y) in FedMD-CG.
+    """
+    noise = torch.randn(rows, noise_dim, generator=streams.generator("bank", "noise"))
+    labels = torch.multinomial(
+        label_probabilities, rows, replacement=True, generator=streams.generator("bank", "labels")
+    )
+    return Bank(noise, labels)
+
+
+def uniform(classes: int) -> torch.Tensor:
+    """[C] equal probabilities."""
+    return torch.full((classes,), 1.0 / classes, dtype=torch.float64)
+
+
+def load_pair(parts: Mapping[Part, Weights], ctx: RoundContext) -> Pair:
+    """Generator and classifier with copies of these weights, on the round's device."""
+    return Pair(
+        *(load_part(ctx.spec, part, parts[part], ctx.device) for part in (Part.GENERATOR, Part.CLASSIFIER)),
+    )
+
+
+Watch = Callable[[slice, torch.Tensor], None]
+
+
+@torch.no_grad()
+def generator_blocks(teacher: Pair, bank: Bank, ctx: RoundContext) -> Iterator[tuple[slice, torch.Tensor]]:
+    """(rows, features) of a teacher's generator over the whole bank in eval mode, block by block.
+
+    The blocks are always the same: how rows are put together shows in their last digits.
+    """
+    teacher.generator.eval()
+    for rows in slices(len(bank), frozen_rows(torch.device(ctx.device))):
+        yield rows, teacher.generator(bank.noise[rows].to(ctx.device), bank.labels[rows].to(ctx.device))
+
+
+@torch.no_grad()
+def teacher_logits(teacher: Pair, bank: Bank, ctx: RoundContext, watch: Watch | None = None) -> torch.Tensor:
+    """A teacher's logits C_i(G_i(z, y)) over the whole bank in eval mode, [rows, C] on the CPU.
+
+    Args:
+        teacher: generator and classifier, on `ctx.device`.
+        bank: inputs of the generator.
+        ctx: device, progress.
+        watch: told the features [n, *shape] of each block of rows.
+    """
+    teacher.classifier.eval()
+    logits = []
+    for rows, features in generator_blocks(teacher, bank, ctx):
+        logits.append(teacher.classifier(features).cpu())
+        if watch is not None:
+            watch(rows, features)
+        ctx.progress("teacher", rows.stop, len(bank))
+    return torch.cat(logits)
+
+
+Rows = slice | torch.Tensor
+"""Rows of a bank: a slice, or their indices [B] int64 on the device, which a CUDA graph can be told anew for each step."""
+
+StudentLoss = Callable[[Rows, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def distil(
+    modules: Sequence[nn.Module],
+    loss_at: Callable[[slice], torch.Tensor] | Callable[[Rows], torch.Tensor],
+    rows: int,
+    settings: Distillation,
+    ctx: RoundContext,
+    *,
+    by_index: bool = False,
+) -> None:
+    """Train some modules together, in train mode, with Adam: one step per batch of rows, in order.
+
+    Args:
+        modules: trained in place.
+        loss_at: loss of the bank's (or public set's) rows in a slice.
+        rows: how many rows there are.
+        settings: batch, learning rate, weight decay.
+        ctx: device, progress.
+        by_index: `loss_at` takes indices [B] int64 as well, and computes with tensors alone: on a CUDA device the whole step
+            then runs under a CUDA graph.
+
+    Raises:
+        DivergedError: the loss is not finite or exploded.
+    """
+    for module in modules:
+        module.train()
+    weights = [parameter for module in modules for parameter in module.parameters()]
+    optimiser = adam(weights, settings.lr, settings.weight_decay)
+    meter = LossMeter("distillation", ctx.device)
+
+    def take_step(some: Any) -> torch.Tensor:
+        loss = loss_at(some)
+        optimiser.zero_grad(set_to_none=True)
+        loss.backward()
+        optimiser.step()
+        return loss
+
+    with seeded_layers(ctx, "distil"):
+        order = torch.arange(rows if by_index else 0, device=ctx.device)
+        on_graph = by_index and ctx.graphs and on_card([order])
+        step_at = graphed(take_step, modules, [optimiser], settings.iterations) if on_graph else take_step
+        for step, some in enumerate(slices(rows, settings.batch), start=1):
+            meter.add(step_at(order[some] if on_graph else some))
+            if step % _CHECK_STEPS == 0:
+                meter.check()
+            ctx.progress("distil", step, settings.iterations)
+    meter.check()
+
+
+def train_student(
+    student: Pair,
+    bank: Bank,
+    settings: Distillation,
+    ctx: RoundContext,
+    loss_of: StudentLoss | Callable[[slice, torch.Tensor, torch.Tensor], torch.Tensor],
+    *,
+    by_index: bool = False,
+) -> dict[Part, Weights]:
+    """Train generator and classifier together over the bank.
+
+    Args:
+        student: trained in place; starts from the average of the clients.
+        bank: one batch of rows per iteration, in order.
+        settings: batch, learning rate, weight decay.
+        ctx: device, progress.
+        loss_of: (rows of the bank, generated features, student logits) -> loss.
+        by_index: as in `distil`.
+
+    Returns:
+        The student's weights, copied.
+
+    Raises:
+        DivergedError: the loss is not finite or exploded.
+    """
+    noise, labels = bank.noise.to(ctx.device), bank.labels.to(ctx.device)
+    generate, classify = (in_precision(network, ctx) for network in (student.generator, student.classifier))
+
+    def loss_at(rows: Any) -> torch.Tensor:
+        features = generate(noise[rows], labels[rows])
+        return loss_of(rows, features, classify(features))
+
+    distil([student.generator, student.classifier], loss_at, len(bank), settings, ctx, by_index=by_index)
+    return student.weights()
+
+
+class Ensemble:
+    """FedCG eq. 5 before its softmax: Σ_i |X_i| / Σ_j |X_j| · C_i(G_i(y, z)), [rows, C], exact in any order of clients."""
+
+    def __init__(self) -> None:
+        self._logits = ExactSum()
+        self._examples = 0
+
+    def add(self, examples: int, logits: torch.Tensor) -> None:
+        """Count a client with |X_i| examples and logits [rows, C].
+
+        Raises:
+            DivergedError: a logit is not finite.
+        """
+        self._logits.add(logits, examples)
+        self._examples += examples
+
+    def logits(self) -> torch.Tensor:
+        """The weighted mean of all logits, [rows, C] float32."""
+        return (self._logits.value() / self._examples).to(torch.float32)
+
+
+class EnsembleAggregator:
+    """FedCG alg. 2: average by data size, then minimise KL(ensemble ‖ student) over the bank.
+
+    When all clients told their label counts, rows of a label that none of them has weigh nothing (`known_labels`).
+    Weights and logits are summed as updates arrive, so that after the last one nothing is left to do but the student's loop.
+    """
+
+    def __init__(self, settings: Distillation, ctx: RoundContext, spill: Spill) -> None:
+        self._settings = settings
+        self._ctx = ctx
+        self._spill = spill
+        self._bank: Bank | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._average, self._ensemble = RunningAverage(SHARED), Ensemble()
+
+    @property
+    def bank(self) -> Bank:
+        """The round's bank, drawn when first asked for."""
+        if self._bank is None:
+            spec = self._ctx.spec
+            probabilities = uniform(spec.class_count)
+            self._bank = draw_bank(self._ctx.streams, self._settings.rows, spec.network.noise_dim, probabilities)
+        return self._bank
+
+    @property
+    def merged(self) -> Merged:
+        """The average of the updates added so far, and what they reported."""
+        return self._average.merged()
+
+    def add(self, update: Update) -> None:
+        """Teacher pass of one update over the bank; its logits are spilled and counted."""
+        if update.client in self._average.clients:
+            return
+        if not self._spill.has(update.client):
+            logits = teacher_logits(load_pair(update.parts, self._ctx), self.bank, self._ctx)
+            self._spill.put(update.client, {"logits": logits})
+        self._ensemble.add(update.examples, self._spill.get(update.client)["logits"])
+        self._average.add(update)
+
+    def finish(self, updates: Mapping[str, Callable[[], Update]]) -> tuple[Aggregate, ServerState]:
+        """Distil the ensemble of all updates into their average. What was counted and has no part in this round is left out."""
+        if not self._average.clients <= updates.keys():
+            self._forget()
+        for client in sorted(updates.keys() - self._average.clients):
+            self.add(updates[client]())
+        merged, target = self.merged, self._ensemble.logits().log_softmax(1).to(self._ctx.device)
+        told = [merged.label_counts.get(client) for client in merged.examples]
+        weights = row_weights(told, self._ctx.spec.class_count, self.bank.labels).to(self._ctx.device)
+
+        def loss_of(rows: Rows, features: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+            return (weights[rows] * kl_rows(target[rows], logits.log_softmax(1))).mean()
+
+        student = load_pair(merged.parts, self._ctx)
+        parts = train_student(student, self.bank, self._settings, self._ctx, loss_of, by_index=True)
+        aggregate = Aggregate(parts)
+        return aggregate, ServerState(aggregate)

@@ -1,0 +1,104 @@
+"""`fedcg network`: which networks there are, and what one costs in parameters and on the wire."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fedcg.learning.networks.split_names import BACKBONES, BUILT_IN, allow_here, registered
+
+if TYPE_CHECKING:
+    from fedcg.learning.networks.network_sizes import Sizes
+    from fedcg.learning.spec import FederationPlan
+
+network_app = typer.Typer(no_args_is_help=True, add_completion=False, help="The networks a federation can be made of.")
+_MODES = {1: "L", 3: "RGB"}
+_RANGES = {"unit": "in (0, 1)", "non_negative": ">= 0"}
+
+
+@network_app.command("list")
+def list_networks(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Names of all splits with their cuts, generators and discriminators."""
+    from fedcg.learning.networks.discriminators import DISCRIMINATORS  # torch comes with them: not for --help
+    from fedcg.learning.networks.generators import GENERATORS
+
+    layers = {name: list(cuts.strides) for name, cuts in BACKBONES.items()}
+    names = {
+        "splits": [*BUILT_IN, *BACKBONES, *sorted(registered())],
+        "cuts": {name: [f"{name}@{layer}" for layer in found] for name, found in layers.items()},
+        "generators": sorted(GENERATORS),
+        "discriminators": sorted(DISCRIMINATORS),
+    }
+    if as_json:
+        typer.echo(json.dumps(names, indent=2))
+        return
+    lines = [f"{kind}: {', '.join(names[kind])}" for kind in ("splits", "generators", "discriminators")]
+    lines += [f"{name}@LAYER, with LAYER one of {', '.join(found)}" for name, found in layers.items()]
+    typer.echo("\n".join(lines))
+
+
+@network_app.command("show")
+def show_network(
+    name: Annotated[str, typer.Argument(help="A split: a name that `fedcg network list` prints, or module:function.")],
+    image_size: Annotated[int, typer.Option(help="height and width of an image in pixels", min=4, max=1024)] = 32,
+    channels: Annotated[int, typer.Option(help="1 for grey images, 3 for colour")] = 3,
+    classes: Annotated[int, typer.Option(help="number of classes", min=2, max=10_000)] = 10,
+    generator: Annotated[str, typer.Option(help="the generator beside it")] = "mlp",
+    discriminator: Annotated[str, typer.Option(help="the discriminator beside it")] = "mlp",
+    noise_dim: Annotated[int, typer.Option(help="dimensions of the generator's noise", min=1, max=4096)] = 100,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """The feature's shape, parameters and bytes of every part, and what each method sends."""
+    from fedcg.learning.errors import LearningError  # torch comes with the networks: not for --help
+    from fedcg.learning.networks.network_sizes import sizes_of
+
+    if channels not in _MODES:
+        raise typer.BadParameter("--channels must be 1 (grey) or 3 (colour)")
+    allow_here(name)
+    network: dict[str, str | int] = {
+        "split": name,
+        "generator": generator,
+        "discriminator": discriminator,
+        "noise_dim": noise_dim,
+    }
+    try:
+        sizes = sizes_of(_plan(network, image_size, channels, classes))
+    except (LearningError, ValueError) as error:
+        raise typer.BadParameter(str(error)) from error
+    typer.echo(json.dumps({**network, **asdict(sizes)}, indent=2) if as_json else _as_text(name, sizes))
+
+
+def _plan(network: dict[str, str | int], side: int, channels: int, classes: int) -> FederationPlan:
+    from fedcg.learning.spec import FederationPlan
+
+    image = {"mode": _MODES[channels], "height": side, "width": side, "mean": [0.5] * channels, "std": [0.5] * channels}
+    return FederationPlan.model_validate(
+        {
+            "federation": "sizes",
+            "classes": [str(label) for label in range(classes)],
+            "image": image,
+            "network": network,
+            "method": "local",
+            "rounds": 1,
+        }
+    )
+
+
+def _as_text(name: str, sizes: Sizes) -> str:
+    shape = " x ".join(map(str, sizes.feature_shape))
+    lines = [
+        f"{name}: features {shape}, {_RANGES[sizes.feature_range]}; images from {sizes.smallest_side} pixels a side",
+        f"  {'part':<14}{'parameters':>12}{'float32 bytes':>15}{'with buffers':>14}",
+    ]
+    lines += [
+        f"  {part.value:<14}{size.parameters:>12,}{size.parameter_bytes:>15,}{size.tensor_bytes:>14,}"
+        for part, size in sizes.parts.items()
+    ]
+    lines.append(f"  {'method':<14}{'bytes up':>12}{'bytes down':>15}   a client a round, before compression")
+    lines += [f"  {method:<14}{traffic.up:>12,}{traffic.down:>15,}" for method, traffic in sizes.methods.items()]
+    return "\n".join(lines)

@@ -1,0 +1,256 @@
+"""Image data as one uint8 tensor: folders, array files and data sets of one's own in, batched normalisation out.
+
+Decodes every image ONCE, exactly as `export.model.preprocess` does at inference. Knows nothing of rounds, methods or devices of a
+federation.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from fedcg.learning.data.decoding import MAX_PIXELS, decode_image, fit_pixels
+from fedcg.learning.data.entry_point_datasets import own_dataset
+from fedcg.learning.data.formats import ArrayData, dataset_name, read_arrays
+from fedcg.learning.errors import DataError
+from fedcg.learning.image_set import FileEntry, ImageSet, SkippedImage
+from fedcg.learning.spec import ImageForm
+
+__all__ = [
+    "IMAGE_SUFFIXES",
+    "MAX_PIXELS",
+    "FileEntry",
+    "ImageSet",
+    "LocalImages",
+    "SkippedImage",
+    "batches",
+    "decode_image",
+    "given_split",
+    "list_files",
+    "load_folder",
+    "normalise",
+    "read_images",
+    "split_by_hash",
+    "usable_rows",
+]
+
+IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".webp"})
+SPLITS = ("train", "val", "test")
+
+
+@dataclass(frozen=True)
+class LocalImages:
+    """What was read from a data source.
+
+    Attributes:
+        images: decoded.
+        entries: row by row, where they came from.
+        skipped: what could not be decoded.
+    """
+
+    images: ImageSet
+    entries: list[FileEntry]
+    skipped: tuple[SkippedImage, ...] = ()
+
+
+def list_files(root: Path, classes: Sequence[str]) -> list[tuple[str, int]]:
+    """Relative path and label of every image under `root/class/*` or `root/{train,val,test}/class/*`, sorted by path.
+
+    Raises:
+        DataError: no folder, one that can't be read, a class folder that the spec does not name, or no image at all.
+    """
+    if not root.is_dir():
+        raise DataError(f"{root}: no such folder")
+    splits = [root / name for name in SPLITS if (root / name).is_dir() and name not in classes]
+    labels = {name: index for index, name in enumerate(classes)}
+    found: list[tuple[str, int]] = []
+    for base in splits or [root]:
+        for folder in sorted(path for path in base.iterdir() if path.is_dir() and not path.name.startswith(".")):
+            if folder.name not in labels:
+                raise DataError(
+                    f"{folder}: the spec has no class {folder.name!r}; its classes are {', '.join(classes)}"
+                )
+            try:
+                listed = sorted(folder.iterdir())
+            except OSError as error:
+                raise DataError(f"{folder}: {error.strerror or error}") from error
+            files = (path for path in listed if path.suffix.lower() in IMAGE_SUFFIXES and not path.name.startswith("."))
+            found += [(path.relative_to(root).as_posix(), labels[folder.name]) for path in files]
+    if not found:
+        raise DataError(
+            f"{root}: no images; expected {root}/CLASS/*.png or .jpg with CLASS one of {', '.join(classes)}"
+        )
+    return sorted(found)
+
+
+def given_split(path: str, classes: Sequence[str]) -> str | None:
+    """The split that a source itself puts an image in (`train`, `val` or `test`, the first piece of its path), or None."""
+    first = path.partition("/")[0]
+    return first if first in SPLITS and first not in classes else None
+
+
+def load_folder(
+    root: Path, classes: Sequence[str], form: ImageForm, *, subset: Sequence[str] | None = None
+) -> tuple[ImageSet, list[FileEntry]]:
+    """`read_images` for who does not ask what was skipped."""
+    found = read_images(root, classes, form, subset=subset)
+    return found.images, found.entries
+
+
+def read_images(
+    root: Path, classes: Sequence[str], form: ImageForm, *, subset: Sequence[str] | None = None
+) -> LocalImages:
+    """Decode the images of a data source once. What can't be decoded is skipped and told.
+
+    Args:
+        root: `root/class/*`; `root/train/class/*` and `root/test/class/*`, perhaps `root/val/class/*` (all are loaded, the paths
+            tell them apart); a folder with IDX or CIFAR files; an `.npz`; or `dataset:NAME`, an entry point of the
+            group `fedcg.datasets`.
+        classes: the spec's class names, in order; labels of arrays are indices into them.
+        form: the spec's image form.
+        subset: entries' paths to load, in this order, each of which must still be readable; all when None.
+
+    Raises:
+        DataError: names the file that is missing or of an unknown class; nothing there can be decoded; or an image of
+            `subset` can't be.
+    """
+    name = dataset_name(root)
+    if name is not None:
+        return _from_arrays(own_dataset(name, classes), root, tuple(classes), form, subset)
+    arrays = read_arrays(root)
+    if arrays is not None:
+        return _from_arrays(arrays, root, tuple(classes), form, subset)
+    return _from_files(root, tuple(classes), form, subset)
+
+
+def _from_files(root: Path, classes: tuple[str, ...], form: ImageForm, subset: Sequence[str] | None) -> LocalImages:
+    listed = list_files(root, classes)
+    if subset is not None:
+        labels = dict(listed)
+        missing = next((path for path in subset if path not in labels), None)
+        if missing is not None:
+            raise DataError(f"{root / missing}: named by the snapshot, but not there any more")
+        listed = [(path, labels[path]) for path in subset]
+    pixels = np.empty((len(listed), form.channels, form.height, form.width), dtype=np.uint8)
+    entries: list[FileEntry] = []
+    skipped: list[SkippedImage] = []
+    for path, label in listed:
+        try:
+            content = (root / path).read_bytes()
+            pixels[len(entries)] = decode_image(content, form, str(root / path))
+        except OSError as error:
+            raise DataError(f"{root / path}: {error.strerror or error}") from error
+        except DataError as error:
+            if subset is not None:
+                raise
+            skipped.append(SkippedImage(path, str(error)))
+            continue
+        entries.append(FileEntry(path, hashlib.sha256(content).hexdigest(), label))
+    if not entries:
+        raise DataError(f"{skipped[0].reason}; none of the {len(skipped)} images of {root} can be read")
+    return LocalImages(
+        _image_set(pixels[: len(entries)], [one.label for one in entries], classes), entries, tuple(skipped)
+    )
+
+
+def _from_arrays(
+    data: ArrayData, root: Path, classes: tuple[str, ...], form: ImageForm, subset: Sequence[str] | None
+) -> LocalImages:
+    """Rows are named after their file and number, behind their part where the source has several."""
+    parts = data.parts()
+    places: dict[str, tuple[str, int]] = {}
+    for part, found in parts.items():
+        if int(found.labels.max()) >= len(classes):
+            raise DataError(
+                f"{found.file}: label {int(found.labels.max())}; labels must lie in 0..{len(classes) - 1}, "
+                f"for the spec's classes {', '.join(classes[:20])}"
+            )
+        prefix = f"{part}/" if len(parts) > 1 else ""
+        places |= {f"{prefix}{found.file.name}#{row}": (part, row) for row in range(len(found))}
+    names = list(places) if subset is None else list(subset)
+    missing = next((name for name in names if name not in places), None)
+    if missing is not None:
+        raise DataError(f"{root}: the snapshot names {missing}, which is not there any more")
+    pixels = np.empty((len(names), form.channels, form.height, form.width), dtype=np.uint8)
+    entries: list[FileEntry] = []
+    for number, name in enumerate(names):
+        part, row = places[name]
+        image = parts[part].images[row]
+        pixels[number] = fit_pixels(image, form)
+        digest = hashlib.sha256(np.ascontiguousarray(image).tobytes()).hexdigest()
+        entries.append(FileEntry(name, digest, int(parts[part].labels[row])))
+    return LocalImages(_image_set(pixels, [entry.label for entry in entries], classes), entries)
+
+
+def _image_set(pixels: np.ndarray, labels: Sequence[int], classes: tuple[str, ...]) -> ImageSet:
+    return ImageSet(torch.from_numpy(pixels), torch.tensor(labels, dtype=torch.int64), classes)
+
+
+def split_by_hash(entries: Sequence[FileEntry], fractions: Mapping[str, float]) -> dict[str, list[FileEntry]]:
+    """Split by content hash: stable when data is added, and two copies of one image never end on two sides.
+
+    Args:
+        entries: the images.
+        fractions: split name to its share, in order; shares sum to 1.
+
+    Raises:
+        ValueError: shares that do not sum to 1 or are negative.
+    """
+    if abs(sum(fractions.values()) - 1.0) > 1e-9 or min(fractions.values()) < 0:
+        raise ValueError(f"the shares must be non-negative and sum to 1, not {dict(fractions)}")
+    names = list(fractions)
+    bounds = np.cumsum([fractions[name] for name in names])
+    result: dict[str, list[FileEntry]] = {name: [] for name in names}
+    for entry in entries:
+        position = int(entry.sha256[:13], 16) / 16**13
+        result[names[min(int(np.searchsorted(bounds, position, side="right")), len(names) - 1)]].append(entry)
+    return result
+
+
+def normalise(images: torch.Tensor, form: ImageForm) -> torch.Tensor:
+    """`(x / 255 - mean) / std` per channel, batched on the images' device.
+
+    Args:
+        images: [B, C, H, W] uint8.
+        form: the spec's image form.
+
+    Returns:
+        [B, C, H, W] float32.
+    """
+    mean, std = (_per_channel(values, images.device) for values in (form.mean, form.std))
+    return (images.to(torch.float32) / 255.0 - mean) / std
+
+
+@functools.lru_cache(maxsize=16)
+def _per_channel(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    # Kept: a copy to a card would make a step wait, and can't be part of a CUDA graph.
+    return torch.tensor(values, dtype=torch.float32, device=device).view(1, -1, 1, 1)
+
+
+def usable_rows(count: int, batch_size: int) -> int:
+    """How many of `count` rows an epoch uses: all, less a last batch of one, which BatchNorm cannot train on.
+
+    Raises:
+        DataError: fewer than two rows.
+    """
+    if count < 2:
+        raise DataError(f"{count} training images: at least 2 are needed")
+    return count - 1 if count % batch_size == 1 else count
+
+
+def batches(count: int, batch_size: int, generator: torch.Generator) -> Iterator[torch.Tensor]:
+    """Index tensors of one shuffled epoch over `count` rows; a last batch of one is dropped.
+
+    Args:
+        count: number of rows.
+        batch_size: rows per batch, the last may be smaller.
+        generator: the stream of the shuffle.
+    """
+    order = torch.randperm(count, generator=generator)[: usable_rows(count, batch_size)]
+    yield from order.split(batch_size)

@@ -1,0 +1,111 @@
+"""Public images without labels, which a server half may learn from (FedDF): read from disk, bounded, in the spec's form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedcg.learning.data.decoding import fit_pixels
+from fedcg.learning.data.formats import read_arrays
+from fedcg.learning.data.formats.npz import read_unlabelled
+from fedcg.learning.data.image_folder import IMAGE_SUFFIXES, decode_image
+from fedcg.learning.errors import DataError
+from fedcg.learning.image_set import SkippedImage
+from fedcg.learning.spec import ImageForm
+
+MAX_BYTES = 2 << 30  # of decoded images; they stay in memory for as long as the process runs
+
+
+@dataclass(frozen=True)
+class PublicImages:
+    """What was read.
+
+    Attributes:
+        images: [N, C, H, W] uint8, N >= 1.
+        found: how many images there were; more than N where the bound cut.
+        skipped: what could not be decoded.
+    """
+
+    images: torch.Tensor
+    found: int
+    skipped: tuple[SkippedImage, ...] = ()
+
+
+def read_public(root: Path, form: ImageForm, most: int) -> PublicImages:
+    """Read unlabelled images; labels, where there are any, are not looked at.
+
+    Args:
+        root: a folder with images anywhere below it, an `.npz` with `images`, or a folder with IDX or CIFAR files (of which the
+            training part is read).
+        form: the spec's image form.
+        most: at most so many; of more, evenly spread ones in the order of their paths or rows are taken.
+
+    Raises:
+        DataError: nothing there, nothing that can be decoded, or over 2 GiB when decoded; names the place.
+    """
+    decoders = _arrays(root, form)
+    if decoders is None:
+        decoders = _files(root, form)
+    chosen = spread(len(decoders), most)
+    size = form.channels * form.height * form.width
+    if len(chosen) * size > MAX_BYTES:
+        raise DataError(
+            f"{root}: {len(chosen)} images of {form.height}x{form.width} take more than {MAX_BYTES >> 30} GiB; "
+            f"use at most {MAX_BYTES // size}"
+        )
+    pixels, skipped = [], []
+    for index in chosen:
+        name, decode = decoders[index]
+        try:
+            pixels.append(decode())
+        except (DataError, OSError) as error:
+            skipped.append(SkippedImage(name, str(error)))
+    if not pixels:
+        raise DataError(f"{root}: none of {len(chosen)} public images can be read: {skipped[0].reason}")
+    return PublicImages(torch.from_numpy(np.stack(pixels)), len(decoders), tuple(skipped))
+
+
+def spread(count: int, most: int) -> list[int]:
+    """At most `most` of the numbers 0 .. count - 1, evenly spread."""
+    return list(range(count)) if count <= most else [index * count // most for index in range(most)]
+
+
+_Decoder = tuple[str, Callable[[], NDArray[np.uint8]]]
+
+
+def _arrays(root: Path, form: ImageForm) -> Sequence[_Decoder] | None:
+    if root.suffix == ".npz":
+        images = read_unlabelled(root)
+    else:
+        arrays = read_arrays(root)
+        if arrays is None:
+            return None
+        images = arrays.train.images
+    return [(f"{root}#{row}", partial(_fitted, images, row, form)) for row in range(len(images))]
+
+
+def _fitted(images: NDArray[np.uint8], row: int, form: ImageForm) -> NDArray[np.uint8]:
+    return fit_pixels(images[row], form)
+
+
+def _files(root: Path, form: ImageForm) -> Sequence[_Decoder]:
+    if not root.is_dir():
+        raise DataError(f"{root}: no such folder of public images, and no .npz")
+    paths = sorted(
+        path
+        for path in root.rglob("*")
+        if path.suffix.lower() in IMAGE_SUFFIXES and not path.name.startswith(".") and path.is_file()
+    )
+    if not paths:
+        raise DataError(f"{root}: no public images; expected {', '.join(sorted(IMAGE_SUFFIXES))} files in it")
+    return [(str(path), partial(_decoded, path, form)) for path in paths]
+
+
+def _decoded(path: Path, form: ImageForm) -> NDArray[np.uint8]:
+    return decode_image(path.read_bytes(), form, str(path))

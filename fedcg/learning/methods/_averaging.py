@@ -1,0 +1,156 @@
+"""Methods that train extractor and classifier by classification and average what they share by data size.
+
+Their local half differs in which parts are shared and in a penalty beside the cross-entropy, their server half in what comes
+after the average: `averaging_method` builds the method from that. FedAvg (McMahan et al., 2017) is the pattern.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Generic, TypeVar
+
+from torch import nn
+
+from fedcg.learning.aggregation.averaging import AverageAggregator
+from fedcg.learning.data.image_folder import ImageSet, usable_rows
+from fedcg.learning.errors import DataError
+from fedcg.learning.method import (
+    Aggregate,
+    Aggregator,
+    ClientState,
+    DivergedError,
+    LabelCounts,
+    LocalResult,
+    Method,
+    RoundContext,
+    ServerState,
+    SharedResult,
+    Spill,
+    TrainingParams,
+    Turn,
+    Weights,
+)
+from fedcg.learning.networks.assembly import load_part, weights_of
+from fedcg.learning.networks.stacked import can_stack
+from fedcg.learning.spec import FederationSpec
+from fedcg.learning.training.stacked_training import Learner, train_classifiers
+from fedcg.learning.training.training_loop import PenaltyMaker, no_penalty, train_classifier
+from fedcg.wire.parts import Part, Report
+
+PERSONAL = frozenset({Part.EXTRACTOR, Part.CLASSIFIER})
+
+Params = TypeVar("Params", bound=TrainingParams)
+PenaltyOf = Callable[[Mapping[Part, nn.Module], Params, RoundContext], PenaltyMaker]
+"""(networks as loaded at the start of the round, parameters, context) -> the penalty of the round."""
+MakeAggregator = Callable[[ServerState, RoundContext, Spill], Aggregator]
+
+
+def unpenalised(nets: Mapping[Part, nn.Module], params: TrainingParams, ctx: RoundContext) -> PenaltyMaker:
+    """Cross-entropy alone."""
+    return no_penalty
+
+
+def averaging_method(
+    name: str,
+    title: str,
+    params_type: type[Params],
+    shared: frozenset[Part],
+    *,
+    penalty_of: PenaltyOf[Params] = unpenalised,
+    downloads: frozenset[Part] = frozenset(),
+    label_counts: LabelCounts = LabelCounts.NEVER,
+    aggregator: MakeAggregator | None = None,
+    needs_public: bool = False,
+) -> Method:
+    """A method whose clients train extractor and classifier and share some of it.
+
+    Args:
+        name: its file's name.
+        title: one line for people.
+        params_type: its parameters.
+        shared: parts that go up and, merged, come down; the rest of `PERSONAL` stays private.
+        penalty_of: what is added to the cross-entropy.
+        downloads: parts that only come down and that no client trains.
+        label_counts: whether updates tell them.
+        aggregator: the server half; averages the shared parts when None.
+        needs_public: the server half needs public images.
+    """
+    half = _LocalHalf(params_type, shared, penalty_of, label_counts)
+    return Method(
+        name=name,
+        title=title,
+        params_type=params_type,
+        shared_up=shared,
+        shared_down=shared | downloads,
+        private_parts=PERSONAL - shared,
+        label_counts=label_counts,
+        init_client=partial(_init_client, PERSONAL | downloads),
+        local_round=half.round_of,
+        init_server=partial(_init_server, shared | downloads),
+        aggregator=aggregator or (lambda state, ctx, spill: AverageAggregator(shared, spill)),
+        needs_public=needs_public,
+        local_rounds=half.rounds_of if penalty_of is unpenalised else None,
+    )
+
+
+def _init_client(parts: frozenset[Part], spec: FederationSpec, initial: Mapping[Part, Weights]) -> ClientState:
+    return ClientState({part: initial[part] for part in sorted(parts)})
+
+
+def _init_server(parts: frozenset[Part], spec: FederationSpec, initial: Mapping[Part, Weights]) -> ServerState:
+    return ServerState(Aggregate({part: initial[part] for part in sorted(parts)}))
+
+
+@dataclass(frozen=True)
+class _LocalHalf(Generic[Params]):
+    """Load what came down (the client's own in its place without an aggregate), train E and C, keep all, share some."""
+
+    params_type: type[Params]
+    shared: frozenset[Part]
+    penalty_of: PenaltyOf[Params]
+    label_counts: LabelCounts
+
+    def round_of(
+        self, state: ClientState, data: ImageSet, aggregate: Aggregate | None, ctx: RoundContext
+    ) -> LocalResult:
+        """One client's local round."""
+        params, nets, data = self._ready(Turn(state, data, ctx), aggregate)
+        penalty = self.penalty_of(nets, params, ctx)
+        loss = train_classifier(nets[Part.EXTRACTOR], nets[Part.CLASSIFIER], data, params, ctx, penalty)
+        return self._result(nets, data, loss)
+
+    def rounds_of(self, turns: Sequence[Turn], aggregate: Aggregate | None) -> list[LocalResult | Exception]:
+        """Those of several clients without a penalty; stacked where their networks can be."""
+        answers: dict[int, LocalResult | Exception] = {}
+        learners: dict[int, tuple[dict[Part, nn.Module], Learner]] = {}
+        for at, turn in enumerate(turns):
+            params, nets, data = self._ready(turn, aggregate)
+            try:
+                if usable_rows(len(data), params.batch_size) and can_stack(nets[Part.EXTRACTOR], nets[Part.CLASSIFIER]):
+                    learners[at] = nets, Learner(nets[Part.EXTRACTOR], nets[Part.CLASSIFIER], data, turn.ctx)
+                else:
+                    answers[at] = self.round_of(turn.state, turn.data, aggregate, turn.ctx)
+            except (DataError, DivergedError) as error:
+                answers[at] = error
+        if learners:
+            losses = train_classifiers([learner for _, learner in learners.values()], params)
+            for (at, (nets, learner)), loss in zip(learners.items(), losses, strict=True):
+                answers[at] = loss if isinstance(loss, Exception) else self._result(nets, learner.data, loss)
+        return [answers[at] for at in range(len(turns))]
+
+    def _ready(self, turn: Turn, aggregate: Aggregate | None) -> tuple[Params, dict[Part, nn.Module], ImageSet]:
+        """Parameters, networks and images on the device."""
+        ctx = turn.ctx
+        weights = {**turn.state.parts, **(aggregate.parts if aggregate else {})}
+        nets = {part: load_part(ctx.spec, part, weights[part], ctx.device) for part in sorted(turn.state.parts)}
+        return self.params_type.model_validate(ctx.spec.params), nets, turn.data.to(ctx.device)
+
+    def _result(self, nets: Mapping[Part, nn.Module], data: ImageSet, loss: float) -> LocalResult:
+        counts = None if self.label_counts is LabelCounts.NEVER else data.label_counts()
+        return LocalResult(
+            SharedResult({part: weights_of(nets[part]) for part in sorted(self.shared)}),
+            ClientState({part: weights_of(net) for part, net in nets.items()}),
+            Report(examples=len(data), loss=loss, label_counts=counts),
+        )

@@ -1,0 +1,92 @@
+"""From an operator's plan to a complete spec, and from a spec to everybody's initial weights.
+
+Roots (design §5): classifier and generator start from the public spec seed, extractor and discriminator from the cohort secret;
+a part that a method shares is public whatever it is. All clients and the server thus start from the same weights of
+what is averaged, and a coordinator does not know where a private part started.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fedcg.learning.method import LabelCounts, TrainingParams, Weights
+from fedcg.learning.networks.assembly import build_part, layouts, weights_of
+from fedcg.learning.registry import get_method
+from fedcg.learning.seeds import Streams, spec_root
+from fedcg.learning.spec import FederationPlan, FederationSpec
+from fedcg.wire.parts import DEFAULT_ALLOW_UPLOAD, Part, ReportField, is_delta
+
+_REPORT = (ReportField.EXAMPLES, ReportField.ACCURACY, ReportField.LOSS, ReportField.HEALTH)
+
+
+def initial_parts(spec: FederationSpec, private_root: bytes) -> dict[Part, Weights]:
+    """Initial weights of every part that the spec's method has.
+
+    Args:
+        spec: names networks, method and public seed.
+        private_root: the cohort secret; `spec_root(spec.seed)` on a device without one, and on the coordinator (which has no
+            use for the private parts).
+    """
+    method = get_method(spec.method)
+    public = method.shared_up | method.shared_down | DEFAULT_ALLOW_UPLOAD
+    result: dict[Part, Weights] = {}
+    for part in sorted(method.parts):
+        root = spec_root(spec.seed) if part in public else private_root
+        stream = Streams(root).at(spec.federation, "initial").generator(part.value)
+        with torch.no_grad():
+            result[part] = weights_of(build_part(spec, part, stream))
+    return result
+
+
+def complete_spec(plan: FederationPlan) -> FederationSpec:
+    """Check an operator's plan and fill in what follows from it: defaults, tensor layouts, payload, report fields.
+
+    `report` lists every field a device MAY tell; of these a method needs EXAMPLES, and LABEL_COUNTS unless it is listed
+    as optional.
+
+    Raises:
+        ValueError: a parameter that the method does not have, or out of range; names every bad one.
+        LearningError: an unknown method or network, or an image too small for the split.
+    """
+    method = get_method(plan.method)
+    params = method.params_type.model_validate(plan.params)
+    counts = () if method.label_counts is LabelCounts.NEVER else (ReportField.LABEL_COUNTS,)
+    optional = method.label_counts is LabelCounts.OPTIONAL and not params.needs_label_counts
+    return FederationSpec(
+        federation=plan.federation,
+        classes=plan.classes,
+        image=plan.image,
+        network=plan.network,
+        method=plan.method,
+        params=params.model_dump(mode="json"),
+        rounds=plan.rounds,
+        seed=plan.seed,
+        augment_flip=plan.augment_flip,
+        augment_crop=plan.augment_crop,
+        upload=tuple(sorted(method.shared_up)),
+        report=(*_REPORT, *counts),
+        optional_report=counts if optional else (),
+        layouts=layouts(plan, method.parts),
+        codec=plan.codec,
+        aggregate_codec=plan.aggregate_codec,
+        with_base=tuple(sorted(method.with_base)) if is_delta(plan.codec) else (),
+    )
+
+
+def shadow_spec(spec: FederationSpec) -> FederationSpec:
+    """The spec of the local-only shadow: method `local` with the same training parameters, data form and networks.
+
+    Only for use beside `spec` on the same device: its federation name, and so every stream, is the same.
+    """
+    params = {name: value for name, value in spec.params.items() if name in TrainingParams.model_fields}
+    parts = get_method("local").parts
+    return spec.model_copy(
+        update={
+            "method": "local",
+            "params": params,
+            "upload": (),
+            "report": _REPORT,
+            "optional_report": (),
+            "layouts": {part: layout for part, layout in spec.layouts.items() if part in parts},
+        }
+    )

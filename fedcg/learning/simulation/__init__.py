@@ -1,0 +1,1 @@
+"""Many clients in one process."""

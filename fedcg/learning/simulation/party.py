@@ -1,0 +1,111 @@
+"""Who takes part in a simulation: everybody's images, secrets and the spec. Fixed for the length of a run; trains nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from fedcg.learning.data.image_folder import ImageSet
+from fedcg.learning.method import Precision, RoundContext, Weights
+from fedcg.learning.seeds import Streams
+from fedcg.learning.spec import FederationSpec
+from fedcg.wire.parts import Part
+
+ATTEMPT = 1  # a simulated round is never tried again
+
+
+@dataclass(frozen=True)
+class ClientData:
+    """One client's images: what it trains on, chooses its best round by, and is measured on."""
+
+    train: ImageSet
+    val: ImageSet
+    test: ImageSet
+
+
+@dataclass(frozen=True)
+class Roots:
+    """The roots of randomness (design §5): one secret per device, the cohort's, the coordinator's."""
+
+    cohort: bytes
+    coordinator: bytes
+    devices: Mapping[str, bytes]
+
+    @staticmethod
+    def from_seed(seed: int, clients: tuple[str, ...]) -> Roots:
+        """All roots from one public seed: for simulations and demos, not for a deployment."""
+        streams = Streams(f"fedcg simulation {seed}".encode())
+
+        def secret(*purpose: object) -> bytes:
+            return b"".join(streams.seed(*purpose, part).to_bytes(8, "big") for part in range(4))
+
+        return Roots(secret("cohort"), secret("coordinator"), {name: secret("device", name) for name in clients})
+
+
+class Coding(Protocol):
+    """What the wire does to numbers, done without a wire. Laws: it can be pickled; the same parts give the same numbers."""
+
+    def aggregate(self, parts: Mapping[Part, Weights]) -> Mapping[Part, Weights]:
+        """An aggregate as both sides have it.
+
+        Raises:
+            DivergedError: it can't be coded.
+        """
+
+    def update(
+        self, client: str, parts: Mapping[Part, Weights], base: Mapping[Part, Weights]
+    ) -> tuple[Mapping[Part, Weights], int]:
+        """A client's update as the server decodes it, and the bytes it takes; `base` is the aggregate that the round started from.
+
+        Raises:
+            DivergedError: it can't be coded.
+        """
+
+
+@dataclass(frozen=True)
+class Party:
+    """What a simulation holds fixed; it is handed to every worker once.
+
+    Attributes:
+        spec: complete spec.
+        datasets: per client.
+        roots: secrets of all members.
+        common: one test set for everybody, where there is one.
+        device: torch device of all training.
+        public: [N, C, H, W] uint8 without labels, for the server half of methods that use it.
+        precision: of training steps; "bf16" for CUDA devices.
+        coding: what the wire does to updates and aggregates; None: nothing.
+    """
+
+    spec: FederationSpec
+    datasets: Mapping[str, ClientData]
+    roots: Roots
+    common: ImageSet | None = None
+    device: str = "cpu"
+    public: torch.Tensor | None = None
+    precision: Precision = "f32"
+    coding: Coding | None = None
+
+    def client_context(self, client: str, number: int) -> RoundContext:
+        """The context of a client in a round."""
+        return self._context(self.roots.devices[client], number, None)
+
+    def server_context(self, number: int) -> RoundContext:
+        """The context of the server half in a round."""
+        return self._context(self.roots.coordinator, number, self.public)
+
+    def _context(self, root: bytes, number: int, public: torch.Tensor | None) -> RoundContext:
+        streams = Streams(root).at(self.spec.federation, number, ATTEMPT)
+        return RoundContext(
+            self.spec,
+            number,
+            ATTEMPT,
+            self.spec.rounds,
+            streams,
+            device=self.device,
+            public=public,
+            precision=self.precision,
+        )

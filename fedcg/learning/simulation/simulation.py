@@ -1,0 +1,279 @@
+"""Many clients and the server, round after round, calling exactly the functions that agents and coordinator call.
+
+Order of execution never changes results: every client's streams are its own, and aggregation runs in client-id order. What a
+round consists of is in `simulation_tasks`, who runs it in `runners`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from fedcg.learning.aggregation.averaging import weighted_average
+from fedcg.learning.data.image_folder import ImageSet
+from fedcg.learning.method import (
+    Aggregate,
+    ClientState,
+    DivergedError,
+    LocalResult,
+    ServerState,
+    SharedResult,
+    Update,
+    Weights,
+)
+from fedcg.learning.networks.initial_weights import initial_parts, shadow_spec
+from fedcg.learning.registry import get_method
+from fedcg.learning.simulation.party import ATTEMPT, ClientData, Coding, Party, Roots
+from fedcg.learning.simulation.runners import Runner, SerialRunner
+from fedcg.learning.simulation.state import Failure, Schedule, Simulation
+from fedcg.learning.simulation.tasks import (
+    LocalOutcome,
+    LocalTask,
+    MeasureTask,
+    MemorySpill,
+    RoundRecord,
+    local_task,
+    measure_task,
+    teacher_task,
+)
+from fedcg.learning.training.evaluation import evaluate
+from fedcg.wire.parts import Part
+
+__all__ = [
+    "ATTEMPT",
+    "NOBODY_TRAINED",
+    "ClientData",
+    "Coding",
+    "Failure",
+    "LocalOutcome",
+    "LocalTask",
+    "MeasureTask",
+    "MemorySpill",
+    "Party",
+    "Roots",
+    "RoundRecord",
+    "Runner",
+    "Schedule",
+    "SerialRunner",
+    "Simulation",
+    "local_task",
+    "measure_task",
+    "participants",
+    "simulate",
+    "simulated_rounds",
+    "teacher_task",
+    "update_of",
+]
+
+NOBODY_TRAINED = "no client of this round could train"
+_PERSONAL = (Part.EXTRACTOR, Part.CLASSIFIER)
+
+
+def simulate(
+    party: Party,
+    schedule: Schedule = Schedule(),
+    *,
+    runner: Runner | None = None,
+    resume: Simulation | None = None,
+    on_round: Callable[[Simulation], None] | None = None,
+) -> Simulation:
+    """Run a federation.
+
+    Args:
+        party: spec, data and secrets.
+        schedule: how long, and what beside the training.
+        runner: who trains; this process when None. The caller closes it.
+        resume: where an interrupted run of the same party and schedule stood; from the start when None.
+        on_round: called after every round with where the simulation stands.
+    """
+    now = resume
+    for now in simulated_rounds(party, schedule, runner=runner, resume=resume):
+        if on_round is not None:
+            on_round(now)
+    return _beginning(party, schedule) if now is None else now
+
+
+def simulated_rounds(
+    party: Party, schedule: Schedule = Schedule(), *, runner: Runner | None = None, resume: Simulation | None = None
+) -> Iterator[Simulation]:
+    """Where a federation stands after each round that is left to do; arguments as those of `simulate`."""
+    runner = runner or SerialRunner()
+    runner.start(party)
+    total = schedule.rounds or party.spec.rounds
+    now = resume or _beginning(party, schedule)
+    while now.rounds < total and not now.ended_early:
+        now = _after_round(party, schedule, runner, now, last=now.rounds + 1 == total)
+        yield now
+
+
+def participants(party: Party, schedule: Schedule, number: int) -> tuple[str, ...]:
+    """Who takes part in a round, sorted: a share of the clients, at least one, drawn from the coordinator's stream."""
+    names = sorted(party.datasets)
+    count = max(1, round(schedule.participation * len(names)))
+    if count >= len(names):
+        return tuple(names)
+    order = torch.randperm(len(names), generator=party.server_context(number).streams.generator("participants"))
+    return tuple(sorted(names[int(index)] for index in order[:count]))
+
+
+def update_of(client: str, result: LocalResult) -> Update:
+    """What the server would decode of a local round.
+
+    Raises:
+        ValueError: the report does not tell the number of examples.
+    """
+    if result.report.examples is None:
+        raise ValueError(f"{client}: a report without its number of examples")
+    return Update(client, result.shared.parts, result.report.examples, result.report.label_counts)
+
+
+def _beginning(party: Party, schedule: Schedule) -> Simulation:
+    spec = party.spec
+    method, alone = get_method(spec.method), get_method("local")
+    initial = initial_parts(spec, party.roots.cohort)
+    names = sorted(party.datasets)
+    shadowed = names if schedule.shadow and method.name != alone.name else []
+    return Simulation(
+        rounds=0,
+        server=_decoded(party, method.init_server(spec, initial)),
+        states={name: method.init_client(spec, initial) for name in names},
+        shadows={name: alone.init_client(shadow_spec(spec), initial) for name in shadowed},
+        curves=dict.fromkeys(names, ()),
+    )
+
+
+def _after_round(party: Party, schedule: Schedule, runner: Runner, now: Simulation, *, last: bool) -> Simulation:
+    number = now.rounds + 1
+    tasks = [
+        LocalTask(name, number, now.states[name], now.shadows.get(name))
+        for name in participants(party, schedule, number)
+    ]
+    outcomes, sizes = _coded(party, runner.local(tasks, now.aggregate), now.aggregate)
+    results = {name: outcomes[name].result for name in sorted(outcomes)}
+    present = {name: result for name, result in results.items() if result is not None}
+    started = time.perf_counter()
+    server, server_failure = _aggregate(party, runner, number, now.server, present)
+    seconds = time.perf_counter() - started
+    shadows = {name: outcome.shadow for name, outcome in outcomes.items() if outcome.shadow is not None}
+    after = replace(
+        now,
+        rounds=number,
+        server=server,
+        states={**now.states, **{name: result.private for name, result in present.items()}},
+        shadows={**now.shadows, **shadows},
+        failures=_noted(now.failures, {name: outcome.failure for name, outcome in outcomes.items()}, number),
+        shadow_failures=_noted(
+            now.shadow_failures, {name: outcome.shadow_failure for name, outcome in outcomes.items()}, number
+        ),
+        server_failures=now.server_failures + (() if server_failure is None else (Failure(number, server_failure),)),
+        aggregate_seconds=(*now.aggregate_seconds, seconds),
+        update_bytes=now.update_bytes
+        if party.coding is None
+        else (*now.update_bytes, sum(sizes) // max(1, len(sizes))),
+    )
+    if last or number % schedule.evaluate_every == 0:
+        after = _measured(party, runner, after, outcomes)
+    return replace(after, ended_early=_stands_still(after, schedule))
+
+
+def _decoded(party: Party, server: ServerState) -> ServerState:
+    """What server and clients both go on from: the aggregate as the wire brings it."""
+    if party.coding is None:
+        return server
+    parts = party.coding.aggregate(server.aggregate.parts)
+    return replace(server, aggregate=replace(server.aggregate, parts=parts))
+
+
+def _coded(
+    party: Party, outcomes: Iterable[LocalOutcome], base: Aggregate
+) -> tuple[dict[str, LocalOutcome], list[int]]:
+    """Outcomes by client, their shared parts as the server decodes them, and the bytes of each update.
+
+    A client whose update can't be coded has failed: what it sends is the end of its round.
+    """
+    coded, sizes = {}, []
+    for outcome in outcomes:
+        client, result = outcome.client, outcome.result
+        if party.coding is not None and result is not None:
+            try:
+                parts, size = party.coding.update(client, result.shared.parts, base.parts)
+                sizes.append(size)
+                outcome = replace(outcome, result=replace(result, shared=SharedResult(parts)))
+            except DivergedError as error:
+                outcome = replace(outcome, result=None, failure=str(error))
+        coded[client] = outcome
+    return coded, sizes
+
+
+def _noted(
+    failures: Mapping[str, tuple[Failure, ...]], reasons: Mapping[str, str | None], number: int
+) -> Mapping[str, tuple[Failure, ...]]:
+    new = {name: Failure(number, reason) for name, reason in sorted(reasons.items()) if reason is not None}
+    return {**failures, **{name: (*failures.get(name, ()), failure) for name, failure in new.items()}}
+
+
+def _aggregate(
+    party: Party, runner: Runner, number: int, server: ServerState, results: Mapping[str, LocalResult]
+) -> tuple[ServerState, str | None]:
+    """The server's state after a round, and why it stayed what it was, if it did."""
+    if not results:
+        return server, NOBODY_TRAINED
+    updates = {name: update_of(name, result) for name, result in results.items()}
+    spill = MemorySpill()
+    try:
+        for client, rows in runner.teach(number, server, list(updates.values())):
+            spill.put(client, rows)
+        merge = get_method(party.spec.method).aggregator(server, party.server_context(number), spill)
+        return _decoded(party, merge.finish({name: partial(updates.__getitem__, name) for name in updates})[1]), None
+    except DivergedError as error:
+        return server, str(error)
+
+
+def _measured(party: Party, runner: Runner, now: Simulation, outcomes: Mapping[str, LocalOutcome]) -> Simulation:
+    tasks = [
+        MeasureTask(name, now.rounds, state.parts, now.shadows[name].parts if name in now.shadows else None)
+        for name, state in now.states.items()
+    ]
+    found = dict(runner.measure(tasks, now.aggregate))
+    curves = dict(now.curves)
+    for name, record in found.items():
+        outcome = outcomes.get(name)
+        if outcome is not None and outcome.result is not None:
+            record = replace(record, loss=outcome.result.report.loss, seconds=outcome.seconds)
+        curves[name] = (*curves[name], record)
+    return replace(
+        now, curves=curves, global_accuracy=(*now.global_accuracy, (now.rounds, _global_accuracy(party, now.states)))
+    )
+
+
+def _global_accuracy(party: Party, states: Mapping[str, ClientState]) -> float:
+    """FedMD-CG's global test accuracy: of the average of the clients' whole models, extractors too, by number of images.
+
+    Measured on the common test set, or on everybody's own test images together where there is none.
+    """
+    names = sorted(states)
+    weights = {name: float(len(party.datasets[name].train)) for name in names}
+    average: dict[Part, Weights] = {
+        part: weighted_average((weights[name], states[name].parts[part]) for name in names if weights[name] > 0)
+        for part in _PERSONAL
+    }
+    images = party.common if party.common is not None and len(party.common) else _together(party, names)
+    return evaluate(party.spec, average, images, party.device).accuracy
+
+
+def _together(party: Party, names: Sequence[str]) -> ImageSet:
+    tests = [party.datasets[name].test for name in names]
+    return ImageSet(
+        torch.cat([test.images for test in tests]), torch.cat([test.labels for test in tests]), tests[0].classes
+    )
+
+
+def _stands_still(now: Simulation, schedule: Schedule) -> bool:
+    """Whether no client's best validation is younger than the schedule's patience."""
+    if schedule.early_stop is None or not any(now.curves.values()):
+        return False
+    return now.rounds - max(now.best(name).round for name in now.curves) >= schedule.early_stop

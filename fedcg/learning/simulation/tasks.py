@@ -1,0 +1,256 @@
+"""The pieces of a simulated round as pure functions: one local round, one teacher pass, one client's figures.
+
+A piece depends on its arguments alone, and they can all be pickled: where a piece runs, and in which order the pieces run,
+never changes a result. Knows nothing of the order of rounds, of files or of processes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from fedcg.learning.data.image_folder import ImageSet
+from fedcg.learning.errors import DataError
+from fedcg.learning.method import (
+    Aggregate,
+    ClientState,
+    DivergedError,
+    Evaluation,
+    LocalResult,
+    Method,
+    ServerState,
+    Turn,
+    Update,
+    Weights,
+)
+from fedcg.learning.networks.initial_weights import shadow_spec
+from fedcg.learning.registry import get_method
+from fedcg.learning.simulation.party import Party
+from fedcg.learning.training.evaluation import consistency, evaluate, generator_spread
+from fedcg.wire.parts import Part
+
+
+@dataclass(frozen=True)
+class LocalTask:
+    """One client's local round: `state` from its last one, `shadow` likewise (None: no shadow is trained)."""
+
+    client: str
+    number: int
+    state: ClientState
+    shadow: ClientState | None
+
+
+@dataclass(frozen=True)
+class LocalOutcome:
+    """What a local round came to.
+
+    Attributes:
+        result: None where the client could not train; its state from before then still stands.
+        failure: why it could not.
+        shadow: the shadow after the round (from before it where the shadow diverged).
+        seconds: of the local round, without the shadow.
+        shadow_failure: why the shadow stood still.
+    """
+
+    client: str
+    number: int
+    result: LocalResult | None
+    failure: str | None
+    shadow: ClientState | None
+    seconds: float
+    shadow_failure: str | None = None
+
+
+@dataclass(frozen=True)
+class MeasureTask:
+    """One client to be measured after a round: its latest parts before the download, its shadow's."""
+
+    client: str
+    number: int
+    parts: Mapping[Part, Weights]
+    shadow: Mapping[Part, Weights] | None
+
+
+@dataclass(frozen=True)
+class RoundRecord:
+    """One client after one round; None where there is nothing to measure on.
+
+    Attributes:
+        round: counted from 1.
+        accuracy: on its own test images, before the download. `validation` (with `validation_loss`), `common` likewise.
+        accuracy_after: on its own test images, with this round's aggregate loaded; None without shared parts.
+        local_accuracy: the shadow's on its own test images (None without a shadow); `local_validation`, `local_common` likewise.
+        consistency: share of own generated features that its classifier recognises; None without a generator.
+        spread: mean std(G) / std(F) of its own generator.
+        loss: mean training cross-entropy; None where it did not train in this round.
+        seconds: of the local round, without shadow and evaluation; None where it did not train.
+    """
+
+    round: int
+    accuracy: float | None
+    validation: float | None
+    validation_loss: float | None
+    common: float | None
+    accuracy_after: float | None
+    local_accuracy: float | None
+    local_validation: float | None
+    local_validation_loss: float | None
+    local_common: float | None
+    consistency: float | None
+    spread: float | None
+    loss: float | None = None
+    seconds: float | None = None
+
+
+class MemorySpill:
+    """A spill that keeps tensors in memory."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Weights] = {}
+
+    def put(self, client: str, tensors: Weights) -> None:
+        """Keep tensors of a client."""
+        self._kept[client] = tensors
+
+    def get(self, client: str) -> Weights:
+        """The tensors of a client."""
+        return self._kept[client]
+
+    def has(self, client: str) -> bool:
+        """Whether the client's tensors are there."""
+        return client in self._kept
+
+
+def local_task(party: Party, task: LocalTask, aggregate: Aggregate) -> LocalOutcome:
+    """One client's local round, and its shadow's on the same streams.
+
+    A client that diverges, or has too few images to train on, gives a failure instead of a result.
+    """
+    return local_tasks(party, [task], aggregate)[0]
+
+
+def local_tasks(party: Party, tasks: Sequence[LocalTask], aggregate: Aggregate) -> list[LocalOutcome]:
+    """`local_task` of several clients, together where the method can; the shadows together as well."""
+    method, alone = get_method(party.spec.method), get_method("local")
+    turns = [
+        Turn(task.state, party.datasets[task.client].train, party.client_context(task.client, task.number))
+        for task in tasks
+    ]
+    shadowed = {
+        task.client: Turn(task.shadow, turn.data, replace(turn.ctx, spec=shadow_spec(party.spec)))
+        for task, turn in zip(tasks, turns, strict=True)
+        if task.shadow is not None
+    }
+    results = _attempts(method, turns, aggregate)
+    shadows = dict(zip(shadowed, _attempts(alone, list(shadowed.values()), None), strict=True))
+    return [_outcome(task, result, shadows.get(task.client)) for task, result in zip(tasks, results, strict=True)]
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    result: LocalResult | None
+    failure: str | None
+    seconds: float
+
+
+def _outcome(task: LocalTask, trained: _Attempt, shadow: _Attempt | None) -> LocalOutcome:
+    state, failure = task.shadow, None
+    if shadow is not None:
+        state, failure = (shadow.result.private if shadow.result else task.shadow), shadow.failure
+    return LocalOutcome(task.client, task.number, trained.result, trained.failure, state, trained.seconds, failure)
+
+
+def _attempts(method: Method, turns: Sequence[Turn], aggregate: Aggregate | None) -> list[_Attempt]:
+    if len(turns) > 1 and method.local_rounds is not None:
+        started = time.perf_counter()
+        answers = method.local_rounds(turns, aggregate)
+        seconds = (time.perf_counter() - started) / len(turns)
+        return [_attempt(partial(_given, answer), seconds) for answer in answers]
+    return [_attempt(partial(method.local_round, turn.state, turn.data, aggregate, turn.ctx)) for turn in turns]
+
+
+def _given(answer: LocalResult | Exception) -> LocalResult:
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
+def _attempt(train: Callable[[], LocalResult], seconds: float | None = None) -> _Attempt:
+    """What training came to; `seconds` where it was done before."""
+    started = time.perf_counter()
+    result, failure = None, None
+    try:
+        result = train()
+        _check_finite(result.private.parts.values())
+    except (DivergedError, DataError) as error:
+        result, failure = None, str(error)
+    return _Attempt(result, failure, time.perf_counter() - started if seconds is None else seconds)
+
+
+def _check_finite(parts: Iterable[Weights]) -> None:
+    """The last step's weights are in no loss that anybody looked at.
+
+    Raises:
+        DivergedError: a weight is not finite.
+    """
+    for weights in parts:
+        for name, tensor in weights.items():
+            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+                raise DivergedError(f"{name} is not finite after the round; the state before it still stands")
+
+
+def teacher_task(party: Party, number: int, server: ServerState, update: Update) -> Weights:
+    """The rows that `aggregator.add(update)` spills; empty where the method's server half spills nothing."""
+    spill = MemorySpill()
+    get_method(party.spec.method).aggregator(server, party.server_context(number), spill).add(update)
+    return spill.get(update.client) if spill.has(update.client) else {}
+
+
+def measure_task(party: Party, task: MeasureTask, aggregate: Aggregate) -> RoundRecord:
+    """A client's figures after a round, without what only the local round knows (loss, seconds)."""
+    spec, data, parts = party.spec, party.datasets[task.client], task.parts
+
+    def measured(weights: Mapping[Part, Weights] | None, images: ImageSet | None) -> Evaluation | None:
+        if weights is None or images is None or len(images) == 0:
+            return None
+        return evaluate(spec, weights, images, party.device)
+
+    def accuracy(weights: Mapping[Part, Weights] | None, images: ImageSet | None) -> float | None:
+        found = measured(weights, images)
+        return None if found is None else found.accuracy
+
+    val, local_val = measured(parts, data.val), measured(task.shadow, data.val)
+    agreed, spread = _generator_figures(party, task)
+    return RoundRecord(
+        round=task.number,
+        accuracy=accuracy(parts, data.test),
+        validation=None if val is None else val.accuracy,
+        validation_loss=None if val is None else val.loss,
+        common=accuracy(parts, party.common),
+        accuracy_after=accuracy({**parts, **aggregate.parts}, data.test) if aggregate.parts else None,
+        local_accuracy=accuracy(task.shadow, data.test),
+        local_validation=None if local_val is None else local_val.accuracy,
+        local_validation_loss=None if local_val is None else local_val.loss,
+        local_common=accuracy(task.shadow, party.common),
+        consistency=agreed,
+        spread=spread,
+    )
+
+
+def _generator_figures(party: Party, task: MeasureTask) -> tuple[float | None, float | None]:
+    """(consistency, spread) of a client's own generator; None for a method without one, or where it can't be told."""
+    generator = task.parts.get(Part.GENERATOR)
+    if generator is None:
+        return None, None
+    streams = party.client_context(task.client, task.number).streams.at("measure")
+    agreed = consistency(party.spec, task.parts[Part.CLASSIFIER], generator, streams)
+    train = party.datasets[task.client].train
+    try:
+        spread = generator_spread(party.spec, task.parts[Part.EXTRACTOR], generator, train, streams)
+    except DataError:
+        return agreed, None
+    return agreed, spread

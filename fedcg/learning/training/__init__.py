@@ -1,0 +1,1 @@
+"""The loops and losses of a device."""

@@ -1,0 +1,112 @@
+"""What a model is worth, on the box that owns the data: accuracy, consistency, spread. Nothing here trains."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the field's name for it
+
+from fedcg.learning.data.image_folder import ImageSet, normalise
+from fedcg.learning.errors import DataError
+from fedcg.learning.method import Evaluation, Weights
+from fedcg.learning.networks.assembly import load_part
+from fedcg.learning.seeds import Streams
+from fedcg.learning.spec import FederationSpec
+from fedcg.learning.training.training_loop import extract_features, generate, images_at_once
+from fedcg.wire.parts import Part
+
+_BATCH = 500
+_SPREAD_DRAWS = 1000
+# Geometric from 1 to 16: between neighbours a mean loss changes by less than 0.001.
+_TEMPERATURES = tuple(2.0 ** (step / 8) for step in range(33))
+_LIVE = 1e-3  # a dimension whose real spread is below this share of the class's mean spread is dead (a ReLU that never fires)
+
+
+@torch.no_grad()
+def evaluate(spec: FederationSpec, parts: Mapping[Part, Weights], data: ImageSet, device: str = "cpu") -> Evaluation:
+    """Accuracy and mean cross-entropy of extractor + classifier (a personal model) on held-out images.
+
+    Raises:
+        DataError: no images.
+    """
+    logits, labels = logits_of(spec, parts, data, device), data.labels.cpu()
+    correct = logits.argmax(1) == labels
+    per_class = torch.bincount(labels[correct], minlength=len(data.classes))
+    return Evaluation(
+        accuracy=float(correct.double().mean()),
+        loss=float(F.cross_entropy(logits, labels)),
+        images=len(data),
+        correct_per_class=tuple(int(count) for count in per_class),
+        images_per_class=data.label_counts(),
+    )
+
+
+@torch.no_grad()
+def logits_of(spec: FederationSpec, parts: Mapping[Part, Weights], data: ImageSet, device: str = "cpu") -> torch.Tensor:
+    """Logits of extractor + classifier on images, [N, C] on the CPU.
+
+    Raises:
+        DataError: no images.
+    """
+    if len(data) == 0:
+        raise DataError("no images to evaluate on")
+    extractor, classifier = (
+        load_part(spec, part, parts[part], device).eval() for part in (Part.EXTRACTOR, Part.CLASSIFIER)
+    )
+    some = data.images.split(min(_BATCH, images_at_once(spec.image)))
+    return torch.cat([classifier(extractor(normalise(images.to(device), spec.image))).cpu() for images in some])
+
+
+def calibrated_loss(logits: torch.Tensor, labels: torch.Tensor) -> float:
+    """Mean cross-entropy of softmax(logits / T) for the temperature T at which it is least.
+
+    A model that was trained longer is more confident, and its plain cross-entropy higher at equal accuracy. With a temperature
+    of its own for each model this difference is gone. T is sought from 1 to 16: below 1, a model that has a few validation images
+    all right would come to a loss of 0, and nothing could be told from it.
+    """
+    return min(float(F.cross_entropy(logits.double() / temperature, labels)) for temperature in _TEMPERATURES)
+
+
+@torch.no_grad()
+def consistency(
+    spec: FederationSpec, classifier: Weights, generator: Weights, streams: Streams, draws_per_class: int = 1000
+) -> float:
+    """Share of generated features that the client's own classifier gives the asked class (cf. FedMD-CG fig. 5), in [0, 1]."""
+    judge = load_part(spec, Part.CLASSIFIER, classifier).eval()
+    source = load_part(spec, Part.GENERATOR, generator).eval()
+    labels = torch.arange(spec.class_count).repeat_interleave(draws_per_class)
+    noise = torch.randn(len(labels), spec.network.noise_dim, generator=streams.generator("consistency"))
+    predicted = torch.cat([judge(some).argmax(1) for some in generate(source, noise, labels).split(_BATCH)])
+    return float((predicted == labels).double().mean())
+
+
+@torch.no_grad()
+def generator_spread(
+    spec: FederationSpec, extractor: Weights, generator: Weights, data: ImageSet, streams: Streams
+) -> float:
+    """Mean over classes and feature dimensions of std(G) / std(F): 1 as spread as real features, 0 collapsed.
+
+    Per class that `data` holds at least two images of: the standard deviation of each dimension over 1,000 generated
+    features, divided by that over the real ones. Dimensions without real spread are left out: the ratio means nothing there.
+
+    Raises:
+        DataError: no class has two images.
+    """
+    data = data.to("cpu")
+    real = extract_features(load_part(spec, Part.EXTRACTOR, extractor), data.images, spec).flatten(1)
+    source = load_part(spec, Part.GENERATOR, generator)
+    stream = streams.generator("spread")
+    ratios = []
+    for label, count in enumerate(data.label_counts()):
+        noise = torch.randn(_SPREAD_DRAWS, spec.network.noise_dim, generator=stream)
+        if count < 2:
+            continue
+        truth = real[data.labels == label].std(dim=0)
+        made = generate(source, noise, torch.full((_SPREAD_DRAWS,), label)).flatten(1).std(dim=0)
+        live = truth > _LIVE * truth.mean()
+        if bool(live.any()):
+            ratios.append((made[live] / truth[live]).mean())
+    if not ratios:
+        raise DataError("no class has two images with different features: the generator's spread cannot be told")
+    return float(torch.stack(ratios).mean())

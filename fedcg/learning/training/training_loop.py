@@ -1,0 +1,320 @@
+"""The local training loop that every method shares: shuffled batches, optimisers, divergence, progress.
+
+Order of steps is a function of the round's streams alone. Everything that does not depend on the step (augmentation,
+normalisation, noise, a frozen network's outputs) is done for a whole block of batches at once; a step then only slices.
+Optimisers are made afresh in every round (the papers don't say): a device that missed rounds would bring stale moments.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from fedcg.learning.data.image_folder import ImageSet, normalise, usable_rows
+from fedcg.learning.method import DivergedError, RoundContext, TrainingParams
+from fedcg.learning.networks.layer_randomness import seeded_layers
+from fedcg.learning.seeds import Streams
+from fedcg.learning.spec import FederationSpec, ImageForm
+from fedcg.learning.training.augmentation import Augmentation, Augmenter
+from fedcg.learning.training.cuda_graph import Step, graphed
+from fedcg.learning.training.eager_optimisers import SGD, Adam
+from fedcg.learning.training.fused_adam import FusedAdam
+from fedcg.learning.training.losses import cross_entropy
+from fedcg.learning.training.precision import Network, in_precision
+
+BLOCK_ROWS = 2048  # rows prepared at once: 25 MB of 3x32x32 float32
+_SMALL_IMAGE = 32 * 32  # pixels of an image of which BLOCK_ROWS go at once; of larger ones fewer, in the same memory
+# A mean loss above this is as lost as a NaN: uniform guessing over 10,000 classes costs 9.2. Mode seeking at exact collapse is
+# 1e5 times its weight, so a generator whose output is constant counts as diverged at the default weight.
+EXPLODED = 1e4
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some consecutive batches, prepared together.
+
+    Attributes:
+        images: [R, C, H, W] float32, augmented and normalised.
+        labels: [R] int64.
+    """
+
+    images: torch.Tensor
+    labels: torch.Tensor
+
+
+PenaltyLoss = Callable[..., torch.Tensor]
+"""(features, logits, the batch's rows of every tensor of the penalty) -> scalar."""
+
+
+@dataclass(frozen=True)
+class Penalty:
+    """What a method adds to the cross-entropy, for one block.
+
+    Attributes:
+        loss: the same function for every block. It refers to no tensor of a block but through its arguments: on a CUDA device
+            a step is recorded once and replayed.
+        rows: what it needs of the block beside features and logits, each [R, ...]: noise that was drawn, targets.
+    """
+
+    loss: PenaltyLoss
+    rows: tuple[torch.Tensor, ...] = ()
+
+    def __call__(self, rows: slice, features: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """The loss of one batch of the block."""
+        return self.loss(features, logits, *(tensor[rows] for tensor in self.rows))
+
+
+PenaltyMaker = Callable[[Block], Penalty | None]
+
+
+def no_penalty(block: Block) -> Penalty | None:
+    """Nothing beside the cross-entropy."""
+    return None
+
+
+def adam(
+    parameters: Iterable[torch.Tensor], lr: float, weight_decay: float, betas: tuple[float, float] = (0.9, 0.999)
+) -> torch.optim.Optimizer:
+    """Adam with L2 weight decay (FedCG §4.1), fused: one kernel a step."""
+    weights = list(parameters)
+    if _on_cpu(weights):
+        return FusedAdam(weights, lr, betas, weight_decay)
+    return Adam(weights, lr=lr, betas=betas, weight_decay=weight_decay, fused=True)
+
+
+def task_optimiser(parameters: Iterable[torch.Tensor], params: TrainingParams) -> torch.optim.Optimizer:
+    """The optimiser of extractor and classifier that the parameters name."""
+    if params.optimiser == "sgd":
+        weights = list(parameters)
+        fused = None if _on_cpu(weights) else True
+        return SGD(weights, lr=params.lr, weight_decay=params.weight_decay, fused=fused)
+    return adam(parameters, params.lr, params.weight_decay)
+
+
+def _on_cpu(weights: Iterable[torch.Tensor]) -> bool:
+    return all(weight.device.type == "cpu" for weight in weights)
+
+
+def steps_of(params: TrainingParams, rows: int) -> int:
+    """Local steps of one stage: `params.steps`, or those of `params.epochs` over `rows` rows."""
+    if params.steps:
+        return params.steps
+    return params.epochs * math.ceil(usable_rows(rows, params.batch_size) / params.batch_size)
+
+
+def images_at_once(form: ImageForm) -> int:
+    """How many images are prepared, or run through a frozen extractor, at once: 2,048 of 32x32, 41 of 224x224."""
+    return max(1, BLOCK_ROWS * _SMALL_IMAGE // max(form.height * form.width, _SMALL_IMAGE))
+
+
+def index_blocks(
+    rows: int, batch_size: int, steps: int, shuffle: torch.Generator, at_once: int = BLOCK_ROWS
+) -> Iterator[torch.Tensor]:
+    """Indices of exactly `steps` batches over shuffled epochs, in blocks of whole batches (an epoch's last may be smaller).
+
+    Args:
+        rows: how many rows there are.
+        batch_size: rows of a batch.
+        steps: how many batches.
+        shuffle: the stream of the order.
+        at_once: rows of a block, rounded down to whole batches, at least one.
+    """
+    usable = usable_rows(rows, batch_size)
+    block_rows = max(1, at_once // batch_size) * batch_size
+    done = 0
+    while done < steps:
+        order = torch.randperm(rows, generator=shuffle)[:usable]
+        for block in order.split(block_rows):
+            wanted = block[: (steps - done) * batch_size]
+            if len(wanted):
+                yield wanted
+                done += math.ceil(len(wanted) / batch_size)
+
+
+def slices(rows: int, batch_size: int) -> Iterator[slice]:
+    """The batches of a block of `rows` rows."""
+    return (slice(start, min(start + batch_size, rows)) for start in range(0, rows, batch_size))
+
+
+def image_blocks(
+    data: ImageSet, spec: FederationSpec, batch_size: int, steps: int, streams: Streams
+) -> Iterator[Block]:
+    """Blocks of prepared images; shuffle and augmentation come from `streams`."""
+    shuffle, augmenter = streams.generator("order"), Augmenter(spec, streams)
+    for index in index_blocks(len(data), batch_size, steps, shuffle, images_at_once(spec.image)):
+        raw = data.rows(index.to(data.labels.device))
+        images = augmenter.draw(len(index)).apply(raw.images)
+        yield Block(normalise(images, spec.image), raw.labels)
+
+
+def check_loss(mean: float, what: str) -> float:
+    """A mean loss that training can go on from.
+
+    Raises:
+        DivergedError: it is not finite, or over `EXPLODED`.
+    """
+    if not math.isfinite(mean) or mean > EXPLODED:
+        raise DivergedError(f"{what}: mean loss {mean}; the state before this round still stands")
+    return mean
+
+
+class LossMeter:
+    """Sums losses on the device; looks at them (and so waits for the device) only when asked."""
+
+    def __init__(self, what: str, device: str) -> None:
+        self._what = what
+        self._sum = torch.zeros((), device=device)
+        self._steps = 0
+        self.latest = math.nan
+
+    def add(self, loss: torch.Tensor) -> None:
+        """Count one step's loss."""
+        self._sum += loss.detach()
+        self._steps += 1
+
+    def check(self) -> float:
+        """Mean loss since the last check.
+
+        Raises:
+            DivergedError: it is not finite, or over `EXPLODED`.
+        """
+        mean = check_loss(float(self._sum) / max(self._steps, 1), self._what)
+        self._sum.zero_()
+        self._steps = 0
+        self.latest = mean
+        return mean
+
+
+def train_classifier(
+    extractor: nn.Module,
+    classifier: nn.Module,
+    data: ImageSet,
+    params: TrainingParams,
+    ctx: RoundContext,
+    penalty: PenaltyMaker = no_penalty,
+) -> float:
+    """Train extractor and classifier on cross-entropy plus a method's penalty (FedCG alg. 1 lines 3-9; FedMD-CG lines 9-13).
+
+    The order of images and their augmentation come from the stream "classify" whatever the method, so that a shadow without an
+    aggregate sees the same batches.
+
+    Args:
+        extractor: trained in place.
+        classifier: trained in place.
+        data: the training images, on `ctx.device`.
+        params: epochs or steps, batch size, optimiser.
+        ctx: streams, device, progress.
+        penalty: called per block; all penalties of a call are alike but for their rows.
+
+    Returns:
+        Mean cross-entropy over the last block.
+
+    Raises:
+        DivergedError: the loss is not finite or exploded.
+    """
+    extractor.train()
+    classifier.train()
+    optimiser = task_optimiser([*extractor.parameters(), *classifier.parameters()], params)
+    steps, done = steps_of(params, len(data)), 0
+    task, whole = LossMeter("classification", ctx.device), LossMeter("classification with penalties", ctx.device)
+    step: Step | None = None
+    with seeded_layers(ctx, "classify"):
+        for block in image_blocks(data, ctx.spec, params.batch_size, steps, ctx.streams.at("classify")):
+            extra = penalty(block)
+            inputs = (block.images, block.labels, *(() if extra is None else extra.rows))
+            if step is None:
+                extract, classify = (in_precision(network, ctx) for network in (extractor, classifier))
+                plain = classification_step(extract, classify, optimiser, None if extra is None else extra.loss)
+                step = graphed(plain, [extractor, classifier], [optimiser], steps if ctx.graphs else 0)
+            for rows in slices(len(block.labels), params.batch_size):
+                losses = step(*(tensor[rows] for tensor in inputs))
+                task.add(losses[0])
+                whole.add(losses[1])
+                done += 1
+                ctx.progress("classify", done, steps)
+            task.check()
+            whole.check()
+    return task.latest
+
+
+def classification_step(
+    extractor: Network, classifier: Network, optimiser: torch.optim.Optimizer, penalty: PenaltyLoss | None
+) -> Step:
+    """One step on (images [B, ...], labels [B], the penalty's rows); returns [cross-entropy, that with the penalty]."""
+
+    def step(images: torch.Tensor, labels: torch.Tensor, *beside: torch.Tensor) -> torch.Tensor:
+        features = extractor(images)
+        logits = classifier(features)
+        task = loss = cross_entropy(logits, labels)
+        if penalty is not None:
+            loss = task + penalty(features, logits, *beside)
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        return torch.stack([task.detach(), loss.detach()])
+
+    return step
+
+
+@torch.no_grad()
+def extract_features(
+    extractor: nn.Module, images: torch.Tensor, spec: FederationSpec, *, flipped: bool = False
+) -> torch.Tensor:
+    """Features of images ([N, C, H, W] uint8) by a frozen extractor (eval mode), [N, *feature_shape]."""
+    extractor.eval()
+    blocks = (images.flip(-1) if flipped else images).split(images_at_once(spec.image))
+    return torch.cat([extractor(normalise(some, spec.image)) for some in blocks])
+
+
+def frozen_rows(device: torch.device) -> int:
+    """Rows that go through a frozen generator at once: on a CPU its maps then stay in the cache (measured: 2,048 take 1.5 times as long)."""
+    return 256 if device.type == "cpu" else BLOCK_ROWS
+
+
+@torch.no_grad()
+def generate(generator: nn.Module, noise: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Features of a frozen generator (eval mode: rows don't see each other), [B, *feature_shape]."""
+    generator.eval()
+    rows = frozen_rows(noise.device)
+    pairs = zip(noise.split(rows), labels.split(rows), strict=True)
+    return torch.cat([generator(z, y) for z, y in pairs])
+
+
+class FeatureSource:
+    """Real features h = E(x) of a frozen extractor, each computed once: both mirror images of a photo where the spec flips.
+
+    A stage that draws fewer rows than there are images, or windows of them, has features computed as they are drawn, block by block.
+    """
+
+    def __init__(self, extractor: nn.Module, data: ImageSet, spec: FederationSpec, draws: int | None = None) -> None:
+        """`draws`: how many rows the stage will ask for in all; None: so many that all images are worth a pass."""
+        self._extractor = extractor
+        self._data = data
+        self._spec = spec
+        self.labels = data.labels
+        sides = (False, True) if spec.augment_flip else (False,)
+        self._sides = (
+            tuple(extract_features(extractor, data.images, spec, flipped=side) for side in sides)
+            if not spec.augment_crop and (draws is None or draws >= len(sides) * len(data))
+            else ()
+        )
+
+    def rows(self, index: torch.Tensor, augmenter: Augmenter) -> tuple[torch.Tensor, torch.Tensor]:
+        """Features [R, ...] and labels [R] of some images, augmented at random where the spec asks for it."""
+        index = index.to(self.labels.device)
+        augmentation = augmenter.draw(len(index))
+        if self._sides:
+            return self._kept(index, augmentation), self.labels[index]
+        images = augmentation.apply(self._data.images[index])
+        return extract_features(self._extractor, images, self._spec), self.labels[index]
+
+    def _kept(self, index: torch.Tensor, augmentation: Augmentation) -> torch.Tensor:
+        features = self._sides[0][index]
+        if len(self._sides) == 1:
+            return features
+        chosen = augmentation.mirrored.to(features.device).view(-1, *[1] * (features.ndim - 1))
+        return torch.where(chosen, self._sides[1][index], features)

@@ -1,0 +1,1 @@
+"""Updates and aggregates as bytes."""

@@ -1,0 +1,232 @@
+"""Artifacts: a header and tensors in one blob that is named by the sha256 of its bytes.
+
+The blob's outer form is `container`'s business, where blobs are kept `artifact_store`'s, how they travel `transfer`'s;
+`inspection` looks into them without expecting anything.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from fedcg.wire.artifacts.artifact_store import ArtifactStore
+from fedcg.wire.artifacts.codecs import tensor_codec
+from fedcg.wire.artifacts.container import decompress_payload, join_artifact, split_artifact
+from fedcg.wire.artifacts.inspection import Inspection, inspect
+from fedcg.wire.artifacts.tensors import (
+    Array,
+    Codecs,
+    PartArrays,
+    decode_tensors,
+    encode_tensors,
+    layouts_of,
+    payload_bounds,
+    tensor_key,
+)
+from fedcg.wire.errors import IntegrityError, MalformedError, TooLargeError, UnknownBaseError
+from fedcg.wire.messages.messages import MAX_ARTIFACT_BYTES, Identifier, Sha256
+from fedcg.wire.parts import Part, PartLayouts, Report, TensorCodec, UpdateCodec, is_delta
+
+__all__ = [
+    "Artifact",
+    "ArtifactHeader",
+    "ArtifactStore",
+    "Base",
+    "Inspection",
+    "artifact_id",
+    "codecs_for",
+    "inspect",
+    "pack",
+    "parts_in",
+    "read_header",
+    "unpack",
+]
+
+_Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+_Line = Annotated[str, Field(pattern=r"^[ -~]{0,120}$")]
+_Lines = Annotated[dict[_Word, _Line], Field(max_length=32)]
+
+
+class ArtifactHeader(BaseModel):
+    """What an artifact says about itself.
+
+    Attributes:
+        client: who made it; "coordinator" for an aggregate.
+        base: sha256 of the aggregate that the local round started from, or None; deltas are taken to its decoded tensors.
+        label_distribution: the published p(y), one number per class.
+        codecs: how each tensor ("part/name") is coded; `pack` fills it in when it is left empty.
+        versions, determinism: what a repetition with the same bits needs; given by the caller.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    format: Literal[1] = 1
+    kind: Literal["update", "aggregate"]
+    method: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,62}$")]
+    federation: Identifier
+    round: Annotated[int, Field(ge=0, le=1 << 53)]
+    attempt: Annotated[int, Field(ge=0, le=1 << 53)]
+    client: Identifier
+    base: Sha256 | None = None
+    report: Report | None = None
+    label_distribution: (
+        Annotated[tuple[Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)], ...], Field(max_length=10_000)] | None
+    ) = None
+    codecs: dict[str, TensorCodec] = {}
+    versions: _Lines = {}
+    determinism: _Lines = {}
+
+    def canonical(self) -> bytes:
+        """The bytes of the header in an artifact: sorted-key JSON without spaces."""
+        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A decoded artifact."""
+
+    header: ArtifactHeader
+    parts: dict[Part, dict[str, Array]]
+
+
+def artifact_id(data: bytes) -> str:
+    """The name of an artifact: sha256 of its bytes, in hex."""
+    return hashlib.sha256(data).hexdigest()
+
+
+@dataclass(frozen=True)
+class Base:
+    """A decoded aggregate that deltas are taken to, and the sha256 of its artifact."""
+
+    id: str
+    parts: PartArrays
+
+
+def codecs_for(
+    layouts: PartLayouts, codec: UpdateCodec = "f32", with_base: Collection[Part] = frozenset()
+) -> dict[str, TensorCodec]:
+    """The codec of each tensor ("part/name") of an artifact.
+
+    Args:
+        layouts: its tensors.
+        codec: the one that was chosen for it.
+        with_base: parts that have a base; the others go by value, whatever was chosen.
+    """
+    return {
+        tensor_key(part, layout.name): tensor_codec(layout, codec, has_base=part in with_base)
+        for part, tensors in layouts.items()
+        for layout in tensors
+    }
+
+
+def parts_in(header: ArtifactHeader) -> frozenset[Part]:
+    """The parts that an artifact's header names.
+
+    Raises:
+        MalformedError: a name that is no part's.
+    """
+    try:
+        return frozenset(Part(key.partition("/")[0]) for key in header.codecs)
+    except ValueError as error:
+        raise MalformedError(f"an artifact header names something else than parts: {error}") from error
+
+
+def pack(header: ArtifactHeader, parts: PartArrays, codec: UpdateCodec = "f32", base: Base | None = None) -> bytes:
+    """The bytes of an artifact; the same arguments always give the same bytes.
+
+    Args:
+        header: its codecs may be left empty.
+        parts: the tensors.
+        codec: how they are coded.
+        base: for a delta codec; its parts are coded as the difference to it, all others by value.
+
+    Raises:
+        MalformedError: an element type that the wire does not carry, or codecs that are not those of the tensors.
+        CodecError: a number that the codec can't hold.
+        IntegrityError: a part of the base lacks a tensor.
+        UnknownBaseError: the header names another base.
+        TooLargeError: the header or the artifact is over its bound.
+    """
+    codecs = codecs_for(layouts_of(parts), codec, frozenset() if base is None else frozenset(base.parts))
+    if header.codecs and header.codecs != codecs:
+        raise MalformedError(
+            "the header's codecs are not those of the tensors; leave them empty to have them filled in"
+        )
+    payload = encode_tensors(parts, codecs, _known_base(header, codecs, base))
+    head = header.model_copy(update={"codecs": codecs}).canonical()
+    return join_artifact(head, payload)
+
+
+def read_header(data: bytes) -> ArtifactHeader:
+    """The header of an artifact; the tensors are not touched.
+
+    Raises:
+        TooLargeError: the header is over its bound.
+        MalformedError: no artifact, no valid header, or a header that is not in canonical form (which could hide bits).
+    """
+    head, _ = split_artifact(data)
+    try:
+        header = ArtifactHeader.model_validate_json(head, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(step) for step in first["loc"])
+        raise MalformedError(f"artifact header field {where or '(root)'}: {first['msg']}") from error
+    if header.canonical() != head:
+        raise MalformedError("an artifact header is not in canonical form")
+    return header
+
+
+def unpack(
+    data: bytes,
+    layouts: PartLayouts,
+    max_bytes: int = MAX_ARTIFACT_BYTES,
+    *,
+    codecs: Codecs | None = None,
+    base: Base | None = None,
+) -> Artifact:
+    """The artifact in `data`, decoded, whose tensors must be exactly those of the layouts.
+
+    Args:
+        data: the bytes of the artifact.
+        layouts: exactly the parts and tensors that must be inside.
+        max_bytes: bound on the artifact and on its decompressed payload.
+        codecs: exactly the codecs that it must have; None: any that can hold its tensors.
+        base: the aggregate that its deltas are taken to.
+
+    Raises:
+        TooLargeError: over a bound; nothing of that size was allocated.
+        MalformedError: bytes that are no artifact.
+        IntegrityError: tensors, element types, shapes or codecs that are not those asked for.
+        UnknownBaseError: it holds deltas to an aggregate that was not given.
+    """
+    if len(data) > max_bytes:
+        raise TooLargeError(f"an artifact of {len(data)} bytes is over the bound of {max_bytes}")
+    header = read_header(data)
+    smallest, largest = payload_bounds(layouts, header.codecs)
+    if codecs is not None and header.codecs != codecs:
+        strange = sorted(set(header.codecs.items()) ^ set(codecs.items()))
+        raise IntegrityError(f"its tensors are not coded as they must be here: {strange[:5]}")
+    known = _known_base(header, header.codecs, base)
+    payload = decompress_payload(split_artifact(data)[1], min(largest, max_bytes))
+    if len(payload) < smallest:
+        raise IntegrityError(f"a payload of {len(payload)} bytes; the layouts need {smallest}")
+    return Artifact(header, decode_tensors(payload, layouts, header.codecs, known))
+
+
+def _known_base(header: ArtifactHeader, codecs: Codecs, base: Base | None) -> PartArrays | None:
+    """What the deltas are taken to; None where there are none.
+
+    Raises:
+        UnknownBaseError: it is not the aggregate that the header names.
+    """
+    if not any(map(is_delta, codecs.values())):
+        return None
+    if base is None or base.id != header.base:
+        at_hand = "none is" if base is None else f"{base.id} is"
+        raise UnknownBaseError(f"it is coded as the difference to aggregate {header.base}, but {at_hand} at hand")
+    return base.parts

@@ -1,0 +1,152 @@
+"""What is really inside an artifact, for an observer who trusts neither side.
+
+Unlike `artifacts.unpack`, no layout is expected: whatever tensors, parts and header fields are there get reported. `decode` reads coded
+tensors as the header says they are coded, and leaves as they came those that are not what it says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fedcg.wire.artifacts.codecs import CODECS, ELEMENT_TYPES, decode_tensor
+from fedcg.wire.artifacts.container import decompress_payload, header_fields, split_artifact
+from fedcg.wire.artifacts.tensors import RawTensor, read_payload
+from fedcg.wire.errors import IntegrityError, MalformedError
+from fedcg.wire.messages.messages import MAX_ARTIFACT_BYTES
+from fedcg.wire.parts import TensorCodec, is_delta
+
+_DTYPES = {
+    "BOOL": "?",
+    "U8": "u1",
+    "I8": "i1",
+    "U16": "<u2",
+    "I16": "<i2",
+    "U32": "<u4",
+    "I32": "<i4",
+    "U64": "<u8",
+    "I64": "<i8",
+    "F16": "<f2",
+    "F32": "<f4",
+    "F64": "<f8",
+}
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What an artifact holds.
+
+    Attributes:
+        header: the header's JSON as it came, unknown fields included.
+        tensors: every tensor by its full key ("part/name" where it follows the rules).
+        payload: the decompressed payload, for a search in raw bytes.
+    """
+
+    header: Mapping[str, object]
+    tensors: Mapping[str, npt.NDArray[Any]]
+    payload: bytes
+
+    @property
+    def part_names(self) -> frozenset[str]:
+        """The part names that occur, as raw strings; a key without a slash counts as a part of its own."""
+        return frozenset(key.partition("/")[0] for key in self.tensors)
+
+    @property
+    def codecs(self) -> Mapping[str, TensorCodec]:
+        """The codecs that the header names, by key, as far as they are known ones."""
+        named = self.header.get("codecs")
+        known: Mapping[str, TensorCodec] = {name: name for name in CODECS}
+        found = named.items() if isinstance(named, dict) else ()
+        return {str(key): known[codec] for key, codec in found if isinstance(codec, str) and codec in known}
+
+    @property
+    def report_fields(self) -> frozenset[str]:
+        """The names of the report's fields that carry a value."""
+        report = self.header.get("report")
+        return (
+            frozenset(name for name, value in report.items() if value is not None)
+            if isinstance(report, dict)
+            else frozenset()
+        )
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """An artifact's tensors as their receiver has them.
+
+    Attributes:
+        tensors: by key; those that the header says nothing true of are as they came, scales and all.
+        without_base: keys of differences whose base is not at hand: their numbers are the differences themselves.
+    """
+
+    tensors: Mapping[str, npt.NDArray[Any]]
+    without_base: frozenset[str]
+
+
+def decode(seen: Inspection, base: Inspection | None = None) -> Decoded:
+    """The tensors of an artifact, decoded as its header says.
+
+    Args:
+        seen: the artifact.
+        base: the artifact that its header names as its base, where it is at hand.
+    """
+    bases = {} if base is None else decode(base).tensors
+    tensors, without_base = dict(seen.tensors), set()
+    for key, codec in seen.codecs.items():
+        pieces = _pieces(seen, key, codec)
+        if pieces is None:
+            continue
+        start = bases.get(key)
+        if start is None or start.shape != pieces[""].shape or start.dtype != np.float32:
+            start = np.zeros(pieces[""].shape, np.float32)
+            without_base |= {key} if is_delta(codec) else set()
+        try:
+            tensors[key] = decode_tensor(key, pieces, codec, start)
+        except IntegrityError:
+            continue  # a scale that no encoder writes: the pieces speak for themselves
+        for suffix in pieces.keys() - {""}:
+            del tensors[key + suffix]
+    return Decoded(tensors, frozenset(without_base))
+
+
+def _pieces(seen: Inspection, key: str, codec: TensorCodec) -> Mapping[str, npt.NDArray[Any]] | None:
+    """What is stored of a tensor, by suffix; None where it is not what its codec stores."""
+    if key not in seen.tensors or (codec.startswith("i8") and seen.tensors[key].ndim == 0):
+        return None
+    expected = CODECS[codec].stored(seen.tensors[key].shape)
+    pieces = {suffix: seen.tensors[key + suffix] for suffix in expected if key + suffix in seen.tensors}
+    is_whole = pieces.keys() == expected.keys() and all(
+        (piece.dtype, piece.shape) == (ELEMENT_TYPES[expected[suffix].dtype], expected[suffix].shape)
+        for suffix, piece in pieces.items()
+    )
+    return pieces if is_whole else None
+
+
+def inspect(data: bytes, max_bytes: int = MAX_ARTIFACT_BYTES) -> Inspection:
+    """Decode whatever is in an artifact.
+
+    Args:
+        data: the bytes of the artifact.
+        max_bytes: bound on the decompressed payload.
+
+    Raises:
+        TooLargeError: a bound was passed.
+        MalformedError: bytes that are no artifact, or tensors of an element type that nobody can read.
+    """
+    payload = decompress_payload(split_artifact(data)[1], max_bytes)
+    tensors = {key: _array(key, entry) for key, entry in sorted(read_payload(payload).items())}
+    return Inspection(header_fields(data), tensors, payload)
+
+
+def _array(key: str, entry: RawTensor) -> npt.NDArray[Any]:
+    raw, dtype, shape = bytes(entry["data"]), entry["dtype"], entry["shape"]
+    if dtype == "BF16":
+        wide = np.frombuffer(raw, dtype="<u2").astype("<u4") << 16
+        return wide.view("<f4").reshape(shape)
+    if dtype not in _DTYPES:
+        raise MalformedError(f"tensor {key} has element type {dtype}, which can't be read")
+    return np.frombuffer(raw, dtype=_DTYPES[dtype]).reshape(shape)

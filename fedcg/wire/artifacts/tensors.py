@@ -1,0 +1,251 @@
+"""Tensors as bytes: numpy arrays of named parts to safetensors and back, bounded by the layouts both sides agreed on.
+
+What is stored of each tensor is its codec's business (`codecs`). Knows nothing of headers or compression (`artifacts`); no pickle, no
+torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, TypedDict
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError, deserialize
+from safetensors.numpy import save
+
+from fedcg.wire.artifacts.codecs import ELEMENT_TYPES, Stored, decode_tensor, encode_tensor, fits, stored_tensors
+from fedcg.wire.errors import IntegrityError, MalformedError, TooLargeError
+from fedcg.wire.parts import Part, PartLayouts, TensorCodec, TensorDtype, TensorLayout, is_delta
+
+Array = npt.NDArray[np.float32] | npt.NDArray[np.int64]
+PartArrays = Mapping[Part, Mapping[str, Array]]
+Codecs = Mapping[str, TensorCodec]
+"""The codec of every tensor by key."""
+
+
+class RawTensor(TypedDict):
+    """One tensor of a payload as it came: safetensors' name of the element type, shape, bytes."""
+
+    dtype: str
+    shape: list[int]
+    data: bytes
+
+
+_PLAIN: Mapping[TensorDtype, TensorCodec] = {"float32": "f32", "int64": "i64"}
+_LENGTH_BYTES = 8
+# What the JSON header of a safetensors file says about one tensor besides its name: dtype, up to 8 dimensions, two offsets.
+_ENTRY_BYTES = 200
+_HEADER_SLACK_BYTES = 64
+
+
+def tensor_key(part: Part, name: str) -> str:
+    """The name of a tensor in a payload: "part/name"."""
+    return f"{part.value}/{name}"
+
+
+def flatten(parts: PartArrays) -> dict[str, Array]:
+    """All tensors by key, sorted."""
+    keyed = {tensor_key(part, name): array for part, arrays in parts.items() for name, array in arrays.items()}
+    return dict(sorted(keyed.items()))
+
+
+def layouts_of(parts: PartArrays) -> dict[Part, tuple[TensorLayout, ...]]:
+    """The layouts of tensors at hand, names sorted.
+
+    Raises:
+        MalformedError: an element type that the wire does not carry.
+    """
+    return {
+        part: tuple(
+            TensorLayout(name=name, dtype=_dtype_name(tensor_key(part, name), arrays[name]), shape=arrays[name].shape)
+            for name in sorted(arrays)
+        )
+        for part, arrays in sorted(parts.items())
+    }
+
+
+def plain_codecs(layouts: PartLayouts) -> dict[str, TensorCodec]:
+    """Every tensor as it is: `f32` or `i64`."""
+    return {tensor_key(part, layout.name): _PLAIN[layout.dtype] for part, layout in _all(layouts)}
+
+
+def data_bytes(layouts: PartLayouts, codecs: Codecs | None = None) -> int:
+    """Bytes of all elements that a payload of the layouts holds, scales included; as they are without codecs."""
+    return sum(stored.data_bytes for stored in _stored(layouts, codecs).values())
+
+
+def payload_bounds(layouts: PartLayouts, codecs: Codecs | None = None) -> tuple[int, int]:
+    """Smallest and largest size in bytes that a payload of these layouts can have, its JSON header included."""
+    return _bounds(_stored(layouts, codecs))
+
+
+def encode_tensors(parts: PartArrays, codecs: Codecs | None = None, base: PartArrays | None = None) -> bytes:
+    """Tensors as a safetensors payload; the same tensors, codecs and base always give the same bytes.
+
+    Args:
+        parts: per part, float32 or int64 arrays by name, any memory order.
+        codecs: of every tensor; as they are when None.
+        base: what deltas are taken to.
+
+    Raises:
+        MalformedError: another element type, or a codec that is missing or can't hold such a tensor.
+        IntegrityError: a delta to a tensor that the base does not hold.
+        CodecError: a number that a codec can't hold.
+    """
+    stored: dict[str, npt.NDArray[Any]] = {}
+    for key, array in flatten(parts).items():
+        layout = TensorLayout.model_construct(name=key, dtype=_dtype_name(key, array), shape=array.shape)
+        codec = _PLAIN[layout.dtype] if codecs is None else codecs.get(key)
+        if codec is None or not fits(layout, codec):
+            raise MalformedError(f"tensor {key} of element type {layout.dtype} has codec {codec}, which can't hold it")
+        pieces = encode_tensor(key, array, codec, _base_of(key, layout, codec, base))
+        stored |= {key + suffix: np.asarray(piece, order="C") for suffix, piece in pieces.items()}
+    return save(stored)
+
+
+def decode_tensors(
+    data: bytes, layouts: PartLayouts, codecs: Codecs | None = None, base: PartArrays | None = None
+) -> dict[Part, dict[str, Array]]:
+    """The tensors of a payload, which must be exactly those of the layouts.
+
+    Sizes are computed from the layouts and codecs, and compared before anything is parsed.
+
+    Args:
+        data: the payload.
+        layouts: what must be inside.
+        codecs: of every tensor; as they are when None.
+        base: what deltas were taken to.
+
+    Returns:
+        Per part of the layouts, writable float32 and int64 arrays by name in memory of their own.
+
+    Raises:
+        TooLargeError: more bytes than the layouts allow.
+        MalformedError: not a safetensors payload.
+        IntegrityError: a tensor is missing, unknown, or has another element type or shape; its codec can't hold it; a scale that no
+            encoder writes; a delta to a tensor that the base does not hold.
+    """
+    codecs = plain_codecs(layouts) if codecs is None else codecs
+    stored = _stored(layouts, codecs)
+    _check_size(data, stored)
+    _check_header(data, stored)
+    found = read_payload(data)
+    decoded: dict[Part, dict[str, Array]] = {part: {} for part in layouts}
+    for part, layout in _all(layouts):
+        key = tensor_key(part, layout.name)
+        pieces = {
+            suffix: np.frombuffer(found[key + suffix]["data"], dtype=ELEMENT_TYPES[piece.dtype]).reshape(piece.shape)
+            for suffix, piece in stored_tensors(layout, codecs[key]).items()
+        }
+        decoded[part][layout.name] = decode_tensor(key, pieces, codecs[key], _base_of(key, layout, codecs[key], base))
+    return decoded
+
+
+def read_payload(data: bytes) -> dict[str, RawTensor]:
+    """Whatever tensors a safetensors payload holds, by key, uninterpreted.
+
+    Raises:
+        MalformedError: not a safetensors payload.
+    """
+    try:
+        entries: list[tuple[str, RawTensor]] = deserialize(data)  # type: ignore[no-untyped-call]
+    except SafetensorError as error:
+        raise MalformedError(f"not a safetensors payload: {error}") from error
+    return dict(entries)
+
+
+def assert_finite(parts: PartArrays) -> None:
+    """Check that every floating-point element is a number.
+
+    Raises:
+        IntegrityError: names the first tensor with NaN or infinity.
+    """
+    for key, array in flatten(parts).items():
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            raise IntegrityError(f"tensor {key} holds NaN or infinity")
+
+
+def _dtype_name(key: str, array: Array) -> TensorDtype:
+    for name, codec in _PLAIN.items():
+        if array.dtype == ELEMENT_TYPES[codec.upper()]:
+            return name
+    raise MalformedError(f"tensor {key} has element type {array.dtype}; only float32 and int64 cross the wire")
+
+
+def _all(layouts: PartLayouts) -> Iterator[tuple[Part, TensorLayout]]:
+    return ((part, layout) for part, tensors in layouts.items() for layout in tensors)
+
+
+def _stored(layouts: PartLayouts, codecs: Codecs | None) -> dict[str, Stored]:
+    """What a payload holds, by full key.
+
+    Raises:
+        IntegrityError: codecs of other tensors, or one that can't hold its tensor.
+    """
+    chosen = plain_codecs(layouts) if codecs is None else codecs
+    tensors = {tensor_key(part, layout.name): layout for part, layout in _all(layouts)}
+    if chosen.keys() != tensors.keys():
+        unknown, missing = sorted(chosen.keys() - tensors.keys()), sorted(tensors.keys() - chosen.keys())
+        raise IntegrityError(
+            f"codecs of tensors that the layouts do not name: {unknown[:5]}; missing ones: {missing[:5]}"
+        )
+    stored: dict[str, Stored] = {}
+    for key, layout in tensors.items():
+        if not fits(layout, chosen[key]):
+            raise IntegrityError(f"codec {chosen[key]} can't hold tensor {key}, {layout.dtype} {list(layout.shape)}")
+        stored |= {key + suffix: piece for suffix, piece in stored_tensors(layout, chosen[key]).items()}
+    return stored
+
+
+def _base_of(key: str, layout: TensorLayout, codec: TensorCodec, base: PartArrays | None) -> Array | None:
+    """The tensor that a delta is taken to; None by value.
+
+    Raises:
+        IntegrityError: the base has no such tensor.
+    """
+    if not is_delta(codec):
+        return None
+    part, _, name = key.partition("/")
+    found = {} if base is None else base.get(Part(part), {})
+    if name not in found or found[name].shape != layout.shape or found[name].dtype != np.float32:
+        raise IntegrityError(f"tensor {key} is coded as the difference to a base, which has no such tensor")
+    return found[name]
+
+
+def _bounds(stored: Mapping[str, Stored]) -> tuple[int, int]:
+    data = sum(piece.data_bytes for piece in stored.values())
+    header = sum(len(key) + _ENTRY_BYTES for key in stored) + _HEADER_SLACK_BYTES
+    return _LENGTH_BYTES + 2 + data, _LENGTH_BYTES + header + data
+
+
+def _check_size(data: bytes, stored: Mapping[str, Stored]) -> None:
+    smallest, largest = _bounds(stored)
+    if len(data) > largest:
+        raise TooLargeError(f"a tensor payload of {len(data)} bytes; the layouts allow {largest}")
+    if len(data) < smallest:
+        raise MalformedError(f"a tensor payload of {len(data)} bytes is cut short; the layouts need {smallest}")
+    header = int.from_bytes(data[:_LENGTH_BYTES], "little")
+    elements = sum(piece.data_bytes for piece in stored.values())
+    if _LENGTH_BYTES + header + elements != len(data):
+        raise IntegrityError(
+            f"a tensor payload holds {len(data) - _LENGTH_BYTES - header} bytes of elements; the layouts say {elements}"
+        )
+
+
+def _check_header(data: bytes, stored: Mapping[str, Stored]) -> None:
+    length = int.from_bytes(data[:_LENGTH_BYTES], "little")
+    try:
+        header = json.loads(data[_LENGTH_BYTES : _LENGTH_BYTES + length])
+    except (ValueError, RecursionError) as error:  # nested too deeply for Python's parser
+        raise MalformedError("the header of a tensor payload is not JSON") from error
+    if not isinstance(header, dict) or not all(isinstance(entry, dict) for entry in header.values()):
+        raise MalformedError("the header of a tensor payload is not a table of tensors")
+    if header.keys() != stored.keys():
+        unknown, missing = sorted(header.keys() - stored.keys()), sorted(stored.keys() - header.keys())
+        raise IntegrityError(f"tensors that the layouts do not name: {unknown[:5]}; missing ones: {missing[:5]}")
+    for key, piece in stored.items():
+        dtype, shape = header[key].get("dtype"), header[key].get("shape")
+        if dtype != piece.dtype or shape != list(piece.shape):
+            raise IntegrityError(f"tensor {key} is {dtype} {shape}; its layout says {piece.dtype} {list(piece.shape)}")

@@ -1,0 +1,1 @@
+"""What is said, signed, in which order, on which topic."""

@@ -1,0 +1,240 @@
+"""A device's first contact with its coordinator: the token's text, what is asked and answered over HTTPS, and what is signed.
+
+Both sides use this; neither the listener (coordinator) nor the box's side (edge_client) is known here.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import json
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from fedcg.wire.errors import MalformedError
+from fedcg.wire.messages.messages import Identifier, Sha256
+from fedcg.wire.transfer.broker_presets import PresetName
+
+TOKEN_PREFIX = "fcg2_"  # noqa: S105 - the mark of a token's text, not a secret
+OLD_TOKEN_PREFIX = "fcg1_"  # noqa: S105 - of tokens that do not name the coordinator's message key
+SECRET_BYTES = 32
+CHECK_BYTES = 4
+MAX_TOKEN_CHARS = 2048
+MAX_BODY_BYTES = 16 * 1024
+"""Of a request and of an answer; both hold at most two certificates."""
+AUTHORITY_PATH = "/v1/authority"
+ENROL_PATH = "/v1/enrol"
+RENEW_PATH = "/v1/renew"
+_ENROL_DOMAIN = "fedcg/1 enrolment"
+_ANSWER_DOMAIN = "fedcg/1 enrolment answer"
+_RENEW_DOMAIN = "fedcg/1 renewal"
+
+TokenId = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+Signature = Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")]
+Nonce = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+Pem = Annotated[str, Field(min_length=1, max_length=6000)]
+URL_PATTERN = r"^https://[A-Za-z0-9.:\[\]_-]{1,260}/?$"
+Url = Annotated[str, Field(pattern=URL_PATTERN)]
+Host = Annotated[str, Field(pattern=r"^[A-Za-z0-9.:_-]{1,253}$")]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class _TokenBody(_Strict):
+    id: TokenId
+    secret: Sha256
+    ca: Sha256
+    key: Sha256
+    url: Url | None = None
+    device: Identifier | None = None
+
+
+@dataclass(frozen=True)
+class Token:
+    """A one-time permission to enrol.
+
+    Attributes:
+        id: names the token in lists; not secret.
+        secret: 32 random bytes; the coordinator keeps only their hash.
+        authority: sha256 of the public key of the only authority that may be talked to, in hex.
+        coordinator: `message_key_digest` of the only coordinator that may be joined.
+        url: where to enrol, when the operator put it in.
+        device: the only id that it enrols, when it is bound to one.
+    """
+
+    id: str
+    secret: bytes = field(repr=False)
+    authority: str
+    coordinator: str
+    url: str | None = None
+    device: str | None = None
+
+    @property
+    def text(self) -> str:
+        """What the operator hands over: one word; a check sum tells a mistyped or cut one."""
+        values = {"id": self.id, "secret": self.secret.hex(), "ca": self.authority, "key": self.coordinator}
+        values |= {name: value for name, value in (("url", self.url), ("device", self.device)) if value is not None}
+        body = json.dumps(values, separators=(",", ":")).encode()
+        return TOKEN_PREFIX + base64.urlsafe_b64encode(_check_sum(body) + body).decode().rstrip("=")
+
+    @staticmethod
+    def parse(text: str) -> Token:
+        """Read a token's text.
+
+        Raises:
+            MalformedError: it is none, or was cut or mistyped. The message never holds any of it.
+        """
+        text = text.strip()
+        if text.startswith(OLD_TOKEN_PREFIX):
+            raise MalformedError(
+                "the enrolment token was made by an earlier version and does not name the coordinator's message key: ask the "
+                "operator for a new one (`fedcg token create`)"
+            )
+        if not text.startswith(TOKEN_PREFIX) or len(text) > MAX_TOKEN_CHARS:
+            raise MalformedError(f"this is no enrolment token: one starts with {TOKEN_PREFIX}")
+        encoded = text[len(TOKEN_PREFIX) :]
+        damaged = "the enrolment token is cut off or mistyped: copy the whole word that `fedcg token create` printed"
+        try:
+            raw = base64.b64decode(encoded + "=" * (-len(encoded) % 4), altchars=b"-_", validate=True)
+        except (ValueError, binascii.Error) as error:
+            raise MalformedError(damaged) from error
+        check, body = raw[:CHECK_BYTES], raw[CHECK_BYTES:]
+        if check != _check_sum(body):
+            raise MalformedError(damaged)
+        try:
+            parsed = _TokenBody.model_validate_json(body)
+        except ValidationError:
+            raise MalformedError("the enrolment token is of another version of this program") from None
+        return Token(parsed.id, bytes.fromhex(parsed.secret), parsed.ca, parsed.key, parsed.url, parsed.device)
+
+
+class EnrolRequest(_Strict):
+    """A box asks to become a device.
+
+    Attributes:
+        token: id of the token.
+        secret: its secret, in hex.
+        device: the id that the box wants.
+        request: PKCS #10 request for the TLS certificate, PEM, signed by the new P-256 key, CN = `device`.
+        signing_key: public half of the new Ed25519 key, in hex.
+        proof: its signature over `enrolment_statement`.
+        nonce: random, made for this request alone; boxes of earlier versions send none, and are refused.
+    """
+
+    token: TokenId
+    secret: Sha256 = Field(repr=False)
+    device: Identifier
+    request: Pem
+    signing_key: Sha256
+    proof: Signature
+    nonce: Nonce | None = None
+
+
+class EnrolAnswer(_Strict):
+    """What a new device needs to work; `signature` is the coordinator's message key's, over `answer_statement`."""
+
+    device: Identifier
+    federation: Identifier
+    certificate: Pem
+    authority: Pem
+    coordinator_key: Sha256
+    broker_host: Host
+    broker_port: Annotated[int, Field(ge=1, le=65535)]
+    broker_preset: PresetName
+    carrier_url: Url | None = None
+    signature: Signature | None = None
+
+
+class RenewRequest(_Strict):
+    """A device asks, over mutual TLS with its current certificate, for the next one; `proof` is its message key's signature."""
+
+    device: Identifier
+    request: Pem
+    proof: Signature
+
+
+class RenewAnswer(_Strict):
+    """The next certificate."""
+
+    certificate: Pem
+
+
+class Refusal(_Strict):
+    """Why a request was refused, for the person at the box."""
+
+    error: Annotated[str, Field(max_length=600)]
+
+
+def enrolment_statement(token: str, device: str, tls_key: str, signing_key: str) -> bytes:
+    """What the new message key signs, so that nobody registers a key that is not his.
+
+    Args:
+        token: id of the token.
+        device: the id asked for.
+        tls_key: `key_digest` of the P-256 key in the request.
+        signing_key: the Ed25519 key itself, in hex.
+    """
+    return f"{_ENROL_DOMAIN}\0{token}\0{device}\0{tls_key}\0{signing_key}".encode()
+
+
+def answer_statement(request: EnrolRequest, answer: EnrolAnswer) -> bytes:
+    """What the coordinator signs: everything that it answers, and the very request, so that no answer fits another request."""
+    values = [request.model_dump(mode="json"), answer.model_dump(mode="json", exclude={"signature"})]
+    return f"{_ANSWER_DOMAIN}\0{json.dumps(values, sort_keys=True)}".encode()
+
+
+def message_key_digest(key: str) -> str:
+    """The sha256 of a message key, both in hex: what a token says of its coordinator's."""
+    return hashlib.sha256(bytes.fromhex(key)).hexdigest()
+
+
+def renewal_statement(device: str, tls_key: str) -> bytes:
+    """What the message key signs for the next TLS key: a stolen TLS key alone renews nothing."""
+    return f"{_RENEW_DOMAIN}\0{device}\0{tls_key}".encode()
+
+
+def key_digest(key: ec.EllipticCurvePublicKey) -> str:
+    """The sha256 of a public key's DER form, in hex."""
+    return hashlib.sha256(key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)).hexdigest()
+
+
+def certificate_key_digest(certificate: x509.Certificate) -> str:
+    """`key_digest` of a certificate's key.
+
+    Raises:
+        MalformedError: not an elliptic-curve key; we make no other.
+    """
+    key = certificate.public_key()
+    if not isinstance(key, ec.EllipticCurvePublicKey):
+        raise MalformedError("the certificate's key is not an elliptic-curve key")
+    return key_digest(key)
+
+
+def load_certificate(pem: str | bytes) -> x509.Certificate:
+    """A certificate in PEM form.
+
+    Raises:
+        MalformedError: it is none.
+    """
+    try:
+        return x509.load_pem_x509_certificate(pem.encode() if isinstance(pem, str) else pem)
+    except ValueError as error:
+        raise MalformedError("this is no certificate in PEM form") from error
+
+
+def common_name(certificate: x509.Certificate | x509.CertificateSigningRequest) -> str | None:
+    """The one common name of a certificate or request, or None."""
+    names = certificate.subject.get_attributes_for_oid(x509.NameOID.COMMON_NAME)
+    return str(names[0].value) if len(names) == 1 else None
+
+
+def _check_sum(body: bytes) -> bytes:
+    return hashlib.sha256(body).digest()[:CHECK_BYTES]

@@ -1,0 +1,234 @@
+"""The only place that spells a topic, and the only truth about who may write or read which one.
+
+Brokers' access lists (Mosquitto's file, the in-process brokers' rules) are generated from here; nothing here talks to a broker.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+from fedcg.wire.messages.messages import COORDINATOR
+
+OBSERVER = "observer"
+_IDENTIFIER = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
+_ANY = "+"
+
+
+class TopicKind(str, Enum):
+    """What a topic is for; the value is its tail under the federation or under the device."""
+
+    OFFER = "offer"
+    COORDINATOR = "coordinator"
+    KEYS = "keys"
+    AGGREGATE = "aggregate"
+    UP_CONTROL = "up/control"
+    UP_CHUNK = "up/chunk"
+    DOWN_CONTROL = "down/control"
+    DOWN_CHUNK = "down/chunk"
+    STATUS = "status"
+
+
+class Role(str, Enum):
+    """What an identity is to the federation."""
+
+    COORDINATOR = "coordinator"
+    OBSERVER = "observer"
+    DEVICE = "device"
+
+
+BROADCASTS = (TopicKind.OFFER, TopicKind.COORDINATOR, TopicKind.KEYS, TopicKind.AGGREGATE)
+FROM_DEVICE = (TopicKind.UP_CONTROL, TopicKind.UP_CHUNK, TopicKind.STATUS)
+TO_DEVICE = (TopicKind.DOWN_CONTROL, TopicKind.DOWN_CHUNK)
+
+_OF_DEVICES = {kind.value: kind for kind in FROM_DEVICE + TO_DEVICE}
+
+_WRITES: dict[Role, tuple[TopicKind, ...]] = {
+    Role.COORDINATOR: BROADCASTS + TO_DEVICE,
+    Role.OBSERVER: (),
+    Role.DEVICE: FROM_DEVICE,
+}
+_READS: dict[Role, tuple[TopicKind, ...]] = {
+    Role.COORDINATOR: BROADCASTS + FROM_DEVICE,
+    Role.OBSERVER: tuple(TopicKind),
+    Role.DEVICE: BROADCASTS + TO_DEVICE,
+}
+
+
+@dataclass(frozen=True)
+class ParsedTopic:
+    """A topic of ours, taken apart; `device` is None on broadcasts."""
+
+    kind: TopicKind
+    device: str | None
+
+
+def role_of(identity: str) -> Role:
+    """The role of an identity (a certificate's common name).
+
+    "coordinator" and names that are or start with "observer" are reserved, so no device can have them.
+    """
+    if identity == COORDINATOR:
+        return Role.COORDINATOR
+    if identity == OBSERVER or identity.startswith(f"{OBSERVER}-"):
+        return Role.OBSERVER
+    return Role.DEVICE
+
+
+def check_device_id(identity: str) -> str:
+    """The identity itself when a device may have it.
+
+    Raises:
+        ValueError: reserved, or not lower-case letters, digits and dashes (1 to 63 of them).
+    """
+    if not _IDENTIFIER.fullmatch(identity):
+        raise ValueError(f"device id {identity!r}: use 1 to 63 lower-case letters, digits and dashes, not a dash first")
+    if role_of(identity) is not Role.DEVICE:
+        raise ValueError(f"device id {identity!r} is reserved; choose another")
+    return identity
+
+
+@dataclass(frozen=True)
+class Topics:
+    """All topics of one federation."""
+
+    federation: str
+
+    def __post_init__(self) -> None:
+        if not _IDENTIFIER.fullmatch(self.federation):
+            raise ValueError(f"federation {self.federation!r}: use 1 to 63 lower-case letters, digits and dashes")
+
+    @property
+    def prefix(self) -> str:
+        """What all topics of the federation start with, slash included."""
+        return f"fedcg/1/{self.federation}/"
+
+    @property
+    def offer(self) -> str:
+        """Retained broadcast: the open round, or the end of the federation."""
+        return self._spell(TopicKind.OFFER)
+
+    @property
+    def coordinator(self) -> str:
+        """Retained broadcast and will: whether a coordinator speaks."""
+        return self._spell(TopicKind.COORDINATOR)
+
+    @property
+    def keys(self) -> str:
+        """Retained broadcast: how the coordinator's message key was replaced."""
+        return self._spell(TopicKind.KEYS)
+
+    @property
+    def aggregate(self) -> str:
+        """Broadcast of an aggregate's chunks."""
+        return self._spell(TopicKind.AGGREGATE)
+
+    def up_control(self, device: str) -> str:
+        """Messages of a device to the coordinator."""
+        return self._spell(TopicKind.UP_CONTROL, device)
+
+    def up_chunk(self, device: str) -> str:
+        """Chunks of a device's update."""
+        return self._spell(TopicKind.UP_CHUNK, device)
+
+    def down_control(self, device: str) -> str:
+        """Messages of the coordinator to one device."""
+        return self._spell(TopicKind.DOWN_CONTROL, device)
+
+    def down_chunk(self, device: str) -> str:
+        """Chunks that one device asked for."""
+        return self._spell(TopicKind.DOWN_CHUNK, device)
+
+    def status(self, device: str) -> str:
+        """Retained and will: whether a device's agent is connected."""
+        return self._spell(TopicKind.STATUS, device)
+
+    def all_up_control(self) -> str:
+        """Filter: messages of every device."""
+        return self._spell(TopicKind.UP_CONTROL, _ANY)
+
+    def all_up_chunk(self) -> str:
+        """Filter: chunks of every device."""
+        return self._spell(TopicKind.UP_CHUNK, _ANY)
+
+    def all_status(self) -> str:
+        """Filter: status of every device."""
+        return self._spell(TopicKind.STATUS, _ANY)
+
+    def everything(self) -> str:
+        """Filter: the whole federation, for an observer."""
+        return f"{self.prefix}#"
+
+    def parse(self, topic: str) -> ParsedTopic | None:
+        """What a concrete topic is, or None when it is not one of this federation's."""
+        parsed = self._parse_filter(topic)
+        return None if parsed is None or parsed.device == _ANY else parsed
+
+    def may_publish(self, identity: str, topic: str) -> bool:
+        """Whether an identity may publish on a concrete topic."""
+        parsed = self.parse(topic)
+        return parsed is not None and self._allowed(_WRITES, identity, parsed)
+
+    def may_read(self, identity: str, topic: str) -> bool:
+        """Whether an identity may receive a topic, or subscribe to a filter all of whose topics it may receive."""
+        role = role_of(identity)
+        if topic == self.everything():
+            return role is Role.OBSERVER
+        parsed = self._parse_filter(topic)
+        return parsed is not None and self._allowed(_READS, identity, parsed)
+
+    def mosquitto_acl(self, device_ids: Iterable[str], observers: Iterable[str] = ()) -> str:
+        """Mosquitto's access list: one `user` section per identity, nothing for anybody else.
+
+        One explicit section per device, not a pattern: rewriting the file and sending SIGHUP then silences a revoked
+        device even while its session is up.
+
+        Raises:
+            ValueError: a device id that is reserved, or an observer that is not named as one.
+        """
+        sections = [self._section(COORDINATOR, _ANY)]
+        for observer in sorted(set(observers)):
+            if role_of(observer) is not Role.OBSERVER:
+                raise ValueError(f"observer {observer!r}: name it {OBSERVER!r} or {OBSERVER + '-...'!r}")
+            sections.append(f"user {observer}\ntopic read {self.everything()}\n")
+        sections.extend(self._section(check_device_id(device), device) for device in sorted(set(device_ids)))
+        return "\n".join(sections)
+
+    def _section(self, identity: str, device: str) -> str:
+        role = role_of(identity)
+        lines = [f"user {identity}"]
+        lines += [f"topic write {self._spell(kind, device)}" for kind in _WRITES[role] if kind not in _READS[role]]
+        lines += [f"topic readwrite {self._spell(kind, device)}" for kind in _WRITES[role] if kind in _READS[role]]
+        lines += [f"topic read {self._spell(kind, device)}" for kind in _READS[role] if kind not in _WRITES[role]]
+        return "\n".join(lines) + "\n"
+
+    def _spell(self, kind: TopicKind, device: str | None = None) -> str:
+        if kind in BROADCASTS:
+            return f"{self.prefix}{kind.value}"
+        if device != _ANY and not _IDENTIFIER.fullmatch(device or ""):
+            raise ValueError(
+                f"device id {device!r}: use 1 to 63 lower-case letters, digits and dashes, not a dash first"
+            )
+        return f"{self.prefix}devices/{device}/{kind.value}"
+
+    def _parse_filter(self, topic: str) -> ParsedTopic | None:
+        if not topic.startswith(self.prefix):
+            return None
+        head, _, tail = topic[len(self.prefix) :].partition("/")
+        if head != "devices":
+            kind = next((kind for kind in BROADCASTS if topic == self._spell(kind)), None)
+            return None if kind is None else ParsedTopic(kind, None)
+        device, _, name = tail.partition("/")
+        kind = _OF_DEVICES.get(name)
+        if kind is None or not (device == _ANY or _IDENTIFIER.fullmatch(device)):
+            return None
+        return ParsedTopic(kind, device)
+
+    @staticmethod
+    def _allowed(rights: dict[Role, tuple[TopicKind, ...]], identity: str, parsed: ParsedTopic) -> bool:
+        role = role_of(identity)
+        if parsed.kind not in rights[role]:
+            return False
+        return role is not Role.DEVICE or parsed.device is None or parsed.device == identity

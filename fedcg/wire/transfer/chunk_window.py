@@ -1,0 +1,174 @@
+"""Which chunks of an artifact are here, and which to ask for next: a window that adapts to the link. Pure; holds no data.
+
+The window starts small, grows with every chunk that comes quickly, and shrinks when chunks take long: what is under way
+must not fill the queues of a slow link, behind which keepalives and receipts would wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from fedcg.wire.messages.messages import FIRST_CHUNKS, ArtifactRef
+
+MAX_STALL_S = 60.0
+MAX_RANGES = 256  # of one request; the bound of the message
+GAP_FACTOR = 2.0  # a link is given this many times the pause between two chunks before its grants count as lost
+CALMING = 0.75  # how fast that patience shrinks again, per chunk
+UNDER_WAY_S = 4.0  # what is granted should arrive within this time
+Ranges = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Window:
+    """How much may be granted and not yet received: chunks and bytes, whichever is reached first."""
+
+    chunks: int = 16
+    bytes: int = 1_900_000
+
+    def chunks_of(self, chunk_bytes: int) -> int:
+        """How many chunks of this size fit; always at least one."""
+        return max(1, min(self.chunks, self.bytes // chunk_bytes))
+
+
+class Grants:
+    """The book of one artifact: received, granted, missing.
+
+    Args:
+        ref: the announced artifact; the caller has checked that its size is acceptable.
+        window: the most that may be under way.
+        stall_s: with nothing for so long, granted chunks that did not come are granted again. On a slow link, which
+            shows by the pauses between chunks, it takes longer: granted twice, they would go over the link twice.
+    """
+
+    def __init__(self, ref: ArtifactRef, window: Window | None = None, stall_s: float = 2.0) -> None:
+        self.ref = ref
+        self._limit = (window or Window()).chunks_of(ref.chunk_bytes)
+        self._credit = min(self._limit, FIRST_CHUNKS)
+        self._stall_s = stall_s
+        self._patience_s = stall_s
+        self._have = bytearray(ref.chunks)
+        self._count = 0
+        self._granted: set[int] = set()
+        self._asked_at: dict[int, float] = {}  # when a chunk that is still missing was first granted
+        self._next = 0  # every chunk below was received or granted since the last stall
+        self._granted_at: float | None = None
+        self._heard_at: float | None = None
+        self._slowed_at = float("-inf")
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Chunks received and chunks in all."""
+        return self._count, self.ref.chunks
+
+    @property
+    def complete(self) -> bool:
+        """Whether every chunk is here."""
+        return self._count == self.ref.chunks
+
+    @property
+    def under_way(self) -> int:
+        """Chunks granted and not received."""
+        return len(self._granted)
+
+    def has(self, index: int) -> bool:
+        """Whether a chunk is here."""
+        return bool(self._have[index])
+
+    def restore(self, indices: Iterable[int]) -> None:
+        """Count chunks that an earlier process received."""
+        for index in indices:
+            self._add(index)
+
+    def received(self, index: int, now: float) -> bool:
+        """Count a chunk, asked for or not; True when it is new."""
+        self._arrived(index, now)
+        self._granted.discard(index)
+        return self._add(index)
+
+    def start_again(self) -> None:
+        """Forget everything: what came does not add up."""
+        self._have = bytearray(self.ref.chunks)
+        self._count = self._next = 0
+        self._granted.clear()
+        self._asked_at.clear()
+
+    def next_need(self, now: float, room: int | None = None) -> Ranges | None:
+        """Chunks to grant now as (first, count) pairs, or None when there is nothing to ask for at the moment.
+
+        New grants wait until half of the window is free, so that one message grants several chunks.
+
+        Args:
+            now: monotonic seconds.
+            room: at most so many chunks, where several transfers share a bound; None for no such bound.
+        """
+        if self.complete:
+            return None
+        if self._granted and self._granted_at is not None and now - self._granted_at >= self._patience_s:
+            self._granted.clear()
+            self._patience_s = min(2.0 * self._patience_s, MAX_STALL_S)
+            self._credit = max(1, self._credit // 2)
+        if not self._granted:
+            self._next = 0
+        free = self._credit - len(self._granted)
+        if self._granted and free < (self._credit + 1) // 2:
+            return None
+        fresh = self._take(free if room is None else min(free, room))
+        if not fresh:
+            return None
+        if self._heard_at is None or not self._asked_at:
+            self._heard_at = now
+        self._granted.update(fresh)
+        for index in fresh:
+            self._asked_at.setdefault(index, now)
+        self._granted_at = now
+        return _as_ranges(fresh)
+
+    def _add(self, index: int) -> bool:
+        if self._have[index]:
+            return False
+        self._have[index] = 1
+        self._count += 1
+        return True
+
+    def _arrived(self, index: int, now: float) -> None:
+        gap = 0.0 if self._heard_at is None else now - self._heard_at
+        self._patience_s = min(MAX_STALL_S, max(self._stall_s, GAP_FACTOR * gap, CALMING * self._patience_s))
+        self._heard_at = self._granted_at = now
+        asked_at = self._asked_at.pop(index, None)
+        if asked_at is None:
+            return
+        took = now - asked_at
+        if took <= UNDER_WAY_S:
+            self._credit = min(self._limit, self._credit + 1)
+        elif asked_at > self._slowed_at:  # once per window
+            self._credit = max(1, int(self._credit * UNDER_WAY_S / took))
+            self._slowed_at = now
+
+    def _take(self, room: int) -> list[int]:
+        fresh: list[int] = []
+        ranges = 0
+        while len(fresh) < room:
+            index = self._have.find(0, self._next)
+            if index < 0:
+                self._next = self.ref.chunks
+                break
+            self._next = index + 1
+            if index in self._granted:
+                continue
+            ranges += not fresh or fresh[-1] + 1 != index
+            if ranges > MAX_RANGES:
+                self._next = index
+                break
+            fresh.append(index)
+        return fresh
+
+
+def _as_ranges(indices: list[int]) -> Ranges:
+    ranges: list[tuple[int, int]] = []
+    for index in indices:
+        if ranges and sum(ranges[-1]) == index:
+            ranges[-1] = (ranges[-1][0], ranges[-1][1] + 1)
+        else:
+            ranges.append((index, 1))
+    return tuple(ranges)

@@ -1,0 +1,163 @@
+"""How an artifact crosses a link: cut into chunks, granted under a window, put together again.
+
+Pure: no I/O, no threads, no clock of its own. A receiver grants chunks (`Need` messages, see `grants`) and a sender sends
+what was granted; lost, repeated, reordered and foreign chunks do no harm. Broadcast chunks may be fed without any grant.
+Receivers are in `partial`, senders in `sender`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from fedcg.wire.errors import MalformedError, TooLargeError, TransportError
+from fedcg.wire.messages.messages import MAX_ARTIFACT_BYTES, MAX_CHUNK_BYTES, ArtifactRef
+from fedcg.wire.transfer.chunk_window import Ranges, Window
+
+__all__ = [
+    "CHECK_BYTES",
+    "FRAME_OVERHEAD_BYTES",
+    "Chunk",
+    "Ranges",
+    "Window",
+    "check_chunk",
+    "chunk_bytes_for",
+    "chunk_check",
+    "chunk_frame",
+    "chunk_length",
+    "cut",
+    "frames_for",
+    "make_ref",
+    "parse_chunk",
+    "read_frame",
+]
+
+MAGIC = b"FCGC"
+_HEAD = struct.Struct(">4s32sI8s")
+FRAME_OVERHEAD_BYTES = _HEAD.size
+CHECK_BYTES = 8
+MIN_CHUNK_BYTES = 256
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One piece of an artifact; `index` counts from 0, `check` is the truncated hash that came with it."""
+
+    artifact: str
+    index: int
+    data: bytes | memoryview
+    check: bytes = field(default=b"", compare=False)
+
+
+def chunk_bytes_for(max_payload: int, configured: int = MAX_CHUNK_BYTES) -> int:
+    """The chunk size for a link: the smallest of what it takes, what is configured and 120 KB, minus the frame's head.
+
+    Raises:
+        TransportError: the link takes too little for any chunk.
+    """
+    size = min(max_payload, configured, MAX_CHUNK_BYTES) - FRAME_OVERHEAD_BYTES
+    if size < MIN_CHUNK_BYTES:
+        raise TransportError(
+            f"the link takes payloads of {max_payload} bytes, too little for a chunk of {MIN_CHUNK_BYTES}; "
+            "raise the broker's maximum packet size or the configured chunk size"
+        )
+    return size
+
+
+def make_ref(data: bytes, chunk_bytes: int) -> ArtifactRef:
+    """The reference that announces an artifact.
+
+    Raises:
+        TooLargeError: the artifact is over the bound of the protocol.
+    """
+    if len(data) > MAX_ARTIFACT_BYTES:
+        raise TooLargeError(f"an artifact of {len(data)} bytes is over the bound of {MAX_ARTIFACT_BYTES}")
+    return ArtifactRef(id=hashlib.sha256(data).hexdigest(), size=len(data), chunk_bytes=chunk_bytes)
+
+
+def cut(data: bytes, chunk_bytes: int) -> list[bytes]:
+    """The pieces of an artifact, in order; only the last one may be shorter."""
+    return [data[start : start + chunk_bytes] for start in range(0, len(data), chunk_bytes)]
+
+
+def chunk_length(ref: ArtifactRef, index: int) -> int:
+    """How many bytes a chunk of this artifact has."""
+    return min(ref.chunk_bytes, ref.size - index * ref.chunk_bytes)
+
+
+def chunk_check(artifact: str, index: int, data: bytes | memoryview) -> bytes:
+    """The truncated hash of a chunk's name, place and content."""
+    digest = hashlib.sha256(bytes.fromhex(artifact) + index.to_bytes(4, "big"))
+    digest.update(data)
+    return digest.digest()[:CHECK_BYTES]
+
+
+def chunk_frame(artifact: str, index: int, data: bytes, check: bytes = b"") -> bytes:
+    """The bytes of one chunk on the wire: magic, artifact id, index, truncated hash of all of it, data.
+
+    `check` saves hashing where the same chunk was framed before.
+    """
+    return b"".join(
+        (
+            _HEAD.pack(MAGIC, bytes.fromhex(artifact), index, check or chunk_check(artifact, index, data)),
+            data,
+        )
+    )
+
+
+def read_frame(frame: bytes) -> Chunk:
+    """The chunk in a frame, its content not yet held against its hash: for who checks the whole artifact. Copies nothing.
+
+    Raises:
+        TooLargeError: over the bound of the protocol.
+        MalformedError: no chunk frame.
+    """
+    if len(frame) > MAX_CHUNK_BYTES + FRAME_OVERHEAD_BYTES:
+        raise TooLargeError(
+            f"a chunk frame of {len(frame)} bytes is over the bound of {MAX_CHUNK_BYTES + FRAME_OVERHEAD_BYTES}"
+        )
+    if len(frame) <= FRAME_OVERHEAD_BYTES or not frame.startswith(MAGIC):
+        raise MalformedError("not a chunk frame of this protocol")
+    _, name, index, check = _HEAD.unpack_from(frame)
+    return Chunk(name.hex(), index, memoryview(frame)[FRAME_OVERHEAD_BYTES:], check)
+
+
+def parse_chunk(frame: bytes) -> Chunk:
+    """The chunk in a frame.
+
+    Raises:
+        TooLargeError: over the bound of the protocol.
+        MalformedError: no chunk frame, or one whose hash does not fit its content.
+    """
+    chunk = read_frame(frame)
+    if chunk.check != chunk_check(chunk.artifact, chunk.index, chunk.data):
+        raise MalformedError(f"chunk {chunk.index} of artifact {chunk.artifact} was damaged on its way")
+    return chunk
+
+
+def check_chunk(ref: ArtifactRef, chunk: Chunk) -> bool:
+    """Whether a chunk is one of this artifact.
+
+    Raises:
+        MalformedError: it says so, with an index or a length that the artifact can't have.
+    """
+    if chunk.artifact != ref.id:
+        return False
+    if chunk.index >= ref.chunks:
+        raise MalformedError(f"chunk {chunk.index} of an artifact of {ref.chunks} chunks")
+    expected = chunk_length(ref, chunk.index)
+    if len(chunk.data) != expected:
+        raise MalformedError(f"chunk {chunk.index} has {len(chunk.data)} bytes instead of {expected}")
+    return True
+
+
+def frames_for(data: bytes, ref: ArtifactRef, ranges: Iterable[tuple[int, int]] | None = None) -> Iterator[bytes]:
+    """The frames of the granted chunks, in the order of the grants; of all chunks when `ranges` is None.
+
+    Indices behind the last chunk are left out: a grant comes from the other side and is not to be trusted.
+    """
+    for first, count in [(0, ref.chunks)] if ranges is None else ranges:
+        for index in range(first, min(first + count, ref.chunks)):
+            yield chunk_frame(ref.id, index, data[index * ref.chunk_bytes : (index + 1) * ref.chunk_bytes])

@@ -1,0 +1,225 @@
+"""A broker and its transports inside one process: the same laws as MQTT, without a network.
+
+For simulations of the protocol and for tests; `MemoryBroker.drop` takes a client's link away as a dead radio would.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from fedcg.wire.errors import TransportError
+from fedcg.wire.transport.transport import Backlog, Delivery, OnDelivery, OnLink, Publication, Will, call_out
+
+Action = Literal["publish", "read"]
+Rules = Callable[[str, Action, str], bool]
+QUEUE_MAX = 65_536
+Record = Callable[[str, str, bytes], None]
+
+
+def topic_matches(topic_filter: str, topic: str) -> bool:
+    """Whether an MQTT topic filter (`+` one level, `#` the rest) covers a topic."""
+    wanted, levels = topic_filter.split("/"), topic.split("/")
+    for position, level in enumerate(wanted):
+        if level == "#":
+            return True
+        if position >= len(levels) or level not in ("+", levels[position]):
+            return False
+    return len(wanted) == len(levels)
+
+
+def allow_all(_identity: str, _action: Action, _topic: str) -> bool:
+    """Rules of a broker that trusts everybody."""
+    return True
+
+
+class MemoryBroker:
+    """Routes between the transports of one process.
+
+    Args:
+        rules: whether an identity may publish on, or read from, a concrete topic; refused publishes vanish silently, as
+            they do on a real broker.
+        record: called with (identity, topic, payload) for every publish that was let through, wills included.
+        max_payload: the largest payload taken.
+    """
+
+    def __init__(self, rules: Rules = allow_all, record: Record | None = None, max_payload: int = 1_900_000) -> None:
+        self.record = record
+        self.max_payload = max_payload
+        self._rules = rules
+        self._lock = threading.RLock()
+        self._sessions: dict[str, MemoryTransport] = {}
+        self._down: dict[str, MemoryTransport] = {}
+        self._retained: dict[str, bytes] = {}
+
+    def drop(self, identity: str) -> None:
+        """Take a client's link away: its will is published, and it stays off until `restore`."""
+        with self._lock:
+            transport = self._sessions.pop(identity, None)
+            if transport is None:
+                return
+            self._down[identity] = transport
+            transport.link_changed(up=False)
+            self._publish_will(transport)
+
+    def restore(self, identity: str) -> None:
+        """Give a dropped client its link back; its subscriptions stand again."""
+        with self._lock:
+            transport = self._down.pop(identity, None)
+            if transport is not None:
+                self.attach(transport)
+
+    def attach(self, transport: MemoryTransport) -> None:
+        """Connect a transport; a client of the same identity is thrown out, as MQTT does."""
+        with self._lock:
+            if transport.identity in self._sessions:
+                self.drop(transport.identity)
+            self._sessions[transport.identity] = transport
+            for topic_filter in transport.filters:
+                self.send_retained(transport, topic_filter)
+            transport.link_changed(up=True)
+
+    def detach(self, transport: MemoryTransport) -> None:
+        """Disconnect a transport for good, without its will."""
+        with self._lock:
+            for table in (self._sessions, self._down):
+                if table.get(transport.identity) is transport:
+                    del table[transport.identity]
+
+    def is_attached(self, transport: MemoryTransport) -> bool:
+        """Whether this very transport is connected."""
+        with self._lock:
+            return self._sessions.get(transport.identity) is transport
+
+    def route(self, identity: str, topic: str, payload: bytes, *, retain: bool) -> None:
+        """Deliver a publish to every connected client that subscribed to the topic and may read it."""
+        with self._lock:
+            if not self._rules(identity, "publish", topic):
+                return
+            if self.record is not None:
+                self.record(identity, topic, payload)
+            if retain and payload:
+                self._retained[topic] = payload
+            elif retain:
+                self._retained.pop(topic, None)
+            for transport in list(self._sessions.values()):
+                wanted = any(topic_matches(topic_filter, topic) for topic_filter in transport.filters)
+                if wanted and self._rules(transport.identity, "read", topic):
+                    transport.enqueue(Delivery(topic, payload, retained=False))
+
+    def send_retained(self, transport: MemoryTransport, topic_filter: str) -> None:
+        """Give a client the retained messages under a filter."""
+        with self._lock:
+            for topic, payload in sorted(self._retained.items()):
+                if topic_matches(topic_filter, topic) and self._rules(transport.identity, "read", topic):
+                    transport.enqueue(Delivery(topic, payload, retained=True))
+
+    def _publish_will(self, transport: MemoryTransport) -> None:
+        if transport.will is not None:
+            self.route(transport.identity, transport.will.topic, transport.will.payload, retain=transport.will.retain)
+
+
+@dataclass(frozen=True)
+class _Link:
+    up: bool
+
+
+@dataclass(frozen=True)
+class _Routed:
+    is_under_way: bool = False
+
+
+_ROUTED = _Routed()
+
+
+class MemoryTransport:
+    """A client of a `MemoryBroker`; its callbacks run on a thread of its own."""
+
+    def __init__(self, broker: MemoryBroker, identity: str, will: Will | None = None) -> None:
+        self.identity = identity
+        self.will = will
+        self.filters: list[str] = []
+        self._broker = broker
+        self._inbox: queue.Queue[Delivery | _Link | None] = queue.Queue(QUEUE_MAX)
+        self._thread: threading.Thread | None = None
+
+    def start(self, on_delivery: OnDelivery, on_link: OnLink) -> None:
+        """Connect and begin to deliver."""
+        if self._thread is not None:
+            raise TransportError(f"the transport of {self.identity} was started twice")
+        self._thread = threading.Thread(
+            target=self._deliver, args=(on_delivery, on_link), name=f"memory-{self.identity}", daemon=True
+        )
+        self._thread.start()
+        self._broker.attach(self)
+
+    def subscribe(self, topic: str, qos: int = 1) -> None:
+        """Ask for a topic filter, now and after every reconnect."""
+        if topic not in self.filters:
+            self.filters.append(topic)
+        if self._broker.is_attached(self):
+            self._broker.send_retained(self, topic)
+
+    def publish(self, topic: str, payload: bytes, *, qos: int = 1, retain: bool = False) -> Publication:
+        """Hand bytes to the broker.
+
+        Raises:
+            TransportError: not connected, or over `max_payload`.
+        """
+        if len(payload) > self.max_payload:
+            raise TransportError(f"a payload of {len(payload)} bytes; this link takes {self.max_payload}")
+        if not self._broker.is_attached(self):
+            raise TransportError(f"{self.identity} is not connected")
+        self._broker.route(self.identity, topic, payload, retain=retain)
+        return _ROUTED
+
+    def change_will(self, will: Will) -> None:
+        """Leave another will from now on; this connects anew, without triggering the old one."""
+        self.will = will
+        if self._broker.is_attached(self):
+            self._broker.detach(self)
+            self.link_changed(up=False)
+            self._broker.attach(self)
+
+    @property
+    def backlog(self) -> Backlog:
+        """Nothing: a publish is with the broker when `publish` returns."""
+        return Backlog()
+
+    @property
+    def max_payload(self) -> int:
+        """Largest payload in bytes that the broker takes."""
+        return self._broker.max_payload
+
+    def close(self) -> None:
+        """Disconnect without the will, deliver what is queued, stop the thread."""
+        self._broker.detach(self)
+        if self._thread is not None:
+            self._inbox.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def enqueue(self, delivery: Delivery) -> None:
+        """Take a message from the broker.
+
+        Raises:
+            TransportError: the client's callback has not kept up with a whole queue of messages.
+        """
+        try:
+            self._inbox.put_nowait(delivery)
+        except queue.Full as error:
+            raise TransportError(f"{self.identity} does not read: {QUEUE_MAX} messages wait for it") from error
+
+    def link_changed(self, *, up: bool) -> None:
+        """Learn from the broker that the link came or went."""
+        self._inbox.put(_Link(up))
+
+    def _deliver(self, on_delivery: OnDelivery, on_link: OnLink) -> None:
+        while (item := self._inbox.get()) is not None:
+            if isinstance(item, _Link):
+                call_out(on_link, item.up)
+            else:
+                call_out(on_delivery, item)

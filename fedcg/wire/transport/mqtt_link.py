@@ -1,0 +1,162 @@
+"""One connection to a broker: paho's client, with bounds on what a broker may send. No thread of its own, no policy.
+
+paho's threads and its reconnecting are not used: they send an oversize publish again for ever, queue without a bound, and end
+silently with an exception in a callback. The private names of paho that are used here are listed in docs/decisions/013.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import ssl
+import time
+from typing import Any
+
+from paho.mqtt import client as paho
+from paho.mqtt.enums import CallbackAPIVersion, MQTTErrorCode, MQTTProtocolVersion
+from paho.mqtt.packettypes import PacketTypes
+from paho.mqtt.properties import Properties
+
+from fedcg.wire.errors import MalformedError
+from fedcg.wire.transport.mqtt_config import MqttConfig
+from fedcg.wire.transport.transport import Will
+
+HANG_UP_S = 0.8  # how long `hang_up` waits for the broker
+MAX_UNSENT = 65_536  # packets; as many acknowledgements as there are packet ids, and a ping
+READ_BYTES = 1 << 18
+OK = MQTTErrorCode.MQTT_ERR_SUCCESS
+
+
+class MqttLink(paho.Client):
+    """A connection; its owner opens it, hands messages over, and moves it, on one thread.
+
+    Args:
+        config: the broker.
+        context: for TLS; None for plain text.
+        protocol: the version to speak.
+        will: what the broker publishes when this side vanishes.
+
+    Attributes:
+        is_accepted: whether the broker has answered CONNECT.
+    """
+
+    def __init__(self, config: MqttConfig, context: ssl.SSLContext | None, protocol: str, will: Will | None) -> None:
+        self._is_5 = protocol == "5"
+        super().__init__(
+            CallbackAPIVersion.VERSION2,
+            client_id=config.identity,
+            clean_session=None if self._is_5 else True,
+            protocol=MQTTProtocolVersion.MQTTv5 if self._is_5 else MQTTProtocolVersion.MQTTv311,
+            reconnect_on_failure=False,
+        )
+        self._settings = config
+        self._cause = ""
+        self._give_up_at = 0.0
+        self.is_accepted = False
+        self.connect_timeout = config.connect_timeout_s  # of the TLS handshake too
+        if context is not None:
+            self.tls_set_context(context)
+        if will is not None:
+            self.will_set(will.topic, will.payload, qos=1, retain=will.retain)
+        self.on_socket_open = send_at_once
+        self.on_disconnect = self._note_cause
+
+    def open(self) -> None:
+        """Connect and send CONNECT.
+
+        Raises:
+            OSError: no connection, or no handshake, within its time (`ssl.SSLError` is one).
+        """
+        properties = Properties(PacketTypes.CONNECT) if self._is_5 else None  # type: ignore[no-untyped-call]
+        if properties is not None:
+            properties.MaximumPacketSize = self._settings.max_inbound
+        self.connect(self._settings.host, self._settings.port, self._settings.keepalive_s, properties=properties)
+
+    def accept_keepalive(self, seconds: int | None) -> None:
+        """Use the broker's keepalive where it is shorter; none at all, or a longer one, would hide a dead link."""
+        self._keepalive = min(self._settings.keepalive_s, seconds or self._settings.keepalive_s)
+
+    def move(self, wake: int, seconds: float) -> bool:
+        """Wait until something can be read or written, and read and write it; call the callbacks.
+
+        Args:
+            wake: a descriptor that ends the wait when it can be read.
+            seconds: longest wait.
+
+        Returns:
+            Whether `wake` can be read.
+
+        Raises:
+            OSError: the connection is gone.
+            MalformedError: a packet that a broker may not send; paho raises errors of its own for others.
+        """
+        sock: Any = self.socket()
+        if sock is None:
+            raise ConnectionError(self._cause or "it is closed")
+        holds_more = isinstance(sock, ssl.SSLSocket) and sock.pending() > 0  # which no poll announces
+        poll, descriptor = select.poll(), sock.fileno()
+        poll.register(descriptor, select.POLLIN | (select.POLLOUT if self.want_write() else 0))
+        poll.register(wake, select.POLLIN)
+        ready = dict(poll.poll(0.0 if holds_more else 1000.0 * seconds))
+        status = OK
+        if holds_more or ready.get(descriptor, 0) & ~select.POLLOUT:
+            status = self.loop_read()
+        if status is OK and self.want_write():
+            status = self.loop_write()
+        if status is not OK:
+            raise ConnectionError(self._cause or paho.error_string(status))
+        if self.socket() is not None and self.loop_misc() is not OK:
+            raise ConnectionError("a ping was not answered within the keepalive")
+        if len(self._out_packet) > MAX_UNSENT:
+            raise ConnectionError("it does not read what is sent to it")
+        return wake in ready
+
+    def hang_up(self) -> None:
+        """End the packet that is on its way, send DISCONNECT, and give the broker a moment to close the connection.
+
+        A connection that is closed while bytes wait to be read is reset: the broker may never read DISCONNECT, and publishes the will.
+        """
+        self._give_up_at = time.monotonic() + HANG_UP_S
+        self.on_socket_close = self._drain  # paho closes as soon as DISCONNECT has left
+        with contextlib.suppress(OSError, MalformedError):
+            self.disconnect()
+            while (sock := self.socket()) is not None and (left_s := self._give_up_at - time.monotonic()) > 0:
+                self.move(sock.fileno(), left_s)
+
+    def close(self) -> None:
+        """Drop the connection."""
+        sock = self.socket()
+        if sock is not None:
+            sock.close()
+
+    def _drain(self, _client: Any, _data: Any, sock: Any) -> None:
+        sock.settimeout(HANG_UP_S)
+        with contextlib.suppress(OSError):
+            while time.monotonic() < self._give_up_at and sock.recv(READ_BYTES):
+                pass
+
+    def _note_cause(self, _client: Any, _data: Any, flags: Any, reason: Any, _properties: Any) -> None:
+        if flags.is_disconnect_packet_from_server:
+            self._cause = f"the broker ended it: {reason}"
+
+    def _sock_recv(self, bufsize: int) -> bytes:
+        """Read for paho, which asks for the rest of a packet once it knows its kind and length: before there is room for it."""
+        self._check_header(self._in_packet["command"], bufsize)
+        return super()._sock_recv(bufsize)
+
+    def _check_header(self, command: int, size: int) -> None:
+        kind = command & 0xF0
+        if size > self._settings.max_inbound:
+            raise MalformedError(f"a packet of {size} bytes; at most {self._settings.max_inbound} are read")
+        if command & 0xF4 == paho.PUBLISH | 0x04:  # paho would keep each until the broker releases it
+            raise MalformedError("a message at QoS 2, which nothing here subscribes to")
+        if kind == paho.CONNACK and self.is_accepted:
+            raise MalformedError("a second answer to CONNECT")
+        if kind not in (0, paho.CONNACK, paho.DISCONNECT) and not self.is_accepted:
+            raise MalformedError("a packet before the answer to CONNECT")
+
+
+def send_at_once(_client: Any, _data: Any, sock: Any) -> None:
+    """Turn off Nagle's algorithm: a grant that waits for a delayed ACK stalls a whole window."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
