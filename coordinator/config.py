@@ -11,10 +11,10 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from coordinator.errors import ConfigError
-from coordinator.rounds.pacing import GATHER_S, RETRY_S
 from fedcg.config_file import read_toml
+from fedcg.wire.messages.enrolment_messages import PresetName
 from fedcg.wire.messages.messages import MAX_CHUNK_BYTES
-from fedcg.wire.transfer.broker_presets import DEFAULT_PRESET, LinkLimits, PresetName, limits_for
+from fedcg.wire.transfer.broker_presets import DEFAULT_PRESET, LinkLimits, limits_for
 from fedcg.worker_process import STALL_S
 
 LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
@@ -177,12 +177,14 @@ class RoundSettings(_Section):
     """How long rounds wait before they open.
 
     Attributes:
-        gather_s: with the quorum online, for further enrolled devices after the last one came.
-        retry_s: after a failed attempt; doubles with each failed attempt of the round, up to 10 minutes.
+        gather_s: with the quorum online, for further enrolled devices after the last one came. Devices that are started together differ by
+            this much until they have a session: imports, TLS, the back-off of the link.
+        retry_s: after a failed attempt; doubles with each failed attempt of the round, up to 10 minutes. Long enough for a share that is
+            mounted again or a broker that is started again.
     """
 
-    gather_s: Annotated[float, Field(ge=0, le=3600)] = GATHER_S
-    retry_s: Annotated[float, Field(ge=0, le=600)] = RETRY_S
+    gather_s: Annotated[float, Field(ge=0, le=3600)] = 5.0
+    retry_s: Annotated[float, Field(ge=0, le=600)] = 10.0
 
 
 class CoordinatorConfig(_Section):

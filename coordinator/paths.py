@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import fcntl
 import os
-import secrets
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from coordinator.config import CoordinatorConfig, load_config, render_config
+from coordinator.config import CoordinatorConfig, load_config
 from coordinator.errors import HomeError
-from coordinator.pki.authority import CRL_NAME, create_ca, credential_of, issue, server_credential, write_revocations
-from fedcg.files import PRIVATE, READABLE, replace_durably, write_durably
-from fedcg.wire.messages.messages import COORDINATOR
-from fedcg.wire.messages.signing import SigningKey
+from fedcg.files import PRIVATE
 
 BROKER_NAME = "broker"
+CRL_NAME = "crl.pem"
 SECRET_BYTES = 32
 
 
@@ -154,39 +151,3 @@ def held(path: Path, program: str) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def create_home(root: Path, config: CoordinatorConfig, *, observers: tuple[str, ...] = ()) -> Home:
-    """Make a coordinator's directory: authority, certificates, signing key, secret, configuration.
-
-    Args:
-        root: must be missing or empty.
-        config: what goes into coordinator.toml.
-        observers: identities that get a certificate to read everything and write nothing.
-
-    Raises:
-        HomeError: the directory holds something.
-    """
-    if root.exists() and (not root.is_dir() or any(root.iterdir())):
-        raise HomeError(f"{root} is not an empty directory; choose another one for the new coordinator")
-    root.mkdir(parents=True, exist_ok=True, mode=0o700)
-    root.chmod(0o700)
-    home = Home(root)
-    create_ca(home.pki)
-    write_revocations(home.pki, ())
-    server_credential(home.pki, BROKER_NAME, config.broker.host)
-    for identity in (COORDINATOR, *observers):
-        issue(home.pki, identity)
-    SigningKey.generate().save(home.signing_key)
-    write_durably(home.secret_file, secrets.token_bytes(SECRET_BYTES), is_new=True)
-    for directory in (home.artifacts, home.spill, home.broker):
-        directory.mkdir()
-    replace_durably(home.config_file, render_config(config), READABLE)
-    return home
-
-
-def observers_of(home: Home) -> list[str]:
-    """The observers that have a certificate here."""
-    return sorted(
-        path.stem for path in home.pki.glob("observer*.pem") if credential_of(home.pki, path.stem).key.is_file()
-    )

@@ -13,10 +13,10 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from edge_client.errors import ConfigError
 from fedcg.config_file import nearest, read_toml, section_of
-from fedcg.wire.messages.enrolment_messages import URL_PATTERN
+from fedcg.wire.messages.enrolment_messages import URL_PATTERN, PresetName
 from fedcg.wire.messages.messages import MAX_ARTIFACT_BYTES, MAX_CHUNK_BYTES, Carrier, Identifier
 from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, DEFAULT_ALLOW_UPLOAD, Part, ReportField
-from fedcg.wire.transfer.broker_presets import DEFAULT_PRESET, LinkLimits, PresetName, limits_for
+from fedcg.wire.transfer.broker_presets import DEFAULT_PRESET, LinkLimits, limits_for
 from fedcg.wire.transport.mqtt_config import is_loopback
 from fedcg.worker_process import STALL_S
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from devices.detect import detect
-from experiments.data.source import DIGITS
 from fedcg.files import READABLE, replace_durably
 
 RECORD_FORMAT = 1
@@ -49,7 +48,7 @@ def record_of_summary(summary: Mapping[str, Any], root: Path) -> dict[str, Any]:
         root: the folder of the run.
     """
     finished_at = datetime.fromtimestamp((root / "summary.json").stat().st_mtime, tz=timezone.utc)
-    data = summary["data"] if summary["data"] == DIGITS else Path(summary["data"]).name
+    data = Path(summary["data"]).name
     clients = [
         {**client, "onnx_model": _relative(client["onnx_model"], root) if client["onnx_model"] else None}
         for client in summary["clients"]

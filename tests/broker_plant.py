@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.cli.opening import create_home
 from coordinator.config import BrokerSettings, CoordinatorConfig
 from coordinator.members.bundle_enrolment import enrol
-from coordinator.paths import Home, create_home
+from coordinator.paths import Home
 from coordinator.pki.authority import CA_NAME, credential_of
 from coordinator.rounds.records import AggregateRecord, FederationRecord
 from coordinator.storage.store import Store

@@ -13,12 +13,13 @@ from typing import TypeVar
 import numpy as np
 from PIL import Image
 
-from edge_client.agent.loop import Agent, AgentKeys
+from edge_client.agent.loop import Agent
 from edge_client.config import AgentConfig, BrokerSection, DataSection, ExportSection, PolicySection, TrainingSection
+from edge_client.identity.keys import AgentKeys
 from edge_client.messaging.publisher import offline_will
 from edge_client.session.events import ChooseModel, Chosen, TrainRound
 from edge_client.store.data_snapshot import Snapshot, SnapshotFile
-from edge_client.store.generations import Cursor, NewGeneration
+from edge_client.store.generations import NewGeneration
 from edge_client.store.private_store import PrivateStore
 from edge_client.training.trainer_handle import Committed, Ready, TrainerCommand, TrainerReport
 from fedcg.event_log import EventLog, EventValue, read_events
@@ -44,6 +45,7 @@ from fedcg.wire.messages.messages import (
     Offer,
     Outcome,
     Receipt,
+    RoundAttempt,
     Welcome,
 )
 from fedcg.wire.messages.ordering import Session, session_id
@@ -128,7 +130,7 @@ def toy_snapshot(images: int = 3) -> Snapshot:
 
 
 def toy_generation(
-    spec: FederationSpec, cursor: Cursor, update: bytes | None = b"update", seed: int = 1
+    spec: FederationSpec, cursor: RoundAttempt, update: bytes | None = b"update", seed: int = 1
 ) -> NewGeneration:
     """What a round of the toy spec commits."""
     slots = {"personal": toy_parts(seed), "best": toy_parts(seed, (Part.EXTRACTOR, Part.CLASSIFIER))}
@@ -148,7 +150,7 @@ def aggregate_of(parts: Mapping[Part, Mapping[str, Array]], spec: FederationSpec
     return pack(header, parts, spec.aggregate_codec)
 
 
-def update_of(spec: FederationSpec, cursor: Cursor) -> bytes:
+def update_of(spec: FederationSpec, cursor: RoundAttempt) -> bytes:
     """The packed update that the fake trainer makes of a round attempt."""
     header = ArtifactHeader(
         kind="update",
@@ -391,7 +393,7 @@ class FakeTrainer:
     def stop(self) -> None:
         """Nothing runs."""
 
-    def rounds(self) -> list[Cursor]:
+    def rounds(self) -> list[RoundAttempt]:
         return [command.cursor for command in self.commands if isinstance(command, TrainRound)]
 
 

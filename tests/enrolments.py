@@ -14,13 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from coordinator.cli.opening import create_home
 from coordinator.config import BrokerSettings, CoordinatorConfig, EnrolmentSettings
 from coordinator.http.enrolment_api import create_enrolment_app
 from coordinator.http.rate_limits import ALL, PER_ADDRESS, FailureLimits, Rate
 from coordinator.http.tls_listeners import listening, server_context, serving
 from coordinator.members.admission import Admission
 from coordinator.members.tokens import Wish, create_token
-from coordinator.paths import Home, create_home
+from coordinator.paths import Home
 from coordinator.pki.authority import Credential, server_credential
 from coordinator.rounds.records import AggregateRecord, FederationRecord
 from coordinator.storage.store import Store

@@ -21,10 +21,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from coordinator.cli.opening import create_home
 from coordinator.cli.run import _setup
 from coordinator.config import BrokerSettings, CoordinatorConfig
 from coordinator.members.bundle_enrolment import enrol
-from coordinator.paths import Home, create_home
+from coordinator.paths import Home
 from coordinator.rounds.records import AggregateRecord, FederationRecord
 from coordinator.service.service import start_service
 from coordinator.storage.store import Store

@@ -24,7 +24,6 @@ from coordinator.rounds.records import (
 )
 from coordinator.storage.migrations import SCHEMA_VERSION
 from coordinator.storage.store import Store
-from edge_client.store.generations import Cursor
 from edge_client.store.private_store import STORE_FORMAT, DeliveryRecord, PrivateStore
 from fedcg.wire.artifacts.artifacts import ArtifactHeader, Base, artifact_id, pack, unpack
 from fedcg.wire.messages.key_chain import PinnedKey, make_link
@@ -52,6 +51,7 @@ from fedcg.wire.messages.messages import (
     Outcome,
     Receipt,
     Refusal,
+    RoundAttempt,
     Welcome,
 )
 from fedcg.wire.messages.signing import SigningKey, seal
@@ -139,7 +139,7 @@ def fill_store(root: Path) -> None:
     store.save_spec(spec.canonical())
     store.artifacts.put(artifacts()["aggregate"])
     for number in (1, 2):
-        new = toy_generation(spec, Cursor(number, 1), artifacts()["update"], seed=number)
+        new = toy_generation(spec, RoundAttempt(number, 1), artifacts()["update"], seed=number)
         store.generations.commit(new)
     store.accept_snapshot(spec.digest, 2, lambda: new.snapshot)
     store.save_seen((3, 2, 1))

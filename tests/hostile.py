@@ -17,8 +17,9 @@ from pathlib import Path
 
 from coordinator.aggregation.worker_messages import Updates
 from coordinator.updates.robustness import Distances
-from edge_client.agent.loop import Agent, AgentKeys
+from edge_client.agent.loop import Agent
 from edge_client.config import AgentConfig, BrokerSection, DataSection, ExportSection
+from edge_client.identity.keys import AgentKeys
 from edge_client.messaging.publisher import offline_will
 from edge_client.session.events import TrainRound
 from edge_client.store.private_store import PrivateStore

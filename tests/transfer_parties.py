@@ -32,9 +32,9 @@ from coordinator.service.service import Service, start_service
 from coordinator.service.service_context import Setup
 from coordinator.storage.store import Store
 from coordinator.updates.robustness import Distances
-from edge_client.agent.loop import Agent, AgentKeys
-from edge_client.agent.run import mqtt_config
+from edge_client.agent.loop import Agent
 from edge_client.config import AgentConfig, BrokerSection, DataSection, ExportSection, TlsSection
+from edge_client.identity.keys import AgentKeys, mqtt_config
 from edge_client.messaging.publisher import offline_will
 from edge_client.session.events import ChooseModel, Chosen
 from edge_client.store.private_store import PrivateStore
@@ -43,10 +43,11 @@ from experiments.bench.transport.peers import NoWorker
 from fedcg.event_log import EventLog
 from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice
 from fedcg.wire.artifacts.artifacts import ArtifactHeader, ArtifactStore, pack
+from fedcg.wire.messages.enrolment_messages import PresetName
 from fedcg.wire.messages.messages import COORDINATOR, Carrier
 from fedcg.wire.messages.signing import SigningKey
 from fedcg.wire.parts import Part, Report, ReportField, TensorLayout
-from fedcg.wire.transfer.broker_presets import PresetName, limits_for
+from fedcg.wire.transfer.broker_presets import limits_for
 from fedcg.wire.transfer.partial_files import HEAD_BYTES, RECORD_BYTES
 from fedcg.wire.transport.mqtt import MqttTransport
 from fedcg.wire.transport.mqtt_config import MqttConfig

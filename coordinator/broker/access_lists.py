@@ -22,8 +22,8 @@ from coordinator.broker.deployed_mosquitto import PID_FILE, refresh_lists
 from coordinator.broker.mosquitto import ACL_NAME, write_access_list, write_config
 from coordinator.config import LOOPBACK_HOSTS
 from coordinator.errors import BrokerError
-from coordinator.paths import BROKER_NAME, Home, held, observers_of
-from coordinator.pki.authority import CA_NAME, credential_of, server_credential, write_revocations
+from coordinator.paths import BROKER_NAME, Home, held
+from coordinator.pki.authority import CA_NAME, credential_of, observers_of, server_credential, write_revocations
 from coordinator.rounds.records import CertificateRecord
 from coordinator.storage.store import Store
 from fedcg.files import replace_durably

@@ -11,8 +11,8 @@ from pathlib import Path
 from string import Template
 
 from coordinator.config import LOOPBACK_HOSTS
-from coordinator.paths import BROKER_NAME, Home, observers_of
-from coordinator.pki.authority import CA_NAME, CRL_NAME, credential_of
+from coordinator.paths import BROKER_NAME, CRL_NAME, Home
+from coordinator.pki.authority import CA_NAME, credential_of, observers_of
 from fedcg.files import READABLE, replace_durably
 from fedcg.wire.messages.topics import Topics
 

@@ -2,18 +2,52 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from pathlib import Path
 
 from coordinator.broker.access_lists import publish_access
 from coordinator.broker.mosquitto import ACL_NAME, write_access_list
 from coordinator.cli.create_federation import found
-from coordinator.config import CoordinatorConfig
-from coordinator.errors import PlanError
-from coordinator.paths import Home, create_home
+from coordinator.config import CoordinatorConfig, render_config
+from coordinator.errors import HomeError, PlanError
+from coordinator.paths import BROKER_NAME, SECRET_BYTES, Home
+from coordinator.pki.authority import create_ca, issue, server_credential, write_revocations
 from coordinator.rounds.records import AggregateRecord, FederationRecord
 from coordinator.storage.store import Store
+from fedcg.files import READABLE, replace_durably, write_durably
 from fedcg.learning.spec import FederationPlan
+from fedcg.wire.messages.messages import COORDINATOR
+from fedcg.wire.messages.signing import SigningKey
+
+
+def create_home(root: Path, config: CoordinatorConfig, *, observers: tuple[str, ...] = ()) -> Home:
+    """Make a coordinator's directory: authority, certificates, signing key, secret, configuration.
+
+    Args:
+        root: must be missing or empty.
+        config: what goes into coordinator.toml.
+        observers: identities that get a certificate to read everything and write nothing.
+
+    Raises:
+        HomeError: the directory holds something.
+    """
+    if root.exists() and (not root.is_dir() or any(root.iterdir())):
+        raise HomeError(f"{root} is not an empty directory; choose another one for the new coordinator")
+    root.mkdir(parents=True, exist_ok=True, mode=0o700)
+    root.chmod(0o700)
+    home = Home(root)
+    create_ca(home.pki)
+    write_revocations(home.pki, ())
+    server_credential(home.pki, BROKER_NAME, config.broker.host)
+    for identity in (COORDINATOR, *observers):
+        issue(home.pki, identity)
+    SigningKey.generate().save(home.signing_key)
+    write_durably(home.secret_file, secrets.token_bytes(SECRET_BYTES), is_new=True)
+    for directory in (home.artifacts, home.spill, home.broker):
+        directory.mkdir()
+    replace_durably(home.config_file, render_config(config), READABLE)
+    return home
 
 
 def initialise(root: Path, config: CoordinatorConfig, *, observers: tuple[str, ...] = ()) -> Home:

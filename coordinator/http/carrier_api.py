@@ -19,9 +19,10 @@ from fastapi.responses import StreamingResponse
 from starlette.requests import ClientDisconnect
 
 from coordinator.errors import RefusedError
-from coordinator.http.client_certificates import HANG_UP, PEER, member_of, peer_of
-from coordinator.http.rate_limits import Buckets
+from coordinator.http.client_certificates import HANG_UP, PEER, peer_of
+from coordinator.members.certificate_owner import member_of
 from coordinator.service.threads import Threads
+from coordinator.token_buckets import Buckets
 from coordinator.updates.https_artifacts import Shelf
 from fedcg.wire.errors import (
     CapacityError,

@@ -14,9 +14,10 @@ from pydantic import BaseModel, ValidationError
 
 from coordinator.errors import RefusedError
 from coordinator.http.client_certificates import peer_of
-from coordinator.http.rate_limits import Buckets, FailureLimits
+from coordinator.http.rate_limits import FailureLimits
 from coordinator.members.admission import Admission
 from coordinator.service.threads import Threads
+from coordinator.token_buckets import Buckets
 from fedcg.wire.messages.enrolment_messages import (
     AUTHORITY_PATH,
     ENROL_PATH,

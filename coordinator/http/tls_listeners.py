@@ -20,7 +20,8 @@ from uvicorn.server import ServerState
 from coordinator.config import ListenerSettings
 from coordinator.errors import HomeError
 from coordinator.http.client_certificates import HANG_UP, PEER
-from coordinator.pki.authority import CA_NAME, CRL_NAME, Credential, credential_of
+from coordinator.paths import CRL_NAME
+from coordinator.pki.authority import CA_NAME, Credential, credential_of
 from fedcg.listening import ACCEPTS, Connections, Listener, http_config
 from fedcg.wire.messages.enrolment_messages import common_name
 

@@ -18,8 +18,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from coordinator.broker.access_lists import RELOAD_BY_HAND
 from coordinator.config import CoordinatorConfig
 from coordinator.errors import RefusedError
-from coordinator.http.client_certificates import member_of
 from coordinator.members.bundle_enrolment import certificate_record
+from coordinator.members.certificate_owner import member_of
 from coordinator.members.tokens import is_secret_of
 from coordinator.paths import Home
 from coordinator.pki.authority import CA_NAME, certify, credential_of

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from coordinator.http.rate_limits import Buckets
+from coordinator.token_buckets import Buckets
 from fedcg.wire.messages.topics import TopicKind
 
 MESSAGES_PER_S = 200.0  # of one device and topic kind; 8 chunks a grant make it 190 MB/s of downloads

@@ -17,6 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from coordinator.config import LOOPBACK_HOSTS
+from coordinator.paths import CRL_NAME, Home
 from fedcg.files import READABLE, replace_durably, write_durably
 from fedcg.wire.server_role import AUTHORITY_NAME
 
@@ -24,7 +25,6 @@ CA_NAME = "ca"
 CA_DAYS = 3650
 LEAF_DAYS = 825
 LEAF_LIFE = timedelta(days=LEAF_DAYS)
-CRL_NAME = "crl.pem"
 RENEW_SERVER_BEFORE = timedelta(days=60)
 CLOCK_SLACK = timedelta(hours=1)
 """Boxes without a battery-backed clock boot in the past; a fresh certificate must already be valid for them."""
@@ -262,3 +262,10 @@ def _write(credential: Credential, certificate: x509.Certificate, key: ec.Ellipt
     credential.key.unlink(missing_ok=True)
     write_durably(credential.key, encoded, is_new=True)
     credential.certificate.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+
+
+def observers_of(home: Home) -> list[str]:
+    """The observers that have a certificate here."""
+    return sorted(
+        path.stem for path in home.pki.glob("observer*.pem") if credential_of(home.pki, path.stem).key.is_file()
+    )

@@ -7,13 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-GATHER_S = 5.0
-"""Devices that are started together differ by this much until they have a session: imports, TLS, the back-off of the link."""
-RETRY_S = 10.0
-"""After one failed attempt; long enough for a share that is mounted again or a broker that is started again."""
 RETRY_MAX_S = 600.0
 """At most, however many attempts have failed."""
-MAX_DOUBLINGS = 16  # of `RETRY_S`, so that no exponent overflows; the bound above is reached long before
+MAX_DOUBLINGS = 16  # of `retry_s`, so that no exponent overflows; the bound above is reached long before
 
 
 @dataclass(frozen=True)
@@ -33,8 +29,8 @@ class Policy:
     min_clients: int
     max_attempts: int
     deadline_s: float
-    gather_s: float = GATHER_S
-    retry_s: float = RETRY_S
+    gather_s: float = 0.0
+    retry_s: float = 0.0
 
     def pause_s(self, failures: int) -> float:
         """How long to wait after so many failed attempts in a row."""

@@ -12,19 +12,24 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from coordinator.errors import ValidationError
 from coordinator.messaging.publisher import Publisher
 from coordinator.rounds.records import AttemptState, UpdateRecord
 from coordinator.rounds.round_engine import Phase, RoundState, UpdateRefused, UpdateStored
-from coordinator.service.service_context import Setup
+from coordinator.storage.store import Store
 from coordinator.updates.receiver import Broken, GivenUp, Intake, IntakeEvent
 from coordinator.updates.robustness import Distances, Yardstick
 from coordinator.updates.track_record import typical_distances
 from coordinator.updates.upload_windows import Grant, Received, Uploads
 from coordinator.updates.validation import Expected, base_in, max_update_bytes, validate_update
+from fedcg.event_log import EventLog
+from fedcg.learning.spec import FederationSpec
 from fedcg.refusal_counter import Refusals
+from fedcg.wire.artifacts.artifacts import ArtifactStore
 from fedcg.wire.messages.messages import MAX_ARTIFACT_BYTES, Carrier, Manifest, Outcome
+from fedcg.wire.transfer.broker_presets import LinkLimits
 from fedcg.wire.transfer.partial_files import Partials
 
 MAX_PARTIAL_FILES = 1024
@@ -60,11 +65,39 @@ class Verdict:
 Ended = UpdateStored | UpdateRefused
 
 
+class Context(Protocol):
+    """What the service was given, as far as updates need it."""
+
+    @property
+    def spec(self) -> FederationSpec:
+        """Of the federation."""
+
+    @property
+    def store(self) -> Store:
+        """The database."""
+
+    @property
+    def artifacts(self) -> ArtifactStore:
+        """Directory of artifacts."""
+
+    @property
+    def events(self) -> EventLog:
+        """The event log."""
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """Unix time."""
+
+    @property
+    def limits(self) -> LinkLimits:
+        """How the link to the broker is used."""
+
+
 class Uplink:
     """Takes updates of one federation.
 
     Args:
-        setup: what the service was given.
+        context: what the service was given.
         publisher: sends grants and receipts.
         state: asks for the round engine's state.
         base: asks for the aggregate that the open round starts from; from any thread.
@@ -75,26 +108,26 @@ class Uplink:
 
     def __init__(
         self,
-        setup: Setup,
+        context: Context,
         publisher: Publisher,
         state: Callable[[], RoundState],
         base: Callable[[], str],
         notify: Callable[[Grant | Checked | Broken], None],
         refusals: Refusals,
     ) -> None:
-        self._spec = setup.spec
-        self._store = setup.store
-        self._artifacts = setup.artifacts
-        self._events = setup.events
-        self._clock = setup.clock
+        self._spec = context.spec
+        self._store = context.store
+        self._artifacts = context.artifacts
+        self._events = context.events
+        self._clock = context.clock
         self._publisher = publisher
         self._state = state
         self._open_base = base
         self._notify = notify
-        self._max_bytes = max_update_bytes(setup.spec)
+        self._max_bytes = max_update_bytes(context.spec)
         self._yardstick: Yardstick | None = None
-        partials = Partials(setup.artifacts.root / ".partial", MAX_PARTIAL_FILES, MAX_PARTIAL_BYTES)
-        uploads = Uploads(partials, setup.limits.window, setup.limits.shared)
+        partials = Partials(context.artifacts.root / ".partial", MAX_PARTIAL_FILES, MAX_PARTIAL_BYTES)
+        uploads = Uploads(partials, context.limits.window, context.limits.shared)
         self.intake = Intake(uploads, partials.collect, self._heard, refusals)
         self._refusals = refusals
         self._checks = ThreadPoolExecutor(CHECKS, "check")

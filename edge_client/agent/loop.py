@@ -11,7 +11,6 @@ import queue
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib.metadata import version
 
 from edge_client.agent.command_executor import Actions
@@ -19,6 +18,7 @@ from edge_client.agent.event_reporter import Diary
 from edge_client.config import AgentConfig
 from edge_client.errors import FirewallError
 from edge_client.firewall import check_kept
+from edge_client.identity.keys import AgentKeys
 from edge_client.messaging.coordinator_trust import Remembered
 from edge_client.messaging.handshake import Handshake
 from edge_client.messaging.inbox import Inbox, Item
@@ -50,7 +50,6 @@ from edge_client.transfer.https_client import carrier_of
 from fedcg.event_log import EventLog
 from fedcg.wire.messages.key_chain import PinnedKey
 from fedcg.wire.messages.messages import COORDINATOR, Heartbeat, Left
-from fedcg.wire.messages.signing import SigningKey, VerifyKey
 from fedcg.wire.transfer.chunks import Chunk
 from fedcg.wire.transfer.http_ranges import HTTPS_WINDOW
 from fedcg.wire.transport.transport import Delivery, Transport
@@ -59,14 +58,6 @@ IDLE_S = 0.25
 DOWNLOADING_S = 0.05
 WITHHELD = "withheld"  # how an update ended that its owner forbade after it was made
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class AgentKeys:
-    """This device's signing key, and the coordinator's public key."""
-
-    signing: SigningKey
-    coordinator: VerifyKey
 
 
 MakeTrainer = Callable[[Callable[[TrainerReport], None]], TrainerHandle]
@@ -123,7 +114,7 @@ class Agent:
         )
         self._incoming = Incoming(config.federation, config.device, self._memory, self._handshake, self._downloads)
         self._diary = Diary(config.device, store.root, events)
-        self._fetching = Fetching(config, store, self._downloads, self._outgoing, https, self._diary, events)
+        self._fetching = Fetching(config, store, self._downloads, self._outgoing.send, https, self._diary, events)
         self._actions = Actions(config, store, self._outgoing, self._downloads, self._trainer, events, clock)
         self._events_due: deque[Event] = deque()
         self._state = self._restored()

@@ -8,54 +8,19 @@ import time
 from types import FrameType
 
 from edge_client.agent.event_reporter import LinkProblems
-from edge_client.agent.loop import Agent, AgentKeys
+from edge_client.agent.loop import Agent
 from edge_client.config import AgentConfig
-from edge_client.errors import EdgeError
 from edge_client.identity.credentials import settle_pair
+from edge_client.identity.keys import load_keys, mqtt_config
 from edge_client.identity.renewal import Renewer
 from edge_client.messaging.publisher import offline_will
 from edge_client.store.private_store import PrivateStore
 from edge_client.training.trainer_handle import TrainerProcess
 from fedcg.event_log import EventLog
-from fedcg.wire.errors import WireError
-from fedcg.wire.messages.signing import SigningKey, VerifyKey
 from fedcg.wire.transport.mqtt import MqttTransport
-from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles
 
 STORE_WAIT_S = 5.0  # a predecessor that was just killed may still hold the locks for a moment
 _log = logging.getLogger(__name__)
-
-
-def load_keys(config: AgentConfig) -> AgentKeys:
-    """The keys that the configuration names.
-
-    Raises:
-        EdgeError: a file is missing or holds no key; says which.
-    """
-    try:
-        signing = SigningKey.load(config.keys.signing)
-        coordinator = VerifyKey.from_hex(config.keys.coordinator.read_text(encoding="ascii"))
-    except (OSError, ValueError, WireError) as error:
-        raise EdgeError(
-            f"the device's keys can't be used: {error}. Enrol the device again, or copy its bundle again."
-        ) from error
-    return AgentKeys(signing, coordinator)
-
-
-def mqtt_config(config: AgentConfig) -> MqttConfig:
-    """How to reach the broker."""
-    tls = None if config.tls is None else TlsFiles(config.tls.ca, config.tls.cert, config.tls.key)
-    return MqttConfig(
-        host=config.broker.host,
-        port=config.broker.port,
-        identity=config.device,
-        tls=tls,
-        insecure=config.broker.insecure,
-        protocol=config.broker.protocol,
-        keepalive_s=config.broker.keepalive_s,
-        max_packet=config.broker.limits.max_packet,
-        in_flight=config.broker.limits.in_flight,
-    )
 
 
 def run_agent(config: AgentConfig, *, until_finished: bool) -> int:

@@ -23,12 +23,12 @@ from cryptography import x509
 from devices.detect import detect
 from devices.errors import DeviceError
 from devices.profile import plan_training
-from edge_client.agent.run import load_keys, mqtt_config
 from edge_client.cli.status import is_locked, read_status
 from edge_client.config import AgentConfig
 from edge_client.errors import EdgeError
 from edge_client.identity.conversation import Conversation
 from edge_client.identity.credentials import life_of
+from edge_client.identity.keys import load_keys, mqtt_config
 from edge_client.store.private_store import PrivateStore
 from edge_client.transfer.https_client import check_ready, tls_of
 from fedcg.learning.data.decoding import decode_image

@@ -76,8 +76,8 @@ def renew_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOption
 
     Exit codes: 0 renewed; 1 refused, or nobody answered; 2 the configuration is wrong. A running agent goes on meanwhile.
     """
-    from edge_client.agent.run import load_keys
     from edge_client.errors import EdgeError
+    from edge_client.identity.keys import load_keys
     from edge_client.identity.renewal import renew
 
     settings = read_config(config)

@@ -7,9 +7,9 @@ import queue
 import time
 from importlib.metadata import version
 
-from edge_client.agent.loop import AgentKeys
 from edge_client.config import AgentConfig
 from edge_client.errors import NoAnswerError
+from edge_client.identity.keys import AgentKeys
 from edge_client.messaging.coordinator_trust import Remembered
 from edge_client.messaging.handshake import Handshake
 from edge_client.messaging.message_checks import Incoming

@@ -7,10 +7,10 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from edge_client.agent.run import load_keys, mqtt_config
 from edge_client.config import AgentConfig
 from edge_client.errors import EnrolError, NoAnswerError, StoreFormatError
 from edge_client.identity.conversation import Conversation
+from edge_client.identity.keys import load_keys, mqtt_config
 from edge_client.messaging.publisher import offline_will
 from edge_client.store.private_store import PrivateStore
 from fedcg.files import fsync_path

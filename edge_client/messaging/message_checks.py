@@ -18,7 +18,6 @@ from edge_client.session.events import (
     TurnedAway,
     Welcomed,
 )
-from edge_client.store.generations import Cursor
 from edge_client.transfer.downloads import Downloads
 from fedcg.wire.errors import MalformedError, OldEpochError, OtherDeviceError, OtherFederationError
 from fedcg.wire.messages.key_chain import PinnedKey
@@ -34,6 +33,7 @@ from fedcg.wire.messages.messages import (
     Offer,
     Receipt,
     Refusal,
+    RoundAttempt,
     Welcome,
 )
 from fedcg.wire.messages.signing import open_envelope
@@ -125,7 +125,7 @@ class Incoming:
             return Welcomed(message.epoch, message.cohort, message.version)
         self._handshake.admit(message)
         if isinstance(message, Invite):
-            return Invited(Cursor(message.round, message.attempt), message.cohort, message.grant)
+            return Invited(RoundAttempt(message.round, message.attempt), message.cohort, message.grant)
         if isinstance(message, Need):
             return Granted(message)
         if isinstance(message, Receipt):

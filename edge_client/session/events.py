@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from edge_client.store.generations import Cursor
 from fedcg.wire.messages.messages import (
     AnyMessage,
     ArtifactRef,
@@ -15,6 +14,7 @@ from fedcg.wire.messages.messages import (
     Offer,
     Outcome,
     Receipt,
+    RoundAttempt,
 )
 
 # ------------------------------------------------------------------ events
@@ -80,7 +80,7 @@ class Ended:
 class Invited:
     """The coordinator asks this device to take part."""
 
-    cursor: Cursor
+    cursor: RoundAttempt
     cohort: CohortVerdict = CohortVerdict.ALONE
     grant: int = 0
 
@@ -145,7 +145,7 @@ class RoundCommitted:
         update: waits in the outbox; None while it has to be read.
     """
 
-    cursor: Cursor
+    cursor: RoundAttempt
     spec: str | None = None
     update: ArtifactRef | None = None
 
@@ -154,7 +154,7 @@ class RoundCommitted:
 class OutboxFound:
     """An update waits in the outbox; `update` is None while it has to be read, or cut anew for a new link."""
 
-    cursor: Cursor
+    cursor: RoundAttempt
     update: ArtifactRef | None = None
 
 
@@ -162,7 +162,7 @@ class OutboxFound:
 class RoundFailed:
     """A round can't be trained here; the state before it still stands."""
 
-    cursor: Cursor
+    cursor: RoundAttempt
     reason: DeclineReason
 
 
@@ -263,7 +263,7 @@ class StartTrainer:
 class TrainRound:
     """Train this round attempt and commit it; goes to the training process as it is."""
 
-    cursor: Cursor
+    cursor: RoundAttempt
     spec: str
     aggregate: str
 
@@ -280,7 +280,7 @@ class ChooseModel:
 class RecordDelivery:
     """Make durable that an update got its receipt."""
 
-    cursor: Cursor
+    cursor: RoundAttempt
     artifact: str
     outcome: Outcome
     reason: str
@@ -291,7 +291,7 @@ class Note:
     """Tell the operator: one line of the event log."""
 
     event: str
-    cursor: Cursor
+    cursor: RoundAttempt
     reason: str = ""
 
 

@@ -7,8 +7,7 @@ from enum import Enum
 from typing import Any
 
 from edge_client.session.events import Wanted
-from edge_client.store.generations import Cursor
-from fedcg.wire.messages.messages import COORDINATOR, ArtifactRef, DeclineReason, Finished, Offer
+from fedcg.wire.messages.messages import COORDINATOR, ArtifactRef, DeclineReason, Finished, Offer, RoundAttempt
 
 HELLO_EVERY_S = 2.0
 TURNED_AWAY_S = 60.0  # until another hello after one that was refused: somebody has to update something
@@ -43,7 +42,7 @@ class Delivery:
         announced: a manifest was sent, in this session or an earlier one.
     """
 
-    cursor: Cursor
+    cursor: RoundAttempt
     update: ArtifactRef | None
     manifest_at: float = 0.0
     delay_s: float = MANIFEST_FIRST_S
@@ -77,18 +76,18 @@ class SessionState:
     offer: Offer | None = None
     finished: Finished | None = None
     live: bool = False
-    invited: Cursor | None = None
+    invited: RoundAttempt | None = None
     granted: int = 0
-    accepted: Cursor | None = None
-    declined: tuple[Cursor, DeclineReason] | None = None
+    accepted: RoundAttempt | None = None
+    declined: tuple[RoundAttempt, DeclineReason] | None = None
     stored: frozenset[str] = frozenset()
     verdict: tuple[str, DeclineReason | None] | None = None
     bound_spec: str | None = None
-    committed: Cursor | None = None
+    committed: RoundAttempt | None = None
     delivery: Delivery | None = None
     trainer: Trainer = Trainer.GONE
     trainer_at: float = 0.0
-    job: Cursor | str | None = None
+    job: RoundAttempt | str | None = None
     job_spec: str | None = None
     deaths: int = 0
     wanted: tuple[Wanted, ...] = ()
@@ -97,11 +96,11 @@ class SessionState:
     done: bool = False
 
     @property
-    def offered(self) -> Cursor | None:
+    def offered(self) -> RoundAttempt | None:
         """The round attempt that is open, as far as we know."""
-        return None if self.offer is None else Cursor(self.offer.round, self.offer.attempt)
+        return None if self.offer is None else RoundAttempt(self.offer.round, self.offer.attempt)
 
-    def addressed(self, cursor: Cursor) -> dict[str, Any]:
+    def addressed(self, cursor: RoundAttempt) -> dict[str, Any]:
         """The fields that every message of this device about a round attempt has."""
         return {
             "federation": self.federation,

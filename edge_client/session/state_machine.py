@@ -67,8 +67,7 @@ from edge_client.session.state import (
     SessionState,
     Trainer,
 )
-from edge_client.store.generations import Cursor
-from fedcg.wire.messages.messages import Accept, Decline, DeclineReason, Manifest
+from fedcg.wire.messages.messages import Accept, Decline, DeclineReason, Manifest, RoundAttempt
 
 Step = tuple[SessionState, tuple[Command, ...]]
 
@@ -199,7 +198,7 @@ def _trainer_died(state: SessionState, event: TrainerDied, now: float) -> Step:
     if job is None or deaths < TRAINER_DEATHS:
         return state, ()
     state = replace(state, deaths=0)
-    if isinstance(job, Cursor):
+    if isinstance(job, RoundAttempt):
         return _decline(state, job, DeclineReason.TRAINING_FAILED)
     return replace(state, finalised=job, succeeded=False), ()
 
@@ -353,14 +352,14 @@ def _downloads(state: SessionState) -> tuple[Wanted, ...]:
     return (spec, Wanted("aggregate", state.offer.aggregate, patience if asked else None))
 
 
-def _is_asked(state: SessionState, cursor: Cursor) -> bool:
+def _is_asked(state: SessionState, cursor: RoundAttempt) -> bool:
     """Whether this attempt is ours to train: invited, not trained yet, not refused."""
     is_refused = state.declined is not None and state.declined[0] == cursor
     is_behind = state.committed is not None and cursor <= state.committed
     return state.invited == cursor and not is_refused and not is_behind
 
 
-def _decline(state: SessionState, cursor: Cursor, reason: DeclineReason) -> Step:
+def _decline(state: SessionState, cursor: RoundAttempt, reason: DeclineReason) -> Step:
     state = replace(state, declined=(cursor, reason))
     commands: tuple[Command, ...] = (Note("declined", cursor, reason.value),)
     if state.welcomed:

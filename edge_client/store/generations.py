@@ -29,20 +29,10 @@ from edge_client.errors import StoreDamagedError, unreadable
 from edge_client.store.data_snapshot import Snapshot
 from fedcg.files import file_sha256, fsync_path, replace_durably, write_durably
 from fedcg.wire.artifacts.tensors import Array, PartArrays
+from fedcg.wire.messages.messages import RoundAttempt
 from fedcg.wire.parts import Part
 
 GENERATION_FORMAT = 1
-
-
-@dataclass(frozen=True, order=True)
-class Cursor:
-    """A round attempt; ordered by round, then attempt."""
-
-    round: int
-    attempt: int
-
-    def __str__(self) -> str:
-        return f"round {self.round}, attempt {self.attempt}"
 
 
 @dataclass(frozen=True)
@@ -53,7 +43,7 @@ class OutboxEntry:
         artifact: sha256 of the update's bytes, in hex.
     """
 
-    cursor: Cursor
+    cursor: RoundAttempt
     artifact: str
     size: int
 
@@ -70,7 +60,7 @@ class Generation:
     """
 
     number: int
-    cursor: Cursor
+    cursor: RoundAttempt
     spec: str
     snapshot: str
     scores: Mapping[str, float]
@@ -93,7 +83,7 @@ class StoredState:
 class NewGeneration:
     """Everything that one commit makes durable together."""
 
-    cursor: Cursor
+    cursor: RoundAttempt
     spec: str
     slots: Mapping[str, PartArrays]
     snapshot: Snapshot

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from edge_client.store.generations import Cursor
 from fedcg.event_log import EventLog
+from fedcg.wire.messages.messages import RoundAttempt
 
 EVERY_S = 0.2
 
@@ -24,7 +24,7 @@ class ProgressEvents:
     def __init__(
         self,
         events: EventLog,
-        cursor: Cursor,
+        cursor: RoundAttempt,
         pid: int,
         clock: Callable[[], float],
         working: Callable[[], None] = lambda: None,

@@ -21,8 +21,7 @@ from typing import Protocol
 
 from edge_client.config import AgentConfig
 from edge_client.session.events import ChooseModel, Chosen, TrainRound
-from edge_client.store.generations import Cursor
-from fedcg.wire.messages.messages import DeclineReason
+from fedcg.wire.messages.messages import DeclineReason, RoundAttempt
 from fedcg.worker_process import POLL_S, Watchdog
 
 _PR_SET_PDEATHSIG = 1
@@ -40,14 +39,14 @@ class Ready:
 class Committed:
     """Report: the round is durable; the store says the rest."""
 
-    cursor: Cursor
+    cursor: RoundAttempt
 
 
 @dataclass(frozen=True)
 class Failed:
     """Report: the round can't be trained; nothing was changed."""
 
-    cursor: Cursor
+    cursor: RoundAttempt
     reason: DeclineReason
     detail: str
 

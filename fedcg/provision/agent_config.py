@@ -6,7 +6,7 @@ import json
 from importlib.resources import files
 from string import Template
 
-from fedcg.wire.transfer.broker_presets import PresetName
+from fedcg.wire.messages.enrolment_messages import PresetName
 
 CONFIG_NAME = "agent.toml"
 DATA = "data"

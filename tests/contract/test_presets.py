@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from coordinator.broker.mosquitto import QueueLimits
+from fedcg.wire.messages.enrolment_messages import PresetName
 from fedcg.wire.messages.messages import COORDINATOR
 from fedcg.wire.messages.topics import Topics
-from fedcg.wire.transfer.broker_presets import PRESETS, PresetName, limits_for
+from fedcg.wire.transfer.broker_presets import PRESETS, limits_for
 from fedcg.wire.transfer.chunks import FRAME_OVERHEAD_BYTES
 from tests.brokers import RunningMosquitto, acl_for, wait_until
 from tests.conftest import StartMosquitto

@@ -22,9 +22,8 @@ from edge_client.session.events import (
 )
 from edge_client.session.state import MANIFEST_MAX_S, Delivery, SessionState, Trainer, next_deadline
 from edge_client.session.state_machine import step
-from edge_client.store.generations import Cursor
 from edge_client.training.trainer_handle import Committed, TrainerCommand
-from fedcg.wire.messages.messages import Accept, ArtifactRef, Decline, DeclineReason, Hello, Manifest
+from fedcg.wire.messages.messages import Accept, ArtifactRef, Decline, DeclineReason, Hello, Manifest, RoundAttempt
 from fedcg.wire.transfer.chunks import Chunk
 from fedcg.wire.transport.transport import Delivery as Incoming
 from tests.edge_worlds import FakeTrainer, World, aggregate_of, toy_parts, wait_until
@@ -121,10 +120,10 @@ def drive(state: SessionState, *events: Event, now: float = 0.0) -> tuple[Sessio
 
 
 def test_a_commit_counts_before_its_update_is_read_which_is_tried_until_it_works() -> None:
-    busy = SessionState("shapes", "a", trainer=Trainer.BUSY, job=Cursor(1, 1), job_spec="5" * 64)
-    state, commands = drive(busy, RoundCommitted(Cursor(1, 1)))
+    busy = SessionState("shapes", "a", trainer=Trainer.BUSY, job=RoundAttempt(1, 1), job_spec="5" * 64)
+    state, commands = drive(busy, RoundCommitted(RoundAttempt(1, 1)))
     assert commands == [LoadUpdate()]
-    assert (state.trainer, state.committed, state.bound_spec) == (Trainer.IDLE, Cursor(1, 1), "5" * 64)
+    assert (state.trainer, state.committed, state.bound_spec) == (Trainer.IDLE, RoundAttempt(1, 1), "5" * 64)
     times: list[float] = []
     while len(times) < 7:
         due = next_deadline(state)
@@ -134,27 +133,27 @@ def test_a_commit_counts_before_its_update_is_read_which_is_tried_until_it_works
         times.append(due)
     assert times == [1.0, 3.0, 7.0, 15.0, 31.0, 61.0, 91.0]
     assert MANIFEST_MAX_S == 30.0
-    state, _ = drive(state, OutboxFound(Cursor(1, 1), UPDATE), now=95.0)
-    assert state.delivery == Delivery(Cursor(1, 1), UPDATE, manifest_at=95.0)
+    state, _ = drive(state, OutboxFound(RoundAttempt(1, 1), UPDATE), now=95.0)
+    assert state.delivery == Delivery(RoundAttempt(1, 1), UPDATE, manifest_at=95.0)
 
 
 def test_nothing_is_trained_while_an_update_could_not_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    state, _ = drive(SessionState("shapes", "a"), OutboxFound(Cursor(1, 1)), TrainerReady())
+    state, _ = drive(SessionState("shapes", "a"), OutboxFound(RoundAttempt(1, 1)), TrainerReady())
     monkeypatch.setattr("edge_client.session.state_machine._is_asked", lambda *_: True)
     assert not [command for command in drive(state, Tick())[1] if isinstance(command, TrainRound)]
-    assert state.delivery == Delivery(Cursor(1, 1), None, manifest_at=1.0, delay_s=2.0)
+    assert state.delivery == Delivery(RoundAttempt(1, 1), None, manifest_at=1.0, delay_s=2.0)
 
 
 def test_an_update_that_was_announced_stays_announced_while_it_is_cut_for_a_new_link() -> None:
-    known = Delivery(Cursor(1, 1), UPDATE, manifest_at=50.0, announced=True)
+    known = Delivery(RoundAttempt(1, 1), UPDATE, manifest_at=50.0, announced=True)
     state = SessionState("shapes", "a", delivery=known, trainer=Trainer.IDLE)
-    state, commands = drive(state, OutboxFound(Cursor(1, 1)), LinkChanged(up=True))
+    state, commands = drive(state, OutboxFound(RoundAttempt(1, 1)), LinkChanged(up=True))
     assert commands[0] == LoadUpdate()
-    state, _ = drive(state, OutboxFound(Cursor(1, 1), UPDATE))
+    state, _ = drive(state, OutboxFound(RoundAttempt(1, 1), UPDATE))
     assert state.delivery == known
     smaller = UPDATE.model_copy(update={"chunk_bytes": 300})
-    state, _ = drive(state, OutboxFound(Cursor(1, 1), smaller))
-    assert state.delivery == Delivery(Cursor(1, 1), smaller)
+    state, _ = drive(state, OutboxFound(RoundAttempt(1, 1), smaller))
+    assert state.delivery == Delivery(RoundAttempt(1, 1), smaller)
 
 
 # ------------------------------------------------------------------ bounded in bytes

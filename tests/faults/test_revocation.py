@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.cli.opening import create_home
 from coordinator.config import BrokerSettings, CoordinatorConfig
 from coordinator.members.revocation import evict
-from coordinator.paths import create_home
 from coordinator.storage.store import Store
 from fedcg.wire.transport.mqtt import MqttTransport
 from tests.broker_plant import TOPICS, Plant, open_plant

@@ -19,10 +19,11 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.cli.opening import create_home
 from coordinator.config import ApiSettings, BrokerSettings, CarrierSettings, CoordinatorConfig, EnrolmentSettings
 from coordinator.members.bundle_enrolment import enrol
 from coordinator.members.revocation import revoke
-from coordinator.paths import Home, create_home
+from coordinator.paths import Home
 from coordinator.rounds.records import AggregateRecord, FederationRecord
 from coordinator.storage.store import Store
 from fedcg.wire.artifacts.artifacts import ArtifactStore

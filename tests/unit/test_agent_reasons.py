@@ -16,11 +16,10 @@ from edge_client.cli.status import Status, read_status
 from edge_client.config import PolicySection
 from edge_client.errors import StoreLockedError
 from edge_client.session.events import ChooseModel, TrainRound
-from edge_client.store.generations import Cursor
 from edge_client.store.private_store import PrivateStore
 from edge_client.training.trainer_handle import Exited, Failed
 from fedcg.event_log import EventLog, read_events
-from fedcg.wire.messages.messages import Accept, Decline, DeclineReason, Hello, Manifest
+from fedcg.wire.messages.messages import Accept, Decline, DeclineReason, Hello, Manifest, RoundAttempt
 from fedcg.wire.parts import Part
 from tests.edge_worlds import DEVICE, FakeTrainer, World, aggregate_of, toy_parts
 
@@ -63,7 +62,7 @@ def test_why_a_round_is_declined_is_in_the_log_and_in_the_status(
     world = make_world(is_automatic=False)
     begin(world)
     world.coordinator.work_until(lambda: bool(world.trainer.rounds()), "training starts")
-    world.trainer.deliver(Failed(Cursor(1, 1), DeclineReason.NO_DATA, NO_DOG))
+    world.trainer.deliver(Failed(RoundAttempt(1, 1), DeclineReason.NO_DATA, NO_DOG))
     assert world.coordinator.wait(Decline).reason is DeclineReason.NO_DATA
     assert f"{DEVICE} declines round 1, attempt 1 (no_data): {NO_DOG}" in caplog.text
     world.coordinator.work_until(lambda: "last_declined" in status(world), "the decline is written down")

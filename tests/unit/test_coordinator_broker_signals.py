@@ -16,9 +16,10 @@ import pytest
 from coordinator.broker import deployed_mosquitto as own_broker
 from coordinator.broker.access_lists import PID_NAME, publish_access, refresh_access
 from coordinator.broker.deployed_mosquitto import PID_FILE, deploy
+from coordinator.cli.opening import create_home
 from coordinator.config import BrokerSettings, CoordinatorConfig
 from coordinator.errors import BrokerError
-from coordinator.paths import Home, create_home
+from coordinator.paths import Home
 from coordinator.storage.store import Store
 from tests.brokers import free_port, wait_until
 

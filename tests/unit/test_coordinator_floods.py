@@ -11,15 +11,16 @@ import pytest
 
 from coordinator.broker.access_lists import Members, publish_access, refresh_access, silence
 from coordinator.broker.mosquitto import ACL_NAME
+from coordinator.cli.opening import create_home
 from coordinator.config import CoordinatorConfig
-from coordinator.http.rate_limits import Buckets
 from coordinator.members.bundle_enrolment import enrol
 from coordinator.messaging import flood_limits as floods
 from coordinator.messaging.flood_limits import FloodGate, LineLimit
-from coordinator.paths import Home, create_home
+from coordinator.paths import Home
 from coordinator.rounds.records import AggregateRecord, FederationRecord
 from coordinator.service.service_context import Setup
 from coordinator.storage.store import Store
+from coordinator.token_buckets import Buckets
 from fedcg.event_log import EventLog, read_events
 from fedcg.refusal_counter import ALWAYS_TOLD, MAX_TEXT, Refusals
 from fedcg.wire.errors import MalformedError, SignatureError

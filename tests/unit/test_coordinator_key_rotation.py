@@ -11,10 +11,11 @@ import pytest
 from typer.testing import CliRunner
 
 from coordinator.cli.coordinator_commands import coordinator_app
+from coordinator.cli.opening import create_home
 from coordinator.config import CoordinatorConfig
 from coordinator.errors import HomeError, PlanError
 from coordinator.members.bundle_enrolment import enrol
-from coordinator.paths import Home, create_home
+from coordinator.paths import Home
 from coordinator.pki.signing_keys import Voice, key_file, rotate_key, voice_of
 from coordinator.storage.store import Store
 from edge_client.identity.enrol import enrol as enrol_box

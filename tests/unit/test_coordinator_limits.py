@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.http.rate_limits import MAX_KEYS, FailureLimits, Rate
+from coordinator.http.rate_limits import FailureLimits, Rate
+from coordinator.token_buckets import MAX_KEYS
 
 
 class Clock:

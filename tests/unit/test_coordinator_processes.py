@@ -17,9 +17,10 @@ import pytest
 from cryptography import x509
 
 from coordinator.broker.access_lists import publish_access
+from coordinator.cli.opening import create_home
 from coordinator.config import ApiSettings, BrokerSettings, CoordinatorConfig
 from coordinator.members.bundle_enrolment import enrol
-from coordinator.paths import Home, create_home
+from coordinator.paths import Home
 from coordinator.rounds.records import AggregateRecord, DeviceState, FederationRecord
 from coordinator.storage.store import Store
 from fedcg.find_mosquitto import find_mosquitto

@@ -23,11 +23,12 @@ from coordinator.broker.access_lists import RELOAD_BY_HAND
 from coordinator.broker.mosquitto import QueueLimits, access_list, mosquitto_config
 from coordinator.cli.coordinator_commands import coordinator_app, deploy_app, federation_app
 from coordinator.cli.member_commands import device_app
+from coordinator.cli.opening import create_home
 from coordinator.config import BrokerSettings, CoordinatorConfig, check_api_host, load_config, render_config
 from coordinator.errors import ConfigError, HomeError
-from coordinator.paths import Home, create_home, observers_of
+from coordinator.paths import Home
 from coordinator.pki import authority as pki
-from coordinator.pki.authority import create_ca, credential_of, issue
+from coordinator.pki.authority import create_ca, credential_of, issue, observers_of
 from coordinator.rounds.records import AggregateRecord, FederationRecord
 from coordinator.storage.store import Store
 from fedcg.wire.artifacts.artifacts import ArtifactStore

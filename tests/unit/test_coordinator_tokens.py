@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from coordinator.cli.coordinator_commands import coordinator_app
 from coordinator.cli.member_commands import device_app, token_app
+from coordinator.cli.opening import create_home
 from coordinator.config import (
     EVERY_ADDRESS,
     BrokerSettings,
@@ -22,7 +23,7 @@ from coordinator.config import (
     render_config,
 )
 from coordinator.errors import ConfigError
-from coordinator.paths import Home, create_home
+from coordinator.paths import Home
 from coordinator.pki.authority import CA_NAME, credential_of, server_credential
 from coordinator.rounds.records import DeviceState, TokenState
 from coordinator.storage.store import Store

@@ -15,12 +15,12 @@ import typer
 from PIL import Image
 from typer.testing import CliRunner
 
-from edge_client.agent.loop import AgentKeys
 from edge_client.cli.agent_commands import doctor_command
 from edge_client.cli.doctor import Finding, examine
 from edge_client.config import AgentConfig, BrokerSection, DataSection
 from edge_client.errors import NoAnswerError
 from edge_client.identity.conversation import Conversation
+from edge_client.identity.keys import AgentKeys
 from edge_client.store.private_store import PrivateStore
 from fedcg.event_log import EventLog
 from fedcg.wire.messages.signing import SigningKey

@@ -11,7 +11,6 @@ import pytest
 
 from edge_client.config import PolicySection
 from edge_client.session.events import TrainRound
-from edge_client.store.generations import Cursor
 from edge_client.store.private_store import PrivateStore
 from edge_client.training.trainer_handle import Exited, Failed
 from fedcg.wire.messages.messages import (
@@ -24,6 +23,7 @@ from fedcg.wire.messages.messages import (
     Need,
     Outcome,
     Receipt,
+    RoundAttempt,
 )
 from fedcg.wire.messages.signing import SigningKey
 from fedcg.wire.parts import Part, ReportField
@@ -83,14 +83,14 @@ def test_a_whole_federation_of_two_rounds_ends_with_a_chosen_model(make_world: M
         accept = coordinator.wait(Accept)
         assert (accept.round, accept.attempt) == (round_number, 1)
         manifest = coordinator.wait(Manifest)
-        assert coordinator.collect(manifest) == update_of(world.spec, Cursor(round_number, 1))
+        assert coordinator.collect(manifest) == update_of(world.spec, RoundAttempt(round_number, 1))
         coordinator.receipt(manifest)
         wait_until(lambda: len(world.events("receipt")) == round_number, "the receipt is recorded")  # noqa: B023
     coordinator.finish(world.spec, aggregate(world, 2), 2)
     while world.exit_code is None:
         coordinator.step()
     assert world.exit_code == 0
-    assert world.trainer.rounds() == [Cursor(1, 1), Cursor(2, 1)]
+    assert world.trainer.rounds() == [RoundAttempt(1, 1), RoundAttempt(2, 1)]
     assert world.store.finalised()["aggregate"] == coordinator.serve(aggregate(world, 2)).id
 
 
@@ -182,7 +182,7 @@ def test_a_restarted_agent_delivers_its_outbox_and_does_not_train_again(make_wor
     again = world.coordinator.wait(Manifest)
     assert again.artifact == before.artifact
     world.coordinator.invite(1)  # the real one invites whoever has not delivered
-    assert world.coordinator.collect(world.coordinator.wait(Manifest)) == update_of(world.spec, Cursor(1, 1))
+    assert world.coordinator.collect(world.coordinator.wait(Manifest)) == update_of(world.spec, RoundAttempt(1, 1))
     world.coordinator.receipt(again)
     wait_until(lambda: len(world.events("receipt")) == 1, "the receipt is recorded")
     assert world.trainer.rounds() == []
@@ -199,9 +199,9 @@ def test_a_trainer_that_dies_after_its_commit_is_not_asked_to_train_again(make_w
     world.trainer.commit(command)
     world.trainer.deliver(Exited(1001, -9))
     manifest = world.coordinator.wait(Manifest)
-    assert world.coordinator.collect(manifest) == update_of(world.spec, Cursor(1, 1))
+    assert world.coordinator.collect(manifest) == update_of(world.spec, RoundAttempt(1, 1))
     wait_until(lambda: world.trainer.starts == 2, "the training process is replaced")
-    assert world.trainer.rounds() == [Cursor(1, 1)]
+    assert world.trainer.rounds() == [RoundAttempt(1, 1)]
 
 
 def test_a_trainer_that_dies_before_its_commit_repeats_the_round(make_world: MakeWorld) -> None:
@@ -210,7 +210,7 @@ def test_a_trainer_that_dies_before_its_commit_repeats_the_round(make_world: Mak
     open_round(world)
     world.coordinator.work_until(lambda: bool(world.trainer.rounds()), "training starts")
     world.trainer.deliver(Exited(1001, -9))
-    wait_until(lambda: world.trainer.rounds() == [Cursor(1, 1)] * 2, "the same round is trained again")
+    wait_until(lambda: world.trainer.rounds() == [RoundAttempt(1, 1)] * 2, "the same round is trained again")
     world.trainer.work(world.trainer.commands[-1])
     world.coordinator.wait(Manifest)
 
@@ -226,7 +226,7 @@ def test_the_network_is_served_while_training_runs(make_world: MakeWorld) -> Non
     assert world.coordinator.wait(Hello).epoch == 2
     world.coordinator.invite(1)
     assert world.coordinator.wait(Accept).epoch == 2
-    assert world.trainer.rounds() == [Cursor(1, 1)]
+    assert world.trainer.rounds() == [RoundAttempt(1, 1)]
 
 
 def test_a_round_that_diverges_is_declined_and_the_next_attempt_is_trained(make_world: MakeWorld) -> None:
@@ -234,11 +234,11 @@ def test_a_round_that_diverges_is_declined_and_the_next_attempt_is_trained(make_
     welcomed(world)
     open_round(world)
     world.coordinator.work_until(lambda: bool(world.trainer.rounds()), "training starts")
-    world.trainer.deliver(Failed(Cursor(1, 1), DeclineReason.DIVERGED, "mean loss nan"))
+    world.trainer.deliver(Failed(RoundAttempt(1, 1), DeclineReason.DIVERGED, "mean loss nan"))
     assert world.coordinator.wait(Decline).reason is DeclineReason.DIVERGED
     open_round(world, 1, attempt=2)
     world.coordinator.work_until(lambda: len(world.trainer.rounds()) == 2, "it is trained again")
-    assert world.trainer.rounds()[-1] == Cursor(1, 2)
+    assert world.trainer.rounds()[-1] == RoundAttempt(1, 2)
 
 
 def test_a_lost_link_is_found_again_with_a_new_session_and_the_will_told_of_it(make_world: MakeWorld) -> None:

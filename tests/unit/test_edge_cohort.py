@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from coordinator.messaging.cohort_marks import Cohorts
 from edge_client.errors import CohortError
 from edge_client.store.cohort_secret import code_of, create, join, mark_of, secret_of
-from edge_client.store.generations import Cursor
 from edge_client.store.private_store import PrivateStore
 from fedcg.cli import app
-from fedcg.wire.messages.messages import CohortVerdict, Hello
+from fedcg.wire.messages.messages import CohortVerdict, Hello, RoundAttempt
 from fedcg.wire.messages.signing import SigningKey
 from tests.edge_worlds import DEVICE, FEDERATION, World, toy_generation, toy_spec
 
@@ -73,7 +72,7 @@ def test_the_secret_is_its_owners_alone_and_is_never_replaced(tmp_path: Path) ->
 
 def test_a_store_whose_private_networks_have_started_takes_no_secret(tmp_path: Path) -> None:
     store = open_store(tmp_path)
-    store.generations.commit(toy_generation(toy_spec(), Cursor(1, 1)))
+    store.generations.commit(toy_generation(toy_spec(), RoundAttempt(1, 1)))
     with pytest.raises(CohortError, match="have started here without a cohort secret"):
         create(store)
     assert store.cohort_secret() is None

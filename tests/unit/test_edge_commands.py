@@ -15,8 +15,8 @@ from typer.testing import CliRunner, Result
 from edge_client.cli.agent_commands import app, doctor_command
 from edge_client.cli.doctor import Finding, examine
 from edge_client.config import AgentConfig, load_config
-from edge_client.store.generations import Cursor
 from edge_client.store.private_store import DeliveryRecord, PrivateStore
+from fedcg.wire.messages.messages import RoundAttempt
 from fedcg.wire.messages.signing import SigningKey
 from tests.brokers import Pki, RunningMosquitto, acl_for
 from tests.conftest import StartMosquitto
@@ -79,7 +79,7 @@ def test_status_before_the_first_run_says_what_to_do(device: Path) -> None:
 def test_status_shows_round_outbox_and_receipts_without_stopping_an_agent(device: Path) -> None:
     config = load_config(device, {})
     store = opened(config)
-    generation = store.generations.commit(toy_generation(toy_spec(), Cursor(3, 2)))
+    generation = store.generations.commit(toy_generation(toy_spec(), RoundAttempt(3, 2)))
     assert generation.outbox is not None
     with store.locked():
         waiting = json.loads(run("status", "--config", str(device), "--json").stdout)

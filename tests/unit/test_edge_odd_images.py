@@ -12,9 +12,8 @@ from PIL import Image
 
 from edge_client.config import PolicySection
 from edge_client.firewall import check_spec
-from edge_client.store.generations import Cursor
 from edge_client.training.trainer_handle import Committed, Failed
-from fedcg.wire.messages.messages import DeclineReason
+from fedcg.wire.messages.messages import DeclineReason, RoundAttempt
 from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, ReportField
 from tests.edge_worlds import CLASSES
 from tests.unit.test_edge_trainer import Site, real_spec
@@ -42,7 +41,7 @@ def test_a_box_of_one_class_with_an_empty_one_a_broken_file_and_mixed_colours_tr
     own = sorted((train / CLASSES[1]).iterdir())
     own[0].write_bytes(b"\x89PNG and no more")
     Image.fromarray(np.full((32, 32, 3), 90, dtype=np.uint8)).save(own[1])
-    assert site.trainer().do(site.round()) == Committed(Cursor(1, 1))
+    assert site.trainer().do(site.round()) == Committed(RoundAttempt(1, 1))
     (skipped,) = site.events("images_skipped")
     assert skipped["count"] == 1
     assert f"train/{CLASSES[1]}/{own[0].name}: " in skipped["images"][0]

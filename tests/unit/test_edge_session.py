@@ -45,7 +45,6 @@ from edge_client.session.events import (
 )
 from edge_client.session.state import TRAINER_DEATHS, SessionState, next_deadline
 from edge_client.session.state_machine import step
-from edge_client.store.generations import Cursor
 from fedcg.wire.messages.messages import (
     Accept,
     ArtifactRef,
@@ -57,6 +56,7 @@ from fedcg.wire.messages.messages import (
     Offer,
     Outcome,
     Receipt,
+    RoundAttempt,
 )
 
 ADDRESS = {"federation": "shapes", "sender": "coordinator"}
@@ -143,12 +143,12 @@ def training(ready: SessionState) -> SessionState:
     state, commands = drive(
         ready,
         offer(1),
-        Invited(Cursor(1, 1)),
+        Invited(RoundAttempt(1, 1)),
         ArtifactStored(SPEC.id),
         SpecChecked(SPEC.id, None),
         ArtifactStored(aggregate(1).id),
     )
-    assert TrainRound(Cursor(1, 1), SPEC.id, aggregate(1).id) in commands
+    assert TrainRound(RoundAttempt(1, 1), SPEC.id, aggregate(1).id) in commands
     return state
 
 
@@ -171,7 +171,7 @@ def test_hello_is_repeated_every_two_seconds_until_the_welcome() -> None:
 
 def test_a_welcome_that_was_queued_when_the_link_broke_opens_no_session(ready: SessionState) -> None:
     down, _ = step(ready, LinkChanged(up=False), 10.0)
-    down, _ = step(down, Invited(Cursor(1, 1)), 10.0)
+    down, _ = step(down, Invited(RoundAttempt(1, 1)), 10.0)
     still, commands = step(down, Welcomed(1), 10.0)
     assert not still.welcomed
     assert not any(isinstance(command, Send) for command in commands)
@@ -186,7 +186,7 @@ def test_a_new_epoch_asks_for_a_new_session_at_once_and_the_same_epoch_does_not(
 
 
 def test_the_spec_is_judged_before_accepting_and_the_aggregate_fetched_meanwhile(ready: SessionState) -> None:
-    state, commands = drive(ready, offer(1), Invited(Cursor(1, 1)))
+    state, commands = drive(ready, offer(1), Invited(RoundAttempt(1, 1)))
     wants = [command for command in commands if isinstance(command, Want)]
     assert [download.ref for download in wants[-1].downloads] == [SPEC, aggregate(1)]
     assert [download.ask_after_s for download in wants[-1].downloads] == [0.0, 0.0]
@@ -198,7 +198,7 @@ def test_the_spec_is_judged_before_accepting_and_the_aggregate_fetched_meanwhile
 
 
 def test_a_live_offer_waits_for_the_broadcast_before_asking(ready: SessionState) -> None:
-    state, _ = drive(ready, offer(1, live=True), Invited(Cursor(1, 1)))
+    state, _ = drive(ready, offer(1, live=True), Invited(RoundAttempt(1, 1)))
     assert [download.ask_after_s for download in state.wanted] == [0.0, 0.5]
 
 
@@ -210,9 +210,9 @@ def test_without_an_invite_chunks_are_only_listened_to(ready: SessionState) -> N
 
 
 def test_an_invite_before_its_offer_is_remembered(ready: SessionState) -> None:
-    state, _ = drive(ready, Invited(Cursor(1, 1)), ArtifactStored(SPEC.id), ArtifactStored(aggregate(1).id))
+    state, _ = drive(ready, Invited(RoundAttempt(1, 1)), ArtifactStored(SPEC.id), ArtifactStored(aggregate(1).id))
     _, commands = drive(state, offer(1), SpecChecked(SPEC.id, None))
-    assert TrainRound(Cursor(1, 1), SPEC.id, aggregate(1).id) in commands
+    assert TrainRound(RoundAttempt(1, 1), SPEC.id, aggregate(1).id) in commands
 
 
 @pytest.mark.parametrize("reason", [DeclineReason.UPLOAD_NOT_ALLOWED, DeclineReason.REPORT_NOT_ALLOWED])
@@ -222,12 +222,12 @@ def test_a_refused_spec_is_declined_with_its_reason_whenever_the_invite_comes(
     state, commands = drive(
         ready,
         offer(1),
-        Invited(Cursor(1, 1)),
+        Invited(RoundAttempt(1, 1)),
         ArtifactStored(SPEC.id),
         SpecChecked(SPEC.id, reason),
         ArtifactStored(aggregate(1).id),
     )
-    _, again = drive(state, Invited(Cursor(1, 1)))
+    _, again = drive(state, Invited(RoundAttempt(1, 1)))
     for given_commands in (commands, again):
         declines = [command.message for command in given_commands if isinstance(command, Send)]
         assert [decline.reason for decline in declines if isinstance(decline, Decline)] == [reason]
@@ -235,20 +235,20 @@ def test_a_refused_spec_is_declined_with_its_reason_whenever_the_invite_comes(
 
 
 def test_an_offer_with_another_spec_than_the_private_state_has_is_declined(training: SessionState) -> None:
-    state, _ = drive(training, RoundCommitted(Cursor(1, 1), SPEC.id, update(1)), receipt(update(1).id))
-    _, commands = drive(state, offer(2, spec=OTHER_SPEC), Invited(Cursor(2, 1)))
+    state, _ = drive(training, RoundCommitted(RoundAttempt(1, 1), SPEC.id, update(1)), receipt(update(1).id))
+    _, commands = drive(state, offer(2, spec=OTHER_SPEC), Invited(RoundAttempt(2, 1)))
     messages = [command.message for command in commands if isinstance(command, Send)]
     assert [message.reason for message in messages if isinstance(message, Decline)] == [DeclineReason.SPEC_REFUSED]
 
 
 def test_an_invite_while_training_is_answered_and_starts_nothing(training: SessionState) -> None:
-    _, commands = drive(training, Invited(Cursor(1, 1)))
+    _, commands = drive(training, Invited(RoundAttempt(1, 1)))
     assert sent(commands) == ["accept"]
     assert not any(isinstance(command, TrainRound) for command in commands)
 
 
 def test_the_manifest_backs_off_and_any_grant_resets_it(training: SessionState) -> None:
-    state, commands = drive(training, RoundCommitted(Cursor(1, 1), SPEC.id, update(1)))
+    state, commands = drive(training, RoundCommitted(RoundAttempt(1, 1), SPEC.id, update(1)))
     assert sent(commands) == ["manifest"]
     times = []
     for tenth in range(1, 50):
@@ -267,28 +267,30 @@ def manifests(commands: list[Command]) -> list[int]:
 
 
 def test_chunks_that_the_invite_granted_go_with_the_first_manifest_and_with_no_other(training: SessionState) -> None:
-    invited, _ = drive(training, Invited(Cursor(1, 1), grant=4))
-    state, commands = drive(invited, RoundCommitted(Cursor(1, 1), SPEC.id, update(1)))
+    invited, _ = drive(training, Invited(RoundAttempt(1, 1), grant=4))
+    state, commands = drive(invited, RoundCommitted(RoundAttempt(1, 1), SPEC.id, update(1)))
     assert manifests(commands) == [4]
     assert [command for command in commands if not isinstance(command, Note)][-1] == SendChunks(update(1), ((0, 4),))
     state, commands = drive(state, Tick(), now=1.0)
     assert (manifests(commands), [isinstance(command, SendChunks) for command in commands]) == ([0], [False, False])
-    _, commands = drive(state, Invited(Cursor(1, 1), grant=4), now=1.1)  # what came is there: only the receiver knows
+    _, commands = drive(
+        state, Invited(RoundAttempt(1, 1), grant=4), now=1.1
+    )  # what came is there: only the receiver knows
     assert manifests(commands) == [0]
 
 
 def test_a_grant_is_of_its_session_and_attempt_and_covers_no_more_than_there_is(training: SessionState) -> None:
-    invited, _ = drive(training, Invited(Cursor(1, 1), grant=4))
+    invited, _ = drive(training, Invited(RoundAttempt(1, 1), grant=4))
     relinked, _ = drive(invited, LinkChanged(up=False), LinkChanged(up=True), Welcomed(epoch=1))
-    assert manifests(drive(relinked, RoundCommitted(Cursor(1, 1), SPEC.id, update(1)))[1]) == [0]
-    later, _ = drive(training, Invited(Cursor(2, 1), grant=4))
-    assert manifests(drive(later, RoundCommitted(Cursor(1, 1), SPEC.id, update(1)))[1]) == [0]
+    assert manifests(drive(relinked, RoundCommitted(RoundAttempt(1, 1), SPEC.id, update(1)))[1]) == [0]
+    later, _ = drive(training, Invited(RoundAttempt(2, 1), grant=4))
+    assert manifests(drive(later, RoundCommitted(RoundAttempt(1, 1), SPEC.id, update(1)))[1]) == [0]
     small = ArtifactRef(id=update(1).id, size=501, chunk_bytes=500)
-    assert manifests(drive(invited, RoundCommitted(Cursor(1, 1), SPEC.id, small))[1]) == [2]
+    assert manifests(drive(invited, RoundCommitted(RoundAttempt(1, 1), SPEC.id, small))[1]) == [2]
 
 
 def test_a_manifest_that_nobody_answers_for_six_seconds_opens_a_new_session(training: SessionState) -> None:
-    state, _ = drive(training, RoundCommitted(Cursor(1, 1), SPEC.id, update(1)))
+    state, _ = drive(training, RoundCommitted(RoundAttempt(1, 1), SPEC.id, update(1)))
     for tenth in range(1, 60):
         state, commands = drive(state, Tick(), now=tenth / 10)
         assert SendHello() not in commands
@@ -304,14 +306,14 @@ def test_silence_while_downloading_opens_a_new_session(ready: SessionState) -> N
 
 @pytest.mark.parametrize("outcome", list(Outcome))
 def test_every_outcome_of_a_receipt_ends_the_outbox_entry(training: SessionState, outcome: Outcome) -> None:
-    state, _ = drive(training, RoundCommitted(Cursor(1, 1), SPEC.id, update(1)))
+    state, _ = drive(training, RoundCommitted(RoundAttempt(1, 1), SPEC.id, update(1)))
     state, commands = drive(state, receipt(update(1).id, outcome))
-    assert commands == [RecordDelivery(Cursor(1, 1), update(1).id, outcome, "")]
+    assert commands == [RecordDelivery(RoundAttempt(1, 1), update(1).id, outcome, "")]
     assert state.delivery is None
 
 
 def test_a_receipt_for_another_artifact_ends_nothing(training: SessionState) -> None:
-    state, _ = drive(training, RoundCommitted(Cursor(1, 1), SPEC.id, update(1)))
+    state, _ = drive(training, RoundCommitted(RoundAttempt(1, 1), SPEC.id, update(1)))
     state, commands = drive(state, receipt("e" * 64))
     assert commands == []
     assert state.delivery is not None
@@ -320,19 +322,19 @@ def test_a_receipt_for_another_artifact_ends_nothing(training: SessionState) -> 
 def test_the_next_round_waits_for_the_receipt_of_the_one_before(training: SessionState) -> None:
     state, commands = drive(
         training,
-        RoundCommitted(Cursor(1, 1), SPEC.id, update(1)),
+        RoundCommitted(RoundAttempt(1, 1), SPEC.id, update(1)),
         offer(2),
-        Invited(Cursor(2, 1)),
+        Invited(RoundAttempt(2, 1)),
         ArtifactStored(aggregate(2).id),
     )
     assert not any(isinstance(command, TrainRound) for command in commands)
     _, commands = drive(state, receipt(update(1).id, Outcome.LATE))
-    assert TrainRound(Cursor(2, 1), SPEC.id, aggregate(2).id) in commands
+    assert TrainRound(RoundAttempt(2, 1), SPEC.id, aggregate(2).id) in commands
 
 
 def test_an_invite_to_an_attempt_that_was_trained_and_receipted_is_declined_not_trained(training: SessionState) -> None:
-    state, _ = drive(training, RoundCommitted(Cursor(1, 1), SPEC.id, update(1)), receipt(update(1).id))
-    _, commands = drive(state, Invited(Cursor(1, 1)))
+    state, _ = drive(training, RoundCommitted(RoundAttempt(1, 1), SPEC.id, update(1)), receipt(update(1).id))
+    _, commands = drive(state, Invited(RoundAttempt(1, 1)))
     messages = [command.message for command in commands if isinstance(command, Send)]
     assert [message.reason for message in messages if isinstance(message, Decline)] == [DeclineReason.NOT_ELIGIBLE]
 
@@ -341,7 +343,7 @@ def test_a_training_process_that_dies_once_is_replaced_at_once_and_repeats_the_r
     state, commands = drive(training, TrainerDied())
     assert commands == [StartTrainer()]
     _, commands = drive(state, TrainerReady())
-    assert commands == [TrainRound(Cursor(1, 1), SPEC.id, aggregate(1).id)]
+    assert commands == [TrainRound(RoundAttempt(1, 1), SPEC.id, aggregate(1).id)]
 
 
 def test_a_training_process_that_keeps_dying_is_given_ever_more_time_and_then_up(training: SessionState) -> None:
@@ -364,11 +366,11 @@ def test_a_damaged_aggregate_is_fetched_again_before_the_round_starts_again(trai
     wants = [command for command in commands if isinstance(command, Want)]
     assert [download.ref for download in wants[-1].downloads] == [aggregate(1)]
     _, commands = drive(state, ArtifactStored(aggregate(1).id))
-    assert TrainRound(Cursor(1, 1), SPEC.id, aggregate(1).id) in commands
+    assert TrainRound(RoundAttempt(1, 1), SPEC.id, aggregate(1).id) in commands
 
 
 def test_the_end_is_finalised_once_and_done_only_when_the_outbox_is_empty(training: SessionState) -> None:
-    state, _ = drive(training, RoundCommitted(Cursor(1, 1), SPEC.id, update(1)), ended())
+    state, _ = drive(training, RoundCommitted(RoundAttempt(1, 1), SPEC.id, update(1)), ended())
     state, commands = drive(state, ArtifactStored(aggregate(9).id))
     assert ChooseModel(SPEC.id, aggregate(9).id) in commands
     state, commands = drive(state, Chosen(aggregate(9).id, succeeded=True))
@@ -379,8 +381,8 @@ def test_the_end_is_finalised_once_and_done_only_when_the_outbox_is_empty(traini
 
 
 def test_an_outbox_of_an_earlier_run_is_announced_after_the_welcome() -> None:
-    fresh = SessionState(federation="shapes", device="site-1", committed=Cursor(1, 1), bound_spec=SPEC.id)
-    state, commands = drive(fresh, OutboxFound(Cursor(1, 1), update(1)), LinkChanged(up=True))
+    fresh = SessionState(federation="shapes", device="site-1", committed=RoundAttempt(1, 1), bound_spec=SPEC.id)
+    state, commands = drive(fresh, OutboxFound(RoundAttempt(1, 1), update(1)), LinkChanged(up=True))
     assert sent(commands) == []
     _, commands = drive(state, Welcomed(epoch=3))
     messages = [command.message for command in commands if isinstance(command, Send)]
@@ -389,7 +391,7 @@ def test_an_outbox_of_an_earlier_run_is_announced_after_the_welcome() -> None:
     ]
 
 
-CURSORS = [Cursor(round_number, attempt) for round_number in (1, 2, 3) for attempt in (1, 2)]
+CURSORS = [RoundAttempt(round_number, attempt) for round_number in (1, 2, 3) for attempt in (1, 2)]
 cursors = st.sampled_from(CURSORS)
 network_events: st.SearchStrategy[Event] = st.one_of(
     st.just(Tick()),
@@ -420,8 +422,8 @@ class Shell:
 
     def __init__(self) -> None:
         self.state = SessionState(federation="shapes", device="site-1")
-        self.running: Cursor | str | None = None
-        self.committed: list[Cursor] = []
+        self.running: RoundAttempt | str | None = None
+        self.committed: list[RoundAttempt] = []
         self.outbox: ArtifactRef | None = None
         self.loads = 0  # of the outbox; every other one fails
         self.now = 0.0
@@ -479,7 +481,7 @@ class Shell:
                 assert self.outbox is not None
                 assert command.message.artifact == self.outbox
             elif isinstance(command.message, Accept):
-                cursor = Cursor(command.message.round, command.message.attempt)
+                cursor = RoundAttempt(command.message.round, command.message.attempt)
                 assert cursor == self.state.invited
         elif isinstance(command, SendChunks):
             assert command.update == self.outbox
@@ -528,7 +530,7 @@ def test_whatever_happened_before_a_quiet_coordinator_brings_the_device_to_the_e
 
 def test_the_laws_would_notice_a_machine_that_forgets_its_commits(training: SessionState) -> None:
     """The checks above bite: the same machine with its memory of commits taken away trains twice."""
-    state, _ = drive(training, RoundCommitted(Cursor(1, 1), SPEC.id, update(1)), receipt(update(1).id))
+    state, _ = drive(training, RoundCommitted(RoundAttempt(1, 1), SPEC.id, update(1)), receipt(update(1).id))
     amnesic = replace(state, committed=None)
-    _, commands = drive(amnesic, Invited(Cursor(1, 1)))
+    _, commands = drive(amnesic, Invited(RoundAttempt(1, 1)))
     assert any(isinstance(command, TrainRound) for command in commands)

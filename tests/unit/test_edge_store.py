@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 
 from edge_client.errors import StoreDamagedError, StoreError, StoreFormatError, StoreLockedError
 from edge_client.store.data_snapshot import Snapshot, SnapshotFile
-from edge_client.store.generations import Cursor, Generations
+from edge_client.store.generations import Generations
 from edge_client.store.private_store import RECEIPTS_KEPT, DeliveryRecord, PrivateStore
 from fedcg import files
+from fedcg.wire.messages.messages import RoundAttempt
 from fedcg.wire.parts import Part
 from tests.edge_worlds import DEVICE, FEDERATION, toy_generation, toy_snapshot, toy_spec
 
@@ -40,7 +41,7 @@ def reopened(store: PrivateStore) -> PrivateStore:
 
 
 def test_a_commit_gives_back_exactly_what_was_put_in(store: PrivateStore) -> None:
-    new = toy_generation(SPEC, Cursor(3, 2))
+    new = toy_generation(SPEC, RoundAttempt(3, 2))
     store.generations.commit(new)
     state = reopened(store).generations.load()
     assert state is not None
@@ -53,7 +54,7 @@ def test_a_commit_gives_back_exactly_what_was_put_in(store: PrivateStore) -> Non
     assert (count.shape, count.dtype) == ((), np.dtype(np.int64))
     generation = state.generation
     assert (generation.cursor, generation.spec, dict(generation.scores)) == (
-        Cursor(3, 2),
+        RoundAttempt(3, 2),
         SPEC.digest,
         dict(new.scores),
     )
@@ -65,14 +66,14 @@ def test_the_same_state_gives_the_same_bytes(tmp_path: Path) -> None:
     files = []
     for name in ("a", "b"):
         store = PrivateStore.open(tmp_path / name, FEDERATION, DEVICE)
-        generation = store.generations.commit(toy_generation(SPEC, Cursor(1, 1)))
+        generation = store.generations.commit(toy_generation(SPEC, RoundAttempt(1, 1)))
         files.append(dict(generation.checksums))
     assert files[0] == files[1]
 
 
 def test_two_generations_are_kept_and_older_ones_deleted(store: PrivateStore) -> None:
     for round_number in (1, 2, 3):
-        store.generations.commit(toy_generation(SPEC, Cursor(round_number, 1)))
+        store.generations.commit(toy_generation(SPEC, RoundAttempt(round_number, 1)))
     assert sorted(path.name for path in (store.root / "generations").iterdir()) == ["2", "3"]
 
 
@@ -80,25 +81,25 @@ def test_two_generations_are_kept_and_older_ones_deleted(store: PrivateStore) ->
 def test_a_damaged_newest_generation_falls_back_to_the_one_before_and_says_so(
     store: PrivateStore, damaged: str
 ) -> None:
-    store.generations.commit(toy_generation(SPEC, Cursor(1, 1)))
-    newest = store.generations.commit(toy_generation(SPEC, Cursor(2, 1)))
+    store.generations.commit(toy_generation(SPEC, RoundAttempt(1, 1)))
+    newest = store.generations.commit(toy_generation(SPEC, RoundAttempt(2, 1)))
     path = store.root / "generations" / str(newest.number) / damaged
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
     generation, problems = reopened(store).generations.current()
     assert generation is not None
-    assert generation.cursor == Cursor(1, 1)
+    assert generation.cursor == RoundAttempt(1, 1)
     assert len(problems) == 1
     assert str(newest.number) in problems[0]
-    store.generations.commit(toy_generation(SPEC, Cursor(2, 1)))
+    store.generations.commit(toy_generation(SPEC, RoundAttempt(2, 1)))
     generation, problems = store.generations.current()
     assert generation is not None
-    assert (generation.cursor, problems) == (Cursor(2, 1), ())
+    assert (generation.cursor, problems) == (RoundAttempt(2, 1), ())
 
 
 def test_a_store_without_any_whole_generation_says_what_to_do(store: PrivateStore) -> None:
-    number = store.generations.commit(toy_generation(SPEC, Cursor(1, 1))).number
+    number = store.generations.commit(toy_generation(SPEC, RoundAttempt(1, 1))).number
     shutil.rmtree(store.root / "generations" / str(number))
     with pytest.raises(StoreDamagedError, match="backup"):
         store.generations.current()
@@ -120,7 +121,9 @@ class Saboteur:
         self.done += 1
 
 
-def sabotaged_commit(monkeypatch: pytest.MonkeyPatch, store: PrivateStore, cut_before: int, cursor: Cursor) -> bool:
+def sabotaged_commit(
+    monkeypatch: pytest.MonkeyPatch, store: PrivateStore, cut_before: int, cursor: RoundAttempt
+) -> bool:
     """Commit with the power cut before one durable step; whether the commit got through."""
     saboteur = Saboteur(cut_before)
     with monkeypatch.context() as patch:
@@ -142,24 +145,26 @@ def sabotaged_commit(monkeypatch: pytest.MonkeyPatch, store: PrivateStore, cut_b
 def test_a_power_cut_at_any_step_of_a_commit_leaves_the_old_or_the_new_state_whole(
     monkeypatch: pytest.MonkeyPatch, store: PrivateStore
 ) -> None:
-    store.generations.commit(toy_generation(SPEC, Cursor(1, 1)))
+    store.generations.commit(toy_generation(SPEC, RoundAttempt(1, 1)))
     cuts = 0
-    while not sabotaged_commit(monkeypatch, store, cuts, Cursor(2, 1)):
+    while not sabotaged_commit(monkeypatch, store, cuts, RoundAttempt(2, 1)):
         generation, problems = reopened(store).generations.current()
         assert generation is not None
-        assert (generation.cursor, problems) == (Cursor(1, 1), ()), f"before step {cuts}"
+        assert (generation.cursor, problems) == (RoundAttempt(1, 1), ()), f"before step {cuts}"
         assert store.generations.update_bytes(generation) == b"update"
         cuts += 1
     assert cuts >= 7  # four files, two folders, the pointer
     generation, _ = reopened(store).generations.current()
     assert generation is not None
-    assert generation.cursor == Cursor(2, 1)
+    assert generation.cursor == RoundAttempt(2, 1)
 
 
 def test_what_a_cut_commit_left_behind_never_counts(monkeypatch: pytest.MonkeyPatch, store: PrivateStore) -> None:
-    assert not sabotaged_commit(monkeypatch, store, 6, Cursor(1, 1))  # the folder is there, CURRENT was never written
+    assert not sabotaged_commit(
+        monkeypatch, store, 6, RoundAttempt(1, 1)
+    )  # the folder is there, CURRENT was never written
     assert reopened(store).generations.current() == (None, ())
-    store.generations.commit(toy_generation(SPEC, Cursor(1, 1), update=b"whole"))
+    store.generations.commit(toy_generation(SPEC, RoundAttempt(1, 1), update=b"whole"))
     generation, _ = store.generations.current()
     assert generation is not None
     assert store.generations.update_bytes(generation) == b"whole"
@@ -172,7 +177,7 @@ def test_the_last_commit_always_counts(
 ) -> None:
     generations = Generations(tmp_path_factory.mktemp("store"))
     for round_number, attempt, update in commits:
-        generations.commit(toy_generation(SPEC, Cursor(round_number, attempt), update))
+        generations.commit(toy_generation(SPEC, RoundAttempt(round_number, attempt), update))
     generation, _ = generations.current()
     if not commits:
         assert generation is None
@@ -180,12 +185,12 @@ def test_the_last_commit_always_counts(
     assert generation is not None
     assert generation.outbox is not None
     round_number, attempt, update = commits[-1]
-    assert (generation.cursor, generation.outbox.cursor) == (Cursor(round_number, attempt),) * 2
+    assert (generation.cursor, generation.outbox.cursor) == (RoundAttempt(round_number, attempt),) * 2
     assert generations.update_bytes(generation) == update
 
 
 def test_only_a_recorded_receipt_empties_the_outbox(store: PrivateStore) -> None:
-    generation = store.generations.commit(toy_generation(SPEC, Cursor(1, 1)))
+    generation = store.generations.commit(toy_generation(SPEC, RoundAttempt(1, 1)))
     entry = reopened(store).outbox(generation)
     assert entry is not None
     store.save_delivery(DeliveryRecord("f" * 64, 1, 1, "accepted", ""))
@@ -204,7 +209,7 @@ def test_old_receipts_are_forgotten_but_not_the_newest(store: PrivateStore) -> N
 
 def test_nobody_else_can_read_the_store(store: PrivateStore) -> None:
     store.device_secret()
-    store.generations.commit(toy_generation(SPEC, Cursor(1, 1)))
+    store.generations.commit(toy_generation(SPEC, RoundAttempt(1, 1)))
     store.save_seen((1, 2, 3))
     assert stat.S_IMODE(store.root.stat().st_mode) == 0o700
     files = [path for path in store.root.rglob("*") if path.is_file()]

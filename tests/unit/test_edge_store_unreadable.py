@@ -11,11 +11,11 @@ import pytest
 
 from edge_client.errors import StoreError
 from edge_client.store import generations as generations_module
-from edge_client.store.generations import Cursor, Generations
+from edge_client.store.generations import Generations
 from edge_client.store.private_store import DeliveryRecord, PrivateStore
 from fedcg.files import file_sha256
 from fedcg.wire.messages.key_chain import PinnedKey
-from fedcg.wire.messages.messages import Hello, Manifest
+from fedcg.wire.messages.messages import Hello, Manifest, RoundAttempt
 from fedcg.wire.messages.signing import SigningKey
 from tests.edge_worlds import DEVICE, FEDERATION, World, toy_generation, toy_snapshot, toy_spec, update_of, wait_until
 
@@ -116,8 +116,8 @@ def bad_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 def test_one_failing_read_of_the_newest_generation_does_not_bring_back_the_one_before(
     store: PrivateStore, bad_disk: pytest.MonkeyPatch
 ) -> None:
-    store.generations.commit(toy_generation(SPEC, Cursor(1, 1)))
-    store.generations.commit(toy_generation(SPEC, Cursor(2, 1)))
+    store.generations.commit(toy_generation(SPEC, RoundAttempt(1, 1)))
+    store.generations.commit(toy_generation(SPEC, RoundAttempt(2, 1)))
     fresh = PrivateStore(store.root).generations
     for look in (fresh.current, fresh.load):
         with pytest.raises(StoreError, match=r"generations/2/\S+ can't be read: Input/output error"):
@@ -125,12 +125,12 @@ def test_one_failing_read_of_the_newest_generation_does_not_bring_back_the_one_b
     bad_disk.undo()
     generation, problems = fresh.current()
     assert generation is not None
-    assert (generation.cursor, problems) == (Cursor(2, 1), ())
+    assert (generation.cursor, problems) == (RoundAttempt(2, 1), ())
 
 
 @pytest.mark.parametrize("look", ["current", "newest"])
 def test_a_pointer_that_can_not_be_read_makes_no_uncommitted_generation_count(store: PrivateStore, look: str) -> None:
-    store.generations.commit(toy_generation(SPEC, Cursor(1, 1)))
+    store.generations.commit(toy_generation(SPEC, RoundAttempt(1, 1)))
     unreadable(store.root / "CURRENT")
     with pytest.raises(StoreError, match="CURRENT can't be read"):
         getattr(PrivateStore(store.root).generations, look)()
@@ -142,13 +142,13 @@ def test_the_newest_generation_is_that_of_another_process_and_falls_back_like_th
     trainer, agent = Generations(store.root), Generations(store.root)
     assert agent.newest() is None
     for number in (1, 2):
-        committed = trainer.commit(toy_generation(SPEC, Cursor(number, 1)))
+        committed = trainer.commit(toy_generation(SPEC, RoundAttempt(number, 1)))
         assert agent.newest() == committed
     (store.root / "generations" / "2" / "state.safetensors").write_bytes(b"torn")
     restarted = Generations(store.root)
     fallback, problems = restarted.current()
     assert fallback is not None
-    assert (fallback.cursor, len(problems)) == (Cursor(1, 1), 1)
+    assert (fallback.cursor, len(problems)) == (RoundAttempt(1, 1), 1)
     assert restarted.newest() == fallback, "what was found damaged at the start does not count later on"
     (store.root / "generations" / "2" / "state.json").write_bytes(b"torn")
     assert Generations(store.root).newest() == fallback
@@ -170,10 +170,10 @@ def test_no_state_file_is_hashed_on_the_loop_of_an_agent_at_work(
             return file_sha256(path)
 
         monkeypatch.setattr(generations_module, "file_sha256", counted)
-        coordinator.offer(world.spec, update_of(world.spec, Cursor(0, 1)), 1)
+        coordinator.offer(world.spec, update_of(world.spec, RoundAttempt(0, 1)), 1)
         coordinator.invite(1)
         manifest = coordinator.wait(Manifest)
-        assert coordinator.collect(manifest) == update_of(world.spec, Cursor(1, 1))
+        assert coordinator.collect(manifest) == update_of(world.spec, RoundAttempt(1, 1))
         coordinator.receipt(manifest)
         wait_until(lambda: bool(world.events("receipt")), "the receipt is recorded")
         assert hashed == []

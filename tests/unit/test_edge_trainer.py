@@ -21,7 +21,7 @@ import torch
 
 from edge_client.config import DataSection, ExportSection, KeysSection
 from edge_client.session.events import ChooseModel, Chosen, TrainRound
-from edge_client.store.generations import Cursor, StoredState
+from edge_client.store.generations import StoredState
 from edge_client.store.private_store import PrivateStore
 from edge_client.training import local_round as training
 from edge_client.training import model_selection as finalise
@@ -42,7 +42,7 @@ from fedcg.learning.spec import FederationPlan, FederationSpec, NetworkChoice, P
 from fedcg.wire.artifacts.artifacts import Base, codecs_for, unpack
 from fedcg.wire.artifacts.inspection import decode, inspect
 from fedcg.wire.errors import CodecError
-from fedcg.wire.messages.messages import DeclineReason
+from fedcg.wire.messages.messages import DeclineReason, RoundAttempt
 from fedcg.wire.messages.signing import SigningKey
 from fedcg.wire.parts import Part, ReportField, TensorLayout, is_delta
 from tests.edge_worlds import CLASSES, DEVICE, FEDERATION, FORM, aggregate_of, draw_images, make_config, wait_until
@@ -94,7 +94,7 @@ class Site:
         self.events_path = root / "store" / "events.jsonl"
 
     def round(self, number: int = 1, attempt: int = 1) -> TrainRound:
-        return TrainRound(Cursor(number, attempt), self.spec.digest, self.aggregate)
+        return TrainRound(RoundAttempt(number, attempt), self.spec.digest, self.aggregate)
 
     def trainer(self) -> Trainer:
         return Trainer(self.config, self.store, EventLog(self.events_path, time.time))
@@ -123,11 +123,11 @@ def site(tmp_path: Path) -> Site:
 
 def test_a_round_commits_private_state_snapshot_scores_and_update_together(tmp_path: Path) -> None:
     site = Site(tmp_path, real_spec(), shadow=True)
-    assert site.trainer().do(site.round()) == Committed(Cursor(1, 1))
+    assert site.trainer().do(site.round()) == Committed(RoundAttempt(1, 1))
     state = site.state()
     assert set(state.slots) == {"personal", "shadow", "best", "best_shadow"}
     assert set(state.slots["personal"]) == set(Part)
-    assert state.generation.cursor == Cursor(1, 1)
+    assert state.generation.cursor == RoundAttempt(1, 1)
     snapshot = site.store.generations.snapshot(state.generation)
     assert snapshot.counts()["test"] == 15
     assert snapshot.counts()["train"] + snapshot.counts()["val"] == 36
@@ -181,7 +181,7 @@ def test_a_committed_round_is_never_trained_again(site: Site, monkeypatch: pytes
     trainer = site.trainer()
     monkeypatch.setattr(training, "initial_parts", never)
     monkeypatch.setattr(site.store.artifacts, "get", never)
-    assert trainer.do(site.round()) == Committed(Cursor(1, 1))
+    assert trainer.do(site.round()) == Committed(RoundAttempt(1, 1))
     assert site.state().generation == before
     assert len(site.events("committed")) == 1
 
@@ -238,7 +238,7 @@ def test_the_cohort_secret_decides_where_private_parts_start_and_only_those(tmp_
 
 def test_a_method_that_shares_nothing_sends_only_its_report(tmp_path: Path) -> None:
     site = Site(tmp_path, real_spec("local"))
-    assert site.trainer().do(site.round()) == Committed(Cursor(1, 1))
+    assert site.trainer().do(site.round()) == Committed(RoundAttempt(1, 1))
     seen = inspect(site.update())
     assert seen.tensors == {}
     assert seen.report_fields == {"examples", "accuracy", "loss", "health"}
@@ -260,7 +260,7 @@ def test_a_disk_that_is_full_at_the_commit_fails_the_attempt_with_the_fix_and_th
     assert "Traceback" not in caplog.text
     assert site.store.generations.load() is None
     assert isinstance(trainer.do(site.round(attempt=2)), Committed)
-    assert site.state().generation.cursor == Cursor(1, 2)
+    assert site.state().generation.cursor == RoundAttempt(1, 2)
 
 
 def test_a_store_that_may_not_be_written_fails_the_attempt_with_the_fix_and_no_traceback(
@@ -337,7 +337,7 @@ def test_a_shadow_that_diverges_stands_still_and_the_round_is_committed(
         return replace(alone, local_round=broken) if name == "local" else get_method(name)
 
     monkeypatch.setattr(training, "get_method", lookup)
-    assert site.trainer().do(site.round(2)) == Committed(Cursor(2, 1))
+    assert site.trainer().do(site.round(2)) == Committed(RoundAttempt(2, 1))
     after = site.state().slots["shadow"]
     assert all(np.array_equal(after[part][name], before[part][name]) for part in before for name in before[part])
     assert [event["what"] for event in site.events("refused")] == ["shadow"]
@@ -410,7 +410,7 @@ def test_a_changed_file_of_the_snapshot_fails_the_attempt_and_the_next_takes_a_n
     assert isinstance(report, Failed)
     assert report.reason is DeclineReason.NO_DATA
     assert victim.name in report.detail
-    assert site.trainer().do(site.round(1, 2)) == Committed(Cursor(1, 2))
+    assert site.trainer().do(site.round(1, 2)) == Committed(RoundAttempt(1, 2))
 
 
 def test_the_best_model_by_validation_is_kept_with_the_loss_deciding_between_equals() -> None:
@@ -602,7 +602,7 @@ def test_a_training_process_killed_in_the_middle_repeats_the_round_to_the_same_b
     again = process.start()
     assert reports.get(timeout=60) == Ready(again)
     process.send(slow_site.round())
-    assert reports.get(timeout=60) == Committed(Cursor(1, 1))
+    assert reports.get(timeout=60) == Committed(RoundAttempt(1, 1))
     undisturbed = Site(tmp_path / "undisturbed", slow_site.spec)
     undisturbed.trainer().do(undisturbed.round())
     assert slow_site.update() == undisturbed.update()
@@ -655,7 +655,7 @@ def test_a_part_that_the_method_does_not_load_from_the_aggregate_goes_by_value(t
     site = Site(tmp_path, spec)
     policy = site.config.policy.model_copy(update={"allow_report": frozenset(ReportField)})
     site.config = site.config.model_copy(update={"policy": policy})
-    assert site.trainer().do(site.round()) == Committed(Cursor(1, 1))
+    assert site.trainer().do(site.round()) == Committed(RoundAttempt(1, 1))
     codecs = inspect(site.update()).codecs
     assert codecs["classifier/1.weight"] == "i8-delta"
     assert codecs["generator/body.0.weight"] == "i8"

@@ -24,12 +24,12 @@ from coordinator.http import tls_listeners as listeners
 from coordinator.http.rate_limits import Rate
 from coordinator.paths import Home
 from coordinator.pki.authority import create_ca, credential_of, issue
-from edge_client.agent.run import load_keys
 from edge_client.config import load_config
 from edge_client.errors import EnrolError
 from edge_client.identity.credentials import TlsKey
 from edge_client.identity.enrol import Folder, enrol
 from edge_client.identity.enrolment_client import ask, trusting
+from edge_client.identity.keys import load_keys
 from fedcg.listening import Caps, Connections
 from fedcg.wire.messages.enrolment_messages import (
     ENROL_PATH,

@@ -10,11 +10,10 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from edge_client.store.generations import Cursor
 from edge_client.store.private_store import STORE_FORMAT, PrivateStore
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts.artifacts import Base, artifact_id, unpack
-from fedcg.wire.messages.messages import AnyMessage
+from fedcg.wire.messages.messages import AnyMessage, RoundAttempt
 from fedcg.wire.messages.signing import open_envelope, read_envelope, seal
 from fedcg.wire.parts import Part
 from fedcg.wire.transfer.chunks import parse_chunk
@@ -98,10 +97,10 @@ def golden_store(version: int, folder: Path) -> PrivateStore:
 @pytest.mark.parametrize("version", range(1, STORE_FORMAT + 1))
 def test_a_private_store_of_every_format_opens_with_all_that_it_holds_and_goes_on(version: int, tmp_path: Path) -> None:
     store = golden_store(version, tmp_path)
-    spec, new = toy_spec(), toy_generation(toy_spec(), Cursor(2, 1), artifacts()["update"], seed=2)
+    spec, new = toy_spec(), toy_generation(toy_spec(), RoundAttempt(2, 1), artifacts()["update"], seed=2)
     state = store.generations.load()
     assert state is not None
-    assert (state.generation.number, state.generation.cursor) == (2, Cursor(2, 1))
+    assert (state.generation.number, state.generation.cursor) == (2, RoundAttempt(2, 1))
     assert state.slots["personal"][Part.EXTRACTOR]["weight"].tolist() == (
         np.asarray(new.slots["personal"][Part.EXTRACTOR]["weight"]).tolist()
     )
@@ -117,8 +116,8 @@ def test_a_private_store_of_every_format_opens_with_all_that_it_holds_and_goes_o
     pinned = store.pinned_key(COORDINATOR_KEY.public)
     assert (pinned.key, pinned.serial) == (NEW_KEY.public, 1)
     assert store.finalised()["aggregate"] == "b" * 64
-    store.generations.commit(toy_generation(spec, Cursor(3, 1)))
-    assert store.generations.current()[0].cursor == Cursor(3, 1)  # type: ignore[union-attr]
+    store.generations.commit(toy_generation(spec, RoundAttempt(3, 1)))
+    assert store.generations.current()[0].cursor == RoundAttempt(3, 1)  # type: ignore[union-attr]
 
 
 def test_a_private_store_is_still_written_as_it_was(tmp_path: Path) -> None:

@@ -22,9 +22,9 @@ from coordinator.aggregation.worker_messages import (
 )
 from edge_client.config import AgentConfig, BrokerSection, DataSection, TrainingSection
 from edge_client.session.events import TrainRound
-from edge_client.store.generations import Cursor
 from edge_client.training.trainer_handle import Committed, Exited, Ready, TrainerProcess, TrainerReport
 from fedcg.learning.training.device_errors import BROKEN_EXIT, is_sticky
+from fedcg.wire.messages.messages import RoundAttempt
 from fedcg.worker_process import Watchdog
 from tests import hanging_children
 from tests.hanging_children import STALL_S
@@ -92,12 +92,12 @@ def test_a_training_process_that_hangs_is_killed_and_the_next_one_trains(
     try:
         first = process.start()
         assert reports.get(timeout=30) == Ready(first)
-        process.send(TrainRound(Cursor(1, 1), "s", "a"))
+        process.send(TrainRound(RoundAttempt(1, 1), "s", "a"))
         assert reports.get(timeout=30) == Exited(first, -signal.SIGKILL, "no progress for 1 s")
         second = process.start()
         assert reports.get(timeout=30) == Ready(second)
-        process.send(TrainRound(Cursor(1, 1), "s", "a"))
-        assert reports.get(timeout=30) == Committed(Cursor(1, 1))
+        process.send(TrainRound(RoundAttempt(1, 1), "s", "a"))
+        assert reports.get(timeout=30) == Committed(RoundAttempt(1, 1))
     finally:
         process.stop()
 
@@ -112,8 +112,8 @@ def test_a_training_process_that_works_or_has_nothing_to_do_is_left_alone(
     try:
         pid = process.start()
         assert reports.get(timeout=30) == Ready(pid)
-        process.send(TrainRound(Cursor(1, 1), "s", "a"))
-        assert reports.get(timeout=30) == Committed(Cursor(1, 1))
+        process.send(TrainRound(RoundAttempt(1, 1), "s", "a"))
+        assert reports.get(timeout=30) == Committed(RoundAttempt(1, 1))
         with pytest.raises(queue.Empty):
             reports.get(timeout=3 * STALL_S)
     finally:

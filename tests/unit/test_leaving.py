@@ -12,12 +12,12 @@ import pytest
 from typer.testing import CliRunner
 
 from coordinator.rounds.records import DeviceState
-from edge_client.agent.loop import AgentKeys
 from edge_client.cli.agent_commands import app
 from edge_client.config import AgentConfig, BrokerSection, DataSection, load_config
 from edge_client.errors import EnrolError, NoAnswerError, StoreLockedError
 from edge_client.identity.conversation import Conversation
 from edge_client.identity.enrol import enrol
+from edge_client.identity.keys import AgentKeys
 from edge_client.identity.leave import leave
 from edge_client.store.private_store import PrivateStore
 from fedcg.wire.messages.messages import Leave, Left, decode

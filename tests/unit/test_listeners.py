@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 
 from coordinator.http import carrier_api
-from coordinator.paths import Home
-from coordinator.pki.authority import CRL_NAME, write_revocations
+from coordinator.paths import CRL_NAME, Home
+from coordinator.pki.authority import write_revocations
 from coordinator.pki.signing_keys import voice_of
 from coordinator.storage.store import Store
-from edge_client.agent.run import load_keys
 from edge_client.config import load_config
 from edge_client.identity.enrol import enrol
 from edge_client.identity.enrolment_client import trusting
+from edge_client.identity.keys import load_keys
 from edge_client.identity.renewal import renew
 from fedcg import listening
 from fedcg.wire.messages.enrolment_messages import ENROL_PATH, load_certificate

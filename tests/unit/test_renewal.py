@@ -15,13 +15,13 @@ from coordinator.members.admission import RENEWALS_AT_ONCE
 from coordinator.paths import Home
 from coordinator.pki.authority import create_ca, credential_of, issue, issue_beside
 from coordinator.rounds.records import DeviceState
-from edge_client.agent.run import load_keys
 from edge_client.cli.doctor import examine
 from edge_client.config import AgentConfig, load_config
 from edge_client.errors import EnrolError
 from edge_client.identity.credentials import TlsKey, is_due, replace_pair, settle_pair
 from edge_client.identity.enrol import enrol
 from edge_client.identity.enrolment_client import ask, trusting
+from edge_client.identity.keys import load_keys
 from edge_client.identity.renewal import Renewer, renew
 from fedcg.event_log import EventLog, read_events
 from fedcg.wire.messages.enrolment_messages import (

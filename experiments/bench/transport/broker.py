@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.broker.mosquitto import ACL_NAME, write_config
+from coordinator.cli.opening import create_home
 from coordinator.config import BrokerSettings, CoordinatorConfig
 from coordinator.errors import BrokerError
-from coordinator.paths import Home, create_home
+from coordinator.paths import Home
 from coordinator.pki.authority import CA_NAME, credential_of, issue
 from experiments.bench.transport.peers import Party
 from fedcg.find_mosquitto import find_mosquitto

@@ -10,7 +10,7 @@ import binascii
 import hashlib
 import json
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -19,8 +19,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedcg.wire.errors import MalformedError
 from fedcg.wire.messages.messages import Identifier, Sha256
-from fedcg.wire.transfer.broker_presets import PresetName
 
+PresetName = Literal["mosquitto", "aws-iot", "azure-event-grid", "emqx"]
+"""Brokers and services with known limits (`transfer.broker_presets`)."""
 TOKEN_PREFIX = "fcg2_"  # noqa: S105 - the mark of a token's text, not a secret
 OLD_TOKEN_PREFIX = "fcg1_"  # noqa: S105 - of tokens that do not name the coordinator's message key
 SECRET_BYTES = 32

@@ -5,6 +5,7 @@ Knows what the messages say; not how they are signed (`signing`), carried (`tran
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated, Literal, Union
 
@@ -28,6 +29,17 @@ Nonce = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 Versions = Annotated[tuple[Annotated[int, Field(ge=1, le=1 << 16)], ...], Field(min_length=1, max_length=8)]
 Count = Annotated[int, Field(ge=0, le=1 << 53)]
 FirstChunks = Annotated[int, Field(ge=0, le=FIRST_CHUNKS)]
+
+
+@dataclass(frozen=True, order=True)
+class RoundAttempt:
+    """A round attempt; ordered by round, then attempt."""
+
+    round: int
+    attempt: int
+
+    def __str__(self) -> str:
+        return f"round {self.round}, attempt {self.attempt}"
 
 
 class Outcome(str, Enum):

@@ -7,13 +7,12 @@ for the others in the tests.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
+from fedcg.wire.messages.enrolment_messages import PresetName
 from fedcg.wire.messages.messages import MAX_CHUNK_BYTES
 from fedcg.wire.transfer.chunk_window import Window
 from fedcg.wire.transport.mqtt_config import IN_FLIGHT
 
-PresetName = Literal["mosquitto", "aws-iot", "azure-event-grid", "emqx"]
 DEFAULT_PRESET: PresetName = "mosquitto"
 
 

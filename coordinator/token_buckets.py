@@ -1,0 +1,50 @@
+"""Token buckets: how often something may happen, by key."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+MAX_KEYS = 4096
+"""Buckets that are remembered; one that was not used for the longest time is full again."""
+
+KeyT = TypeVar("KeyT")
+
+
+class Buckets(Generic[KeyT]):
+    """A token bucket for each key; a new one is full. Bounded in number, and not for two threads at once.
+
+    Args:
+        per_s: tokens that a bucket gains in a second.
+        at_once: tokens that it holds at most.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, per_s: float, at_once: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._per_s = per_s
+        self._at_once = at_once
+        self._clock = clock
+        self._levels: dict[KeyT, tuple[float, float]] = {}  # the one that was used last at the end
+
+    def take(self, key: KeyT) -> bool:
+        """Take a token; False when there is none."""
+        level = self._level(key)
+        self.forget(key)
+        self._levels[key] = (level - 1.0 if level >= 1.0 else level, self._clock())
+        if len(self._levels) > MAX_KEYS:
+            self.forget(next(iter(self._levels)))
+        return level >= 1.0
+
+    def wait_s(self, key: KeyT) -> float:
+        """Seconds until there is a token."""
+        return max(0.0, 1.0 - self._level(key)) / self._per_s
+
+    def forget(self, key: KeyT) -> None:
+        """Fill a key's bucket."""
+        self._levels.pop(key, None)
+
+    def _level(self, key: KeyT) -> float:
+        now = self._clock()
+        level, at = self._levels.get(key, (self._at_once, now))
+        return min(self._at_once, level + self._per_s * (now - at))

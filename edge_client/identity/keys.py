@@ -1,0 +1,51 @@
+"""The keys that this device works with, and how it reaches the broker with them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from edge_client.config import AgentConfig
+from edge_client.errors import EdgeError
+from fedcg.wire.errors import WireError
+from fedcg.wire.messages.signing import SigningKey, VerifyKey
+from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles
+
+
+@dataclass(frozen=True)
+class AgentKeys:
+    """This device's signing key, and the coordinator's public key."""
+
+    signing: SigningKey
+    coordinator: VerifyKey
+
+
+def load_keys(config: AgentConfig) -> AgentKeys:
+    """The keys that the configuration names.
+
+    Raises:
+        EdgeError: a file is missing or holds no key; says which.
+    """
+    try:
+        signing = SigningKey.load(config.keys.signing)
+        coordinator = VerifyKey.from_hex(config.keys.coordinator.read_text(encoding="ascii"))
+    except (OSError, ValueError, WireError) as error:
+        raise EdgeError(
+            f"the device's keys can't be used: {error}. Enrol the device again, or copy its bundle again."
+        ) from error
+    return AgentKeys(signing, coordinator)
+
+
+def mqtt_config(config: AgentConfig) -> MqttConfig:
+    """How to reach the broker."""
+    tls = None if config.tls is None else TlsFiles(config.tls.ca, config.tls.cert, config.tls.key)
+    return MqttConfig(
+        host=config.broker.host,
+        port=config.broker.port,
+        identity=config.device,
+        tls=tls,
+        insecure=config.broker.insecure,
+        protocol=config.broker.protocol,
+        keepalive_s=config.broker.keepalive_s,
+        max_packet=config.broker.limits.max_packet,
+        in_flight=config.broker.limits.in_flight,
+    )
