@@ -18,8 +18,8 @@ from coordinator.errors import ValidationError
 from coordinator.updates.robustness import Distances, Yardstick, clipped, given_weights, limits_of, medians_of, over
 from coordinator.updates.validation import Expected, validate_update
 from experiments.data.client_datasets import build_cohort
+from experiments.data.open import open_source
 from experiments.data.partition_shares import Partition
-from experiments.data.source import open_source
 from experiments.simulation.wire_codec import arrays_of
 from fedcg.learning.method import Aggregate, LocalResult, SharedResult, Weights
 from fedcg.learning.networks.initial_weights import complete_spec

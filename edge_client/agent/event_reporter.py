@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from edge_client.session.events import Event, Invited, Offered, Receipted, RoundCommitted, TurnedAway, Welcomed
-from edge_client.training.trainer_handle import Exited, Failed
+from edge_client.training.messages import Exited, Failed
 from fedcg.disk_errors import advice_for
 from fedcg.event_log import EventLog
 from fedcg.refusal_counter import Refusals

@@ -43,7 +43,8 @@ from edge_client.session.state import SessionState, next_deadline
 from edge_client.session.state_machine import step
 from edge_client.store.cohort_secret import mark_in
 from edge_client.store.private_store import DeliveryRecord, PrivateStore
-from edge_client.training.trainer_handle import Committed, Exited, Failed, Ready, TrainerHandle, TrainerReport
+from edge_client.training.messages import Committed, Exited, Failed, Ready, TrainerReport
+from edge_client.training.trainer_handle import TrainerHandle
 from edge_client.transfer.downloads import Downloads
 from edge_client.transfer.fetching import Fetching
 from edge_client.transfer.https_client import carrier_of

@@ -21,9 +21,9 @@ from edge_client.session.events import ChooseModel, Chosen, TrainRound
 from edge_client.store.private_store import PrivateStore
 from edge_client.training.local_data import LocalData
 from edge_client.training.local_round import Workplace, train_round
+from edge_client.training.messages import Committed, Failed, Ready, TrainerCommand, TrainerReport, Working
 from edge_client.training.model_selection import choose_model
 from edge_client.training.onnx_export import export_best
-from edge_client.training.trainer_handle import Committed, Failed, Ready, TrainerCommand, TrainerReport, Working
 from export.build.to_onnx import preload
 from export.errors import ExportError
 from fedcg.disk_errors import advice_for

@@ -15,58 +15,15 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Protocol
 
 from edge_client.config import AgentConfig
-from edge_client.session.events import ChooseModel, Chosen, TrainRound
-from fedcg.wire.messages.messages import DeclineReason, RoundAttempt
+from edge_client.training.messages import Exited, TrainerCommand, TrainerReport, Working
 from fedcg.worker_process import POLL_S, Watchdog
 
 _PR_SET_PDEATHSIG = 1
 _STOP_S = 2.0
-
-
-@dataclass(frozen=True)
-class Ready:
-    """Report: torch is loaded, work can come."""
-
-    pid: int
-
-
-@dataclass(frozen=True)
-class Committed:
-    """Report: the round is durable; the store says the rest."""
-
-    cursor: RoundAttempt
-
-
-@dataclass(frozen=True)
-class Failed:
-    """Report: the round can't be trained; nothing was changed."""
-
-    cursor: RoundAttempt
-    reason: DeclineReason
-    detail: str
-
-
-@dataclass(frozen=True)
-class Working:
-    """Sign of life of the child while it works; ends at the handle."""
-
-
-@dataclass(frozen=True)
-class Exited:
-    """Report of the handle, not of the child: the process is gone; `reason` when the handle ended it."""
-
-    pid: int
-    exit_code: int | None
-    reason: str = ""
-
-
-TrainerCommand = TrainRound | ChooseModel
-TrainerReport = Ready | Committed | Failed | Chosen | Exited
 
 
 class TrainerHandle(Protocol):

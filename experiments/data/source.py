@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from experiments.data.lazy_images import Picture, PicturesPerClass, Pixels, RowPicture, rows_per_class
-from fedcg.learning.data.formats import is_array_source
 from fedcg.learning.spec import ImageForm
 
 DIGITS = "digits"
@@ -74,36 +73,6 @@ def _is_grey(picture: Picture | None) -> bool:
             return image.mode in _GREY_MODES
     except (OSError, SyntaxError, ValueError):
         return True
-
-
-def open_source(text: str) -> Source:
-    """Open the images that a person names.
-
-    Args:
-        text: `digits`; `digits-domains`; `torchvision:NAME[:ROOT]`; an `.npz`; or a folder: of class folders, of `train`,
-            `test` and perhaps `val` of such, of domains of either, or with IDX or CIFAR files. See docs/data.md.
-
-    Raises:
-        SourceError: nothing usable; names the file or folder and says what was expected.
-    """
-    if text == DIGITS:
-        return digits()
-    if text == DIGITS_DOMAINS:
-        from experiments.data.digit_domains import digits_domains
-
-        return digits_domains()
-    if text.startswith(TORCHVISION):
-        from experiments.data.torchvision_sources import named_source
-
-        return named_source(text.removeprefix(TORCHVISION))
-    path = Path(text)
-    if is_array_source(path):
-        from experiments.data.array_sources import file_source
-
-        return file_source(path)
-    from experiments.data.folder_sources import folder_source
-
-    return folder_source(path)
 
 
 def by_domain(name: str, domains: Sequence[Source]) -> Source:

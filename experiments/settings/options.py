@@ -13,8 +13,9 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
+from experiments.data.open import open_source
 from experiments.data.partition_folders import Partition
-from experiments.data.source import DIGITS, Source, open_source
+from experiments.data.source import DIGITS, Source
 from experiments.errors import OptionError
 from fedcg.learning.spec import CropPixels, ImageForm, NetworkChoice, ParameterValue, check_crop
 

@@ -20,7 +20,8 @@ from export.model.preprocess import MAX_PIXELS
 from export.model.versions import Slots, Version
 
 if TYPE_CHECKING:
-    from export.model.manifest import Accept, Verification
+    from export.model.manifest import Verification
+    from export.model.signature import Accept
 
 BAD_INPUT = 2
 T = TypeVar("T")

@@ -13,7 +13,8 @@ from rich.console import Console
 
 from export.cli.infer_commands import BAD_INPUT, AsJson, Root, Threads, model_app
 from export.errors import ExportError
-from export.model.manifest import MANIFEST_NAME, Manifest, read_all
+from export.model.manifest import Manifest, read_all
+from export.model.signature import MANIFEST_NAME
 from export.model.versions import Slots
 
 __all__ = ["model_app", "optimise_command"]

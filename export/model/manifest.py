@@ -13,13 +13,11 @@ from typing import Annotated, Literal
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from export.errors import ManifestError, TamperedError
+from export.model.signature import MANIFEST_NAME, Accept, check_intact
 
-MANIFEST_NAME = "manifest.json"
 MODEL_NAME = "model.onnx"
 MANIFEST_FORMAT = 2
 MAX_MANIFEST_BYTES = 8 * 1024 * 1024
-Accept = Callable[[Path, bytes], None]
-"""Told a model's directory and the bytes of its manifest before they are believed; raises ModelError to refuse them."""
 
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -208,12 +206,6 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
     (directory / MANIFEST_NAME).write_text(manifest.model_dump_json(indent=2) + "\n", encoding="utf-8")
 
 
-def _check_intact(directory: Path, payload: bytes) -> None:
-    from export.model.signature import check_intact  # it imports this module
-
-    check_intact(directory, payload)
-
-
 def read_manifest(directory: Path, accept: Accept | None = None) -> Manifest:
     """Read and check a model directory's manifest.
 
@@ -235,7 +227,7 @@ def read_manifest(directory: Path, accept: Accept | None = None) -> Manifest:
         ) from error
     if len(payload) > MAX_MANIFEST_BYTES:
         raise ManifestError(f"{path}: larger than {MAX_MANIFEST_BYTES} bytes")
-    (accept or _check_intact)(directory, payload)
+    (accept or check_intact)(directory, payload)
     try:
         return Manifest.model_validate_json(payload)
     except ValidationError as error:

@@ -13,9 +13,10 @@ import numpy.typing as npt
 import onnxruntime
 
 from export.errors import ManifestError
-from export.model.manifest import Accept, Manifest, Takes, Variant, read_manifest, read_model
+from export.model.manifest import Manifest, Takes, Variant, read_manifest, read_model
 from export.model.preprocess import MAX_PIXELS, PixelForm, Pixels, load_image, normalise
 from export.model.providers import TensorRt, available_providers, machine, with_options
+from export.model.signature import Accept
 from export.model.versions import engines_of, resolve
 
 Floats = npt.NDArray[np.float32]

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from export.errors import ExportError, InputError, ManifestError, TamperedError
-from export.model.manifest import MANIFEST_NAME, Accept
 
 if TYPE_CHECKING:
     from fedcg.wire.messages.signing import VerifyKey
 
+MANIFEST_NAME = "manifest.json"
 SIGNATURE_NAME = "manifest.sig"
+Accept = Callable[[Path, bytes], None]
+"""Gets a model's directory and the bytes of its manifest before these are used; raises ModelError to refuse them."""
 DOMAIN = b"fedcg/1 model manifest\0"
 MAX_SIGNATURE_BYTES = 4096
 

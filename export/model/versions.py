@@ -18,8 +18,8 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from export.errors import ManifestError, ModelError, SlotError
-from export.model.manifest import MANIFEST_NAME, Accept, Manifest, read_all
-from export.model.signature import SIGNATURE_NAME
+from export.model.manifest import Manifest, read_all
+from export.model.signature import MANIFEST_NAME, SIGNATURE_NAME, Accept
 from fedcg.files import READABLE, fsync_path, replace_durably
 
 POINTER_NAME = "CURRENT"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from export.errors import ServingError
-from export.model.manifest import Accept
+from export.model.signature import Accept
 from export.serving.drift_watch import Watch
 from export.serving.live_model import ServedModel
 from export.serving.mqtt_server import MqttServer, Place

@@ -15,8 +15,8 @@ import uvicorn
 from starlette.responses import JSONResponse
 
 from export.errors import RefusedError, ServingError
-from export.model.manifest import Accept
 from export.model.preprocess import MAX_PIXELS
+from export.model.signature import Accept
 from export.serving.app import Service, create_app
 from export.serving.batcher import Batcher
 from export.serving.drift_watch import WINDOW, Watch

@@ -17,7 +17,7 @@ from edge_client.config import PolicySection
 from edge_client.errors import StoreLockedError
 from edge_client.session.events import ChooseModel, TrainRound
 from edge_client.store.private_store import PrivateStore
-from edge_client.training.trainer_handle import Exited, Failed
+from edge_client.training.messages import Exited, Failed
 from fedcg.event_log import EventLog, read_events
 from fedcg.wire.messages.messages import Accept, Decline, DeclineReason, Hello, Manifest, RoundAttempt
 from fedcg.wire.parts import Part

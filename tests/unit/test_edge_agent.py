@@ -12,7 +12,7 @@ import pytest
 from edge_client.config import PolicySection
 from edge_client.session.events import TrainRound
 from edge_client.store.private_store import PrivateStore
-from edge_client.training.trainer_handle import Exited, Failed
+from edge_client.training.messages import Exited, Failed
 from fedcg.wire.messages.messages import (
     Accept,
     Decline,

@@ -26,9 +26,10 @@ from edge_client.store.private_store import PrivateStore
 from edge_client.training import local_round as training
 from edge_client.training import model_selection as finalise
 from edge_client.training.evaluation import Measured, measure
+from edge_client.training.messages import Committed, Exited, Failed, Ready, TrainerReport
 from edge_client.training.tensor_conversion import to_arrays
 from edge_client.training.trainer_child import Trainer, reason_for
-from edge_client.training.trainer_handle import Committed, Exited, Failed, Ready, TrainerProcess, TrainerReport
+from edge_client.training.trainer_handle import TrainerProcess
 from export.errors import GateError
 from export.model.manifest import read_manifest
 from export.model.signature import required

@@ -9,8 +9,9 @@ import torch
 
 from experiments.data.client_datasets import Cohort, build_cohort
 from experiments.data.deal import Partition, TestDeal, Validation
+from experiments.data.open import open_source
 from experiments.data.partition_folders import prepare
-from experiments.data.source import Source, open_source
+from experiments.data.source import Source
 from experiments.errors import SourceError
 from fedcg.learning.data.image_folder import ImageSet, load_folder, split_by_hash
 

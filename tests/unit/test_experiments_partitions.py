@@ -10,8 +10,9 @@ import pytest
 from PIL import Image
 
 from experiments.data.folder_sources import folder_source
+from experiments.data.open import open_source
 from experiments.data.partition_folders import Partition, Prepared, cut, limit, load_prepared, prepare
-from experiments.data.source import Source, open_source
+from experiments.data.source import Source
 from experiments.errors import SourceError
 
 

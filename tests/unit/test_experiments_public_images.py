@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from experiments.cli.demo_command import demo_command
 from experiments.data.client_datasets import build_cohort
 from experiments.data.deal import Partition
+from experiments.data.open import open_source
 from experiments.data.partition_folders import prepare
-from experiments.data.source import open_source
 from experiments.errors import SourceError
 from experiments.settings.options import DEMO_PUBLIC_IMAGES
 from experiments.simulation.batch import RunSetting

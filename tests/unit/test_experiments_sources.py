@@ -17,8 +17,9 @@ from experiments.data import image_cache as decoded
 from experiments.data.client_datasets import Cohort, build_cohort
 from experiments.data.deal import Partition, Validation
 from experiments.data.lazy_images import FilePicture, RowPicture
+from experiments.data.open import open_source
 from experiments.data.partition_folders import prepare
-from experiments.data.source import Source, open_source, read_digits
+from experiments.data.source import Source, read_digits
 from experiments.errors import SourceError
 from fedcg.learning.data.image_folder import load_folder
 

@@ -22,7 +22,8 @@ from coordinator.aggregation.worker_messages import (
 )
 from edge_client.config import AgentConfig, BrokerSection, DataSection, TrainingSection
 from edge_client.session.events import TrainRound
-from edge_client.training.trainer_handle import Committed, Exited, Ready, TrainerProcess, TrainerReport
+from edge_client.training.messages import Committed, Exited, Ready, TrainerReport
+from edge_client.training.trainer_handle import TrainerProcess
 from fedcg.learning.training.device_errors import BROKEN_EXIT, is_sticky
 from fedcg.wire.messages.messages import RoundAttempt
 from fedcg.worker_process import Watchdog

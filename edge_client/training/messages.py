@@ -1,0 +1,49 @@
+"""What the agent tells the training process, and what it reports. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from edge_client.session.events import ChooseModel, Chosen, TrainRound
+from fedcg.wire.messages.messages import DeclineReason, RoundAttempt
+
+
+@dataclass(frozen=True)
+class Ready:
+    """Report: torch is loaded, work can come."""
+
+    pid: int
+
+
+@dataclass(frozen=True)
+class Committed:
+    """Report: the round is durable; the store says the rest."""
+
+    cursor: RoundAttempt
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Report: the round can't be trained; nothing was changed."""
+
+    cursor: RoundAttempt
+    reason: DeclineReason
+    detail: str
+
+
+@dataclass(frozen=True)
+class Working:
+    """Sign of life of the child while it works; ends at the handle."""
+
+
+@dataclass(frozen=True)
+class Exited:
+    """Report of the handle, not of the child: the process is gone; `reason` when the handle ended it."""
+
+    pid: int
+    exit_code: int | None
+    reason: str = ""
+
+
+TrainerCommand = TrainRound | ChooseModel
+TrainerReport = Ready | Committed | Failed | Chosen | Exited
