@@ -17,9 +17,9 @@ from pydantic import ValidationError
 from edge_client.config import PolicySection
 from edge_client.errors import FirewallError
 from fedcg.learning.errors import NetworkError
-from fedcg.learning.networks.split_names import check_name
 from fedcg.learning.registry import method_names
 from fedcg.learning.spec import FederationSpec
+from fedcg.learning.split_names import check_name
 from fedcg.wire.artifacts.artifacts import ArtifactHeader, Base, pack, read_header
 from fedcg.wire.artifacts.tensors import Array, PartArrays
 from fedcg.wire.errors import WireError

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from fedcg.learning.networks.assembly import build_part, weights_of
+from fedcg.learning.networks import build_part, weights_of
 from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice
 from fedcg.wire.parts import Part, ReportField
 

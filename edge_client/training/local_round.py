@@ -28,7 +28,7 @@ from edge_client.training.progress_events import ProgressEvents
 from edge_client.training.tensor_conversion import to_arrays, to_weights
 from fedcg.event_log import EventLog
 from fedcg.learning.method import Aggregate, ClientState, DivergedError, LocalResult, Method, RoundContext, Weights
-from fedcg.learning.networks.assembly import layouts
+from fedcg.learning.networks import layouts
 from fedcg.learning.networks.initial_weights import initial_parts, shadow_spec
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import Streams, spec_root

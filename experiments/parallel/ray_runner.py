@@ -18,7 +18,6 @@ from experiments.errors import RunError
 from experiments.parallel.ray_cluster import Build, own_build, own_processor, slots
 from fedcg.learning.data.image_folder import ImageSet
 from fedcg.learning.method import Aggregate, ServerState, Update, Weights
-from fedcg.learning.networks.split_names import ALLOW_VARIABLE
 from fedcg.learning.simulation.simulation import (
     ClientData,
     LocalOutcome,
@@ -31,6 +30,7 @@ from fedcg.learning.simulation.simulation import (
     measure_task,
     teacher_task,
 )
+from fedcg.learning.split_names import ALLOW_VARIABLE
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -48,7 +48,7 @@ class Demands:
     Attributes:
         build: its own must be the same.
         threads: of torch.
-        splits: networks of the user's own that may be imported (`fedcg.learning.networks.split_names`).
+        splits: networks of the user's own that may be imported (`fedcg.learning.split_names`).
     """
 
     build: Build

@@ -13,8 +13,8 @@ from experiments.data.source import DIGITS, Source
 from experiments.errors import ExperimentError
 from experiments.settings.options import Setting
 from fedcg.learning.errors import NetworkError
-from fedcg.learning.networks.split_names import allow_here, check_name
 from fedcg.learning.registry import method_names
+from fedcg.learning.split_names import allow_here, check_name
 
 _Values = TypeVar("_Values", bound=BaseModel)
 

@@ -22,7 +22,7 @@ from export.build.preprocess_graph import add_preprocessing
 from export.errors import ConversionError
 from export.model.manifest import Takes
 from export.model.runtime import NETWORK_INPUT, OUTPUT_NAMES
-from fedcg.learning.networks.assembly import load_part
+from fedcg.learning.networks import load_part
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.parts import Part
 

@@ -17,7 +17,7 @@ from export.model.runtime import INPUT_NAME, Floats, Predictor
 from fedcg.learning.data.decoding import fit_pixels
 from fedcg.learning.data.image_folder import decode_image, normalise
 from fedcg.learning.errors import DataError
-from fedcg.learning.networks.assembly import load_part
+from fedcg.learning.networks import load_part
 from fedcg.learning.spec import FederationSpec, ImageForm
 from fedcg.wire.parts import Part
 

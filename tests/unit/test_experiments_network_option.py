@@ -9,7 +9,7 @@ import typer
 
 from experiments.settings.cli_options import check
 from experiments.settings.options import Setting
-from fedcg.learning.networks.split_names import ALLOW_VARIABLE
+from fedcg.learning.split_names import ALLOW_VARIABLE
 
 
 def test_a_network_that_cannot_be_built_ends_the_command_before_anything_starts(

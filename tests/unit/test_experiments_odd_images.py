@@ -14,7 +14,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from experiments.cli.simulate_command import simulate_command
-from fedcg.learning.networks.split_names import ALLOW_VARIABLE
+from fedcg.learning.split_names import ALLOW_VARIABLE
 
 app = typer.Typer()
 app.command()(simulate_command)

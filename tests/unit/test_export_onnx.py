@@ -23,7 +23,7 @@ from export.model.runtime import Model, Predictor
 from export.model.versions import Slots
 from fedcg.learning.data.image_folder import load_folder, normalise
 from fedcg.learning.errors import NetworkError
-from fedcg.learning.networks.assembly import load_part
+from fedcg.learning.networks import load_part
 from fedcg.learning.spec import FederationSpec, ImageForm
 from fedcg.learning.training.evaluation import evaluate
 from fedcg.wire.parts import Part

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fedcg.learning.data.image_folder import normalise
-from fedcg.learning.networks.assembly import build_part
+from fedcg.learning.networks import build_part
 from fedcg.learning.networks.initial_weights import complete_spec
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationSpec, ImageForm

@@ -15,7 +15,7 @@ from fedcg.learning.aggregation.distillation import Bank, draw_bank
 from fedcg.learning.errors import DataError
 from fedcg.learning.method import Aggregate, Update, Weights
 from fedcg.learning.methods import feddf, fedgen, fedprox
-from fedcg.learning.networks.assembly import load_part
+from fedcg.learning.networks import load_part
 from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
 from fedcg.learning.registry import get_method, method_names
 from fedcg.learning.seeds import Streams

@@ -16,26 +16,19 @@ from coordinator.updates.validation import Expected, max_update_bytes, validate_
 from fedcg.learning.data.image_folder import ImageSet
 from fedcg.learning.errors import NetworkError
 from fedcg.learning.method import Aggregate
-from fedcg.learning.networks.assembly import (
-    allocated,
-    build_part,
-    feature_shape,
-    load_part,
-    skeleton,
-    split_of,
-    weights_of,
-)
+from fedcg.learning.networks import FeatureRange, build_part, feature_shape, load_part, weights_of
+from fedcg.learning.networks.assembly import allocated, skeleton, split_of
 from fedcg.learning.networks.backbones import backbone_split
 from fedcg.learning.networks.discriminators import DISCRIMINATORS
 from fedcg.learning.networks.generators import GENERATORS
 from fedcg.learning.networks.initial_values import draw_weights
 from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
 from fedcg.learning.networks.layer_randomness import lent_generators
-from fedcg.learning.networks.split import SPLITS, FeatureRange
-from fedcg.learning.networks.split_names import BACKBONES, BUILT_IN, check_name
+from fedcg.learning.networks.split import SPLITS
 from fedcg.learning.networks.torchvision_import import vision
 from fedcg.learning.registry import get_method
 from fedcg.learning.spec import FederationPlan, FederationSpec, ImageForm, NetworkChoice, ParameterValue
+from fedcg.learning.split_names import BACKBONES, BUILT_IN, check_name
 from fedcg.learning.training import training_loop as loops
 from fedcg.learning.training.training_loop import extract_features, image_blocks, images_at_once
 from fedcg.wire.artifacts.artifacts import ArtifactHeader, pack, unpack

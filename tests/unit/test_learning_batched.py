@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fedcg.learning.method import Aggregate, TrainingParams, Weights
-from fedcg.learning.networks.assembly import load_part
+from fedcg.learning.networks import load_part
 from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
 from fedcg.learning.networks.stacked import Stacked, can_stack
 from fedcg.learning.simulation.simulation import (

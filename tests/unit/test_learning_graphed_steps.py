@@ -9,7 +9,7 @@ import torch
 
 from fedcg.learning.aggregation import distillation
 from fedcg.learning.method import Aggregate, ClientState, TrainingParams, Update
-from fedcg.learning.networks.assembly import load_part
+from fedcg.learning.networks import load_part
 from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
 from fedcg.learning.registry import get_method
 from fedcg.learning.simulation.simulation import MemorySpill

@@ -10,7 +10,7 @@ from torch import nn
 
 from fedcg.learning.aggregation.distillation import Distillation, distil
 from fedcg.learning.method import TrainingParams
-from fedcg.learning.networks.assembly import load_part, weights_of
+from fedcg.learning.networks import load_part, weights_of
 from fedcg.learning.networks.initial_weights import initial_parts
 from fedcg.learning.networks.layer_randomness import lent_generators, seeded_layers
 from fedcg.learning.training.training_loop import train_classifier

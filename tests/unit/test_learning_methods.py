@@ -16,7 +16,7 @@ from fedcg.learning.data.image_folder import ImageSet
 from fedcg.learning.errors import DataError, UnknownMethodError
 from fedcg.learning.method import Aggregate, DivergedError, LabelCounts, LocalResult, TrainingParams
 from fedcg.learning.methods import fedcg, fedmd_cg
-from fedcg.learning.networks.assembly import build_part, load_part
+from fedcg.learning.networks import build_part, load_part
 from fedcg.learning.networks.initial_weights import initial_parts, shadow_spec
 from fedcg.learning.registry import get_method, method_names
 from fedcg.learning.seeds import Streams

@@ -12,8 +12,8 @@ from fedcg.learning.cli.network_commands import network_app
 from fedcg.learning.networks import own_splits
 from fedcg.learning.networks.discriminators import DISCRIMINATORS
 from fedcg.learning.networks.generators import GENERATORS
-from fedcg.learning.networks.split_names import ALLOW_VARIABLE
 from fedcg.learning.registry import method_names
+from fedcg.learning.split_names import ALLOW_VARIABLE
 
 PAGE = Path(__file__).parents[2] / "docs" / "adding-a-network.md"
 

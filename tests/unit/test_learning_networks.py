@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fedcg.learning.errors import NetworkError
-from fedcg.learning.networks.assembly import build, build_part, feature_shape, layout_of, layouts, load_part, weights_of
+from fedcg.learning.networks import build, build_part, feature_shape, layout_of, layouts, load_part, weights_of
 from fedcg.learning.networks.generators import GENERATORS, spread_growth
 from fedcg.learning.networks.initial_weights import complete_spec, initial_parts, shadow_spec
 from fedcg.learning.networks.spectral import SpectralConv2d, SpectralLinear

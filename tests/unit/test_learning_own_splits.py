@@ -15,12 +15,11 @@ from export.build.to_onnx import export_personal
 from export.build.verify import verify
 from fedcg.learning.errors import NetworkError
 from fedcg.learning.method import Aggregate
-from fedcg.learning.networks import own_splits
-from fedcg.learning.networks.assembly import build_part, feature_shape, load_part, weights_of
+from fedcg.learning.networks import build_part, feature_shape, load_part, own_splits, weights_of
 from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
-from fedcg.learning.networks.split_names import ALLOW_VARIABLE, allow_here, registered
 from fedcg.learning.registry import get_method
 from fedcg.learning.spec import NetworkChoice
+from fedcg.learning.split_names import ALLOW_VARIABLE, allow_here, registered
 from fedcg.wire.parts import Part
 from tests.unit.learning_cases import bright_images, context, plan, same
 

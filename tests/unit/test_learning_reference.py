@@ -28,7 +28,7 @@ from fedcg.learning.aggregation.distillation import (
 from fedcg.learning.data.image_folder import ImageSet
 from fedcg.learning.method import RoundContext
 from fedcg.learning.methods import fedcg
-from fedcg.learning.networks.assembly import Networks, load_part, weights_of
+from fedcg.learning.networks import Networks, load_part, weights_of
 from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
 from fedcg.learning.spec import ImageForm, NetworkChoice
 from fedcg.learning.training.losses import kl_teacher_student

@@ -14,7 +14,7 @@ from fedcg.learning.aggregation.crossed_distillation import CrossedAggregator, C
 from fedcg.learning.aggregation.distillation import Distillation, Pair, draw_bank, load_pair
 from fedcg.learning.method import Aggregate, RoundContext, ServerState, Update
 from fedcg.learning.methods import fedmd_cg
-from fedcg.learning.networks.assembly import Networks, load_part, weights_of
+from fedcg.learning.networks import Networks, load_part, weights_of
 from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
 from fedcg.learning.simulation.simulation import MemorySpill
 from fedcg.learning.spec import NetworkChoice, ParameterValue

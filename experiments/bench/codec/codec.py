@@ -18,7 +18,7 @@ from experiments.simulation.party_builder import Cohorts, party_of
 from experiments.simulation.wire_codec import WireCoding
 from fedcg.learning.data.image_folder import normalise
 from fedcg.learning.method import Aggregate, Weights
-from fedcg.learning.networks.assembly import load_part
+from fedcg.learning.networks import load_part
 from fedcg.learning.networks.initial_weights import complete_spec
 from fedcg.learning.simulation.simulation import Party, Schedule, simulated_rounds
 from fedcg.learning.spec import FederationSpec, plan_from_mapping

@@ -24,7 +24,7 @@ from export.model.preprocess import Pixels
 from export.model.runtime import Model
 from export.model.versions import Slots
 from fedcg.learning.data.image_folder import normalise
-from fedcg.learning.networks.assembly import build_part, weights_of
+from fedcg.learning.networks import build_part, weights_of
 from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice
 from fedcg.wire.parts import Part, ReportField
 

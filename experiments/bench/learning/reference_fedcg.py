@@ -24,7 +24,7 @@ from fedcg.learning.aggregation.distillation import Bank, Distillation, Pair
 from fedcg.learning.data.image_folder import ImageSet, normalise
 from fedcg.learning.method import RoundContext, TrainingParams
 from fedcg.learning.methods.fedcg import FedcgParams, gamma
-from fedcg.learning.networks.assembly import Networks
+from fedcg.learning.networks import Networks
 from fedcg.learning.networks.pooled import AveragedConv2d
 from fedcg.learning.networks.small_maps import MapBatchNorm2d, SmallConvTranspose2d
 from fedcg.learning.networks.spectral import SpectralConv2d, SpectralLinear

@@ -16,7 +16,7 @@ from fedcg.learning.aggregation.distillation import Bank, Distillation, Pair
 from fedcg.learning.data.image_folder import ImageSet
 from fedcg.learning.method import RoundContext
 from fedcg.learning.methods.fedmd_cg import FedmdCgParams, class_scale, ramp
-from fedcg.learning.networks.assembly import Networks
+from fedcg.learning.networks import Networks
 from fedcg.learning.training.augmentation import Augmenter
 from fedcg.learning.training.losses import DIVERSITIES, Divergence, cross_entropy, feature_mse
 from fedcg.learning.training.training_loop import index_blocks, slices, steps_of

@@ -29,7 +29,7 @@ from fedcg.learning.aggregation.distillation import (
 )
 from fedcg.learning.aggregation.exact_sum import ExactSum
 from fedcg.learning.method import Aggregate, RoundContext, ServerState, Spill, Update
-from fedcg.learning.networks.assembly import load_part
+from fedcg.learning.networks import load_part
 from fedcg.learning.training.losses import Divergence
 from fedcg.learning.training.training_loop import BLOCK_ROWS
 from fedcg.wire.parts import Part

@@ -17,7 +17,7 @@ from fedcg.learning.aggregation.averaging import Merged, RunningAverage
 from fedcg.learning.aggregation.exact_sum import ExactSum
 from fedcg.learning.aggregation.label_distribution import row_weights
 from fedcg.learning.method import Aggregate, RoundContext, ServerState, Spill, Update, Weights
-from fedcg.learning.networks.assembly import load_part, weights_of
+from fedcg.learning.networks import load_part, weights_of
 from fedcg.learning.networks.layer_randomness import seeded_layers
 from fedcg.learning.seeds import Streams
 from fedcg.learning.training.cuda_graph import graphed, on_card

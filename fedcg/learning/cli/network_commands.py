@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedcg.learning.networks.split_names import BACKBONES, BUILT_IN, allow_here, registered
+from fedcg.learning.split_names import BACKBONES, BUILT_IN, allow_here, registered
 
 if TYPE_CHECKING:
     from fedcg.learning.networks.network_sizes import Sizes

@@ -32,7 +32,7 @@ from fedcg.learning.method import (
     Turn,
     Weights,
 )
-from fedcg.learning.networks.assembly import load_part, weights_of
+from fedcg.learning.networks import load_part, weights_of
 from fedcg.learning.networks.stacked import can_stack
 from fedcg.learning.spec import FederationSpec
 from fedcg.learning.training.stacked_training import Learner, train_classifiers

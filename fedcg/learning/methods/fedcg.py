@@ -40,7 +40,7 @@ from fedcg.learning.method import (
     TrainingParams,
     Weights,
 )
-from fedcg.learning.networks.assembly import load_part, weights_of
+from fedcg.learning.networks import load_part, weights_of
 from fedcg.learning.networks.discriminators import rows_are_independent
 from fedcg.learning.networks.layer_randomness import seeded_layers
 from fedcg.learning.spec import FederationSpec

@@ -34,7 +34,7 @@ from fedcg.learning.method import (
     Weights,
 )
 from fedcg.learning.methods._averaging import PERSONAL, averaging_method
-from fedcg.learning.networks.assembly import load_part, weights_of
+from fedcg.learning.networks import load_part, weights_of
 from fedcg.learning.seeds import Streams
 from fedcg.learning.training.losses import kl_teacher_student
 from fedcg.wire.parts import Part

@@ -48,7 +48,7 @@ from fedcg.learning.method import (
     Weights,
 )
 from fedcg.learning.methods._averaging import averaging_method
-from fedcg.learning.networks.assembly import load_part, weights_of
+from fedcg.learning.networks import load_part, weights_of
 from fedcg.learning.training.losses import cross_entropy, mode_seeking, paired_labels
 from fedcg.learning.training.training_loop import Block, Penalty, PenaltyMaker, generate
 from fedcg.wire.parts import Part

@@ -43,7 +43,7 @@ from fedcg.learning.method import (
     Update,
     Weights,
 )
-from fedcg.learning.networks.assembly import load_part, weights_of
+from fedcg.learning.networks import load_part, weights_of
 from fedcg.learning.networks.layer_randomness import seeded_layers
 from fedcg.learning.spec import FederationSpec
 from fedcg.learning.training.augmentation import Augmenter

@@ -1,1 +1,26 @@
 """Splits, generators and discriminators, built from the feature shape."""
+
+from fedcg.learning.networks.assembly import (
+    Networks,
+    build,
+    build_part,
+    feature_shape,
+    layout_of,
+    layouts,
+    load_part,
+    weights_of,
+)
+from fedcg.learning.networks.split import FeatureRange, Split
+
+__all__ = [
+    "FeatureRange",
+    "Networks",
+    "Split",
+    "build",
+    "build_part",
+    "feature_shape",
+    "layout_of",
+    "layouts",
+    "load_part",
+    "weights_of",
+]

@@ -23,8 +23,8 @@ from fedcg.learning.networks.initial_values import draw_weights
 from fedcg.learning.networks.layer_randomness import lent_generators
 from fedcg.learning.networks.own_splits import Rehearsal, load_split, rehearse
 from fedcg.learning.networks.split import SPLITS, Split
-from fedcg.learning.networks.split_names import is_backbone
 from fedcg.learning.spec import ImageForm, NetworkChoice
+from fedcg.learning.split_names import is_backbone
 from fedcg.wire.parts import Part, TensorLayout
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from types import ModuleType
 from torch import nn
 
 from fedcg.learning.networks.split import FeatureRange, Split
-from fedcg.learning.networks.split_names import BACKBONES, backbone_cut, check_name
 from fedcg.learning.networks.torchvision_import import vision
+from fedcg.learning.split_names import BACKBONES, backbone_cut, check_name
 
 # Share of a batch in batch norm's running averages. torchvision gives MobileNetV3 0.01, which suits a million steps: after a client's
 # few hundred, the averages still are what they started as, and the model, right in train mode, is at chance in eval mode.

@@ -1,7 +1,7 @@
 """The user's own splits: found by entry point, and rehearsed before anything is trained with them.
 
 The named function takes nothing and returns a `Split`, whose two factories build the user's modules. Which functions may be
-imported at all is decided in `fedcg.learning.networks.split_names`.
+imported at all is decided in `fedcg.learning.split_names`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 from fedcg.learning.errors import NetworkError
 from fedcg.learning.networks.layer_randomness import lent_generators
 from fedcg.learning.networks.split import FeatureRange, Split
-from fedcg.learning.networks.split_names import own_target
+from fedcg.learning.split_names import own_target
 
 _ROWS = 3
 _DTYPES = (torch.float32, torch.int64)

@@ -15,7 +15,7 @@ from types import ModuleType
 import torch
 
 from fedcg.learning.errors import LearningError
-from fedcg.learning.networks.split_names import INSTALL_VISION
+from fedcg.learning.split_names import INSTALL_VISION
 
 _SCHEMAS = tuple(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor" for name in ("nms", "qnms"))
 

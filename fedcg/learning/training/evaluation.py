@@ -10,7 +10,7 @@ import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from fedcg.learning.data.image_folder import ImageSet, normalise
 from fedcg.learning.errors import DataError
 from fedcg.learning.method import Evaluation, Weights
-from fedcg.learning.networks.assembly import load_part
+from fedcg.learning.networks import load_part
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationSpec
 from fedcg.learning.training.training_loop import extract_features, generate, images_at_once
