@@ -227,7 +227,7 @@ def test_after_all_of_that_both_transfers_complete(doors: Doors) -> None:
     coordinator, agent = doors
     for frame in [*frames_for(DATA, REF)] * 2:  # again where a stranger's chunk with a right number was found in the whole
         coordinator.intake._feed(DEVICE, frame)
-        agent.incoming.open(Delivery(TOPICS.aggregate, frame, retained=False), 0.0)
+        agent.refusal(Delivery(TOPICS.aggregate, frame, retained=False))
     (received,) = [event for event in coordinator.said if isinstance(event, Received)]
     assert received.file.read_bytes() == DATA
     downloaded = agent.downloads.completed(0.0)
