@@ -9,6 +9,7 @@ import string
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from edge_client.store.private_store import PrivateStore
 from edge_client.transfer.downloads import Downloads
 from fedcg.event_log import EventLog
 from fedcg.refusal_counter import Refusals
-from fedcg.wire.errors import WireError
+from fedcg.wire.errors import IntegrityError, WireError
 from fedcg.wire.messages.messages import (
     COORDINATOR,
     EVERYONE,
@@ -224,13 +225,17 @@ def test_no_frame_breaks_a_transfer_on_either_side(doors: Doors, frame: bytes) -
 
 
 def test_after_all_of_that_both_transfers_complete(doors: Doors) -> None:
+    """With the second try at the latest: a frame may have been a chunk in its place with other bytes, which the whole shows."""
     coordinator, agent = doors
-    for frame in frames_for(DATA, REF):
+    downloaded = None
+    for frame in [*frames_for(DATA, REF)] * 2:
         coordinator.intake._feed(DEVICE, frame)
-        agent.incoming.open(Delivery(TOPICS.aggregate, frame, retained=False), 0.0)
+        if downloaded is None:
+            agent.refusal(Delivery(TOPICS.aggregate, frame, retained=False))
+            with suppress(IntegrityError):
+                downloaded = agent.downloads.completed(0.0)
     (received,) = [event for event in coordinator.said if isinstance(event, Received)]
     assert received.file.read_bytes() == DATA
-    downloaded = agent.downloads.completed(0.0)
     assert downloaded is not None
     assert downloaded.file.read_bytes() == DATA
 

@@ -114,7 +114,9 @@ async def _all(port: int, image: bytes, callers: int, goes_on: Callable[[int], b
 
 
 async def _caller(port: int, image: bytes, goes_on: Callable[[int], bool], load: Load) -> None:
-    head = f"POST /predict HTTP/1.1\r\nHost: box\r\nContent-Type: image/png\r\nContent-Length: {len(image)}\r\n\r\n"
+    head = (
+        f"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: image/png\r\nContent-Length: {len(image)}\r\n\r\n"
+    )
     request = head.encode() + image
     while goes_on(load.answered):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
