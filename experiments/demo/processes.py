@@ -33,7 +33,9 @@ def fedcg(*arguments: str | Path) -> list[str]:
 
 def _dying_with_us() -> list[str]:
     setpriv = shutil.which("setpriv") if sys.platform == "linux" else None
-    return [setpriv, "--pdeathsig", "TERM"] if setpriv else []
+    # The shell ends when this process was gone before the kernel had been asked.
+    if_we_live = ["sh", "-c", 'test "$PPID" = "$0" && exec "$@"', str(os.getpid())]
+    return [setpriv, "--pdeathsig", "TERM", *if_we_live] if setpriv else []
 
 
 @dataclass(frozen=True)

@@ -294,7 +294,7 @@ def test_the_digits_are_scikit_learns_and_come_without_importing_it() -> None:
     scans, ours = read_digits()
     assert np.array_equal(scans, np.rint(levels.reshape(-1, 8, 8) * (255 / 16)))
     assert np.array_equal(ours, labels)
-    code = "import sys; from experiments.data.source import open_source; open_source('digits'), open_source('digits-domains')"
+    code = "import sys; from experiments.data.open import open_source; open_source('digits'), open_source('digits-domains')"
     done = subprocess.run(
         [sys.executable, "-c", f"{code}; print('sklearn' in sys.modules)"], capture_output=True, text=True, check=True
     )
