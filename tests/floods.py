@@ -48,8 +48,15 @@ from fedcg.wire.transfer.chunks import chunk_frame, make_ref
 from fedcg.wire.transport.mqtt import MqttTransport
 from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles
 from fedcg.wire.transport.transport import Will
-from tests.brokers import free_port
-from tests.unit.coordinator_support import FEDERATION, FakeDevice, PlainWorker, aggregate_bytes, tiny_spec, wait_until
+from tests.support.brokers import free_port
+from tests.support.coordinator_support import (
+    FEDERATION,
+    FakeDevice,
+    PlainWorker,
+    aggregate_bytes,
+    tiny_spec,
+    wait_until,
+)
 
 HONEST = ("a", "b", "c")
 FLOODER = "flooder"

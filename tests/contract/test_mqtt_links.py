@@ -18,9 +18,9 @@ from fedcg.wire.messages.topics import Topics
 from fedcg.wire.transport import mqtt, mqtt_link
 from fedcg.wire.transport.mqtt import MqttConfig, MqttTransport, TlsFiles, probe
 from fedcg.wire.transport.transport import Will
-from tests.brokers import DEVICES, HOST, Client, Pki, Relay, RunningMosquitto, acl_for, mqtt_client, wait_until
 from tests.conftest import StartMosquitto
-from tests.contract.benches import AmqttServer
+from tests.support.benches import AmqttServer
+from tests.support.brokers import DEVICES, HOST, Client, Pki, Relay, RunningMosquitto, acl_for, mqtt_client, wait_until
 
 TOPICS = Topics("links")
 

@@ -15,10 +15,10 @@ from fedcg.wire.messages.messages import COORDINATOR
 from fedcg.wire.messages.topics import Topics
 from fedcg.wire.transfer.broker_presets import PRESETS, limits_for
 from fedcg.wire.transfer.chunks import FRAME_OVERHEAD_BYTES
-from tests.brokers import RunningMosquitto, acl_for, wait_until
 from tests.conftest import StartMosquitto
-from tests.throttle import Throttle, Weather
-from tests.transfer_parties import FEDERATION, Parties, Plan
+from tests.support.brokers import RunningMosquitto, acl_for, wait_until
+from tests.support.throttle import Throttle, Weather
+from tests.support.transfer_parties import FEDERATION, Parties, Plan
 
 LIKE: dict[PresetName, QueueLimits] = {
     "mosquitto": QueueLimits(),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.stack import Stack, wait_for
+from tests.support.stack import Stack, wait_for
 
 pytestmark = [pytest.mark.broker, pytest.mark.timeout(200)]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.stack import wait_for
+from tests.support.stack import wait_for
 
 pytestmark = [pytest.mark.broker, pytest.mark.timeout(280)]
 

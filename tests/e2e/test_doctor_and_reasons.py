@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.stack import Stack, write_images
+from tests.support.stack import Stack, write_images
 
 pytestmark = [pytest.mark.slow, pytest.mark.broker, pytest.mark.timeout(240)]
 DEVICE = "site-1"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.stack import Stack, wait_for
+from tests.support.stack import Stack, wait_for
 
 pytestmark = [pytest.mark.broker, pytest.mark.timeout(280)]
 

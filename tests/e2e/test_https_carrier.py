@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.stack import Stack
+from tests.support.stack import Stack
 
 pytestmark = [pytest.mark.broker, pytest.mark.slow, pytest.mark.timeout(280)]
 

@@ -16,8 +16,8 @@ import torch
 from export.build.install_model import package_personal
 from export.model.preprocess import load_image
 from export.model.runtime import Model
-from tests.export_models import CLASSES, make_parts, make_spec, write_images
-from tests.serving import serving
+from tests.support.export_models import CLASSES, make_parts, make_spec, write_images
+from tests.support.serving import serving
 
 pytestmark = (
     pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 
 from edge_client.store.private_store import PrivateStore
 from fedcg.wire.messages.signing import VerifyKey
-from tests.stack import Stack, wait_for
+from tests.support.stack import Stack, wait_for
 
 pytestmark = [pytest.mark.broker, pytest.mark.slow, pytest.mark.timeout(280)]
 AWAY, KILLED = "site-3", "site-2"

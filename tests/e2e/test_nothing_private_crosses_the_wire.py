@@ -16,8 +16,8 @@ from fedcg.wire.messages.signing import SigningKey, seal
 from fedcg.wire.messages.topics import Topics
 from fedcg.wire.transfer.chunks import frames_for, make_ref
 from fedcg.wire.transport.mqtt import MqttConfig, MqttTransport, TlsFiles
-from tests.plant import as_artifact, ask_for_the_extractor
-from tests.stack import Stack, wait_for
+from tests.support.plant import as_artifact, ask_for_the_extractor
+from tests.support.stack import Stack, wait_for
 
 pytestmark = [pytest.mark.broker, pytest.mark.timeout(280)]
 THIEF = "site-1"

@@ -19,8 +19,8 @@ import pytest
 import tomllib
 
 from export import load
-from tests.export_models import encoded, picture
-from tests.serving import PNG, install_versions, serving
+from tests.support.export_models import encoded, picture
+from tests.support.serving import PNG, install_versions, serving
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # installs packages
 REPOSITORY = Path(__file__).resolve().parents[2]

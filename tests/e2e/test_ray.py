@@ -29,9 +29,9 @@ from fedcg.learning.method import DivergedError
 from fedcg.learning.networks.initial_weights import initial_parts
 from fedcg.learning.registry import get_method
 from fedcg.learning.simulation.simulation import ClientData, LocalTask, Party, Roots, Schedule, Simulation, simulate
-from tests.e2e import ray_cases
-from tests.stack import wait_for
-from tests.unit.learning_cases import bright_images, quick_spec, same
+from tests.support import ray_cases
+from tests.support.learning_cases import bright_images, quick_spec, same
+from tests.support.stack import wait_for
 
 pytestmark = [
     pytest.mark.slow,

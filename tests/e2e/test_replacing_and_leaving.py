@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fedcg.wire.messages.enrolment_messages import load_certificate
-from tests.stack import Stack, wait_for
+from tests.support.stack import Stack, wait_for
 
 pytestmark = [pytest.mark.broker, pytest.mark.timeout(280)]
 

@@ -19,8 +19,8 @@ from export import load
 from export.errors import InputError
 from export.model.preprocess import load_image
 from export.model.runtime import Model
-from tests.export_models import encoded, picture
-from tests.serving import Server, install_versions, serving
+from tests.support.export_models import encoded, picture
+from tests.support.serving import Server, install_versions, serving
 
 PAGE = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
 ADDRESS = "http://127.0.0.1:8080"
@@ -128,7 +128,7 @@ def test_the_documented_requests_are_answered(server: Server, home: Path) -> Non
 def test_every_series_code_and_option_is_on_the_page(server: Server) -> None:
     described = re.findall(r"^# TYPE (\S+)", server.ask("/metrics").text, re.MULTILINE)
     assert len(described) == 9
-    sources = "".join(path.read_text() for path in (Path(__file__).parents[2] / "export").glob("serve*.py"))
+    sources = "".join(path.read_text() for path in (Path(__file__).parents[2] / "export" / "serving").glob("*.py"))
     codes = re.findall(r'RefusedError\(\s*\d{3}, "(\w+)"', sources)
     assert {"queue_full", "no_model", "bad_values"} <= set(codes)
     for word in (*described, *codes):

@@ -18,10 +18,10 @@ from export.model.preprocess import load_image
 from export.model.runtime import Model
 from export.model.versions import Slots
 from fedcg.wire.transport.mqtt import MqttConfig, MqttTransport
-from tests.brokers import HOST, Client, Pki, RunningMosquitto, wait_until
 from tests.conftest import StartMosquitto
-from tests.export_models import encoded, picture
-from tests.serving import install_versions
+from tests.support.brokers import HOST, Client, Pki, RunningMosquitto, wait_until
+from tests.support.export_models import encoded, picture
+from tests.support.serving import install_versions
 
 PREFIX = "fedcg-infer/line-1"
 ACL = f"""user line-1

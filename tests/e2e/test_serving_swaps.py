@@ -14,8 +14,8 @@ import pytest
 from export.model.preprocess import load_image
 from export.model.runtime import Model
 from export.model.versions import Slots
-from tests.export_models import encoded, picture
-from tests.serving import Server, install_versions, multipart, serving
+from tests.support.export_models import encoded, picture
+from tests.support.serving import Server, install_versions, multipart, serving
 
 CALLERS = 6
 IMAGES = {f"{seed}.png": encoded(picture(seed), "PNG") for seed in range(3)}

@@ -12,9 +12,9 @@ import pytest
 from edge_client.cli.doctor import Finding, examine
 from edge_client.config import AgentConfig, BrokerSection, DataSection, TlsSection
 from fedcg.wire.messages.messages import COORDINATOR
-from tests.brokers import HOST, Client, Pki, RunningMosquitto, acl_for, mqtt_client, wait_until
 from tests.conftest import StartMosquitto
-from tests.transfer_parties import FEDERATION, Parties, Plan
+from tests.support.brokers import HOST, Client, Pki, RunningMosquitto, acl_for, mqtt_client, wait_until
+from tests.support.transfer_parties import FEDERATION, Parties, Plan
 
 pytestmark = [pytest.mark.broker, pytest.mark.timeout(120)]
 TEN_YEARS = timedelta(days=3652)

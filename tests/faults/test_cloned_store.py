@@ -12,13 +12,13 @@ import pytest
 
 from edge_client.store.private_store import PrivateStore
 from fedcg.wire.messages.messages import COORDINATOR, Manifest
-from tests.brokers import acl_for
 from tests.conftest import StartMosquitto
-from tests.hostile import Box, Federation, HostileBroker, Passing
-from tests.throttle import Throttle, Weather
-from tests.transfer_parties import FEDERATION as TRANSFERS
-from tests.transfer_parties import Parties, Plan
-from tests.unit.coordinator_support import FEDERATION, RunningService, wait_until
+from tests.support.brokers import acl_for
+from tests.support.coordinator_support import FEDERATION, RunningService, wait_until
+from tests.support.hostile import Box, Federation, HostileBroker, Passing
+from tests.support.throttle import Throttle, Weather
+from tests.support.transfer_parties import FEDERATION as TRANSFERS
+from tests.support.transfer_parties import Parties, Plan
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -15,8 +15,8 @@ from coordinator.service.service_context import Setup
 from fedcg.wire.messages.messages import DeclineReason
 from fedcg.wire.transport import mqtt
 from fedcg.wire.transport.mqtt import MqttTransport
-from tests.broker_packets import SUBSCRIBE, scripted_broker, suback
-from tests.unit.coordinator_support import RunningService, World, aggregate_bytes, tiny_spec, wait_until
+from tests.support.broker_packets import SUBSCRIBE, scripted_broker, suback
+from tests.support.coordinator_support import RunningService, World, aggregate_bytes, tiny_spec, wait_until
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from fedcg.wire.messages.messages import COORDINATOR
-from tests.brokers import acl_for, wait_until
 from tests.conftest import StartMosquitto
-from tests.transfer_parties import FEDERATION, Parties, Plan
+from tests.support.brokers import acl_for, wait_until
+from tests.support.transfer_parties import FEDERATION, Parties, Plan
 
 pytestmark = [pytest.mark.slow, pytest.mark.broker, pytest.mark.timeout(120)]
 SIZE = 400_000

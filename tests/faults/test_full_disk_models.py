@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 from export.model.manifest import read_all
 from export.model.versions import POINTER_NAME, Slots
 from fedcg.wire.messages.signing import SigningKey
-from tests.export_models import encoded, make_parts, make_spec, picture, write_images
-from tests.serving import PNG, install_versions, serving
+from tests.support.export_models import encoded, make_parts, make_spec, picture, write_images
+from tests.support.serving import PNG, install_versions, serving
 
 FULL_AT = """
 import re, resource, sys
@@ -36,7 +36,7 @@ from pathlib import Path
 from export.errors import SlotError
 from export.model.manifest import write_manifest
 from export.model.versions import Slots
-from tests.unit.test_export_slots import _filler
+from tests.unit.export.model.test_slots import _filler
 slots = Slots(Path(sys.argv[1]))
 try:
     slots.install(_filler(b"two"))

@@ -15,11 +15,11 @@ import pytest
 from coordinator.service.service import Service
 from fedcg.wire.messages.messages import COORDINATOR, Carrier
 from fedcg.wire.transfer.chunks import FRAME_OVERHEAD_BYTES
-from tests.brokers import acl_for, free_port
 from tests.conftest import StartMosquitto
-from tests.throttle import Weather
-from tests.transfer_parties import FEDERATION, Parties, Plan, run_agent, run_coordinator
-from tests.transfer_worlds import SOME, MakeWorld, chunks_of, worlds
+from tests.support.brokers import acl_for, free_port
+from tests.support.throttle import Weather
+from tests.support.transfer_parties import FEDERATION, Parties, Plan, run_agent, run_coordinator
+from tests.support.transfer_worlds import SOME, MakeWorld, chunks_of, worlds
 
 pytestmark = [pytest.mark.broker, pytest.mark.timeout(200)]
 WINDOW = 64  # chunks that were under way when something died: lost or repeated

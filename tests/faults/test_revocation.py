@@ -14,8 +14,8 @@ from coordinator.config import BrokerSettings, CoordinatorConfig
 from coordinator.members.revocation import evict
 from coordinator.storage.store import Store
 from fedcg.wire.transport.mqtt import MqttTransport
-from tests.broker_plant import TOPICS, Plant, open_plant
-from tests.brokers import Client, free_port, wait_until
+from tests.support.broker_plant import TOPICS, Plant, open_plant
+from tests.support.brokers import Client, free_port, wait_until
 
 BROKERS = [pytest.param("mosquitto", marks=pytest.mark.broker), "amqtt"]
 WITHIN_S = 60.0

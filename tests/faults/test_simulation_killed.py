@@ -17,7 +17,7 @@ import torch
 from experiments.simulation.batch import load_batch
 from experiments.simulation.single_run import Runs
 from fedcg.learning.simulation.simulation import simulate
-from tests.stack import wait_for
+from tests.support.stack import wait_for
 
 ROUNDS = 12
 NAME = "digits-fedmd_cg-seed0"

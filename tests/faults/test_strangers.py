@@ -27,9 +27,9 @@ from coordinator.paths import Home
 from coordinator.rounds.records import AggregateRecord, FederationRecord
 from coordinator.storage.store import Store
 from fedcg.wire.artifacts.artifacts import ArtifactStore
-from tests.serving import Server, install_versions
-from tests.stack import free_port, wait_for
-from tests.unit.coordinator_support import FEDERATION, aggregate_bytes, tiny_spec
+from tests.support.coordinator_support import FEDERATION, aggregate_bytes, tiny_spec
+from tests.support.serving import Server, install_versions
+from tests.support.stack import free_port, wait_for
 
 HOST = "127.0.0.1"
 DESCRIPTORS = 1024

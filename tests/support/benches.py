@@ -1,0 +1,102 @@
+"""One bench per broker: connects clients under their identities, and cuts and mends single links."""
+
+from __future__ import annotations
+
+import threading
+from typing import Protocol
+
+from fedcg.wire.messages.topics import Topics
+from fedcg.wire.transport.memory import Action, MemoryBroker, MemoryTransport
+from fedcg.wire.transport.mqtt import MqttTransport
+from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles
+from fedcg.wire.transport.mqtt_config import Protocol as MqttVersion
+from fedcg.wire.transport.transport import Will
+from tests.support.brokers import HOST, Client, Intruder, Pki, Relay, free_port, wait_until
+
+
+class Bench(Protocol):
+    """What the contract suite needs of a broker."""
+
+    def connect(self, identity: str, will: Will | None = None, *, intrudes: bool = False) -> Client: ...
+    def cut(self, identity: str) -> None: ...
+    def mend(self, identity: str) -> None: ...
+    def close(self) -> None: ...
+
+
+class MemoryBench:
+    def __init__(self, topics: Topics) -> None:
+        def rules(identity: str, action: Action, topic: str) -> bool:
+            return topics.may_publish(identity, topic) if action == "publish" else topics.may_read(identity, topic)
+
+        self._broker = MemoryBroker(rules)
+        self._clients: list[Client] = []
+
+    def connect(self, identity: str, will: Will | None = None, *, intrudes: bool = False) -> Client:
+        self._clients.append(Client(MemoryTransport(self._broker, identity, will)))
+        return self._clients[-1]
+
+    def cut(self, identity: str) -> None:
+        self._broker.drop(identity)
+
+    def mend(self, identity: str) -> None:
+        self._broker.restore(identity)
+
+    def close(self) -> None:
+        for client in self._clients:
+            client.transport.close()
+
+
+class MqttBench:
+    """Each client reaches the broker through a relay of its own, so that its link can be cut alone."""
+
+    def __init__(self, port: int, pki: Pki, version: MqttVersion) -> None:
+        self._port = port
+        self._pki = pki
+        self._version = version
+        self._relays: dict[str, Relay] = {}
+        self._clients: list[Client] = []
+
+    def connect(self, identity: str, will: Will | None = None, *, intrudes: bool = False) -> Client:
+        relay = self._relays.setdefault(identity, Relay(self._port))
+        tls: TlsFiles = self._pki.tls(identity)
+        config = MqttConfig(HOST, relay.port, identity, tls=tls, protocol=self._version)
+        self._clients.append(Client((Intruder if intrudes else MqttTransport)(config, will)))
+        return self._clients[-1]
+
+    def cut(self, identity: str) -> None:
+        self._relays[identity].cut()
+
+    def mend(self, identity: str) -> None:
+        self._relays[identity].mend()
+
+    def close(self) -> None:
+        for client in self._clients:
+            client.transport.close()
+        for relay in self._relays.values():
+            relay.close()
+
+
+class AmqttServer:
+    """The in-process broker on a thread of its own."""
+
+    def __init__(self, pki: Pki, topics: Topics) -> None:
+        from coordinator.broker.amqtt_broker import run_amqtt
+
+        def rules(identity: str, action: str, topic: str) -> bool:
+            return topics.may_publish(identity, topic) if action == "publish" else topics.may_read(identity, topic)
+
+        self.port = free_port()
+        self._stop = threading.Event()
+        ready = threading.Event()
+        server = pki.tls("broker")
+        self._thread = threading.Thread(
+            target=run_amqtt,
+            args=(self.port, server.ca, server.cert, server.key, rules, ready.set, self._stop),
+            daemon=True,
+        )
+        self._thread.start()
+        wait_until(ready.is_set, "amqtt is ready")
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()

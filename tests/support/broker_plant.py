@@ -1,0 +1,154 @@
+"""A coordinator's home with devices a, b and c, and a real broker that the product configured, in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from coordinator.cli.opening import create_home
+from coordinator.config import BrokerSettings, CoordinatorConfig
+from coordinator.members.bundle_enrolment import enrol
+from coordinator.paths import Home
+from coordinator.pki.authority import CA_NAME, credential_of
+from coordinator.rounds.records import AggregateRecord, FederationRecord
+from coordinator.storage.store import Store
+from fedcg.find_mosquitto import Mosquitto, find_mosquitto
+from fedcg.wire.messages.topics import Topics
+from fedcg.wire.transport.mqtt import MqttTransport
+from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles
+from fedcg.wire.transport.transport import Will
+from tests.support.brokers import Client, free_port, wait_until
+
+FEDERATION = "casting"
+TOPICS = Topics(FEDERATION)
+HEARD = {
+    "coordinator": (TOPICS.all_up_control(), TOPICS.all_up_chunk(), TOPICS.all_status()),
+    "observer": (TOPICS.everything(),),
+}
+
+
+@dataclass
+class Plant:
+    """The home, its broker, and connections to it."""
+
+    root: Path
+    home: Home
+    clients: list[Client] = field(default_factory=list)
+
+    @property
+    def port(self) -> int:
+        return self.home.config().broker.port
+
+    @property
+    def ca(self) -> Path:
+        return credential_of(self.home.pki, CA_NAME).certificate
+
+    def tls(self, name: str) -> TlsFiles:
+        """The files of a device's bundle, or what the home has for the coordinator and the observer."""
+        folder = self.root / "bundles" / name / "tls"
+        if folder.exists():
+            return TlsFiles(folder / "ca.pem", folder / "device.pem", folder / "device.key")
+        own = credential_of(self.home.pki, name)
+        return TlsFiles(self.ca, own.certificate, own.key)
+
+    def client(
+        self,
+        name: str,
+        *topics: str,
+        will: Will | None = None,
+        shown: str | None = None,
+        kind: type[MqttTransport] = MqttTransport,
+    ) -> Client:
+        """A client that subscribes to these topics, with its own certificate or the one of `shown`; not started."""
+        config = MqttConfig("127.0.0.1", self.port, name, tls=self.tls(shown or name), protocol="3.1.1")
+        made = Client(kind(config, will))
+        for topic in topics:
+            made.transport.subscribe(topic)
+        self.clients.append(made)
+        return made
+
+    def connect(self, name: str, *, wait: bool = True) -> Client:
+        """A client that hears what its identity is meant to hear."""
+        made = self.client(name, *HEARD.get(name, (TOPICS.down_control(name),))).start()
+        return made.await_link() if wait else made
+
+    def close_clients(self) -> None:
+        while self.clients:
+            self.clients.pop().transport.close()
+
+    def command(self, *arguments: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "fedcg", *arguments, "--dir", str(self.home.root)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+
+@contextmanager
+def open_plant(root: Path, kind: str) -> Iterator[Plant]:
+    """A plant with a broker; skips where there is no Mosquitto for it.
+
+    Args:
+        root: an empty folder.
+        kind: `mosquitto` or `amqtt` of `fedcg broker run`, or `deployed`: a Mosquitto that runs what `fedcg deploy mosquitto`
+            wrote, and is told of changes by the coordinator's commands.
+    """
+    found = find_mosquitto()
+    if kind != "amqtt" and found is None:
+        if os.environ.get("CI") == "true":
+            pytest.fail("Mosquitto is missing, in CI it must be there")
+        pytest.skip("no Mosquitto; `make setup-broker` puts one in place")
+    out = root / "deployed"
+    config = CoordinatorConfig(broker=BrokerSettings(port=free_port()))
+    home = create_home(root / "home", config, observers=("observer",))
+    store = Store(home.database)
+    record = FederationRecord(FEDERATION, "fedcg", "5" * 64, 3, 2, 2, 100.0, 1, 1.0)
+    store.add_federation(record, AggregateRecord(FEDERATION, 0, 0, "0" * 64, 10, "e" * 64, 1.0))
+    enrol(home, store, ["a", "b", "c"], root / "bundles", time.time())
+    store.close()
+    made = Plant(root, home)
+    if kind == "deployed":
+        assert found is not None
+        process = _run_deployed(made, found, out)
+    else:
+        wanted = "auto" if kind == "mosquitto" else kind
+        command = [sys.executable, "-m", "fedcg", "broker", "run", "--dir", str(home.root), "--broker", wanted]
+        process = _run(root, command, {**os.environ})
+        wait_until(lambda: "ready" in (root / "broker.log").read_text(), "the broker is ready", 30)
+    try:
+        yield made
+    finally:
+        made.close_clients()
+        process.terminate()
+        process.wait(timeout=20)
+
+
+def _run(root: Path, command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    with (root / "broker.log").open("wb") as log:
+        return subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+
+
+def _run_deployed(plant: Plant, mosquitto: Mosquitto, out: Path) -> subprocess.Popen[bytes]:
+    plant.command("deploy", "mosquitto", "--out", str(out))
+    process = _run(plant.root, [str(mosquitto.binary), "-c", str(out / "mosquitto.conf")], mosquitto.environment())
+
+    def listens() -> bool:
+        assert process.poll() is None, (plant.root / "broker.log").read_text()
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", plant.port)) == 0
+
+    wait_until(listens, "mosquitto listens")
+    return process

@@ -1,0 +1,65 @@
+"""The real listener of the HTTPS carrier beside a running service, and requests to it as any program could make them."""
+
+from __future__ import annotations
+
+import http.client
+import ssl
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from coordinator.config import CarrierSettings
+from coordinator.http import tls_listeners as listeners
+from coordinator.http.carrier_api import create_carrier_app
+from coordinator.http.tls_listeners import listening
+from coordinator.pki.authority import credential_of
+from coordinator.service.service import Service
+from fedcg.listening import Caps, Connections
+from fedcg.wire.server_role import ServerRole
+from tests.support.brokers import HOST, Pki
+
+
+@asynccontextmanager
+async def carrying(
+    pki: Path, port: int, service: Service, clock: Callable[[], float] = time.monotonic
+) -> AsyncIterator[None]:
+    """Serve boxes on a loopback port."""
+    application = create_carrier_app(service.shelf, clock)
+    with listening("carrier", CarrierSettings(port=port), HOST, Connections(Caps(64, 32))) as listener:
+        assert listener is not None
+        async with listeners.carrying(application, listener, pki, credential_of(pki, "carrier")):
+            yield
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+
+def connect(port: int, context: ssl.SSLContext) -> http.client.HTTPSConnection:
+    return http.client.HTTPSConnection(HOST, port, timeout=20, context=context)
+
+
+def ask(
+    port: int,
+    pki: Pki,
+    identity: str,
+    path: str,
+    method: str = "GET",
+    body: bytes | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> Answer:
+    """One request with an identity's certificate."""
+    connection = connect(port, pki.tls(identity).context(ServerRole.CARRIER))
+    try:
+        connection.request(method, path, body, dict(headers or {}))
+        response = connection.getresponse()
+        return Answer(
+            response.status, {name.title(): value for name, value in response.headers.items()}, response.read()
+        )
+    finally:
+        connection.close()

@@ -1,0 +1,463 @@
+"""A small federation around one agent: images, a spec, a private store, and a coordinator that a test scripts by hand."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+from PIL import Image
+
+from edge_client.agent.loop import Agent
+from edge_client.config import AgentConfig, BrokerSection, DataSection, ExportSection, PolicySection, TrainingSection
+from edge_client.identity.keys import AgentKeys
+from edge_client.messaging.publisher import offline_will
+from edge_client.session.events import ChooseModel, Chosen, TrainRound
+from edge_client.store.data_snapshot import Snapshot, SnapshotFile
+from edge_client.store.generations import NewGeneration
+from edge_client.store.private_store import PrivateStore
+from edge_client.training.messages import Committed, Ready, TrainerCommand, TrainerReport
+from fedcg.event_log import EventLog, EventValue, read_events
+from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice, ParameterValue
+from fedcg.wire.artifacts.artifacts import ArtifactHeader, pack
+from fedcg.wire.artifacts.tensors import Array
+from fedcg.wire.messages.messages import (
+    COORDINATOR,
+    EVERYONE,
+    Accept,
+    AnyMessage,
+    ArtifactRef,
+    CohortVerdict,
+    CoordinatorStatus,
+    Decline,
+    DeviceStatus,
+    Finished,
+    Heartbeat,
+    Hello,
+    Invite,
+    Manifest,
+    Need,
+    Offer,
+    Outcome,
+    Receipt,
+    RoundAttempt,
+    Welcome,
+)
+from fedcg.wire.messages.ordering import Session, session_id
+from fedcg.wire.messages.signing import SigningKey, open_envelope, seal
+from fedcg.wire.messages.topics import Topics
+from fedcg.wire.parts import Part, Report, ReportField, TensorLayout
+from fedcg.wire.transfer.chunks import frames_for, make_ref, parse_chunk
+from fedcg.wire.transport.memory import MemoryBroker, MemoryTransport
+from fedcg.wire.transport.transport import Delivery
+from tests.support.receivers import Receiver
+
+FEDERATION = "shapes"
+DEVICE = "site-1"
+CLASSES = ("bar", "dot", "ring")
+FORM = ImageForm(mode="L", height=32, width=32, mean=(0.5,), std=(0.5,))
+DEADLINE_S = 20.0
+MessageT = TypeVar("MessageT", bound=AnyMessage)
+LAYOUTS = {
+    Part.CLASSIFIER: (
+        TensorLayout(name="bias", dtype="float32", shape=(3,)),
+        TensorLayout(name="weight", dtype="float32", shape=(3, 4)),
+    ),
+    Part.EXTRACTOR: (TensorLayout(name="weight", dtype="float32", shape=(4, 5)),),
+    Part.GENERATOR: (
+        TensorLayout(name="count", dtype="int64", shape=()),
+        TensorLayout(name="weight", dtype="float32", shape=(4, 2)),
+    ),
+}
+
+
+def wait_until(condition: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> None:
+    """Poll a condition; AssertionError with `what` after the deadline."""
+    end = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < end, f"not within {deadline_s} s: {what}"
+        threading.Event().wait(0.005)
+
+
+def toy_spec(
+    *,
+    upload: tuple[Part, ...] = (Part.CLASSIFIER, Part.GENERATOR),
+    report: tuple[ReportField, ...] = (ReportField.EXAMPLES, ReportField.ACCURACY),
+    layouts: Mapping[Part, tuple[TensorLayout, ...]] = LAYOUTS,
+    method: str = "fedcg",
+    federation: str = FEDERATION,
+    params: Mapping[str, ParameterValue] | None = None,
+    rounds: int = 2,
+) -> FederationSpec:
+    """A spec with tiny tensors that no network has: for everything that does not train."""
+    return FederationSpec(
+        federation=federation,
+        classes=CLASSES,
+        image=FORM,
+        network=NetworkChoice(),
+        method=method,
+        params=dict(params or {}),
+        rounds=rounds,
+        seed=7,
+        upload=upload,
+        report=report,
+        layouts=dict(layouts),
+    )
+
+
+def toy_parts(seed: int, parts: tuple[Part, ...] = tuple(LAYOUTS)) -> dict[Part, dict[str, Array]]:
+    """Tensors of the toy layouts."""
+    random = np.random.default_rng(seed)
+    return {
+        part: {
+            layout.name: np.array(5, dtype=np.int64)
+            if layout.dtype == "int64"
+            else random.standard_normal(layout.shape, dtype=np.float32)
+            for layout in LAYOUTS[part]
+        }
+        for part in parts
+    }
+
+
+def toy_snapshot(images: int = 3) -> Snapshot:
+    """A snapshot of files that are not there."""
+    return Snapshot(tuple(SnapshotFile(f"bar/{n}.png", f"{n:064x}", 0, "train") for n in range(images)))
+
+
+def toy_generation(
+    spec: FederationSpec, cursor: RoundAttempt, update: bytes | None = b"update", seed: int = 1
+) -> NewGeneration:
+    """What a round of the toy spec commits."""
+    slots = {"personal": toy_parts(seed), "best": toy_parts(seed, (Part.EXTRACTOR, Part.CLASSIFIER))}
+    return NewGeneration(cursor, spec.digest, slots, toy_snapshot(), {"best.val": 0.5, "best.round": 1.0}, update)
+
+
+def aggregate_of(parts: Mapping[Part, Mapping[str, Array]], spec: FederationSpec, round_number: int) -> bytes:
+    """A packed aggregate."""
+    header = ArtifactHeader(
+        kind="aggregate",
+        method=spec.method,
+        federation=spec.federation,
+        round=round_number,
+        attempt=1,
+        client=COORDINATOR,
+    )
+    return pack(header, parts, spec.aggregate_codec)
+
+
+def update_of(spec: FederationSpec, cursor: RoundAttempt) -> bytes:
+    """The packed update that the fake trainer makes of a round attempt."""
+    header = ArtifactHeader(
+        kind="update",
+        method=spec.method,
+        federation=spec.federation,
+        round=cursor.round,
+        attempt=cursor.attempt,
+        client=DEVICE,
+        report=Report(examples=3, accuracy=0.5),
+    )
+    return pack(header, toy_parts(cursor.round, (Part.CLASSIFIER, Part.GENERATOR)))
+
+
+def draw_images(root: Path, per_class: int, seed: int) -> None:
+    """Folders of noisy 32x32 drawings, one folder per class."""
+    random = np.random.default_rng(seed)
+    rows, columns = np.mgrid[0:32, 0:32]
+    distance = np.hypot(rows - 16, columns - 16)
+    shapes = (np.abs(columns - 16) < 3, distance < 7, np.abs(distance - 10) < 2)
+    for label, name in enumerate(CLASSES):
+        folder = root / name
+        folder.mkdir(parents=True, exist_ok=True)
+        for index in range(per_class):
+            pixels = 150.0 * shapes[label] + random.normal(50, 30, size=(32, 32))
+            Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8)).save(folder / f"{seed}-{index:03d}.png")
+
+
+def make_config(
+    root: Path, *, policy: PolicySection | None = None, shadow: bool = False, export: bool = False
+) -> AgentConfig:
+    """A device's configuration with everything under `root`."""
+    return AgentConfig(
+        federation=FEDERATION,
+        device=DEVICE,
+        store=root / "store",
+        broker=BrokerSection(host="127.0.0.1", insecure=True),
+        data=DataSection(root=root / "data"),
+        policy=policy or PolicySection(),
+        training=TrainingSection(shadow=shadow, device="cpu", threads=1),
+        export=ExportSection(enabled=export, variants=False),
+    )
+
+
+@dataclass
+class ScriptedCoordinator:
+    """The coordinator's side of the protocol, moved by the test step by step."""
+
+    broker: MemoryBroker
+    key: SigningKey
+    device_key: SigningKey
+    epoch: int = 1
+    session: Session | None = None
+    answers_hello: bool = True
+    cohort: CohortVerdict = CohortVerdict.ALONE
+    heard: list[AnyMessage] = field(default_factory=list)
+    frames: list[bytes] = field(default_factory=list)
+    served: dict[str, tuple[ArtifactRef, bytes]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.topics = Topics(FEDERATION)
+        self._inbox: queue.SimpleQueue[Delivery] = queue.SimpleQueue()
+        self._nonces = 0
+        self._transport = MemoryTransport(self.broker, COORDINATOR)
+        for topic in (self.topics.all_up_control(), self.topics.all_up_chunk(), self.topics.all_status()):
+            self._transport.subscribe(topic)
+        self._transport.start(self._inbox.put, lambda up: None)
+
+    def close(self) -> None:
+        self._transport.close()
+
+    def address(self, recipient: str, round_number: int = 0, attempt: int = 0) -> dict[str, object]:
+        return {
+            "federation": FEDERATION,
+            "sender": COORDINATOR,
+            "recipient": recipient,
+            "epoch": self.epoch,
+            "round": round_number,
+            "attempt": attempt,
+        }
+
+    def publish(self, topic: str, message: AnyMessage, *, retain: bool = False, key: SigningKey | None = None) -> None:
+        self._transport.publish(topic, seal(message, key or self.key), retain=retain)
+
+    def tell(self, message: AnyMessage) -> None:
+        """A control message to the device, in the session."""
+        assert self.session is not None
+        self.publish(self.topics.down_control(DEVICE), self.session.stamp(message))
+
+    def come_online(self) -> None:
+        status = CoordinatorStatus(**self.address(EVERYONE), online=True)
+        self.publish(self.topics.coordinator, status, retain=True)
+
+    def restart(self) -> None:
+        """As a new process with a new lease: sessions are forgotten."""
+        self.epoch += 1
+        self.session = None
+        self.come_online()
+
+    def serve(self, data: bytes) -> ArtifactRef:
+        """Make an artifact available to Needs."""
+        ref = make_ref(data, 300)
+        self.served[ref.id] = (ref, data)
+        return ref
+
+    def offer(self, spec: FederationSpec, aggregate: bytes, round_number: int, attempt: int = 1) -> None:
+        message = Offer(
+            **self.address(EVERYONE, round_number, attempt),
+            spec=self.serve(spec.canonical()),
+            aggregate=self.serve(aggregate),
+            rounds=spec.rounds,
+            deadline_at=0.0,
+        )
+        self.publish(self.topics.offer, message, retain=True)
+
+    def finish(self, spec: FederationSpec, aggregate: bytes, round_number: int) -> None:
+        address = self.address(EVERYONE, round_number, 1)
+        message = Finished(**address, spec=self.serve(spec.canonical()), aggregate=self.serve(aggregate))
+        self.publish(self.topics.offer, message, retain=True)
+
+    def broadcast(self, data: bytes) -> None:
+        ref = self.serve(data)
+        for frame in frames_for(data, ref):
+            self._transport.publish(self.topics.aggregate, frame, qos=0)
+
+    def invite(self, round_number: int, attempt: int = 1) -> None:
+        self.tell(Invite(**self.address(DEVICE, round_number, attempt)))
+
+    def grant(self, manifest: Manifest, ranges: tuple[tuple[int, int], ...]) -> None:
+        address = self.address(DEVICE, manifest.round, manifest.attempt)
+        self.tell(Need(**address, artifact=manifest.artifact.id, ranges=ranges))
+
+    def receipt(self, manifest: Manifest, outcome: Outcome = Outcome.ACCEPTED) -> None:
+        address = self.address(DEVICE, manifest.round, manifest.attempt)
+        self.tell(Receipt(**address, artifact=manifest.artifact.id, outcome=outcome))
+
+    def wait(self, kind: type[MessageT], what: str = "", deadline_s: float = DEADLINE_S) -> MessageT:
+        """Work until the device sends a message of a kind; returns it."""
+        end = time.monotonic() + deadline_s
+        while time.monotonic() < end:
+            message = self.step()
+            if isinstance(message, kind):
+                return message
+        raise AssertionError(f"no {kind.__name__} within {deadline_s} s {what}; heard {[m.kind for m in self.heard]}")
+
+    def collect(self, manifest: Manifest) -> bytes:
+        """Grant and receive a whole update."""
+        receiver = Receiver(manifest.artifact)
+        end = time.monotonic() + DEADLINE_S
+        while not receiver.complete:
+            assert time.monotonic() < end, "the update did not come"
+            ranges = receiver.next_need(time.monotonic())
+            if ranges is not None:
+                self.grant(manifest, ranges)
+            self.step()
+            while self.frames:
+                receiver.feed(parse_chunk(self.frames.pop(0)), time.monotonic())
+        return receiver.data()
+
+    def work_until(self, condition: Callable[[], bool], what: str) -> None:
+        """Answer the device until a condition holds."""
+        end = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert time.monotonic() < end, f"not within {DEADLINE_S} s: {what}"
+            self.step()
+
+    def step(self) -> AnyMessage | None:
+        """Take one delivery; hellos and needs are answered as the real one does."""
+        try:
+            delivery = self._inbox.get(timeout=0.02)
+        except queue.Empty:
+            return None
+        if delivery.topic == self.topics.up_chunk(DEVICE):
+            self.frames.append(delivery.payload)
+            return None
+        message = open_envelope(delivery.payload, lambda sender: self.device_key.public if sender == DEVICE else None)
+        self.heard.append(message)
+        if isinstance(message, Hello):
+            if self.answers_hello:
+                self._welcome(message)
+        elif isinstance(message, Accept | Decline | Heartbeat | Manifest | Need):
+            if self.session is None or message.session != self.session.session_id:
+                return None  # as the real one: an unknown session is ignored
+            self.session.admit(message)
+            if isinstance(message, Need) and message.artifact in self.served:
+                ref, data = self.served[message.artifact]
+                for frame in frames_for(data, ref, message.ranges):
+                    self._transport.publish(self.topics.down_chunk(DEVICE), frame, qos=0)
+        else:
+            assert isinstance(message, DeviceStatus)
+        return message
+
+    def _welcome(self, hello: Hello) -> None:
+        self._nonces += 1
+        nonce = f"{self._nonces:032x}"
+        self.session = Session(session_id(hello.nonce, nonce))
+        welcome = Welcome(
+            **self.address(DEVICE),
+            version=1,
+            device_nonce=hello.nonce,
+            nonce=nonce,
+            server_time=0.0,
+            cohort=self.cohort,
+        )
+        self.publish(self.topics.down_control(DEVICE), welcome)
+
+
+class FakeTrainer:
+    """A training process without torch: commits toy generations when the test lets it."""
+
+    def __init__(self, store: PrivateStore, spec: FederationSpec, deliver: Callable[[TrainerReport], None]) -> None:
+        self.store = store
+        self.spec = spec
+        self.deliver = deliver
+        self.starts = 0
+        self.commands: list[TrainerCommand] = []
+        self.is_automatic = True
+
+    def start(self) -> int:
+        self.starts += 1
+        self.deliver(Ready(1000 + self.starts))
+        return 1000 + self.starts
+
+    def send(self, command: TrainerCommand) -> None:
+        self.commands.append(command)
+        if self.is_automatic:
+            self.work(command)
+
+    def work(self, command: TrainerCommand) -> None:
+        if isinstance(command, ChooseModel):
+            self.store.save_finalised({"aggregate": command.aggregate})
+            self.deliver(Chosen(command.aggregate, succeeded=True))
+            return
+        self.commit(command)
+        self.deliver(Committed(command.cursor))
+
+    def commit(self, command: TrainRound) -> None:
+        update = update_of(self.spec, command.cursor)
+        self.store.generations.commit(toy_generation(self.spec, command.cursor, update, seed=command.cursor.round))
+
+    def stop(self) -> None:
+        """Nothing runs."""
+
+    def rounds(self) -> list[RoundAttempt]:
+        return [command.cursor for command in self.commands if isinstance(command, TrainRound)]
+
+
+@dataclass
+class World:
+    """One agent in a thread, a scripted coordinator, and the broker between them."""
+
+    root: Path
+    spec: FederationSpec = field(default_factory=toy_spec)
+    policy: PolicySection = field(default_factory=PolicySection)
+    broker: MemoryBroker = field(default_factory=MemoryBroker)
+    device_key: SigningKey = field(default_factory=SigningKey.generate)
+    is_automatic: bool = True
+    clock_speed: float = 1.0
+    exit_code: int | None = None
+
+    def __post_init__(self) -> None:
+        self.coordinator = ScriptedCoordinator(self.broker, SigningKey.generate(), self.device_key)
+        self.enrolled_key = self.coordinator.key.public
+        self.config = make_config(self.root, policy=self.policy)
+        self.trainers: list[FakeTrainer] = []
+        self._thread: threading.Thread | None = None
+
+    @property
+    def trainer(self) -> FakeTrainer:
+        return self.trainers[-1]
+
+    def start_agent(self, *, until_finished: bool = False) -> Agent:
+        store = PrivateStore.open(self.config.store, FEDERATION, DEVICE)
+        self.store = store
+        keys = AgentKeys(self.device_key, self.enrolled_key)
+        transport = MemoryTransport(self.broker, DEVICE, offline_will(FEDERATION, DEVICE, self.device_key))
+
+        def make_trainer(deliver: Callable[[TrainerReport], None]) -> FakeTrainer:
+            trainer = FakeTrainer(store, self.spec, deliver)
+            trainer.is_automatic = self.is_automatic
+            self.trainers.append(trainer)
+            return trainer
+
+        events = EventLog(self.config.store / "events.jsonl", time.time)
+        clock = lambda: time.monotonic() * self.clock_speed  # noqa: E731
+        agent = Agent(self.config, store, keys, transport, make_trainer, events, clock)
+        self.agent = agent
+        self.exit_code = None
+
+        def run() -> None:
+            self.exit_code = agent.run(until_finished=until_finished)
+
+        self._thread = threading.Thread(target=run, daemon=True)
+        self._thread.start()
+        return agent
+
+    def stop_agent(self) -> None:
+        self.agent.stop()
+        self.join()
+
+    def join(self) -> None:
+        if self._thread is not None:
+            self._thread.join(DEADLINE_S)
+            assert not self._thread.is_alive(), "the agent did not end"
+
+    def close(self) -> None:
+        self.stop_agent()
+        self.coordinator.close()
+
+    def events(self, name: str) -> list[dict[str, EventValue]]:
+        return [event for event in read_events(self.config.store / "events.jsonl") if event["event"] == name]

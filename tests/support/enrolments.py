@@ -1,0 +1,169 @@
+"""A real enrolment listener in a thread, and servers that only pretend to be one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from coordinator.cli.opening import create_home
+from coordinator.config import BrokerSettings, CoordinatorConfig, EnrolmentSettings
+from coordinator.http.enrolment_api import create_enrolment_app
+from coordinator.http.rate_limits import ALL, PER_ADDRESS, FailureLimits, Rate
+from coordinator.http.tls_listeners import listening, server_context, serving
+from coordinator.members.admission import Admission
+from coordinator.members.tokens import Wish, create_token
+from coordinator.paths import Home
+from coordinator.pki.authority import Credential, server_credential
+from coordinator.rounds.records import AggregateRecord, FederationRecord
+from coordinator.storage.store import Store
+from fedcg.event_log import EventLog, read_events
+from fedcg.listening import Caps, Connections
+from fedcg.wire.messages.enrolment_messages import Token
+from tests.support.brokers import free_port
+
+FEDERATION = "casting"
+
+
+def open_home(root: Path, *, certificate_days: float = 30.0, broker_port: int = 8883) -> Home:
+    """A coordinator's directory with a federation and an enrolment port."""
+    settings = EnrolmentSettings(port=free_port(), certificate_days=certificate_days)
+    home = create_home(root, CoordinatorConfig(broker=BrokerSettings(port=broker_port), enrolment=settings))
+    store = Store(home.database)
+    record = FederationRecord(FEDERATION, "fedcg", "5" * 64, 3, 2, 2, 100.0, 1, 1.0)
+    store.add_federation(record, AggregateRecord(FEDERATION, 0, 0, "0" * 64, 10, "e" * 64, 1.0))
+    store.close()
+    return home
+
+
+@dataclass
+class Desk:
+    """A listener at work, with a clock that tests can move."""
+
+    home: Home
+    store: Store
+    published: list[float] = field(default_factory=list)
+    evicted: list[str] = field(default_factory=list)
+    ahead_s: float = 0.0
+
+    @property
+    def url(self) -> str:
+        url = self.home.config().enrolment_url
+        assert url is not None
+        return url
+
+    def clock(self) -> float:
+        return time.time() + self.ahead_s
+
+    def publish(self) -> bool:
+        self.published.append(self.clock())
+        return True
+
+    def token(self, device: str | None = None, **wishes: Any) -> Token:
+        return create_token(self.home, self.store, Wish(device=device, **wishes), self.clock())
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        return [dict(event) for event in read_events(self.home.events_file) if event["event"] == name]
+
+
+@contextmanager
+def running_desk(home: Home, *, per_address: Rate = PER_ADDRESS, everybody: Rate = ALL) -> Iterator[Desk]:
+    """The listener of a home, as `fedcg coordinator run` starts it, without a coordinator."""
+    config, store = home.config(), Store(home.database)
+    desk = Desk(home, store)
+    admission = Admission(
+        home=home,
+        store=store,
+        config=config,
+        events=EventLog(home.events_file, time.time),
+        clock=desk.clock,
+        publish=desk.publish,
+        evict=desk.evicted.append,
+    )
+    limits = FailureLimits(time.monotonic, per_address, everybody)
+    device_limits = FailureLimits(time.monotonic, per_address, everybody)
+    context = server_context(home.pki, server_credential(home.pki, "enrolment", config.enrolment_host))
+    ready, loops = threading.Event(), []
+
+    async def serve() -> None:
+        stop = asyncio.Event()
+        loops.append((asyncio.get_running_loop(), stop))
+        table = Connections(Caps(64, 32))
+        with listening("enrolment", config.enrolment, config.enrolment_host, table) as listener:
+            assert listener is not None
+            async with serving(create_enrolment_app(admission, limits, device_limits), listener, context):
+                ready.set()
+                await stop.wait()
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
+    thread.start()
+    try:
+        assert ready.wait(20)
+        yield desk
+    finally:
+        loop, stop = loops[0]
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(20)
+        store.close()
+
+
+class Pretender:
+    """A TLS server that shows `authority` when asked for it and remembers every decrypted byte."""
+
+    def __init__(self, authority: bytes, own: Credential, respond: Callable[[bytes], bytes] | None = None) -> None:
+        self.heard = bytearray()
+        self._authority = authority
+        self._respond = respond
+        self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self._context.load_cert_chain(own.certificate, own.key)
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.url = f"https://127.0.0.1:{self._server.getsockname()[1]}"
+        self._thread = threading.Thread(target=self._accept, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown(socket.SHUT_RDWR)
+        self._thread.join(10)
+        self._server.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                plain, _ = self._server.accept()
+            except OSError:
+                return
+            plain.settimeout(5)
+            try:
+                with self._context.wrap_socket(plain, server_side=True) as secured:
+                    self._serve(secured)
+            except OSError:
+                plain.close()
+
+    def _serve(self, secured: ssl.SSLSocket) -> None:
+        request = secured.recv(65_536)
+        if not request:
+            return  # the client did not like the certificate
+        self.heard += request
+        body = self._authority if request.startswith(b"GET") else self._answer(request, secured)
+        secured.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+
+    def _answer(self, request: bytes, secured: ssl.SSLSocket) -> bytes:
+        while b"}" not in request:
+            more = secured.recv(65_536)
+            self.heard += more
+            request += more
+        return b"{}" if self._respond is None else self._respond(request)
+
+
+def json_of(raw: bytes) -> dict[str, Any]:
+    """The body of a recorded HTTP request."""
+    values: dict[str, Any] = json.loads(raw[raw.index(b"{") :])
+    return values

@@ -1,0 +1,213 @@
+"""Writes the golden files of this version: `python -m tests.support.golden_files`. Writes what is missing, and never over what is there.
+
+A frame, artifact, store or database that a version wrote is what later versions must read: existing files are history.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from coordinator.rounds.records import (
+    AggregateRecord,
+    CertificateRecord,
+    DeviceState,
+    FederationRecord,
+    ParticipantState,
+    TokenRecord,
+    UpdateRecord,
+)
+from coordinator.storage.migrations import SCHEMA_VERSION
+from coordinator.storage.store import Store
+from edge_client.store.private_store import STORE_FORMAT, DeliveryRecord, PrivateStore
+from fedcg.wire.artifacts.artifacts import ArtifactHeader, Base, artifact_id, pack, unpack
+from fedcg.wire.messages.key_chain import PinnedKey, make_link
+from fedcg.wire.messages.messages import (
+    COORDINATOR,
+    EVERYONE,
+    Accept,
+    AnyMessage,
+    ArtifactRef,
+    CohortVerdict,
+    CoordinatorStatus,
+    Decline,
+    DeclineReason,
+    DeviceStatus,
+    Finished,
+    Heartbeat,
+    Hello,
+    Invite,
+    KeyChain,
+    Leave,
+    Left,
+    Manifest,
+    Need,
+    Offer,
+    Outcome,
+    Receipt,
+    Refusal,
+    RoundAttempt,
+    Welcome,
+)
+from fedcg.wire.messages.signing import SigningKey, seal
+from fedcg.wire.parts import Part, Report
+from fedcg.wire.transfer.chunks import frames_for, make_ref
+from fedcg.wire.versions import PROTOCOL_VERSION
+from tests.support.edge_worlds import toy_generation, toy_parts, toy_spec
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+FEDERATION, DEVICE = "shapes", "site-1"
+SHARED = (Part.CLASSIFIER, Part.GENERATOR)
+
+
+def known_key(number: int) -> SigningKey:
+    """A key that everybody can make again; signatures of Ed25519 are a function of key and bytes."""
+    return SigningKey(Ed25519PrivateKey.from_private_bytes(bytes([number]) * 32))
+
+
+COORDINATOR_KEY, DEVICE_KEY, NEW_KEY = known_key(1), known_key(2), known_key(3)
+
+
+def key_of(message: AnyMessage) -> SigningKey:
+    """Who signs a message of the golden files."""
+    if isinstance(message, KeyChain):
+        return NEW_KEY
+    return COORDINATOR_KEY if message.sender == COORDINATOR else DEVICE_KEY
+
+
+def messages() -> tuple[AnyMessage, ...]:
+    """One message of every kind, with every field set."""
+    ref = ArtifactRef(id="a" * 64, size=12_345, chunk_bytes=1024)
+    where: dict[str, Any] = {"federation": FEDERATION, "epoch": 3, "round": 2, "attempt": 1}
+    everyone = {**where, "sender": COORDINATOR, "recipient": EVERYONE}
+    greeting = {**where, "sender": COORDINATOR, "recipient": DEVICE}
+    down = {**greeting, "session": "5" * 64, "counter": 7}
+    up = {**where, "sender": DEVICE, "recipient": COORDINATOR, "session": "5" * 64, "counter": 8}
+    hello = {**where, "sender": DEVICE, "recipient": COORDINATOR}
+    return (
+        Offer(**everyone, spec=ref, aggregate=ref, rounds=9, deadline_at=1.5),
+        Finished(**everyone, spec=ref, aggregate=ref),
+        CoordinatorStatus(**everyone, online=True),
+        KeyChain(**everyone, links=(make_link(FEDERATION, 1, 2, COORDINATOR_KEY, NEW_KEY.public),)),
+        DeviceStatus(**hello, online=False),
+        Hello(**hello, nonce="0" * 32, versions=(1,), agent="0.1.0", cohort="1" * 32, heartbeat_s=30),
+        Heartbeat(**up),
+        Welcome(
+            **greeting, version=1, device_nonce="0" * 32, nonce="2" * 32, server_time=2.5, cohort=CohortVerdict.SAME
+        ),
+        Refusal(**greeting, device_nonce="0" * 32, versions=(2, 3), device_versions=(1,), update="device"),
+        Invite(**down, cohort=CohortVerdict.DIFFERENT, grant=4),
+        Accept(**up),
+        Decline(**up, reason=DeclineReason.NO_DATA),
+        Manifest(**up, artifact=ref, following=4),
+        Need(**down, artifact="a" * 64, ranges=((0, 3), (7, 1))),
+        Leave(**up),
+        Left(**down),
+        Receipt(**down, artifact="a" * 64, outcome=Outcome.REJECTED, reason="not finite"),
+    )
+
+
+def artifacts() -> dict[str, bytes]:
+    """An aggregate and an update of the default codecs, and their spec."""
+    spec = toy_spec().model_copy(update={"codec": "i8-delta", "aggregate_codec": "f16"})
+    common: dict[str, Any] = {"method": spec.method, "federation": spec.federation, "attempt": 1}
+    header = ArtifactHeader(kind="aggregate", round=1, client=COORDINATOR, **common)
+    aggregate = pack(header, toy_parts(1, SHARED), spec.aggregate_codec)
+    layouts = {part: spec.layouts[part] for part in spec.upload}
+    base = Base(artifact_id(aggregate), unpack(aggregate, layouts).parts)
+    about: dict[str, Any] = {"base": base.id, "report": Report(examples=3, accuracy=0.5)}
+    update = pack(
+        ArtifactHeader(kind="update", round=2, client=DEVICE, **common, **about),
+        toy_parts(2, SHARED),
+        "i8-delta",
+        base,
+    )
+    return {"spec": spec.canonical(), "aggregate": aggregate, "update": update}
+
+
+def fill_store(root: Path) -> None:
+    """A private store with everything in it that an agent keeps."""
+    spec = toy_spec()
+    store = PrivateStore.open(root, FEDERATION, DEVICE)
+    store.keep_cohort_secret(b"c" * 32)
+    (root / "secrets" / "device.key").write_bytes(b"d" * 32)
+    store.save_spec(spec.canonical())
+    store.artifacts.put(artifacts()["aggregate"])
+    for number in (1, 2):
+        new = toy_generation(spec, RoundAttempt(number, 1), artifacts()["update"], seed=number)
+        store.generations.commit(new)
+    store.accept_snapshot(spec.digest, 2, lambda: new.snapshot)
+    store.save_seen((3, 2, 1))
+    store.save_delivery(DeliveryRecord("a" * 64, 1, 1, Outcome.ACCEPTED.value, ""))
+    store.save_pinned_key(COORDINATOR_KEY.public, PinnedKey(NEW_KEY.public, 1))
+    store.save_finalised({"aggregate": "b" * 64})
+
+
+def fill_database(path: Path) -> None:
+    """A coordinator's database with something in every table: an open round 2 after a closed round 1."""
+    store = Store(path)
+    store.next_epoch()
+    store.next_epoch()
+    federation = FederationRecord("casting", "fedcg", "5" * 64, 3, 2, 2, 100.0, 1, 1.0)
+    store.add_federation(federation, AggregateRecord("casting", 0, 0, "0" * 64, 10, "e" * 64, 1.0))
+    for device in ("line-1", "line-2"):
+        certificate = CertificateRecord(f"a{device[-1]}", device, 2.0, 9e9, None, "-----BEGIN CERTIFICATE-----\n")
+        store.add_device(device, device[-1] * 64, 2.0, certificate)
+    token = TokenRecord("0" * 16, "f" * 64, "line-3", False, 2.0, 9e9, None, None, None, None, None)  # noqa: FBT003
+    store.register.add_token(token)
+    store.register.end_membership("line-2", DeviceState.REVOKED, "stolen", 50.0)
+    store.saw_device("line-1", "0.1.0", 3.0)
+    key = ("casting", 1, 1)
+    store.open_attempt(key, "0" * 64, frozenset({"line-1", "line-2"}), 10.0, 110.0)
+    store.answer(key, "line-1", ParticipantState.ACCEPTED)
+    report = '{"examples":12,"accuracy":0.5}'
+    for device in ("line-1", "line-2"):
+        ended = UpdateRecord(*key, device, device[-1] * 64, 1000, Outcome.ACCEPTED, "", report, 11.0, 12.0)
+        store.end_update(replace(ended, distances='{"classifier":1.5}'))
+    store.start_distilling(key, 20.0, {"line-1": 12, "line-2": 9})
+    store.close_attempt(AggregateRecord("casting", 1, 1, "a" * 64, 900, "b" * 64, 30.0))
+    store.open_attempt(("casting", 2, 1), "a" * 64, frozenset({"line-1"}), 31.0, 131.0)
+    store.add_key_link("casting", make_link("casting", 1, 2, COORDINATOR_KEY, NEW_KEY.public), 40.0)
+    store.close()
+
+
+def dump(path: Path) -> str:
+    """The SQL that makes a database again, with its version."""
+    connection = sqlite3.connect(path)
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    lines = [f"PRAGMA user_version = {version};", *connection.iterdump()]
+    connection.close()
+    return "\n".join(lines) + "\n"
+
+
+def write_missing() -> None:
+    """Write the golden files that are not there yet."""
+    frames = GOLDEN / "frames" / f"protocol-{PROTOCOL_VERSION}.json"
+    known = json.loads(frames.read_text()) if frames.exists() else {}
+    chunk = next(frames_for(b"golden" * 100, make_ref(b"golden" * 100, 256)))
+    made = {message.kind: seal(message, key_of(message)).hex() for message in messages()}
+    frames.parent.mkdir(exist_ok=True)
+    frames.write_text(json.dumps({"chunk": chunk.hex(), **made, **known}, indent=1) + "\n")
+    for name, data in artifacts().items():
+        path = GOLDEN / "artifacts" / f"{name}-codecs.{'json' if name == 'spec' else 'bin'}"
+        if not path.exists():
+            path.write_bytes(data)
+    store = GOLDEN / "stores" / f"format-{STORE_FORMAT}"
+    if not store.exists():
+        store.parent.mkdir(exist_ok=True)
+        fill_store(store)
+    database = GOLDEN / "databases" / f"version-{SCHEMA_VERSION}.sql"
+    if not database.exists():
+        path = database.with_suffix(".sqlite")
+        fill_database(path)
+        database.write_text(dump(path))
+        path.unlink()
+
+
+if __name__ == "__main__":
+    write_missing()

@@ -1,0 +1,125 @@
+"""A real prediction server for tests, started by its command, and requests to it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from export.build.install_model import package_personal
+from export.model.manifest import Takes
+from tests.support.export_models import TestImages, make_parts, make_spec
+from tests.support.stack import wait_for
+
+PNG = {"Content-Type": "image/png"}
+JSON = {"Content-Type": "application/json"}
+BOUNDARY = "a boundary"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An HTTP answer."""
+
+    status: int
+    headers: Mapping[str, str]
+    text: str
+
+    @property
+    def document(self) -> dict[str, Any]:
+        document: dict[str, Any] = json.loads(self.text)
+        return document
+
+    @property
+    def code(self) -> str:
+        """Which error it is."""
+        return str(self.document["error"]["code"])
+
+
+class Server:
+    """A server process and where it listens."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        found = re.fullmatch(r"listening on http://127\.0\.0\.1:(\d+)\n", line)
+        assert found, line or process.communicate()[1]
+        self.port = int(found[1])
+
+    def connect(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+
+    def ask(
+        self, path: str, body: bytes | None = None, headers: Mapping[str, str] | None = None, method: str = ""
+    ) -> Answer:
+        connection = self.connect()
+        try:
+            connection.request(method or ("GET" if body is None else "POST"), path, body, dict(headers or {}))
+            response = connection.getresponse()
+            return Answer(response.status, dict(response.headers), response.read().decode())
+        finally:
+            connection.close()
+
+    def metric(self, sample: str) -> float:
+        """The value of one sample of /metrics, by its name and labels; 0 where there is none."""
+        lines = self.ask("/metrics").text.splitlines()
+        return next((float(line.rpartition(" ")[2]) for line in lines if line.rpartition(" ")[0] == sample), 0.0)
+
+    def wait_for_metric(self, sample: str, value: float) -> None:
+        wait_for(lambda: self.metric(sample) == value, f"{sample} {value:g}", deadline_s=30)
+
+    def wait_for_version(self, version: str) -> None:
+        wait_for(lambda: self.ask("/readyz").document.get("version") == version, f"version {version}", deadline_s=30)
+
+    def stop(self, number: int = signal.SIGTERM) -> tuple[int, str]:
+        """End it; its exit code and stderr."""
+        self.process.send_signal(number)
+        _, errors = self.process.communicate(timeout=60)
+        return self.process.returncode, errors
+
+
+@contextmanager
+def serving(
+    model: Path, *options: str | int, command: Sequence[str] = (sys.executable, "-m", "fedcg")
+) -> Iterator[Server]:
+    """A server on a free port, killed at the end if it still runs."""
+    words = [*command, "infer", "serve", "--model", str(model), "--port", "0", *map(str, options)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield Server(process)
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.communicate()
+
+
+def multipart(files: Mapping[str, bytes], boundary: str = BOUNDARY) -> tuple[bytes, dict[str, str]]:
+    """A multipart body and its headers."""
+    pieces = [
+        f'--{boundary}\r\nContent-Disposition: form-data; name="image"; filename="{name}"\r\n\r\n'.encode() + content
+        for name, content in files.items()
+    ]
+    body = b"\r\n".join([*pieces, f"--{boundary}--\r\n".encode()])
+    return body, {"Content-Type": f'multipart/form-data; boundary="{boundary}"'}
+
+
+def install_versions(root: Path, count: int, images: TestImages | None = None, *, takes: Takes = "pixels") -> None:
+    """Versions 0001, 0002, … of rounds 1, 2, … whose answers differ; the last is in use."""
+    torch.set_num_threads(1)
+    spec = make_spec()
+    for number in range(1, count + 1):
+        files, labels = (images.files, images.labels) if images else ([], [])
+        parts = make_parts(spec, seed=number)
+        package_personal(
+            spec, parts, root, test_files=files, test_labels=labels, metrics={}, round_number=number, takes=takes
+        )

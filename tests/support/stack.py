@@ -1,0 +1,268 @@
+"""A whole federation of real processes for tests: broker, coordinator and agents, started by their commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from tests.support.toml_edit import set_values
+
+CLASSES = ("circle", "cross", "stripe")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_for(condition: Callable[[], bool], what: str, deadline_s: float = 90.0) -> None:
+    """Poll a condition until it holds; AssertionError with `what` after the deadline."""
+    end = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < end, f"not within {deadline_s} s: {what}"
+        time.sleep(0.02)
+
+
+def draw_image(label: int, generator: np.random.Generator) -> Image.Image:
+    """A noisy 32x32 grey drawing of one of three shapes."""
+    rows, columns = np.mgrid[0:32, 0:32]
+    y, x = generator.integers(12, 20, size=2)
+    distance = np.hypot(rows - y, columns - x)
+    shapes = (
+        np.abs(distance - 8) < 2,
+        (np.abs(rows - y) < 2) | (np.abs(columns - x) < 2),
+        (rows + x) % 8 < 3,
+    )
+    pixels = 160.0 * shapes[label] + generator.normal(40, 25, size=(32, 32))
+    return Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8))
+
+
+def write_images(root: Path, per_class: int, seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    for label, name in enumerate(CLASSES):
+        folder = root / name
+        folder.mkdir(parents=True)
+        for index in range(per_class):
+            draw_image(label, generator).save(folder / f"{index:03d}.png")
+
+
+@dataclass
+class Stack:
+    """Paths and processes of one federation under `root`."""
+
+    root: Path
+    devices: tuple[str, ...] = ("site-1", "site-2", "site-3")
+    method: str = "fedcg"
+    params: Mapping[str, Any] = field(default_factory=dict)
+    rounds: int = 2
+    broker: str = "auto"
+    allow_report: tuple[str, ...] = ("examples", "accuracy", "loss", "health")
+    allow_upload: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of devices that differ from the default
+    min_clients: int | None = None  # all devices when None
+    enrol: bool = False  # devices enrol by token once the coordinator runs (`enrol_device`), instead of by bundle
+    certificate_days: float | None = None
+    retry_s: float = 0.5  # after a failed attempt
+    https: tuple[str, ...] = ()  # devices whose artifacts travel over HTTPS
+    carrier_port: int = field(default_factory=free_port)
+    enrol_port: int = field(default_factory=free_port)
+    broker_port: int = field(default_factory=free_port)
+    api_port: int = field(default_factory=free_port)
+    running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    @property
+    def home(self) -> Path:
+        return self.root / "coordinator"
+
+    def store(self, device: str) -> Path:
+        return self.root / "devices" / device / "store"
+
+    def config(self, device: str) -> Path:
+        return self.root / "devices" / device / "agent.toml"
+
+    def command(self, *arguments: str) -> str:
+        """Run one `fedcg` command to its end."""
+        done = subprocess.run(
+            [sys.executable, "-m", "fedcg", *arguments], capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.returncode == 0, f"fedcg {' '.join(arguments)}: {done.stdout}{done.stderr}"
+        return done.stdout
+
+    def prepare(self) -> None:
+        """Create the coordinator's home, the federation, and each device's bundle, data and secrets."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        ports = ["--broker-port", str(self.broker_port), "--api-port", str(self.api_port)]
+        if self.enrol:
+            ports += ["--enrol-port", str(self.enrol_port)]
+        if self.https:
+            ports += ["--carrier-port", str(self.carrier_port)]
+        self.command("coordinator", "init", "--dir", str(self.home), "--observer", *ports)
+        set_values(self.home / "coordinator.toml", {("rounds", "retry_s"): self.retry_s})
+        if self.certificate_days is not None:
+            set_values(self.home / "coordinator.toml", {("enrolment", "certificate_days"): self.certificate_days})
+        plan = self.root / "plan.toml"
+        plan.write_text(self.plan())
+        self.command("federation", "create", "--dir", str(self.home), str(plan))
+        if not self.enrol:
+            self.command("device", "add", *self.devices, "--dir", str(self.home), "--out", str(self.root / "devices"))
+        for number, device in enumerate(self.devices):
+            data = self.root / "data" / device
+            write_images(data / "train", per_class=16, seed=100 + number)
+            write_images(data / "test", per_class=6, seed=200 + number)
+            if not self.enrol:
+                self.adapt_config(device, data)
+            secrets = self.store(device) / "secrets"
+            secrets.mkdir(parents=True, mode=0o700)
+            self.store(device).chmod(0o700)
+            for name, content in (("cohort.key", b"c" * 32), ("device.key", bytes([number]) * 32)):
+                (secrets / name).write_bytes(content)
+                (secrets / name).chmod(0o600)
+        (self.home / "coordinator.secret").write_bytes(b"s" * 32)
+
+    def enrol_device(self, device: str, *wishes: str, folder: Path | None = None) -> Path:
+        """Make a token and enrol a box with it, as an operator and a person at the box do; returns the box's folder."""
+        made = self.command("token", "create", "--dir", str(self.home), "--json", *(wishes or ("--device", device)))
+        out, data = folder or self.config(device).parent, self.root / "data" / device
+        self.command("enrol", "--token", json.loads(made)["token"], "--out", str(out), "--data", str(data))
+        self.adapt_config(device, data, out / "agent.toml")
+        return out
+
+    def plan(self) -> str:
+        params = "\n".join(f"{name} = {json.dumps(value)}" for name, value in self.params.items())
+        return (
+            f'federation = "shapes"\nclasses = {json.dumps(list(CLASSES))}\nmethod = "{self.method}"\nrounds = {self.rounds}\n'
+            f"seed = 7\nmin_clients = {self.min_clients or len(self.devices)}\n"
+            '[image]\nmode = "L"\nheight = 32\nwidth = 32\nmean = [0.5]\nstd = [0.5]\n'
+            '[network]\nsplit = "lenet5_relu"\ngenerator = "mlp"\ndiscriminator = "mlp"\nnoise_dim = 16\n'
+            f"[params]\n{params}\n"
+        )
+
+    def adapt_config(self, device: str, data: Path, config: Path | None = None) -> None:
+        """Point the generated agent.toml at the data of this test."""
+        path = config or self.config(device)
+        if device in self.https:
+            path.write_text(path.read_text().replace('carrier = "mqtt"', 'carrier = "https"'))
+        set_values(
+            path,
+            {
+                ("data", "root"): str(data),
+                ("policy", "allow_report"): list(self.allow_report),
+                ("training", "shadow"): True,
+                ("export", "enabled"): False,
+                **(
+                    {("policy", "allow_upload"): list(self.allow_upload[device])} if device in self.allow_upload else {}
+                ),
+            },
+        )
+
+    def start(self, name: str, *arguments: str) -> subprocess.Popen[bytes]:
+        """Start a process of the federation; its output goes to `<root>/<name>.log`."""
+        log = (self.root / f"{name}.log").open("ab")
+        process = subprocess.Popen(
+            [sys.executable, "-m", "fedcg", *arguments],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+        )
+        log.close()
+        self.running[name] = process
+        return process
+
+    def start_broker(self) -> None:
+        self.start("broker", "broker", "run", "--dir", str(self.home), "--broker", self.broker)
+        wait_for(lambda: b"ready" in (self.root / "broker.log").read_bytes(), "the broker is ready", 30)
+
+    def start_coordinator(self) -> None:
+        self.start("coordinator", "coordinator", "run", "--dir", str(self.home))
+
+    def start_agent(self, device: str) -> None:
+        self.start(device, "agent", "run", "--config", str(self.config(device)), "--until-finished")
+
+    def start_all(self) -> None:
+        self.start_broker()
+        self.start_coordinator()
+        for device in self.devices:
+            self.start_agent(device)
+
+    def events(self, of: str) -> list[dict[str, Any]]:
+        """The event log of a device or of "coordinator"; a torn last line is left out."""
+        path = (self.home if of == "coordinator" else self.store(of)) / "events.jsonl"
+        if not path.exists():
+            return []
+        lines = path.read_text().split("\n")
+        return [json.loads(line) for line in lines[:-1] if line.endswith("}")]
+
+    def wait_event(
+        self, of: str, matches: Callable[[dict[str, Any]], bool], what: str, deadline_s: float = 90.0
+    ) -> dict[str, Any]:
+        found: list[dict[str, Any]] = []
+
+        def seen() -> bool:
+            self.assert_alive()
+            found[:] = [event for event in self.events(of) if matches(event)]
+            return bool(found)
+
+        wait_for(seen, f"{of}: {what}\n{self.tail(of)}", deadline_s)
+        return found[0]
+
+    def tail(self, name: str) -> str:
+        path = self.root / f"{name}.log"
+        return path.read_text()[-3000:] if path.exists() else "(no log)"
+
+    def assert_alive(self) -> None:
+        for name in ("broker", "coordinator"):
+            process = self.running.get(name)
+            assert process is None or process.poll() is None, f"{name} ended: {self.tail(name)}"
+
+    def kill(self, name: str) -> None:
+        """SIGKILL one process that this stack started."""
+        process = self.running.pop(name)
+        process.send_signal(signal.SIGKILL)
+        process.wait(timeout=10)
+
+    def wait_finished(self, deadline_s: float = 150.0) -> None:
+        """All agents end with exit code 0 (they run with --until-finished)."""
+        end = time.monotonic() + deadline_s
+        for device in self.devices:
+            process = self.running[device]
+            try:
+                code = process.wait(timeout=max(1.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                logs = "\n".join(self.tail(name) for name in ("coordinator", device))
+                raise AssertionError(f"{device} did not finish: {logs}") from None
+            assert code == 0, f"{device}: exit code {code}: {self.tail(device)}"
+
+    def final_aggregate(self) -> str:
+        """The sha256 of the final aggregate, from the coordinator's event log."""
+        return str(
+            next(event for event in reversed(self.events("coordinator")) if event["event"] == "finished")["aggregate"]
+        )
+
+    def stop(self) -> None:
+        for name in reversed(list(self.running)):
+            process = self.running[name]
+            if process.poll() is None:
+                process.terminate()
+        for process in self.running.values():
+            _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    try:
+        process.wait(timeout=10)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait(timeout=10)

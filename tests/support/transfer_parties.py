@@ -1,0 +1,362 @@
+"""A federation of real processes that learn nothing: the real agent and the real coordinator over a real broker.
+
+`python -m tests.support.transfer_parties coordinator|agent ROOT [DEVICE]` runs one of them; `Parties` starts, kills and asks them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from coordinator.aggregation.worker_messages import JobDone, Updates, WorkerSettings
+from coordinator.pki.signing_keys import Voice
+from coordinator.rounds.records import AggregateRecord, FederationRecord
+from coordinator.service.service import Service, start_service
+from coordinator.service.service_context import Setup
+from coordinator.storage.store import Store
+from coordinator.updates.robustness import Distances
+from edge_client.agent.loop import Agent
+from edge_client.config import AgentConfig, BrokerSection, DataSection, ExportSection, TlsSection
+from edge_client.identity.keys import AgentKeys, mqtt_config
+from edge_client.messaging.publisher import offline_will
+from edge_client.session.events import ChooseModel, Chosen
+from edge_client.store.private_store import PrivateStore
+from edge_client.training.messages import Committed, Ready, TrainerCommand, TrainerReport
+from experiments.bench.transport.peers import NoWorker
+from fedcg.event_log import EventLog
+from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice
+from fedcg.wire.artifacts.artifacts import ArtifactHeader, ArtifactStore, pack
+from fedcg.wire.messages.enrolment_messages import PresetName
+from fedcg.wire.messages.messages import COORDINATOR, Carrier
+from fedcg.wire.messages.signing import SigningKey
+from fedcg.wire.parts import Part, Report, ReportField, TensorLayout
+from fedcg.wire.transfer.broker_presets import limits_for
+from fedcg.wire.transfer.partial_files import HEAD_BYTES, RECORD_BYTES
+from fedcg.wire.transport.mqtt import MqttTransport
+from fedcg.wire.transport.mqtt_config import MqttConfig
+from tests.support.brokers import HOST, Pki, wait_until
+from tests.support.carriers import carrying
+from tests.support.edge_worlds import toy_generation
+
+FEDERATION = "transfers"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the processes are told."""
+
+    pki: str
+    broker_port: int
+    agent_ports: dict[str, int]
+    size: int
+    rounds: int = 1
+    preset: PresetName = "mosquitto"
+    chunk_bytes: int | None = 16 * 1024
+    keepalive_s: int = 5
+    carrier_port: int = 0  # where the coordinator listens for HTTPS, when it does
+    carrier_ports: dict[str, int] = field(default_factory=dict)  # where devices with `carrier = "https"` reach it
+    min_clients: int | None = None  # all devices when None
+    deadline_s: float = 600.0
+    coordinator_ahead_s: float = 0.0  # of the clocks of the agents
+
+    @staticmethod
+    def load(root: Path) -> Plan:
+        return Plan(**json.loads((root / "plan.json").read_text()))
+
+    def spec(self) -> FederationSpec:
+        return FederationSpec(
+            federation=FEDERATION,
+            classes=("x", "y"),
+            image=ImageForm(mode="L", height=8, width=8, mean=(0.5,), std=(0.5,)),
+            network=NetworkChoice(),
+            method="fedcg",
+            params={},
+            rounds=self.rounds,
+            seed=1,
+            upload=(Part.CLASSIFIER,),
+            report=(ReportField.EXAMPLES,),
+            layouts={Part.CLASSIFIER: (TensorLayout(name="weight", dtype="float32", shape=(self.size // 4,)),)},
+        )
+
+
+def packed(spec: FederationSpec, seed: str, **header: Any) -> bytes:
+    """An artifact of the planned size that zstd can't make smaller."""
+    count = spec.layouts[Part.CLASSIFIER][0].shape[0]
+    words = np.frombuffer(random.Random(seed).randbytes(count * 4), dtype="<u4")
+    weights = ((words & 0x807FFFFF) | 0x38000000).view("<f4").astype(np.float32)
+    head = ArtifactHeader(method=spec.method, federation=spec.federation, **header)
+    return pack(head, {Part.CLASSIFIER: {"weight": weights}})
+
+
+async def run_coordinator(root: Path, started: Callable[[Service], None] = lambda service: None) -> None:
+    """The real service, with a worker that learns nothing."""
+    plan, home = Plan.load(root), root / COORDINATOR
+    spec, limits = plan.spec(), limits_for(plan.preset, plan.chunk_bytes)
+    artifacts = ArtifactStore(home / "artifacts")
+    store = Store(home / "database.sqlite")
+    if not store.federations():
+        base = packed(spec, "base", kind="aggregate", round=0, attempt=0, client=COORDINATOR)
+        record = FederationRecord(
+            FEDERATION,
+            spec.method,
+            artifacts.put(spec.canonical()),
+            spec.rounds,
+            plan.min_clients or len(plan.agent_ports),
+            3,
+            plan.deadline_s,
+            1,
+            1.0,
+        )
+        initial = AggregateRecord(FEDERATION, 0, 0, artifacts.put(base), len(base), artifacts.put(b"state"), 1.0)
+        store.add_federation(record, initial)
+        for name in plan.agent_ports:
+            store.add_device(name, SigningKey.load(root / name / "signing.key").public.hex, 1.0)
+    mqtt = MqttConfig(
+        HOST, plan.broker_port, COORDINATOR, tls=Pki(Path(plan.pki)).tls(COORDINATOR), keepalive_s=plan.keepalive_s,
+        max_packet=limits.max_packet, in_flight=limits.in_flight,
+    )  # fmt: skip
+    setup = Setup(
+        federation=store.federation(FEDERATION),
+        spec=spec,
+        store=store,
+        artifacts=artifacts,
+        connect=lambda will: MqttTransport(mqtt, will),
+        voice=lambda: Voice(SigningKey.load(home / "signing.key")),
+        worker=WorkerSettings(1, "cpu", b"s" * 32, home / "artifacts", home / "spill"),
+        events=EventLog(home / "events.jsonl", time.time),
+        limits=limits,
+        clock=lambda: time.time() + plan.coordinator_ahead_s,
+        make_worker=DigestWorker,
+    )
+    service = await start_service(setup)
+    started(service)
+    try:
+        async with carrying(Path(plan.pki), plan.carrier_port, service) if plan.carrier_port else nullcontext():
+            await service.run()
+    finally:
+        await service.close()
+        store.close()
+
+
+class DigestWorker(NoWorker):
+    """Makes an aggregate that depends on every bit of every update, whoever brought it in whatever way."""
+
+    def finish(self, updates: Updates, limits: Distances) -> None:
+        assert self.job is not None
+        artifacts, job = ArtifactStore(self.settings.artifacts), self.job
+        spec = FederationSpec.parse(artifacts.get(job.spec))
+        where = {"kind": "aggregate", "round": job.round, "attempt": job.attempt, "client": COORDINATOR}
+        contents = [artifacts.get(artifact) for _, artifact, _ in sorted(updates)]
+        merged = packed(spec, hashlib.sha256(b"".join(contents)).hexdigest(), **where)
+        done = JobDone(job.round, job.attempt, artifacts.put(merged), len(merged), job.server_state)
+        self.notify(done)
+
+
+class UntaughtTrainer:
+    """Commits an update of the planned size at once."""
+
+    def __init__(self, store: PrivateStore, spec: FederationSpec, deliver: Callable[[TrainerReport], None]) -> None:
+        self._store = store
+        self._spec = spec
+        self._deliver = deliver
+
+    def start(self) -> int:
+        self._deliver(Ready(os.getpid()))
+        return os.getpid()
+
+    def send(self, command: TrainerCommand) -> None:
+        if isinstance(command, ChooseModel):
+            self._store.save_finalised({"aggregate": command.aggregate})
+            self._deliver(Chosen(command.aggregate, succeeded=True))
+            return
+        cursor, device = command.cursor, self._device
+        images = self._store.root.parent.name  # a copy of a box sees other images
+        where = {"kind": "update", "round": cursor.round, "attempt": cursor.attempt, "base": command.aggregate}
+        update = packed(self._spec, f"{images} {cursor}", client=device, report=Report(examples=5), **where)
+        self._store.generations.commit(toy_generation(self._spec, cursor, update))
+        self._deliver(Committed(cursor))
+
+    def stop(self) -> None:
+        """Nothing runs."""
+
+    @property
+    def _device(self) -> str:
+        return str(json.loads((self._store.root / "format.json").read_text())["device"])
+
+
+def agent_config(root: Path, box: str) -> AgentConfig:
+    """Of a box; a copy of a box is called DEVICE~ANYTHING."""
+    plan, device = Plan.load(root), box.partition("~")[0]
+    tls = Pki(Path(plan.pki)).tls(device)
+    return AgentConfig(
+        federation=FEDERATION,
+        device=device,
+        store=root / box / "store",
+        carrier=Carrier.HTTPS if device in plan.carrier_ports else Carrier.MQTT,
+        carrier_url=f"https://{HOST}:{plan.carrier_ports[device]}" if device in plan.carrier_ports else None,
+        broker=BrokerSection(
+            host=HOST,
+            port=plan.agent_ports[device] if box == device else plan.broker_port,
+            keepalive_s=plan.keepalive_s,
+            preset=plan.preset,
+            chunk_bytes=plan.chunk_bytes,
+        ),
+        tls=TlsSection(ca=tls.ca, cert=tls.cert, key=tls.key),
+        data=DataSection(root=root),
+        export=ExportSection(enabled=False),
+    )
+
+
+def run_agent(root: Path, box: str) -> int:
+    """The real agent, with a trainer that learns nothing."""
+    config = agent_config(root, box)
+    device = config.device
+    keys = AgentKeys(
+        SigningKey.load(root / box / "signing.key"), SigningKey.load(root / COORDINATOR / "signing.key").public
+    )
+    store = PrivateStore.open(config.store, FEDERATION, device)
+    spec = Plan.load(root).spec()
+    with store.locked("lock", wait_s=5.0):
+        transport = MqttTransport(mqtt_config(config), offline_will(FEDERATION, device, keys.signing))
+        events = EventLog(config.store / "events.jsonl", time.time)
+        agent = Agent(config, store, keys, transport, lambda deliver: UntaughtTrainer(store, spec, deliver), events)
+        return agent.run(until_finished=True)
+
+
+@dataclass
+class Parties:
+    """The processes of one federation under `root`."""
+
+    root: Path
+    plan: Plan
+    running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    def prepare(self) -> None:
+        for name in (COORDINATOR, *self.plan.agent_ports):
+            (self.root / name).mkdir(parents=True)
+            SigningKey.generate().save(self.root / name / "signing.key")
+        (self.root / "plan.json").write_text(json.dumps(asdict(self.plan)))
+
+    def start(self, name: str) -> None:
+        what = ["coordinator", str(self.root)] if name == COORDINATOR else ["agent", str(self.root), name]
+        with (self.root / f"{name}.log").open("ab") as log:
+            self.running[name] = subprocess.Popen(
+                [sys.executable, "-m", "tests.support.transfer_parties", *what], stdout=log, stderr=log
+            )
+
+    def change_carrier(self, device: str, port: int | None) -> None:
+        """From its next start on a device's artifacts travel over HTTPS to this port, or over MQTT."""
+        ports = {name: old for name, old in self.plan.carrier_ports.items() if name != device}
+        if port is not None:
+            ports[device] = port
+        self.plan = replace(self.plan, carrier_ports=ports)
+        (self.root / "plan.json").write_text(json.dumps(asdict(self.plan)))
+
+    def start_all(self) -> None:
+        for name in (COORDINATOR, *self.plan.agent_ports):
+            self.start(name)
+
+    def kill(self, name: str) -> None:
+        """SIGKILL, in the middle of whatever it does."""
+        process = self.running.pop(name)
+        assert process.poll() is None, self.tail(name)
+        process.send_signal(signal.SIGKILL)
+        process.wait(timeout=10)
+
+    def copy(self, device: str) -> str:
+        """Copy a box as it is, key and private store; returns the copy's name."""
+        name = f"{device}~copy"
+        shutil.copytree(self.root / device, self.root / name)
+        return name
+
+    def limit_files(self, name: str, size: int = resource.RLIM_INFINITY) -> None:
+        """From now on a process can't make a file larger than this many bytes, as if its disk were full."""
+        resource.prlimit(self.running[name].pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+    def stop(self) -> None:
+        for process in self.running.values():
+            process.kill()
+            process.wait(timeout=10)
+
+    def wait_finished(self, deadline_s: float = 120.0) -> None:
+        """Every agent ends with exit code 0."""
+        end = time.monotonic() + deadline_s
+        for device in self.plan.agent_ports:
+            try:
+                code = self.running[device].wait(timeout=max(0.1, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                raise AssertionError(f"{device} did not finish: {self.tail(COORDINATOR)} {self.tail(device)}") from None
+            assert code == 0, self.tail(device)
+
+    def events(self, of: str, name: str) -> list[dict[str, Any]]:
+        path = self.root / of / ("events.jsonl" if of == COORDINATOR else "store/events.jsonl")
+        lines = path.read_text().split("\n") if path.exists() else []
+        found = [json.loads(line) for line in lines[:-1] if line.endswith("}")]
+        return [event for event in found if event["event"] == name]
+
+    def event(self, of: str, name: str, what: str = "", deadline_s: float = 60.0) -> dict[str, Any]:
+        wait_until(lambda: bool(self.events(of, name)), f"{of}: {name} {what} {self.tail(of)}", deadline_s)
+        return self.events(of, name)[-1]
+
+    def tail(self, name: str) -> str:
+        path = self.root / f"{name}.log"
+        return f"\n{name}: {path.read_text()[-2000:]}" if path.exists() else ""
+
+    def uploaded(self, device: str) -> int:
+        """Chunks of a device's update that the coordinator has on disk, unfinished."""
+        update = list((self.root / device / "store" / "generations").glob("[0-9]*/update.bin"))
+        folder = self.root / COORDINATOR / "artifacts" / ".partial"
+        return 0 if not update else _recorded(folder, update[0].stat().st_size)
+
+    def downloaded(self, device: str) -> int:
+        """Chunks of the aggregate that a device has on disk, unfinished."""
+        opened = self.events(COORDINATOR, "attempt_opened")
+        if not opened:
+            return 0
+        aggregate = self.root / COORDINATOR / "artifacts" / opened[0]["aggregate"]
+        return _recorded(self.root / device / "store" / "artifacts" / ".partial", aggregate.stat().st_size)
+
+    def await_chunks(self, count: Callable[[], int], at_least: int, what: str) -> int:
+        seen = 0
+
+        def enough() -> bool:
+            nonlocal seen
+            seen = count()
+            return seen >= at_least
+
+        everybody = "".join(self.tail(name) for name in self.running)
+        wait_until(enough, f"{what}: {seen} {everybody}", 60.0)
+        return seen
+
+
+def _recorded(folder: Path, size: int) -> int:
+    counts = [(path.stat().st_size - size - HEAD_BYTES) // RECORD_BYTES for path in folder.glob("*.part")]
+    return max([0, *counts])
+
+
+if __name__ == "__main__":
+    import logging
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    threading.current_thread().name = sys.argv[1]
+    if sys.argv[1] == "coordinator":
+        asyncio.run(run_coordinator(Path(sys.argv[2])))
+    else:
+        sys.exit(run_agent(Path(sys.argv[2]), sys.argv[3]))

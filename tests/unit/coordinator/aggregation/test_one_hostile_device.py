@@ -1,0 +1,334 @@
+"""One device whose update can't be merged: it is rejected alone, by name, and the round closes with the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from coordinator.aggregation.worker import PublicShelf, Workbench
+from coordinator.aggregation.worker_handle import MAX_DEATHS, AggregationWorker
+from coordinator.aggregation.worker_messages import (
+    AddUpdate,
+    FinishJob,
+    Job,
+    JobDone,
+    JobFailed,
+    Reply,
+    UpdateFailed,
+    WorkerDied,
+    WorkerEvent,
+    WorkerSettings,
+)
+from coordinator.cli.create_federation import Founded, found, read_plan
+from coordinator.config import RoundSettings
+from coordinator.updates.robustness import Distances
+from fedcg.learning.spec import FederationSpec
+from fedcg.wire.artifacts.artifacts import ArtifactStore, Base, pack, unpack
+from fedcg.wire.artifacts.tensors import Array
+from fedcg.wire.messages.messages import Outcome
+from fedcg.wire.parts import Part, Report
+from tests.support import hanging_children
+from tests.support.coordinator_support import (
+    FakeDevice,
+    PlainWorker,
+    RunningService,
+    World,
+    aggregate_bytes,
+    random_parts,
+    shared_layouts,
+    tiny_spec,
+    update_header,
+    wait_until,
+)
+from tests.unit.coordinator.aggregation.test_aggregation import plan_file
+
+Parts = dict[Part, dict[str, Array]]
+JOB = Job("tiny", 1, 1, "0" * 64, "1" * 64, "2" * 64)
+
+
+@dataclass
+class Spoiler(FakeDevice):
+    """A device that changes the tensors of its updates before it packs them."""
+
+    spoil: Callable[[Parts], None] = lambda parts: None
+
+    def make_update(self, round_number: int, attempt: int, base: str, **changes: Any) -> bytes:
+        parts = random_parts(shared_layouts(self.spec), seed=round_number, scale=self.scale)
+        self.spoil(parts)
+        header = update_header(self.spec, round_number, attempt, self.name, base, **changes)
+        return pack(header, parts, self.spec.codec, self._base(base))
+
+
+def negative_variance(parts: Parts) -> None:
+    name = next(name for name in parts[Part.GENERATOR] if name.endswith("running_var"))
+    parts[Part.GENERATOR][name][0] = -1.0
+
+
+def huge(parts: Parts) -> None:
+    weights = parts[Part.CLASSIFIER]
+    norm = np.sqrt(sum(float(np.sum(np.square(array, dtype=np.float64))) for array in weights.values()))
+    for array in weights.values():
+        array *= np.float32(9e4 / norm)
+
+
+# ------------------------------------------------------------------ whole federations
+
+
+@pytest.fixture(scope="module")
+def founded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Founded, ArtifactStore]:
+    folder = tmp_path_factory.mktemp("founded")
+    plan = plan_file(folder, rounds=3, params="server_iterations = 2\nserver_batch = 4")
+    plan.write_text(plan.read_text().replace("noise_dim = 8", 'noise_dim = 8\ngenerator = "mlp_small"'))
+    return found(read_plan(plan), folder / "artifacts"), ArtifactStore(folder / "artifacts")
+
+
+@pytest.mark.slow
+def test_rounds_close_without_a_negative_variance_and_a_norm_of_9e4_and_their_devices_are_left_out(
+    tmp_path: Path, founded: tuple[Founded, ArtifactStore]
+) -> None:
+    ids, store = founded
+    spec = FederationSpec.parse(store.get(ids.spec))
+    base, state = store.get(ids.aggregate), store.get(ids.server_state)
+    honest = ("a", "b", "c")
+    world = World(
+        tmp_path,
+        spec,
+        base,
+        state,
+        clients=honest,
+        make_worker=AggregationWorker,
+        min_clients=3,
+        max_attempts=1,
+        rounds=RoundSettings(gather_s=600.0, retry_s=0.0),  # the first round waits for all five
+    )
+    for name, spoil in (("mallory", negative_variance), ("oscar", huge)):
+        world.devices[name] = Spoiler(name, world.broker, spec, world.key, spoil=spoil)
+        world.store.add_device(name, world.devices[name].key.public.hex, 1.0)
+    with RunningService(world):
+        world.start_devices()
+        wait_until(lambda: bool(world.events("finished")), "the end", 120)
+    assert not world.events("attempt_failed")
+    merged = [tuple(event["clients"]) for event in world.events("distilling")]
+    assert merged == [honest] * 3
+    refused = {(event["client"], event["reason"].partition(";")[0]) for event in world.events("update_refused")}
+    assert {client for client, _ in refused} == {"mallory", "oscar"}
+    assert ("mallory", "its generator's body.1.running_var holds a variance below 0") in refused
+    assert any("its classifier is 9e+04 away from the round's base" in reason for _, reason in refused)
+    world.close()
+
+
+class RejectingWorker(PlainWorker):
+    """Can't merge one client's update, which it says when it is asked to merge."""
+
+    def finish(self, updates: Any, limits: Any) -> None:
+        assert self._job is not None
+        if any(client == "b" for client, *_ in updates):
+            self.asked.append(("finish", updates))
+            self._notify(UpdateFailed(self._job.round, self._job.attempt, "b", "its logits are not finite"))
+        else:
+            super().finish(updates, limits)
+
+
+def hostile_world(root: Path, **settings: Any) -> World:
+    spec = tiny_spec(rounds=5)
+    base = aggregate_bytes(spec, 0, 0, seed=1)
+    return World(root, spec, base, clients=("a", "b", "c"), make_worker=RejectingWorker, **settings)
+
+
+def test_an_update_whose_merge_fails_is_rejected_durably_and_the_round_closes_with_the_others(tmp_path: Path) -> None:
+    world = hostile_world(tmp_path)
+    first, bad, last = world.devices.values()
+    last.silent = True
+    with RunningService(world) as running:
+        for device in (first, last):
+            device.start()
+        world.wait_event("attempt_opened")
+        bad.start()  # takes part from the second round on
+        world.wait_event("online", 3)
+        last.silent = False
+        last.act()
+        world.wait_event("finished")
+        assert running.service.state.left_out == {"b": "its logits are not finite"}
+    assert not world.events("attempt_failed")
+    with_and_without = (["a", "b", "c"], ["a", "c"])
+    assert [event["clients"] for event in world.events("distilling")] == [
+        ["a", "c"],
+        *with_and_without * 2,
+        ["a", "c"],
+        ["a", "c"],
+    ]
+    rejected = world.store.update(("tiny", 2, 1), "b")
+    assert rejected is not None
+    assert (rejected.outcome, rejected.reason) == (Outcome.REJECTED, "its logits are not finite")
+    assert [event["client"] for event in world.events("update_rejected")] == ["b", "b"]
+    left_out = world.events("left_out")
+    assert [(event["client"], event["round"]) for event in left_out] == [("b", 3)]
+    assert [sorted(event["participants"]) for event in world.events("attempt_opened")][3:] == [["a", "c"]] * 2
+    world.close()
+
+
+def test_an_attempt_that_needs_the_rejected_update_fails_by_the_devices_name(tmp_path: Path) -> None:
+    world = hostile_world(tmp_path, min_clients=3, max_attempts=2)
+    with RunningService(world):
+        world.start_devices()
+        paused = world.wait_event("paused")
+    assert "the update of b was rejected (its logits are not finite); 2 updates are left, and 3 are needed" in str(
+        paused["reason"]
+    )
+    world.close()
+
+
+# ------------------------------------------------------------------ the worker's handle
+
+
+@contextmanager
+def handle(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, child: Callable[..., None], stall_s: float = 60.0
+) -> Iterator[tuple[AggregationWorker, list[WorkerEvent]]]:
+    monkeypatch.setattr("coordinator.aggregation.worker_handle.worker_main", child)
+    monkeypatch.setattr("coordinator.aggregation.worker_handle.MAX_BACKOFF_S", 0.01)
+    said: list[WorkerEvent] = []
+    settings = WorkerSettings(1, "cpu", b"s" * 32, folder / "artifacts", folder / "spill", stall_s=stall_s)
+    worker = AggregationWorker(settings, said.append)
+    worker.open(JOB)
+    worker.start()
+    try:
+        yield worker, said
+    finally:
+        worker.stop()
+
+
+@pytest.mark.slow
+def test_an_update_over_which_every_worker_dies_is_rejected_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with handle(tmp_path, monkeypatch, hanging_children.die_over_b) as (worker, said):
+        for client in "abc":
+            worker.add(client, "3" * 64)
+        wait_until(lambda: any(isinstance(event, UpdateFailed) for event in said), "the update is given up", 100)
+        worker.finish((("a", "3" * 64, 1), ("c", "3" * 64, 1)), {})
+        wait_until(lambda: any(isinstance(event, JobDone) for event in said), "the others are merged")
+    assert [event.client for event in said if isinstance(event, UpdateFailed)] == ["b"]
+    assert [event.deaths for event in said if isinstance(event, WorkerDied)] == list(range(1, MAX_DEATHS + 1))
+    assert not any(isinstance(event, JobFailed) for event in said)
+
+
+def test_what_is_added_between_a_jobs_failure_and_its_handling_is_asked_of_no_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with handle(tmp_path, monkeypatch, hanging_children.fail_the_job_and_answer_nothing_more) as (worker, said):
+        wait_until(lambda: any(isinstance(event, JobFailed) for event in said), "the job fails")
+        worker.add("late", "3" * 64)  # as the service does that has not got to the failure yet
+        worker.finish((("late", "3" * 64, 1),), {})
+        worker.open(replace(JOB, attempt=2))
+        wait_until(lambda: any(isinstance(event, UpdateFailed) for event in said), "the next job is told")
+    assert [event.client for event in said if isinstance(event, UpdateFailed)] == [""]
+
+
+# ------------------------------------------------------------------ the worker at work
+
+
+class Benches:
+    """Workbenches of this process over the updates of four devices, one of which can be spoilt."""
+
+    def __init__(self, folder: Path, ids: Founded, artifacts: ArtifactStore) -> None:
+        self._folder, self._ids, self._artifacts = folder, ids, artifacts
+        self.spec = FederationSpec.parse(artifacts.get(ids.spec))
+
+    def open(self, name: str, **job: Any) -> tuple[Workbench, list[Reply]]:
+        ids, said = self._ids, list[Reply]()
+        settings = WorkerSettings(1, "cpu", b"s" * 32, self._artifacts.root, self._folder / name)
+        asked = Job("tiny", 1, 1, ids.spec, ids.aggregate, ids.server_state, **job)
+        return Workbench(asked, settings, "cpu", said.append, PublicShelf(None, 1)), said
+
+    def update(self, client: str, spoil: Callable[[Parts], None] = lambda parts: None, examples: int = 10) -> str:
+        parts = random_parts(shared_layouts(self.spec), seed=ord(client[0]))
+        spoil(parts)
+        report = Report(examples=examples)
+        header = update_header(self.spec, 1, 1, client, self._ids.aggregate, report=report)
+        known = unpack(self._artifacts.get(self._ids.aggregate), shared_layouts(self.spec), codecs=None).parts
+        base = Base(self._ids.aggregate, {part: known[part] for part in self.spec.with_base})
+        return self._artifacts.put(pack(header, parts, self.spec.codec, base))
+
+
+@pytest.fixture
+def benches(tmp_path: Path, founded: tuple[Founded, ArtifactStore]) -> Benches:
+    torch.set_num_threads(1)
+    return Benches(tmp_path, *founded)
+
+
+def merged(bench: Workbench, said: list[Reply], *updates: tuple[str, str, int], limits: Distances | None = None) -> str:
+    """The id of the aggregate."""
+    bench.serve(FinishJob(updates, limits or {}))
+    done = said[-1]
+    assert isinstance(done, JobDone), done
+    return done.aggregate
+
+
+def test_an_update_whose_teacher_pass_fails_is_reported_alone_and_leaves_no_trace_in_the_merge(
+    benches: Benches,
+) -> None:
+    good = {client: benches.update(client) for client in "ac"}
+    bad = benches.update("b", negative_variance)
+    bench, said = benches.open("with")
+    for client, artifact in (("a", good["a"]), ("b", bad), ("c", good["c"])):
+        bench.serve(AddUpdate(client, artifact))
+    (failed,) = (reply for reply in said if isinstance(reply, UpdateFailed))
+    assert failed.client == "b"
+    assert "not finite" in failed.reason
+    bench.serve(FinishJob((("a", good["a"], 10), ("b", bad, 10), ("c", good["c"], 10))))  # asked before that was known
+    assert said[-1] == failed
+    chosen = [(client, artifact, 10) for client, artifact in good.items()]
+    assert merged(bench, said, *chosen) == merged(*benches.open("without"), *chosen)
+
+
+def test_a_merge_that_diverges_is_tried_again_without_the_farthest_update_and_only_once(benches: Benches) -> None:
+    chosen = [(client, benches.update(client), 10) for client in "ac"]
+
+    def far(parts: Parts) -> None:
+        for array in parts[Part.CLASSIFIER].values():
+            array *= np.float32(1e7)
+
+    bad = ("b", benches.update("b", far), 10)
+    bench, said = benches.open("with")
+    bench.serve(FinishJob((chosen[0], bad, chosen[1])))
+    failed = said[-1]
+    assert isinstance(failed, UpdateFailed)
+    assert failed.client == "b"
+    assert "the merge diverged, and this update is the farthest from the base" in failed.reason
+    assert merged(bench, said, *chosen) == merged(*benches.open("without"), *chosen)
+
+
+def test_a_weight_that_was_capped_counts_as_if_it_had_been_reported(benches: Benches) -> None:
+    honest = ("a", benches.update("a"), 10)
+    boast, modest = benches.update("b", examples=10**9), benches.update("b", examples=30)
+    bench, said = benches.open("capped")
+    for client, artifact in (("a", honest[1]), ("b", boast)):
+        bench.serve(AddUpdate(client, artifact))
+    capped = merged(bench, said, honest, ("b", boast, 30))
+    assert capped == merged(*benches.open("reported"), honest, ("b", modest, 30))
+    assert capped != merged(*benches.open("uncapped"), honest, ("b", boast, 10**9))
+
+
+def test_limits_known_at_last_give_the_bytes_of_limits_known_at_arrival_and_wide_ones_change_nothing(
+    benches: Benches,
+) -> None:
+    updates = [(client, benches.update(client), 10) for client in "ab"]
+
+    def aggregate(name: str, on_arrival: Distances, at_last: Distances) -> str:
+        bench, said = benches.open(name, limits=on_arrival)
+        for client, artifact, _ in updates:
+            bench.serve(AddUpdate(client, artifact))
+        return merged(bench, said, *updates, limits=at_last)
+
+    wide, narrow = {Part.CLASSIFIER: 1e6}, {Part.CLASSIFIER: 1e-3}
+    free = aggregate("free", {}, {})
+    assert aggregate("wide", wide, wide) == free
+    assert aggregate("late", {}, narrow) == aggregate("early", narrow, narrow) != free

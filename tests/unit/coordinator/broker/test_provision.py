@@ -1,0 +1,382 @@
+"""What the coordinator generates: certificates, homes, bundles, broker configuration; and its commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import stat
+import subprocess
+from datetime import datetime, timezone
+from pathlib import Path
+
+import pytest
+import typer
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID
+from typer.testing import CliRunner
+
+from coordinator.broker import deployed_mosquitto as own_broker
+from coordinator.broker.access_lists import RELOAD_BY_HAND
+from coordinator.broker.mosquitto import QueueLimits, access_list, mosquitto_config
+from coordinator.cli.coordinator_commands import coordinator_app, deploy_app, federation_app
+from coordinator.cli.member_commands import device_app
+from coordinator.cli.opening import create_home
+from coordinator.config import BrokerSettings, CoordinatorConfig, check_api_host, load_config, render_config
+from coordinator.errors import ConfigError, HomeError
+from coordinator.paths import Home
+from coordinator.pki import authority as pki
+from coordinator.pki.authority import create_ca, credential_of, issue, observers_of
+from coordinator.rounds.records import AggregateRecord, FederationRecord
+from coordinator.storage.store import Store
+from fedcg.wire.artifacts.artifacts import ArtifactStore
+from fedcg.wire.messages.signing import SigningKey, VerifyKey
+from fedcg.wire.transfer.broker_presets import limits_for
+from tests.support.coordinator_support import tiny_spec
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def certificate(directory: Path, name: str) -> x509.Certificate:
+    return x509.load_pem_x509_certificate(credential_of(directory, name).certificate.read_bytes())
+
+
+def test_certificates_name_their_identity_their_use_and_are_signed_by_the_authority(tmp_path: Path) -> None:
+    create_ca(tmp_path)
+    issue(tmp_path, "broker", server=True, sans=("127.0.0.1", "broker.example"))
+    issue(tmp_path, "line4")
+    ca, server, client = (certificate(tmp_path, name) for name in ("ca", "broker", "line4"))
+    for leaf, name, use in (
+        (server, "broker", ExtendedKeyUsageOID.SERVER_AUTH),
+        (client, "line4", ExtendedKeyUsageOID.CLIENT_AUTH),
+    ):
+        leaf.verify_directly_issued_by(ca)
+        assert leaf.subject.rfc4514_string() == f"CN={name}"
+        assert list(leaf.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value) == [use]
+        assert leaf.extensions.get_extension_for_class(x509.BasicConstraints).value.ca is False
+        key = leaf.public_key()
+        assert isinstance(key, ec.EllipticCurvePublicKey)
+        assert key.curve.name == "secp256r1"
+        assert mode(credential_of(tmp_path, name).key) == 0o600
+    names = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert names.get_values_for_type(x509.DNSName) == ["broker.example"]
+    assert [str(address) for address in names.get_values_for_type(x509.IPAddress)] == ["127.0.0.1"]
+    assert server.not_valid_before_utc < datetime.now(timezone.utc) < server.not_valid_after_utc
+
+
+def test_an_authority_is_never_replaced_and_names_that_leave_the_directory_are_refused(tmp_path: Path) -> None:
+    create_ca(tmp_path)
+    with pytest.raises(FileExistsError, match="cut off"):
+        create_ca(tmp_path)
+    for name in ("../x", "ca", ".hidden"):
+        with pytest.raises(ValueError, match="name"):
+            issue(tmp_path, name)
+    with pytest.raises(FileNotFoundError, match="authority"):
+        issue(tmp_path / "elsewhere", "a")
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    return create_home(tmp_path / "home", CoordinatorConfig(), observers=("observer",))
+
+
+def with_federation(home: Home, name: str = "casting") -> None:
+    store = Store(home.database)
+    spec = ArtifactStore(home.artifacts).put(tiny_spec().model_copy(update={"codec": "i8-delta"}).canonical())
+    record = FederationRecord(name, "fedcg", spec, 3, 2, 2, 100.0, 1, 1.0)
+    store.add_federation(record, AggregateRecord(name, 0, 0, "0" * 64, 10, "e" * 64, 1.0))
+    store.close()
+
+
+def test_a_home_holds_everything_and_shows_no_secret_to_others(home: Home) -> None:
+    assert mode(home.root) == 0o700
+    for secret in (home.secret_file, home.signing_key, *home.pki.glob("*.key")):
+        assert mode(secret) == 0o600
+    assert len(home.secret()) == 32
+    assert SigningKey.load(home.signing_key).public.raw
+    assert observers_of(home) == ["observer"]
+    assert load_config(home.config_file) == CoordinatorConfig()
+    other = create_home(home.root.parent / "other", CoordinatorConfig())
+    assert other.secret() != home.secret()
+    assert observers_of(other) == []
+
+
+@pytest.mark.parametrize(
+    ("host", "names"),
+    [("broker.example", {"broker.example"}), ("192.0.2.7", {"192.0.2.7"}), ("localhost", {"localhost", "127.0.0.1"})],
+)
+def test_a_servers_certificate_names_this_machine_only_where_its_clients_are(
+    tmp_path: Path, host: str, names: set[str]
+) -> None:
+    home = create_home(tmp_path / "home", CoordinatorConfig(broker=BrokerSettings(host=host)))
+    for role in ("broker", "enrolment"):
+        pki.server_credential(home.pki, role, host)
+        found = certificate(home.pki, role).extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        assert {str(name.value) for name in found} == names
+
+
+def test_a_brokers_certificate_that_names_too_much_is_replaced_at_the_next_deployment(
+    home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(own_broker, "ACCOUNT", "no-such-user")
+    home.config_file.write_text(render_config(CoordinatorConfig(broker=BrokerSettings(host="broker.example"))))
+    assert call(deploy_app, "mosquitto", "--dir", home.root, "--out", tmp_path / "broker")[0] == 0
+    found = certificate(tmp_path / "broker", "broker").extensions.get_extension_for_class(x509.SubjectAlternativeName)
+    assert [str(name.value) for name in found.value] == ["broker.example"]
+
+
+def test_a_home_is_made_only_in_an_empty_directory(home: Home) -> None:
+    with pytest.raises(HomeError, match="not an empty directory"):
+        create_home(home.root, CoordinatorConfig())
+    with pytest.raises(HomeError, match="coordinator init"):
+        Home(home.root.parent / "nowhere").require()
+
+
+def test_only_one_process_holds_a_home(home: Home) -> None:
+    with home.locked():
+        assert home.pid_file.read_text().strip() == str(os.getpid())
+        with pytest.raises(HomeError, match=str(os.getpid())), home.locked():
+            pass
+    with home.locked():
+        pass
+
+
+def test_a_short_secret_is_refused(home: Home) -> None:
+    home.secret_file.write_bytes(b"short")
+    with pytest.raises(HomeError, match="at least 32"):
+        home.secret()
+
+
+def test_all_errors_of_a_configuration_are_told_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "coordinator.toml"
+    path.write_text('[broker]\nport = 0\nhots = "x"\n[aggregation]\nthreads = "many"\n')
+    with pytest.raises(ConfigError) as refused:
+        load_config(path)
+    for name in ("broker.port", "broker.hots", "aggregation.threads"):
+        assert name in str(refused.value)
+    path.write_text("[broker\n")
+    with pytest.raises(ConfigError, match=r"coordinator\.toml"):
+        load_config(path)
+    path.write_text(render_config(CoordinatorConfig()))
+    assert load_config(path) == CoordinatorConfig()
+
+
+def test_a_preset_and_single_limits_survive_writing_and_reading(tmp_path: Path) -> None:
+    broker = BrokerSettings(preset="azure-event-grid", chunk_bytes=30_000, window_bytes=400_000)
+    path = tmp_path / "coordinator.toml"
+    path.write_text(render_config(CoordinatorConfig(broker=broker)))
+    assert load_config(path).broker == broker
+    assert broker.limits == limits_for("azure-event-grid", chunk_bytes=30_000, window_bytes=400_000)
+    path.write_text(render_config(CoordinatorConfig()))
+    assert load_config(path) == CoordinatorConfig()
+
+
+def test_the_brokers_queues_are_bounded_as_configured(home: Home, tmp_path: Path) -> None:
+    limits = QueueLimits(packet_bytes=131_072, in_flight=7, messages=99, bytes=1_000_000)
+    text = mosquitto_config(home, tmp_path, user=None, limits=limits)
+    assert set(limits.lines()) <= set(text.splitlines())
+    default = mosquitto_config(home, tmp_path, user=None)
+    assert set(QueueLimits().lines()) <= set(default.splitlines())
+
+
+def test_the_http_interface_is_shown_to_no_network() -> None:
+    check_api_host("127.0.0.1")
+    with pytest.raises(ConfigError, match="no authentication"):
+        check_api_host("0.0.0.0")  # noqa: S104 - the address that must be refused
+
+
+def test_mosquitto_is_configured_for_mutual_tls_and_listens_on_loopback_for_a_loopback_host(home: Home) -> None:
+    text = mosquitto_config(home, home.broker, user=None)
+    lines = text.splitlines()
+    for line in (
+        "allow_anonymous false",
+        "require_certificate true",
+        "use_identity_as_username true",
+        "use_username_as_clientid true",
+        "tls_version tlsv1.3",
+        "listener 8883 127.0.0.1",
+        f"cafile {home.pki.resolve() / 'ca.pem'}",
+        f"acl_file {home.broker.resolve() / 'acl'}",
+    ):
+        assert line in lines
+    assert "user root" not in lines
+    as_root = mosquitto_config(home, home.broker, user="root")
+    assert "user root" in as_root.splitlines()
+
+
+def test_the_access_list_has_a_section_per_device_and_nothing_without_a_federation() -> None:
+    text = access_list(["casting"], ["b", "a"], ["observer"])
+    assert [line for line in text.splitlines() if line.startswith("user")] == [
+        "user coordinator",
+        "user observer",
+        "user a",
+        "user b",
+    ]
+    assert "topic" not in access_list([], ["a"], [])
+
+
+def call(app: typer.Typer, *arguments: object) -> tuple[int, str]:
+    done = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    return done.exit_code, done.output
+
+
+def test_init_refuses_a_directory_in_use_with_exit_code_2(tmp_path: Path) -> None:
+    code, output = call(coordinator_app, "init", "--dir", tmp_path / "home", "--broker-port", 18884, "--json")
+    assert code == 0
+    assert json.loads(output)["dir"] == str(tmp_path / "home")
+    assert load_config(tmp_path / "home" / "coordinator.toml").broker.port == 18884
+    code, output = call(coordinator_app, "init", "--dir", tmp_path / "home")
+    assert code == 2
+    assert "not an empty directory" in output
+
+
+def test_devices_are_added_with_bundles_that_fit_together(home: Home, tmp_path: Path) -> None:
+    with_federation(home)
+    code, output = call(device_app, "add", "line4", "line5", "--dir", home.root, "--out", tmp_path / "out", "--json")
+    assert code == 0
+    assert json.loads(output)["broker_reloaded"] is False
+    bundle = tmp_path / "out" / "line4"
+    files = {str(path.relative_to(bundle)) for path in bundle.rglob("*") if path.is_file()}
+    assert files == {"agent.toml", "coordinator.pub", "signing.key", "tls/ca.pem", "tls/device.key", "tls/device.pem"}
+    assert mode(bundle) == 0o700
+    assert mode(bundle / "signing.key") == mode(bundle / "tls" / "device.key") == 0o600
+    leaf = x509.load_pem_x509_certificate((bundle / "tls" / "device.pem").read_bytes())
+    leaf.verify_directly_issued_by(certificate(home.pki, "ca"))
+    assert leaf.subject.rfc4514_string() == "CN=line4"
+    assert VerifyKey.from_hex((bundle / "coordinator.pub").read_text()) == SigningKey.load(home.signing_key).public
+    store = Store(home.database)
+    keys = {device.id: device.public_key for device in store.devices()}
+    store.close()
+    assert keys["line4"] == SigningKey.load(bundle / "signing.key").public.hex
+    assert not credential_of(home.pki, "line4").key.exists()
+    assert "user line4" in (home.broker / "acl").read_text()
+    assert json.loads(call(device_app, "list", "--dir", home.root, "--json")[1])[1]["id"] == "line5"
+
+
+def test_a_bundles_agent_toml_is_one_that_the_agent_reads(home: Home, tmp_path: Path) -> None:
+    from edge_client.config import load_config as load_agent_config
+
+    with_federation(home)
+    call(device_app, "add", "line4", "--dir", home.root, "--out", tmp_path)
+    config = load_agent_config(tmp_path / "line4" / "agent.toml", {})
+    assert (config.federation, config.device) == ("casting", "line4")
+    assert (config.broker.host, config.broker.port) == ("127.0.0.1", 8883)
+    assert config.tls is not None
+    for path in (config.tls.ca, config.tls.cert, config.tls.key, config.keys.signing, config.keys.coordinator):
+        assert path.is_file()
+
+
+@pytest.mark.parametrize(
+    ("ids", "why"),
+    [
+        (["Line4"], "lower-case"),
+        (["coordinator"], "reserved"),
+        (["observer-2"], "reserved"),
+        (["x", "x"], "twice"),
+        (["taken"], "already"),
+        (["../up"], "lower-case"),
+    ],
+)
+def test_ids_that_cannot_be_are_refused_before_anything_is_written(
+    home: Home, tmp_path: Path, ids: list[str], why: str
+) -> None:
+    with_federation(home)
+    call(device_app, "add", "taken", "--dir", home.root, "--out", tmp_path / "first")
+    code, output = call(device_app, "add", "good", *ids, "--dir", home.root, "--out", tmp_path / "out")
+    assert code == 2
+    assert why in output
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_device_needs_a_federation_to_join(home: Home, tmp_path: Path) -> None:
+    code, output = call(device_app, "add", "a", "--dir", home.root, "--out", tmp_path)
+    assert code == 2
+    assert "federation create" in output
+
+
+def test_a_home_serves_one_federation_and_shows_where_it_stands(home: Home, tmp_path: Path) -> None:
+    with_federation(home)
+    plan = tmp_path / "plan.toml"
+    plan.write_text(
+        'federation = "second"\nclasses = ["x", "y"]\nmethod = "fedcg"\nrounds = 1\n'
+        '[image]\nmode = "L"\nheight = 28\nwidth = 28\nmean = [0.5]\nstd = [0.5]\n'
+    )
+    code, output = call(federation_app, "create", plan, "--dir", home.root)
+    assert code == 2
+    assert "casting" in output
+    shown = json.loads(call(federation_app, "show", "--dir", home.root, "--json")[1])
+    assert (shown["federation"], shown["phase"], shown["round"]) == ("casting", "waiting", 1)
+    assert (shown["codec"], shown["aggregate_codec"]) == ("i8-delta", "f32")
+    assert "updates coded i8-delta, aggregates f32" in call(federation_app, "show", "--dir", home.root)[1]
+
+
+def test_a_paused_federation_is_resumed_only_while_no_coordinator_runs(home: Home) -> None:
+    with_federation(home)
+    store = Store(home.database)
+    store.add_device("a", "a" * 64, 1.0)
+    for attempt in (1, 2):
+        store.open_attempt(("casting", 1, attempt), "0" * 64, frozenset({"a"}), 1.0, 2.0)
+        store.fail_attempt(("casting", 1, attempt), "nobody came", 3.0)
+    assert store.round_state("casting").phase.value == "paused"
+    with home.locked():
+        code, output = call(federation_app, "resume", "--dir", home.root)
+        assert code == 2
+        assert "stop it first" in output
+    assert call(federation_app, "resume", "--dir", home.root)[0] == 0
+    assert store.round_state("casting").phase.value == "waiting"
+    store.close()
+
+
+def test_configuration_for_a_broker_of_others_is_written_where_it_is_asked_for(
+    home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(own_broker, "ACCOUNT", "no-such-user")  # which could not enter pytest's own folders
+    with_federation(home)
+    call(device_app, "add", "line4", "--dir", home.root, "--out", tmp_path / "out")
+    folder = (tmp_path / "broker").resolve()
+    code, told = call(deploy_app, "mosquitto", "--dir", home.root, "--out", folder)
+    assert code == 0
+    assert f"mosquitto -c {folder / 'mosquitto.conf'}" in told
+    lines = (folder / "mosquitto.conf").read_text().splitlines()
+    for name, value in (("acl_file", "acl"), ("crlfile", "crl.pem"), ("keyfile", "broker.key"), ("cafile", "ca.pem")):
+        assert f"{name} {folder / value}" in lines
+    assert "user line4" in (folder / "acl").read_text()
+    x509.load_pem_x509_crl((folder / "crl.pem").read_bytes())
+    assert mode(folder / "broker.key") == 0o600
+    assert (folder / "data").is_dir()
+    assert RELOAD_BY_HAND in call(device_app, "add", "late", "--dir", home.root, "--out", tmp_path / "out")[1]
+    assert "user late" in (folder / "acl").read_text()
+
+
+def test_a_broker_of_others_gets_its_lists_and_a_signal_after_every_change(
+    home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(own_broker, "ACCOUNT", "no-such-user")  # which could not enter pytest's own folders
+    with_federation(home)
+    lists = tmp_path / "lists"
+    assert call(deploy_app, "mosquitto", "--dir", home.root, "--out", lists)[0] == 0
+    shutil.copy(shutil.which("sleep") or "", tmp_path / "mosquitto")
+    broker = subprocess.Popen([tmp_path / "mosquitto", "600"])
+    try:
+        (lists / "data" / "mosquitto.pid").write_text(f"{broker.pid}\n")
+        code, output = call(device_app, "add", "line4", "--dir", home.root, "--out", tmp_path / "out", "--json")
+        assert (code, json.loads(output)["broker_reloaded"]) == (0, True)
+        assert broker.wait(timeout=20) == -signal.SIGHUP  # a stand-in, which does not know what SIGHUP asks for
+    finally:
+        broker.kill()
+        broker.wait()
+    assert "user line4" in (lists / "acl").read_text()
+    assert json.loads(call(device_app, "revoke", "line4", "--dir", home.root, "--json")[1])["broker_reloaded"] is False
+    assert "user line4" not in (lists / "acl").read_text()
+    assert len(list(x509.load_pem_x509_crl((lists / "crl.pem").read_bytes()))) == 1
+
+
+def test_a_device_may_have_the_name_of_a_server_without_touching_its_certificate(home: Home, tmp_path: Path) -> None:
+    with_federation(home)
+    before = credential_of(home.pki, "broker").certificate.read_bytes()
+    assert call(device_app, "add", "broker", "--dir", home.root, "--out", tmp_path / "out")[0] == 0
+    assert credential_of(home.pki, "broker").certificate.read_bytes() == before

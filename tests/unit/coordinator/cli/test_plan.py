@@ -1,0 +1,129 @@
+"""The operator's plan.toml: an example to start from, a table of every field, and errors in words, all at once."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomllib
+from typer.testing import CliRunner, Result
+
+from coordinator.cli.coordinator_commands import coordinator_app, federation_app
+from fedcg.learning.spec import FederationPlan
+
+DOCUMENT = Path(__file__).parents[4] / "docs" / "plan.md"
+
+
+def _run(*arguments: str) -> Result:
+    return CliRunner().invoke(federation_app, arguments)
+
+
+def _form(schema: dict[str, Any]) -> str:
+    """What may stand in a field, as the table of docs/plan.md writes it."""
+    if "enum" in schema:
+        return ", ".join(f"`{one}`" for one in schema["enum"])
+    if schema["type"] == "array":
+        return f"list of {_form(schema['items'])}"
+    if schema["type"] == "object":
+        return "table"
+    low = f" from {schema['minimum']}" if "minimum" in schema else ""
+    low = f" above {schema['exclusiveMinimum']:g}" if "exclusiveMinimum" in schema else low
+    high = f" to {schema['maximum']}" if "maximum" in schema else ""
+    return (
+        {"string": "text", "integer": "integer", "number": "number", "boolean": "true or false"}[schema["type"]]
+        + low
+        + high
+    )
+
+
+def _rows() -> list[str]:
+    whole = FederationPlan.model_json_schema()
+
+    def rows(schema: dict[str, Any], prefix: str = "") -> list[str]:
+        found: list[str] = []
+        for name, field in schema["properties"].items():
+            if "$ref" in field:
+                found += rows(whole["$defs"][field["$ref"].rpartition("/")[2]], f"{prefix}{name}.")
+                continue
+            default = "needed" if name in schema.get("required", ()) else f"`{str(field['default']).lower()}`"
+            default = "none" if field.get("default") == {} else default
+            found.append(f"| `{prefix}{name}` | {_form(field)} | {default} | {field['description']} |")
+        return found
+
+    return rows(whole)
+
+
+def test_the_document_has_a_row_for_every_field_as_the_program_checks_it() -> None:
+    table = [line for line in DOCUMENT.read_text().splitlines() if line.startswith("| `")]
+    assert table == _rows(), "docs/plan.md should have:\n" + "\n".join(_rows())
+
+
+def test_the_example_has_every_field_with_its_default_and_makes_a_federation(tmp_path: Path) -> None:
+    example = _run("plan", "--example").stdout
+    plan = tmp_path / "plan.toml"
+    plan.write_text(re.sub(r"(?m)^# (\w+ = .*)$", r"\1", example))  # with what it only shows
+    full, short = tomllib.loads(plan.read_text()), tomllib.loads(example)
+    assert set(full) == set(FederationPlan.model_fields)
+    for table, fields in FederationPlan.model_json_schema()["$defs"].items():
+        assert set(full[{"ImageForm": "image", "NetworkChoice": "network"}[table]]) == set(fields["properties"])
+    del full["params"], short["params"]
+    assert FederationPlan.model_validate(full) == FederationPlan.model_validate(short)
+    assert _run("plan", str(plan)).exit_code == 0
+    home = tmp_path / "home"
+    assert CliRunner().invoke(coordinator_app, ["init", "--dir", str(home)]).exit_code == 0
+    created = _run("create", str(plan), "--dir", str(home))
+    assert created.exit_code == 0, created.output
+    assert "Opened federation casting" in created.stdout
+
+
+@pytest.mark.parametrize("command", ["plan", "create"])
+def test_everything_that_is_wrong_with_a_plan_is_told_at_once_with_its_line(tmp_path: Path, command: str) -> None:
+    home = tmp_path / "home"
+    CliRunner().invoke(coordinator_app, ["init", "--dir", str(home)])
+    plan = tmp_path / "plan.toml"
+    plan.write_text(
+        'federation = "Shapes One"\nclasses = ["a"]\nmethod = "fedgc"\nrounds = 0\nmin_client = 3\ncodec = "f8"\n'
+        '[image]\nmode = "GRAY"\nheight = 2\nmean = [0.5]\nstd = [0]\n'
+    )
+    told = _run(command, str(plan), *(["--dir", str(home)] if command == "create" else []))
+    assert told.exit_code == 2
+    for line in (
+        "line 1: federation: must be 1 to 63 small letters, digits and dashes",
+        "line 2: classes: ",
+        "line 3: method: there is no method 'fedgc'; there are ",
+        "line 4: rounds: must be greater than or equal to 1",
+        "line 5: min_client: there is no such setting (did you mean `min_clients`?)",
+        "line 6: codec: must be 'f32', 'f16', 'i8', 'f16-delta' or 'i8-delta'",
+        "line 8: image.mode: must be 'L' or 'RGB'",
+        "line 9: image.height: must be greater than or equal to 4",
+        "line 7: image.width: is missing",
+        "line 11: image.std.0: must be greater than 0",
+        "plan.toml: 10 problems",
+    ):
+        assert line in told.stderr, told.stderr
+
+
+@pytest.mark.slow
+def test_a_parameter_that_the_method_does_not_have_is_told_in_words(tmp_path: Path) -> None:
+    home, plan = tmp_path / "home", tmp_path / "plan.toml"
+    CliRunner().invoke(coordinator_app, ["init", "--dir", str(home)])
+    plan.write_text(f"{_run('plan', '--example').stdout}ephocs = 3\nlr = -1.0\n")
+    told = _run("create", str(plan), "--dir", str(home))
+    assert told.exit_code == 2
+    assert "ephocs: there is no such setting (did you mean `epochs`?)" in told.stderr
+    assert "lr: must be greater than 0" in told.stderr
+    assert "pydantic" not in told.stderr
+
+
+def test_a_coordinator_toml_that_is_wrong_names_lines_and_nearest_settings(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    CliRunner().invoke(coordinator_app, ["init", "--dir", str(home)])
+    path = home / "coordinator.toml"
+    path.write_text(path.read_text().replace("certificate_days", "certificate_dais"))
+    number = 1 + next(n for n, line in enumerate(path.read_text().splitlines()) if "certificate_dais" in line)
+    told = CliRunner().invoke(coordinator_app, ["run", "--dir", str(home)])
+    assert told.exit_code == 2
+    assert f"line {number}: enrolment.certificate_dais" in told.stderr
+    assert "did you mean `certificate_days`?" in told.stderr

@@ -1,0 +1,226 @@
+"""The commands as processes: brokers that accept who is enrolled, and a coordinator that serves, answers and ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+
+from coordinator.broker.access_lists import publish_access
+from coordinator.cli.opening import create_home
+from coordinator.config import ApiSettings, BrokerSettings, CoordinatorConfig
+from coordinator.members.bundle_enrolment import enrol
+from coordinator.paths import Home
+from coordinator.rounds.records import AggregateRecord, DeviceState, FederationRecord
+from coordinator.storage.store import Store
+from fedcg.find_mosquitto import find_mosquitto
+from fedcg.wire.artifacts.artifacts import ArtifactStore
+from fedcg.wire.messages.topics import Topics
+from fedcg.wire.transport.mqtt import MqttTransport
+from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles
+from fedcg.wire.transport.transport import Delivery
+from tests.support.brokers import free_port
+from tests.support.coordinator_support import FEDERATION, aggregate_bytes, tiny_spec, wait_until
+
+BROKERS = [pytest.param("mosquitto", marks=pytest.mark.broker), "amqtt"]
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    config = CoordinatorConfig(broker=BrokerSettings(port=free_port()), api=ApiSettings(port=free_port()))
+    made = create_home(tmp_path / "home", config)
+    spec, artifacts, store = tiny_spec(), ArtifactStore(made.artifacts), Store(made.database)
+    base = aggregate_bytes(spec, 0, 0, seed=1)
+    record = FederationRecord(FEDERATION, "fedcg", artifacts.put(spec.canonical()), 2, 2, 3, 600.0, 1, 1.0)
+    initial = AggregateRecord(FEDERATION, 0, 0, artifacts.put(base), len(base), artifacts.put(b"state"), 1.0)
+    store.add_federation(record, initial)
+    enrol(made, store, ["a"], tmp_path / "bundles", 1.0)
+    store.close()
+    return made
+
+
+class Processes:
+    """Starts `fedcg` commands with their output in a file, and ends them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._running: list[subprocess.Popen[bytes]] = []
+
+    def start(self, name: str, *arguments: object) -> subprocess.Popen[bytes]:
+        with (self._folder / f"{name}.log").open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "fedcg", *map(str, arguments)], stdout=log, stderr=subprocess.STDOUT
+            )
+        self._running.append(process)
+        return process
+
+    def output(self, name: str) -> str:
+        return (self._folder / f"{name}.log").read_text()
+
+    def end_all(self) -> None:
+        for process in self._running:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def processes(tmp_path: Path) -> Iterator[Processes]:
+    started = Processes(tmp_path)
+    yield started
+    started.end_all()
+
+
+def start_broker(processes: Processes, home: Home, kind: str) -> subprocess.Popen[bytes]:
+    if kind == "mosquitto" and find_mosquitto() is None:
+        if os.environ.get("CI") == "true":
+            pytest.fail("Mosquitto is missing, in CI it must be there")
+        pytest.skip("no Mosquitto; `make setup-broker` puts one in place")
+    wanted = "auto" if kind == "mosquitto" else kind
+    process = processes.start("broker", "broker", "run", "--dir", home.root, "--broker", wanted)
+    wait_until(lambda: "ready" in processes.output("broker") or process.poll() is not None, "the broker is ready")
+    assert process.poll() is None, processes.output("broker")
+    return process
+
+
+class Listener:
+    """A device's connection with its bundle's certificate."""
+
+    def __init__(self, home: Home, bundle: Path, name: str) -> None:
+        tls = bundle / "tls"
+        files = TlsFiles(tls / "ca.pem", tls / "device.pem", tls / "device.key")
+        self.heard: list[Delivery] = []
+        self.up = False
+        port = home.config().broker.port
+        self.transport = MqttTransport(MqttConfig("127.0.0.1", port, name, tls=files, protocol="3.1.1"))
+        self.transport.subscribe(Topics(FEDERATION).coordinator)
+        self.transport.start(self.heard.append, self._link)
+        wait_until(lambda: self.up, f"{name} is connected")
+
+    def _link(self, up: bool) -> None:
+        self.up = up
+
+
+def get(home: Home, path: str) -> tuple[int, object]:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{home.config().api.port}{path}", timeout=5) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.load(error)
+    except urllib.error.URLError:
+        return 0, None
+
+
+@pytest.mark.parametrize("kind", BROKERS)
+def test_a_coordinator_serves_over_a_real_broker_and_ends_when_told(
+    home: Home, processes: Processes, tmp_path: Path, kind: str
+) -> None:
+    broker = start_broker(processes, home, kind)
+    assert processes.output("broker").splitlines()[0].startswith(f"broker: {kind}")
+    coordinator = processes.start("coordinator", "coordinator", "run", "--dir", home.root)
+    wait_until(lambda: get(home, "/readyz")[0] == 200, "the coordinator is ready")
+    device = Listener(home, tmp_path / "bundles" / "a", "a")
+    wait_until(lambda: bool(device.heard), "its status is retained and readable")
+
+    store = Store(home.database)
+    enrol(home, store, ["late"], tmp_path / "bundles", time.time())
+    store.close()
+    reload_broker(home)
+    late = Listener(home, tmp_path / "bundles" / "late", "late")
+    wait_until(lambda: bool(late.heard), "a device that was added later may read")
+
+    coordinator.send_signal(signal.SIGTERM)
+    assert coordinator.wait(timeout=20) == 0, processes.output("coordinator")
+    wait_until(lambda: len(device.heard) >= 2, "its goodbye")
+    device.transport.close()
+    late.transport.close()
+    broker.send_signal(signal.SIGTERM)
+    assert broker.wait(timeout=20) == 0, processes.output("broker")
+
+
+def reload_broker(home: Home) -> None:
+    assert publish_access(home)
+
+
+def test_the_http_interface_tells_about_federation_rounds_and_devices(home: Home, processes: Processes) -> None:
+    process = processes.start("coordinator", "coordinator", "run", "--dir", home.root)
+    wait_until(lambda: get(home, "/healthz")[0] == 200 or process.poll() is not None, "it answers")
+    assert process.poll() is None, processes.output("coordinator")
+    assert get(home, "/readyz")[0] == 503
+    _, federation = get(home, "/api/v1/federation")
+    assert isinstance(federation, dict)
+    assert (federation["federation"], federation["phase"], federation["epoch"]) == (FEDERATION, "waiting", 1)
+    assert federation["upload"] == ["classifier", "generator"]
+    assert get(home, "/api/v1/rounds") == (200, [])
+    assert get(home, "/api/v1/rounds/1")[0] == 404
+    _, devices = get(home, "/api/v1/devices")
+    assert isinstance(devices, list)
+    assert [(device["id"], device["online"]) for device in devices] == [("a", False)]
+    store = Store(home.database)
+    store.open_attempt((FEDERATION, 1, 1), "0" * 64, frozenset({"a"}), 1.0, 2.0)
+    store.close()
+    _, rounds = get(home, "/api/v1/rounds/1")
+    assert isinstance(rounds, dict)
+    assert rounds["attempts"][0]["participants"] == [{"client": "a", "state": "invited", "reason": ""}]
+
+    second = processes.start("second", "coordinator", "run", "--dir", home.root)
+    assert second.wait(timeout=30) == 2
+    assert "is using" in processes.output("second")
+
+
+def test_a_killed_coordinator_takes_its_worker_along_and_its_lease_is_not_reused(
+    home: Home, processes: Processes
+) -> None:
+    first = processes.start("coordinator", "coordinator", "run", "--dir", home.root)
+
+    def worker_pid() -> int:
+        lines = home.events_file.read_text().splitlines() if home.events_file.exists() else []
+        ready = [json.loads(line) for line in lines if '"worker_ready"' in line]
+        return int(ready[-1]["pid"]) if ready else 0
+
+    wait_until(lambda: worker_pid() > 0, "the worker is ready")
+    first.kill()
+    first.wait()
+    wait_until(lambda: not Path(f"/proc/{worker_pid()}").exists(), "the worker is gone")
+    processes.start("again", "coordinator", "run", "--dir", home.root)
+    wait_until(lambda: get(home, "/healthz")[0] == 200, "it answers again")
+    _, federation = get(home, "/api/v1/federation")
+    assert isinstance(federation, dict)
+    assert federation["epoch"] == 2
+
+
+def test_a_starting_coordinator_publishes_who_is_enrolled_or_revoked_whatever_was_interrupted(
+    home: Home, processes: Processes
+) -> None:
+    """As after a coordinator that was killed between its database and the broker's lists."""
+    store = Store(home.database)
+    store.add_device("late", "aa" * 32, 1.0)
+    assert store.register.end_membership("a", DeviceState.REVOKED, "", 1.0)
+    (certificate,) = store.register.certificates("a")
+    store.close()
+    process = processes.start("coordinator", "coordinator", "run", "--dir", home.root)
+    wait_until(lambda: get(home, "/healthz")[0] == 200 or process.poll() is not None, "it answers")
+    assert process.poll() is None, processes.output("coordinator")
+    lines = (home.broker / "acl").read_text().splitlines()
+    assert "user late" in lines
+    assert "user a" not in lines
+    revoked = x509.load_pem_x509_crl(home.revocations.read_bytes())
+    assert [f"{entry.serial_number:x}" for entry in revoked] == [certificate.serial]
+
+
+def test_a_second_broker_for_the_same_home_is_refused(home: Home, processes: Processes) -> None:
+    start_broker(processes, home, "amqtt")
+    second = processes.start("second", "broker", "run", "--dir", home.root, "--broker", "amqtt")
+    assert second.wait(timeout=30) == 2
+    assert "is using" in processes.output("second")

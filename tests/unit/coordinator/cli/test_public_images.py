@@ -1,0 +1,143 @@
+"""Public images on the coordinator: what is read, what is refused, and a FedDF federation that distils on them."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from coordinator.aggregation.worker import PublicShelf
+from coordinator.aggregation.worker_handle import AggregationWorker
+from coordinator.cli.create_federation import found, read_plan
+from coordinator.config import AggregationSettings, CoordinatorConfig, load_config, render_config
+from coordinator.errors import PlanError
+from coordinator.paths import Home
+from fedcg.learning.data.public_images import read_public, spread
+from fedcg.learning.errors import DataError
+from fedcg.learning.spec import FederationSpec, ImageForm
+from fedcg.wire.artifacts.artifacts import ArtifactStore, unpack
+from tests.support.coordinator_support import World
+from tests.unit.coordinator.aggregation.test_aggregation import plan_file, run_to_the_end
+
+GREY = ImageForm(mode="L", height=28, width=28, mean=(0.5,), std=(0.5,))
+
+
+def write_public(folder: Path, count: int) -> Path:
+    """Flat grey squares, image number k of brightness 10 k, in two folders and of two sizes."""
+    for number in range(count):
+        place = folder / ("deep/er" if number % 2 else ".")
+        place.mkdir(parents=True, exist_ok=True)
+        side = 28 if number < 2 else 40
+        Image.new("L", (side, side), 10 * number).save(place / f"{number:03d}.png")
+    return folder
+
+
+def brightness(images: object) -> list[int]:
+    return [int(image.float().mean()) for image in images]  # type: ignore[attr-defined]
+
+
+def test_images_anywhere_below_a_folder_are_read_in_the_specs_form_and_broken_ones_are_told(tmp_path: Path) -> None:
+    folder = write_public(tmp_path / "public", 4)
+    (folder / "zz.png").write_bytes(b"no image")
+    (folder / ".hidden.png").write_bytes(b"hidden")
+    (folder / "notes.txt").write_text("not an image")
+    read = read_public(folder, GREY, 100)
+    assert read.images.shape == (4, 1, 28, 28)
+    assert brightness(read.images) == [0, 20, 10, 30]  # in the order of their paths
+    assert read.found == 5
+    assert [skipped.file for skipped in read.skipped] == [str(folder / "zz.png")]
+    assert brightness(read_public(folder, GREY, 2).images) == [0, 10]
+
+
+def test_of_more_images_than_wanted_evenly_spread_ones_are_taken() -> None:
+    assert spread(3, 5) == [0, 1, 2]
+    assert spread(10, 4) == [0, 2, 5, 7]
+
+
+def test_labels_of_array_files_are_not_looked_at(tmp_path: Path) -> None:
+    pixels = np.stack([np.full((28, 28), 10 * number, np.uint8) for number in range(3)])
+    np.savez(tmp_path / "bare.npz", images=pixels)
+    np.savez(tmp_path / "labelled.npz", train_images=pixels[..., None], train_labels=np.array([7, 700, 70000]))
+    for name in ("bare.npz", "labelled.npz"):
+        assert brightness(read_public(tmp_path / name, GREY, 9).images) == [0, 10, 20]
+    idx = tmp_path / "idx"
+    idx.mkdir()
+    (idx / "train-images-idx3-ubyte").write_bytes(struct.pack(">IIII", 0x803, 3, 28, 28) + pixels.tobytes())
+    (idx / "train-labels-idx1-ubyte").write_bytes(struct.pack(">II", 0x801, 3) + bytes([1, 2, 3]))
+    assert brightness(read_public(idx, GREY, 9).images) == [0, 10, 20]
+
+
+def test_what_can_not_be_read_is_refused_with_its_place(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "a.png").write_bytes(b"no image")
+    (tmp_path / "fake.npz").write_bytes(b"no zip")
+    np.savez(tmp_path / "other.npz", pixels=np.zeros((1, 2, 2), np.uint8))
+    np.savez(tmp_path / "floats.npz", images=np.zeros((1, 2, 2)))
+    np.savez(tmp_path / "flat.npz", images=np.zeros(4, np.uint8))
+    for name, said in (
+        ("nowhere", "no such folder"),
+        ("empty", "no public images"),
+        ("broken", "none of 1 public images"),
+        ("fake.npz", "not an .npz"),
+        ("other.npz", "without `images`"),
+        ("floats.npz", "must be uint8"),
+        ("flat.npz", "must be"),
+    ):
+        with pytest.raises(DataError, match=said) as refused:
+            read_public(tmp_path / name, GREY, 9)
+        assert name in str(refused.value)
+
+
+def test_too_many_large_images_are_refused_before_they_are_decoded(tmp_path: Path) -> None:
+    np.savez(tmp_path / "many.npz", images=np.zeros((2100, 2, 2), np.uint8))
+    large = GREY.model_copy(update={"height": 1024, "width": 1024})
+    with pytest.raises(DataError, match="use at most 2048"):
+        read_public(tmp_path / "many.npz", large, 9999)
+
+
+def test_the_coordinator_reads_them_once_and_only_when_its_configuration_names_some(tmp_path: Path) -> None:
+    assert PublicShelf(None, 9).images(GREY) is None
+    folder = write_public(tmp_path / "public", 3)
+    shelf = PublicShelf(folder, 9)
+    first = shelf.images(GREY)
+    (folder / "000.png").unlink()
+    assert first is shelf.images(GREY)
+    with pytest.raises(DataError, match="no such folder"):
+        PublicShelf(tmp_path / "nowhere", 9).images(GREY)
+
+
+def test_the_configuration_keeps_the_place_and_a_relative_one_starts_at_its_own_folder(tmp_path: Path) -> None:
+    config = CoordinatorConfig(aggregation=AggregationSettings(public_data='a "b"', public_images=7))
+    home = Home(tmp_path)
+    home.config_file.write_text(render_config(config))
+    assert load_config(home.config_file) == config
+    assert home.public_data(config) == tmp_path / 'a "b"'
+    assert home.public_data(CoordinatorConfig()) is None
+    home.config_file.write_text(render_config(CoordinatorConfig()))
+    assert load_config(home.config_file) == CoordinatorConfig()
+
+
+def test_a_method_that_needs_public_images_is_not_founded_without_them(tmp_path: Path) -> None:
+    plan = read_plan(plan_file(tmp_path, "feddf", params=""))
+    with pytest.raises(PlanError, match=r"aggregation\.public_data in coordinator\.toml"):
+        found(plan, tmp_path / "artifacts")
+
+
+def test_a_feddf_federation_distils_on_the_coordinators_public_images(tmp_path: Path) -> None:
+    params = "server_iterations = 3\nserver_batch = 4"
+    public, store = write_public(tmp_path / "public", 6), ArtifactStore(tmp_path / "artifacts")
+    ids = found(read_plan(plan_file(tmp_path, "feddf", rounds=1, params=params)), tmp_path / "artifacts", public, 5)
+    spec = FederationSpec.parse(store.get(ids.spec))
+    base, state = store.get(ids.aggregate), store.get(ids.server_state)
+    world = World(tmp_path / "home", spec, base, state, make_worker=AggregationWorker, public_data=public)
+    final = run_to_the_end(world)
+    merged = unpack(world.artifacts.get(final), {part: spec.layouts[part] for part in spec.upload})
+    assert {part.value for part in merged.parts} == {"extractor", "classifier"}
+    phases = {event["phase"] for event in world.events("phase_started")}
+    assert phases == {"teacher", "distil"}, json.dumps(world.events())

@@ -1,0 +1,389 @@
+"""The HTTPS carrier's listener over real mutual TLS, beside a running service: who may fetch and put what, and what is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import socket
+import ssl
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from coordinator.http.carrier_api import MEMBER_S
+from coordinator.members.bundle_enrolment import certificate_record
+from coordinator.rounds.records import DeviceState
+from edge_client.transfer.https_client import Line, check_ready
+from fedcg import listening
+from fedcg.wire.errors import TransportError
+from fedcg.wire.messages.enrolment_messages import load_certificate
+from fedcg.wire.messages.messages import Carrier, Manifest, Outcome
+from fedcg.wire.server_role import ServerRole
+from fedcg.wire.transfer.chunks import frames_for
+from fedcg.wire.transfer.http_ranges import ARTIFACTS_PATH, READY_PATH, UPDATES_PATH, span_of
+from tests.support.brokers import HOST, Pki, free_port
+from tests.support.carriers import Answer, ask, carrying, connect
+from tests.support.coordinator_support import FakeDevice, RunningService, World, aggregate_bytes, tiny_spec, wait_until
+
+
+@dataclass
+class Bench:
+    """A federation of a and b, whose updates the test itself puts."""
+
+    world: World
+    pki: Pki
+    port: int
+    running: RunningService | None = None
+    ahead_s: float = 0.0
+
+    def clock(self) -> float:
+        return time.monotonic() + self.ahead_s
+
+    def start(self) -> None:
+        self.running = RunningService(self.world, lambda s: carrying(self.pki.directory, self.port, s, self.clock))
+        self.running.__enter__()
+
+    def stop(self) -> None:
+        assert self.running is not None
+        self.running.__exit__()
+
+    def device(self, name: str) -> FakeDevice:
+        return self.world.devices[name]
+
+    def announced(self, name: str) -> tuple[Manifest, bytes]:
+        """The update that a device has announced and been granted."""
+        device = self.device(name)
+        wait_until(lambda: bool(device.asked_for), f"{name} is granted chunks")
+        assert device.pending is not None
+        return device.pending
+
+    def get(self, name: str, artifact: str, wanted: str | None = None) -> Answer:
+        headers = {} if wanted is None else {"Range": wanted}
+        return ask(self.port, self.pki, name, f"{ARTIFACTS_PATH}/{artifact}", headers=headers)
+
+    def put(self, name: str, manifest: Manifest, data: bytes, first: int, count: int, **headers: str) -> Answer:
+        span = span_of(manifest.artifact, first, count)
+        wanted = {
+            "Content-Range": span.content_range,
+            **{key.replace("_", "-"): value for key, value in headers.items()},
+        }
+        body = data[span.first : span.last + 1]
+        return ask(self.port, self.pki, name, f"{UPDATES_PATH}/{manifest.artifact.id}", "PUT", body, wanted)
+
+    def revoke(self, name: str) -> None:
+        self.world.store.register.end_membership(name, DeviceState.REVOKED, "stolen", time.time())
+        self.ahead_s += MEMBER_S
+
+    def receipt(self, name: str) -> Outcome:
+        wait_until(lambda: bool(self.device(name).receipts()), f"{name} has a receipt")
+        return self.device(name).receipts()[-1].outcome
+
+
+@pytest.fixture
+def bench(tmp_path: Path, pki: Pki) -> Iterator[Bench]:
+    spec = tiny_spec(1)
+    world = World(tmp_path / "home", spec, aggregate_bytes(spec, 0, 0, seed=1))
+    for device in world.devices.values():
+        device.carrier = Carrier.HTTPS
+    made = Bench(world, pki, free_port())
+    made.start()
+    world.start_devices()
+    yield made
+    made.stop()
+    world.close()
+
+
+def test_an_aggregate_is_fetched_whole_and_by_range(bench: Bench) -> None:
+    base, name = bench.world.base, bench.world.base_id
+    whole = bench.get("a", name)
+    assert (whole.status, whole.body) == (200, base)
+    part = bench.get("b", name, "bytes=100-299")
+    assert (part.status, part.body) == (206, base[100:300])
+    assert part.headers["Content-Range"] == f"bytes 100-299/{len(base)}"
+    rest = bench.get("a", name, f"bytes={len(base) - 7}-")
+    assert (rest.status, rest.body) == (206, base[-7:])
+    over = bench.get("a", name, f"bytes={len(base) - 7}-{len(base) + 1000}")
+    assert (over.status, over.body) == (206, base[-7:])
+
+
+def test_a_range_behind_the_end_and_one_that_is_none_are_refused(bench: Bench) -> None:
+    base, name = bench.world.base, bench.world.base_id
+    beyond = bench.get("a", name, f"bytes={len(base)}-")
+    assert (beyond.status, beyond.headers["Content-Range"]) == (416, f"bytes */{len(base)}")
+    for wrong in ("bytes=-5", "bytes=9-3", "bytes=0-1,5-6", "lines=0-1", "bytes=0-" + "9" * 40):
+        assert bench.get("a", name, wrong).status == 400, wrong
+
+
+def test_updates_and_files_are_not_fetched(bench: Bench) -> None:
+    manifest, data = bench.announced("b")
+    assert bench.put("b", manifest, data, 0, manifest.artifact.chunks).status == 204
+    bench.world.wait_event("update_stored")
+    for name in ("a", "b"):
+        assert bench.get(name, manifest.artifact.id).status == 404
+    assert bench.get("a", "0" * 64).status == 404
+    assert ask(bench.port, bench.pki, "a", f"{ARTIFACTS_PATH}/../database.sqlite").status in (404, 422)
+    assert ask(bench.port, bench.pki, "a", f"{UPDATES_PATH}/{manifest.artifact.id}").status == 405
+
+
+def test_an_update_put_in_pieces_is_counted_once(bench: Bench) -> None:
+    manifest, data = bench.announced("a")
+    chunks = manifest.artifact.chunks
+    assert bench.put("a", manifest, data, 3, chunks - 3).status == 204
+    assert bench.put("a", manifest, data, 3, 2).status == 204  # again: harmless
+    assert bench.put("a", manifest, data, 0, 3).status == 204
+    assert bench.receipt("a") is Outcome.ACCEPTED
+    assert bench.put("a", manifest, data, 0, chunks).status == 404  # nothing is under way any more
+    stored = bench.world.wait_event("update_stored")
+    assert (stored["client"], stored["received"]) == ("a", chunks)
+    assert len(bench.world.events("update_stored")) == 1
+    assert bench.world.artifacts.get(manifest.artifact.id) == data
+
+
+def test_chunks_that_come_both_ways_make_one_update(bench: Bench) -> None:
+    device = bench.device("a")
+    manifest, data = bench.announced("a")
+    assert bench.put("a", manifest, data, 0, 4).status == 204
+    for frame in frames_for(data, manifest.artifact, [(2, manifest.artifact.chunks)]):
+        device.transport.publish(device.topics.up_chunk("a"), frame)
+    assert bench.receipt("a") is Outcome.ACCEPTED
+    stored = bench.world.wait_event("update_stored")
+    assert (stored["received"], stored["repeated"]) == (manifest.artifact.chunks, 2)
+    assert len(bench.world.events("update_stored")) == 1
+
+
+def test_what_was_put_before_the_coordinator_restarted_is_not_asked_for_again(bench: Bench) -> None:
+    manifest, data = bench.announced("a")
+    assert bench.put("a", manifest, data, 0, 5).status == 204
+    bench.stop()
+    device = bench.device("a")
+    device.asked_for.clear()
+    bench.start()
+    device.hello()
+    wait_until(lambda: bool(device.asked_for), "the rest is granted")
+    assert min(first for first, _ in device.asked_for) == 5
+    assert bench.put("a", manifest, data, 5, manifest.artifact.chunks).status == 204
+    assert bench.receipt("a") is Outcome.ACCEPTED
+    assert bench.world.wait_event("update_stored")["resumed"] == 5
+
+
+def test_a_device_cannot_put_an_update_as_another(bench: Bench) -> None:
+    manifest, data = bench.announced("b")
+    bench.announced("a")
+    assert bench.put("a", manifest, b"x" * len(data), 0, manifest.artifact.chunks).status == 404
+    assert bench.put("b", manifest, data, 0, manifest.artifact.chunks).status == 204
+    assert bench.receipt("b") is Outcome.ACCEPTED
+    assert bench.world.wait_event("update_stored")["received"] == manifest.artifact.chunks
+
+
+def test_an_altered_byte_is_refused_by_its_sha256_and_the_true_bytes_still_count(bench: Bench) -> None:
+    manifest, data = bench.announced("a")
+    altered = bytearray(data)
+    altered[len(data) // 2] ^= 1
+    refused = bench.put("a", manifest, bytes(altered), 0, manifest.artifact.chunks)
+    assert refused.status == 422
+    assert b"sha256" in refused.body
+    bench.device("a").asked_for.clear()
+    wait_until(lambda: bool(bench.device("a").asked_for), "it is granted again")
+    assert bench.put("a", manifest, data, 0, manifest.artifact.chunks).status == 204
+    assert bench.receipt("a") is Outcome.ACCEPTED
+
+
+def test_bodies_that_are_not_what_their_headers_say_take_nothing(bench: Bench) -> None:
+    manifest, data = bench.announced("a")
+    size, chunk = manifest.artifact.size, manifest.artifact.chunk_bytes
+    for wrong in (
+        f"bytes 0-{chunk - 1}/{size + 1}",  # of another size
+        f"bytes 1-{chunk}/{size}",  # not at a chunk's place
+        f"bytes 0-{chunk - 2}/{size}",  # a part of a chunk
+        "bytes 0-10/*",
+        f"bytes 0-{size}/{size}",
+        "",
+    ):
+        assert bench.put("a", manifest, data, 0, 1, Content_Range=wrong).status == 400, wrong
+    assert bench.put("a", manifest, data, 0, 1, Content_Range=f"bytes 0-9/{1 << 39}").status == 413
+    longer = bench.put("a", manifest, data, 0, 3, Content_Range=span_of(manifest.artifact, 0, 2).content_range)
+    assert longer.status == 400
+    assert bench.put("a", manifest, data, 0, manifest.artifact.chunks).status == 204
+    assert bench.world.wait_event("update_stored")["repeated"] == 0  # nothing of the others had counted
+
+
+def test_bytes_behind_the_declared_body_are_no_part_of_the_update(bench: Bench) -> None:
+    manifest, data = bench.announced("a")
+    span = span_of(manifest.artifact, 0, 1)
+    head = (
+        f"PUT {UPDATES_PATH}/{manifest.artifact.id} HTTP/1.1\r\nHost: x\r\nContent-Length: {span.length}\r\n"
+        f"Content-Range: {span.content_range}\r\n\r\n"
+    )
+    context = bench.pki.tls("a").context(ServerRole.CARRIER)
+    with (
+        socket.create_connection((HOST, bench.port), 20) as plain,
+        context.wrap_socket(plain, server_hostname=HOST) as secured,
+    ):
+        secured.sendall(head.encode() + data[: span.length] + data[span.length : 3 * span.length])
+        heard = b""
+        with contextlib.suppress(OSError):
+            while piece := secured.recv(4096):
+                heard += piece
+    assert heard.startswith(b"HTTP/1.1 204")
+    assert b"HTTP/1.1 400" in heard
+    assert bench.put("a", manifest, data, 1, manifest.artifact.chunks).status == 204
+    stored = bench.world.wait_event("update_stored")
+    assert (stored["received"], stored["repeated"]) == (manifest.artifact.chunks, 0)
+
+
+def test_a_body_that_breaks_off_leaves_its_whole_chunks(bench: Bench) -> None:
+    manifest, data = bench.announced("a")
+    span = span_of(manifest.artifact, 0, manifest.artifact.chunks)
+    connection = connect(bench.port, bench.pki.tls("a").context(ServerRole.CARRIER))
+    connection.putrequest("PUT", f"{UPDATES_PATH}/{manifest.artifact.id}")
+    connection.putheader("Content-Range", span.content_range)
+    connection.putheader("Content-Length", str(span.length))
+    connection.endheaders()
+    connection.send(data[: 4 * manifest.artifact.chunk_bytes + 10])
+    folder = bench.world.root / "artifacts" / ".partial"
+
+    def are_recorded() -> bool:
+        return any(path.stat().st_size >= span.size + 48 + 4 * 16 for path in folder.glob("a@*.part"))
+
+    wait_until(are_recorded, "four chunks are on disk")
+    connection.close()
+    assert bench.put("a", manifest, data, 4, manifest.artifact.chunks).status == 204
+    assert bench.world.wait_event("update_stored")["repeated"] == 0
+
+
+def test_nobody_gets_in_without_a_certificate_of_the_authority(bench: Bench, tmp_path: Path) -> None:
+    anonymous = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    anonymous.load_verify_locations(bench.pki.ca)
+    foreign = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    foreign.load_verify_locations(bench.pki.ca)
+    stranger = Pki.create(tmp_path / "foreign", ("a",)).tls("a")
+    foreign.load_cert_chain(stranger.cert, stranger.key)
+    for context in (anonymous, foreign):
+        with pytest.raises((ssl.SSLError, ConnectionError)):
+            _ready(connect(bench.port, context))
+
+
+def _ready(connection: http.client.HTTPSConnection) -> int:
+    with contextlib.closing(connection):
+        connection.request("GET", READY_PATH)
+        return connection.getresponse().status
+
+
+def test_older_tls_is_refused(bench: Bench) -> None:
+    context = bench.pki.tls("a").context(ServerRole.CARRIER)
+    context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_2
+    with pytest.raises((ssl.SSLError, ConnectionError)):
+        _ready(connect(bench.port, context))
+
+
+def test_a_certificate_of_nobody_in_the_register_is_refused_and_told(bench: Bench) -> None:
+    assert ask(bench.port, bench.pki, "a", READY_PATH).status == 204
+    for identity in ("c", "observer", "coordinator"):
+        assert ask(bench.port, bench.pki, identity, READY_PATH).status == 403
+        assert ask(bench.port, bench.pki, identity, f"{ARTIFACTS_PATH}/{bench.world.base_id}").status == 403
+    told = bench.world.events("carrier_refused")
+    assert [event["certificate"] for event in told] == ["c"]  # the others within the same ten seconds
+
+
+def test_a_revoked_device_can_neither_fetch_nor_put(bench: Bench) -> None:
+    manifest, data = bench.announced("a")
+    assert bench.put("a", manifest, data, 0, 2).status == 204
+    bench.revoke("a")
+    assert bench.get("a", bench.world.base_id).status == 403
+    assert bench.put("a", manifest, data, 2, manifest.artifact.chunks).status == 403
+    assert bench.get("b", bench.world.base_id).status == 200
+
+
+def test_the_certificate_of_a_replaced_box_is_refused_although_the_new_one_has_its_name(bench: Bench) -> None:
+    assert ask(bench.port, bench.pki, "a", READY_PATH).status == 204
+    old = load_certificate(bench.pki.tls("a").cert.read_bytes())
+    record = replace(certificate_record("a", old, time.time()), revoked_at=time.time())
+    bench.world.store.register.add_certificate(record)
+    bench.ahead_s += MEMBER_S
+    assert ask(bench.port, bench.pki, "a", READY_PATH).status == 403
+
+
+def test_revocation_ends_a_fetch_that_is_under_way(bench: Bench) -> None:
+    data = bytes(48_000_000)
+    name = bench.world.artifacts.put(data)
+    assert bench.running is not None
+    bench.running.service.shelf.library.allow(name)
+    connection = connect(bench.port, bench.pki.tls("a").context(ServerRole.CARRIER))
+    connection.request("GET", f"{ARTIFACTS_PATH}/{name}")
+    response = connection.getresponse()
+    assert response.read(1000) == bytes(1000)
+    bench.revoke("a")
+    with pytest.raises((http.client.IncompleteRead, OSError)):
+        response.read()
+    connection.close()
+
+
+def test_a_device_has_a_few_requests_at_once_and_others_are_not_held_up(bench: Bench) -> None:
+    manifest, _ = bench.announced("a")
+    span = span_of(manifest.artifact, 0, 1)
+    held = []
+    for _ in range(4):
+        connection = connect(bench.port, bench.pki.tls("a").context(ServerRole.CARRIER))
+        connection.putrequest("PUT", f"{UPDATES_PATH}/{manifest.artifact.id}")
+        connection.putheader("Content-Range", span.content_range)
+        connection.putheader("Content-Length", str(span.length))
+        connection.endheaders()
+        held.append(connection)
+    wait_until(lambda: bench.get("a", bench.world.base_id).status == 429, "the fifth is refused")
+    assert bench.get("b", bench.world.base_id).status == 200
+    for connection in held:
+        connection.close()
+    wait_until(lambda: bench.get("a", bench.world.base_id).status == 200, "there is room again")
+
+
+def test_a_connection_on_which_nothing_moves_is_ended(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listening, "HEADER_S", 0.3)
+    context = bench.pki.tls("a").context(ServerRole.CARRIER)
+    with (
+        socket.create_connection((HOST, bench.port), 20) as plain,
+        context.wrap_socket(plain, server_hostname=HOST) as secured,
+    ):
+        secured.sendall(b"GET /v1/re")
+        heard = b""
+        with contextlib.suppress(ssl.SSLError, ConnectionError):
+            heard = secured.recv(10)
+    assert heard == b""
+
+
+@pytest.mark.parametrize(
+    ("carriers", "is_broadcast"), [((Carrier.HTTPS, Carrier.HTTPS), False), ((Carrier.HTTPS, Carrier.MQTT), True)]
+)
+def test_an_aggregate_is_broadcast_only_when_somebody_listens(
+    tmp_path: Path, carriers: tuple[Carrier, Carrier], is_broadcast: bool
+) -> None:
+    spec = tiny_spec(1)
+    world = World(tmp_path / "home", spec, aggregate_bytes(spec, 0, 0, seed=1))
+    for device, carrier in zip(world.devices.values(), carriers, strict=True):
+        device.carrier = carrier
+    with RunningService(world):
+        world.start_devices()
+        a = world.devices["a"]
+        wait_until(lambda: bool(a.asked_for), "a has what it needs and is granted chunks of its update")
+        assert (a.topics.aggregate in a.heard_on) == is_broadcast
+    world.close()
+
+
+def test_a_connection_that_died_between_two_requests_is_replaced(bench: Bench) -> None:
+    line = Line(f"https://{HOST}:{bench.port}", bench.pki.tls("a"))
+    line.ready()
+    bench.stop()
+    bench.start()
+    line.ready()
+    line.close()
+    bench.stop()
+    with pytest.raises(ConnectionRefusedError):
+        line.ready()
+    bench.start()
+
+
+def test_a_refusal_is_told_with_its_reason(bench: Bench) -> None:
+    with pytest.raises(TransportError, match=r"refused \(403\): this certificate is no member's"):
+        check_ready(f"https://{HOST}:{bench.port}", bench.pki.tls("c"))

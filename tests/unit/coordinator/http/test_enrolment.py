@@ -1,0 +1,337 @@
+"""Enrolment over real HTTPS: a real listener, the real client, and servers that only pretend."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import socket
+import ssl
+import stat
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import rsa
+
+from coordinator.config import EnrolmentSettings
+from coordinator.errors import HomeError
+from coordinator.http import tls_listeners as listeners
+from coordinator.http.rate_limits import Rate
+from coordinator.paths import Home
+from coordinator.pki.authority import create_ca, credential_of, issue
+from edge_client.config import load_config
+from edge_client.errors import EnrolError
+from edge_client.identity.credentials import TlsKey
+from edge_client.identity.enrol import Folder, enrol
+from edge_client.identity.enrolment_client import ask, trusting
+from edge_client.identity.keys import load_keys
+from fedcg.listening import Caps, Connections
+from fedcg.wire.messages.enrolment_messages import (
+    ENROL_PATH,
+    MAX_BODY_BYTES,
+    EnrolAnswer,
+    EnrolRequest,
+    Token,
+    enrolment_statement,
+    load_certificate,
+)
+from fedcg.wire.messages.signing import SigningKey
+from tests.support.enrolments import FEDERATION, Desk, open_home, running_desk
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    return open_home(tmp_path / "home")
+
+
+@pytest.fixture
+def desk(home: Home) -> Iterator[Desk]:
+    with running_desk(home) as running:
+        yield running
+
+
+def authority_of(home: Home) -> x509.Certificate:
+    return load_certificate(credential_of(home.pki, "ca").certificate.read_bytes())
+
+
+def request_of(token: Token, device: str, tls: TlsKey, signing: SigningKey, **changes: Any) -> EnrolRequest:
+    proof = signing.sign(enrolment_statement(token.id, device, tls.digest, signing.public.hex)).hex()
+    values: dict[str, Any] = {
+        "token": token.id,
+        "secret": token.secret.hex(),
+        "device": device,
+        "request": tls.request(device),
+        "signing_key": signing.public.hex,
+        "proof": proof,
+        "nonce": "7" * 32,
+    }
+    return EnrolRequest(**{**values, **changes})
+
+
+def send(desk: Desk, request: EnrolRequest) -> EnrolAnswer:
+    return ask(desk.url, ENROL_PATH, request, EnrolAnswer, trusting(authority_of(desk.home)))
+
+
+def raw(desk: Desk, method: str, path: str, body: bytes | None) -> tuple[int, dict[str, Any]]:
+    host, port = "127.0.0.1", desk.home.config().enrolment.port
+    context = trusting(authority_of(desk.home))
+    connection = http.client.HTTPSConnection(host, port, context=context, timeout=10)
+    try:
+        connection.request(method, path, body)
+        response = connection.getresponse()
+        return response.status, json.loads(response.read())
+    finally:
+        connection.close()
+
+
+def test_one_step_makes_a_device_that_is_ready_to_run_and_whose_keys_never_left(desk: Desk, tmp_path: Path) -> None:
+    out = tmp_path / "box"
+    enrolled = enrol(desk.token("line-4"), out, data="/images")
+    assert (enrolled.device, enrolled.federation) == ("line-4", FEDERATION)
+    config = load_config(out / "agent.toml", {})
+    assert (config.device, config.federation, config.data.root) == ("line-4", FEDERATION, Path("/images"))
+    assert (config.broker.host, config.broker.port, config.enrolment.url) == ("127.0.0.1", 8883, desk.url)
+    keys = load_keys(config)
+    assert keys.coordinator == SigningKey.load(desk.home.signing_key).public
+    certificate = load_certificate((out / "tls" / "device.pem").read_bytes())
+    certificate.verify_directly_issued_by(authority_of(desk.home))
+    assert certificate.subject.rfc4514_string() == "CN=line-4"
+    life = certificate.not_valid_after_utc - certificate.not_valid_before_utc
+    assert 29 <= life.days <= 31
+    assert stat.S_IMODE(out.stat().st_mode) == stat.S_IMODE((out / "tls").stat().st_mode) == 0o700
+    for secret in (out / "signing.key", out / "tls" / "device.key"):
+        assert stat.S_IMODE(secret.stat().st_mode) == 0o600
+    known = desk.store.device("line-4")
+    assert known is not None
+    assert known.public_key == keys.signing.public.hex
+    assert len(desk.published) == 1
+    (event,) = desk.events("device_enrolled")
+    assert event["client"] == "line-4"
+
+
+def test_the_coordinator_keeps_no_secret_of_a_token(desk: Desk) -> None:
+    token = desk.token("line-4")
+    kept = b"".join(path.read_bytes() for path in desk.home.root.glob("database.sqlite*"))
+    assert token.id.encode() in kept
+    for form in (token.secret, token.secret.hex().encode(), token.text.encode()):
+        assert form not in kept
+
+
+def test_a_used_token_is_refused_for_other_keys_and_nothing_changes(desk: Desk, tmp_path: Path) -> None:
+    token = desk.token()
+    enrol(token, tmp_path / "first", device="line-4")
+    before = desk.store.device("line-4")
+    for device in ("line-4", "line-5"):
+        with pytest.raises(EnrolError, match="used already, by device 'line-4'"):
+            enrol(token, tmp_path / f"second-{device}", device=device)
+    assert desk.store.device("line-4") == before
+    assert desk.store.device("line-5") is None
+    assert len(desk.store.register.certificates()) == 1
+    assert [event["reason"] for event in desk.events("enrolment_refused")] == [
+        f"token {token.id}: the token was used already, by device 'line-4'"
+    ] * 2
+
+
+def test_a_replayed_request_changes_nothing_and_gives_only_the_certificate_of_the_same_keys(desk: Desk) -> None:
+    token, tls, signing = desk.token("line-4"), TlsKey.generate(), SigningKey.generate()
+    request = request_of(token, "line-4", tls, signing)
+    first = send(desk, request)
+    assert send(desk, request) == first
+    again = send(desk, request_of(token, "line-4", tls, signing))
+    assert again.model_copy(update={"signature": first.signature}) == first
+    assert len(desk.store.register.certificates()) == len(desk.events("device_enrolled")) == 1
+    desk.ahead_s = 1000.0
+    with pytest.raises(EnrolError, match="used already"):
+        send(desk, request)
+
+
+def test_after_a_lost_answer_the_same_command_finishes_the_enrolment(desk: Desk, tmp_path: Path) -> None:
+    token, out = desk.token("line-4"), tmp_path / "box"
+    enrol(token, out)
+    (out / "agent.toml").unlink()
+    for lost in ("tls/device.pem", "tls/ca.pem", "coordinator.pub"):
+        (out / lost).unlink()
+    again = enrol(token, out)
+    assert again.config.exists()
+    assert len(desk.store.register.certificates("line-4")) == 1
+
+
+def test_an_expired_a_revoked_and_a_guessed_token_are_refused_with_their_reason(desk: Desk, tmp_path: Path) -> None:
+    from coordinator.members.tokens import revoke_token
+
+    expired, revoked, known = desk.token("a", hours=1.0), desk.token("b", hours=100.0), desk.token("c", hours=100.0)
+    desk.ahead_s = 3601.0
+    revoke_token(desk.store, revoked.id, desk.clock())
+    guessed = Token(known.id, b"g" * 32, known.authority, known.coordinator, known.url, "c")
+    nobodys = Token("f" * 16, known.secret, known.authority, known.coordinator, known.url, "c")
+    for token, why in (
+        (expired, "expired"),
+        (revoked, "the operator revoked"),
+        (guessed, "not valid here"),
+        (nobodys, "not valid here"),
+    ):
+        with pytest.raises(EnrolError, match=why):
+            enrol(token, tmp_path / token.id / why.split()[0])
+    assert desk.store.devices() == []
+    assert [event["reason"].split(": ")[1] for event in desk.events("enrolment_refused")] == [
+        "the token has expired",
+        "the operator revoked the token",
+        "the secret is wrong",
+        "no token of that id",
+    ]
+    assert {event["address"] for event in desk.events("enrolment_refused")} == {"127.0.0.1"}
+
+
+def test_a_token_enrols_only_the_device_that_it_is_bound_to(desk: Desk, tmp_path: Path) -> None:
+    token = desk.token("line-4")
+    with pytest.raises(EnrolError, match="for device 'line-4' only"):
+        enrol(token, tmp_path / "box", device="line-5")
+    request = request_of(token, "line-5", TlsKey.generate(), SigningKey.generate())
+    with pytest.raises(EnrolError, match="for device 'line-4' only"):
+        send(desk, request)
+    assert desk.store.devices() == []
+
+
+def test_an_id_that_is_taken_or_reserved_is_refused_and_the_token_stays_good(desk: Desk, tmp_path: Path) -> None:
+    enrol(desk.token(), tmp_path / "first", device="line-4")
+    token = desk.token()
+    with pytest.raises(EnrolError, match="there is a device 'line-4' already"):
+        enrol(token, tmp_path / "second", device="line-4")
+    reserved = request_of(token, "coordinator", TlsKey.generate(), SigningKey.generate())
+    with pytest.raises(EnrolError, match="reserved"):
+        send(desk, reserved)
+    enrol(token, tmp_path / "third", device="line-5")
+
+
+def rsa_request(device: str) -> str:
+    key = rsa.generate_private_key(65537, 2048)
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, device)])
+    request = x509.CertificateSigningRequestBuilder().subject_name(name).sign(key, hashes.SHA256())
+    return request.public_bytes(serialization.Encoding.PEM).decode()
+
+
+def test_keys_must_be_shown_to_be_the_boxs_own(desk: Desk) -> None:
+    token, tls, signing = desk.token("line-4"), TlsKey.generate(), SigningKey.generate()
+    other = TlsKey.generate()
+    for changes, why in (
+        ({"signing_key": SigningKey.generate().public.hex}, "not signed by the message key"),
+        ({"request": other.request("line-4")}, "not signed by the message key"),
+        ({"request": tls.request("line-5")}, "not signed, or not for 'line-4'"),
+        ({"request": rsa_request("line-4")}, "not a P-256 key"),
+        ({"request": "no request"}, "can't be read"),
+    ):
+        with pytest.raises(EnrolError, match=why):
+            send(desk, request_of(token, "line-4", tls, signing, **changes))
+    assert desk.store.devices() == []
+
+
+def test_a_flood_of_guesses_is_slowed_by_address_and_a_good_token_works_again_later(home: Home, tmp_path: Path) -> None:
+    with running_desk(home, per_address=Rate(3, 0.5)) as desk:
+        good = desk.token("line-4")
+        bad = Token(good.id, b"g" * 32, good.authority, good.coordinator, good.url, "line-4")
+        request = request_of(bad, "line-4", TlsKey.generate(), SigningKey.generate())
+        answers = [raw(desk, "POST", ENROL_PATH, request.model_dump_json().encode())[0] for _ in range(8)]
+        assert answers[:3] == [403] * 3
+        assert 429 in answers[3:]
+        assert len(desk.events("enrolment_refused")) == answers.count(403)
+        assert desk.events("enrolment_limited")
+        limited = 403
+        while limited != 200:  # the bucket refills within seconds
+            fresh = request_of(good, "line-4", TlsKey.generate(), SigningKey.generate())
+            limited, told = raw(desk, "POST", ENROL_PATH, fresh.model_dump_json().encode())
+            assert limited in (200, 429), told
+
+
+def test_requests_are_bounded_and_strict(home: Home) -> None:
+    with running_desk(home, per_address=Rate(100, 1.0)) as desk:
+        good = request_of(desk.token("line-4"), "line-4", TlsKey.generate(), SigningKey.generate())
+        values = json.loads(good.model_dump_json())
+        assert raw(desk, "POST", ENROL_PATH, b"{" + b" " * MAX_BODY_BYTES)[0] == 413
+        wrong: tuple[object, ...] = (
+            {**values, "extra": 1},
+            {**values, "device": 4},
+            {**values, "secret": "short"},
+            {**values, "device": "../x"},
+            [],
+        )
+        for changed in wrong:
+            status, told = raw(desk, "POST", ENROL_PATH, json.dumps(changed).encode())
+            assert status == 422
+            assert good.secret not in json.dumps(told)
+        assert raw(desk, "POST", ENROL_PATH, b"not json")[0] == 422
+        assert raw(desk, "GET", "/api/v1/devices", None)[0] == 404
+        assert raw(desk, "GET", "/openapi.json", None)[0] == 404
+        assert desk.store.devices() == []
+
+
+def test_a_client_certificate_of_another_authority_is_refused_in_the_handshake(desk: Desk, tmp_path: Path) -> None:
+    create_ca(tmp_path / "other")
+    stranger = issue(tmp_path / "other", "line-4")
+    context = trusting(authority_of(desk.home))
+    context.load_cert_chain(stranger.certificate, stranger.key)
+    port = desk.home.config().enrolment.port
+    assert port is not None
+    heard = b""
+    with (
+        contextlib.suppress(ssl.SSLError, ConnectionError),
+        socket.create_connection(("127.0.0.1", port)) as plain,
+        context.wrap_socket(plain, server_hostname="127.0.0.1") as secured,
+    ):
+        secured.sendall(b"GET /v1/authority HTTP/1.1\r\nHost: x\r\n\r\n")
+        heard = secured.recv(10)
+    assert heard == b""
+
+
+def test_of_boxes_that_show_one_token_at_once_exactly_one_gets_in(desk: Desk, tmp_path: Path) -> None:
+    token = desk.token()
+
+    def attempt(number: int) -> str:
+        try:
+            return enrol(token, tmp_path / f"box-{number}", device=f"line-{number}").device
+        except EnrolError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(4) as boxes:
+        outcomes = list(boxes.map(attempt, range(4)))
+    admitted = [device.id for device in desk.store.devices()]
+    assert len(admitted) == 1
+    assert sorted(outcome for outcome in outcomes if outcome.startswith("line-")) == admitted
+    assert sum(f"used already, by device '{admitted[0]}'" in outcome for outcome in outcomes) == 3
+
+
+def test_a_port_that_is_taken_is_told_with_the_setting(home: Home) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        settings = EnrolmentSettings(port=other.getsockname()[1])
+        with (
+            pytest.raises(HomeError, match=r"the port under \[enrolment\]"),
+            listeners.listening("enrolment", settings, "127.0.0.1", Connections(Caps(8, 8))),
+        ):
+            pass
+
+
+def test_a_folder_that_holds_a_device_or_other_things_is_left_alone(desk: Desk, tmp_path: Path) -> None:
+    enrol(desk.token("a"), tmp_path / "box")
+    before = {path: path.read_bytes() for path in (tmp_path / "box").rglob("*") if path.is_file()}
+    with pytest.raises(EnrolError, match="holds a device already"):
+        enrol(desk.token("b"), tmp_path / "box")
+    assert {path: path.read_bytes() for path in (tmp_path / "box").rglob("*") if path.is_file()} == before
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").touch()
+    with pytest.raises(EnrolError, match=r"thesis\.tex"):
+        enrol(desk.token("b"), tmp_path / "full")
+    assert Folder(tmp_path / "full").signing_key.exists() is False
+
+
+def test_a_coordinator_that_is_not_there_and_a_url_that_is_none_are_told(home: Home, tmp_path: Path) -> None:
+    with running_desk(home) as desk:
+        token = desk.token("a")
+    with pytest.raises(EnrolError, match="nobody listens there"):
+        enrol(token, tmp_path / "box")
+    for url in ("http://127.0.0.1:1", "127.0.0.1:1", "https://127.0.0.1:1/path", "https://127.0.0.1:high"):
+        with pytest.raises(EnrolError, match="--url"):
+            enrol(token, tmp_path / "box", url=url)

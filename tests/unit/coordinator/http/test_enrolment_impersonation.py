@@ -1,0 +1,218 @@
+"""Somebody on the path with a certificate of the coordinator's own authority: what a box still refuses, over real TLS."""
+
+from __future__ import annotations
+
+import json
+import socket
+import ssl
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import Request, urlopen
+
+import pytest
+
+from coordinator.paths import BROKER_NAME, Home
+from coordinator.pki import authority as pki
+from coordinator.pki.authority import CA_NAME, create_ca, credential_of, issue
+from coordinator.pki.signing_keys import rotate_key
+from edge_client.errors import EnrolError
+from edge_client.identity.enrol import enrol
+from edge_client.identity.enrolment_client import ask, trusting
+from edge_client.transfer.https_client import check_ready
+from fedcg.wire.errors import MalformedError, TransportError
+from fedcg.wire.messages.enrolment_messages import ENROL_PATH, EnrolAnswer, EnrolRequest, Token, load_certificate
+from fedcg.wire.messages.signing import SigningKey
+from fedcg.wire.transport.mqtt import probe
+from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles
+from tests.support.brokers import HOST
+from tests.support.enrolments import Desk, Pretender, json_of, open_home, running_desk
+
+Change = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Iterator[Desk]:
+    with running_desk(open_home(tmp_path / "home")) as running:
+        yield running
+
+
+def authority_of(home: Home) -> Path:
+    return credential_of(home.pki, CA_NAME).certificate
+
+
+@contextmanager
+def between(desk: Desk, role: str, change: Change) -> Iterator[Pretender]:
+    """Somebody with the certificate and key of one server, who passes requests on to the true one and alters the answers."""
+    authority = authority_of(desk.home)
+
+    def respond(request: bytes) -> bytes:
+        body = json.dumps(json_of(request)).encode()
+        asked = Request(desk.url + ENROL_PATH, body, {"Content-Type": "application/json"})  # noqa: S310 - https, on loopback
+        with urlopen(asked, context=ssl.create_default_context(cafile=str(authority)), timeout=20) as answer:  # noqa: S310
+            return json.dumps(change(json.loads(answer.read()))).encode()
+
+    server = Pretender(authority.read_bytes(), credential_of(desk.home.pki, role), respond)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def test_the_brokers_key_can_not_play_the_enrolment_listener(desk: Desk, tmp_path: Path) -> None:
+    """Before the role was checked the secret arrived, and the box pinned the key of the one in between."""
+    theirs, token = SigningKey.generate().public.hex, desk.token("line-4")
+    with (
+        between(desk, BROKER_NAME, lambda answer: {**answer, "coordinator_key": theirs}) as thief,
+        pytest.raises(EnrolError, match=r"of the server 'broker'.*'enrolment' is expected.*Nothing secret was sent"),
+    ):
+        enrol(token, tmp_path / "box", url=thief.url)
+    assert token.secret.hex().encode() not in thief.heard
+    assert b"POST" not in thief.heard
+    assert not (tmp_path / "box" / "coordinator.pub").exists()
+    assert desk.store.devices() == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"coordinator_key": "5" * 64}, "another message key than the token"),
+        ({"broker_host": "evil.example"}, "not signed by the coordinator for this request"),
+        ({"carrier_url": "https://evil.example:8445"}, "not signed by the coordinator for this request"),
+        ({"federation": "other"}, "not signed by the coordinator for this request"),
+        ({"signature": None}, "not signed by the coordinator for this request"),
+    ],
+)
+def test_even_the_enrolment_listeners_own_key_can_not_alter_the_answer(
+    desk: Desk, tmp_path: Path, changes: dict[str, Any], why: str
+) -> None:
+    with between(desk, "enrolment", lambda answer: {**answer, **changes}) as thief:
+        with pytest.raises(EnrolError, match=why):
+            enrol(desk.token("line-4"), tmp_path / "box", url=thief.url)
+        assert not (tmp_path / "box" / "agent.toml").exists()
+        assert not (tmp_path / "box" / "coordinator.pub").exists()
+
+
+def test_an_answer_to_an_earlier_request_of_the_same_box_is_refused(desk: Desk, tmp_path: Path) -> None:
+    """The keys are the same when a box asks again, so only the nonce tells the two requests apart."""
+    answers: list[dict[str, Any]] = []
+
+    def first_again(answer: dict[str, Any]) -> dict[str, Any]:
+        answers.append(answer)
+        return answers[0]
+
+    token, out = desk.token("line-4"), tmp_path / "box"
+    with between(desk, "enrolment", first_again) as thief:
+        enrol(token, out, url=thief.url)
+        (out / "agent.toml").unlink()
+        (out / "coordinator.pub").unlink()
+        with pytest.raises(EnrolError, match="not signed by the coordinator for this request"):
+            enrol(token, out, url=thief.url)
+    assert len(answers) == 2
+
+
+def test_a_token_of_before_a_rotation_pins_no_key_of_after_it(desk: Desk, tmp_path: Path) -> None:
+    token = desk.token("line-4")
+    rotate_key(desk.home, desk.store, desk.clock())
+    with pytest.raises(EnrolError, match="the operator revoked the token"):
+        enrol(token, tmp_path / "box")
+    enrol(desk.token("line-4"), tmp_path / "box")
+
+
+def test_a_token_that_names_no_message_key_is_refused_with_what_to_ask_for() -> None:
+    with pytest.raises(MalformedError, match=r"earlier version.*fedcg token create"):
+        Token.parse("fcg1_" + "A" * 200)
+
+
+def test_a_box_whose_program_sends_no_nonce_is_told_to_update_it(desk: Desk, tmp_path: Path) -> None:
+    seen: list[dict[str, Any]] = []
+    with between(desk, "enrolment", lambda answer: answer) as recorder:
+        enrol(desk.token("line-4"), tmp_path / "box", url=recorder.url)
+        seen.append(json_of(bytes(recorder.heard)[bytes(recorder.heard).index(b"POST") :]))
+    del seen[0]["nonce"]
+    old = EnrolRequest.model_validate(seen[0])
+    with pytest.raises(EnrolError, match="older than the coordinator's"):
+        ask(desk.url, ENROL_PATH, old, EnrolAnswer, trusting(load_certificate(authority_of(desk.home).read_bytes())))
+
+
+@pytest.mark.parametrize("shows", ["its own authority", "the true authority"])
+def test_an_intercepted_first_contact_is_refused_and_the_secret_is_not_sent(
+    desk: Desk, tmp_path: Path, shows: str
+) -> None:
+    """The one in between has a certificate of its own authority, for the right address."""
+    create_ca(tmp_path / "other")
+    own = issue(tmp_path / "other", "between", server=True)
+    shown = tmp_path / "other" if shows == "its own authority" else desk.home.pki
+    between = Pretender(credential_of(shown, "ca").certificate.read_bytes(), own)
+    try:
+        token = desk.token("line-4")
+        why = "another authority" if shows == "its own authority" else "not what the authority vouches for"
+        with pytest.raises(EnrolError, match=why):
+            enrol(token, tmp_path / "box", url=between.url)
+    finally:
+        between.close()
+    assert between.heard.startswith(b"GET /v1/authority")
+    assert b"POST" not in between.heard
+    assert token.secret.hex().encode() not in between.heard
+    assert not (tmp_path / "box" / "agent.toml").exists()
+
+
+def test_an_enrolled_device_can_not_play_the_coordinator_with_its_own_certificate(desk: Desk, tmp_path: Path) -> None:
+    thief = issue(desk.home.pki, "127.0.0.1")
+    between = Pretender(credential_of(desk.home.pki, "ca").certificate.read_bytes(), thief)
+    try:
+        token = desk.token("line-4")
+        with pytest.raises(EnrolError, match="not what the authority vouches for"):
+            enrol(token, tmp_path / "box", url=between.url)
+    finally:
+        between.close()
+    assert token.secret.hex().encode() not in between.heard
+
+
+def test_a_pretender_hears_the_secret_where_nobody_checks_it(desk: Desk, tmp_path: Path) -> None:
+    """The tests above would notice: with a certificate of the true authority the request does arrive."""
+    own = issue(desk.home.pki, "enrolment", server=True)
+    true = Pretender(credential_of(desk.home.pki, "ca").certificate.read_bytes(), own)
+    try:
+        token = desk.token("line-4")
+        with pytest.raises(EnrolError, match="not of this protocol"):
+            enrol(token, tmp_path / "box", url=true.url)
+    finally:
+        true.close()
+    sent = json_of(bytes(true.heard))
+    assert sent["secret"] == token.secret.hex()
+    assert b"PRIVATE" not in true.heard
+
+
+def test_a_box_takes_no_other_server_of_the_coordinator_for_the_broker_or_the_carrier(
+    desk: Desk, tmp_path: Path
+) -> None:
+    own = issue(desk.home.pki, "line-4")
+    tls = TlsFiles(authority_of(desk.home), own.certificate, own.key)
+    with between(desk, "enrolment", dict) as other:
+        port = urlsplit(other.url).port or 0
+        with pytest.raises(TransportError, match="of the server 'enrolment', and 'broker' is expected"):
+            probe(MqttConfig(HOST, port, "line-4", tls=tls), timeout_s=20)
+        with pytest.raises(ssl.SSLError, match="of the server 'enrolment', and 'carrier' is expected"):
+            check_ready(other.url, tls)
+    assert not other.heard
+
+
+def test_a_broker_under_an_authority_that_no_coordinator_made_may_have_any_name(
+    desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pki, "AUTHORITY_NAME", "Cloud Root")
+    authority = create_ca(tmp_path / "cloud").certificate
+    server, own = issue(tmp_path / "cloud", "endpoint", server=True), issue(tmp_path / "cloud", "line-4")
+    cloud = Pretender(b"", server)
+    context = TlsFiles(authority, own.certificate, own.key).context()
+    try:
+        with (
+            socket.create_connection((HOST, urlsplit(cloud.url).port or 0), timeout=20) as plain,
+            context.wrap_socket(plain, server_hostname=HOST) as secured,
+        ):
+            assert secured.version() == "TLSv1.3"
+    finally:
+        cloud.close()

@@ -1,0 +1,187 @@
+"""The TLS listeners for boxes beside a running service: revocation in the handshake, lives of connections, and who waits for whom."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import ssl
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import datetime, timezone
+from pathlib import Path
+
+import pytest
+
+from coordinator.http import carrier_api
+from coordinator.paths import CRL_NAME, Home
+from coordinator.pki.authority import write_revocations
+from coordinator.pki.signing_keys import voice_of
+from coordinator.storage.store import Store
+from edge_client.config import load_config
+from edge_client.identity.enrol import enrol
+from edge_client.identity.enrolment_client import trusting
+from edge_client.identity.keys import load_keys
+from edge_client.identity.renewal import renew
+from fedcg import listening
+from fedcg.wire.messages.enrolment_messages import ENROL_PATH, load_certificate
+from fedcg.wire.messages.messages import Carrier, Welcome
+from fedcg.wire.server_role import ServerRole
+from fedcg.wire.transfer.http_ranges import READY_PATH
+from tests.support.brokers import DEVICES, Pki, free_port
+from tests.support.carriers import ask, carrying, connect
+from tests.support.coordinator_support import RunningService, World, aggregate_bytes, tiny_spec, wait_until
+from tests.support.enrolments import Desk, open_home, running_desk
+
+REFUSED = (ssl.SSLError, ConnectionError)
+
+
+class Site:
+    """A service of a and b with its carrier, and an authority of its own."""
+
+    def __init__(self, root: Path) -> None:
+        spec = tiny_spec(1)
+        self.pki = Pki.create(root / "pki", ("coordinator", *DEVICES))
+        self.world = World(root / "home", spec, aggregate_bytes(spec, 0, 0, seed=1))
+        self.port = free_port()
+
+    def ready(self, device: str) -> int:
+        return ask(self.port, self.pki, device, READY_PATH).status
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    made = Site(tmp_path)
+    for device in made.world.devices.values():
+        device.carrier = Carrier.HTTPS
+    with RunningService(made.world, lambda service: carrying(made.pki.directory, made.port, service)):
+        made.world.start_devices()
+        yield made
+    made.world.close()
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    return open_home(tmp_path / "home")
+
+
+def secured(home: Home) -> ssl.SSLSocket:
+    """A connection to the enrolment listener that has shown no certificate."""
+    port = home.config().enrolment.port
+    assert port is not None
+    context = trusting(load_certificate((home.pki / "ca.pem").read_bytes()))
+    plain = socket.create_connection(("127.0.0.1", port), timeout=20)
+    return context.wrap_socket(plain, server_hostname="127.0.0.1")
+
+
+def test_a_revoked_certificate_fails_in_the_handshake_as_soon_as_the_list_names_it(site: Site) -> None:
+    assert [site.ready(name) for name in ("a", "b")] == [204, 204]
+    serial = load_certificate(site.pki.tls("a").cert.read_bytes()).serial_number
+    write_revocations(site.pki.directory, [(serial, datetime.now(timezone.utc))])
+    with pytest.raises(REFUSED):
+        site.ready("a")
+    assert site.ready("b") == 204
+
+
+def test_nobody_gets_in_while_the_revocation_list_cannot_be_read(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    crl = site.pki.directory / CRL_NAME
+    kept = crl.rename(crl.with_name("kept.pem"))
+    for _ in range(3):
+        with pytest.raises(REFUSED):
+            site.ready("b")
+    assert caplog.text.count("revocation list") == 1
+    kept.rename(crl)
+    assert site.ready("b") == 204
+
+
+def test_no_session_is_resumed_because_that_would_skip_the_certificate(site: Site) -> None:
+    connection = connect(site.port, site.pki.tls("a").context(ServerRole.CARRIER))
+    connection.request("GET", READY_PATH)
+    assert connection.getresponse().status == 204
+    assert isinstance(connection.sock, ssl.SSLSocket)
+    session = connection.sock.session
+    connection.close()
+    assert session is None or not session.has_ticket
+
+
+def test_reads_of_the_carrier_that_hang_hold_up_no_round(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More of them than asyncio has threads of its own; a hello is answered after a call of the database."""
+    go = threading.Event()
+    reading: list[None] = []
+
+    def hang(*_: object) -> None:
+        reading.append(None)
+        go.wait()
+
+    monkeypatch.setattr(carrier_api._Gate, "_read", hang)
+    held = [connect(site.port, site.pki.tls(name).context(ServerRole.CARRIER)) for name in ("a", "b") for _ in range(8)]
+    for connection in held:
+        connection.request("GET", READY_PATH)
+    wait_until(lambda: len(reading) >= carrier_api.THREADS, "the carrier's threads hang")
+    device = site.world.devices["a"]
+    welcomes = len(device.of(Welcome))
+    device.hello()
+    try:
+        wait_until(lambda: len(device.of(Welcome)) > welcomes, "the hello is answered")
+    finally:
+        go.set()
+        for connection in held:
+            connection.close()
+
+
+def test_a_connection_whose_request_does_not_end_is_ended(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listening, "STALL_S", 0.3)
+    with running_desk(home), secured(home) as slow:
+        slow.sendall(b"POST /v1/enrol HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        heard = b""
+        with suppress(*REFUSED):
+            heard = slow.recv(10)
+    assert heard == b""
+
+
+def test_refusals_of_strangers_delay_no_renewal(home: Home, tmp_path: Path) -> None:
+    def post() -> int:
+        connection = http.client.HTTPConnection("127.0.0.1")
+        connection.sock = secured(home)
+        connection.request("POST", ENROL_PATH, b"{}")
+        status = connection.getresponse().status
+        connection.close()
+        return status
+
+    with running_desk(home) as desk:
+        box = tmp_path / "box"
+        enrol(desk.token("line-4"), box)
+        wait_until(lambda: post() == 429, "strangers at this address have to wait")
+        config = load_config(box / "agent.toml", {})
+        renew(config, load_keys(config).signing)
+        assert len(desk.events("certificate_renewed")) == 1
+
+
+def test_the_devices_own_refusals_are_limited_too(home: Home, tmp_path: Path) -> None:
+    with running_desk(home) as desk:
+        box = tmp_path / "box"
+        enrol(desk.token("line-4"), box)
+        assert _renewals_until_limited(desk, box) <= 20
+
+
+def _renewals_until_limited(desk: Desk, box: Path) -> int:
+    config = load_config(box / "agent.toml", {})
+    assert config.tls is not None
+    context = trusting(load_certificate(config.tls.ca.read_bytes()))
+    context.load_cert_chain(config.tls.cert, config.tls.key)
+    for count in range(100):
+        connection = http.client.HTTPSConnection("127.0.0.1", desk.home.config().enrolment.port, context=context)
+        connection.request("POST", "/v1/renew", b"{}")
+        status = connection.getresponse().status
+        connection.close()
+        if status == 429:
+            return count
+    raise AssertionError("never limited")
+
+
+def test_the_message_key_is_read_once_and_again_after_a_rotation(home: Home) -> None:
+    store = Store(home.database)
+    first = voice_of(home, store)
+    home.signing_key.unlink()
+    assert voice_of(home, store, first) is first
+    store.close()

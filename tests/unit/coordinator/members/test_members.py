@@ -1,0 +1,177 @@
+"""Devices that stop being members while the service runs: nobody waits for them, nothing that they say counts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from datetime import datetime, timedelta, timezone
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+
+from coordinator.errors import EnrolmentError
+from coordinator.pki.authority import create_ca, issue, write_revocations
+from coordinator.rounds.records import CertificateRecord, DeviceState, ParticipantState, TokenRecord, TokenState
+from coordinator.rounds.round_engine import Phase
+from coordinator.storage.membership_store import Admitted
+from coordinator.storage.store import Store
+from fedcg.wire.messages.messages import Invite
+from fedcg.wire.messages.signing import SigningKey
+from tests.support.coordinator_support import FEDERATION, RunningService, World, aggregate_bytes, tiny_spec, wait_until
+
+KEY = (FEDERATION, 2, 1)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    spec = tiny_spec(2)
+    base = aggregate_bytes(spec, 0, 0, seed=1)
+    made = World(tmp_path / "home", spec, base, clients=("a", "b", "c"), min_clients=2)
+    for device in made.devices.values():
+        device.silent = True
+    yield made
+    made.close()
+
+
+def waiting_for_c(world: World, running: RunningService) -> None:
+    """Round 2 is open with all three, and only c has not delivered."""
+    for name in ("a", "b"):
+        world.devices[name].start()
+    wait_until(lambda: running.service.state.phase is Phase.COLLECTING, "round 1 is open")
+    world.devices["c"].start()
+    wait_until(lambda: len(running.service.state.online) == 3, "all are online")
+    for name in ("a", "b"):
+        world.devices[name].silent = False
+        world.devices[name].act()
+    wait_until(lambda: running.service.state.round == 2 and running.service.state.outstanding == {"c"}, "c is missing")
+
+
+def revoke(world: World, device: str) -> None:
+    assert world.store.register.end_membership(device, DeviceState.REVOKED, "stolen", time.time())
+
+
+def test_an_open_round_does_not_wait_for_a_revoked_device(world: World) -> None:
+    with RunningService(world) as running:
+        waiting_for_c(world, running)
+        revoke(world, "c")
+        assert world.wait_event("departed")["client"] == "c"
+        world.wait_event("finished")
+        assert world.events("distilling")[-1]["clients"] == ["a", "b"]
+    stored = {person.client: person.state for person in world.store.participants(KEY)}
+    assert stored["c"] is ParticipantState.DECLINED
+
+
+def test_a_revoked_devices_messages_are_refused_and_it_is_not_invited_any_more(world: World) -> None:
+    with RunningService(world) as running:
+        waiting_for_c(world, running)
+        revoke(world, "c")
+        wait_until(lambda: "c" not in running.service.state.online, "it is gone")
+        invites, refused = len(world.devices["c"].of(Invite)), running.service.refusals.get("forged", 0)
+        world.devices["c"].hello()
+        wait_until(lambda: running.service.refusals.get("forged", 0) > refused, "its hello is refused")
+        assert "c" not in running.service.state.online
+        assert len(world.devices["c"].of(Invite)) == invites
+
+
+def test_a_box_that_takes_a_place_over_is_heard_and_the_one_before_is_not(world: World) -> None:
+    with RunningService(world) as running:
+        waiting_for_c(world, running)
+        old = world.devices["c"]
+        old_key, old.key = old.key, SigningKey.generate()
+        certificate = CertificateRecord("2a", "c", 1.0, 9e9, None, "pem")
+        world.store.register.add_token(
+            TokenRecord("t" * 16, "0" * 64, "c", replaces=True, created_at=1.0, expires_at=9e9)
+        )
+        admitted = Admitted("t" * 16, "what", old.key.public.hex, certificate, replaces=True)
+        world.store.register.admit(admitted, 2.0)
+        wait_until(lambda: "c" not in running.service.state.online, "the one before is gone")
+        old.hello()
+        wait_until(lambda: "c" in running.service.state.online, "the new box is heard")
+        refused = running.service.refusals.get("forged", 0)
+        new_key, old.key = old.key, old_key
+        old.hello()
+        wait_until(lambda: running.service.refusals.get("forged", 0) > refused, "the one before is refused")
+        old.key = new_key
+
+
+def test_who_departed_while_no_coordinator_ran_holds_up_no_round_afterwards(world: World) -> None:
+    with RunningService(world) as running:
+        waiting_for_c(world, running)
+        running.stop()
+    revoke(world, "c")
+    with RunningService(world):
+        world.wait_event("finished")
+        assert world.events("distilling")[-1]["clients"] == ["a", "b"]
+
+
+# ------------------------------------------------------------------ the register
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    opened = Store(tmp_path / "database.sqlite")
+    yield opened
+    opened.close()
+
+
+def admitted(device: str, token: str, serial: str, *, replaces: bool = False) -> Admitted:
+    return Admitted(token, "what", "b" * 64, CertificateRecord(serial, device, 1.0, 100.0, None, "pem"), replaces)
+
+
+def test_a_token_is_used_once_whoever_is_first_and_a_failed_use_changes_nothing(store: Store) -> None:
+    register = store.register
+    register.add_token(TokenRecord("t", "0" * 64, None, replaces=False, created_at=1.0, expires_at=100.0))
+    store.add_device("taken", "a" * 64, 1.0)
+    with pytest.raises(EnrolmentError, match="already"):
+        register.admit(admitted("taken", "t", "1"), 2.0)
+    token = register.token("t")
+    assert token is not None
+    assert token.state(3.0) is TokenState.OPEN
+    register.admit(admitted("a", "t", "2"), 2.0)
+    with pytest.raises(EnrolmentError, match="used"):
+        register.admit(admitted("b", "t", "3"), 2.0)
+    assert [device.id for device in store.devices()] == ["a", "taken"]
+    assert [known.serial for known in register.certificates()] == ["2"]
+
+
+def test_a_replaced_box_loses_its_certificates_and_its_key_in_one_step(store: Store) -> None:
+    register = store.register
+    for name in ("t", "u"):
+        register.add_token(TokenRecord(name, "0" * 64, None, replaces=name == "u", created_at=1.0, expires_at=100.0))
+    register.admit(admitted("a", "t", "1"), 2.0)
+    register.admit(admitted("a", "u", "2", replaces=True), 3.0)
+    assert [(known.serial, known.revoked_at) for known in register.certificates("a")] == [("1", 3.0), ("2", None)]
+    assert [known.serial for known in register.revoked_certificates(50.0)] == ["1"]
+    assert register.revoked_certificates(100.0) == []  # it has expired: no list has to name it
+
+
+def test_a_device_that_left_or_was_revoked_is_no_member_but_is_remembered(store: Store) -> None:
+    store.add_device("a", "a" * 64, 1.0)
+    assert store.register.end_membership("a", DeviceState.LEFT, "", 5.0)
+    assert not store.register.end_membership("a", DeviceState.REVOKED, "late", 6.0)
+    assert store.members() == []
+    kept = store.device("a")
+    assert kept is not None
+    assert (kept.state, kept.ended_at) == (DeviceState.LEFT, 5.0)
+
+
+def test_every_revocation_list_is_newer_than_the_one_before_and_outlives_nobody_but_the_authority(
+    tmp_path: Path,
+) -> None:
+    create_ca(tmp_path)
+    leaf = x509.load_pem_x509_certificate(issue(tmp_path, "a").certificate.read_bytes())
+    ca = x509.load_pem_x509_certificate((tmp_path / "ca.pem").read_bytes())
+    now = datetime.now(timezone.utc)
+    lists = [
+        x509.load_pem_x509_crl(write_revocations(tmp_path, serials, now=now).read_bytes())
+        for serials in ((), [(leaf.serial_number, now)], ())
+    ]
+    assert [len(list(known)) for known in lists] == [0, 1, 0]
+    assert lists[1].get_revoked_certificate_by_serial_number(leaf.serial_number) is not None
+    for earlier, later in pairwise(lists):
+        assert later.last_update_utc - earlier.last_update_utc >= timedelta(seconds=1)
+    for known in lists:
+        assert known.is_signature_valid(ca.public_key())  # type: ignore[arg-type]
+        assert known.next_update_utc == ca.not_valid_after_utc

@@ -1,0 +1,243 @@
+"""Floods: token buckets, what a silenced device costs, and how it comes back. Real floods are in tests/faults/test_floods.py."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from coordinator.broker.access_lists import Members, publish_access, refresh_access, silence
+from coordinator.broker.mosquitto import ACL_NAME
+from coordinator.cli.opening import create_home
+from coordinator.config import CoordinatorConfig
+from coordinator.members.bundle_enrolment import enrol
+from coordinator.messaging import flood_limits as floods
+from coordinator.messaging.flood_limits import FloodGate, LineLimit
+from coordinator.paths import Home
+from coordinator.rounds.records import AggregateRecord, FederationRecord
+from coordinator.service.service_context import Setup
+from coordinator.storage.store import Store
+from coordinator.token_buckets import Buckets
+from fedcg.event_log import EventLog, read_events
+from fedcg.refusal_counter import ALWAYS_TOLD, MAX_TEXT, Refusals
+from fedcg.wire.errors import MalformedError, SignatureError
+from fedcg.wire.messages.messages import Heartbeat, Need
+from fedcg.wire.messages.topics import TopicKind, Topics
+from tests.support.coordinator_support import RunningService, World, aggregate_bytes, tiny_spec, wait_until
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def taken(take: Callable[[], bool], count: int) -> int:
+    return sum(take() for _ in range(count))
+
+
+def test_a_bucket_gives_what_it_holds_and_then_what_it_gains() -> None:
+    clock = Clock()
+    buckets: Buckets[str] = Buckets(per_s=2.0, at_once=5.0, clock=clock)
+    assert taken(lambda: buckets.take("a"), 9) == 5
+    clock.now = 1.5  # 3 more
+    assert taken(lambda: buckets.take("a"), 9) == 3
+    clock.now = 100.0  # never more than it holds
+    assert taken(lambda: buckets.take("a"), 9) == 5
+    assert taken(lambda: buckets.take("b"), 9) == 5
+
+
+def sent(gate: FloodGate, clock: Clock, rate: int, seconds: float, device: str = "a") -> int:
+    """Send at an even rate; how many were let through."""
+    passed = 0
+    for _ in range(int(rate * seconds)):
+        clock.now += 1.0 / rate
+        passed += gate.admits(device, TopicKind.UP_CONTROL)
+    return passed
+
+
+def test_500_messages_a_second_are_thinned_out_for_ever_and_4000_are_silenced_within_a_second() -> None:
+    clock = Clock()
+    gate = FloodGate(clock)
+    passed = sent(gate, clock, 500, 60.0)
+    assert gate.silenced() == frozenset()
+    assert passed == pytest.approx(floods.MESSAGES_AT_ONCE + 60 * floods.MESSAGES_PER_S, rel=0.01)
+    sent(gate, clock, 4000, 1.0)
+    assert gate.silenced() == {"a"}
+    assert sent(gate, clock, 100, 10.0) == 0
+    assert sent(gate, clock, 100, 10.0, "b") == 1000
+    assert gate.silenced() == {"a"}
+
+
+def test_a_silence_ends_by_itself_and_its_device_starts_with_a_full_bucket() -> None:
+    clock = Clock()
+    gate = FloodGate(clock)
+    sent(gate, clock, 10_000, 1.0)
+    assert gate.is_silenced("a")
+    assert gate.silenced() == {"a"}
+    clock.now += floods.SILENCE_S
+    assert gate.silenced() == frozenset()
+    assert not gate.is_silenced("a")
+    assert sent(gate, clock, 100, 5.0) == 500
+    sent(gate, clock, 10_000, 1.0)
+    assert gate.silenced() == {"a"}
+
+
+def test_devices_that_nobody_knows_share_a_bucket_and_are_not_silenced() -> None:
+    clock = Clock()
+    gate = FloodGate(clock)
+    assert sent(gate, clock, 10_000, 1.0, device="") < 1300
+    assert sent(gate, clock, 10, 1.0) == 10
+    assert gate.silenced() == frozenset()
+
+
+def test_a_device_can_cause_few_lines_of_the_kinds_that_it_can_repeat_and_all_of_the_others(tmp_path: Path) -> None:
+    clock = Clock()
+    events = EventLog(tmp_path / "events.jsonl", clock, LineLimit(clock).allows)
+    for name in (*floods.LIMITED_EVENTS, "update_stored"):
+        for _ in range(1000):
+            events.write(name, client="a")
+    events.write("online", client="b")
+    lines = [str(event["event"]) for event in read_events(tmp_path / "events.jsonl")]
+    assert len(lines) == floods.LINES_AT_ONCE + 1000 + 1
+    assert lines.count("update_stored") == 1000
+    clock.now = 10.0
+    assert [events.write("online", client="a") for _ in range(7)] == [True] * 5 + [False] * 2
+
+
+def test_refusals_are_counted_by_device_and_one_devices_flood_hides_nobody_elses(tmp_path: Path) -> None:
+    refusals = Refusals(EventLog(tmp_path / "events.jsonl", time.time))
+    for _ in range(10_000):
+        refusals.note("a topic", SignatureError("x" * 5000), "a")
+    assert refusals.note("a topic", SignatureError("forged"), "b")
+    refusals.note("t" * 60_000, MalformedError("odd"), "b")
+    assert (refusals.of("a"), refusals.of("b"), refusals.of("c")) == (10_000, 2, 0)
+    assert refusals.counts == {"forged": 10_001, "malformed": 1}
+    lines = (tmp_path / "events.jsonl").read_text().splitlines()
+    assert len(lines) <= ALWAYS_TOLD + 14 + 2
+    assert max(map(len, lines)) < 2 * MAX_TEXT + 200
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    made = create_home(tmp_path / "home", CoordinatorConfig())
+    store = Store(made.database)
+    record = FederationRecord("casting", "fedcg", "5" * 64, 3, 2, 2, 100.0, 1, 1.0)
+    store.add_federation(record, AggregateRecord("casting", 0, 0, "0" * 64, 10, "e" * 64, 1.0))
+    enrol(made, store, ["a", "b"], tmp_path / "bundles", time.time())
+    store.close()
+    return made
+
+
+def listed(home: Home) -> set[str]:
+    lines = (home.broker / ACL_NAME).read_text().splitlines()
+    return {line.removeprefix("user ") for line in lines if line.startswith("user ")}
+
+
+def test_a_silenced_device_stays_off_every_access_list_that_is_written_meanwhile(home: Home, tmp_path: Path) -> None:
+    refresh_access(home)
+    assert listed(home) == {"coordinator", "a", "b"}
+    assert not silence(home, ["a", "b"])  # no broker runs here
+    assert listed(home) == {"coordinator"}
+    silence(home, ["a"])
+    store = Store(home.database)
+    enrol(home, store, ["c"], tmp_path / "more", time.time())  # as another process does, which writes the list anew
+    store.close()
+    publish_access(home)
+    assert listed(home) == {"coordinator", "b", "c"}
+    members, up = Members(home), Topics("casting").up_control("a")
+    assert not members.admits("a", 1)
+    assert not members.allows("a", "publish", up)
+    silence(home, ())  # the coordinator starts
+    members.reload()
+    assert listed(home) == {"coordinator", "a", "b", "c"}
+    assert members.allows("a", "publish", up)
+
+
+def test_a_list_of_silenced_devices_that_can_not_be_read_keeps_nobody_out(home: Home) -> None:
+    silence(home, ["a"])
+    assert listed(home) == {"coordinator", "b"}
+    (home.broker / "silenced.json").write_text("{")
+    refresh_access(home)
+    assert listed(home) == {"coordinator", "a", "b"}
+
+
+class FloodedWorld(World):
+    """Remembers who was silenced."""
+
+    def setup(self) -> Setup:
+        self.told: list[set[str]] = []
+
+        def publish_access(silenced: Collection[str]) -> bool:
+            self.told.append(set(silenced))
+            return True
+
+        return replace(super().setup(), publish_access=publish_access)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[FloodedWorld]:
+    spec = tiny_spec(rounds=2)
+    base = aggregate_bytes(spec, 0, 0, seed=1)
+    made = FloodedWorld(tmp_path / "home", spec, base, clients=("a", "b", "c"))
+    yield made
+    made.close()
+
+
+def test_the_round_completes_without_a_flooding_device_which_comes_back_when_its_silence_is_over(
+    world: FloodedWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(floods, "FLOOD_AT_ONCE", 300.0)
+    monkeypatch.setattr(floods, "SILENCE_S", 2.0)
+    a, b, c = (world.devices[name] for name in "abc")
+    a.silent = b.silent = True  # they accept, and deliver nothing
+    with RunningService(world) as running:
+        for device in (a, b):
+            device.start()
+        world.wait_event("attempt_opened")
+        c.start()
+        world.wait_event("online", 3)
+        beat = Heartbeat(**a._addressed())
+        while not running.service.is_silenced("a"):
+            for _ in range(100):
+                a.tell(beat)
+        world.wait_event("silenced")
+        failed = world.wait_event("attempt_failed")  # a and b were invited, two updates are needed, and a is out
+        assert "declined, were rejected or are gone" in failed["reason"]
+        assert world.wait_event("attempt_opened", 2)["participants"] == ["b", "c"]
+        assert running.service.refused_of("a") > 0
+        assert running.service.refused_of("b") == 0
+        participants = {
+            person.client: person.reason for person in world.store.participants((world.spec.federation, 1, 1))
+        }
+        assert "500 messages a second" in participants["a"]
+        world.wait_event("silence_ended")
+        a.tell(beat)
+        wait_until(lambda: "a" in running.service.state.online, "it is back")
+        wait_until(lambda: world.told == [{"a"}, set()], "the access list follows")
+        links = [event["t"] >= world.events("silenced")[0]["t"] for event in world.events("link") if event["up"]]
+        assert True in links  # a new one: what of the flood waits at the broker is left behind
+
+
+def test_a_flood_that_stays_below_the_bound_is_thinned_out_before_signatures_are_checked(
+    world: FloodedWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(floods, "MESSAGES_AT_ONCE", 50.0)
+    monkeypatch.setattr(floods, "MESSAGES_PER_S", 1.0)
+    a, b = world.devices["a"], world.devices["b"]
+    with RunningService(world) as running:
+        a.start()
+        b.start()
+        world.wait_event("finished")
+        for _ in range(200):
+            a.transport.publish(a.topics.up_control("a"), b"not even a message")
+            a.transport.publish(a.topics.up_chunk("a"), b"not even a chunk")
+        wait_until(lambda: running.service.refusals.get("capacity", 0) >= 300, "most are dropped unseen")
+        assert running.service.refusals["malformed"] <= 60
+        assert not running.service.is_silenced("a")
+        b.tell(Need(**b._addressed(), artifact=world.base_id, ranges=((0, 1),)))

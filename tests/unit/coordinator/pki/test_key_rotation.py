@@ -1,0 +1,204 @@
+"""The coordinator replaces its message key: killed at any point the key that counts can be loaded, and devices are told of it."""
+
+from __future__ import annotations
+
+import json
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from coordinator.cli.coordinator_commands import coordinator_app
+from coordinator.cli.opening import create_home
+from coordinator.config import CoordinatorConfig
+from coordinator.errors import HomeError, PlanError
+from coordinator.members.bundle_enrolment import enrol
+from coordinator.paths import Home
+from coordinator.pki.signing_keys import Voice, key_file, rotate_key, voice_of
+from coordinator.storage.store import Store
+from edge_client.identity.enrol import enrol as enrol_box
+from fedcg.wire.messages.key_chain import PinnedKey, make_link, open_key_chain
+from fedcg.wire.messages.messages import COORDINATOR, Offer, Receipt
+from fedcg.wire.messages.signing import SigningKey, open_envelope
+from fedcg.wire.messages.topics import Topics
+from fedcg.wire.transport.memory import MemoryTransport
+from fedcg.wire.transport.transport import Delivery
+from tests.support.coordinator_support import FEDERATION, RunningService, World, aggregate_bytes, tiny_spec, wait_until
+from tests.support.enrolments import open_home, running_desk
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Home:
+    return open_home(tmp_path_factory.mktemp("rotating") / "home")
+
+
+@pytest.fixture
+def opened(made: Home) -> Iterator[tuple[Home, Store]]:
+    """A home before any rotation."""
+    store = Store(made.database)
+    yield made, store
+    with store._engine.begin() as connection:
+        connection.exec_driver_sql("DELETE FROM key_links")
+    for path in made.root.glob("signing-*.key"):
+        path.unlink()
+    store.close()
+
+
+def test_a_rotation_makes_a_key_that_the_old_one_signs_and_keeps_the_old_one(opened: tuple[Home, Store]) -> None:
+    home, store = opened
+    first = voice_of(home, store)
+    links = [rotate_key(home, store, 1.0), rotate_key(home, store, 2.0)]
+    now = voice_of(home, store)
+    assert now.links == tuple(links)
+    assert [link.serial for link in links] == [1, 2]
+    assert (links[0].old, links[0].new) == (first.key.public.hex, links[1].old)
+    assert now.key.public.hex == links[1].new
+    assert SigningKey.load(home.signing_key).public == first.key.public
+    for serial in (1, 2):
+        assert stat.S_IMODE(key_file(home, serial).stat().st_mode) == 0o600
+
+
+class CutError(BaseException):
+    """Stands for the end of the process."""
+
+
+def test_killed_before_the_commit_the_old_key_counts_and_the_next_try_uses_the_same_file(
+    opened: tuple[Home, Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, store = opened
+    first = voice_of(home, store)
+
+    def cut(*_: object) -> None:
+        raise CutError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "add_key_link", cut)
+        with pytest.raises(CutError):
+            rotate_key(home, store, 1.0)
+    assert voice_of(home, store).key.public == first.key.public
+    left = SigningKey.load(key_file(home, 1)).public
+    assert rotate_key(home, store, 2.0).new == left.hex
+    assert voice_of(home, store).key.public == left
+
+
+def test_killed_while_the_key_was_written_the_torn_file_is_replaced(opened: tuple[Home, Store]) -> None:
+    home, store = opened
+    key_file(home, 1).write_bytes(home.signing_key.read_bytes()[:40])
+    link = rotate_key(home, store, 1.0)
+    assert voice_of(home, store).key.public.hex == link.new
+
+
+def test_a_directory_without_the_key_that_devices_know_says_what_to_do(opened: tuple[Home, Store]) -> None:
+    home, store = opened
+    rotate_key(home, store, 1.0)
+    path = key_file(home, 1)
+    path.unlink()
+    with pytest.raises(HomeError, match=r"restore .*signing-1\.key from a backup"):
+        voice_of(home, store)
+    SigningKey.generate().save(path)
+    with pytest.raises(HomeError, match="not the key that devices were told of"):
+        voice_of(home, store)
+
+
+def test_new_boxes_get_the_current_key_by_bundle_and_by_token(opened: tuple[Home, Store], tmp_path: Path) -> None:
+    home, store = opened
+    link = rotate_key(home, store, 1.0)
+    bundles = enrol(home, store, ["line-8"], tmp_path, 2.0)
+    assert (bundles["line-8"] / "coordinator.pub").read_text().strip() == link.new
+    with running_desk(home) as desk:
+        box = enrol_box(desk.token("line-9"), tmp_path / "box")
+        assert (box.config.parent / "coordinator.pub").read_text().strip() == link.new
+
+
+def test_the_command_tells_what_it_did_and_refuses_where_nobody_knows_the_key(
+    opened: tuple[Home, Store], tmp_path: Path
+) -> None:
+    home, store = opened
+    result = CliRunner().invoke(coordinator_app, ["rotate-key", "--dir", str(home.root), "--json"])
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout)
+    assert (told["serial"], told["key"]) == (1, voice_of(home, store).key.public.hex)
+    empty = create_home(tmp_path / "empty", CoordinatorConfig())
+    result = CliRunner().invoke(coordinator_app, ["rotate-key", "--dir", str(empty.root)])
+    assert result.exit_code == 2
+    fresh = Store(empty.database)
+    with pytest.raises(PlanError, match="no federation yet"):
+        rotate_key(empty, fresh, 1.0)
+    fresh.close()
+
+
+# ------------------------------------------------------------------ the running service
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    spec = tiny_spec(1)
+    made = World(tmp_path / "home", spec, aggregate_bytes(spec, 0, 0, seed=1), clients=("a", "b"), min_clients=2)
+    made.devices["b"].silent = True
+    yield made
+    made.close()
+
+
+def spy_on(world: World) -> tuple[MemoryTransport, list[Delivery]]:
+    heard: list[Delivery] = []
+    spy = MemoryTransport(world.broker, "observer")
+    spy.subscribe(Topics(FEDERATION).everything())
+    spy.start(heard.append, lambda _up: None)
+    return spy, heard
+
+
+def rotated(voice: Voice, number: int) -> Voice:
+    key = SigningKey.generate()
+    return Voice(key, (*voice.links, make_link(FEDERATION, number, 1, voice.key, key.public)))
+
+
+def test_a_running_coordinator_takes_the_new_key_tells_it_first_and_says_everything_anew(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coordinator.service.service.REFRESH_S", 0.1)
+    topics = Topics(FEDERATION)
+    with RunningService(world) as running:
+        for device in world.devices.values():
+            device.start()
+        wait_until(lambda: len(world.devices["a"].of(Receipt)) == 1, "a has delivered")
+        spy, heard = spy_on(world)
+        wait_until(lambda: bool(heard), "the spy hears")
+        before = len(heard)
+        old = world.voice
+        world.voice = rotated(old, 1)
+        for device in world.devices.values():
+            device.coordinator = world.voice.key
+        world.wait_event("key_rotated")
+        wait_until(
+            lambda: sum(delivery.topic == topics.offer for delivery in heard[before:]) >= 1, "the offer is told anew"
+        )
+        told = [delivery for delivery in heard[before:] if delivery.topic in (topics.keys, topics.offer)]
+        assert told[0].topic == topics.keys
+        followed = open_key_chain(told[0].payload, FEDERATION, PinnedKey(old.key.public))
+        assert followed == PinnedKey(world.voice.key.public, 1)
+        offer = next(delivery for delivery in told if delivery.topic == topics.offer)
+        assert isinstance(open_envelope(offer.payload, lambda _: world.voice.key.public), Offer)
+        world.devices["b"].silent = False
+        world.devices["b"].act()
+        world.wait_event("finished")
+        will = running.service._transport.will  # type: ignore[attr-defined]
+        assert open_envelope(will.payload, lambda _: world.voice.key.public).sender == COORDINATOR
+        spy.close()
+
+
+def test_a_restarted_coordinator_tells_the_chain_again(world: World) -> None:
+    world.voice = rotated(rotated(world.voice, 1), 2)
+    with RunningService(world):
+        wait_until(lambda: Topics(FEDERATION).keys in world.broker._retained, "the chain is told")
+        spy, heard = spy_on(world)
+        wait_until(
+            lambda: any(delivery.topic == Topics(FEDERATION).keys for delivery in heard),
+            "it is kept for who comes later",
+        )
+        spy.close()
+    chain = next(delivery for delivery in heard if delivery.topic == Topics(FEDERATION).keys)
+    assert chain.retained
+    first = PinnedKey(world.voice.key.public, 2)
+    assert open_key_chain(chain.payload, FEDERATION, first) == first

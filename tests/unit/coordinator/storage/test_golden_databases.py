@@ -1,0 +1,112 @@
+"""Databases as each version of the program wrote them (dumps in tests/golden/databases) are brought to this version, with all they hold."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from coordinator.errors import StoreError
+from coordinator.rounds.records import DeviceState
+from coordinator.rounds.round_engine import Phase
+from coordinator.storage.migrations import SCHEMA_VERSION
+from coordinator.storage.store import Store
+from fedcg.wire.messages.messages import Outcome
+
+GOLDEN = Path(__file__).parents[3] / "golden" / "databases"
+VERSIONS = tuple(range(1, SCHEMA_VERSION + 1))
+
+
+def restore(version: int, folder: Path) -> Path:
+    path = folder / "database.sqlite"
+    connection = sqlite3.connect(path)
+    connection.executescript((GOLDEN / f"version-{version}.sql").read_text())
+    connection.close()
+    return path
+
+
+def columns(path: Path) -> dict[str, dict[str, tuple[object, ...]]]:
+    """Type, NOT NULL and place in the primary key of every column of every table."""
+    connection = sqlite3.connect(path)
+    tables = [name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+    found: dict[str, dict[str, tuple[object, ...]]] = {
+        table: {row[1]: (row[2], row[3], row[5]) for row in connection.execute(f"PRAGMA table_info({table})")}
+        for table in tables
+    }
+    connection.close()
+    return found
+
+
+def foreign_keys(path: Path) -> set[tuple[object, ...]]:
+    connection = sqlite3.connect(path)
+    tables = [name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+    found = {(table, *row[2:5]) for table in tables for row in connection.execute(f"PRAGMA foreign_key_list({table})")}
+    connection.close()
+    return found
+
+
+def test_every_version_has_its_golden_database() -> None:
+    assert {path.name for path in GOLDEN.iterdir()} == {f"version-{version}.sql" for version in VERSIONS}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_database_of_every_version_opens_with_all_that_it_holds(version: int, tmp_path: Path) -> None:
+    path = restore(version, tmp_path)
+    for _ in range(2):  # migrated, then as migrated
+        store = Store(path)
+        assert store.epoch() == 2
+        assert store.federation("casting").rounds == 3
+        known = {device.id: device for device in store.devices()}
+        assert sorted(known) == ["line-1", "line-2"]
+        assert (known["line-1"].state, known["line-1"].agent) == (DeviceState.ENROLLED, "0.1.0")
+        assert known["line-2"].state is (DeviceState.ENROLLED if version == 1 else DeviceState.REVOKED)
+        assert len(store.register.tokens()) == len(store.register.certificates("line-1")) == (version >= 2)
+        assert [link.serial for link in store.key_links("casting")] == ([1] if version >= 3 else [])
+        ended = store.updates(("casting", 1, 1))
+        assert [(update.client, update.outcome) for update in ended] == [
+            ("line-1", Outcome.ACCEPTED),
+            ("line-2", Outcome.ACCEPTED),
+        ]
+        assert [update.weight for update in ended] == ([12, 9] if version >= 4 else [None, None])
+        assert [aggregate.round for aggregate in store.aggregates("casting")] == [0, 1]
+        state = store.round_state("casting")
+        assert (state.phase, state.round, state.participants) == (Phase.COLLECTING, 2, frozenset({"line-1"}))
+        store.next_epoch()
+        store.close()
+        connection = sqlite3.connect(path)
+        assert connection.execute("PRAGMA user_version").fetchone() == (SCHEMA_VERSION,)
+        connection.execute("UPDATE leases SET epoch = 2")
+        connection.commit()
+        connection.close()
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_migrated_database_has_the_tables_of_a_new_one(version: int, tmp_path: Path) -> None:
+    path = restore(version, tmp_path)
+    Store(path).close()
+    new = tmp_path / "new.sqlite"
+    Store(new).close()
+    assert columns(path) == columns(new)
+    assert foreign_keys(path) == foreign_keys(new)
+
+
+def test_a_migration_that_fails_leaves_the_database_as_it_was(tmp_path: Path) -> None:
+    path = restore(1, tmp_path)
+    connection = sqlite3.connect(path)
+    connection.execute("CREATE TABLE key_links (x)")  # the last step meets a table that should not be there
+    connection.commit()
+    connection.close()
+    before = columns(path)
+    with pytest.raises(StoreError, match=r"database\.sqlite could not be brought from version 1 to"):
+        Store(path)
+    assert columns(path) == before
+
+
+def test_a_database_of_a_newer_program_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "database.sqlite"
+    connection = sqlite3.connect(path)
+    connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
+    connection.close()
+    with pytest.raises(StoreError, match=f"up to version {SCHEMA_VERSION}"):
+        Store(path)

@@ -1,0 +1,144 @@
+"""The disk stays bounded over many rounds, and what a restart, a late device or a reader of the last rounds needs stays."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from coordinator.rounds.round_engine import Phase
+from coordinator.storage.pruning import Pruner
+from coordinator.updates.published_artifacts import OPEN_FILES
+from fedcg.wire.artifacts.artifacts import ArtifactStore
+from fedcg.wire.messages.messages import Outcome
+from tests.support.coordinator_support import FEDERATION, RunningService, World, aggregate_bytes, tiny_spec, wait_until
+
+MakeWorld = Callable[..., World]
+
+
+@pytest.fixture
+def make_world(tmp_path: Path) -> Iterator[MakeWorld]:
+    worlds: list[World] = []
+
+    def make(rounds: int, keep_rounds: int) -> World:
+        spec = tiny_spec(rounds)
+        base = aggregate_bytes(spec, 0, 0, seed=1)
+        worlds.append(World(tmp_path / f"home-{len(worlds)}", spec, base, keep_rounds=keep_rounds))
+        return worlds[-1]
+
+    yield make
+    for world in worlds:
+        world.close()
+
+
+def run_whole(world: World) -> None:
+    with RunningService(world) as running:
+        world.start_devices()
+        world.wait_event("finished")
+        assert running.service.state.phase is Phase.FINISHED
+
+
+def held(world: World) -> int:
+    return sum(world.artifacts.path(artifact).stat().st_size for artifact in world.artifacts.ids())
+
+
+def test_the_disk_holds_as_much_after_many_rounds_as_after_few(make_world: MakeWorld) -> None:
+    few, many, unpruned = make_world(4, 2), make_world(10, 2), make_world(10, 100)
+    for world in (few, many, unpruned):
+        run_whole(world)
+    assert abs(held(many) - held(few)) < 200  # headers spell rounds with one digit or two
+    assert len(list(many.artifacts.ids())) == len(list(few.artifacts.ids()))
+    assert held(unpruned) > 3 * held(many)  # which is what the others would have grown to
+    assert sum(int(event["files"]) for event in many.events("pruned")) > 20
+
+
+def test_what_is_kept_is_the_last_rounds_with_what_they_start_from(make_world: MakeWorld) -> None:
+    world = make_world(6, 2)
+    run_whole(world)
+    aggregates = {record.round: record for record in world.store.aggregates(FEDERATION)}
+    kept = {number for number, record in aggregates.items() if world.artifacts.has(record.artifact)}
+    assert kept == {4, 5, 6}  # 4: the updates of round 5 are coded to it
+    for number in range(1, 7):
+        updates = world.store.updates((FEDERATION, number, 1))
+        assert len(updates) == 2  # the database forgets nothing
+        assert {world.artifacts.has(update.artifact) for update in updates} == {number >= 5}
+    assert world.artifacts.has(world.store.federation(FEDERATION).spec)
+    assert world.artifacts.has(aggregates[6].server_state)
+
+
+@pytest.mark.slow
+def test_a_restart_after_pruning_goes_on_and_still_answers_a_device_that_repeats_an_old_manifest(
+    make_world: MakeWorld,
+) -> None:
+    world = make_world(4, 1)
+    with RunningService(world) as running:
+        world.start_devices()
+        wait_until(lambda: running.service.state.round >= 3, "round 3 opens")
+        running.vanish()
+    assert not world.artifacts.has(world.store.updates((FEDERATION, 1, 1))[0].artifact)
+    old = world.store.update((FEDERATION, 1, 1), "a")
+    assert old is not None
+    with RunningService(world) as running:
+        wait_until(lambda: running.service.is_connected, "it is back")
+        for device in world.devices.values():
+            with device.lock:
+                device.hello()
+        world.wait_event("finished")
+        device = world.devices["a"]
+        known = len(device.receipts())
+        with device.lock:
+            data = device.make_update(4, 1, world.store.aggregates(FEDERATION)[3].artifact)
+            device.send_update(1, 1, data)  # another one than it sent then, and for a round whose files are gone
+        wait_until(lambda: len(device.receipts()) > known, "it is answered")
+    assert device.receipts()[-1].outcome is Outcome.CONFLICT
+
+
+def test_pruning_that_was_interrupted_is_made_up_for_and_shared_files_stay(make_world: MakeWorld) -> None:
+    world = make_world(5, 100)
+    run_whole(world)
+    forgotten: list[str] = []
+    first = world.store.updates((FEDERATION, 1, 1))[0].artifact
+    world.artifacts.delete(first)  # an earlier run got as far as this
+    pruned = Pruner(world.store, world.artifacts, FEDERATION, 1, forgotten.append).prune(5)
+    assert pruned.files == len(forgotten) - 1 == len(set(forgotten)) - 1
+    assert pruned.bytes > 0
+    state = world.store.aggregates(FEDERATION)[-1].server_state
+    assert state == world.store.aggregates(FEDERATION)[1].server_state  # the plain worker's states are all the same
+    assert world.artifacts.has(state)
+
+
+def test_deleting_several_tells_their_size_and_passes_over_what_is_gone(tmp_path: Path) -> None:
+    store = ArtifactStore(tmp_path)
+    ids = [store.put(b"x" * 100), store.put(b"y" * 50)]
+    assert store.delete_all([*ids, "f" * 64]) == (2, 150)
+    assert list(store.ids()) == []
+
+
+def open_artifacts(world: World) -> list[str]:
+    """Descriptors of this process on files below the artifacts' folder; a deleted file has its mark."""
+    gc.collect()
+    links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    named = [str(link.readlink()) for link in links if link.is_symlink()]
+    return [name for name in named if name.startswith(str(world.root / "artifacts"))]
+
+
+def test_no_file_of_a_deleted_aggregate_stays_open(make_world: MakeWorld) -> None:
+    world = make_world(10, 2)
+    with RunningService(world):
+        world.start_devices()
+        final = world.wait_event("finished")["aggregate"]
+        for device in world.devices.values():
+            wait_until(lambda device=device: final in device.artifacts, "the final aggregate is fetched")  # type: ignore[misc]
+        found = open_artifacts(world)
+        assert [name for name in found if name.endswith(" (deleted)")] == []
+        assert str(world.artifacts.path(final)) in found  # the newest one is served
+
+
+def test_few_files_stay_open_however_many_rounds_are_kept(make_world: MakeWorld) -> None:
+    world = make_world(25, 100)
+    with RunningService(world):
+        world.start_devices()
+        world.wait_event("finished")
+        assert len(open_artifacts(world)) <= OPEN_FILES

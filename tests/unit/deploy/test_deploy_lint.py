@@ -1,0 +1,222 @@
+"""Every deployment file passes its linter, and stays hardened in the ways that a linter does not see."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path, PurePosixPath
+from typing import Any, cast
+
+import pytest
+import tomllib
+from ruamel.yaml import YAML
+from typer.testing import CliRunner
+
+from edge_client.cli.agent_commands import app as agent_app
+from edge_client.cli.units import (
+    AGENT_UNIT,
+    DEFAULT_CONFIG_ROOT,
+    DEFAULT_EXECUTABLE,
+    render_agent_unit,
+)
+from fedcg.learning.spec import plan_from_mapping
+from fedcg.wire.messages.topics import Topics
+
+REPOSITORY = Path(__file__).parents[3]
+DEPLOY = REPOSITORY / "deploy"
+UNITS = sorted(DEPLOY.glob("systemd/*.service"))
+DOCKERFILES = sorted(DEPLOY.glob("docker/*.Dockerfile"))
+COMPOSE = DEPLOY / "compose" / "compose.yaml"
+# systemd-analyze's "exposure" in tenths: 0 is sealed, 100 is an ordinary service without any protection.
+MOST_EXPOSURE = 25
+
+
+def run(tool: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run a linter; without it skip visibly, and fail where a skip would hide something (CI)."""
+    folders = (str(Path(sys.executable).parent), os.environ.get("PATH", ""))
+    found = shutil.which(tool, path=os.pathsep.join(folders))
+    if found is None:
+        if os.environ.get("CI") == "true":
+            pytest.fail(f"{tool} is missing, in CI it must be there")
+        pytest.skip(f"{tool} is not installed")
+    return subprocess.run([found, *map(str, arguments)], capture_output=True, text=True, check=False, timeout=120)
+
+
+def assert_clean(result: subprocess.CompletedProcess[str]) -> None:
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def installed_unit(unit: Path, folder: Path) -> Path:
+    """The unit as it would be installed, but with a command that exists on this machine, and as an instance."""
+    text = unit.read_text().replace(str(DEFAULT_EXECUTABLE), shutil.which("true") or "/bin/true")
+    copy = folder / unit.name.replace("@.", "@line4.")
+    copy.write_text(text)
+    return copy
+
+
+def compose() -> dict[str, Any]:
+    return cast("dict[str, Any]", YAML(typ="safe").load(COMPOSE))
+
+
+def project() -> dict[str, Any]:
+    return tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
+def test_systemd_accepts_the_unit_without_a_word(unit: Path, tmp_path: Path) -> None:
+    copy = installed_unit(unit, tmp_path)
+    result = run("systemd-analyze", "verify", "--man=no", "--recursive-errors=no", copy)
+    assert_clean(result)
+    # An unknown or misspelt setting is only a warning to systemd.
+    assert copy.name not in result.stderr, result.stderr
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
+def test_systemd_finds_the_unit_hardened(unit: Path, tmp_path: Path) -> None:
+    copy = installed_unit(unit, tmp_path)
+    assert_clean(
+        run("systemd-analyze", "security", "--offline=true", f"--threshold={MOST_EXPOSURE}", "--no-pager", copy)
+    )
+
+
+def test_the_checks_notice_a_misspelt_setting_and_a_missing_protection(tmp_path: Path) -> None:
+    copy = installed_unit(DEPLOY / "systemd" / "fedcg-coordinator.service", tmp_path)
+    text = copy.read_text()
+    copy.write_text(text.replace("NoNewPrivileges=", "NoNewPrivilege="))
+    assert copy.name in run("systemd-analyze", "verify", "--man=no", "--recursive-errors=no", copy).stderr
+    copy.write_text(text.replace("SystemCallFilter=", "# ").replace("CapabilityBoundingSet=", "# "))
+    sealed = run("systemd-analyze", "security", "--offline=true", f"--threshold={MOST_EXPOSURE}", "--no-pager", copy)
+    assert sealed.returncode != 0
+
+
+def test_the_agents_unit_is_what_its_template_gives() -> None:
+    assert (DEPLOY / "systemd" / AGENT_UNIT).read_text() == render_agent_unit()
+
+
+def test_the_agents_unit_survives_the_killing_of_its_trainer_and_does_not_repeat_a_wrong_configuration() -> None:
+    lines = render_agent_unit().splitlines()
+    assert {"OOMPolicy=continue", "Restart=on-failure", "RestartPreventExitStatus=2", "StartLimitIntervalSec=0"} <= set(
+        lines
+    )
+
+
+def test_a_unit_for_another_folder_names_it_everywhere() -> None:
+    text = render_agent_unit(PurePosixPath("/srv/fedcg/bin/fedcg"), PurePosixPath("/srv/fedcg/conf"))
+    assert "ExecStart=/srv/fedcg/bin/fedcg agent run --config /srv/fedcg/conf/%i/agent.toml" in text
+    assert str(DEFAULT_EXECUTABLE) not in text
+    assert str(DEFAULT_CONFIG_ROOT) not in text
+
+
+@pytest.mark.parametrize("path", ["relative/fedcg", "/opt/a b/fedcg", "/opt/%i/fedcg", "/opt/$HOME/fedcg"])
+def test_a_path_that_systemd_would_interpret_is_refused(path: str) -> None:
+    with pytest.raises(ValueError, match="absolute path"):
+        render_agent_unit(PurePosixPath(path))
+
+
+def test_the_unit_command_prints_the_unit_and_refuses_a_bad_path_with_exit_code_2() -> None:
+    printed = CliRunner().invoke(agent_app, ["unit", "--executable", "/srv/fedcg"])
+    assert printed.exit_code == 0
+    assert printed.stdout == render_agent_unit(PurePosixPath("/srv/fedcg"))
+    assert CliRunner().invoke(agent_app, ["unit", "--executable", "srv/fedcg"]).exit_code == 2
+
+
+@pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda file: file.name)
+def test_hadolint_accepts_the_dockerfile(dockerfile: Path) -> None:
+    assert_clean(run("hadolint", dockerfile))
+
+
+@pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda file: file.name)
+def test_the_image_runs_as_an_ordinary_user_by_number_from_a_named_release(dockerfile: Path) -> None:
+    text = dockerfile.read_text()
+    users = re.findall(r"^USER (\S+)", text, re.MULTILINE)
+    assert users == ["10001:10001"]
+    images = re.findall(r"^(?:FROM|ARG PYTHON_IMAGE=) ?(\S+)", text, re.MULTILINE)
+    assert images
+    assert all(image == "${PYTHON_IMAGE}" or re.search(r":[^:]*bookworm", image) for image in images)
+    ignored = dockerfile.with_name(f"{dockerfile.name}.dockerignore").read_text().splitlines()
+    assert "*" in ignored, "the build must not see what it does not need (keys, data)"
+
+
+def test_the_images_install_extras_that_exist_and_every_package_of_the_distribution() -> None:
+    extras = project()["project"]["optional-dependencies"]
+    packages = {name.rstrip("*") for name in project()["tool"]["setuptools"]["packages"]["find"]["include"]}
+    for name in ("agent", "coordinator"):
+        text = (DEPLOY / "docker" / f"{name}.Dockerfile").read_text()
+        (wanted,) = re.findall(r"'\.\[([a-z,]+)\]'", text)
+        assert set(wanted.split(",")) <= set(extras)
+        sent = (DEPLOY / "docker" / f"{name}.Dockerfile.dockerignore").read_text().splitlines()
+        assert {f"!{package}" for package in packages} | {"!pyproject.toml", "!constraints.txt"} <= set(sent)
+
+
+def test_the_compose_file_fits_its_schema() -> None:
+    assert_clean(run("check-jsonschema", "--builtin-schema", "vendor.compose-spec", COMPOSE))
+
+
+def test_yamllint_accepts_the_yaml_files() -> None:
+    config = DEPLOY / ".yamllint.yaml"
+    assert_clean(run("yamllint", "--strict", "--config-file", config, DEPLOY, REPOSITORY / ".pre-commit-config.yaml"))
+
+
+def test_everything_that_listens_may_open_as_many_files_as_its_bound_of_connections_needs() -> None:
+    for name in ("fedcg-coordinator.service", "fedcg-infer@.service", "fedcg-broker.service"):
+        assert "\nLimitNOFILE=65536\n" in (DEPLOY / "systemd" / name).read_text()
+    assert compose()["services"]["coordinator"]["ulimits"] == {"nofile": 65536}
+
+
+def test_the_compose_file_starts_a_broker_a_coordinator_and_as_many_agents_as_a_round_needs() -> None:
+    services = compose()["services"]
+    agents = [name for name in services if name.startswith("agent-")]
+    assert {"broker", "coordinator"} <= set(services)
+    plan = plan_from_mapping(tomllib.loads((COMPOSE.parent / "plan.toml").read_text()))
+    assert len(agents) >= plan.min_clients
+    for service in services.values():
+        assert (COMPOSE.parent / service["build"]["context"] / service["build"]["dockerfile"]).is_file()
+
+
+def test_every_container_is_sealed_and_publishes_no_port() -> None:
+    for name, service in compose()["services"].items():
+        assert service["read_only"] is True, name
+        assert service["cap_drop"] == ["ALL"], name
+        assert "no-new-privileges:true" in service["security_opt"], name
+        assert "mem_limit" in service, name
+        assert not {"privileged", "ports", "user", "network_mode", "pid"} & set(service), name
+
+
+def test_agents_get_their_own_bundle_and_images_read_only_and_share_nothing() -> None:
+    seen: set[str] = set()
+    for name, service in compose()["services"].items():
+        if not name.startswith("agent-"):
+            continue
+        sources = {volume.split(":")[0] for volume in service["volumes"]}
+        assert not sources & seen, f"{name} shares a volume"
+        seen |= sources
+        writable = [volume for volume in service["volumes"] if not volume.endswith(":ro")]
+        assert [volume.split(":")[1] for volume in writable] == ["/var/lib/fedcg"]
+
+
+def test_the_broker_sees_of_the_coordinator_only_certificates_and_the_access_list() -> None:
+    sources = [volume.split(":")[0] for volume in compose()["services"]["broker"]["volumes"]]
+    assert "./state/home" not in sources
+    assert not any("signing" in source or source.endswith(("ca.key", "secret")) for source in sources)
+
+
+def test_the_example_access_list_is_what_the_topics_give() -> None:
+    expected = Topics("casting").mosquitto_acl(["a", "b", "c"], ["observer"])
+    assert (DEPLOY / "mosquitto" / "acl.example").read_text() == expected
+
+
+def test_pre_commit_runs_the_commands_of_make_check() -> None:
+    assert_clean(run("pre-commit", "validate-config", REPOSITORY / ".pre-commit-config.yaml"))
+    hooks = YAML(typ="safe").load(REPOSITORY / ".pre-commit-config.yaml")["repos"][0]["hooks"]
+    makefile = (REPOSITORY / "Makefile").read_text()
+    recipe = makefile.partition("\ncheck:")[2].partition("\n\n")[0]
+    commands = {line.strip().lstrip("@").rpartition("$(BIN)/")[2] for line in recipe.splitlines()[1:]}
+    commands = {command.rpartition('" ')[2] if '" ' in command else command for command in commands}
+    assert {shlex.split(hook["entry"])[0] for hook in hooks} == {
+        f".venv/bin/{command.split()[0]}" for command in commands
+    }
+    assert {hook["entry"].removeprefix(".venv/bin/") for hook in hooks} == commands

@@ -1,0 +1,210 @@
+"""What box is this: recorded and composed file trees, and this machine."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pynvml
+import pytest
+
+from devices.catalogue import load_catalogue, parse_catalogue
+from devices.detect import detect
+from devices.errors import CatalogueError
+from devices.nvidia import nvml_gpu
+from devices.profile import GIB, DeviceKind, Gpu
+
+TREES = Path(__file__).parents[2] / "golden" / "devices"
+KIB = 1024
+
+
+@pytest.mark.parametrize(
+    ("tree", "module", "capability", "cpus", "memory_kib", "release"),
+    [
+        ("jetson-orin-nano-8gb", "Jetson Orin Nano 8GB (developer kit)", (8, 7), 6, 7802392, "36.4.7"),
+        ("jetson-agx-thor", "Jetson T5000 (Thor)", (11, 0), 14, 128825804, "38.2.0"),
+        ("jetson-agx-orin-jetpack5", "Jetson AGX Orin 64GB", (8, 7), 8, 64336820, "35.4.1"),
+        ("jetson-xavier-nx", "Jetson Xavier NX (developer kit)", (7, 2), 6, 7078648, "35.4.1"),
+        ("jetson-nano", "Jetson Nano (developer kit)", (5, 3), 4, 4059340, "32.7.1"),
+    ],
+)
+def test_a_jetson_is_known_by_its_device_tree(
+    tree: str, module: str, capability: tuple[int, int], cpus: int, memory_kib: int, release: str
+) -> None:
+    profile = detect(TREES / tree)
+    assert profile.kind is DeviceKind.JETSON
+    assert profile.model is not None
+    assert module in profile.model
+    assert profile.architecture == "aarch64"
+    assert profile.cpus == cpus
+    assert profile.memory_bytes == memory_kib * KIB
+    assert profile.gpu is not None
+    assert profile.gpu.shares_memory
+    assert profile.gpu.memory_bytes == profile.memory_bytes
+    assert profile.gpu.compute_capability == capability
+    assert str(profile.l4t) == release
+
+
+@pytest.mark.parametrize(
+    ("tree", "possible", "word"),
+    [
+        ("jetson-orin-nano-8gb", True, "GPU"),
+        ("jetson-agx-thor", True, "GPU"),
+        ("jetson-agx-orin-jetpack5", False, "JetPack 6"),
+        ("jetson-xavier-nx", False, "ONNX"),
+        ("jetson-nano", False, "ONNX"),
+        ("jetson-tx2", False, "ONNX"),
+        ("x86-cuda", True, "RTX A2000"),
+        ("x86-cpu", True, "CPU"),
+        ("container-cgroup-v2", True, "CPU"),
+        ("service-cgroup-v1", False, "512 MiB"),
+    ],
+)
+def test_whether_a_box_can_train_is_said_with_the_reason(tree: str, possible: bool, word: str) -> None:
+    trainable = detect(TREES / tree).trainable
+    assert trainable.possible is possible
+    assert word in trainable.reason
+
+
+def test_a_cuda_box_without_nvml_is_known_by_the_drivers_files_and_the_rest_is_unavailable() -> None:
+    profile = detect(TREES / "x86-cuda")
+    assert profile.kind is DeviceKind.CUDA
+    assert profile.model == "Dell Inc. Precision 3660"
+    assert profile.architecture == "x86_64"
+    assert profile.gpu == Gpu("NVIDIA RTX A2000 12GB", memory_bytes=None, compute_capability=None, driver="535.183.01")
+
+
+def test_a_recorded_virtual_machine_is_a_cpu_box() -> None:
+    profile = detect(TREES / "x86-cpu")
+    assert (profile.kind, profile.cpus, profile.architecture) == (DeviceKind.CPU, 2, "x86_64")
+    assert profile.cpu_model == "AMD EPYC"
+    assert profile.gpu is None
+    assert profile.l4t is None
+
+
+def test_limits_of_control_groups_v2_bound_memory_and_cpus() -> None:
+    profile = detect(TREES / "container-cgroup-v2")
+    assert profile.memory_bytes == 1536 * KIB * KIB
+    assert profile.cpus == 2  # a quota of 2.5 CPUs
+
+
+def test_the_tightest_parent_group_of_v1_counts_and_no_limit_is_no_limit() -> None:
+    profile = detect(TREES / "service-cgroup-v1")
+    assert profile.memory_bytes == 512 * KIB * KIB  # the slice is tighter than the service
+    assert profile.cpus == 1  # a quota of 1.5 CPUs
+
+
+def test_an_empty_tree_is_unavailable_everywhere_and_never_zero(tmp_path: Path) -> None:
+    profile = detect(tmp_path)
+    assert profile.kind is DeviceKind.CPU
+    told = (
+        profile.model,
+        profile.cpu_model,
+        profile.architecture,
+        profile.cpus,
+        profile.memory_bytes,
+        profile.gpu,
+        profile.l4t,
+    )
+    assert told == (None,) * 7
+
+
+def test_damaged_files_are_unavailable_not_an_error(tmp_path: Path) -> None:
+    root = tmp_path / "box"
+    shutil.copytree(TREES / "container-cgroup-v2", root)
+    for file in root.rglob("*"):
+        if file.is_file():
+            file.write_bytes(b"\xff\xfe::garbage\0-1 0,,-")
+    profile = detect(root)
+    assert (profile.cpus, profile.memory_bytes) == (None, None)
+
+
+def test_an_unknown_module_of_a_known_chip_still_gives_the_generation(tmp_path: Path) -> None:
+    tree = tmp_path / "proc" / "device-tree"
+    tree.mkdir(parents=True)
+    (tree / "compatible").write_bytes(b"acme,carrier-1\0nvidia,p9999-0001\0nvidia,tegra234\0")
+    (tree / "model").write_bytes(b"Acme Box\0")
+    profile = detect(tmp_path)
+    assert profile.kind is DeviceKind.JETSON
+    assert profile.model == "Acme Box"
+    assert profile.gpu is not None
+    assert profile.gpu.compute_capability == (8, 7)
+    assert profile.gpu.memory_bytes is None
+
+
+def test_a_recorded_tree_is_never_mixed_with_the_gpu_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("devices.detect.nvml_gpu", lambda: Gpu("NVIDIA H200", 141 * GIB, (9, 0), "570"))
+    assert detect(TREES / "x86-cpu").gpu is None
+    live = detect()
+    assert live.gpu is not None
+    assert live.gpu.name == "NVIDIA H200"
+
+
+def test_what_the_driver_tells_of_a_jetson_wins_and_the_catalogue_completes_it() -> None:
+    profile = detect(TREES / "jetson-agx-thor", probe_gpu=lambda: Gpu("NVIDIA Thor", None, None, "580.00"))
+    assert profile.gpu is not None
+    assert (profile.gpu.name, profile.gpu.driver) == ("NVIDIA Thor", "580.00")
+    assert profile.gpu.compute_capability == (11, 0)
+    assert profile.gpu.memory_bytes == profile.memory_bytes
+
+
+def test_this_machine_tells_its_memory_processor_and_architecture() -> None:
+    profile = detect()
+    assert profile.memory_bytes is not None
+    assert profile.memory_bytes > 0
+    assert profile.cpus is not None
+    assert profile.cpus >= 1
+    assert profile.architecture
+
+
+def test_a_machine_without_the_nvml_library_has_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", refuse)
+    assert nvml_gpu() is None
+
+
+def test_nvml_fills_the_profile_and_what_it_does_not_support_stays_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[bool] = []
+
+    def unsupported(_handle: object) -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+    fakes = {
+        "nvmlInit": lambda: None,
+        "nvmlShutdown": lambda: closed.append(True),
+        "nvmlDeviceGetHandleByIndex": lambda index: SimpleNamespace(index=index),
+        "nvmlDeviceGetName": lambda _handle: b"NVIDIA RTX 4000",
+        "nvmlDeviceGetMemoryInfo": unsupported,
+        "nvmlDeviceGetCudaComputeCapability": lambda _handle: (8, 9),
+        "nvmlSystemGetDriverVersion": lambda: "550.54",
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(pynvml, name, fake)
+    assert nvml_gpu() == Gpu("NVIDIA RTX 4000", memory_bytes=None, compute_capability=(8, 9), driver="550.54")
+    assert closed == [True]
+
+
+def test_every_module_of_the_catalogue_names_a_known_chip_and_is_found_by_its_part_number() -> None:
+    catalogue = load_catalogue()
+    assert {soc.family: soc.compute_capability for soc in catalogue.soc.values()} == {
+        "Nano": (5, 3),
+        "TX2": (6, 2),
+        "Xavier": (7, 2),
+        "Orin": (8, 7),
+        "Thor": (11, 0),
+    }
+    assert {soc.family for soc in catalogue.soc.values() if soc.can_train} == {"Orin", "Thor"}
+    for number, module in catalogue.module.items():
+        found = catalogue.identify((f"nvidia,p1111-0000+{number}", f"nvidia,{module.soc}"))
+        assert found is not None
+        assert found.module == module
+
+
+def test_a_damaged_catalogue_is_refused() -> None:
+    with pytest.raises(CatalogueError, match="damaged"):
+        parse_catalogue("soc = 3")
+    with pytest.raises(CatalogueError, match="unknown system on chip 'tegra1'"):
+        parse_catalogue('[soc]\n[module.p1-1]\nname = "x"\nsoc = "tegra1"\nmemory_gb = 1\n')

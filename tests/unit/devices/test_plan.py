@@ -1,0 +1,141 @@
+"""Where and how large to train, and the command that shows it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from devices.cli import profile_command
+from devices.detect import detect
+from devices.errors import NotTrainableError
+from devices.profile import GIB, MIB, DeviceKind, DeviceProfile, Gpu, Trainable, plan_training
+
+TREES = Path(__file__).parents[2] / "golden" / "devices"
+
+
+def box(
+    *, cpus: int | None = 4, memory: int | None = 8 * GIB, gpu: Gpu | None = None, trainable: bool = True
+) -> DeviceProfile:
+    kind = DeviceKind.CPU if gpu is None else DeviceKind.CUDA
+    return DeviceProfile(kind, None, None, "x86_64", cpus, memory, gpu, None, Trainable(trainable, "as the test says"))
+
+
+def card(memory: int | None = 8 * GIB, capability: tuple[int, int] | None = (8, 6)) -> Gpu:
+    return Gpu("Card", memory, capability, None)
+
+
+@pytest.mark.parametrize(("cpus", "threads"), [(None, 1), (1, 1), (2, 1), (3, 2), (4, 3), (5, 4), (64, 4)])
+def test_the_cpu_keeps_one_core_free_and_never_uses_more_threads_than_help(cpus: int | None, threads: int) -> None:
+    plan = plan_training(box(cpus=cpus))
+    assert (plan.device, plan.threads) == ("cpu", threads)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "device", "word"),
+    [
+        (card(), "cuda", "Card"),
+        (card(memory=None, capability=None), "cuda", "Card"),
+        (card(capability=(3, 7)), "cpu", "compute capability 3.7"),
+        (card(capability=(11, 0)), "cuda", "Card"),
+        (card(memory=1 * GIB), "cpu", "1024 MiB"),
+        (None, "cpu", "no NVIDIA GPU"),
+    ],
+)
+def test_a_gpu_is_used_when_it_can_be_trained_on_and_else_the_reason_is_said(
+    gpu: Gpu | None, device: str, word: str
+) -> None:
+    plan = plan_training(box(gpu=gpu))
+    assert plan.device == device
+    assert word in plan.reason
+
+
+@pytest.mark.parametrize(
+    ("memory", "gpu", "scale"),
+    [
+        (8 * GIB, None, 1.0),
+        (2 * GIB, None, 1.0),
+        (2 * GIB - 1, None, 0.5),
+        (800 * MIB, None, 0.25),
+        (None, None, 1.0),
+        (32 * GIB, card(memory=6 * GIB), 1.0),
+        (32 * GIB, card(memory=4 * GIB), 0.5),
+        (32 * GIB, card(memory=2 * GIB), 0.25),
+        (32 * GIB, card(memory=None), 1.0),
+    ],
+)
+def test_the_batch_shrinks_with_the_memory_of_the_device_that_trains(
+    memory: int | None, gpu: Gpu | None, scale: float
+) -> None:
+    assert plan_training(box(memory=memory, gpu=gpu)).batch_scale == scale
+
+
+def test_a_box_that_cannot_train_is_refused_with_the_reason_unless_the_operator_decided() -> None:
+    profile = detect(TREES / "jetson-xavier-nx")
+    with pytest.raises(NotTrainableError, match=r"Xavier.*Python 3\.8"):
+        plan_training(profile)
+    plan = plan_training(profile, device="cpu", threads=2)
+    assert (plan.device, plan.threads) == ("cpu", 2)
+    assert "configuration" in plan.reason
+
+
+def test_zero_threads_in_the_configuration_means_that_the_profile_decides() -> None:
+    assert plan_training(box(cpus=4), threads=0).threads == plan_training(box(cpus=4)).threads == 3
+
+
+@given(
+    cpus=st.none() | st.integers(1, 512),
+    memory=st.none() | st.integers(0, 1 << 45),
+    gpu=st.none()
+    | st.builds(
+        card, st.none() | st.integers(0, 1 << 45), st.none() | st.tuples(st.integers(1, 15), st.integers(0, 9))
+    ),
+    device=st.sampled_from(["auto", "cpu", "cuda", "cuda:1"]),
+)
+def test_every_plan_has_a_thread_and_a_share_of_the_batch(
+    cpus: int | None, memory: int | None, gpu: Gpu | None, device: str
+) -> None:
+    plan = plan_training(box(cpus=cpus, memory=memory, gpu=gpu), device=device)
+    assert plan.threads >= 1
+    assert 0 < plan.batch_scale <= 1
+    assert plan.device in ("cpu", "cuda", "cuda:1")
+    assert device in ("auto", plan.device)
+
+
+def run_profile(*arguments: str) -> str:
+    app = typer.Typer()
+    app.command()(profile_command)
+    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_the_profile_command_prints_json_with_the_plan() -> None:
+    told = json.loads(run_profile("--json", "--root", str(TREES / "jetson-orin-nano-8gb")))
+    assert told["profile"]["kind"] == "jetson"
+    assert told["profile"]["gpu"]["compute_capability"] == [8, 7]
+    assert told["plan"]["device"] == "cuda"
+
+
+def test_the_profile_command_says_unavailable_for_what_the_box_does_not_tell(tmp_path: Path) -> None:
+    shown = run_profile("--root", str(tmp_path))
+    assert shown.count("unavailable") == 6  # model, processor, architecture, CPUs, memory, temperature
+    assert " 0 " not in shown
+
+
+def test_the_profile_command_says_why_a_box_cannot_train() -> None:
+    shown = run_profile("--root", str(TREES / "jetson-nano"))
+    assert "no, Jetson Nano" in shown
+    assert json.loads(run_profile("--json", "--root", str(TREES / "jetson-nano")))["plan"] is None
+
+
+def test_detection_imports_no_torch() -> None:
+    code = "import sys; from devices.cli import detect; detect(); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

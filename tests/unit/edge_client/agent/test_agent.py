@@ -1,0 +1,403 @@
+"""Agent, state machine and store together, over the in-process broker, against a coordinator scripted step by step."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from edge_client.config import PolicySection
+from edge_client.session.events import TrainRound
+from edge_client.store.private_store import PrivateStore
+from edge_client.training.messages import Exited, Failed
+from fedcg.wire.messages.messages import (
+    Accept,
+    Decline,
+    DeclineReason,
+    DeviceStatus,
+    Hello,
+    Manifest,
+    Need,
+    Outcome,
+    Receipt,
+    RoundAttempt,
+)
+from fedcg.wire.messages.signing import SigningKey
+from fedcg.wire.parts import Part, ReportField
+from tests.support.edge_worlds import (
+    DEVICE,
+    FakeTrainer,
+    World,
+    aggregate_of,
+    make_config,
+    toy_parts,
+    toy_spec,
+    update_of,
+    wait_until,
+)
+
+SHARED = (Part.CLASSIFIER, Part.GENERATOR)
+MakeWorld = Callable[..., World]
+
+
+@pytest.fixture
+def make_world(tmp_path: Path) -> Iterator[MakeWorld]:
+    worlds: list[World] = []
+
+    def make(**changes: object) -> World:
+        world = World(tmp_path, **changes)  # type: ignore[arg-type]
+        worlds.append(world)
+        return world
+
+    yield make
+    for world in worlds:
+        world.close()
+
+
+def aggregate(world: World, round_number: int = 0) -> bytes:
+    return aggregate_of(toy_parts(50 + round_number, SHARED), world.spec, round_number)
+
+
+def open_round(world: World, round_number: int = 1, attempt: int = 1) -> None:
+    world.coordinator.offer(world.spec, aggregate(world), round_number, attempt)
+    world.coordinator.invite(round_number, attempt)
+
+
+def welcomed(world: World) -> None:
+    world.coordinator.come_online()
+    world.start_agent()
+    world.coordinator.wait(Hello)
+
+
+def test_a_whole_federation_of_two_rounds_ends_with_a_chosen_model(make_world: MakeWorld) -> None:
+    world = make_world()
+    coordinator = world.coordinator
+    coordinator.come_online()
+    world.start_agent(until_finished=True)
+    coordinator.wait(Hello)
+    for round_number in (1, 2):
+        open_round(world, round_number)
+        accept = coordinator.wait(Accept)
+        assert (accept.round, accept.attempt) == (round_number, 1)
+        manifest = coordinator.wait(Manifest)
+        assert coordinator.collect(manifest) == update_of(world.spec, RoundAttempt(round_number, 1))
+        coordinator.receipt(manifest)
+        wait_until(lambda: len(world.events("receipt")) == round_number, "the receipt is recorded")  # noqa: B023
+    coordinator.finish(world.spec, aggregate(world, 2), 2)
+    while world.exit_code is None:
+        coordinator.step()
+    assert world.exit_code == 0
+    assert world.trainer.rounds() == [RoundAttempt(1, 1), RoundAttempt(2, 1)]
+    assert world.store.finalised()["aggregate"] == coordinator.serve(aggregate(world, 2)).id
+
+
+def test_a_live_offer_is_received_from_the_broadcast_without_asking(make_world: MakeWorld) -> None:
+    world = make_world()
+    welcomed(world)
+    open_round(world)
+    world.coordinator.broadcast(aggregate(world))
+    world.coordinator.wait(Manifest)
+    spec_id, aggregate_id = world.spec.digest, world.coordinator.serve(aggregate(world)).id
+    asked = {message.artifact for message in world.coordinator.heard if isinstance(message, Need)}
+    assert asked == {spec_id}
+    assert {event["artifact"] for event in world.events("artifact_stored")} == {spec_id, aggregate_id}
+
+
+def test_chunks_that_the_broadcast_lost_are_asked_for(make_world: MakeWorld) -> None:
+    world = make_world()
+    welcomed(world)
+    open_round(world)  # nothing is broadcast at all
+    needs: list[str] = []
+    while world.coordinator.serve(aggregate(world)).id not in needs:
+        needs.append(world.coordinator.wait(Need).artifact)
+    world.coordinator.wait(Manifest)
+
+
+def test_a_device_that_is_not_invited_trains_nothing_and_asks_for_nothing(make_world: MakeWorld) -> None:
+    world = make_world()
+    welcomed(world)
+    world.coordinator.offer(world.spec, aggregate(world), 1)
+    wait_until(lambda: len(world.events("offer")) == 1, "the offer arrives")
+    world.coordinator.invite(7)  # of another round than the open one
+    wait_until(lambda: len(world.events("invited")) == 1, "the invite arrives")
+    world.coordinator.broadcast(aggregate(world))
+    wait_until(lambda: len(world.events("artifact_stored")) == 1, "the broadcast is kept all the same")
+    assert world.trainer.rounds() == []
+    world.coordinator.invite(1)
+    world.coordinator.wait(Manifest)
+
+
+def test_an_agent_told_to_upload_its_extractor_refuses_says_why_and_stays_up(make_world: MakeWorld) -> None:
+    greedy = toy_spec(upload=(Part.CLASSIFIER, Part.EXTRACTOR, Part.GENERATOR))
+    world = make_world(spec=greedy)
+    welcomed(world)
+    open_round(world)
+    decline = world.coordinator.wait(Decline)
+    assert decline.reason is DeclineReason.UPLOAD_NOT_ALLOWED
+    assert "extractor" in str(world.events("refused")[0]["detail"])
+    assert world.trainer.rounds() == []
+    world.coordinator.invite(1)
+    assert world.coordinator.wait(Decline).reason is DeclineReason.UPLOAD_NOT_ALLOWED
+    assert world.exit_code is None
+
+
+def test_the_extractor_goes_only_where_the_owner_of_the_device_allows_it(make_world: MakeWorld) -> None:
+    greedy = toy_spec(upload=(Part.CLASSIFIER, Part.EXTRACTOR, Part.GENERATOR))
+    world = make_world(spec=greedy, policy=PolicySection(allow_upload=frozenset(Part)))
+    welcomed(world)
+    open_round(world)
+    world.coordinator.wait(Accept)
+
+
+def test_a_manifest_is_repeated_until_a_receipt_comes_and_then_never_again(make_world: MakeWorld) -> None:
+    world = make_world()
+    welcomed(world)
+    open_round(world)
+    first, second = world.coordinator.wait(Manifest), world.coordinator.wait(Manifest)
+    assert first.artifact == second.artifact
+    assert first.counter < second.counter
+    world.coordinator.receipt(first, Outcome.LATE)
+    wait_until(lambda: len(world.events("receipt")) == 1, "the receipt is recorded")
+    assert world.events("receipt")[0]["outcome"] == "late"
+    assert world.store.outbox(world.store.generations.current()[0]) is None
+    while world.coordinator.step() is not None:
+        pass  # manifests from before the receipt
+    world.coordinator.heard.clear()
+    world.coordinator.invite(1)  # trained and receipted: nothing is left to deliver
+    assert world.coordinator.wait(Decline).reason is DeclineReason.NOT_ELIGIBLE
+    assert not any(isinstance(message, Manifest) for message in world.coordinator.heard)
+
+
+def test_a_restarted_agent_delivers_its_outbox_and_does_not_train_again(make_world: MakeWorld) -> None:
+    world = make_world()
+    welcomed(world)
+    open_round(world)
+    before = world.coordinator.wait(Manifest)
+    world.stop_agent()
+    world.coordinator.session = None
+    world.start_agent()
+    again = world.coordinator.wait(Manifest)
+    assert again.artifact == before.artifact
+    world.coordinator.invite(1)  # the real one invites whoever has not delivered
+    assert world.coordinator.collect(world.coordinator.wait(Manifest)) == update_of(world.spec, RoundAttempt(1, 1))
+    world.coordinator.receipt(again)
+    wait_until(lambda: len(world.events("receipt")) == 1, "the receipt is recorded")
+    assert world.trainer.rounds() == []
+
+
+def test_a_trainer_that_dies_after_its_commit_is_not_asked_to_train_again(make_world: MakeWorld) -> None:
+    world = make_world(is_automatic=False)
+    welcomed(world)
+    open_round(world)
+    world.coordinator.wait(Accept)
+    world.coordinator.work_until(lambda: bool(world.trainer.rounds()), "training starts")
+    command = world.trainer.commands[0]
+    assert isinstance(command, TrainRound)
+    world.trainer.commit(command)
+    world.trainer.deliver(Exited(1001, -9))
+    manifest = world.coordinator.wait(Manifest)
+    assert world.coordinator.collect(manifest) == update_of(world.spec, RoundAttempt(1, 1))
+    wait_until(lambda: world.trainer.starts == 2, "the training process is replaced")
+    assert world.trainer.rounds() == [RoundAttempt(1, 1)]
+
+
+def test_a_trainer_that_dies_before_its_commit_repeats_the_round(make_world: MakeWorld) -> None:
+    world = make_world(is_automatic=False)
+    welcomed(world)
+    open_round(world)
+    world.coordinator.work_until(lambda: bool(world.trainer.rounds()), "training starts")
+    world.trainer.deliver(Exited(1001, -9))
+    wait_until(lambda: world.trainer.rounds() == [RoundAttempt(1, 1)] * 2, "the same round is trained again")
+    world.trainer.work(world.trainer.commands[-1])
+    world.coordinator.wait(Manifest)
+
+
+def test_the_network_is_served_while_training_runs(make_world: MakeWorld) -> None:
+    world = make_world(is_automatic=False)
+    welcomed(world)
+    open_round(world)
+    world.coordinator.work_until(lambda: bool(world.trainer.rounds()), "training starts")
+    world.coordinator.invite(1)
+    assert world.coordinator.wait(Accept).round == 1
+    world.coordinator.restart()
+    assert world.coordinator.wait(Hello).epoch == 2
+    world.coordinator.invite(1)
+    assert world.coordinator.wait(Accept).epoch == 2
+    assert world.trainer.rounds() == [RoundAttempt(1, 1)]
+
+
+def test_a_round_that_diverges_is_declined_and_the_next_attempt_is_trained(make_world: MakeWorld) -> None:
+    world = make_world(is_automatic=False)
+    welcomed(world)
+    open_round(world)
+    world.coordinator.work_until(lambda: bool(world.trainer.rounds()), "training starts")
+    world.trainer.deliver(Failed(RoundAttempt(1, 1), DeclineReason.DIVERGED, "mean loss nan"))
+    assert world.coordinator.wait(Decline).reason is DeclineReason.DIVERGED
+    open_round(world, 1, attempt=2)
+    world.coordinator.work_until(lambda: len(world.trainer.rounds()) == 2, "it is trained again")
+    assert world.trainer.rounds()[-1] == RoundAttempt(1, 2)
+
+
+def test_a_lost_link_is_found_again_with_a_new_session_and_the_will_told_of_it(make_world: MakeWorld) -> None:
+    world = make_world()
+    welcomed(world)
+    first = world.coordinator.session
+    world.broker.drop(DEVICE)
+    while True:
+        status = world.coordinator.wait(DeviceStatus)
+        if not status.online:
+            break
+    world.broker.restore(DEVICE)
+    world.coordinator.wait(Hello)
+    assert world.coordinator.session is not None
+    assert world.coordinator.session != first
+    open_round(world)
+    world.coordinator.wait(Manifest)
+
+
+def test_a_session_that_the_coordinator_forgot_is_opened_anew_after_silence(make_world: MakeWorld) -> None:
+    world = make_world(clock_speed=8.0)
+    welcomed(world)
+    open_round(world)
+    world.coordinator.wait(Manifest)
+    world.coordinator.session = None  # it forgets without a new epoch
+    world.coordinator.wait(Hello, "after 6 s of silence")
+    assert world.coordinator.wait(Manifest).artifact.size > 0
+
+
+def test_what_the_coordinators_key_did_not_sign_changes_nothing(make_world: MakeWorld) -> None:
+    world = make_world()
+    welcomed(world)
+    coordinator = world.coordinator
+    assert coordinator.session is not None
+    forger = SigningKey.generate()
+    open_round(world)
+    manifest = coordinator.wait(Manifest)
+    address = coordinator.address(DEVICE, 1, 1)
+    forged = Receipt(**address, artifact=manifest.artifact.id, outcome=Outcome.ACCEPTED)
+    coordinator.publish(coordinator.topics.down_control(DEVICE), coordinator.session.stamp(forged), key=forger)
+    wait_until(lambda: len(world.events("refused")) == 1, "the forgery is refused")
+    assert "not signed" in str(world.events("refused")[0]["detail"])
+    assert coordinator.wait(Manifest).artifact == manifest.artifact
+    assert world.events("receipt") == []
+
+
+def test_an_older_offer_and_a_repeated_receipt_are_refused(make_world: MakeWorld) -> None:
+    world = make_world()
+    welcomed(world)
+    coordinator = world.coordinator
+    open_round(world, 2)
+    manifest = coordinator.wait(Manifest)
+    assert coordinator.session is not None
+    coordinator.session.next_out -= 1  # the counter of the invite, again
+    coordinator.receipt(manifest)
+    coordinator.offer(world.spec, aggregate(world), 1)
+    wait_until(lambda: len(world.events("refused")) == 2, "both are refused")
+    assert world.store.seen() == (1, 2, 1)
+    assert world.events("receipt") == []
+    world.stop_agent()
+    world.start_agent()
+    wait_until(lambda: len(world.events("refused")) == 3, "a restarted agent remembers what it has seen")
+
+
+def test_a_damaged_download_is_fetched_again(make_world: MakeWorld) -> None:
+    world = make_world(is_automatic=False)
+    welcomed(world)
+    open_round(world)
+    world.coordinator.work_until(lambda: bool(world.trainer.rounds()), "training starts")
+    command = world.trainer.commands[0]
+    assert isinstance(command, TrainRound)
+    world.store.artifacts.path(command.aggregate).write_bytes(b"rotten")
+    world.trainer.deliver(Exited(1001, -9))  # the round is started again, and its aggregate is read again
+    wait_until(
+        lambda: world.coordinator.step() is None and len(world.trainer.rounds()) == 2, "it is fetched and trained"
+    )
+    assert world.store.artifacts.get(command.aggregate) == aggregate(world)
+
+
+@pytest.mark.parametrize(
+    ("stricter", "told"),
+    [
+        (PolicySection(allow_upload=frozenset({Part.CLASSIFIER})), "generator"),
+        (PolicySection(allow_report=frozenset({ReportField.EXAMPLES})), "accuracy"),
+    ],
+)
+def test_an_update_that_its_owner_forbade_after_it_was_made_never_leaves(
+    make_world: MakeWorld, stricter: PolicySection, told: str
+) -> None:
+    world = make_world()
+    welcomed(world)
+    open_round(world)
+    world.coordinator.wait(Manifest)
+    world.stop_agent()
+    world.coordinator.session = None
+    while world.coordinator.step() is not None:
+        pass  # what the first agent said
+    world.coordinator.heard.clear()
+    world.config = make_config(world.root, policy=stricter)
+    world.start_agent()
+    world.coordinator.wait(Hello)
+    world.coordinator.invite(1)
+    assert world.coordinator.wait(Decline).reason is DeclineReason.NOT_ELIGIBLE
+    assert not any(isinstance(message, Manifest) for message in world.coordinator.heard)
+    assert told in str(world.events("refused")[-1]["detail"])
+    assert world.store.deliveries()[-1].outcome == "withheld"
+
+
+def test_a_disk_that_is_full_when_the_receipt_comes_does_not_lose_the_next_round(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make_world(is_automatic=False)
+    welcomed(world)
+    open_round(world)
+    world.coordinator.work_until(lambda: len(world.trainer.rounds()) == 1, "training starts")
+    world.trainer.work(world.trainer.commands[-1])
+    manifest = world.coordinator.wait(Manifest)
+    open_round(world, 2)
+    world.coordinator.wait(Accept)
+    monkeypatch.setattr(PrivateStore, "save_delivery", full_disk)
+    world.coordinator.receipt(manifest)
+    world.coordinator.work_until(lambda: len(world.trainer.rounds()) == 2, "round 2 is trained")
+    assert "No space left" in str(world.events("agent_error")[0]["detail"])
+
+
+def test_a_disk_that_is_full_when_the_offer_comes_does_not_lose_the_round(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make_world()
+    welcomed(world)
+    monkeypatch.setattr(PrivateStore, "save_seen", full_disk)
+    open_round(world)
+    assert world.coordinator.wait(Accept).round == 1
+
+
+def test_a_training_process_that_cannot_be_started_is_tried_again(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, failures = FakeTrainer.start, iter([OSError(11, "Resource temporarily unavailable")] * 2)
+
+    def scarce(trainer: FakeTrainer) -> int:
+        for failure in failures:
+            raise failure
+        return start(trainer)
+
+    monkeypatch.setattr(FakeTrainer, "start", scarce)
+    world = make_world(clock_speed=8.0)
+    welcomed(world)
+    open_round(world)
+    world.coordinator.wait(Manifest)
+
+
+def full_disk(*_: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_the_agent_and_everything_it_needs_import_no_torch() -> None:
+    code = (
+        "import sys; import edge_client.cli.agent_commands, edge_client.agent.run, edge_client.cli.doctor, edge_client.cli.status; "
+        "sys.exit(3 if 'torch' in sys.modules else 0)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

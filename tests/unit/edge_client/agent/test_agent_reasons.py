@@ -1,0 +1,200 @@
+"""What a person at the box reads, in the agent's log and in `fedcg agent status`, when something went wrong and when it went well."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from edge_client.agent import event_reporter as diary
+from edge_client.agent.event_reporter import LinkProblems
+from edge_client.cli.status import Status, read_status
+from edge_client.config import PolicySection
+from edge_client.errors import StoreLockedError
+from edge_client.session.events import ChooseModel, TrainRound
+from edge_client.store.private_store import PrivateStore
+from edge_client.training.messages import Exited, Failed
+from fedcg.event_log import EventLog, read_events
+from fedcg.wire.messages.messages import Accept, Decline, DeclineReason, Hello, Manifest, RoundAttempt
+from fedcg.wire.parts import Part
+from tests.support.edge_worlds import DEVICE, FakeTrainer, World, aggregate_of, toy_parts
+
+MakeWorld = Callable[..., World]
+NO_DOG = "/srv/images/dog: the spec has no class 'dog'; its classes are bar, dot"
+
+
+@pytest.fixture
+def make_world(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[MakeWorld]:
+    caplog.set_level(logging.INFO)
+    worlds: list[World] = []
+
+    def make(**changes: object) -> World:
+        world = World(tmp_path, **changes)  # type: ignore[arg-type]
+        worlds.append(world)
+        return world
+
+    yield make
+    for world in worlds:
+        world.close()
+
+
+def begin(world: World, round_number: int = 1) -> None:
+    if round_number == 1:
+        world.coordinator.come_online()
+        world.start_agent()
+        world.coordinator.wait(Hello)
+    data = aggregate_of(toy_parts(50, (Part.CLASSIFIER, Part.GENERATOR)), world.spec, 0)
+    world.coordinator.offer(world.spec, data, round_number)
+    world.coordinator.invite(round_number)
+
+
+def status(world: World) -> Status:
+    return read_status(world.config)
+
+
+def test_why_a_round_is_declined_is_in_the_log_and_in_the_status(
+    make_world: MakeWorld, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = make_world(is_automatic=False)
+    begin(world)
+    world.coordinator.work_until(lambda: bool(world.trainer.rounds()), "training starts")
+    world.trainer.deliver(Failed(RoundAttempt(1, 1), DeclineReason.NO_DATA, NO_DOG))
+    assert world.coordinator.wait(Decline).reason is DeclineReason.NO_DATA
+    assert f"{DEVICE} declines round 1, attempt 1 (no_data): {NO_DOG}" in caplog.text
+    world.coordinator.work_until(lambda: "last_declined" in status(world), "the decline is written down")
+    assert status(world)["last_declined"] == f"round 1, attempt 1: no_data: {NO_DOG}"
+
+
+def test_what_the_policy_of_the_box_forbids_is_told_with_the_decline(make_world: MakeWorld) -> None:
+    world = make_world(policy=PolicySection(allow_upload=frozenset({Part.GENERATOR})))
+    begin(world)
+    assert world.coordinator.wait(Decline).reason is DeclineReason.UPLOAD_NOT_ALLOWED
+    world.coordinator.work_until(lambda: "last_declined" in status(world), "the decline is written down")
+    told = str(status(world)["last_declined"])
+    assert told.startswith("round 1, attempt 1: upload_not_allowed: ")
+    assert "allow_upload" in told
+
+
+def test_the_death_of_the_training_process_is_told(make_world: MakeWorld, caplog: pytest.LogCaptureFixture) -> None:
+    world = make_world(is_automatic=False)
+    begin(world)
+    world.coordinator.work_until(lambda: bool(world.trainer.rounds()), "training starts")
+    world.trainer.deliver(Exited(1001, -9))
+    world.coordinator.work_until(lambda: "last_trainer_death" in status(world), "the death is written down")
+    assert "the training process ended with code -9 (code -9 is mostly a lack of memory)" in caplog.text
+    assert status(world)["last_trainer_death"] == "exit code -9"
+
+
+def test_a_lost_link_and_its_return_are_told(make_world: MakeWorld, caplog: pytest.LogCaptureFixture) -> None:
+    world = make_world()
+    begin(world)
+    world.broker.drop(DEVICE)
+    world.coordinator.work_until(lambda: "is lost" in caplog.text, "the loss is told")
+    world.broker.restore(DEVICE)
+    world.coordinator.wait(Hello)
+    log = [record.getMessage() for record in caplog.records if record.name == "edge_client.agent.event_reporter"]
+    order = [f"{DEVICE}: {text}" for text in ("connected", "the link to the broker is lost", "connected again")]
+    assert [line for line in log if line in order] == order
+
+
+def test_a_coordinator_that_does_not_answer_is_told_once_with_the_likely_causes(
+    make_world: MakeWorld, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = make_world(clock_speed=20.0)
+    world.coordinator.answers_hello = False
+    world.coordinator.come_online()
+    world.start_agent()
+    for _ in range(diary.UNANSWERED_HELLOS + 2):
+        world.coordinator.wait(Hello)
+    assert caplog.text.count("the coordinator does not answer: it does not run, this device was revoked") == 1
+    assert "fedcg doctor" in str(status(world)["link_problem"])
+    world.coordinator.answers_hello = True
+    world.coordinator.work_until(lambda: status(world)["link_problem"] is None, "the answer ends the problem")
+
+
+def test_what_the_transport_warns_of_is_in_the_status_until_the_link_is_back(tmp_path: Path) -> None:
+    events = EventLog(tmp_path / "events.jsonl", lambda: 0.0)
+    handler, log = LinkProblems(events), logging.getLogger("fedcg.wire.test")
+    log.addHandler(handler)
+    try:
+        for seconds in (0.2, 0.4):
+            log.warning("%s; trying again in %.1f s", "certificate revoked", seconds)
+        log.info("nothing")
+    finally:
+        log.removeHandler(handler)
+    told = [event["detail"] for event in read_events(tmp_path / "events.jsonl")]
+    assert told == ["certificate revoked; trying again in 0.2 s"]
+
+
+class _Chooser(FakeTrainer):
+    outcome: dict[str, object]
+
+    def work(self, command: TrainRound | ChooseModel) -> None:
+        super().work(command)
+        if isinstance(command, ChooseModel):
+            self.store.save_finalised({"aggregate": command.aggregate, **self.outcome})
+
+
+@pytest.mark.parametrize(
+    ("outcome", "told"),
+    [
+        ({"model_dir": "/srv/models/0003", "accuracy_personal": 0.912}, "finished; model 0003, accuracy 91.2%"),
+        ({"accuracy_personal": 0.5}, "finished; no exported model, accuracy 50.0%"),
+    ],
+)
+def test_the_end_is_told_with_the_model_and_its_accuracy(
+    make_world: MakeWorld,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    outcome: dict[str, object],
+    told: str,
+) -> None:
+    monkeypatch.setattr(_Chooser, "outcome", outcome, raising=False)
+    monkeypatch.setattr("tests.support.edge_worlds.FakeTrainer", _Chooser)
+    world = make_world()
+    begin(world)
+    world.coordinator.wait(Accept)
+    manifest = world.coordinator.wait(Manifest)
+    world.coordinator.collect(manifest)
+    world.coordinator.receipt(manifest)
+    data = aggregate_of(toy_parts(51, (Part.CLASSIFIER, Part.GENERATOR)), world.spec, 1)
+    world.coordinator.finish(world.spec, data, 1)
+    world.coordinator.work_until(lambda: bool(world.events("finished")), "the end")
+    assert f"{DEVICE}: {told}" in caplog.text
+    assert f"{DEVICE}: round 1, attempt 1 is trained" in caplog.text
+    assert f"{DEVICE}: the update is accepted" in caplog.text
+    assert status(world)["finished"] == told
+
+
+@pytest.mark.parametrize(
+    ("number", "advice"),
+    [(errno.ENOSPC, "Free space on, or repair, "), (errno.EACCES, "read and write /srv/store/x (chown, chmod)")],
+)
+def test_a_refusal_of_the_disk_has_the_advice_that_helps_and_no_traceback(
+    make_world: MakeWorld, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, number: int, advice: str
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(number, "refused", "/srv/store/x")
+
+    world = make_world(is_automatic=False)
+    begin(world)
+    world.coordinator.work_until(lambda: bool(world.trainer.rounds()), "training starts")
+    world.trainer.work(world.trainer.commands[-1])
+    manifest = world.coordinator.wait(Manifest)
+    monkeypatch.setattr(PrivateStore, "save_delivery", refuse)
+    world.coordinator.receipt(manifest)
+    world.coordinator.work_until(lambda: "last_agent_error" in status(world), "the refusal is written down")
+    assert advice in str(status(world)["last_agent_error"])
+    assert advice in caplog.text
+    assert "Traceback" not in caplog.text
+
+
+def test_a_lock_names_the_process_that_holds_it(tmp_path: Path) -> None:
+    store = PrivateStore.open(tmp_path, "shapes", "a")
+    (tmp_path / "lock").write_text("99999999\n")  # of a process that is gone
+    with store.locked(), pytest.raises(StoreLockedError, match=f"is held by process {os.getpid()},"), store.locked():
+        raise AssertionError("the lock was given twice")

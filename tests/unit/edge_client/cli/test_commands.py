@@ -1,0 +1,140 @@
+"""`fedcg agent status`, `fedcg agent run` on bad input, and `fedcg doctor`."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+
+import numpy as np
+import pytest
+import typer
+from PIL import Image
+from typer.testing import CliRunner, Result
+
+from edge_client.cli.agent_commands import app, doctor_command
+from edge_client.cli.doctor import Finding, examine
+from edge_client.config import AgentConfig, load_config
+from edge_client.store.private_store import DeliveryRecord, PrivateStore
+from fedcg.wire.messages.messages import RoundAttempt
+from fedcg.wire.messages.signing import SigningKey
+from tests.conftest import StartMosquitto
+from tests.support.brokers import Pki, RunningMosquitto, acl_for
+from tests.support.edge_worlds import toy_generation, toy_spec
+
+NOW = datetime.now(timezone.utc)
+
+
+@pytest.fixture
+def device(tmp_path: Path, pki: Pki) -> Path:
+    """A device's folder as the coordinator's bundle lays it out, with one image; returns its agent.toml."""
+    tls = pki.tls("a")
+    (tmp_path / "signing.key").unlink(missing_ok=True)
+    SigningKey.generate().save(tmp_path / "signing.key")
+    (tmp_path / "coordinator.pub").write_text(SigningKey.generate().public.hex + "\n")
+    folder = tmp_path / "data" / "bar"
+    folder.mkdir(parents=True)
+    Image.fromarray(np.zeros((8, 8), dtype=np.uint8)).save(folder / "1.png")
+    path = tmp_path / "agent.toml"
+    path.write_text(
+        'federation = "shapes"\ndevice = "a"\n[broker]\nhost = "127.0.0.1"\nport = 1\n'
+        f'[tls]\nca = "{tls.ca}"\ncert = "{tls.cert}"\nkey = "{tls.key}"\n[data]\nroot = "data"\n[training]\ndevice = "cpu"\n'
+    )
+    return path
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, arguments)
+
+
+def doctor(*arguments: str) -> Result:
+    single = typer.Typer()
+    single.command()(doctor_command)
+    return CliRunner().invoke(single, arguments)
+
+
+def findings(config: Path, now: datetime = NOW) -> dict[str, Finding]:
+    return {finding.check: finding for finding in examine(load_config(config, {}), now)}
+
+
+def opened(config: AgentConfig) -> PrivateStore:
+    return PrivateStore.open(config.store, config.federation, config.device)
+
+
+def test_a_wrong_configuration_ends_with_code_2_and_all_problems(tmp_path: Path) -> None:
+    (tmp_path / "agent.toml").write_text('federation = "Shapes"\n')
+    for command in ("run", "status"):
+        result = run(command, "--config", str(tmp_path / "agent.toml"))
+        assert result.exit_code == 2
+        assert "line 1: federation" in result.stderr
+        assert "device" in result.stderr
+
+
+def test_status_before_the_first_run_says_what_to_do(device: Path) -> None:
+    result = run("status", "--config", str(device))
+    assert result.exit_code == 1
+    assert "fedcg agent run" in result.stderr
+
+
+def test_status_shows_round_outbox_and_receipts_without_stopping_an_agent(device: Path) -> None:
+    config = load_config(device, {})
+    store = opened(config)
+    generation = store.generations.commit(toy_generation(toy_spec(), RoundAttempt(3, 2)))
+    assert generation.outbox is not None
+    with store.locked():
+        waiting = json.loads(run("status", "--config", str(device), "--json").stdout)
+    assert (waiting["round"], waiting["attempt"], waiting["running"]) == (3, 2, True)
+    assert waiting["update_waiting"] == generation.outbox.artifact
+    assert waiting["private_parts_start"] == "public spec seed"
+    store.save_delivery(DeliveryRecord(generation.outbox.artifact, 3, 2, "accepted", ""))
+    (store.root / "secrets" / "cohort.key").write_bytes(b"c" * 32)
+    done = json.loads(run("status", "--config", str(device), "--json").stdout)
+    assert (done["update_waiting"], done["running"]) == (None, False)
+    assert done["last_receipt"] == "round 3.2: accepted"
+    assert done["private_parts_start"] == "cohort secret"
+
+
+@pytest.mark.broker
+def test_the_doctor_finds_nothing_to_repair_on_a_sound_device_but_that_no_coordinator_answers(
+    device: Path, mosquitto: StartMosquitto, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("edge_client.cli.doctor.ANSWER_TIMEOUT_S", 1.0)
+    server: RunningMosquitto = mosquitto(acl_for("shapes"))
+    device.write_text(device.read_text().replace("port = 1\n", f"port = {server.port}\n"))
+    found = findings(device)
+    assert {finding.check for finding in found.values() if finding.state == "failed"} == {"coordinator"}
+    assert "TLSv1.3" in found["broker"].detail
+    assert "the coordinator has never run" in found["coordinator"].detail
+    assert "fedcg device show a" in found["coordinator"].advice
+    assert not load_config(device, {}).store.exists()  # it would belong to whoever asked
+
+
+def test_the_doctor_ends_with_code_1_and_says_what_to_do(device: Path) -> None:
+    result = doctor("--config", str(device), "--json")
+    assert result.exit_code == 1
+    told = json.loads(result.stdout)
+    failed = {finding["check"]: finding for finding in told["findings"] if finding["state"] == "failed"}
+    assert set(failed) == {"broker"}
+    assert "nobody listens" in failed["broker"]["detail"]
+    assert not told["ok"]
+
+
+def test_the_doctor_tells_of_a_configuration_that_cannot_be_read(tmp_path: Path) -> None:
+    result = doctor("--config", str(tmp_path / "nowhere.toml"), "--json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["findings"][0]["check"] == "configuration"
+
+
+def test_the_doctor_notices_each_fault(device: Path) -> None:
+    config = load_config(device, {})
+    assert findings(device, datetime(1990, 1, 1, tzinfo=timezone.utc))["clock"].state == "failed"
+    assert findings(device, NOW + timedelta(days=20_000))["certificate"].state == "failed"
+    assert findings(device)["cohort secret"].state == "warning"
+    config.keys.signing.chmod(0o644)
+    assert findings(device)["keys"].state == "warning"
+    config.keys.signing.write_text("no key")
+    assert findings(device)["keys"].state == "failed"
+    (config.data.root / "bar" / "1.png").unlink()
+    assert findings(device)["data"].state == "failed"
+    device.write_text(device.read_text().replace('device = "a"', 'device = "b"', 1))
+    assert "not for b" in findings(device)["certificate"].detail

@@ -1,0 +1,161 @@
+"""`fedcg doctor`: the coordinator is asked, the images are opened, and nothing is broken on the way to the eye."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from datetime import datetime, timezone
+from pathlib import Path
+
+import numpy as np
+import pytest
+import typer
+from PIL import Image
+from typer.testing import CliRunner
+
+from edge_client.cli.agent_commands import doctor_command
+from edge_client.cli.doctor import Finding, examine
+from edge_client.config import AgentConfig, BrokerSection, DataSection
+from edge_client.errors import NoAnswerError
+from edge_client.identity.conversation import Conversation
+from edge_client.identity.keys import AgentKeys
+from edge_client.store.private_store import PrivateStore
+from fedcg.event_log import EventLog
+from fedcg.wire.messages.signing import SigningKey
+from fedcg.wire.transport.memory import MemoryTransport
+from tests.support.coordinator_support import FEDERATION, RunningService, World, aggregate_bytes, tiny_spec
+
+NOBODY = 65534
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    spec = tiny_spec(1)
+    made = World(tmp_path / "home", spec, aggregate_bytes(spec, 0, 0, seed=1), clients=("a", "b"), min_clients=2)
+    made.devices["b"].silent = True
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder that any user may enter, unlike pytest's own."""
+    folder = Path(tempfile.mkdtemp(prefix="fedcg-doctor-test-"))
+    folder.chmod(0o755)
+    yield folder
+    shutil.rmtree(folder)
+
+
+def box(root: Path) -> AgentConfig:
+    return AgentConfig(
+        federation=FEDERATION,
+        device="a",
+        store=root / "store",
+        broker=BrokerSection(host="127.0.0.1", port=1, insecure=True),
+        data=DataSection(root=root / "data"),
+    )
+
+
+def ask(world: World, tmp_path: Path, key: SigningKey, timeout_s: float) -> None:
+    keys = AgentKeys(key, world.key.public)
+    config = box(tmp_path)
+    store = PrivateStore.open(config.store, FEDERATION, "a")
+    Conversation(config, keys, store, MemoryTransport(world.broker, "a"), leaves=False).hold(timeout_s)
+
+
+def test_a_member_is_answered_and_counts_as_gone_right_afterwards(world: World, tmp_path: Path) -> None:
+    with RunningService(world):
+        ask(world, tmp_path, world.devices["a"].key, 20.0)
+        assert world.wait_event("offline")["client"] == "a"
+    assert world.events("attempt_opened") == []
+
+
+def test_a_device_that_the_coordinator_does_not_know_gets_no_answer_and_the_likely_causes(
+    world: World, tmp_path: Path
+) -> None:
+    with RunningService(world), pytest.raises(NoAnswerError, match="revoked or enrolled anew"):
+        ask(world, tmp_path, SigningKey.generate(), 1.0)
+    with pytest.raises(NoAnswerError, match="the coordinator does not run"):
+        ask(world, tmp_path, world.devices["a"].key, 0.5)
+
+
+def test_a_broker_that_delivers_nothing_to_a_device_is_told_apart(world: World, tmp_path: Path) -> None:
+    with pytest.raises(NoAnswerError, match="missing in the access list"):
+        ask(world, tmp_path, world.devices["a"].key, 0.5)
+
+
+def data_finding(config: AgentConfig) -> Finding:
+    return {finding.check: finding for finding in examine(config, datetime.now(timezone.utc))}["data"]
+
+
+def draw(root: Path) -> None:
+    for name in ("good", "crack"):
+        (root / name).mkdir(parents=True)
+        for number in range(3):
+            Image.fromarray(np.full((8, 8), 40 * number, dtype=np.uint8)).save(root / name / f"{number}.png")
+
+
+def test_every_image_is_opened_and_a_damaged_one_is_named(tmp_path: Path) -> None:
+    config = box(tmp_path)
+    draw(config.data.root)
+    assert data_finding(config).detail == f"6 images in {config.data.root}, 6 of them opened"
+    (config.data.root / "good" / "1.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+    found = data_finding(config)
+    assert (found.state, found.advice) == ("warning", "repair or remove them; training leaves them out")
+    assert f"1 can't be decoded, e.g. {config.data.root / 'good' / '1.png'}" in found.detail
+
+
+@pytest.mark.parametrize("what", ["crack", "crack/1.png"])
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become a user that may not read")
+def test_a_class_folder_or_image_that_cannot_be_read_is_named(open_folder: Path, what: str) -> None:
+    config = box(open_folder)
+    draw(config.data.root)
+    (config.data.root / what).chmod(0)
+    os.seteuid(NOBODY)
+    try:
+        found = data_finding(config)
+    finally:
+        os.seteuid(0)
+    assert found.state == "failed"
+    assert f"e.g. {config.data.root / what}: Permission denied" in found.detail
+    assert "chown, chmod" in found.advice
+
+
+def test_a_running_agent_is_not_disturbed_but_what_it_knows_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = box(tmp_path)
+    monkeypatch.setattr("edge_client.cli.doctor._broker", lambda *_: ("ok", "", ""))
+    store = PrivateStore.open(config.store, FEDERATION, "a")
+    events = EventLog(config.store / "events.jsonl", lambda: 0.0)
+
+    def coordinator() -> Finding:
+        with store.locked():
+            found = examine(config, datetime.now(timezone.utc))
+        return next(finding for finding in found if finding.check == "coordinator")
+
+    events.write("agent_started")
+    assert coordinator().detail == "the agent runs, without an answer: it is not connected"
+    events.write("link", up=True)
+    events.write("welcomed", epoch=1)
+    assert coordinator() == Finding("coordinator", "ok", "the agent runs, and the coordinator answered it")
+    events.write("link_problem", detail="not authorized")
+    assert coordinator().detail == "the agent runs, without an answer: not authorized"
+    events.write("agent_started")
+    assert coordinator().state == "failed"
+
+
+def test_no_line_of_the_doctor_is_broken(tmp_path: Path) -> None:
+    deep = tmp_path / ("a" * 60) / ("b" * 60)
+    deep.mkdir(parents=True)
+    path = deep / "agent.toml"
+    path.write_text(
+        'federation = "shapes"\ndevice = "a"\n[broker]\nhost = "127.0.0.1"\nport = 1\ninsecure = true\n[data]\nroot = "data"\n'
+    )
+    single = typer.Typer()
+    single.command()(doctor_command)
+    told = CliRunner().invoke(single, ["--config", str(path)], env={"COLUMNS": "80"})
+    assert told.exit_code == 1
+    assert f"failed   data           {deep / 'data'} is no folder" in told.stdout.splitlines()

@@ -1,0 +1,108 @@
+"""`fedcg enrol` and `fedcg agent renew` as a person at the box uses them: where the token comes from, what is told, exit codes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from edge_client.cli.agent_commands import app
+from edge_client.cli.enrol_commands import enrol_command
+from edge_client.config import load_config
+from tests.support.enrolments import Desk, open_home, running_desk
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Iterator[Desk]:
+    with running_desk(open_home(tmp_path / "home")) as running:
+        yield running
+
+
+def enrol(*arguments: object, typed: str = "", environment: dict[str, str] | None = None) -> Result:
+    single = typer.Typer()
+    single.command()(enrol_command)
+    return CliRunner().invoke(single, [str(argument) for argument in arguments], input=typed, env=environment)
+
+
+def test_the_token_comes_from_standard_input_and_is_not_repeated_to_anybody(desk: Desk, tmp_path: Path) -> None:
+    token = desk.token("line-4").text
+    (tmp_path / "images").mkdir()
+    done = enrol("--token", "-", "--out", tmp_path / "box", "--data", tmp_path / "images", typed=f"{token}\n")
+    assert done.exit_code == 0, done.output
+    assert "fedcg doctor --config" in done.stdout
+    assert token not in done.output
+    assert token.encode() not in b"".join(path.read_bytes() for path in (tmp_path / "box").rglob("*") if path.is_file())
+
+
+def test_the_token_comes_from_the_environment_and_the_result_is_json(desk: Desk, tmp_path: Path) -> None:
+    done = enrol(
+        "--dir",
+        tmp_path / "box",
+        "--device",
+        "line-5",
+        "--data",
+        "dataset:parts",
+        "--json",
+        environment={"FEDCG_TOKEN": desk.token().text},
+    )
+    assert done.exit_code == 0, done.output
+    told = json.loads(done.stdout)
+    assert (told["device"], told["config"]) == ("line-5", str(tmp_path / "box" / "agent.toml"))
+    assert told["certificate_expires"].startswith("20")
+    assert load_config(tmp_path / "box" / "agent.toml", {}).data.root.name == "dataset:parts"
+
+
+def test_a_data_folder_that_is_not_there_is_refused_before_the_token_is_used(desk: Desk, tmp_path: Path) -> None:
+    token = desk.token("a").text
+    refused = enrol("--token", token, "--out", tmp_path / "box", "--data", tmp_path / "imgaes")
+    assert refused.exit_code == 2
+    assert "imgaes: there is no such file or folder. The token was not used" in refused.stderr
+    assert not (tmp_path / "box").exists()
+    (tmp_path / "images").mkdir()
+    assert enrol("--token", token, "--out", tmp_path / "box", "--data", tmp_path / "images").exit_code == 0
+
+
+def test_images_named_from_here_are_found_from_anywhere(
+    desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pictures").mkdir()
+    assert enrol("--token", desk.token("a").text, "--out", "box", "--data", "pictures").exit_code == 0
+    assert load_config(tmp_path / "box" / "agent.toml", {}).data.root == tmp_path / "pictures"
+    done = enrol("--token", desk.token("b").text, "--out", "other")
+    assert "Set [data] root" in done.stdout
+    assert load_config(tmp_path / "other" / "agent.toml", {}).data.root == tmp_path / "other" / "data"
+
+
+def test_a_damaged_token_is_bad_input_and_a_refusal_is_a_failure(desk: Desk, tmp_path: Path) -> None:
+    token = desk.token("line-4")
+    damaged = enrol("--token", token.text[:-3], "--out", tmp_path / "box")
+    assert damaged.exit_code == 2
+    assert "cut off or mistyped" in damaged.stderr
+    assert not (tmp_path / "box").exists()
+    assert enrol("--token", token.text, "--out", tmp_path / "box").exit_code == 0
+    refused = enrol("--token", token.text, "--out", tmp_path / "other")
+    assert refused.exit_code == 1
+    assert "used already" in refused.stderr
+    assert token.secret.hex() not in refused.output
+    unnamed = enrol("--token", desk.token().text, "--out", tmp_path / "third")
+    assert unnamed.exit_code == 1
+    assert "--device ID" in unnamed.stderr
+
+
+def test_renewing_by_hand_says_until_when_and_a_refusal_is_a_failure(desk: Desk, tmp_path: Path) -> None:
+    enrol("--token", desk.token("line-4").text, "--out", tmp_path / "box")
+    config = str(tmp_path / "box" / "agent.toml")
+    done = CliRunner().invoke(app, ["renew", "--config", config, "--json"])
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["device"] == "line-4"
+    assert "is valid until" in CliRunner().invoke(app, ["renew", "--config", config]).stdout
+    (tmp_path / "box" / "tls" / "device.key").unlink()
+    broken = CliRunner().invoke(app, ["renew", "--config", config])
+    assert broken.exit_code == 1
+    assert "device.key" in broken.stderr
+    assert CliRunner().invoke(app, ["renew", "--config", str(tmp_path / "nothing.toml")]).exit_code == 2

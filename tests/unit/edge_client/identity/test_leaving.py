@@ -1,0 +1,210 @@
+"""A box that leaves for good: a signed goodbye that the coordinator confirms, and what is erased afterwards."""
+
+from __future__ import annotations
+
+import json
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from coordinator.rounds.records import DeviceState
+from edge_client.cli.agent_commands import app
+from edge_client.config import AgentConfig, BrokerSection, DataSection, load_config
+from edge_client.errors import EnrolError, NoAnswerError, StoreLockedError
+from edge_client.identity.conversation import Conversation
+from edge_client.identity.enrol import enrol
+from edge_client.identity.keys import AgentKeys
+from edge_client.identity.leave import leave
+from edge_client.store.private_store import PrivateStore
+from fedcg.wire.messages.messages import Leave, Left, decode
+from fedcg.wire.messages.signing import OVERHEAD_BYTES, SigningKey, seal
+from fedcg.wire.messages.topics import Topics
+from fedcg.wire.transport.memory import MemoryTransport
+from fedcg.wire.transport.transport import Delivery
+from tests.support.coordinator_support import FEDERATION, RunningService, World, aggregate_bytes, tiny_spec, wait_until
+from tests.support.enrolments import open_home, running_desk
+
+TOPICS = Topics(FEDERATION)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    spec = tiny_spec(1)
+    made = World(tmp_path / "home", spec, aggregate_bytes(spec, 0, 0, seed=1), clients=("a", "b"), min_clients=2)
+    made.devices["b"].silent = True
+    yield made
+    made.close()
+
+
+def box(name: str, tmp_path: Path) -> AgentConfig:
+    return AgentConfig(
+        federation=FEDERATION,
+        device=name,
+        store=tmp_path / "store",
+        broker=BrokerSection(host="127.0.0.1", insecure=True),
+        data=DataSection(root=tmp_path / "data"),
+    )
+
+
+def goodbye(world: World, tmp_path: Path, key: SigningKey, timeout_s: float = 20.0) -> None:
+    keys = AgentKeys(key, world.key.public)
+    config = box("a", tmp_path)
+    store = PrivateStore.open(config.store, FEDERATION, "a")
+    Conversation(config, keys, store, MemoryTransport(world.broker, "a"), leaves=True).hold(timeout_s)
+
+
+def test_a_goodbye_is_confirmed_and_ends_the_membership(world: World, tmp_path: Path) -> None:
+    with RunningService(world):
+        goodbye(world, tmp_path, world.devices["a"].key)
+        known = world.store.device("a")
+        assert known is not None
+        assert known.state is DeviceState.LEFT
+        assert world.wait_event("left")["client"] == "a"
+        assert world.wait_event("departed")["client"] == "a"
+
+
+def test_a_goodbye_that_the_device_did_not_sign_ends_nothing(world: World, tmp_path: Path) -> None:
+    with RunningService(world) as running:
+        with pytest.raises(NoAnswerError, match="does not know this device"):
+            goodbye(world, tmp_path, SigningKey.generate(), timeout_s=1.5)
+        assert running.service.refusals["forged"] > 0
+    assert [device.state for device in world.store.devices()] == [DeviceState.ENROLLED] * 2
+
+
+def test_a_recorded_goodbye_of_another_session_ends_nothing(world: World, tmp_path: Path) -> None:
+    """The device leaves, is enrolled again with the same key, and somebody repeats what was said the first time."""
+    heard: list[Delivery] = []
+    spy = MemoryTransport(world.broker, "coordinator-spy")
+    world.broker._rules = lambda *_: True
+    spy.subscribe(TOPICS.up_control("a"))
+    spy.start(heard.append, lambda _up: None)
+    with RunningService(world) as running:
+        goodbye(world, tmp_path, world.devices["a"].key)
+        world.wait_event("departed")
+        recorded = [delivery.payload for delivery in heard]
+        assert any(isinstance(decode(payload[OVERHEAD_BYTES:]), Leave) for payload in recorded)
+        admit_again(world, "a")
+        wait_until(lambda: running.service._ingest.knows("a"), "it is a member again")
+        world.devices["a"].silent = True
+        world.devices["a"].start()
+        wait_until(lambda: "a" in running.service.state.online, "it is back")
+        refused = running.service.refusals.get("other_session", 0)
+        for payload in recorded:
+            if isinstance(decode(payload[OVERHEAD_BYTES:]), Leave):
+                spy.publish(TOPICS.up_control("a"), payload)
+        wait_until(lambda: running.service.refusals.get("other_session", 0) > refused, "the repetition is refused")
+    spy.close()
+    known = world.store.device("a")
+    assert known is not None
+    assert known.state is DeviceState.ENROLLED
+
+
+def admit_again(world: World, device: str) -> None:
+    with world.store._engine.begin() as connection:
+        connection.exec_driver_sql("UPDATE devices SET state = 'enrolled' WHERE id = ?", (device,))
+
+
+def test_a_coordinators_confirmation_that_is_forged_is_not_believed(world: World, tmp_path: Path) -> None:
+    """Nobody answers but somebody with another key."""
+    forger = MemoryTransport(world.broker, "coordinator")
+    forged = Left(federation=FEDERATION, sender="coordinator", recipient="a")
+    forger.subscribe(TOPICS.up_control("a"))
+    key = SigningKey.generate()
+
+    def answer(_delivery: Delivery) -> None:
+        forger.publish(TOPICS.down_control("a"), seal(forged, key))
+
+    forger.start(answer, lambda _up: None)
+    with pytest.raises(NoAnswerError, match="the broker delivers nothing"):
+        goodbye(world, tmp_path, world.devices["a"].key, timeout_s=1.0)
+    forger.close()
+
+
+# ------------------------------------------------------------------ what is erased
+
+
+@pytest.fixture
+def enrolled(tmp_path: Path) -> AgentConfig:
+    """A box with keys, certificates, a private store with a model, and images."""
+    (tmp_path / "images" / "bar").mkdir(parents=True)
+    (tmp_path / "images" / "bar" / "1.png").write_bytes(b"image")
+    with running_desk(open_home(tmp_path / "home")) as desk:
+        enrol(desk.token("line-4"), tmp_path / "box", data=str(tmp_path / "images"))
+    config = load_config(tmp_path / "box" / "agent.toml", {})
+    store = PrivateStore.open(config.store, config.federation, config.device)
+    store.device_secret()
+    (store.root / "models" / "0001").mkdir()
+    (store.root / "models" / "0001" / "model.onnx").write_bytes(b"model")
+    return config
+
+
+def files_of(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def test_everything_private_is_erased_and_the_images_and_the_configuration_stay(
+    enrolled: AgentConfig, tmp_path: Path
+) -> None:
+    left = leave(enrolled, erase=True, tell=False, timeout_s=1.0)
+    assert not left.confirmed
+    assert files_of(tmp_path / "box") == {"agent.toml"}
+    assert not enrolled.store.exists()
+    assert (tmp_path / "images" / "bar" / "1.png").read_bytes() == b"image"
+    assert enrolled.store in left.erased
+
+
+def test_without_erase_everything_stays(enrolled: AgentConfig, tmp_path: Path) -> None:
+    before = files_of(tmp_path / "box")
+    assert leave(enrolled, erase=False, tell=False, timeout_s=1.0).erased == ()
+    assert before <= files_of(tmp_path / "box")
+    assert stat.S_IMODE((tmp_path / "box" / "signing.key").stat().st_mode) == 0o600
+
+
+def test_nothing_is_erased_when_nobody_confirms_or_an_agent_runs_or_the_images_lie_in_the_store(
+    enrolled: AgentConfig, tmp_path: Path
+) -> None:
+    with pytest.raises(EnrolError, match=r"did not confirm.*Nothing was erased.*fedcg device revoke line-4"):
+        leave(enrolled, erase=True, tell=True, timeout_s=1.0)
+    before = files_of(tmp_path / "box")
+    store = PrivateStore.open(enrolled.store, enrolled.federation, enrolled.device)
+    with store.locked(), pytest.raises(StoreLockedError):
+        leave(enrolled, erase=True, tell=False, timeout_s=1.0)
+    inside = enrolled.model_copy(update={"data": DataSection(root=enrolled.store / "images")})
+    with pytest.raises(EnrolError, match="move them first"):
+        leave(inside, erase=True, tell=False, timeout_s=1.0)
+    assert files_of(tmp_path / "box") == before
+
+
+def test_an_erasure_that_was_cut_off_can_be_finished(enrolled: AgentConfig, tmp_path: Path) -> None:
+    enrolled.keys.signing.unlink()
+    (enrolled.store / "secrets" / "device.key").unlink()
+    leave(enrolled, erase=True, tell=False, timeout_s=1.0)
+    assert files_of(tmp_path / "box") == {"agent.toml"}
+
+
+def test_the_command_asks_first_and_says_what_happened(enrolled: AgentConfig, tmp_path: Path) -> None:
+    config = str(tmp_path / "box" / "agent.toml")
+    arguments = ["leave", "--config", config, "--erase", "--without-coordinator"]
+    before = files_of(tmp_path / "box")
+    refused = CliRunner().invoke(app, arguments, input="n\n")
+    assert refused.exit_code == 2
+    assert "personal models" in refused.output
+    assert CliRunner().invoke(app, arguments, input="").exit_code == 2
+    assert files_of(tmp_path / "box") == before
+    waited = time.monotonic()
+    unheard = CliRunner().invoke(app, ["leave", "--config", config, "--erase", "--yes", "--timeout-s", "1"])
+    assert unheard.exit_code == 1
+    assert "--without-coordinator" in unheard.output
+    assert time.monotonic() - waited < 30
+    done = CliRunner().invoke(app, [*arguments, "--yes", "--json"])
+    assert done.exit_code == 0
+    told = json.loads(done.stdout)
+    assert (told["device"], told["confirmed"]) == ("line-4", False)
+    assert str(enrolled.store) in told["erased"]
+    again = CliRunner().invoke(app, [*arguments, "--yes"])
+    assert again.exit_code == 1
+    assert "nothing to leave behind" in again.output

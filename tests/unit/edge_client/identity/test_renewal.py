@@ -1,0 +1,283 @@
+"""Renewal over real mutual TLS; and that no interruption leaves a certificate and a key that do not fit."""
+
+from __future__ import annotations
+
+import stat
+import threading
+from collections.abc import Iterator
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+
+from coordinator.members.admission import RENEWALS_AT_ONCE
+from coordinator.paths import Home
+from coordinator.pki.authority import create_ca, credential_of, issue, issue_beside
+from coordinator.rounds.records import DeviceState
+from edge_client.cli.doctor import examine
+from edge_client.config import AgentConfig, load_config
+from edge_client.errors import EnrolError
+from edge_client.identity.credentials import TlsKey, is_due, replace_pair, settle_pair
+from edge_client.identity.enrol import enrol
+from edge_client.identity.enrolment_client import ask, trusting
+from edge_client.identity.keys import load_keys
+from edge_client.identity.renewal import Renewer, renew
+from fedcg.event_log import EventLog, read_events
+from fedcg.wire.messages.enrolment_messages import (
+    RENEW_PATH,
+    RenewAnswer,
+    RenewRequest,
+    certificate_key_digest,
+    load_certificate,
+    renewal_statement,
+)
+from fedcg.wire.messages.signing import SigningKey
+from tests.support.brokers import wait_until
+from tests.support.enrolments import Desk, open_home, running_desk
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    return open_home(tmp_path / "home")
+
+
+@pytest.fixture
+def desk(home: Home) -> Iterator[Desk]:
+    with running_desk(home) as running:
+        yield running
+
+
+@pytest.fixture
+def device(desk: Desk, tmp_path: Path) -> AgentConfig:
+    enrol(desk.token("line-4"), tmp_path / "box")
+    return load_config(tmp_path / "box" / "agent.toml", {})
+
+
+def certificate_of(config: AgentConfig) -> x509.Certificate:
+    assert config.tls is not None
+    return load_certificate(config.tls.cert.read_bytes())
+
+
+def fits(config: AgentConfig) -> bool:
+    assert config.tls is not None
+    return certificate_key_digest(certificate_of(config)) == TlsKey.load(config.tls.key).digest
+
+
+def days_ahead(days: float) -> datetime:
+    return datetime.now(timezone.utc) + timedelta(days=days)
+
+
+def test_a_renewal_brings_a_new_key_and_a_later_end_under_the_same_name(desk: Desk, device: AgentConfig) -> None:
+    before = certificate_of(device)
+    renewed = renew(device, load_keys(device).signing)
+    assert certificate_of(device) == renewed
+    assert fits(device)
+    assert certificate_key_digest(renewed) != certificate_key_digest(before)
+    assert renewed.subject == before.subject
+    assert renewed.not_valid_after_utc >= before.not_valid_after_utc
+    assert device.tls is not None
+    assert stat.S_IMODE(device.tls.key.stat().st_mode) == 0o600
+    assert [event["client"] for event in desk.events("certificate_renewed")] == ["line-4"]
+    known = desk.store.register.certificates("line-4")
+    assert [entry.revoked_at for entry in known] == [None, None]  # the answer might have been lost
+    renew(device, load_keys(device).signing)
+
+
+def test_a_revoked_device_renews_nothing_and_its_files_stay(desk: Desk, device: AgentConfig) -> None:
+    before = certificate_of(device)
+    desk.store.register.end_membership("line-4", DeviceState.REVOKED, "stolen", 1.0)
+    with pytest.raises(EnrolError, match="not enrolled any more"):
+        renew(device, load_keys(device).signing)
+    assert certificate_of(device) == before
+    assert fits(device)
+    assert [event["client"] for event in desk.events("renewal_refused")] == ["line-4"]
+
+
+def test_a_stolen_tls_key_alone_renews_nothing(desk: Desk, device: AgentConfig) -> None:
+    with pytest.raises(EnrolError, match="not signed by the device's message key"):
+        renew(device, SigningKey.generate())
+    assert len(desk.store.register.certificates("line-4")) == 1
+
+
+def test_a_message_key_alone_and_another_devices_certificate_renew_nothing(
+    desk: Desk, device: AgentConfig, tmp_path: Path
+) -> None:
+    signing, key = load_keys(device).signing, TlsKey.generate()
+    proof = signing.sign(renewal_statement("line-4", key.digest)).hex()
+    request = RenewRequest(device="line-4", request=key.request("line-4"), proof=proof)
+    authority = load_certificate(credential_of(desk.home.pki, "ca").certificate.read_bytes())
+    with pytest.raises(EnrolError, match="needs the device's current certificate"):
+        ask(desk.url, RENEW_PATH, request, RenewAnswer, trusting(authority))
+    other = issue_beside(desk.home.pki, tmp_path, "line-5", timedelta(days=1))
+    context = trusting(authority)
+    context.load_cert_chain(other.certificate, other.key)
+    with pytest.raises(EnrolError, match="another device's"):
+        ask(desk.url, RENEW_PATH, request, RenewAnswer, context)
+    assert len(desk.store.register.certificates("line-4")) == 1
+
+
+def test_an_expired_certificate_is_refused_with_what_to_look_at(desk: Desk, device: AgentConfig) -> None:
+    assert device.tls is not None
+    long_ago = datetime.now(timezone.utc) - timedelta(days=10)
+    expired = issue(desk.home.pki, "line-4", now=long_ago, life=timedelta(days=1))
+    device.tls.cert.write_bytes(expired.certificate.read_bytes())
+    device.tls.key.write_bytes(expired.key.read_bytes())
+    with pytest.raises(EnrolError, match=r"no answer from|does not accept"):
+        renew(device, load_keys(device).signing)
+
+
+def test_a_device_can_not_collect_certificates(desk: Desk, device: AgentConfig) -> None:
+    signing = load_keys(device).signing
+    for _ in range(RENEWALS_AT_ONCE - 1):
+        renew(device, signing)
+    with pytest.raises(EnrolError, match="renews too often"):
+        renew(device, signing)
+    assert fits(device)
+
+
+def test_a_device_without_a_place_to_renew_is_told_so(device: AgentConfig) -> None:
+    bundle = device.model_copy(update={"enrolment": device.enrolment.model_copy(update={"url": None})})
+    with pytest.raises(EnrolError, match="ask the operator"):
+        renew(bundle, load_keys(device).signing)
+
+
+# ------------------------------------------------------------------ interruptions
+
+
+@pytest.fixture
+def pairs(tmp_path: Path) -> tuple[Path, Path, bytes, bytes, bytes, bytes]:
+    """Paths of certificate and key, the old pair, the new pair."""
+    create_ca(tmp_path / "pki")
+    old, new = (issue(tmp_path / "pki", name) for name in ("old", "new"))
+    folder = tmp_path / "tls"
+    folder.mkdir()
+    return (
+        folder / "device.pem",
+        folder / "device.key",
+        old.certificate.read_bytes(),
+        old.key.read_bytes(),
+        new.certificate.read_bytes(),
+        new.key.read_bytes(),
+    )
+
+
+class _PowerCutError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("survived", range(12))
+def test_a_replacement_that_is_cut_off_anywhere_leaves_the_old_or_the_new_pair_whole(
+    pairs: tuple[Path, Path, bytes, bytes, bytes, bytes], monkeypatch: pytest.MonkeyPatch, survived: int
+) -> None:
+    """Every rename and every deletion may be the last thing that happened."""
+    certificate, key, *contents = pairs
+    certificate.write_bytes(contents[0])
+    key.write_bytes(contents[1])
+    left = survived
+
+    def count() -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise _PowerCutError
+
+    replace, unlink = Path.replace, Path.unlink
+
+    def counted_replace(self: Path, target: Path) -> Path:
+        count()
+        return replace(self, target)
+
+    def counted_unlink(self: Path, missing_ok: bool = False) -> None:
+        count()
+        unlink(self, missing_ok)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", counted_replace)
+        patched.setattr(Path, "unlink", counted_unlink)
+        try:
+            replace_pair(certificate, key, contents[2], contents[3])
+            done = True
+        except _PowerCutError:
+            done = False
+    settle_pair(certificate, key)
+    found = (certificate.read_bytes(), key.read_bytes())
+    assert found in ((contents[0], contents[1]), (contents[2], contents[3]))
+    if done:
+        assert found == (contents[2], contents[3])
+    assert {path.name for path in certificate.parent.iterdir() if not path.name.startswith(".")} == {
+        "device.pem",
+        "device.key",
+    }
+
+
+def test_settling_a_sound_pair_changes_nothing(pairs: tuple[Path, Path, bytes, bytes, bytes, bytes]) -> None:
+    certificate, key, *contents = pairs
+    certificate.write_bytes(contents[0])
+    key.write_bytes(contents[1])
+    settle_pair(certificate, key)
+    assert (certificate.read_bytes(), key.read_bytes()) == (contents[0], contents[1])
+
+
+# ------------------------------------------------------------------ in time, by itself
+
+
+def test_a_certificate_is_due_in_the_last_third_of_its_life(device: AgentConfig) -> None:
+    certificate = certificate_of(device)
+    assert not is_due(certificate, days_ahead(19.5))
+    assert is_due(certificate, days_ahead(20.5))
+
+
+def test_the_agent_renews_in_time_and_connects_anew(desk: Desk, device: AgentConfig, tmp_path: Path) -> None:
+    before, told = certificate_of(device), threading.Event()
+    events = EventLog(tmp_path / "events.jsonl", lambda: 0.0)
+    renewer = Renewer(device, load_keys(device).signing, events, told.set, clock=lambda: days_ahead(25))
+    with renewer.running():
+        assert told.wait(20)
+    assert certificate_of(device) != before
+    assert fits(device)
+    assert "certificate_renewed" in [event["event"] for event in read_events(tmp_path / "events.jsonl")]
+
+
+def test_a_young_certificate_is_left_alone(desk: Desk, device: AgentConfig, tmp_path: Path) -> None:
+    looked = threading.Event()
+
+    def clock() -> datetime:
+        looked.set()
+        return days_ahead(1)
+
+    events = EventLog(tmp_path / "events.jsonl", lambda: 0.0)
+    with Renewer(device, load_keys(device).signing, events, lambda: None, clock=clock).running():
+        assert looked.wait(20)
+    assert len(desk.store.register.certificates("line-4")) == 1
+
+
+def test_a_renewal_that_fails_is_written_down_and_tried_again(home: Home, tmp_path: Path) -> None:
+    with running_desk(home) as desk:
+        enrol(desk.token("line-4"), tmp_path / "box")
+    config = load_config(tmp_path / "box" / "agent.toml", {})
+    path, told = tmp_path / "events.jsonl", threading.Event()
+    renewer = Renewer(
+        config, load_keys(config).signing, EventLog(path, lambda: 0.0), told.set, clock=lambda: days_ahead(25)
+    )
+    with renewer.running():
+        wait_until(lambda: any(event["event"] == "renewal_failed" for event in read_events(path)), "it is written down")
+    assert not told.is_set()
+    assert fits(config)
+
+
+def test_the_doctor_tells_when_the_certificate_ends_and_when_its_renewal_is_overdue(device: AgentConfig) -> None:
+    def finding(days: float) -> tuple[str, str]:
+        found = {finding.check: finding for finding in examine(device, days_ahead(days))}["certificate"]
+        return found.state, f"{found.detail} {found.advice}"
+
+    until = f"{certificate_of(device).not_valid_after_utc:%Y-%m-%d}"
+    assert finding(1)[0] == "ok"
+    assert until in finding(1)[1]
+    assert finding(20.5)[0] == "ok"
+    state, told = finding(25)
+    assert state == "warning"
+    assert "fedcg agent renew" in told
+    state, told = finding(31)
+    assert state == "failed"
+    assert "--replaces" in told

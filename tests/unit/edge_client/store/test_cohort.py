@@ -1,0 +1,164 @@
+"""The cohort's secret: its code, where it is kept, what a device shows of it, and the commands that carry it."""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator.messaging.cohort_marks import Cohorts
+from edge_client.errors import CohortError
+from edge_client.store.cohort_secret import code_of, create, join, mark_of, secret_of
+from edge_client.store.private_store import PrivateStore
+from fedcg.cli import app
+from fedcg.wire.messages.messages import CohortVerdict, Hello, RoundAttempt
+from fedcg.wire.messages.signing import SigningKey
+from tests.support.edge_worlds import DEVICE, FEDERATION, World, toy_generation, toy_spec
+
+SECRETS = st.binary(min_size=32, max_size=32)
+
+
+def open_store(folder: Path, device: str = "site-1") -> PrivateStore:
+    return PrivateStore.open(folder / device, FEDERATION, device)
+
+
+@given(SECRETS)
+def test_a_code_gives_its_secret_back_however_it_is_written(secret: bytes) -> None:
+    code = code_of(secret)
+    assert secret_of(code) == secret
+    assert secret_of(f" {code.lower().replace('-', ' ')}\n") == secret
+    assert secret_of(code.replace("O", "0").replace("I", "1").replace("B", "8")) == secret
+    assert len(code.split("-")) == 14
+
+
+@given(SECRETS, st.integers(0, 55), st.sampled_from("ABCDEFGHIJKLMNOPQRSTUVWXYZ234567"))
+def test_a_mistyped_letter_is_noticed(secret: bytes, place: int, letter: str) -> None:
+    letters = code_of(secret).replace("-", "")
+    wrong = letters[:place] + letter + letters[place + 1 :]
+    if wrong != letters:
+        with pytest.raises(CohortError, match="checksum is wrong"):
+            secret_of(wrong)
+
+
+@pytest.mark.parametrize(("code", "why"), [("ABCD", "this one has 4"), ("!" * 56, "not '!'"), ("", "this one has 0")])
+def test_what_is_no_code_is_refused_with_the_reason(code: str, why: str) -> None:
+    with pytest.raises(CohortError, match=why):
+        secret_of(code)
+
+
+def test_a_mark_is_equal_for_equal_secrets_of_a_federation_alone() -> None:
+    first, other = bytes(32), bytes(31) + b"\1"
+    assert mark_of(first, "shapes") == mark_of(first, "shapes")
+    assert len({mark_of(first, "shapes"), mark_of(other, "shapes"), mark_of(first, "herbs")}) == 3
+
+
+def test_the_secret_is_its_owners_alone_and_is_never_replaced(tmp_path: Path) -> None:
+    first, second = open_store(tmp_path), open_store(tmp_path, "site-2")
+    code = create(first)
+    assert join(second, code)
+    assert first.cohort_secret() == second.cohort_secret() == secret_of(code)
+    for store in (first, second):
+        assert stat.S_IMODE((store.root / "secrets" / "cohort.key").stat().st_mode) == 0o600
+    assert not join(second, code)
+    for again in (lambda: create(first), lambda: join(second, code_of(bytes(32)))):
+        with pytest.raises(CohortError, match="has a cohort secret already"):
+            again()
+    assert second.cohort_secret() == secret_of(code)
+
+
+def test_a_store_whose_private_networks_have_started_takes_no_secret(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    store.generations.commit(toy_generation(toy_spec(), RoundAttempt(1, 1)))
+    with pytest.raises(CohortError, match="have started here without a cohort secret"):
+        create(store)
+    assert store.cohort_secret() is None
+
+
+@pytest.mark.parametrize(
+    ("others", "verdict"),
+    [
+        ([], CohortVerdict.ALONE),
+        (["m"], CohortVerdict.SAME),
+        (["m", "m"], CohortVerdict.SAME),
+        (["m", "n"], CohortVerdict.DIFFERENT),
+        ([None], CohortVerdict.DIFFERENT),
+    ],
+)
+def test_a_device_is_compared_with_all_others(others: list[str | None], verdict: CohortVerdict) -> None:
+    cohorts = Cohorts()
+    for number, mark in enumerate(others):
+        cohorts.hear(f"site-{number}", mark)
+    unlike = tuple(f"site-{number}" for number, mark in enumerate(others) if mark != "m")
+    assert cohorts.hear("mine", "m") == unlike
+    assert cohorts.verdict("mine") is verdict
+
+
+def test_devices_without_a_secret_are_alike() -> None:
+    cohorts = Cohorts()
+    cohorts.hear("site-1", None)
+    assert cohorts.hear("site-2", None) == ()
+    assert cohorts.verdict("site-1") is CohortVerdict.SAME
+
+
+def write_device(folder: Path) -> Path:
+    """An agent.toml with all that the configuration asks for."""
+    (folder / "data" / "bar").mkdir(parents=True)
+    SigningKey.generate().save(folder / "signing.key")
+    (folder / "coordinator.pub").write_text(SigningKey.generate().public.hex + "\n")
+    path = folder / "agent.toml"
+    path.write_text(
+        f'federation = "{FEDERATION}"\ndevice = "{folder.name}"\n[broker]\nhost = "127.0.0.1"\ninsecure = true\n'
+        '[data]\nroot = "data"\n'
+    )
+    return path
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        app.main(args=["cohort", *arguments], prog_name="fedcg")
+    return int(ended.value.code or 0)
+
+
+def test_the_commands_carry_a_secret_from_the_first_device_to_another(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = (write_device(tmp_path / name) for name in ("first", "second"))
+    assert run("status", "--config", str(first)) == 1
+    assert "no cohort secret" in capsys.readouterr().out
+    assert run("create", "--config", str(first), "--json") == 0
+    made = json.loads(capsys.readouterr().out)
+    code = tmp_path / "code"
+    code.write_text(made["code"] + "\n")
+    assert run("join", "--config", str(second), "--code-file", str(code)) == 0
+    assert f"Joined; mark {made['mark']}" in capsys.readouterr().out
+    assert run("status", "--config", str(second), "--json") == 0
+    assert json.loads(capsys.readouterr().out) == {"mark": made["mark"]}
+    assert run("create", "--config", str(first)) == 1
+    assert "has a cohort secret already" in capsys.readouterr().err
+    code.write_text("ABCD")
+    assert run("join", "--config", str(second), "--code-file", str(code)) == 2
+    assert "this one has 4" in capsys.readouterr().err
+    assert run("join", "--config", str(second), "--code-file", str(tmp_path / "nowhere")) == 2
+    assert "nowhere" in capsys.readouterr().err
+
+
+def test_an_agent_tells_its_mark_and_says_so_when_others_have_another_secret(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    secret = secret_of(create(PrivateStore.open(world.config.store, FEDERATION, DEVICE)))
+    world.coordinator.cohort = CohortVerdict.DIFFERENT
+    try:
+        world.coordinator.come_online()
+        world.start_agent()
+        hello = world.coordinator.wait(Hello)
+        assert hello.cohort == mark_of(secret, FEDERATION)
+
+        def told() -> list[object]:
+            return [event["others"] for event in world.events("cohort")]
+
+        world.coordinator.work_until(lambda: told() == ["different"], "the agent tells of the other secret")
+    finally:
+        world.close()

@@ -1,0 +1,326 @@
+"""The private store: one atomic commit, two generations, checksums, secrets, locks."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edge_client.errors import StoreDamagedError, StoreError, StoreFormatError, StoreLockedError
+from edge_client.store.data_snapshot import Snapshot, SnapshotFile
+from edge_client.store.generations import Generations
+from edge_client.store.private_store import RECEIPTS_KEPT, DeliveryRecord, PrivateStore
+from fedcg import files
+from fedcg.wire.messages.messages import RoundAttempt
+from fedcg.wire.parts import Part
+from tests.support.edge_worlds import DEVICE, FEDERATION, toy_generation, toy_snapshot, toy_spec
+
+SPEC = toy_spec()
+
+
+class PowerCutError(Exception):
+    """Ends a commit in the middle."""
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> PrivateStore:
+    return PrivateStore.open(tmp_path / "store", FEDERATION, DEVICE)
+
+
+def reopened(store: PrivateStore) -> PrivateStore:
+    return PrivateStore.open(store.root, FEDERATION, DEVICE)
+
+
+def test_a_commit_gives_back_exactly_what_was_put_in(store: PrivateStore) -> None:
+    new = toy_generation(SPEC, RoundAttempt(3, 2))
+    store.generations.commit(new)
+    state = reopened(store).generations.load()
+    assert state is not None
+    for slot, parts in new.slots.items():
+        for part, tensors in parts.items():
+            assert {name: array.tolist() for name, array in tensors.items()} == {
+                name: array.tolist() for name, array in state.slots[slot][part].items()
+            }
+    count = state.slots["personal"][Part.GENERATOR]["count"]
+    assert (count.shape, count.dtype) == ((), np.dtype(np.int64))
+    generation = state.generation
+    assert (generation.cursor, generation.spec, dict(generation.scores)) == (
+        RoundAttempt(3, 2),
+        SPEC.digest,
+        dict(new.scores),
+    )
+    assert store.generations.update_bytes(generation) == b"update"
+    assert store.generations.snapshot(generation) == toy_snapshot()
+
+
+def test_the_same_state_gives_the_same_bytes(tmp_path: Path) -> None:
+    files = []
+    for name in ("a", "b"):
+        store = PrivateStore.open(tmp_path / name, FEDERATION, DEVICE)
+        generation = store.generations.commit(toy_generation(SPEC, RoundAttempt(1, 1)))
+        files.append(dict(generation.checksums))
+    assert files[0] == files[1]
+
+
+def test_two_generations_are_kept_and_older_ones_deleted(store: PrivateStore) -> None:
+    for round_number in (1, 2, 3):
+        store.generations.commit(toy_generation(SPEC, RoundAttempt(round_number, 1)))
+    assert sorted(path.name for path in (store.root / "generations").iterdir()) == ["2", "3"]
+
+
+@pytest.mark.parametrize("damaged", ["state.safetensors", "state.json", "update.bin", "snapshot.json"])
+def test_a_damaged_newest_generation_falls_back_to_the_one_before_and_says_so(
+    store: PrivateStore, damaged: str
+) -> None:
+    store.generations.commit(toy_generation(SPEC, RoundAttempt(1, 1)))
+    newest = store.generations.commit(toy_generation(SPEC, RoundAttempt(2, 1)))
+    path = store.root / "generations" / str(newest.number) / damaged
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    generation, problems = reopened(store).generations.current()
+    assert generation is not None
+    assert generation.cursor == RoundAttempt(1, 1)
+    assert len(problems) == 1
+    assert str(newest.number) in problems[0]
+    store.generations.commit(toy_generation(SPEC, RoundAttempt(2, 1)))
+    generation, problems = store.generations.current()
+    assert generation is not None
+    assert (generation.cursor, problems) == (RoundAttempt(2, 1), ())
+
+
+def test_a_store_without_any_whole_generation_says_what_to_do(store: PrivateStore) -> None:
+    number = store.generations.commit(toy_generation(SPEC, RoundAttempt(1, 1))).number
+    shutil.rmtree(store.root / "generations" / str(number))
+    with pytest.raises(StoreDamagedError, match="backup"):
+        store.generations.current()
+
+
+STEPS = ("write_durably", "fsync_path", "replace_durably")
+
+
+class Saboteur:
+    """Counts the durable steps of a commit and cuts the power before the chosen one."""
+
+    def __init__(self, cut_before: int) -> None:
+        self.cut_before = cut_before
+        self.done = 0
+
+    def step(self) -> None:
+        if self.done == self.cut_before:
+            raise PowerCutError
+        self.done += 1
+
+
+def sabotaged_commit(
+    monkeypatch: pytest.MonkeyPatch, store: PrivateStore, cut_before: int, cursor: RoundAttempt
+) -> bool:
+    """Commit with the power cut before one durable step; whether the commit got through."""
+    saboteur = Saboteur(cut_before)
+    with monkeypatch.context() as patch:
+        for name in STEPS:
+            real = getattr(files, name)
+
+            def wrapped(*args: object, real: object = real) -> object:
+                saboteur.step()
+                return real(*args)  # type: ignore[operator]
+
+            patch.setattr(f"edge_client.store.generations.{name}", wrapped)
+        try:
+            store.generations.commit(toy_generation(SPEC, cursor))
+        except PowerCutError:
+            return False
+    return True
+
+
+def test_a_power_cut_at_any_step_of_a_commit_leaves_the_old_or_the_new_state_whole(
+    monkeypatch: pytest.MonkeyPatch, store: PrivateStore
+) -> None:
+    store.generations.commit(toy_generation(SPEC, RoundAttempt(1, 1)))
+    cuts = 0
+    while not sabotaged_commit(monkeypatch, store, cuts, RoundAttempt(2, 1)):
+        generation, problems = reopened(store).generations.current()
+        assert generation is not None
+        assert (generation.cursor, problems) == (RoundAttempt(1, 1), ()), f"before step {cuts}"
+        assert store.generations.update_bytes(generation) == b"update"
+        cuts += 1
+    assert cuts >= 7  # four files, two folders, the pointer
+    generation, _ = reopened(store).generations.current()
+    assert generation is not None
+    assert generation.cursor == RoundAttempt(2, 1)
+
+
+def test_what_a_cut_commit_left_behind_never_counts(monkeypatch: pytest.MonkeyPatch, store: PrivateStore) -> None:
+    assert not sabotaged_commit(
+        monkeypatch, store, 6, RoundAttempt(1, 1)
+    )  # the folder is there, CURRENT was never written
+    assert reopened(store).generations.current() == (None, ())
+    store.generations.commit(toy_generation(SPEC, RoundAttempt(1, 1), update=b"whole"))
+    generation, _ = store.generations.current()
+    assert generation is not None
+    assert store.generations.update_bytes(generation) == b"whole"
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 50), st.integers(1, 3), st.binary(min_size=1, max_size=64)), max_size=5))
+def test_the_last_commit_always_counts(
+    tmp_path_factory: pytest.TempPathFactory, commits: list[tuple[int, int, bytes]]
+) -> None:
+    generations = Generations(tmp_path_factory.mktemp("store"))
+    for round_number, attempt, update in commits:
+        generations.commit(toy_generation(SPEC, RoundAttempt(round_number, attempt), update))
+    generation, _ = generations.current()
+    if not commits:
+        assert generation is None
+        return
+    assert generation is not None
+    assert generation.outbox is not None
+    round_number, attempt, update = commits[-1]
+    assert (generation.cursor, generation.outbox.cursor) == (RoundAttempt(round_number, attempt),) * 2
+    assert generations.update_bytes(generation) == update
+
+
+def test_only_a_recorded_receipt_empties_the_outbox(store: PrivateStore) -> None:
+    generation = store.generations.commit(toy_generation(SPEC, RoundAttempt(1, 1)))
+    entry = reopened(store).outbox(generation)
+    assert entry is not None
+    store.save_delivery(DeliveryRecord("f" * 64, 1, 1, "accepted", ""))
+    assert store.outbox(generation) == entry
+    store.save_delivery(DeliveryRecord(entry.artifact, 1, 1, "late", ""))
+    assert reopened(store).outbox(generation) is None
+
+
+def test_old_receipts_are_forgotten_but_not_the_newest(store: PrivateStore) -> None:
+    for number in range(RECEIPTS_KEPT + 5):
+        store.save_delivery(DeliveryRecord(f"{number:064x}", number, 1, "accepted", ""))
+    kept = store.deliveries()
+    assert len(kept) == RECEIPTS_KEPT
+    assert kept[-1].round == RECEIPTS_KEPT + 4
+
+
+def test_nobody_else_can_read_the_store(store: PrivateStore) -> None:
+    store.device_secret()
+    store.generations.commit(toy_generation(SPEC, RoundAttempt(1, 1)))
+    store.save_seen((1, 2, 3))
+    assert stat.S_IMODE(store.root.stat().st_mode) == 0o700
+    files = [path for path in store.root.rglob("*") if path.is_file()]
+    assert len(files) >= 7
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
+
+
+def test_the_device_secret_is_made_once_and_differs_between_devices(store: PrivateStore, tmp_path: Path) -> None:
+    secret = store.device_secret()
+    assert len(secret) == 32
+    assert reopened(store).device_secret() == secret
+    assert PrivateStore.open(tmp_path / "other", FEDERATION, "site-2").device_secret() != secret
+
+
+def test_a_given_cohort_secret_is_used_and_a_short_one_refused(store: PrivateStore) -> None:
+    assert store.cohort_secret() is None
+    path = store.root / "secrets" / "cohort.key"
+    path.write_bytes(b"c" * 32)
+    assert store.cohort_secret() == b"c" * 32
+    path.write_bytes(b"short")
+    with pytest.raises(StoreError, match=r"cohort\.key"):
+        store.cohort_secret()
+
+
+def test_secrets_that_were_put_there_before_the_first_start_are_kept(tmp_path: Path) -> None:
+    folder = tmp_path / "store" / "secrets"
+    folder.mkdir(parents=True)
+    (folder / "device.key").write_bytes(b"d" * 32)
+    assert PrivateStore.open(tmp_path / "store", FEDERATION, DEVICE).device_secret() == b"d" * 32
+
+
+@pytest.mark.parametrize(
+    ("federation", "device", "said"), [(FEDERATION, "site-2", "site-1"), ("letters", DEVICE, "shapes")]
+)
+def test_a_store_of_somebody_else_is_refused(store: PrivateStore, federation: str, device: str, said: str) -> None:
+    with pytest.raises(StoreFormatError, match=said):
+        PrivateStore.open(store.root, federation, device)
+
+
+def test_a_store_of_a_newer_program_is_refused(store: PrivateStore) -> None:
+    (store.root / "format.json").write_text(json.dumps({"format": 2, "federation": FEDERATION, "device": DEVICE}))
+    with pytest.raises(StoreFormatError, match="format 2"):
+        reopened(store)
+
+
+def test_private_state_without_its_format_is_not_adopted(store: PrivateStore) -> None:
+    (store.root / "format.json").unlink()
+    with pytest.raises(StoreFormatError, match=r"format\.json"):
+        reopened(store)
+
+
+@pytest.fixture
+def holder(store: PrivateStore) -> Iterator[subprocess.Popen[str]]:
+    code = (
+        "import sys, pathlib; from edge_client.store.private_store import PrivateStore\n"
+        "with PrivateStore(pathlib.Path(sys.argv[1])).locked():\n    print('held', flush=True); sys.stdin.read()"
+    )
+    arguments = [sys.executable, "-c", code, str(store.root)]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        yield process
+        process.kill()
+
+
+def test_a_second_process_cannot_work_in_the_store_until_the_first_is_dead(
+    store: PrivateStore, holder: subprocess.Popen[str]
+) -> None:
+    with pytest.raises(StoreLockedError), store.locked():
+        pass
+    holder.kill()
+    with store.locked(wait_s=10.0):
+        pass
+
+
+def test_the_snapshot_of_a_round_is_fixed_when_it_is_first_accepted(store: PrivateStore) -> None:
+    first, grown = toy_snapshot(3), toy_snapshot(5)
+    assert store.accept_snapshot(SPEC.digest, 1, lambda: first) == first
+    assert reopened(store).accept_snapshot(SPEC.digest, 1, lambda: grown) == first
+    assert store.accept_snapshot(SPEC.digest, 2, lambda: grown) == grown
+    store.forget_snapshot()
+    assert store.accept_snapshot(SPEC.digest, 2, lambda: first) == first
+
+
+def test_a_snapshot_survives_its_encoding_and_its_digest_tells_any_difference() -> None:
+    snapshot = Snapshot((SnapshotFile("a/ü.png", "0" * 64, 0, "train"), SnapshotFile("b/1.png", "1" * 64, 1, "val")))
+    assert Snapshot.decode(snapshot.encode()) == snapshot
+    assert snapshot.counts() == {"train": 1, "val": 1, "test": 0}
+    moved = Snapshot((snapshot.files[0], SnapshotFile("b/1.png", "1" * 64, 1, "test")))
+    assert moved.digest != snapshot.digest
+    with pytest.raises(ValueError, match="snapshot"):
+        Snapshot.decode(b'[{"path": "a"}]')
+
+
+def test_the_highest_broadcast_is_remembered(store: PrivateStore) -> None:
+    assert store.seen() == (0, 0, 0)
+    store.save_seen((2, 7, 1))
+    assert reopened(store).seen() == (2, 7, 1)
+
+
+def test_a_kept_spec_that_was_tampered_with_counts_as_absent(store: PrivateStore) -> None:
+    store.save_spec(SPEC.canonical())
+    assert reopened(store).spec(SPEC.digest) == SPEC
+    path = store.root / "specs" / f"{SPEC.digest}.json"
+    path.write_bytes(path.read_bytes().replace(b'"rounds":2', b'"rounds":9'))
+    assert store.spec(SPEC.digest) is None
+    assert store.spec_digests() == frozenset()
+
+
+def test_only_downloads_that_something_refers_to_are_kept(store: PrivateStore) -> None:
+    kept, dropped = store.artifacts.put(b"kept"), store.artifacts.put(b"dropped")
+    store.prune_artifacts({kept})
+    assert store.artifacts.has(kept)
+    assert not store.artifacts.has(dropped)

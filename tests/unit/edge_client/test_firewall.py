@@ -1,0 +1,291 @@
+"""The firewall: what leaves is exactly what policy and spec both name; anything else is an error on the device."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edge_client.config import PolicySection
+from edge_client.errors import FirewallError
+from edge_client.firewall import UpdateFacts, build_update, check_kept, check_spec
+from fedcg.learning.spec import FederationSpec, NetworkChoice
+from fedcg.wire.artifacts.artifacts import Base, codecs_for, unpack
+from fedcg.wire.artifacts.inspection import inspect
+from fedcg.wire.artifacts.tensors import Array
+from fedcg.wire.errors import CodecError
+from fedcg.wire.messages.messages import DeclineReason
+from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, Health, Part, Report, ReportField, TensorLayout
+from tests.support.edge_worlds import DEVICE, LAYOUTS, toy_parts, toy_spec
+
+SHARED = (Part.CLASSIFIER, Part.GENERATOR)
+FACTS = UpdateFacts(DEVICE, 3, 2, "b" * 64, {"torch": "2.13.0"}, {"threads": "1"})
+REPORT = Report(examples=12, accuracy=0.5, loss=0.7, health=Health.OK, label_counts=(4, 4, 4))
+EVERYTHING = PolicySection(allow_upload=frozenset(Part), allow_report=frozenset(ReportField))
+Parts = dict[Part, dict[str, Array]]
+
+
+def built(
+    shared: Parts | None = None,
+    report: Report = REPORT,
+    spec: FederationSpec | None = None,
+    policy: PolicySection | None = None,
+) -> bytes:
+    return build_update(
+        toy_parts(1, SHARED) if shared is None else shared,
+        report,
+        spec=spec or toy_spec(),
+        policy=policy or PolicySection(),
+        facts=FACTS,
+    )
+
+
+def test_the_update_holds_the_shared_parts_and_a_header_that_says_what_it_is() -> None:
+    shared = toy_parts(1, SHARED)
+    artifact = unpack(built(shared), {part: LAYOUTS[part] for part in SHARED})
+    header = artifact.header
+    assert (header.kind, header.method, header.federation, header.client) == ("update", "fedcg", "shapes", DEVICE)
+    assert (header.round, header.attempt, header.base) == (3, 2, "b" * 64)
+    assert (header.versions, header.determinism) == ({"torch": "2.13.0"}, {"threads": "1"})
+    for part in SHARED:
+        for name, tensor in shared[part].items():
+            assert np.array_equal(artifact.parts[part][name], tensor)
+
+
+def test_what_a_header_may_say_of_the_box_is_a_closed_list() -> None:
+    talkative = UpdateFacts(DEVICE, 3, 2, None, {"torch": "2.13.0"}, {"hostname": "ward-7"})
+    with pytest.raises(FirewallError, match="hostname"):
+        build_update(toy_parts(1, SHARED), REPORT, spec=toy_spec(), policy=PolicySection(), facts=talkative)
+
+
+def test_an_update_made_earlier_is_judged_by_the_policy_of_now() -> None:
+    kept = built()
+    check_kept(kept, PolicySection(), DEVICE)
+    with pytest.raises(FirewallError, match="allow_upload") as caught:
+        check_kept(kept, PolicySection(allow_upload=frozenset({Part.GENERATOR})), DEVICE)
+    assert caught.value.part == "classifier"
+    with pytest.raises(FirewallError, match="allow_report") as caught:
+        check_kept(kept, PolicySection(allow_report=DEFAULT_ALLOW_REPORT - {ReportField.EXAMPLES}), DEVICE)
+    assert caught.value.tensor == "examples"
+    with pytest.raises(FirewallError, match="no update"):
+        check_kept(b"anything", EVERYTHING, DEVICE)
+
+
+def test_the_same_round_gives_the_same_bytes() -> None:
+    assert built() == built()
+
+
+@pytest.mark.parametrize("part", [Part.EXTRACTOR, Part.DISCRIMINATOR])
+def test_a_private_part_is_refused_even_when_the_spec_asks_for_it(part: Part) -> None:
+    layouts = {**LAYOUTS, Part.DISCRIMINATOR: LAYOUTS[Part.EXTRACTOR]}
+    shared = {**toy_parts(1, SHARED), part: toy_parts(1)[Part.EXTRACTOR]}
+    with pytest.raises(FirewallError, match="allow_upload") as caught:
+        built(shared, spec=toy_spec(upload=(*SHARED, part), layouts=layouts))
+    assert (caught.value.device, caught.value.part) == (DEVICE, part.value)
+
+
+def test_a_part_that_the_owner_allows_but_the_spec_does_not_ask_for_is_refused() -> None:
+    with pytest.raises(FirewallError, match="does not ask") as caught:
+        built(toy_parts(1), policy=EVERYTHING)
+    assert caught.value.part == "extractor"
+
+
+def test_a_narrower_policy_than_the_default_holds() -> None:
+    with pytest.raises(FirewallError, match="allow_upload") as caught:
+        built(policy=PolicySection(allow_upload=frozenset({Part.CLASSIFIER})))
+    assert caught.value.part == "generator"
+
+
+def test_a_missing_part_is_refused() -> None:
+    with pytest.raises(FirewallError, match="did not return") as caught:
+        built(toy_parts(1, (Part.CLASSIFIER,)))
+    assert caught.value.part == "generator"
+
+
+def planted(change: str) -> Parts:
+    """Shared parts with the extractor hidden in them."""
+    shared = toy_parts(1, SHARED)
+    extractor = toy_parts(1)[Part.EXTRACTOR]["weight"]
+    generator = shared[Part.GENERATOR]
+    if change == "extra tensor":
+        generator["extractor"] = extractor
+    elif change == "missing tensor":
+        del generator["weight"]
+    elif change == "shape":
+        generator["weight"] = extractor
+    elif change == "dtype":
+        generator["weight"] = generator["weight"].astype(np.float64)  # type: ignore[assignment]
+    elif change == "nan":
+        generator["weight"][0, 0] = np.nan
+    elif change == "infinity":
+        generator["weight"][0, 0] = -np.inf
+    return shared
+
+
+@pytest.mark.parametrize(
+    ("change", "tensor", "said"),
+    [
+        ("extra tensor", "extractor", "no such tensor"),
+        ("missing tensor", "weight", "missing"),
+        ("shape", "weight", "shape"),
+        ("dtype", "weight", "float64"),
+        ("nan", "weight", "NaN"),
+        ("infinity", "weight", "NaN"),
+    ],
+)
+def test_tensors_that_are_not_exactly_the_layouts_are_refused_by_name(change: str, tensor: str, said: str) -> None:
+    with pytest.raises(FirewallError, match=said) as caught:
+        built(planted(change))
+    assert (caught.value.part, caught.value.tensor) == ("generator", tensor)
+
+
+def test_a_view_into_private_memory_is_copied() -> None:
+    private = np.arange(40, dtype=np.float32)
+    private[8:] = 1234.5  # what lies behind the view
+    shared = toy_parts(1, SHARED)
+    shared[Part.GENERATOR]["weight"] = private[:8].reshape(4, 2)
+    data = inspect(built(shared))
+    assert np.float32(1234.5).tobytes() not in data.payload
+
+
+def test_only_report_fields_that_both_allow_leave() -> None:
+    def fields(spec: FederationSpec, policy: PolicySection) -> set[str]:
+        header = unpack(built(spec=spec, policy=policy), {part: LAYOUTS[part] for part in SHARED}).header
+        assert header.report is not None
+        return {field.value for field in header.report.fields()}
+
+    asks_all = toy_spec(report=tuple(field for field in ReportField if field is not ReportField.LABEL_COUNTS))
+    assert fields(asks_all, PolicySection()) == {"examples", "accuracy", "loss", "health"}
+    assert fields(toy_spec(), PolicySection()) == {"examples", "accuracy"}
+    thrifty = PolicySection(allow_report=frozenset({ReportField.EXAMPLES}))
+    assert fields(asks_all, thrifty) == {"examples"}
+
+
+def test_label_counts_leave_only_when_the_owner_allows_them() -> None:
+    wants = toy_spec(report=(ReportField.EXAMPLES, ReportField.LABEL_COUNTS))
+    with pytest.raises(FirewallError, match="label_counts"):
+        built(spec=wants)
+    allowed = PolicySection(allow_report=DEFAULT_ALLOW_REPORT | {ReportField.LABEL_COUNTS})
+    header = unpack(built(spec=wants, policy=allowed), {part: LAYOUTS[part] for part in SHARED}).header
+    assert header.report == Report(examples=12, label_counts=(4, 4, 4))
+
+
+def test_optional_label_counts_stay_on_a_device_that_does_not_allow_them_and_it_takes_part_all_the_same() -> None:
+    wants = toy_spec(report=(ReportField.EXAMPLES, ReportField.LABEL_COUNTS))
+    wants = wants.model_copy(update={"optional_report": (ReportField.LABEL_COUNTS,)})
+    assert check_spec(wants, PolicySection()) is None
+    told = []
+    for policy in (PolicySection(), EVERYTHING):
+        header = unpack(built(spec=wants, policy=policy), {part: LAYOUTS[part] for part in SHARED}).header
+        assert header.report is not None
+        told.append(header.report.label_counts)
+    assert told == [None, (4, 4, 4)]
+    still_needed = PolicySection(allow_report=frozenset({ReportField.LABEL_COUNTS}))
+    assert (check_spec(wants, still_needed) or ())[:1] == (DeclineReason.REPORT_NOT_ALLOWED,)
+
+
+def test_a_report_without_what_the_method_needs_is_refused() -> None:
+    with pytest.raises(FirewallError, match="examples"):
+        built(report=Report(accuracy=0.5))
+
+
+@pytest.mark.parametrize(
+    ("changes", "policy", "reason", "said"),
+    [
+        ({}, PolicySection(), None, ""),
+        ({"upload": tuple(LAYOUTS)}, PolicySection(), DeclineReason.UPLOAD_NOT_ALLOWED, "extractor"),
+        ({"upload": tuple(LAYOUTS)}, EVERYTHING, None, ""),
+        ({"report": tuple(ReportField)}, PolicySection(), DeclineReason.REPORT_NOT_ALLOWED, "label_counts"),
+        ({}, PolicySection(allow_report=frozenset()), DeclineReason.REPORT_NOT_ALLOWED, "examples"),
+        ({"method": "telepathy"}, PolicySection(), DeclineReason.UNKNOWN_METHOD, "telepathy"),
+        ({"upload": (Part.DISCRIMINATOR,)}, EVERYTHING, DeclineReason.SPEC_REFUSED, "tensors"),
+    ],
+)
+def test_a_spec_is_judged_by_the_owners_policy_with_a_reason_to_tell(
+    changes: dict[str, Any], policy: PolicySection, reason: DeclineReason | None, said: str
+) -> None:
+    spec = toy_spec(**changes)
+    refusal = check_spec(spec, policy)
+    assert (None if refusal is None else refusal[0]) is reason
+    assert refusal is None or said in refusal[1]
+
+
+def test_a_spec_that_names_code_nobody_installed_or_allowed_here_is_refused_and_nothing_is_imported() -> None:
+    spec = toy_spec().model_copy(update={"network": NetworkChoice(split="antigravity:geohash")})
+    refusal = check_spec(spec, EVERYTHING)
+    assert refusal is not None
+    assert refusal[0] is DeclineReason.SPEC_REFUSED
+    assert "antigravity:geohash may not be imported" in refusal[1]
+    assert "antigravity" not in sys.modules
+
+
+parts_sets = st.sets(st.sampled_from(Part)).map(frozenset)
+field_sets = st.sets(st.sampled_from(ReportField)).map(frozenset)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    offered=parts_sets, asked=parts_sets, allowed=parts_sets, told=field_sets, wanted=field_sets, permitted=field_sets
+)
+def test_nothing_leaves_that_is_not_asked_for_and_allowed(
+    offered: frozenset[Part],
+    asked: frozenset[Part],
+    allowed: frozenset[Part],
+    told: frozenset[ReportField],
+    wanted: frozenset[ReportField],
+    permitted: frozenset[ReportField],
+) -> None:
+    layouts = {**LAYOUTS, Part.DISCRIMINATOR: LAYOUTS[Part.EXTRACTOR]}
+    tensors = {**toy_parts(1), Part.DISCRIMINATOR: toy_parts(2)[Part.EXTRACTOR]}
+    spec = toy_spec(upload=tuple(sorted(asked)), report=tuple(sorted(wanted)), layouts=layouts)
+    policy = PolicySection(allow_upload=allowed, allow_report=permitted)
+    try:
+        data = built({part: tensors[part] for part in offered}, REPORT.only(told), spec, policy)
+    except FirewallError:
+        needed = {ReportField.EXAMPLES, ReportField.LABEL_COUNTS} & wanted
+        assert offered != asked or not offered <= allowed or not needed <= permitted & told
+        return
+    seen = inspect(data)
+    assert {name.split("/")[0] for name in seen.tensors} == {part.value for part in offered & asked & allowed}
+    header = unpack(data, {part: layouts[part] for part in asked}).header
+    assert header.report is not None
+    assert header.report.fields() == told & wanted & permitted
+
+
+def test_an_update_is_coded_after_it_was_checked_and_against_the_aggregate_of_the_round() -> None:
+    layouts = {part: (TensorLayout(name="weight", dtype="float32", shape=(4, 20)),) for part in SHARED}
+    coded = {"layouts": layouts, "codec": "i8-delta", "with_base": (Part.CLASSIFIER,)}
+    spec = toy_spec().model_copy(update=coded)
+    random = np.random.default_rng(3)
+    shared: Parts = {part: {"weight": random.standard_normal((4, 20), dtype=np.float32)} for part in SHARED}
+    base: Parts = {part: {"weight": tensors["weight"] + np.float32(0.01)} for part, tensors in shared.items()}
+
+    def build(parts: Parts, known: Parts | None) -> bytes:
+        return build_update(parts, REPORT, spec=spec, policy=PolicySection(), facts=FACTS, base=known)
+
+    data = build(shared, base)
+    known = Base("b" * 64, base)
+    artifact = unpack(data, layouts, codecs=codecs_for(layouts, "i8-delta", {Part.CLASSIFIER}), base=known)
+    np.testing.assert_allclose(
+        artifact.parts[Part.CLASSIFIER]["weight"], shared[Part.CLASSIFIER]["weight"], atol=0.01 / 127
+    )
+    check_kept(data, PolicySection(), DEVICE)
+    with pytest.raises(FirewallError, match="allow_upload"):
+        check_kept(data, PolicySection(allow_upload=frozenset({Part.GENERATOR})), DEVICE)
+    for missing in (None, {Part.GENERATOR: base[Part.GENERATOR]}):
+        with pytest.raises(FirewallError, match="b" * 64):
+            build(shared, missing)
+    with pytest.raises(FirewallError, match="NaN"):
+        build({**shared, Part.GENERATOR: {"weight": np.full((4, 20), np.nan, np.float32)}}, base)
+
+
+def test_numbers_that_the_codec_can_not_hold_never_leave_as_infinity() -> None:
+    layouts = {part: (TensorLayout(name="weight", dtype="float32", shape=(4, 20)),) for part in SHARED}
+    spec = toy_spec(layouts=layouts).model_copy(update={"codec": "f16"})
+    huge: Parts = {part: {"weight": np.full((4, 20), 1e5, np.float32)} for part in SHARED}
+    with pytest.raises(CodecError, match="classifier/weight"):
+        built(huge, spec=spec)

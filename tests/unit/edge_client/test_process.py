@@ -1,0 +1,63 @@
+"""The agent as a process of its own: no torch inside, an orderly end, one agent per store."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from fedcg.event_log import read_events
+from fedcg.wire.messages.signing import SigningKey
+from tests.support.brokers import free_port
+from tests.support.edge_worlds import wait_until
+
+Start = Callable[[], subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts `fedcg agent run` for one device whose broker does not answer."""
+    SigningKey.generate().save(tmp_path / "signing.key")
+    (tmp_path / "coordinator.pub").write_text(SigningKey.generate().public.hex)
+    (tmp_path / "agent.toml").write_text(
+        f'federation = "shapes"\ndevice = "site-1"\n[broker]\nhost = "127.0.0.1"\nport = {free_port()}\ninsecure = true\n'
+        '[data]\nroot = "data"\n[training]\ndevice = "cpu"\nthreads = 1\n'
+    )
+    command = [sys.executable, "-m", "fedcg", "agent", "run", "--config", str(tmp_path / "agent.toml")]
+    started: list[subprocess.Popen[str]] = []
+
+    def run() -> subprocess.Popen[str]:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        started.append(process)
+        return process
+
+    yield run
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def libraries(pid: int) -> str:
+    return Path(f"/proc/{pid}/maps").read_text()
+
+
+def test_the_agent_holds_no_torch_while_its_trainer_does_and_both_end_in_order(start: Start, tmp_path: Path) -> None:
+    agent = start()
+    log = tmp_path / "store" / "events.jsonl"
+    wait_until(lambda: any(event["event"] == "plan" for event in read_events(log)), "the trainer has loaded torch", 60)
+    trainer = next(int(str(event["pid"])) for event in read_events(log) if event["event"] == "trainer_started")
+    assert "libtorch" in libraries(trainer)
+    assert "libtorch" not in libraries(agent.pid)
+    second = start()
+    _, errors = second.communicate(timeout=60)
+    assert second.returncode == 1
+    assert f"store/lock is held by process {agent.pid}," in errors
+    agent.send_signal(signal.SIGTERM)
+    _, errors = agent.communicate(timeout=20)
+    assert agent.returncode == 0, errors
+    assert not Path(f"/proc/{trainer}").exists()
+    assert [event["event"] for event in read_events(log)][-1] == "agent_stopped"

@@ -1,0 +1,166 @@
+"""A process that hangs without dying is killed and replaced, with the reason: real processes, stopped by SIGSTOP."""
+
+from __future__ import annotations
+
+import queue
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from coordinator.aggregation.worker_handle import AggregationWorker
+from coordinator.aggregation.worker_messages import (
+    Job,
+    JobDone,
+    JobFailed,
+    WorkerDied,
+    WorkerEvent,
+    WorkerReady,
+    WorkerSettings,
+)
+from edge_client.config import AgentConfig, BrokerSection, DataSection, TrainingSection
+from edge_client.session.events import TrainRound
+from edge_client.training.messages import Committed, Exited, Ready, TrainerReport
+from edge_client.training.trainer_handle import TrainerProcess
+from fedcg.learning.training.device_errors import BROKEN_EXIT, is_sticky
+from fedcg.wire.messages.messages import RoundAttempt
+from fedcg.worker_process import Watchdog
+from tests.support import hanging_children
+from tests.support.coordinator_support import wait_until
+from tests.support.hanging_children import STALL_S
+
+JOB = Job("tiny", 1, 1, "0" * 64, "1" * 64, "2" * 64)
+
+
+# ------------------------------------------------------------------ the rule
+
+
+def test_only_who_has_work_and_is_silent_for_longer_than_allowed_hangs() -> None:
+    now = [0.0]
+    watchdog = Watchdog(10.0, lambda: now[0])
+    now[0] = 120.0  # starting may take so long
+    assert not watchdog.is_hanging()
+    now[0] = 120.1
+    assert watchdog.is_hanging()
+    watchdog.alive()
+    now[0] = 130.1
+    assert not watchdog.is_hanging()
+    now[0] = 130.2
+    assert watchdog.is_hanging()
+    watchdog.rest()
+    now[0] = 1000.0
+    assert not watchdog.is_hanging()
+    assert watchdog.reason == "no progress for 10 s"
+
+
+@pytest.mark.parametrize(
+    ("error", "sticky"),
+    [
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), True),
+        (RuntimeError("CUDA error: device-side assert triggered"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"), True),
+        (torch.cuda.OutOfMemoryError("CUDA out of memory."), False),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("CUDA error"), False),
+    ],
+)
+def test_which_errors_break_the_card_for_the_process(error: Exception, sticky: bool) -> None:
+    assert is_sticky(error) is sticky
+
+
+# ------------------------------------------------------------------ the trainer
+
+
+def device_config(root: Path) -> AgentConfig:
+    return AgentConfig(
+        federation="shapes",
+        device="site-1",
+        store=root,
+        broker=BrokerSection(host="127.0.0.1", insecure=True),
+        data=DataSection(root=root / "data"),
+        training=TrainingSection(device="cpu", threads=1, stall_s=STALL_S),
+    )
+
+
+def test_a_training_process_that_hangs_is_killed_and_the_next_one_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("edge_client.training.trainer_handle.run_child", hanging_children.hang_in_the_first_round)
+    reports: queue.SimpleQueue[TrainerReport] = queue.SimpleQueue()
+    process = TrainerProcess(device_config(tmp_path), reports.put)
+    try:
+        first = process.start()
+        assert reports.get(timeout=30) == Ready(first)
+        process.send(TrainRound(RoundAttempt(1, 1), "s", "a"))
+        assert reports.get(timeout=30) == Exited(first, -signal.SIGKILL, "no progress for 1 s")
+        second = process.start()
+        assert reports.get(timeout=30) == Ready(second)
+        process.send(TrainRound(RoundAttempt(1, 1), "s", "a"))
+        assert reports.get(timeout=30) == Committed(RoundAttempt(1, 1))
+    finally:
+        process.stop()
+
+
+@pytest.mark.slow
+def test_a_training_process_that_works_or_has_nothing_to_do_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("edge_client.training.trainer_handle.run_child", hanging_children.work_slowly_then_idle)
+    reports: queue.SimpleQueue[TrainerReport] = queue.SimpleQueue()
+    process = TrainerProcess(device_config(tmp_path), reports.put)
+    try:
+        pid = process.start()
+        assert reports.get(timeout=30) == Ready(pid)
+        process.send(TrainRound(RoundAttempt(1, 1), "s", "a"))
+        assert reports.get(timeout=30) == Committed(RoundAttempt(1, 1))
+        with pytest.raises(queue.Empty):
+            reports.get(timeout=3 * STALL_S)
+    finally:
+        process.stop()
+
+
+# ------------------------------------------------------------------ the aggregation worker
+
+
+def merged_despite(tmp_path: Path, settings: WorkerSettings) -> list[WorkerEvent]:
+    said: list[WorkerEvent] = []
+    settings.artifacts.mkdir()
+    worker = AggregationWorker(settings, said.append)
+    worker.open(JOB)
+    worker.add("a", "3" * 64)
+    worker.finish((("a", "3" * 64, 1),), {})
+    worker.start()
+    try:
+        wait_until(lambda: any(isinstance(event, JobDone | JobFailed) for event in said), f"it is merged: {said}")
+        return list(said)
+    finally:
+        worker.stop()
+
+
+@pytest.mark.slow
+def test_an_aggregation_worker_that_hangs_is_replaced_and_the_job_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coordinator.aggregation.worker_handle.worker_main", hanging_children.hang_once)
+    settings = WorkerSettings(1, "cpu", b"s" * 32, tmp_path / "artifacts", tmp_path / "spill")
+    said = merged_despite(tmp_path, replace(settings, stall_s=STALL_S))
+    died = [event for event in said if isinstance(event, WorkerDied)]
+    assert [(event.deaths, event.reason) for event in died] == [(1, "no progress for 1 s")]
+    ready = [event.pid for event in said if isinstance(event, WorkerReady)]
+    assert len(set(ready)) == 2
+    assert said[-1] == JobDone(1, 1, "9" * 64, 1, "8" * 64)
+
+
+@pytest.mark.slow
+def test_a_worker_whose_card_broke_ends_and_another_process_does_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coordinator.aggregation.worker_handle.worker_main", hanging_children.break_the_card_once)
+    said = merged_despite(tmp_path, WorkerSettings(1, "cpu", b"s" * 32, tmp_path / "artifacts", tmp_path / "spill"))
+    died = [event for event in said if isinstance(event, WorkerDied)]
+    assert [event.reason for event in died] == ["RuntimeError: CUDA error: an illegal memory access was encountered"]
+    assert len({event.pid for event in said if isinstance(event, WorkerReady)}) == 2
+    assert not any(isinstance(event, JobFailed) for event in said)
+    assert BROKEN_EXIT != 0

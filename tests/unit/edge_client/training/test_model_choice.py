@@ -1,0 +1,130 @@
+"""Which personal model a box serves at the end: the rule by hand-worked numbers, its candidates, and what it may not look at."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+
+from edge_client.session.events import ChooseModel
+from edge_client.training import model_selection as finalise
+from edge_client.training.evaluation import Measured, measure
+from edge_client.training.local_data import RoundData
+from edge_client.training.model_selection import Candidate, choose
+from edge_client.training.tensor_conversion import to_weights
+from fedcg.learning.data.image_folder import ImageSet
+from fedcg.learning.method import Weights
+from fedcg.learning.spec import FederationSpec
+from fedcg.learning.training.evaluation import calibrated_loss
+from fedcg.wire.parts import Part
+from tests.unit.edge_client.training.test_trainer import Site, real_spec
+
+NAMES = ["own", "downloaded", "interpolated", "tuned", "averaged"]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def two_classes(margin: float, right: int, wrong: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits (0, margin) for every image; `right` of them are of class 1, `wrong` of class 0."""
+    logits = torch.tensor([[0.0, margin]] * (right + wrong))
+    return logits, torch.tensor([1] * right + [0] * wrong)
+
+
+def candidate(name: str, loss: float | None, test: float = 0.0) -> Candidate:
+    return Candidate(name, {}, Measured(val=test, test=test, common=test), loss)
+
+
+def test_the_calibrated_loss_does_not_depend_on_how_confident_a_model_is() -> None:
+    # Three of four are right. The best any margin can say is 3/4, a margin of ln 3 = 1.0986; the loss there is
+    # -3/4 ln 3/4 - 1/4 ln 1/4 = 0.2158 + 0.3466 = 0.5623. Plain cross-entropy at margin 8 is (3 ln(1 + e^-8) + 8) / 4 = 2.0003.
+    entropy = -0.75 * math.log(0.75) - 0.25 * math.log(0.25)
+    for margin in (math.log(3.0), 4.0, 8.0):
+        assert calibrated_loss(*two_classes(margin, 3, 1)) == pytest.approx(entropy, abs=1e-3)
+    confident = two_classes(8.0, 3, 1)
+    assert float(torch.nn.functional.cross_entropy(*confident)) == pytest.approx(2.0003, abs=1e-3)
+    # Half right: no margin says more than 1/2, ln 2 = 0.6931. By plain cross-entropy this one would be better than the confident.
+    assert calibrated_loss(*two_classes(0.8, 2, 2)) == pytest.approx(math.log(2.0), abs=1e-3)
+
+
+def test_a_model_is_not_made_more_confident_than_it_is() -> None:
+    # All right at margin 1: ln(1 + e^-1) = 0.3133, at margin 2 ln(1 + e^-2) = 0.1269; sharpened, both would come to 0.
+    assert calibrated_loss(*two_classes(1.0, 4, 0)) == pytest.approx(0.3133, abs=1e-4)
+    assert calibrated_loss(*two_classes(2.0, 4, 0)) == pytest.approx(0.1269, abs=1e-4)
+
+
+def test_the_least_loss_is_chosen_and_the_first_of_equals() -> None:
+    some = [candidate("own", 1.5), candidate("tuned", 1.25), candidate("averaged", 1.25)]
+    assert choose(some).name == "tuned"
+    assert choose([candidate("own", 1.5), candidate("tuned", 1.5)]).name == "own"
+    assert choose([candidate("own", None), candidate("tuned", None)]).name == "own"
+
+
+def test_neither_validation_accuracy_nor_test_nor_common_accuracy_outweighs_the_loss() -> None:
+    assert choose([candidate("own", 1.5, test=0.9), candidate("tuned", 1.4, test=0.1)]).name == "tuned"
+
+
+def finished(root: Path) -> tuple[Site, ChooseModel]:
+    """A box after two rounds, and the command that ends the federation."""
+    site = Site(root, real_spec())
+    for number in (1, 2):
+        site.trainer().do(site.round(number))
+    return site, ChooseModel(site.spec.digest, site.aggregate)
+
+
+def test_the_five_candidates_are_measured_alike_and_two_are_means_of_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site, command = finished(tmp_path)
+    seen: list[Mapping[Part, Weights]] = []
+    honest = measure
+
+    def noted(
+        spec: FederationSpec, parts: Mapping[Part, Weights], data: RoundData, common: ImageSet | None, place: str
+    ) -> Measured:
+        seen.append(parts)
+        return honest(spec, parts, data, common, place)
+
+    monkeypatch.setattr(finalise, "measure", noted)
+    site.trainer().do(command)
+    outcome, latest = site.store.finalised(), to_weights(site.state().slots["personal"])
+    losses = {name: outcome[f"loss_val_{name}"] for name in NAMES}
+    assert outcome["candidate"] == min(NAMES, key=lambda name: losses[name])
+    assert len(set(losses.values())) > 1
+    found = dict(zip(NAMES, seen, strict=True))
+    for part in (Part.EXTRACTOR, Part.CLASSIFIER):
+        for name, tensor in latest[part].items():
+            for mean, other in (("interpolated", "downloaded"), ("averaged", "tuned")):
+                halfway = (tensor + found[other][part][name]) / 2
+                assert torch.allclose(found[mean][part][name], halfway, atol=1e-6), (mean, part, name)
+    changed = found["tuned"][Part.EXTRACTOR], found["downloaded"][Part.EXTRACTOR]
+    assert any(not torch.equal(changed[0][name], changed[1][name]) for name in changed[0])
+
+
+def test_test_and_common_images_have_no_part_in_the_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    site, command = finished(tmp_path)
+    honest = measure
+    chosen, told = [], []
+    for favourite in range(len(NAMES)):
+        turns = iter(range(len(NAMES)))
+
+        def flattered(
+            spec: FederationSpec, parts: Mapping[Part, Weights], data: RoundData, common: ImageSet | None, place: str
+        ) -> Measured:
+            score = 1.0 if next(turns) == favourite else 0.0  # noqa: B023 - called within the turn
+            true = honest(spec, parts, data, common, place)
+            return Measured(val=true.val, val_loss=true.val_loss, test=score, common=score)
+
+        monkeypatch.setattr(finalise, "measure", flattered)
+        (site.store.root / "finalised.json").unlink(missing_ok=True)
+        site.trainer().do(command)
+        outcome = site.store.finalised()
+        chosen.append(outcome["candidate"])
+        told.append([outcome[f"accuracy_{name}"] for name in NAMES].index(1.0))
+    assert told == list(range(len(NAMES)))  # every candidate was once the one that test images prefer
+    assert len(set(chosen)) == 1

@@ -1,0 +1,89 @@
+"""The training process on a box whose images are odd: it trains where it can, and says what is wrong where it can't."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from edge_client.config import PolicySection
+from edge_client.firewall import check_spec
+from edge_client.training.messages import Committed, Failed
+from fedcg.wire.messages.messages import DeclineReason, RoundAttempt
+from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, ReportField
+from tests.support.edge_worlds import CLASSES
+from tests.unit.edge_client.training.test_trainer import Site, real_spec
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize(
+    "method",
+    ["fedmd_cg", *(pytest.param(one, marks=pytest.mark.slow) for one in ("fedcg", "fedsplit", "fedgen", "local"))],
+)
+def test_a_box_of_one_class_with_an_empty_one_a_broken_file_and_mixed_colours_trains_and_tells(
+    method: str, tmp_path: Path
+) -> None:
+    site = Site(tmp_path, real_spec(method))
+    told = PolicySection(allow_report=DEFAULT_ALLOW_REPORT | {ReportField.LABEL_COUNTS})
+    site.config = site.config.model_copy(update={"policy": told})
+    train = site.root / "data" / "train"
+    for path in (train / CLASSES[0]).iterdir():
+        path.unlink()  # an empty class
+    shutil.rmtree(train / CLASSES[2])  # one that is not there
+    own = sorted((train / CLASSES[1]).iterdir())
+    own[0].write_bytes(b"\x89PNG and no more")
+    Image.fromarray(np.full((32, 32, 3), 90, dtype=np.uint8)).save(own[1])
+    assert site.trainer().do(site.round()) == Committed(RoundAttempt(1, 1))
+    (skipped,) = site.events("images_skipped")
+    assert skipped["count"] == 1
+    assert f"train/{CLASSES[1]}/{own[0].name}: " in skipped["images"][0]
+    snapshot = site.store.generations.snapshot(site.state().generation)
+    trained = [file for file in snapshot.files if file.split in {"train", "val"}]
+    assert {file.label for file in trained} == {1}
+    assert len(trained) == len(own) - 1
+
+
+@pytest.mark.parametrize(
+    ("kept", "stranger", "why"),
+    [(1, None, "training images after the split; at least 2"), (12, "cow", "no class 'cow'")],
+)
+def test_a_box_that_can_not_train_on_its_images_declines_and_names_what_is_wrong(
+    kept: int, stranger: str | None, why: str, tmp_path: Path
+) -> None:
+    site = Site(tmp_path, real_spec())
+    train = site.root / "data" / "train"
+    for label, name in enumerate(CLASSES):
+        for path in sorted((train / name).iterdir())[kept if label == 0 else 0 if kept == 1 else kept :]:
+            path.unlink()
+    if stranger is not None:
+        (train / CLASSES[2]).rename(train / stranger)
+    report = site.trainer().do(site.round())
+    assert isinstance(report, Failed)
+    assert report.reason is DeclineReason.NO_DATA
+    assert why in report.detail
+    assert str(site.root / "data") in report.detail
+    assert site.store.generations.current() == (None, ())
+
+
+@pytest.mark.parametrize(
+    ("method", "aggregation", "takes_part"),
+    [("fedcg", "kd", True), ("fedcg", "crossed_kd", False), ("fedmd_cg", "average", False)],
+)
+def test_a_box_that_keeps_its_label_counts_declines_before_it_trains_what_can_not_do_without(
+    method: str, aggregation: str, takes_part: bool
+) -> None:
+    spec = real_spec(method, aggregation=aggregation)
+    refusal = check_spec(spec, PolicySection())
+    assert (refusal is None) is takes_part
+    if refusal is not None:
+        assert refusal[0] is DeclineReason.REPORT_NOT_ALLOWED
+        assert "label_counts" in refusal[1]
+    assert check_spec(spec, PolicySection(allow_report=DEFAULT_ALLOW_REPORT | {ReportField.LABEL_COUNTS})) is None

@@ -1,0 +1,175 @@
+"""The agent's side of the HTTPS carrier: its queue of granted chunks, its configuration, what it subscribes to and what doctor says."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+
+import pytest
+
+from coordinator.config import CarrierSettings, CoordinatorConfig, load_config, render_config
+from edge_client import config as edge_config
+from edge_client.cli.doctor import examine
+from edge_client.config import TlsSection
+from edge_client.errors import ConfigError
+from edge_client.messaging.handshake import Handshake
+from edge_client.messaging.publisher import Outgoing
+from edge_client.transfer.https_client import HttpsCarrier
+from edge_client.transfer.https_queue import MAX_GRANTED, Lane
+from fedcg.event_log import EventLog
+from fedcg.provision.agent_config import render_agent_config
+from fedcg.wire.messages.messages import ArtifactRef, Carrier
+from fedcg.wire.messages.signing import SigningKey
+from fedcg.wire.transport.memory import MemoryBroker, MemoryTransport
+from tests.support.brokers import HOST, Pki, free_port
+from tests.support.edge_worlds import DEVICE, FEDERATION, make_config, wait_until
+
+REF = ArtifactRef(id="a" * 64, size=100_000, chunk_bytes=1000)
+OTHER = ArtifactRef(id="b" * 64, size=5_000, chunk_bytes=1000)
+
+
+@dataclass
+class Road:
+    """What a lane uses and tells: carries when it is let."""
+
+    runs: list[tuple[str, int, int]] = field(default_factory=list)
+    told: list[Exception | None] = field(default_factory=list)
+    error: Exception | None = None
+    may_go: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    closed: bool = False
+
+    def carry(self, source: str, first: int, count: int) -> None:
+        self.runs.append((source, first, count))
+        self.may_go.acquire()
+        if self.error is not None:
+            raise self.error
+
+    def hang_up(self) -> None:
+        self.may_go.release()
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def road() -> Road:
+    return Road()
+
+
+@pytest.fixture
+def lane(road: Road) -> Iterator[Lane[str]]:
+    made: Lane[str] = Lane("lane", road.carry, road.told.append, road)
+    made.start()
+    yield made
+    made.close()
+    assert road.closed
+
+
+def test_neighbours_go_together_and_a_chunk_is_never_taken_twice(lane: Lane[str], road: Road) -> None:
+    lane.add("x", REF, ((3, 1),))
+    wait_until(lambda: road.runs == [("x", 3, 1)], "the first is under way")
+    lane.add("x", REF, ((3, 3), (5, 2), (98, 10)))  # 3 is under way, 5 is named twice, 100 and more are no chunks
+    lane.add("y", OTHER, ((0, 1),))
+    for _ in range(4):
+        road.may_go.release()
+    wait_until(lambda: not lane.is_busy, "all is carried")
+    assert road.runs == [("x", 3, 1), ("x", 4, 3), ("x", 98, 2), ("y", 0, 1)]
+    assert lane.carried == {REF.id: 6, OTHER.id: 1}
+
+
+def test_a_failure_forgets_what_was_granted_and_a_new_grant_works(lane: Lane[str], road: Road) -> None:
+    road.error = TimeoutError("nothing moves")
+    lane.add("x", REF, ((0, 2), (10, 2)))
+    road.may_go.release()
+    wait_until(lambda: road.told == [road.error], "the failure is told")
+    assert not lane.is_busy
+    assert lane.carried[REF.id] == 0
+    road.error = None
+    lane.add("x", REF, ((0, 1),))
+    road.may_go.release()
+    wait_until(lambda: len(road.told) == 2, "it is carried")
+    assert road.told[-1] is None
+    assert road.runs == [("x", 0, 2), ("x", 0, 1)]
+
+
+def test_a_forgotten_artifact_is_carried_no_more_and_grants_are_bounded(lane: Lane[str], road: Road) -> None:
+    large = REF.model_copy(update={"size": 10_000_000})
+    lane.add("y", OTHER, ((0, 1),))
+    wait_until(lambda: bool(road.runs), "it is under way")
+    lane.add("x", large, ((0, 1 << 20),))
+    lane.add("z", OTHER, ((1, 2),))
+    lane.forget(OTHER.id)
+    road.may_go.release()
+    road.may_go.release()
+    wait_until(lambda: not lane.is_busy, "all is carried")
+    assert road.runs == [("y", 0, 1), ("x", 0, MAX_GRANTED)]
+    assert OTHER.id not in lane.carried
+
+
+def carrier_config(pki: Pki, root: Path, url: str) -> edge_config.AgentConfig:
+    tls = pki.tls("a")
+    update = {"carrier": Carrier.HTTPS, "carrier_url": url, "tls": TlsSection(ca=tls.ca, cert=tls.cert, key=tls.key)}
+    return make_config(root).model_copy(update=update)
+
+
+def test_https_needs_an_address_and_the_two_names_are_all_there_are(tmp_path: Path) -> None:
+    text = render_agent_config(FEDERATION, DEVICE, host=HOST, port=1, preset="mosquitto", carrier_url=None)
+    path = tmp_path / "agent.toml"
+    path.write_text(text)
+    assert edge_config.load_config(path, {}).carrier is Carrier.MQTT
+    with pytest.raises(ConfigError, match="carrier_url"):
+        edge_config.load_config(path, {"FEDCG_AGENT_CARRIER": "https"})
+    with pytest.raises(ConfigError, match="carrier"):
+        edge_config.load_config(path, {"FEDCG_AGENT_CARRIER": "pigeon"})
+    with pytest.raises(ConfigError, match="carrier_url"):
+        edge_config.load_config(path, {"FEDCG_AGENT_CARRIER_URL": "http://plain:1"})
+
+
+def test_an_address_of_the_coordinator_is_written_for_the_box_and_switched_on_with_one_word(tmp_path: Path) -> None:
+    url = "https://coordinator.example:8445"
+    text = render_agent_config(FEDERATION, DEVICE, host=HOST, port=1, preset="mosquitto", carrier_url=url)
+    path = tmp_path / "agent.toml"
+    path.write_text(text.replace('carrier = "mqtt"', 'carrier = "https"'))
+    config = edge_config.load_config(path, {})
+    assert (config.carrier, config.carrier_url) == (Carrier.HTTPS, url)
+
+
+def test_the_coordinators_section_is_read_as_it_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "coordinator.toml"
+    for settings in (CarrierSettings(), CarrierSettings(port=8445, listen="0.0.0.0", host="fl.example")):  # noqa: S104
+        config = CoordinatorConfig(carrier=settings)
+        path.write_text(render_config(config))
+        assert load_config(path) == config
+    assert config.carrier_url == "https://fl.example:8445"
+    assert CoordinatorConfig().carrier_url is None
+
+
+def test_a_device_on_https_hears_no_chunks_from_the_broker(tmp_path: Path, pki: Pki) -> None:
+    heard = {}
+    events = EventLog(tmp_path / "events.jsonl", lambda: 0.0)
+    for https in (None, HttpsCarrier("https://127.0.0.1:1", pki.tls("a"), lambda chunk: None, events)):
+        transport = MemoryTransport(MemoryBroker(lambda *_: True), DEVICE)
+        subscribed: list[str] = []
+        transport.subscribe = lambda topic, qos=1, seen=subscribed: seen.append(topic)  # type: ignore[method-assign, misc]
+        outgoing = Outgoing(
+            FEDERATION, DEVICE, SigningKey.generate(), transport, Handshake(FEDERATION, DEVICE, "1"), https=https
+        )
+        outgoing.subscribe()
+        heard[https is None] = set(subscribed)
+    more = {topic.rsplit("/", 1)[-1] for topic in heard[True] - heard[False]}
+    assert more == {"aggregate", "chunk"}
+    assert heard[False] < heard[True]
+
+
+def test_doctor_says_which_carrier_works(tmp_path: Path, pki: Pki) -> None:
+    def finding(config: edge_config.AgentConfig) -> tuple[str, str]:
+        found = next(item for item in examine(config, datetime.now(timezone.utc)) if item.check == "carrier")
+        return found.state, found.detail + found.advice
+
+    assert finding(make_config(tmp_path)) == ("ok", "artifacts travel over the broker")
+    state, told = finding(carrier_config(pki, tmp_path, f"https://{HOST}:{free_port()}"))
+    assert state == "failed"
+    assert "[carrier] in coordinator.toml" in told

@@ -1,0 +1,372 @@
+"""`fedcg tables`: hand-made records beside the published figures, orders over seeds, what is missing, bytes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.papers.catalogue import Published, find_presets
+from experiments.papers.comparison import Comparison, compare
+from experiments.papers.lines import Figure, Line, is_far
+from experiments.papers.missing import missing_runs
+from experiments.papers.orders import Judgement, judge
+from experiments.papers.records import RunRecord, read_folder
+from experiments.papers.sheets import (
+    comparison_sheet,
+    gains_sheet,
+    markdown,
+    missing_sheet,
+    orders_sheet,
+    traffic_sheet,
+)
+from experiments.papers.traffic import traffic
+from tests.support.papers_cases import CIFAR, record, write
+
+W10 = "fedmd_cg:table1:cifar10-w10"
+
+
+def _runs(*records: dict[str, object]) -> list[RunRecord]:
+    return [RunRecord.model_validate({**content, "file": f"{number}.json"}) for number, content in enumerate(records)]
+
+
+def _only(*records: dict[str, object]) -> Comparison:
+    (found,) = compare(_runs(*records))
+    return found
+
+
+def _line(found: Comparison, key: str) -> Line:
+    (line,) = [line for line in found.lines if line.row.key == key]
+    return line
+
+
+def test_the_mean_over_seeds_and_its_sample_deviation_stand_beside_the_paper() -> None:
+    # Mean of 47, 48, 52 is 49; squared distances 4 + 1 + 9 = 14, over n - 1 = 2: variance 7.
+    found = _only(*(record("fedcg", seed, value) for seed, value in ((0, 0.47), (1, 0.48), (2, 0.52))))
+    figure = _line(found, "fedcg").figures["personal"]
+    assert figure.seeds == 3
+    assert figure.mean == pytest.approx(49.0)
+    assert figure.std == pytest.approx(7**0.5)
+    cells = next(row for row in comparison_sheet(found).rows if row[0] == "FedCG")
+    assert cells[1:4] == ("47.52 ± 0.68", "49.00 ± 2.65 (3)", "+1.48 !")
+
+
+def test_more_than_two_of_the_papers_deviations_is_flagged_and_less_is_not() -> None:
+    assert is_far(Figure(48.9, None, 1), Published(47.52, 0.68))
+    assert not is_far(Figure(48.8, None, 1), Published(47.52, 0.68))
+
+
+def test_a_repeated_run_counts_once_and_the_later_record_wins() -> None:
+    found = _only({**record("fedcg", 0, 0.9), "date": "2026-02-02"}, record("fedcg", 0, 0.5))
+    assert _line(found, "fedcg").by_seed["personal"] == {0: pytest.approx(90.0)}
+
+
+def test_the_searched_value_with_the_best_validation_is_shown_not_the_one_with_the_best_test() -> None:
+    found = _only(
+        record("fedprox", 0, 0.55, variant="mu=0.01", params={"mu": 0.01}, validation=[0.50, 0.40]),
+        record("fedprox", 0, 0.60, variant="mu=1", params={"mu": 1.0}, validation=[0.45, 0.49]),
+    )
+    line = _line(found, "fedprox")
+    assert (line.choice, line.tried, line.offered) == ("mu=0.01", 2, 4)
+    assert line.figures["personal"].mean == pytest.approx(55.0)
+
+
+def test_fedmd_cg_is_read_at_the_last_round_and_its_best_is_kept_beside() -> None:
+    run = record(
+        "fedmd_cg",
+        0,
+        0.57,
+        paper=W10,
+        variant="lr=0.05",
+        setting={"lr": 0.05},
+        last=0.54,
+        whole=0.56,
+        validation=[0.9, None, 0.5],
+    )
+    line = _line(_only(run), "fedmd_cg")
+    assert {name: figure.mean for name, figure in line.figures.items()} == {
+        "local": pytest.approx(54.0),
+        "global": pytest.approx(56.0),
+    }
+    assert line.best["local"].mean == pytest.approx(57.0)
+    assert RunRecord.model_validate(run).last_validation() == pytest.approx(50.0)
+    assert RunRecord.model_validate(run).best_validation() == pytest.approx(90.0)
+
+
+def test_a_reduced_budget_is_a_table_of_its_own_marked_and_without_flags() -> None:
+    reduced = {"rounds": [100, 6]}
+    full, small = compare(
+        _runs(record("fedcg", 0, 0.6), record("fedcg", 0, 0.6, paper=f"{CIFAR}@relu6x10", reduced=reduced))
+    )
+    assert (full.reduced, small.reduced) == ({}, {"rounds": (100, 6)})
+    sheet = comparison_sheet(small)
+    assert "REDUCED: rounds 6 (published 100)" in sheet.title
+    assert next(row for row in sheet.rows if row[0] == "FedCG")[3] == "+12.48"
+    assert "published settings" in comparison_sheet(full).title
+
+
+def test_another_generator_is_a_line_of_its_own_in_the_same_table() -> None:
+    found = _only(
+        record("fedcg", 0, 0.5), record("fedcg", 0, 0.6, generator="mlp", reduced={"generator": ["conv", "mlp"]})
+    )
+    published, other = (line for line in found.lines if line.row.key == "fedcg")
+    assert (published.reduced, other.reduced) == ({}, {"generator": ("conv", "mlp")})
+    assert [row[-1] for row in comparison_sheet(found).rows if row[0] == "FedCG"] == [
+        "",
+        "generator mlp (published conv)",
+    ]
+
+
+def test_what_all_rows_have_in_common_is_told_once_above_them() -> None:
+    mlp: dict[str, object] = {"generator": ["conv", "mlp"]}
+    sheet = comparison_sheet(_only(record("fedcg", 0, 0.6, reduced=mlp), record("fedavg", 0, 0.6, reduced=mlp)))
+    assert "REDUCED: generator mlp (published conv)" in sheet.title
+    assert {row[-1] for row in sheet.rows} == {"", "not run"}
+    assert not any("!" in cell for row in sheet.rows for cell in row)
+
+
+def test_clients_below_local_only_are_counted_over_all_seeds_and_gains_are_per_client() -> None:
+    # Clients are at 0.49 and 0.51, then 0.59 and 0.61; local-only 0.50 and 0.60: client 1 loses twice by a point.
+    found = _only(record("fedcg", 0, 0.50, local=0.50), record("fedcg", 1, 0.60, local=0.60))
+    line = _line(found, "fedcg")
+    assert (line.losing, line.compared) == (2, 4)
+    assert line.gains == {"client-1": pytest.approx(-1.0), "client-2": pytest.approx(1.0)}
+    assert ("FedCG", "-1.0", "+1.0") in gains_sheet(found).rows
+
+
+def test_without_a_run_of_local_its_row_shows_the_shadows() -> None:
+    found = _only(record("fedcg", 0, 0.5, local=0.40), record("fedavg", 1, 0.5, local=0.42))
+    line = _line(found, "local")
+    assert line.from_shadow
+    assert line.by_seed["personal"] == {0: pytest.approx(40.0), 1: pytest.approx(42.0)}
+    assert not _line(_only(record("local", 0, 0.41), record("fedcg", 0, 0.5, local=0.40)), "local").from_shadow
+
+
+def test_rounds_that_were_undone_or_not_merged_are_remarked_over_all_seeds() -> None:
+    broken = {**record("fedcg", 0, 0.4), "server_failures": [{"round": 1, "reason": "loss nan"}] * 2}
+    broken["clients"][0]["failures"] = [{"round": 3, "reason": "loss nan"}]
+    found = _only(broken, {**record("fedcg", 1, 0.4), "server_failures": [{"round": 4, "reason": "loss nan"}]})
+    cells = next(row for row in comparison_sheet(found).rows if row[0] == "FedCG")
+    assert cells[-1] == "1 local rounds diverged; 3 rounds without a merge"
+    whole = next(row for row in comparison_sheet(_only(record("fedcg", 0, 0.4))).rows if row[0] == "FedCG")
+    assert whole[-1] == ""
+
+
+def test_one_run_is_shown_in_every_table_that_has_it() -> None:
+    def run(paper: str, variant: str) -> dict[str, object]:
+        return record("fedmd_cg", 0, 0.5, paper=paper, variant=variant, setting={"lr": 0.05}, last=0.5, whole=0.5)
+
+    kd = run("fedmd_cg:table3:cifar10-w10", "kd-lr=0.05")
+    found = {item.preset.name: item for item in compare(_runs(run(W10, "lr=0.05"), kd))}
+    assert set(found) == {W10, "fedmd_cg:table3:cifar10-w10"}
+    assert {line.row.key for line in found["fedmd_cg:table3:cifar10-w10"].lines} == {"fedmd_cg/kd", "fedmd_cg/kdc"}
+
+
+def test_a_run_that_fits_no_row_is_named() -> None:
+    found = _only(record("fedcg", 0, 0.5, variant="mine"))
+    assert found.strangers == ("0.json",)
+    assert "0.json fits no row of this table" in comparison_sheet(found).notes
+
+
+def test_an_order_is_confirmed_or_refuted_by_the_interval_of_the_paired_differences() -> None:
+    # Differences 1, 2, 3: mean 2, deviation 1, t(2) = 4.303: half width 4.303 / sqrt(3) = 2.484, so 0 lies inside.
+    wide = judge({0: 40.0, 1: 50.0, 2: 60.0}, {0: 41.0, 1: 52.0, 2: 63.0})
+    assert wide.judgement is Judgement.UNDECIDED
+    assert wide.difference == pytest.approx(2.0)
+    assert wide.half_width == pytest.approx(2.4843, abs=1e-3)
+    # Differences 2, 2.5, 3: deviation 0.5, half width 1.242: 0 lies below, although the seeds themselves differ by 20 points.
+    lower, higher = {0: 40.0, 1: 50.0, 2: 60.0}, {0: 42.0, 1: 52.5, 2: 63.0}
+    assert judge(lower, higher).judgement is Judgement.CONFIRMED
+    assert judge(higher, lower).judgement is Judgement.REFUTED
+
+
+def test_about_equal_is_judged_against_its_margin() -> None:
+    flat = {0: 40.0, 1: 50.0, 2: 60.0}
+    assert judge(flat, {0: 40.1, 1: 50.2, 2: 60.3}, margin=1.0).judgement is Judgement.CONFIRMED
+    assert judge(flat, {0: 45.0, 1: 55.1, 2: 65.2}, margin=1.0).judgement is Judgement.REFUTED
+    assert judge(flat, {0: 41.0, 1: 51.1, 2: 60.9}, margin=1.0).judgement is Judgement.UNDECIDED
+
+
+def test_two_common_seeds_decide_nothing() -> None:
+    assert judge({0: 1.0, 1: 1.0, 7: 3.0}, {0: 9.0, 1: 9.0, 8: 3.0}).judgement is Judgement.UNDECIDED
+    assert judge({0: 1.0}, {1: 2.0}).difference is None
+
+
+def test_orders_are_judged_over_seeds_that_both_rows_have() -> None:
+    split = [record("fedsplit", seed, 0.44 + seed / 100) for seed in range(4)]
+    found = _only(*split, *(record("fedcg", seed, 0.47 + seed / 100) for seed in range(3)))
+    (order,) = found.orders
+    assert (order.claim.lower, order.claim.higher, order.verdict.seeds) == ("fedsplit", "fedcg", 3)
+    assert order.published == pytest.approx(47.52 - 44.67)
+    (cells,) = orders_sheet([found]).rows
+    assert cells[2:] == ("FedSplit < FedCG", "accuracy", "+2.85", "+3.00 ± 0.00", "3", "confirmed")
+
+
+def test_an_order_is_judged_by_the_line_of_a_row_with_the_most_seeds() -> None:
+    other = record("fedcg", 0, 0.40, generator="mini", reduced={"generator": ["conv", "aaa"]})  # sorted before mlp
+    mlp = [record("fedcg", seed, 0.50, generator="mlp", reduced={"generator": ["conv", "mlp"]}) for seed in range(3)]
+    split = [record("fedsplit", seed, 0.44) for seed in range(3)]
+    (order,) = _only(other, *mlp, *split).orders
+    assert order.verdict.seeds == 3
+    assert order.verdict.difference == pytest.approx(6.0)
+
+
+def test_accuracy_after_the_download_and_local_only_of_the_same_seeds_stand_beside_each_row() -> None:
+    alone = [record("local", seed, share) for seed, share in ((0, 0.40), (1, 0.42), (2, 0.50))]
+    shared = [record("fedavg", seed, 0.45, after=share) for seed, share in ((0, 0.50), (1, 0.52))]
+    rows = {cells[0]: cells for cells in comparison_sheet(_only(*alone, *shared)).rows}
+    # Seed 2 has no run of fedavg: 40 and 42 are left, mean 41, deviation sqrt(2). Nothing comes down to `local`.
+    assert rows["FedAvg"][4:6] == ("51.00 ± 1.41 (2)", "41.00 ± 1.41 (2)")
+    assert rows["Local"][4:6] == ("-", "44.00 ± 5.29 (3)")
+    assert rows["FedCG"][4:6] == ("-", "-")
+
+
+def test_a_table_of_last_rounds_shows_the_download_of_the_last_round() -> None:
+    # Both clients have 0.30 after the last round's download, 0.60 at their best round.
+    run = record("fedmd_cg", 0, 0.5, paper=W10, variant="lr=0.05", setting={"lr": 0.05}, last=0.5, after=0.6)
+    for client in run["clients"]:
+        client["curve"]["after"] = [0.6, 0.3]
+    cells = next(row for row in comparison_sheet(_only(run)).rows if row[0] == "FedMD-CG")
+    assert cells[7] == "30.00 (1)"
+
+
+def test_what_nobody_has_run_at_published_settings_is_missing() -> None:
+    runs = _runs(
+        record("fedcg", 0, 0.5, local=0.4),
+        record("fedcg", 1, 0.5, reduced={"rounds": [100, 6]}),
+        record("fedprox", 2, 0.5, variant="mu=1", params={"mu": 1.0}),
+    )
+    missing = {(item.method, item.variant): item.seeds for item in missing_runs(runs, find_presets(CIFAR))}
+    assert missing["fedcg", ""] == (1, 2, 3, 4)
+    assert missing["local", ""] == (1, 2, 3, 4)  # the shadow of seed 0's FedCG is the local run of seed 0
+    assert missing["fedprox", "mu=1"] == (0, 1, 3, 4)
+    assert missing["fedavg", ""] == (0, 1, 2, 3, 4)
+    sheet = missing_sheet(missing_runs(runs, find_presets(CIFAR)))
+    assert sheet.title.endswith(f"{5 * (6 + 4) - 3} runs")
+
+
+def test_generators_of_one_setting_are_ordered_by_their_bytes() -> None:
+    runs = _runs(
+        record("fedcg", 0, 0.50, up=3_799_432),
+        record("fedcg", 0, 0.48, up=482_248, generator="mlp", reduced={"generator": ["conv", "mlp"]}),
+        record("fedcg", 1, 0.50, up=482_248, generator="mlp", reduced={"generator": ["conv", "mlp"]}),
+        record("fedcg", 0, 0.30, up=1, generator="mlp", setting={"rounds": 6}, reduced={"rounds": [100, 6]}),
+    )
+    (group,) = traffic(runs)
+    assert [(item.generator, item.up) for item in group] == [("mlp", 482_248), ("conv", 3_799_432)]
+    assert group[0].accuracy is not None
+    assert group[0].accuracy.mean == pytest.approx(49.0)
+    assert group[0].accuracy.seeds == 2
+
+
+def test_older_records_are_counted_and_damaged_ones_named(tmp_path: Path) -> None:
+    folder = write(tmp_path, record("fedcg", 0, 0.5), {"format": 1}, {**record("fedcg", 1, 0.5), "clients": 3})
+    (folder / "torn.json").write_text('{"format": 2, "kind"')
+    (folder / "list.json").write_text("[1]")
+    (folder / "nan.json").write_text(
+        json.dumps({**record("fedcg", 2, 0.5), "mean": {"accuracy_personal": float("nan")}})
+    )
+    found = read_folder(folder)
+    assert (len(found.runs), found.older) == (1, 1)
+    assert [name for name, _ in found.damaged] == ["list.json", "nan.json", "run-002.json", "torn.json"]
+    assert found.damaged[2][1].startswith("clients")
+
+
+def _tables(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command in a process where an import of torch fails."""
+    program = "import sys; sys.modules['torch'] = None; sys.argv = ['fedcg', *sys.argv[1:]]; from fedcg.cli import main; main()"
+    return subprocess.run(
+        [sys.executable, "-c", program, "tables", *arguments], capture_output=True, text=True, check=False
+    )
+
+
+def test_the_command_prints_everything_as_json_without_torch(tmp_path: Path) -> None:
+    folder = write(tmp_path, *(record("fedcg", seed, 0.5, local=0.4) for seed in range(3)), {"format": 1})
+    (folder / "torn.json").write_text("{")
+    done = _tables("--runs", str(folder), "--paper", CIFAR, "--json")
+    assert done.returncode == 0, done.stderr
+    content = json.loads(done.stdout)
+    (table,) = content["tables"]
+    assert table["preset"]["name"] == CIFAR
+    assert {order["verdict"]["judgement"] for order in table["orders"]} == set()
+    assert (content["older_records"], content["damaged"][0]["file"]) == (1, "torn.json")
+    assert sum(len(item["seeds"]) for item in content["missing"]) == 5 * 10 - 6
+
+
+def test_the_command_prints_a_table_and_names_what_it_could_not_use(tmp_path: Path) -> None:
+    folder = write(tmp_path, record("fedcg", 0, 0.5), {"format": 1})
+    (folder / "torn.json").write_text("{")
+    done = _tables("--runs", str(folder), "--markdown")
+    assert done.returncode == 0, done.stderr
+    assert "| FedCG | 47.52 ± 0.68 | 50.00 (1) | +2.48 ! |" in done.stdout
+    assert "1 older records" in done.stderr
+    assert "Damaged: torn.json" in done.stderr
+
+
+def test_an_unknown_table_or_folder_is_bad_input(tmp_path: Path) -> None:
+    for arguments in (("--runs", str(tmp_path / "none")), ("--runs", str(tmp_path), "--paper", "fedcg:table7")):
+        done = _tables(*arguments)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith("Error: ")
+
+
+def test_a_cell_with_a_bar_stays_one_cell_of_markdown() -> None:
+    found = _only(record("fedcg", 0, 0.5))
+    assert all(
+        line.count(" | ") == 7 for line in markdown(comparison_sheet(found)).splitlines() if line.startswith("|")
+    )
+
+
+def test_a_run_of_local_says_which_clients_of_the_same_seed_are_better_off_alone() -> None:
+    alone = [record("local", seed, 0.40) for seed in (0, 1)]  # clients at 0.39 and 0.41
+    shared = [record("fedsplit", 0, 0.395), record("fedsplit", 1, 0.42), record("fedsplit", 2, 0.30)]
+    (found,) = compare([RunRecord.model_validate(content) for content in [*alone, *shared]])
+    line = next(line for line in found.lines if line.row.key == "fedsplit")
+    assert (line.losing, line.compared) == (2, 4)  # seed 0: 0.385 < 0.39 and 0.405 < 0.41; seed 2 has no run of local
+    assert line.gains == pytest.approx({"client-1": 0.75, "client-2": 0.75})
+
+
+def test_a_record_made_before_an_option_existed_stands_beside_those_that_name_its_default() -> None:
+    older = record("fedcg", 0, 0.50, generator="mlp", up=728_016)
+    newer = record("fedcg", 0, 0.51, generator="mlp_small", up=483_280, setting={"precision": "f32"})
+    (group,) = traffic([RunRecord.model_validate(content) for content in (older, newer)])
+    assert [item.generator for item in group] == ["mlp_small", "mlp"]
+    other = record("fedcg", 0, 0.51, generator="mlp3", up=994_264, setting={"precision": "bf16"})
+    assert traffic([RunRecord.model_validate(content) for content in (older, other)]) == ()
+
+
+def test_codecs_of_one_setting_are_ordered_by_their_bytes_too() -> None:
+    def coded(codec: str, down: str, up: int, accuracy: float, generator: str = "mlp") -> dict[str, Any]:
+        content = record(
+            "fedcg", 0, accuracy, generator=generator, up=up, setting={"codec": codec, "aggregate_codec": down}
+        )
+        content["bytes"]["up_artifact"] = None if codec == "f32" else up - 1000
+        return content
+
+    runs = _runs(
+        record("fedcg", 0, 0.50, generator="mlp", up=728_016),  # made before there were codecs
+        coded("f32", "f32", 728_016, 0.52),
+        coded("i8-delta", "f16", 190_000, 0.51),
+        coded("i8-delta", "f16", 130_000, 0.49, "mlp_small"),
+    )
+    (group,) = traffic(runs)
+    assert [(item.generator, item.codec, item.aggregate_codec, item.up, item.artifact) for item in group] == [
+        ("mlp_small", "i8-delta", "f16", 130_000, 129_000),
+        ("mlp", "i8-delta", "f16", 190_000, 189_000),
+        ("mlp", "f32", "f32", 728_016, None),
+    ]
+    assert group[2].accuracy is not None
+    assert group[2].accuracy.seeds == 2
+    cells = traffic_sheet([group]).rows[0]
+    assert cells[3:6] == ("i8-delta up, f16 down", "130,000", "129,000")
+
+
+def test_another_codec_is_a_line_of_its_own_in_the_same_table() -> None:
+    coded: dict[str, object] = {"codec": ["f32", "i8-delta"]}
+    found = _only(record("fedcg", 0, 0.5), record("fedcg", 0, 0.6, reduced=coded))
+    published, other = (line for line in found.lines if line.row.key == "fedcg")
+    assert (published.reduced, other.reduced) == ({}, {"codec": ("f32", "i8-delta")})

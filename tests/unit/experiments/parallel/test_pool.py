@@ -1,0 +1,178 @@
+"""Worker processes give what one process gives, bit for bit, whoever of them is killed."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from experiments.errors import RunError
+from experiments.parallel import pool_runner
+from experiments.parallel.pool_runner import PoolRunner
+from experiments.simulation.batch import RunSetting
+from experiments.simulation.checkpoints import Checkpoints
+from experiments.simulation.run_slots import default_workers
+from fedcg.learning.method import ClientState
+from fedcg.learning.networks.initial_weights import initial_parts
+from fedcg.learning.registry import get_method
+from fedcg.learning.simulation.simulation import (
+    ClientData,
+    LocalTask,
+    Party,
+    Roots,
+    Schedule,
+    SerialRunner,
+    Simulation,
+    simulate,
+)
+from tests.support.learning_cases import bright_images, quick_spec, same
+
+NAMES = ("a", "b", "c")
+
+
+def party(method: str) -> Party:
+    data = {
+        name: ClientData(*(bright_images(count, 10 * number + count) for count in (24, 9, 9)))
+        for number, name in enumerate(NAMES)
+    }
+    return Party(quick_spec(method), data, Roots.from_seed(0, NAMES), common=bright_images(6, 99))
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[PoolRunner]:
+    runner = PoolRunner(2)
+    yield runner
+    runner.close()
+
+
+def assert_equal(one: Simulation, other: Simulation) -> None:
+    for name, curve in one.curves.items():
+        assert [replace(record, seconds=None) for record in curve] == [
+            replace(record, seconds=None) for record in other.curves[name]
+        ]
+        assert all(same(weights, other.states[name].parts[part]) for part, weights in one.states[name].parts.items())
+    assert one.aggregate.parts.keys() == other.aggregate.parts.keys()
+    assert all(same(weights, other.aggregate.parts[part]) for part, weights in one.aggregate.parts.items())
+    assert one.global_accuracy == other.global_accuracy
+
+
+@pytest.mark.parametrize("method", ["fedmd_cg", "fedavg", pytest.param("fedcg", marks=pytest.mark.slow)])
+def test_worker_processes_give_the_same_simulation_as_one_process(pool: PoolRunner, method: str) -> None:
+    torch.set_num_threads(1)
+    one = party(method)
+    assert_equal(simulate(one, Schedule(rounds=2), runner=pool), simulate(one, Schedule(rounds=2)))
+
+
+def test_killed_workers_are_replaced_and_their_tasks_repeated(pool: PoolRunner) -> None:
+    one = party("fedavg")
+    start = get_method("fedavg").init_client(one.spec, initial_parts(one.spec, one.roots.cohort))
+    aggregate = get_method("fedavg").init_server(one.spec, initial_parts(one.spec, one.roots.cohort)).aggregate
+    tasks = [LocalTask(name, 1, ClientState(start.parts), None) for name in NAMES]
+    pool.start(one)
+    before = pool.processes
+    outcomes = pool.local(tasks, aggregate)
+    found = [next(outcomes)]
+    for process in before:  # one of them is at work on the second task or has just answered it, the third waits
+        os.kill(process, signal.SIGKILL)
+    found += outcomes
+    assert set(pool.processes) != set(before)
+    serial = SerialRunner()
+    serial.start(one)
+    expected = {outcome.client: outcome for outcome in serial.local(tasks, aggregate)}
+    assert sorted(outcome.client for outcome in found) == list(NAMES)
+    for outcome in found:
+        wanted = expected[outcome.client].result
+        assert outcome.result is not None
+        assert wanted is not None
+        assert all(same(outcome.result.private.parts[part], some) for part, some in wanted.private.parts.items())
+
+
+@dataclass(frozen=True)
+class Deadly:
+    """A piece of work that ends whoever does it."""
+
+    def __call__(self, _party: Party) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@dataclass(frozen=True)
+class Faulty:
+    """A piece of work with a mistake in it."""
+
+    def __call__(self, _party: Party) -> None:
+        raise KeyError("what is not there")
+
+
+@pytest.mark.slow
+def test_a_task_that_kills_every_worker_is_given_up(pool: PoolRunner) -> None:
+    pool.start(party("fedavg"))
+    with pytest.raises(RunError, match="worker processes died over one task"):
+        list(pool._all([Deadly()]))
+
+
+def test_an_exception_in_a_worker_is_raised_here_and_the_pool_goes_on(pool: PoolRunner) -> None:
+    one = party("fedavg")
+    pool.start(one)
+    with pytest.raises(KeyError, match="what is not there"):
+        list(pool._all([Faulty(), Faulty()]))
+    assert simulate(one, Schedule(rounds=1, shadow=False), runner=pool).rounds == 1
+
+
+def test_an_exception_that_cannot_be_pickled_arrives_as_its_text() -> None:
+    class PickyError(Exception):
+        def __init__(self, one: str, other: str) -> None:
+            super().__init__(f"{one} and {other}")
+
+    arrived = pickle.loads(pool_runner._portable(PickyError("this", "that")))  # noqa: S301 - our own
+    assert isinstance(arrived, RuntimeError)
+    assert "PickyError: this and that" in str(arrived)
+
+
+def test_as_many_workers_as_cpus_but_not_more_than_clients_and_one_per_accelerator() -> None:
+    assert default_workers(1, "cpu") == 1
+    assert default_workers(10_000, "cpu") == len(os.sched_getaffinity(0))
+    assert default_workers(8, "cuda:0") == 1
+
+
+@pytest.mark.parametrize("method", ["fedmd_cg", "local"])
+def test_a_checkpoint_holds_all_that_a_simulation_needs_to_go_on(method: str, tmp_path: Path) -> None:
+    one = party(method)
+    stages: list[Simulation] = []
+    simulate(one, Schedule(rounds=2, shadow=method != "local"), on_round=stages.append)
+    store = Checkpoints(tmp_path / "run", RunSetting(rounds=2))
+    assert store.newest() is None
+    assert store.rounds() == 0
+    for number, stage in enumerate(stages, start=1):
+        store.save(stage, 1.5 * number)
+    found = store.newest()
+    assert found is not None
+    assert_equal(found[0], stages[1])
+    assert found[0].curves == stages[1].curves
+    assert found[0].shadows.keys() == stages[1].shadows.keys()
+    assert found[0].aggregate.label_distribution == stages[1].aggregate.label_distribution
+    assert (found[1], store.rounds()) == (3.0, 2)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["round-000002"]  # the older one is gone
+    assert Checkpoints(tmp_path / "run", RunSetting(rounds=3)).newest() is None  # another setting's
+    store.remove()
+    assert store.newest() is None
+
+
+def test_a_checkpoint_cut_off_by_a_power_loss_does_not_count(tmp_path: Path) -> None:
+    one, stages = party("fedavg"), list[Simulation]()
+    simulate(one, Schedule(rounds=2, shadow=False), on_round=stages.append)
+    store = Checkpoints(tmp_path, RunSetting())
+    store.save(stages[0], 1.0)
+    broken = tmp_path / "round-000002"
+    broken.mkdir()
+    whole = tmp_path / "round-000001"
+    (broken / "state.json").write_bytes((whole / "state.json").read_bytes())
+    (broken / "tensors.safetensors").write_bytes((whole / "tensors.safetensors").read_bytes()[:1000])
+    found = store.newest()
+    assert found is not None
+    assert found[0].rounds == 1

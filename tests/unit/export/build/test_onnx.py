@@ -1,0 +1,380 @@
+"""The ONNX file is valid, does what the trained networks do, and is refused when it does not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+
+from export.build import to_onnx, verify
+from export.build.install_model import package_personal
+from export.build.to_onnx import OPSET, Exporter, export_personal, preload
+from export.errors import ConversionError, InputError, ManifestError, TamperedError, VerificationError
+from export.model.manifest import read_manifest, write_manifest
+from export.model.preprocess import Pixels, load_image
+from export.model.providers import available_providers
+from export.model.runtime import Model, Predictor
+from export.model.versions import Slots
+from fedcg.learning.data.image_folder import load_folder, normalise
+from fedcg.learning.errors import NetworkError
+from fedcg.learning.networks import load_part
+from fedcg.learning.spec import FederationSpec, ImageForm
+from fedcg.learning.training.evaluation import evaluate
+from fedcg.wire.parts import Part
+from tests.support.export_models import CLASSES, TestImages, image_form, make_parts, make_spec, write_images
+
+Parts = Mapping[Part, Mapping[str, torch.Tensor]]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def spec() -> FederationSpec:
+    return make_spec()
+
+
+@pytest.fixture(scope="module")
+def parts(spec: FederationSpec) -> Parts:
+    return make_parts(spec)
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> TestImages:
+    return write_images(tmp_path_factory.mktemp("images"))
+
+
+def _random_pixels(spec: FederationSpec, count: int) -> np.ndarray:
+    form = spec.image
+    shape = (count, form.height, form.width, form.channels)
+    return np.random.default_rng(3).integers(0, 256, shape, dtype=np.uint8)
+
+
+def _torch_logits(spec: FederationSpec, parts: Parts, pixels: np.ndarray) -> np.ndarray:
+    extractor, classifier = (load_part(spec, part, parts[part]).eval() for part in (Part.EXTRACTOR, Part.CLASSIFIER))
+    with torch.no_grad():
+        batch = normalise(torch.from_numpy(pixels).permute(0, 3, 1, 2), spec.image)
+        result: np.ndarray = classifier(extractor(batch)).numpy()
+    return result
+
+
+@pytest.mark.parametrize("split", ["lenet5", "lenet5_relu", "cnn_bn"])
+@pytest.mark.parametrize("mode", ["L", "RGB"])
+def test_the_file_gives_the_logits_of_the_trained_networks_for_any_batch(tmp_path: Path, split: str, mode: str) -> None:
+    spec = make_spec(image_form(mode), split)
+    parts = make_parts(spec)
+    path = tmp_path / "model.onnx"
+    exported = export_personal(spec, parts, path)
+    assert exported.exporter == "torchscript"
+    session = onnxruntime.InferenceSession(path)  # plain onnxruntime, none of our code in between
+    for count in (1, 3, 70):
+        pixels = _random_pixels(spec, count)
+        logits, probabilities = session.run(["logits", "probabilities"], {"images": pixels})
+        expected = _torch_logits(spec, parts, pixels)
+        np.testing.assert_allclose(logits, expected, atol=1e-4)
+        np.testing.assert_allclose(probabilities, torch.from_numpy(expected).softmax(1).numpy(), atol=2e-5)
+    assert np.ptp(expected, axis=0).max() > 0.1  # images do differ in their logits
+
+
+def test_the_file_passes_the_checker_states_its_opset_and_says_what_it_is(
+    tmp_path: Path, spec: FederationSpec, parts: Parts
+) -> None:
+    path = tmp_path / "model.onnx"
+    exported = export_personal(spec, parts, path, round_number=4)
+    proto = onnx.load(path)
+    onnx.checker.check_model(proto, full_check=True)
+    assert [(one.domain, one.version) for one in proto.opset_import] == [("", OPSET)]
+    assert exported.opset == OPSET
+    assert proto.ir_version <= 10  # what the onnxruntime of JetPack 6 (1.20 and later) reads
+    told = onnxruntime.InferenceSession(path).get_modelmeta().custom_metadata_map
+    assert json.loads(told["classes"]) == list(CLASSES)
+    assert json.loads(told["image"])["mean"] == [0.5, 0.4, 0.3]
+    assert (told["federation"], told["round"], told["spec"]) == ("garden", "4", spec.digest)
+    assert told["takes"] == "pixels"
+    assert path.read_bytes() == exported.content
+
+
+def test_the_same_weights_give_the_same_bytes_and_other_weights_others(
+    tmp_path: Path, spec: FederationSpec, parts: Parts
+) -> None:
+    first = export_personal(spec, parts, tmp_path / "a.onnx")
+    assert export_personal(spec, parts, tmp_path / "b.onnx").content == first.content
+    assert export_personal(spec, make_parts(spec, seed=2), tmp_path / "c.onnx").content != first.content
+
+
+def test_equal_weights_in_two_layers_both_stay(tmp_path: Path, spec: FederationSpec, parts: Parts) -> None:
+    even = {part: {name: torch.full_like(tensor, 0.01) for name, tensor in parts[part].items()} for part in parts}
+    path = tmp_path / "model.onnx"
+    export_personal(spec, even, path)
+    pixels = _random_pixels(spec, 2)
+    [logits] = onnxruntime.InferenceSession(path).run(["logits"], {"images": pixels})
+    np.testing.assert_allclose(logits, _torch_logits(spec, even, pixels), rtol=1e-5)
+
+
+def test_no_weights_of_other_parts_are_in_the_file(tmp_path: Path, spec: FederationSpec, parts: Parts) -> None:
+    export_personal(spec, parts, tmp_path / "model.onnx")
+    floats = sum(np.prod(one.dims) for one in onnx.load(tmp_path / "model.onnx").graph.initializer)
+    expected = sum(tensor.numel() for part in (Part.EXTRACTOR, Part.CLASSIFIER) for tensor in parts[part].values())
+    assert floats <= expected + 2 * spec.image.channels
+
+
+def test_preloading_imports_what_the_export_needs() -> None:
+    preload()
+    assert onnx.checker is not None
+
+
+def test_the_second_exporter_is_used_when_the_first_is_gone_and_gives_the_same_logits(
+    tmp_path: Path, spec: FederationSpec, parts: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(*_: object) -> onnx.ModelProto:
+        raise TypeError("export() got an unexpected keyword argument 'dynamo'")
+
+    monkeypatch.setattr(to_onnx, "_with_torchscript", gone)
+    path = tmp_path / "model.onnx"
+    assert export_personal(spec, parts, path).exporter == "dynamo"
+    predictor = Predictor(path.read_bytes(), spec.image, spec.class_count)
+    for count in (1, 3):
+        pixels = _random_pixels(spec, count)
+        np.testing.assert_allclose(predictor.run(pixels).logits, _torch_logits(spec, parts, pixels), atol=1e-4)
+
+
+def test_a_network_that_no_exporter_can_write_is_an_error_with_every_reason(
+    tmp_path: Path, spec: FederationSpec, parts: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unsupported(*_: object) -> onnx.ModelProto:
+        raise RuntimeError("operator aten::strange is not supported")
+
+    monkeypatch.setattr(to_onnx, "_with_torchscript", unsupported)
+    only: tuple[Exporter, ...] = ("torchscript",)
+    with pytest.raises(ConversionError, match=r"torchscript: operator aten::strange"):
+        export_personal(spec, parts, tmp_path / "model.onnx", exporters=only)
+    assert not (tmp_path / "model.onnx").exists()
+
+
+def test_weights_that_do_not_fit_are_refused(tmp_path: Path, spec: FederationSpec, parts: Parts) -> None:
+    broken = {**parts, Part.CLASSIFIER: parts[Part.EXTRACTOR]}
+    with pytest.raises(NetworkError, match="classifier"):
+        export_personal(spec, broken, tmp_path / "model.onnx")
+
+
+def test_verification_counts_what_both_models_get_right(
+    tmp_path: Path, spec: FederationSpec, parts: Parts, images: TestImages
+) -> None:
+    path = tmp_path / "model.onnx"
+    export_personal(spec, parts, path)
+    checked = verify.verify(path, spec, parts, images.files, images.labels)
+    data, entries = load_folder(images.files[0].parent.parent, CLASSES, spec.image)
+    assert len(entries) == checked.images == len(images.files)
+    expected = evaluate(spec, parts, data).accuracy
+    assert checked.accuracy_torch == pytest.approx(expected)
+    assert checked.accuracy_onnx == pytest.approx(expected)
+    assert (checked.source, checked.top1_agreement) == ("files", 1.0)
+    assert 0 <= checked.max_abs_difference < 1e-4
+
+
+def test_without_files_random_pixels_are_compared_and_no_accuracy_is_claimed(
+    tmp_path: Path, spec: FederationSpec, parts: Parts
+) -> None:
+    path = tmp_path / "model.onnx"
+    export_personal(spec, parts, path)
+    checked = verify.verify(path, spec, parts, [], [])
+    assert (checked.source, checked.accuracy_onnx, checked.images) == ("noise", None, verify.NOISE_IMAGES)
+    export_personal(spec, make_parts(spec, seed=2), path)
+    with pytest.raises(VerificationError):
+        verify.verify(path, spec, parts, [], [])
+
+
+@pytest.mark.parametrize("what", ["weights", "normalisation", "one small weight"])
+def test_a_file_that_is_not_the_trained_model_is_refused(
+    tmp_path: Path, spec: FederationSpec, parts: Parts, images: TestImages, what: str
+) -> None:
+    path = tmp_path / "model.onnx"
+    if what == "weights":
+        export_personal(spec, make_parts(spec, seed=2), path)
+    elif what == "normalisation":
+        swapped = image_form().model_copy(update={"mean": (0.3, 0.4, 0.5)})
+        export_personal(make_spec(swapped), parts, path)
+        proto = onnx.load(path)
+        [told] = [one for one in proto.metadata_props if one.key == "image"]
+        told.value = spec.image.model_dump_json()  # which it does not do
+        onnx.save(proto, path)
+    else:
+        last = {name: tensor.clone() for name, tensor in parts[Part.CLASSIFIER].items()}
+        last["5.bias"][0] += 1e-2
+        export_personal(spec, {**parts, Part.CLASSIFIER: last}, path)
+    with pytest.raises(VerificationError, match="not the trained model"):
+        verify.verify(path, spec, parts, images.files, images.labels)
+
+
+def test_a_decoder_that_differs_from_training_is_noticed(
+    tmp_path: Path, spec: FederationSpec, parts: Parts, images: TestImages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def off_by_a_row(source: Path, form: ImageForm, *, resize: bool = True) -> Pixels:
+        return np.roll(load_image(source, form, resize=resize), int(resize), axis=0)
+
+    path = tmp_path / "model.onnx"
+    export_personal(spec, parts, path)
+    monkeypatch.setattr(verify, "load_image", off_by_a_row)
+    with pytest.raises(VerificationError):
+        verify.verify(path, spec, parts, images.files, images.labels)
+
+
+def test_weights_that_are_not_numbers_are_refused(tmp_path: Path, spec: FederationSpec, parts: Parts) -> None:
+    broken = {name: tensor * float("nan") for name, tensor in parts[Part.CLASSIFIER].items()}
+    diverged = {**parts, Part.CLASSIFIER: broken}
+    path = tmp_path / "model.onnx"
+    export_personal(spec, diverged, path)
+    with pytest.raises(VerificationError, match="not a number"):
+        verify.verify(path, spec, diverged, [], [])
+
+
+def test_a_test_file_that_cannot_be_read_is_named(tmp_path: Path, spec: FederationSpec, parts: Parts) -> None:
+    path = tmp_path / "model.onnx"
+    export_personal(spec, parts, path)
+    bad = tmp_path / "bad.png"
+    bad.write_text("no image")
+    with pytest.raises(InputError, match=r"bad\.png"):
+        verify.verify(path, spec, parts, [bad], [0])
+
+
+def test_packaging_installs_a_model_that_runs_and_tells_where_it_comes_from(
+    tmp_path: Path, spec: FederationSpec, parts: Parts, images: TestImages
+) -> None:
+    installed = package_personal(
+        spec,
+        parts,
+        tmp_path / "models",
+        test_files=images.files,
+        test_labels=images.labels,
+        metrics={"accuracy_personal": 0.75},
+        round_number=2,
+        clock=lambda: 1_700_000_000.0,
+    )
+    model = Model.load(tmp_path / "models", threads=1)
+    assert model.directory == installed.model_dir == tmp_path / "models" / "0001"
+    manifest = model.manifest
+    assert (manifest.federation, manifest.round, manifest.spec) == ("garden", 2, spec.digest)
+    assert (manifest.classes, manifest.metrics) == (CLASSES, {"accuracy_personal": 0.75})
+    assert manifest.verification == installed.verification
+    assert manifest.created.timestamp() == 1_700_000_000.0
+    assert manifest.versions["torch"] == torch.__version__
+    pixels = [load_image(file, manifest.image) for file in images.files]
+    right = [
+        model.top(row, 1)[0].label == CLASSES[label]
+        for row, label in zip(model.predict(pixels), images.labels, strict=True)
+    ]
+    assert sum(right) / len(right) == pytest.approx(installed.verification.accuracy_onnx)
+
+
+def test_a_model_that_fails_its_verification_leaves_the_old_one_in_use(
+    tmp_path: Path, spec: FederationSpec, parts: Parts, images: TestImages
+) -> None:
+    def install(weights: Parts) -> None:
+        package_personal(
+            spec, weights, tmp_path, test_files=images.files, test_labels=images.labels, metrics={}, round_number=1
+        )
+
+    install(parts)
+    broken = {name: tensor * float("inf") for name, tensor in parts[Part.CLASSIFIER].items()}
+    with pytest.raises(VerificationError):
+        install({**parts, Part.CLASSIFIER: broken})
+    assert [version.name for version in Slots(tmp_path).versions()] == ["0001"]
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path, spec: FederationSpec, parts: Parts) -> Path:
+    return package_personal(
+        spec, parts, tmp_path / "slots", test_files=[], test_labels=[], metrics={}, round_number=1
+    ).model_dir
+
+
+def test_many_images_are_predicted_in_batches_as_one_by_one(model_dir: Path, spec: FederationSpec) -> None:
+    model = Model.load(model_dir, threads=1)
+    pixels = _random_pixels(spec, 300)
+    together = model.predict(pixels)
+    assert together.shape == (300, 3)
+    np.testing.assert_allclose(together.sum(axis=1), 1, atol=1e-5)
+    for row in (0, 255, 256, 299):
+        np.testing.assert_allclose(model.predict([pixels[row]])[0], together[row], atol=1e-6)
+    assert model.predict([]).shape == (0, 3)
+
+
+def test_the_likeliest_classes_come_first_and_ties_keep_the_order_of_the_classes(model_dir: Path) -> None:
+    model = Model.load(model_dir)
+    guesses = model.top(np.array([0.25, 0.5, 0.25], dtype=np.float32), 3)
+    assert [(guess.label, guess.probability) for guess in guesses] == [("bee", 0.5), ("ant", 0.25), ("cat", 0.25)]
+    assert len(model.top(np.array([0.25, 0.5, 0.25], dtype=np.float32), 2)) == 2
+
+
+@pytest.mark.parametrize(
+    "image",
+    [np.zeros((24, 20, 3), np.uint8), np.zeros((20, 24, 3), np.float32), np.zeros((20, 24), np.uint8)],
+    ids=["sides swapped", "floats", "no channel"],
+)
+def test_an_image_of_another_shape_or_type_is_refused(model_dir: Path, image: Pixels) -> None:
+    with pytest.raises(ValueError, match=r"the model takes uint8 \(20, 24, 3\)"):
+        Model.load(model_dir).predict([image])
+
+
+def test_altered_model_bytes_are_not_run(model_dir: Path) -> None:
+    path = model_dir / "model.onnx"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(bytes(content))
+    with pytest.raises(TamperedError, match=r"manifest\.json names"):
+        Model.load(model_dir)
+
+
+def test_a_manifest_that_describes_another_model_is_refused(model_dir: Path) -> None:
+    manifest = read_manifest(model_dir)
+    write_manifest(model_dir, manifest.model_copy(update={"classes": ("ant", "bee")}))
+    with pytest.raises(ManifestError, match="expected"):
+        Model.load(model_dir)
+    write_manifest(model_dir, manifest.model_copy(update={"image": manifest.image.model_copy(update={"height": 21})}))
+    with pytest.raises(ManifestError, match="expected"):
+        Model.load(model_dir)
+
+
+def test_bytes_that_are_no_model_are_refused_with_the_files_name(spec: FederationSpec) -> None:
+    with pytest.raises(ManifestError, match=r"garbage\.onnx: onnxruntime cannot load it"):
+        Predictor(b"garbage", spec.image, 3, name="garbage.onnx")
+
+
+def test_the_best_available_provider_is_asked_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    everything = [
+        "CPUExecutionProvider",
+        "AzureExecutionProvider",
+        "CUDAExecutionProvider",
+        "TensorrtExecutionProvider",
+    ]
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: everything)
+    assert available_providers() == ("TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider")
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: everything[:2])
+    assert available_providers() == ("CPUExecutionProvider",)
+
+
+def test_a_loaded_model_says_what_it_runs_on(model_dir: Path) -> None:
+    model = Model.load(model_dir)
+    assert model.predictor.providers[-1] == "CPUExecutionProvider"
+
+
+@pytest.mark.parametrize("split", [pytest.param("resnet18@layer3", marks=pytest.mark.slow), "mobilenet_v3_small"])
+def test_a_backbone_is_exported_and_verified(tmp_path: Path, split: str, images: TestImages) -> None:
+    spec = make_spec(image_form(height=32, width=32), split)
+    parts = make_parts(spec)
+    path = tmp_path / "model.onnx"
+    export_personal(spec, parts, path)
+    verification = verify.verify(path, spec, parts, images.files, images.labels)
+    assert verification.top1_agreement == 1.0
+    pixels = _random_pixels(spec, 5)
+    [logits] = onnxruntime.InferenceSession(path).run(["logits"], {"images": pixels})
+    np.testing.assert_allclose(logits, _torch_logits(spec, parts, pixels), rtol=1e-4, atol=1e-4)
+    assert np.ptp(logits, axis=0).max() > 1e-2

@@ -1,0 +1,266 @@
+"""A model's own way from a decoded image to the network's input is, bit for bit, the one of training and of `load_image`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from onnx.parser import parse_model
+from PIL import Image
+
+from export.build import verify
+from export.build.preprocess_graph import add_preprocessing, on_network
+from export.build.to_onnx import export_personal
+from export.errors import VerificationError
+from export.model.manifest import InputForm
+from export.model.preprocess import Pixels, load_image, normalise
+from fedcg.learning.data import image_folder as data
+from fedcg.learning.data.decoding import fit_pixels
+from fedcg.learning.spec import ImageForm
+from tests.support.export_models import TestImages, encoded, image_form, make_parts, make_spec, picture, write_images
+
+FORMS = {"landscape": (20, 24), "square": (32, 32), "tall": (17, 5), "large": (61, 90)}
+
+
+def _identity(form: ImageForm | InputForm) -> onnx.ModelProto:
+    """A network that gives what it takes."""
+    shape = f"float[batch, {form.channels}, {form.height}, {form.width}]"
+    return parse_model(
+        f'<ir_version: 8, opset_import: ["" : 18]> network ({shape} input) => ({shape} seen) '
+        "{ seen = Identity (input) }"
+    )
+
+
+def _session(form: ImageForm | InputForm, options: onnxruntime.SessionOptions | None = None) -> object:
+    model = add_preprocessing(_identity(form), form)
+    onnx.checker.check_model(model, full_check=True)
+    return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
+@lru_cache
+def _kept(mode: str, name: str) -> tuple[ImageForm, onnxruntime.InferenceSession]:
+    form = image_form(mode, *FORMS[name])
+    return form, _session(form)
+
+
+def _seen(session: onnxruntime.InferenceSession, images: Pixels) -> np.ndarray:
+    [seen] = session.run(None, {"images": images})
+    result: np.ndarray = seen
+    return result
+
+
+def _of_training(image: Pixels, form: ImageForm) -> np.ndarray:
+    """What the networks see in training: [1, C, H, W] float32."""
+    fitted = fit_pixels(image.squeeze(-1) if form.channels == 1 else image, form)
+    result: np.ndarray = data.normalise(torch.tensor(fitted)[None], form).numpy()
+    return result
+
+
+def _random(height: int, width: int, channels: int, seed: int, *, harsh: bool) -> Pixels:
+    """Noise; harsh noise is black and white alone, where rounding and clipping show most."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, channels), dtype=np.uint8)
+    return np.where(pixels > 127, 255, 0).astype(np.uint8) if harsh else pixels
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    mode=st.sampled_from(["L", "RGB"]),
+    name=st.sampled_from(list(FORMS)),
+    height=st.integers(1, 150),
+    width=st.integers(1, 150),
+    seed=st.integers(0, 1000),
+    harsh=st.booleans(),
+)
+@example(mode="L", name="landscape", height=1, width=1, seed=0, harsh=False)
+@example(mode="RGB", name="landscape", height=1, width=149, seed=0, harsh=False)
+@example(mode="RGB", name="landscape", height=149, width=1, seed=0, harsh=True)
+@example(mode="RGB", name="landscape", height=20, width=24, seed=0, harsh=False)
+@example(mode="RGB", name="landscape", height=24, width=20, seed=0, harsh=False)
+@example(mode="L", name="square", height=64, width=96, seed=0, harsh=True)
+@example(mode="RGB", name="large", height=4, width=7, seed=0, harsh=True)
+@example(mode="RGB", name="square", height=5000, width=3, seed=0, harsh=True)
+@example(mode="L", name="tall", height=2, width=20_000, seed=0, harsh=True)
+def test_an_image_of_any_size_becomes_the_input_that_training_saw(
+    mode: str, name: str, height: int, width: int, seed: int, harsh: bool
+) -> None:
+    form, session = _kept(mode, name)
+    image = _random(height, width, form.channels, seed, harsh=harsh)
+    wanted = _of_training(image, form)
+    assert _seen(session, image[None]).tobytes() == wanted.tobytes()
+    file = encoded(Image.fromarray(image.squeeze(-1) if mode == "L" else image), "PNG")
+    outside = load_image(file, form)
+    assert normalise(outside[None], form).tobytes() == wanted.tobytes()
+    np.testing.assert_array_equal(load_image(file, form, resize=False), image)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["L", "RGB"])
+@pytest.mark.parametrize("name", list(FORMS))
+def test_images_of_hundreds_of_sizes_become_the_input_that_training_saw(mode: str, name: str) -> None:
+    form, session = _kept(mode, name)
+    sizes = np.random.default_rng(7)
+    for number in range(300):
+        height, width = (int(2 ** sizes.uniform(0, 10)) for _ in range(2))
+        image = _random(height, width, form.channels, number, harsh=number % 2 == 0)
+        assert np.array_equal(_seen(session, image[None]), _of_training(image, form)), (height, width)
+
+
+@pytest.mark.parametrize("name", list(FORMS))
+def test_a_batch_is_resized_as_its_images_are(name: str) -> None:
+    form, session = _kept("RGB", name)
+    images = np.stack([_random(41, 70, 3, seed, harsh=False) for seed in range(5)])
+    wanted = np.concatenate([_of_training(image, form) for image in images])
+    np.testing.assert_array_equal(_seen(session, images), wanted)
+    assert not np.array_equal(wanted[0], wanted[1])
+
+
+def _pass(image: np.ndarray, out: int) -> np.ndarray:
+    """Pillow's bilinear pass over axis 0, one output at a time."""
+    rows, scale = [], len(image) / out
+    support = max(scale, 1.0)
+    for number in range(out):
+        center = (number + 0.5) * scale
+        first, end = max(int(center - support + 0.5), 0), min(int(center + support + 0.5), len(image))
+        weights = [max(0.0, 1.0 - abs((x - center + 0.5) / support)) for x in range(first, end)]
+        fixed = [int(0.5 + weight / sum(weights) * (1 << 22)) for weight in weights]
+        total = sum(image[first + tap].astype(np.int64) * weight for tap, weight in enumerate(fixed))
+        rows.append(np.clip((total + (1 << 21)) >> 22, 0, 255))
+    return np.stack(rows).astype(np.uint8)
+
+
+@pytest.mark.parametrize("size", [(90, 30), (30, 90), (25, 26), (7, 300)])
+def test_the_width_comes_first_whatever_the_size_and_the_version_of_pillow(size: tuple[int, int]) -> None:
+    form, session = _kept("RGB", "landscape")
+    image = _random(*size, 3, 1, harsh=True)
+    wanted = _pass(_pass(image.swapaxes(0, 1), form.width).swapaxes(0, 1), form.height)
+    file = encoded(Image.fromarray(image), "PNG")
+    np.testing.assert_array_equal(load_image(file, form), wanted)
+    np.testing.assert_array_equal(data.decode_image(file, form, "one").transpose(1, 2, 0), wanted)
+    np.testing.assert_array_equal(_seen(session, image[None]), normalise(wanted[None], form))
+    assert not np.array_equal(_pass(_pass(image, form.height).swapaxes(0, 1), form.width).swapaxes(0, 1), wanted)
+
+
+@pytest.mark.parametrize("mode", ["L", "RGB"])
+@pytest.mark.parametrize("side", [1, 2])
+def test_a_network_of_a_pixel_or_two_is_fed_as_well(mode: str, side: int) -> None:
+    statistics = image_form(mode)
+    form = InputForm.model_validate(
+        {"mode": mode, "height": side, "width": side, "mean": statistics.mean, "std": statistics.std}
+    )
+    image = _random(300, 200, form.channels, 1, harsh=False)
+    file = encoded(Image.fromarray(image.squeeze(-1) if mode == "L" else image), "PNG")
+    np.testing.assert_array_equal(_seen(_session(form), image[None]), normalise(load_image(file, form)[None], form))
+
+
+def test_told_the_size_onnxruntime_leaves_the_resize_out(tmp_path: Path) -> None:
+    form = image_form()
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    options.optimized_model_filepath = str(tmp_path / "optimised.onnx")
+    options.add_free_dimension_override_by_name("height", form.height)
+    options.add_free_dimension_override_by_name("width", form.width)
+    session = _session(form, options)
+    left = {node.op_type for node in onnx.load(tmp_path / "optimised.onnx").graph.node}
+    assert left <= {"Transpose", "Cast", "Div", "Sub", "Mul", "Identity"}
+    image = _random(20, 24, 3, 1, harsh=False)
+    np.testing.assert_array_equal(_seen(session, image[None]), _of_training(image, form))
+
+
+def test_a_network_is_converted_without_its_preprocessing() -> None:
+    form = image_form()
+    model = add_preprocessing(_identity(form), form)
+    given_networks = []
+
+    def doubled(network: onnx.ModelProto) -> onnx.ModelProto:
+        given_networks.append(network)
+        twice = onnx.ModelProto()
+        twice.CopyFrom(network)
+        [node] = twice.graph.node
+        node.CopyFrom(onnx.helper.make_node("Add", ["input", "input"], ["seen"]))
+        return twice
+
+    converted = on_network(model, doubled)
+    assert given_networks == [_identity(form)]
+    onnx.checker.check_model(converted, full_check=True)
+    assert list(converted.graph.node)[:-1] == list(model.graph.node)[:-1]
+    image = np.asarray(picture(1))
+    session = onnxruntime.InferenceSession(converted.SerializeToString(), providers=["CPUExecutionProvider"])
+    np.testing.assert_array_equal(_seen(session, image[None]), 2 * _of_training(image, form))
+    assert on_network(_identity(form), doubled).graph.node[0].op_type == "Add"
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> TestImages:
+    torch.set_num_threads(1)
+    return write_images(tmp_path_factory.mktemp("images"))
+
+
+@pytest.mark.parametrize("mode", ["L", "RGB"])
+def test_a_decoded_image_of_any_size_gives_the_logits_of_the_image_that_training_loads(
+    tmp_path: Path, images: TestImages, mode: str
+) -> None:
+    spec = make_spec(image_form(mode))
+    path = tmp_path / "model.onnx"
+    export_personal(spec, make_parts(spec), path)
+    session = onnxruntime.InferenceSession(path)
+    for file in images.files:
+        with Image.open(file) as image:  # as in a program that knows nothing of us
+            pixels = np.asarray(image.convert(mode)).reshape(1, image.height, image.width, -1)
+        loaded = data.decode_image(file.read_bytes(), spec.image, file.name).transpose(1, 2, 0)[None]
+        [given] = session.run(["logits"], {"images": pixels})
+        [wanted] = session.run(["logits"], {"images": np.ascontiguousarray(loaded)})
+        np.testing.assert_array_equal(given, wanted)
+    assert {image.shape for image in (pixels, loaded)} == {pixels.shape, (1, 20, 24, spec.image.channels)}
+
+
+@pytest.mark.parametrize(("name", "other"), [("half_i", 0), ("half_d", 0.4)])
+@pytest.mark.parametrize("with_files", [True, False])
+def test_a_model_whose_own_preprocessing_differs_from_training_is_refused(
+    tmp_path: Path, images: TestImages, name: str, other: float, with_files: bool
+) -> None:
+    spec, path = make_spec(), tmp_path / "model.onnx"
+    parts = make_parts(spec)
+    export_personal(spec, parts, path)
+    proto = onnx.load(path)
+    resize = next(node for node in proto.graph.node if node.op_type == "If").attribute[1].g
+    [constant] = [node for node in resize.node if node.output[0] == f"preprocess/{name}"]
+    kind = onnx.helper.tensor_dtype_to_np_dtype(constant.attribute[0].t.data_type)
+    constant.attribute[0].t.CopyFrom(onnx.numpy_helper.from_array(np.array(other, kind)))
+    onnx.save(proto, path)
+    files, labels = (images.files, images.labels) if with_files else ([], [])
+    with pytest.raises(VerificationError, match="to its size in another way than training"):
+        verify.verify(path, spec, parts, files, labels)
+
+
+_PHOTOGRAPH = """
+import resource, sys
+import numpy, onnxruntime
+session = onnxruntime.InferenceSession(sys.argv[1], providers=["CPUExecutionProvider"])
+image = numpy.random.default_rng(0).integers(0, 256, (1, 3000, 4000, 3), dtype=numpy.uint8)
+session.run(None, {"images": image[:, :40, :40].copy()})
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+seen = session.run(None, {"images": image})[0]
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 / image.nbytes)
+numpy.save(sys.argv[2], seen)
+"""
+
+
+@pytest.mark.slow
+def test_a_photograph_takes_a_few_times_its_own_memory(tmp_path: Path) -> None:
+    form = image_form(height=224, width=224)
+    model, seen = tmp_path / "model.onnx", tmp_path / "seen.npy"
+    onnx.save(add_preprocessing(_identity(form), form), model)
+    words = [sys.executable, "-c", _PHOTOGRAPH, str(model), str(seen)]
+    told = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True).stdout
+    assert float(told) < 6  # times the decoded image; double matrices of it alone would be 8
+    image = np.random.default_rng(0).integers(0, 256, (1, 3000, 4000, 3), dtype=np.uint8)
+    np.testing.assert_array_equal(np.load(seen), _of_training(image[0], form))

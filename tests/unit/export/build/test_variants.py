@@ -1,0 +1,298 @@
+"""float16 and int8 forms of a model: tried on this machine, judged by held-out images, kept only where they pay."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from export.build import variants
+from export.build.install_model import package_personal
+from export.build.labelled_images import labelled_images
+from export.build.variants import HeldOut, add_variants
+from export.cli.optimise_command import model_app
+from export.errors import ConversionError, ExportError, InputError, ManifestError, TamperedError
+from export.model.manifest import Manifest, Variant, read_manifest
+from export.model.preprocess import Pixels, load_image
+from export.model.runtime import Floats, Model, Predictor
+from export.model.versions import Slots
+from tests.support.export_models import CLASSES, encoded, image_form, make_parts, make_spec, picture, write_images
+
+FORM = image_form()
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(1)
+    monkeypatch.setattr(variants, "TIMING_S", 0.02)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_images(tmp_path_factory.mktemp("images"), 40).files[0].parent.parent
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    root = tmp_path_factory.mktemp("models")
+    spec = make_spec(FORM)
+    return package_personal(
+        spec, make_parts(spec), root, test_files=[], test_labels=[], metrics={}, round_number=2
+    ).model_dir
+
+
+@pytest.fixture
+def directory(installed: Path, tmp_path: Path) -> Path:
+    copy = tmp_path / "model"
+    copy.mkdir()
+    for path in installed.iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    return copy
+
+
+@pytest.fixture
+def held_out(directory: Path, folder: Path) -> HeldOut:
+    """Labelled by the model itself, so that float32 gets all of them right."""
+    pictures, _ = labelled_images(folder, CLASSES, FORM)
+    labels = Model.load(directory, threads=1).predict(pictures).argmax(axis=1)
+    return HeldOut(pictures, [int(label) for label in labels], pictures[:8])
+
+
+def _by_name(manifest: Manifest) -> Mapping[str, Variant]:
+    return {one.name: one for one in manifest.variants}
+
+
+def _clock(milliseconds: Mapping[str, float]) -> Callable[..., list[float]]:
+    """A stopwatch that says so many milliseconds of each form by its name, and 100 of those that are not named."""
+
+    def latencies(predictors: Sequence[Predictor], _images: Sequence[Pixels]) -> list[float]:
+        return [milliseconds.get(one.name, 100.0) for one in predictors]
+
+    return latencies
+
+
+def test_each_variant_is_measured_and_the_decision_recorded(directory: Path, held_out: HeldOut) -> None:
+    manifest = add_variants(directory, held_out, threads=1)
+    assert manifest == read_manifest(directory)
+    tried = _by_name(manifest)
+    assert list(tried) == ["fp32", "ort", "fp16", "int8", "trt_fp16"]
+    assert tried["fp32"].file == manifest.model
+    assert tried["trt_fp16"].reason == "not tried: no TensorRT here, only CPU"
+    for name in ("fp32", "ort", "fp16", "int8"):
+        one = tried[name]
+        assert one.latency_ms is not None
+        assert one.latency_ms > 0
+        assert one.start_ms is not None
+        assert (one.machine is None) == (name != "ort")
+        assert one.images == len(held_out.images)
+        assert one.reason
+        assert one.top1_agreement is not None
+        assert one.top1_agreement > 0.9
+        assert one.file is None or (directory / one.file.name).stat().st_size == one.file.size
+    assert tried[manifest.serves].file is not None
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "serves"),
+    [
+        ({"fp32": 3.0, "fp16": 2.0, "int8": 1.0}, "int8"),
+        ({"fp32": 3.0, "fp16": 1.0, "int8": 2.0}, "fp16"),
+        ({"fp32": 1.0, "fp16": 0.99, "int8": 3.0}, "fp32"),
+    ],
+)
+def test_the_fastest_that_is_clearly_faster_is_served(
+    directory: Path, held_out: HeldOut, monkeypatch: pytest.MonkeyPatch, milliseconds: Mapping[str, float], serves: str
+) -> None:
+    monkeypatch.setattr(variants, "_latencies", _clock(milliseconds))
+    manifest = add_variants(directory, held_out, budget=0.2, threads=1)
+    assert manifest.serves == serves
+    model = Model.load(directory, threads=1)
+    assert model.predictor.name == str(directory / (model.served.file or manifest.model).name)
+    assert model.served.name == serves
+    agreement = (model.predict(held_out.images).argmax(axis=1) == np.asarray(held_out.labels)).mean()
+    assert agreement == _by_name(manifest)[serves].accuracy
+    slow = [
+        one for one in manifest.variants if milliseconds.get(one.name, 0) >= milliseconds["fp32"] and one.name != "fp32"
+    ]
+    assert all(one.file is None and "times as fast" in one.reason for one in slow)
+
+
+def test_a_variant_that_loses_too_much_is_not_kept(
+    directory: Path, held_out: HeldOut, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(variants, "_latencies", _clock({"fp32": 3.0, "fp16": 2.0, "int8": 1.0}))
+    plain = variants._CONVERSIONS["int8"]
+
+    def spoilt(content: bytes, calibration: Sequence[Floats]) -> bytes:
+        proto = onnx.load_model_from_string(plain(content, calibration))
+        for tensor in proto.graph.initializer:
+            if tensor.data_type == onnx.TensorProto.INT8 and len(tensor.dims) > 1:
+                tensor.CopyFrom(onnx.numpy_helper.from_array(np.zeros(tensor.dims, np.int8), tensor.name))
+        done: bytes = proto.SerializeToString()
+        return done
+
+    monkeypatch.setitem(variants._CONVERSIONS, "int8", spoilt)
+    manifest = add_variants(directory, held_out, threads=1)
+    assert manifest.serves == "fp16"
+    refused = _by_name(manifest)["int8"]
+    assert refused.file is None
+    assert "of accuracy, more than the 0.5%" in refused.reason
+    assert not (directory / "model-int8.onnx").exists()
+
+
+def test_a_conversion_that_fails_is_recorded_and_harms_nothing(
+    directory: Path, held_out: HeldOut, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_content: bytes, _calibration: Sequence[Floats]) -> bytes:
+        raise ConversionError("can't be made: no such operator")
+
+    monkeypatch.setitem(variants._CONVERSIONS, "fp16", broken)
+    monkeypatch.setitem(variants._CONVERSIONS, "int8", lambda *_: b"no model")
+    manifest = add_variants(directory, held_out, threads=1)
+    assert manifest.serves == "fp32"
+    assert _by_name(manifest)["fp16"].reason == "can't be made: no such operator"
+    assert "onnxruntime cannot load it" in _by_name(manifest)["int8"].reason
+    assert Model.load(directory, threads=1).predict(held_out.images).shape == (len(held_out.images), len(CLASSES))
+
+
+def test_a_variant_keeps_what_the_model_says_of_itself(
+    directory: Path, held_out: HeldOut, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(variants, "_latencies", _clock({"fp32": 3.0, "fp16": 2.0, "int8": 1.0}))
+    manifest = add_variants(directory, held_out, budget=1.0, threads=1)
+    told = [
+        onnxruntime.InferenceSession(directory / file.name).get_modelmeta().custom_metadata_map
+        for file in manifest.files
+    ]
+    assert len(told) == 3
+    for one in told:
+        assert json.loads(one["classes"]) == list(CLASSES)
+        assert {name: one[name] for name in ("federation", "round", "spec")} == {
+            name: told[0][name] for name in ("federation", "round", "spec")
+        }
+
+
+def test_variants_convert_the_network_and_leave_the_preprocessing_exact(
+    directory: Path, held_out: HeldOut, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(variants, "_latencies", _clock({"fp32": 3.0, "fp16": 2.0, "int8": 1.0}))
+    manifest = add_variants(directory, held_out, budget=1.0, threads=1)
+    image = np.asarray(picture(5, 61, 50))
+    fitted = load_image(encoded(picture(5, 61, 50), "PNG"), FORM)
+    fronts, answers = [], []
+    for file in manifest.files:
+        nodes = onnx.load(directory / file.name).graph.node
+        fronts.append([node for node in nodes if node.name.startswith("preprocess/")])
+        session = onnxruntime.InferenceSession(directory / file.name)
+        given, wanted = (session.run(["logits"], {"images": one[None]})[0] for one in (image, fitted))
+        np.testing.assert_array_equal(given, wanted)
+        answers.append(wanted)
+    assert len(fronts[0]) > 5
+    assert fronts[0] == fronts[1] == fronts[2]
+    assert not np.array_equal(answers[0], answers[1])
+    assert not np.array_equal(answers[0], answers[2])
+
+
+def test_a_model_without_preprocessing_has_variants_without(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(variants, "_latencies", _clock({"fp32": 3.0, "fp16": 2.0, "int8": 1.0}))
+    spec = make_spec(FORM)
+    directory = package_personal(
+        spec, make_parts(spec), tmp_path, test_files=[], test_labels=[], metrics={}, round_number=2, takes="normalised"
+    ).model_dir
+    pictures, _ = labelled_images(folder, CLASSES, FORM)
+    labels = Model.load(directory, threads=1).predict(pictures).argmax(axis=1).tolist()
+    manifest = add_variants(directory, HeldOut(pictures, labels, pictures[:8]), budget=0.2, threads=1)
+    assert (manifest.takes, manifest.serves) == ("normalised", "int8")
+    for file in manifest.files:
+        [taken] = onnxruntime.InferenceSession(directory / file.name).get_inputs()
+        assert (taken.name, taken.type) == ("input", "tensor(float)")
+    agreement = (Model.load(directory, threads=1).predict(pictures).argmax(axis=1) == np.asarray(labels)).mean()
+    assert agreement == _by_name(manifest)["int8"].accuracy
+
+
+def test_an_altered_variant_is_found_although_it_is_not_the_one_in_use(
+    directory: Path, held_out: HeldOut, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(variants, "_latencies", _clock({"fp32": 3.0, "fp16": 2.0, "int8": 1.0}))
+    slots = Slots(tmp_path / "slots")
+
+    def fill(staging: Path) -> None:
+        for path in directory.iterdir():
+            (staging / path.name).write_bytes(path.read_bytes())
+        add_variants(staging, held_out, budget=1.0, threads=1)
+
+    version = slots.install(fill)
+    content = bytearray((version / "model-fp16.onnx").read_bytes())
+    content[len(content) // 2] ^= 1
+    (version / "model-fp16.onnx").write_bytes(content)
+    with pytest.raises(TamperedError, match=r"model-fp16\.onnx"):
+        slots.verify(version.name)
+
+
+def test_a_manifest_cannot_serve_what_was_not_kept(directory: Path) -> None:
+    path = directory / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"serves": "int8"}))
+    with pytest.raises(ManifestError, match="serves int8, which was not kept"):
+        read_manifest(directory)
+
+
+def test_without_images_there_is_nothing_to_judge_by() -> None:
+    with pytest.raises(ExportError, match="there are none"):
+        HeldOut([], [], [])
+
+
+def test_the_command_makes_a_new_version_that_can_be_rolled_back(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, root = make_spec(FORM), tmp_path / "models"
+    package_personal(spec, make_parts(spec), root, test_files=[], test_labels=[], metrics={}, round_number=2)
+    monkeypatch.setattr(variants, "_latencies", _clock({"fp16": 10.0}))
+    arguments = ["optimise", str(root), "--images", str(folder), "--threads", "1", "--budget", "100"]
+    told = CliRunner().invoke(model_app, [*arguments, "--json"])
+    assert told.exit_code == 0, told.output
+    document = json.loads(told.stdout)
+    assert document["model"] == str(root / "0002")
+    assert [one["name"] for one in document["variants"]] == ["fp32", "ort", "fp16", "int8", "trt_fp16"]
+    assert document["providers"] == ["CPUExecutionProvider"]
+    assert document["serves"] == read_manifest(root / "0002").serves
+    assert document["variants"][0]["images"] == 30  # every fourth of the 40 calibrates
+    monkeypatch.setattr(variants, "_latencies", _clock({"int8": 10.0}))
+    people = CliRunner().invoke(model_app, [*arguments, "--calibration", str(folder)])
+    assert people.exit_code == 0, people.output
+    assert f"in use: {root / '0003'}" in people.stdout
+    assert "* " in people.stdout
+    assert Slots(root).rollback() == root / "0002"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (lambda images: (images / "dog").mkdir(), "the model has no such class"),
+        (lambda images: (images / CLASSES[0] / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\n"), "broken.png"),
+    ],
+)
+def test_bad_images_are_named_and_nothing_is_installed(
+    installed: Path, tmp_path: Path, spoil: Callable[[Path], object], told: str
+) -> None:
+    images = write_images(tmp_path / "images", 12).files[0].parent.parent
+    spoil(images)
+    before = Slots(installed.parent).versions()
+    answer = CliRunner().invoke(model_app, ["optimise", str(installed.parent), "--images", str(images)])
+    assert answer.exit_code == 2
+    assert told in answer.stderr
+    assert Slots(installed.parent).versions() == before
+
+
+def test_an_empty_folder_says_what_was_expected(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"CLASS/\*\.png"):
+        labelled_images(tmp_path, CLASSES, FORM)

@@ -1,0 +1,138 @@
+"""An image file becomes the same pixels at inference as in training, and a bad file a clear error."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from export.errors import InputError
+from export.model.preprocess import load_image
+from fedcg.learning.data.image_folder import decode_image
+from tests.support.export_models import encoded, image_form, picture
+
+
+def _animation() -> bytes:
+    return encoded(picture(1), "GIF", save_all=True, append_images=[picture(2), picture(3)])
+
+
+FILES = {
+    "a colour png": encoded(picture(1), "PNG"),
+    "a png of exactly the size": encoded(picture(1, 20, 24), "PNG"),
+    "a png with transparency": encoded(picture(1).convert("RGBA"), "PNG"),
+    "a grey png": encoded(picture(1).convert("L"), "PNG"),
+    "a palette png": encoded(picture(1).convert("P"), "PNG"),
+    "a 16-bit png": encoded(Image.fromarray(np.arange(0, 60000, 40, dtype=np.uint16).reshape(30, 50)), "PNG"),
+    "a 1-bit png": encoded(picture(1).convert("1"), "PNG"),
+    "a large jpeg": encoded(picture(1, 300, 500), "JPEG", quality=80),
+    "a cmyk jpeg": encoded(picture(1).convert("CMYK"), "JPEG"),
+    "a bmp": encoded(picture(1), "BMP"),
+    "a webp": encoded(picture(1), "WEBP"),
+    "an animation": _animation(),
+}
+
+
+@pytest.mark.parametrize("mode", ["L", "RGB"])
+@pytest.mark.parametrize("content", FILES.values(), ids=list(FILES))
+def test_inference_sees_the_same_pixels_as_training(content: bytes, mode: str) -> None:
+    form = image_form(mode)
+    pixels = load_image(content, form)
+    assert pixels.dtype == np.uint8
+    assert pixels.shape == (20, 24, form.channels)
+    np.testing.assert_array_equal(pixels.transpose(2, 0, 1), decode_image(content, form, "one"))
+
+
+def test_a_path_and_its_bytes_give_the_same_pixels_in_memory_of_their_own(tmp_path: Path) -> None:
+    path = tmp_path / "one.png"
+    path.write_bytes(FILES["a colour png"])
+    pixels = load_image(path, image_form())
+    np.testing.assert_array_equal(pixels, load_image(path.read_bytes(), image_form()))
+    assert pixels.flags.writeable
+
+
+def test_resizing_is_bilinear_and_not_the_nearest_pixel() -> None:
+    half = np.zeros((40, 48, 3), dtype=np.uint8)
+    half[:, 25:] = 200
+    pixels = load_image(encoded(Image.fromarray(half), "PNG"), image_form())
+    # The edge lies inside column 12 of the resized image: it must be a mixture, and only it and its neighbours.
+    assert 0 < pixels[10, 12, 0] < 200
+    assert pixels[10, 5, 0] == 0
+    assert pixels[10, 20, 0] == 200
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"plain text, no image", "not an image"),
+        (b"", "not an image"),
+        (FILES["a large jpeg"][:3000], "damaged"),
+        (FILES["a colour png"][:200], "damaged"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\n", "not an image"),
+    ],
+    ids=["text", "nothing", "half a jpeg", "half a png", "a program in PostScript"],
+)
+def test_a_file_that_is_no_sound_image_is_named_with_its_reason(tmp_path: Path, content: bytes, reason: str) -> None:
+    path = tmp_path / "broken.png"
+    path.write_bytes(content)
+    with pytest.raises(InputError, match=reason) as caught:
+        load_image(path, image_form())
+    assert caught.value.file == str(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_missing_file_and_a_folder_are_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no such file"):
+        load_image(tmp_path / "gone.png", image_form())
+    with pytest.raises(InputError, match="folder"):
+        load_image(tmp_path, image_form())
+
+
+def _png_header(width: int, height: int) -> bytes:
+    body = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    data = b"IDAT" + zlib.compress(b"nothing")
+    chunks = [struct.pack(">I", len(one) - 4) + one + struct.pack(">I", zlib.crc32(one)) for one in (body, data)]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
+
+
+@pytest.mark.parametrize("side", [8_000, 11_000, 60_000])
+def test_a_decompression_bomb_is_refused_from_its_header(side: int) -> None:
+    with pytest.raises(InputError, match="limit of 50000000"):
+        load_image(_png_header(side, side), image_form())
+
+
+def test_the_pixel_limit_is_the_callers() -> None:
+    content = FILES["a colour png"]  # 33 x 47 = 1,551 pixels
+    assert load_image(content, image_form(), max_pixels=1551).shape == (20, 24, 3)
+    with pytest.raises(InputError, match="47x33 pixels is over the limit of 1550"):
+        load_image(content, image_form(), max_pixels=1550, name="upload 7")
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    name=st.sampled_from(["a colour png", "a cmyk jpeg", "an animation", "a webp", "a bmp", "a palette png"]),
+    changes=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1, max_size=12),
+    keep=st.floats(0.05, 1),
+)
+def test_whatever_happens_to_a_file_it_is_an_image_or_an_input_error(
+    name: str, changes: list[tuple[float, int]], keep: float
+) -> None:
+    content = bytearray(FILES[name])
+    for position, value in changes:
+        content[int(position * len(content))] = value
+    try:
+        pixels = load_image(bytes(content[: int(keep * len(content))]), image_form())
+    except InputError:
+        return
+    assert pixels.shape == (20, 24, 3)
+
+
+def test_the_sample_animation_has_several_frames() -> None:
+    with Image.open(io.BytesIO(FILES["an animation"])) as image:
+        assert getattr(image, "n_frames", 1) == 3

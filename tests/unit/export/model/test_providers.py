@@ -1,0 +1,194 @@
+"""TensorRT, CUDA and the CPU: asked in this order, TensorRT with engines that are kept per model and go with its version.
+
+There is no card here: onnxruntime's list of providers is replaced, and its session by one that notes what it was asked for and
+computes on the CPU.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from export.build import variants
+from export.build.variants import HeldOut, add_variants
+from export.cli.optimise_command import model_app
+from export.model import providers
+from export.model.manifest import read_manifest
+from export.model.providers import available_providers, told
+from export.model.runtime import Model
+from export.model.versions import Slots
+from export.serving.live_model import ServedModel
+from tests.support.export_models import write_images
+from tests.support.serving import install_versions
+
+ALL = ["CPUExecutionProvider", "AzureExecutionProvider", "CUDAExecutionProvider", "TensorrtExecutionProvider"]
+_Session = onnxruntime.InferenceSession
+
+
+class Card:
+    """A card as onnxruntime shows it: its list of providers, and the sessions that were made."""
+
+    def __init__(self) -> None:
+        self.present = ALL
+        self.asked: list[list[Any]] = []
+
+    def session(self, content: bytes, options: onnxruntime.SessionOptions, providers: Sequence[Any]) -> Any:
+        self.asked.append(list(providers))
+        names = [one if isinstance(one, str) else one[0] for one in providers]
+        made = _Session(content, options, providers=["CPUExecutionProvider"])
+        made.get_providers = lambda: names
+        for one in providers:
+            if not isinstance(one, str) and "trt_engine_cache_path" in one[1]:
+                (Path(one[1]["trt_engine_cache_path"]) / "built.engine").write_bytes(content[:16])
+        return made
+
+    @property
+    def tensorrt(self) -> dict[str, str]:
+        """TensorRT's options of the last session."""
+        (name, options), *rest = self.asked[-1]
+        assert (name, rest) == ("TensorrtExecutionProvider", ["CUDAExecutionProvider", "CPUExecutionProvider"])
+        found: dict[str, str] = options
+        return found
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Card:
+    made = Card()
+    torch.set_num_threads(1)
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: made.present)
+    monkeypatch.setattr(onnxruntime, "InferenceSession", made.session)
+    monkeypatch.setattr(variants, "TIMING_S", 0.02)
+    return made
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    install_versions(tmp_path / "models", 2)
+    return tmp_path / "models"
+
+
+def _held_out(root: Path, shape: tuple[int, int, int] = (20, 24, 3)) -> HeldOut:
+    random = np.random.default_rng(0)
+    images = [random.integers(0, 256, shape, dtype=np.uint8) for _ in range(8)]
+    labels = Model.load(root, providers=["CPUExecutionProvider"], threads=1).predict(images).argmax(axis=1)
+    return HeldOut(images, [int(label) for label in labels], images[:4])
+
+
+def test_a_person_reads_the_order() -> None:
+    assert (
+        told(["TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider"]) == "TensorRT > CUDA > CPU"
+    )
+
+
+def test_each_model_has_engines_of_its_own_that_go_with_its_version(root: Path, card: Card) -> None:
+    seen = []
+    for version in ("0001", "0002"):
+        Slots(root).use(version)
+        model = Model.load(root, threads=1)
+        assert model.predictor.providers == available_providers()
+        options = card.tensorrt
+        assert options["trt_engine_cache_enable"] == options["trt_timing_cache_enable"] == "True"
+        assert options["trt_fp16_enable"] == "False"
+        assert options["trt_engine_cache_path"] == options["trt_timing_cache_path"]
+        path = Path(options["trt_engine_cache_path"])
+        assert path.parent == root / f"{version}.engines"
+        assert (path / "built.engine").is_file()
+        seen.append(path.name)
+    assert len(set(seen)) == 2
+    assert Model.load(root / "0001", threads=1).served.name == "fp32"
+    assert Path(card.tensorrt["trt_engine_cache_path"]) == root / "0001.engines" / seen[0]
+    assert sorted(path.name for path in root.glob("*.engines")) == ["0001.engines", "0002.engines"]
+    (root / "0099.engines").mkdir()  # of a version that somebody deleted
+    slots = Slots(root, keep=1)
+    source = root / "0002"
+
+    def again(directory: Path) -> None:
+        for path in source.iterdir():
+            (directory / path.name).write_bytes(path.read_bytes())
+        Model.load(directory, threads=1)  # as the gate does it
+
+    slots.install(again)
+    assert [version.name for version in slots.versions()] == ["0002", "0003"]
+    assert [path.name for path in root.glob("*.engines")] == ["0002.engines"]
+    assert list(root.glob(".staging*")) == []
+
+
+def test_engines_that_are_built_are_no_new_version_to_the_server(root: Path, card: Card) -> None:
+    models = ServedModel(root, threads=1, warm_up=(1,))
+    models.refresh()
+    loaded = len(card.asked)
+    models.refresh()
+    assert len(card.asked) == loaded
+
+
+def test_a_folder_that_cannot_be_written_costs_the_cache_and_not_the_model(
+    root: Path, card: Card, caplog: pytest.LogCaptureFixture
+) -> None:
+    (root / "0002.engines").write_bytes(b"in the way")
+    assert Model.load(root, threads=1).predictor.providers == available_providers()
+    assert "trt_engine_cache_enable" not in card.tensorrt
+    assert "each start builds them again" in caplog.text
+
+
+def test_without_a_card_no_engines_are_kept(root: Path) -> None:
+    Model.load(root, threads=1)
+    assert list(root.glob("*.engines")) == []
+
+
+@pytest.mark.parametrize(("half_ms", "flag"), [(1.0, "True"), (3.0, "False")])
+def test_float16_in_the_engines_is_switched_on_where_it_was_measured_to_pay(
+    root: Path, card: Card, monkeypatch: pytest.MonkeyPatch, half_ms: float, flag: str
+) -> None:
+    monkeypatch.setattr(
+        variants, "_latencies", lambda forms, _: [half_ms if one.name == "trt_fp16" else 2.0 for one in forms]
+    )
+    held_out = _held_out(root)
+    manifest = add_variants(root / "0002", held_out, names=("ort", "trt_fp16"), threads=1)
+    half = next(one for one in manifest.variants if one.name == "trt_fp16")
+    refused = next(one for one in manifest.variants if one.name == "ort")
+    assert "such a graph is for the CPU alone, and there is TensorRT > CUDA > CPU" in refused.reason
+    assert half.machine == providers.machine()
+    assert manifest.files == (manifest.model,)
+    assert any(asked[0][1] == {"trt_fp16_enable": "True"} for asked in card.asked)  # measured with it, nothing kept yet
+    model = Model.load(root / "0002", threads=1)
+    assert (model.served.name == "trt_fp16") == (flag == "True")
+    assert card.tensorrt["trt_fp16_enable"] == flag
+
+
+def test_what_was_chosen_for_one_machine_is_not_used_on_another(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(variants, "TIMING_S", 0.02)
+    monkeypatch.setattr(variants, "_latencies", lambda forms, _: [1.0 if one.name == "ort" else 2.0 for one in forms])
+    held_out = _held_out(root)
+    directory = root / "0002"
+    assert add_variants(directory, held_out, names=("ort",), threads=1).serves == "ort"
+    here = Model.load(directory, threads=1)
+    assert here.predictor.name == str(directory / "model-ort.onnx")
+    assert caplog.text == ""
+    monkeypatch.setattr("devices.files.cpuinfo_field", lambda _root, name: {"flags": "fpu sse"}.get(name))
+    there = Model.load(directory, threads=1)
+    assert there.predictor.name == str(directory / "model.onnx")
+    assert there.served.file == read_manifest(directory).model
+    assert "`fedcg model optimise` tries the forms here" in caplog.text
+    np.testing.assert_allclose(there.predict(held_out.images), here.predict(held_out.images), atol=1e-5)
+
+
+def test_the_commands_and_the_log_tell_the_order(
+    root: Path, card: Card, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    images = write_images(tmp_path / "images").files[0].parent.parent
+    done = CliRunner().invoke(model_app, ["optimise", str(root), "--images", str(images), "--threads", "1"])
+    assert done.exit_code == 0, done.output
+    assert "by TensorRT > CUDA > CPU" in done.stdout
+    with caplog.at_level(logging.INFO):
+        ServedModel(root, threads=1, warm_up=(1,)).refresh()
+    assert "by TensorRT > CUDA > CPU" in caplog.text

@@ -1,0 +1,162 @@
+"""A model without its preprocessing: stated in file and manifest, run like any other, and not to be confused with one that has it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+import typer
+from safetensors.torch import save_file
+from typer.testing import CliRunner, Result
+
+from export.build.install_model import package_personal
+from export.build.to_onnx import export_personal
+from export.cli.infer_commands import export_command, infer_app, model_app
+from export.errors import ManifestError
+from export.model.manifest import Takes, read_manifest, write_manifest
+from export.model.runtime import Model, Predictor
+from export.serving.live_model import ServedModel
+from fedcg.learning.spec import FederationSpec
+from fedcg.wire.parts import Part
+from tests.support.export_models import image_form, make_parts, make_spec, write_images
+from tests.support.serving import serving
+
+Parts = Mapping[Part, Mapping[str, torch.Tensor]]
+
+
+@pytest.fixture(scope="module")
+def spec() -> FederationSpec:
+    torch.set_num_threads(1)
+    return make_spec()
+
+
+@pytest.fixture(scope="module")
+def parts(spec: FederationSpec) -> Parts:
+    return make_parts(spec)
+
+
+def _random_pixels(spec: FederationSpec, count: int) -> np.ndarray:
+    form = spec.image
+    shape = (count, form.height, form.width, form.channels)
+    return np.random.default_rng(3).integers(0, 256, shape, dtype=np.uint8)
+
+
+@pytest.mark.parametrize("mode", ["L", "RGB"])
+def test_a_model_without_preprocessing_takes_normalised_pixels_and_says_so(tmp_path: Path, mode: str) -> None:
+    spec = make_spec(image_form(mode))
+    parts, path = make_parts(spec), tmp_path / "model.onnx"
+    export_personal(spec, parts, path, takes="normalised")
+    onnx.checker.check_model(onnx.load(path), full_check=True)
+    session = onnxruntime.InferenceSession(path)
+    [taken] = session.get_inputs()
+    assert (taken.name, taken.type, taken.shape[1:]) == ("input", "tensor(float)", [spec.image.channels, 20, 24])
+    told = session.get_modelmeta().custom_metadata_map
+    form = json.loads(told["image"])
+    assert (told["takes"], form) == ("normalised", json.loads(spec.image.model_dump_json()))
+    pixels = _random_pixels(spec, 3)
+    mean, std = (np.array(form[name], dtype=np.float32) for name in ("mean", "std"))
+    by_hand = ((pixels.astype(np.float32) / 255 - mean) / std).transpose(0, 3, 1, 2)
+    [logits] = session.run(["logits"], {"input": by_hand})
+    predictor = Predictor(path.read_bytes(), spec.image, spec.class_count, takes="normalised")
+    np.testing.assert_allclose(predictor.run(pixels).logits, logits, atol=1e-6)
+    export_personal(spec, parts, path)
+    whole = Predictor(path.read_bytes(), spec.image, spec.class_count)
+    np.testing.assert_array_equal(whole.run(pixels).logits, predictor.run(pixels).logits)
+
+
+def test_a_manifest_that_says_another_thing_of_the_preprocessing_is_refused(
+    tmp_path: Path, spec: FederationSpec, parts: Parts
+) -> None:
+    kinds: tuple[tuple[Takes, Takes], ...] = (("pixels", "normalised"), ("normalised", "pixels"))
+    for takes, other in kinds:
+        directory = package_personal(
+            spec, parts, tmp_path, test_files=[], test_labels=[], metrics={}, round_number=1, takes=takes
+        ).model_dir
+        manifest = read_manifest(directory)
+        assert manifest.takes == takes
+        assert Model.load(directory).predict(_random_pixels(spec, 2)).shape == (2, 3)
+        write_manifest(directory, manifest.model_copy(update={"takes": other}))
+        with pytest.raises(ManifestError, match=r"takes .*; expected"):
+            Model.load(directory)
+
+
+@pytest.mark.parametrize("takes", ["pixels", "normalised"])
+def test_a_manifest_of_another_normalisation_is_refused(
+    tmp_path: Path, spec: FederationSpec, parts: Parts, takes: Takes
+) -> None:
+    directory = package_personal(
+        spec, parts, tmp_path, test_files=[], test_labels=[], metrics={}, round_number=1, takes=takes
+    ).model_dir
+    manifest = read_manifest(directory)
+    other = manifest.image.model_copy(update={"mean": (0.5, 0.4, 0.2)})
+    write_manifest(directory, manifest.model_copy(update={"image": other}))
+    with pytest.raises(ManifestError, match=r"was made for images .*0\.3\].*expected"):
+        Model.load(directory)
+
+
+def _run(command: typer.Typer, *arguments: str | Path) -> Result:
+    return CliRunner().invoke(command, [str(one) for one in arguments])
+
+
+@pytest.fixture(scope="module")
+def roots(tmp_path_factory: pytest.TempPathFactory, spec: FederationSpec, parts: Parts) -> tuple[Path, Path]:
+    """The same model twice, exported by the command: with its preprocessing, and without."""
+    home = tmp_path_factory.mktemp("home")
+    (home / "spec.json").write_bytes(spec.canonical())
+    tensors = {f"{part.value}/{name}": tensor for part, weights in parts.items() for name, tensor in weights.items()}
+    save_file(tensors, home / "weights.safetensors")
+    words: list[str | Path] = ["--spec", home / "spec.json", "--weights", home / "weights.safetensors"]
+    exporting = typer.Typer()
+    exporting.command()(export_command)
+    for name, options in (("whole", ()), ("raw", ("--raw",))):
+        told = _run(exporting, *words, "--out", home / name, *options)
+        assert told.exit_code == 0, told.output
+    return home / "whole", home / "raw"
+
+
+def _answers(root: Path, folder: Path) -> list[dict[str, object]]:
+    told = _run(infer_app, "--model", root, "--json", folder)
+    assert told.exit_code == 0, told.output
+    results: list[dict[str, object]] = json.loads(told.stdout)["results"]
+    return results
+
+
+def test_the_commands_export_check_and_run_it_with_the_same_answers(roots: tuple[Path, Path], tmp_path: Path) -> None:
+    whole, raw = roots
+    assert [read_manifest(root / "0001").takes for root in roots] == ["pixels", "normalised"]
+    checked = _run(model_app, "verify", raw)
+    assert checked.exit_code == 0
+    assert checked.stdout.startswith("0001  as its manifest says")
+    write_images(tmp_path)
+    answers = _answers(raw, tmp_path)
+    assert len(answers) == 12
+    assert answers == _answers(whole, tmp_path)
+
+
+def test_the_server_takes_it_as_any_other(roots: tuple[Path, Path]) -> None:
+    image = [np.full((20, 24, 3), 77, dtype=np.uint8)]
+    rows = []
+    for root in roots:
+        models = ServedModel(root, threads=1, warm_up=(1, 3))
+        models.refresh()
+        assert models.current is not None, models.refused
+        rows.append(models.current.predict(image))
+    np.testing.assert_array_equal(rows[0], rows[1])
+
+
+@pytest.mark.slow
+def test_over_http_it_answers_as_the_model_with_its_preprocessing(roots: tuple[Path, Path], tmp_path: Path) -> None:
+    content = write_images(tmp_path, 1).files[0].read_bytes()
+    answers = []
+    for root in roots:
+        with serving(root, "--threads", 1) as server:
+            answer = server.ask("/predict", content, {"Content-Type": "image/jpeg"})
+            assert answer.status == 200, answer.text
+            answers.append(answer.document["results"])
+    assert answers[0] == answers[1]

@@ -1,0 +1,143 @@
+"""A manifest's signature: which box made a model, and that nothing was altered since."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from export.build.install_model import package_personal
+from export.cli.optimise_command import model_app
+from export.errors import ExportError, InputError, ManifestError, TamperedError
+from export.model import signature
+from export.model.manifest import read_manifest
+from export.model.runtime import Model
+from export.model.signature import required, sign_manifest, signer_of
+from fedcg.wire.messages.signing import SigningKey
+from tests.support.export_models import image_form, make_parts, make_spec
+
+
+@pytest.fixture
+def key(tmp_path: Path) -> SigningKey:
+    made = SigningKey.generate()
+    made.save(tmp_path / "signing.key")
+    return made
+
+
+@pytest.fixture
+def directory(tmp_path: Path, key: SigningKey) -> Path:
+    torch.set_num_threads(1)
+    spec = make_spec(image_form())
+    return package_personal(
+        spec,
+        make_parts(spec),
+        tmp_path / "models",
+        test_files=[],
+        test_labels=[],
+        metrics={},
+        round_number=1,
+        key=tmp_path / "signing.key",
+    ).model_dir
+
+
+def test_a_model_says_which_box_made_it(directory: Path, key: SigningKey) -> None:
+    assert signer_of(directory) == key.public.hex
+    read_manifest(directory, required(key.public.hex))
+    listed = json.loads(CliRunner().invoke(model_app, ["list", str(directory.parent), "--json"]).stdout)
+    assert [row["signed_by"] for row in listed] == [key.public.hex]
+
+
+def _alter_manifest(directory: Path) -> None:
+    path = directory / "manifest.json"
+    path.write_text(path.read_text().replace('"round": 1', '"round": 2'))
+
+
+def _alter_signature(directory: Path) -> None:
+    path = directory / "manifest.sig"
+    told = json.loads(path.read_text())
+    told["signature"] = ("0" if told["signature"][0] != "0" else "1") + told["signature"][1:]
+    path.write_text(json.dumps(told))
+
+
+def _sign_by_another(directory: Path) -> None:
+    SigningKey.generate().save(directory.parent / "other.key")
+    sign_manifest(directory, directory.parent / "other.key")
+
+
+@pytest.mark.parametrize(
+    ("alter", "told", "is_intact"),
+    [
+        (_alter_manifest, "is not over this manifest", False),
+        (_alter_signature, "is not over this manifest", False),
+        (_sign_by_another, "the model of another box", True),
+        (lambda directory: (directory / "manifest.sig").unlink(), "not signed", True),
+    ],
+)
+def test_what_the_box_did_not_sign_is_refused_by_the_command(
+    directory: Path, key: SigningKey, alter: Callable[[Path], None], told: str, is_intact: bool
+) -> None:
+    command = ["verify", str(directory.parent), "--signed-by", key.public.hex]
+    assert CliRunner().invoke(model_app, command).exit_code == 0
+    alter(directory)
+    with pytest.raises(TamperedError, match=told):
+        read_manifest(directory, required(key.public.hex))
+    refused = CliRunner().invoke(model_app, command)
+    assert refused.exit_code == 2
+    assert told in refused.stderr
+    if is_intact:  # running asks for no signature
+        assert Model.load(directory, threads=1).manifest.federation == "garden"
+    else:  # but what is there must be right
+        with pytest.raises(TamperedError, match=told):
+            Model.load(directory, threads=1)
+
+
+def test_without_cryptography_a_signature_nobody_asked_for_is_not_checked(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _alter_manifest(directory)
+    monkeypatch.setattr(signature, "find_spec", lambda name: None)
+    assert read_manifest(directory).round == 2
+
+
+def test_a_file_that_is_no_signature_is_named(directory: Path, key: SigningKey) -> None:
+    (directory / "manifest.sig").write_text("{}")
+    with pytest.raises(ManifestError, match=r"manifest\.sig: not a signature"):
+        read_manifest(directory, required(key.public.hex))
+
+
+def test_a_key_is_given_as_digits_or_as_a_file_of_either_half(directory: Path, key: SigningKey, tmp_path: Path) -> None:
+    public = tmp_path / "box.pub"
+    public.write_text(key.public.hex + "\n")
+    for told in (key.public.hex, str(public), str(tmp_path / "signing.key")):
+        assert read_manifest(directory, required(told)).federation == "garden"
+
+
+@pytest.mark.parametrize("told", ["abc", "gone.key", "."])
+def test_what_is_no_key_says_where_to_find_one(told: str) -> None:
+    with pytest.raises(ExportError, match="fedcg device show"):
+        required(told)
+
+
+def test_a_file_that_holds_no_key_is_named(tmp_path: Path) -> None:
+    for content in (b"-----BEGIN RUBBISH", b"\xff\x00", b"abc"):
+        (tmp_path / "odd.key").write_bytes(content)
+        with pytest.raises(ExportError, match=r"odd\.key: .*64 hex digits"):
+            required(str(tmp_path / "odd.key"))
+
+
+@pytest.mark.parametrize("content", [None, b"no key"])
+def test_a_key_file_that_cannot_sign_is_named_and_nothing_is_installed(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "bad.key"
+    if content is not None:
+        path.write_bytes(content)
+    torch.set_num_threads(1)
+    spec, root = make_spec(image_form()), tmp_path / "models"
+    with pytest.raises(InputError, match=r"bad\.key"):
+        package_personal(
+            spec, make_parts(spec), root, test_files=[], test_labels=[], metrics={}, round_number=1, key=path
+        )
+    assert list(root.glob("0*")) == []

@@ -1,0 +1,301 @@
+"""`fedcg infer serve` as applications, operators and hostile callers see it: a process of its own, asked over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import shutil
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+from export.cli.infer_commands import infer_app
+from export.model.preprocess import load_image
+from export.model.runtime import Model
+from export.serving.server import Settings, _bound
+from fedcg.listening import Caps, Connections
+from tests.support.export_models import CLASSES, LOADED_PROBE, encoded, picture
+from tests.support.serving import JSON, PNG, Server, install_versions, multipart, serving
+
+MAX_BYTES = 300_000
+ONE = encoded(picture(1), "PNG")
+TWO = encoded(picture(2), "PNG")
+OK = 'fedcg_serve_requests_total{outcome="ok"}'
+QUEUE = "fedcg_serve_queue_images"
+# A sound image that takes long to decode and short to send: 36 million pixels, under the default limit.
+SLOW = encoded(Image.new("L", (6000, 6000)), "PNG")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    models = tmp_path_factory.mktemp("served") / "models"
+    install_versions(models, 2)
+    return models
+
+
+@pytest.fixture(scope="module")
+def server(root: Path) -> Iterator[Server]:
+    with serving(root, "--max-bytes", MAX_BYTES, "--max-pixels", 1_000_000, "--max-batch", 8) as running:
+        yield running
+
+
+def _told(server: Server, body: bytes, headers: dict[str, str], query: str = "") -> list[dict[str, object]]:
+    answer = server.ask(f"/predict{query}", body, headers)
+    assert answer.status == 200, answer.text
+    document = answer.document
+    assert [document[name] for name in ("federation", "round", "version")] == ["garden", 2, "0002"]
+    results: list[dict[str, object]] = document["results"]
+    return results
+
+
+def _infer(root: Path, folder: Path, top: int, *contents: bytes) -> list[dict[str, object]]:
+    """What `fedcg infer --json` says of the same bytes, without the files' names."""
+    files = [folder / f"{number}.png" for number in range(len(contents))]
+    for file, content in zip(files, contents, strict=True):
+        file.write_bytes(content)
+    words = ["--model", root, "--json", "--top", top, *files]
+    done = CliRunner().invoke(infer_app, [str(word) for word in words])
+    assert done.exit_code == 0, done.output
+    return [{**result, "file": ""} for result in json.loads(done.stdout)["results"]]
+
+
+def test_every_form_of_a_request_is_answered_as_infer_does(server: Server, root: Path, tmp_path: Path) -> None:
+    wanted = _infer(root, tmp_path, 2, ONE, TWO)
+    [raw] = _told(server, ONE, PNG, "?top=2")
+    assert raw == {**wanted[0], "file": "image"}
+    body, headers = multipart({"a.png": ONE, "b.png": TWO})
+    assert _told(server, body, headers, "?top=2") == [{**wanted[0], "file": "a.png"}, {**wanted[1], "file": "b.png"}]
+    form = Model.load(root).manifest.image
+    arrays = [load_image(content, form).tolist() for content in (ONE, TWO)]
+    batch = _told(server, json.dumps({"images": arrays}).encode(), JSON, "?top=2")
+    assert batch == [{**wanted[0], "file": "images[0]"}, {**wanted[1], "file": "images[1]"}]
+    [single] = _told(server, json.dumps({"images": arrays[1]}).encode(), JSON, "?top=2")
+    assert single == batch[1] | {"file": "images[0]"}
+
+
+def test_top_says_how_many_classes_are_named(server: Server) -> None:
+    for query, count in (("", 3), ("?top=1", 1), ("?top=99", len(CLASSES))):
+        [result] = _told(server, ONE, PNG, query)
+        assert isinstance(result["top"], list)
+        assert len(result["top"]) == count
+
+
+def test_it_is_ready_and_says_which_model_it_serves(server: Server, root: Path) -> None:
+    assert server.ask("/healthz").document == {"status": "ok"}
+    identity = {"federation": "garden", "round": 2, "version": "0002"}
+    assert server.ask("/readyz").document == {"status": "ok", **identity}
+    told = server.ask("/model").document
+    assert told == told | identity | {"providers": ["CPUExecutionProvider"], "refused": None}
+    assert told["manifest"] == json.loads((root / "0002" / "manifest.json").read_text())
+    assert told["since"]
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "status", "code", "field"),
+    [
+        (ONE[:400], PNG, 422, "bad_image", "image"),
+        (encoded(Image.new("1", (10_000, 10_000)), "PNG"), PNG, 413, "image_too_large", "image"),
+        (b"", PNG, 400, "empty_body", None),
+        (bytes(MAX_BYTES + 1), PNG, 413, "body_too_large", None),
+        (b"a=b", {"Content-Type": "text/plain"}, 415, "unknown_type", "Content-Type"),
+        (b"a=b", {}, 415, "unknown_type", "Content-Type"),
+        (b"{", JSON, 422, "bad_json", "body"),
+        (json.dumps({"images": np.zeros((20, 24, 4), int).tolist()}).encode(), JSON, 422, "bad_values", "images"),
+        (b"x", {"Content-Type": "multipart/form-data; boundary=b"}, 400, "bad_multipart", "body"),
+        (*multipart({f"{n}": ONE for n in range(9)}), 413, "too_many_images", "images"),
+        (*multipart({"good": ONE, "bad": b"text"}), 422, "bad_image", "bad"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_bad_request_is_told_what_is_wrong(
+    server: Server, body: bytes, headers: dict[str, str], status: int, code: str, field: str | None
+) -> None:
+    outcome = f'fedcg_serve_requests_total{{outcome="{code}"}}'
+    before = server.metric(outcome)
+    answer = server.ask("/predict", body, headers)
+    assert (answer.status, answer.code, answer.document["error"]["field"]) == (status, code, field), answer.text
+    assert len(answer.document["error"]["message"]) > 20
+    assert server.metric(outcome) == before + 1
+    assert server.ask("/predict", ONE, PNG).status == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "method", "status", "code"),
+    [
+        ("/predict?top=0", "POST", 422, "bad_request"),
+        ("/predict?top=many", "POST", 422, "bad_request"),
+        ("/predict", "GET", 405, "wrong_method"),
+        ("/nowhere", "GET", 404, "not_found"),
+    ],
+)
+def test_a_wrong_address_is_told_so_as_json(server: Server, path: str, method: str, status: int, code: str) -> None:
+    answer = server.ask(path, ONE if method == "POST" else None, PNG, method)
+    assert (answer.status, answer.code) == (status, code)
+
+
+def test_a_body_without_a_length_is_refused_while_it_is_read(server: Server) -> None:
+    """It never ends: an answer can only come before all of it was taken."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
+        connection.sendall(
+            b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: image/png\r\nTransfer-Encoding: chunked\r\n\r\n"
+        )
+        piece = bytes(50_000)
+        for _ in range(MAX_BYTES // len(piece) + 1):
+            connection.sendall(f"{len(piece):x}\r\n".encode() + piece + b"\r\n")
+        response = http.client.HTTPResponse(connection)
+        response.begin()
+        assert (response.status, json.loads(response.read())["error"]["code"]) == (413, "body_too_large")
+
+
+def test_metrics_are_lines_that_prometheus_reads_and_count_what_happened(server: Server, root: Path) -> None:
+    def figures() -> list[float]:
+        names = (OK, "fedcg_serve_request_seconds_count", 'fedcg_serve_request_seconds_bucket{le="+Inf"}')
+        images = ("fedcg_serve_batch_images_sum",)
+        return [server.metric(name) for name in (*names, *images)]
+
+    [likeliest] = _told(server, ONE, PNG)
+    predicted = f'fedcg_serve_predictions_total{{class="{likeliest["class"]}"}}'
+    before, classes = figures(), server.metric(predicted)
+    body, headers = multipart({"a": ONE, "b": ONE})
+    _told(server, body, headers)
+    assert [after - value for after, value in zip(figures(), before, strict=True)] == [1, 1, 1, 2]
+    assert server.metric(predicted) == classes + 2
+    sha256 = Model.load(root).manifest.model.sha256
+    info = f'fedcg_serve_model_info{{federation="garden",round="2",version="0002",sha256="{sha256}"}}'
+    assert [server.metric(one) for one in (info, "fedcg_serve_ready", QUEUE)] == [1, 1, 0]
+    page = server.ask("/metrics")
+    assert page.headers["content-type"].startswith("text/plain; version=0.0.4")
+    described = {line.split()[2] for line in page.text.splitlines() if line.startswith("# TYPE")}
+    samples = [line for line in page.text.splitlines() if not line.startswith("#")]
+    for line in samples:
+        name = line.partition("{")[0].split()[0]
+        assert {name, name.removesuffix("_bucket"), name.removesuffix("_sum"), name.removesuffix("_count")} & described
+
+
+def test_the_live_process_holds_no_torch(server: Server) -> None:
+    _told(server, ONE, PNG)
+    libraries = Path(f"/proc/{server.process.pid}/maps").read_text()
+    assert "onnxruntime" in libraries
+    assert "torch" not in libraries
+
+
+def test_it_waits_for_a_model_and_at_its_end_has_loaded_neither_torch_nor_paho_nor_the_wire(
+    root: Path, tmp_path: Path
+) -> None:
+    models = tmp_path / "models"
+    with serving(models, command=(sys.executable, "-c", LOADED_PROBE)) as running:
+        ready, asked = running.ask("/readyz"), running.ask("/predict", ONE, PNG)
+        for answer in (ready, asked, running.ask("/model")):
+            assert (answer.status, answer.code) == (503, "no_model")
+            assert f"{models}: no such folder" in answer.document["error"]["message"]
+        assert asked.headers["retry-after"]
+        assert running.ask("/healthz").status == 200
+        assert running.metric("fedcg_serve_ready") == 0
+        shutil.copytree(root, models)
+        running.wait_for_version("0002")
+        assert running.ask("/predict", ONE, PNG).status == 200
+        code, errors = running.stop()
+    assert (code, errors.splitlines()[-1]) == (0, "LOADED []")
+
+
+@contextmanager
+def _slow_request(server: Server) -> Iterator[http.client.HTTPConnection]:
+    """One whose image is being decoded when the context begins."""
+    with closing(server.connect()) as connection:
+        connection.request("POST", "/predict", SLOW, PNG)
+        server.wait_for_metric(QUEUE, 1)
+        yield connection
+
+
+def _answered(connection: http.client.HTTPConnection) -> int:
+    """How many images it was answered for."""
+    with closing(connection.getresponse()) as response:
+        assert response.status == 200
+        return len(json.loads(response.read())["results"])
+
+
+def test_a_full_queue_and_a_caller_who_left_and_a_drain(root: Path) -> None:
+    with serving(root, "--queue", 1) as running:
+        with _slow_request(running) as first:
+            refused = running.ask("/predict", ONE, PNG)
+            assert (refused.status, refused.code, refused.headers["retry-after"]) == (429, "queue_full", "1")
+            assert _answered(first) == 1
+        batches = running.metric("fedcg_serve_batch_images_count")
+
+        with _slow_request(running):
+            pass
+        running.wait_for_metric('fedcg_serve_requests_total{outcome="cancelled"}', 1)
+        assert running.metric(QUEUE) == 0
+        assert running.ask("/predict", ONE, PNG).status == 200
+        assert running.metric("fedcg_serve_batch_images_count") == batches + 1  # the left one was not predicted
+
+        with _slow_request(running) as last:
+            running.process.send_signal(signal.SIGTERM)
+            assert running.ask("/readyz").code == running.ask("/predict", ONE, PNG).code == "draining"
+            assert _answered(last) == 1
+        assert running.process.wait(timeout=30) == 0
+
+
+def test_answers_do_not_wait_for_a_callers_acknowledgement(root: Path) -> None:
+    """TCP_NODELAY, without which every answer on a kept connection takes 40 ms."""
+
+    async def run() -> int:
+        accepted = asyncio.get_running_loop().create_future()
+        with _bound(Settings(root, port=0), Connections(Caps(8, 8))) as listener:
+            server = await asyncio.start_server(lambda _, writer: accepted.set_result(writer), sock=listener)
+            _, caller = await asyncio.open_connection(*listener.getsockname())
+            writer: asyncio.StreamWriter = await accepted
+            no_delay: int = writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            for one in (caller, writer, server):
+                one.close()
+            await server.wait_closed()
+        return no_delay
+
+    assert asyncio.run(run()) != 0
+
+
+@pytest.mark.slow
+def test_an_interrupt_ends_it_with_exit_code_0_too(root: Path) -> None:
+    with serving(root) as running:
+        code, errors = running.stop(signal.SIGINT)
+    assert code == 0
+    assert "Traceback" not in errors
+
+
+def test_a_port_that_is_taken_is_an_error_that_says_what_to_do(server: Server, root: Path) -> None:
+    done = CliRunner().invoke(infer_app, ["serve", "--model", str(root), "--port", str(server.port)])
+    assert done.exit_code == 2
+    assert f"cannot listen on 127.0.0.1 port {server.port}" in done.stderr
+    assert "--port" in done.stderr
+
+
+def test_callers_at_once_each_get_the_answer_to_their_own_image(server: Server) -> None:
+    contents = [encoded(picture(seed), "PNG") for seed in range(10)]
+    alone = [_told(server, content, PNG) for content in contents]
+    before = server.metric("fedcg_serve_batch_images_count")
+    with ThreadPoolExecutor(16) as pool:
+        together = list(pool.map(lambda number: _told(server, contents[number % 10], PNG), range(200)))
+    for number, results in enumerate(together):
+        [result], [wanted] = results, alone[number % 10]
+        assert result["class"] == wanted["class"]
+        assert result["probability"] == pytest.approx(wanted["probability"], abs=1e-5)
+    assert server.metric("fedcg_serve_batch_images_count") < before + 200  # some were predicted together
+
+
+def test_a_page_that_leads_a_browser_here_under_its_own_name_gets_nothing(server: Server, root: Path) -> None:
+    refused = server.ask("/model", headers={"Host": "evil.example"})
+    assert (refused.status, refused.code) == (400, "wrong_host")
+    assert "--allow-host" in refused.document["error"]["message"]
+    assert server.ask("/model", headers={"Host": f"localhost:{server.port}"}).status == 200
+    with serving(root, "--allow-host", "line-4.example") as named:
+        assert named.ask("/model", headers={"Host": "line-4.example:80"}).status == 200

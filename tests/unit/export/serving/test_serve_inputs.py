@@ -1,0 +1,244 @@
+"""What a request's body may be, and what each thing that it may not be is called."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import struct
+import zlib
+from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image, PngImagePlugin
+
+from export.errors import RefusedError
+from export.model.preprocess import load_image
+from export.serving.request_bodies import BODIES_AT_ONCE, Bodies, Body, Limits, check_type, parse_multipart, read_images
+from tests.support.export_models import encoded, image_form, picture
+from tests.support.serving import multipart
+
+LIMITS = Limits(max_bytes=1_000_000, max_pixels=10_000, max_images=3)
+FORM = image_form()  # 20 x 24, colour
+ONE = np.arange(20 * 24 * 3, dtype=np.uint32).reshape(20, 24, 3) % 256
+
+
+def _json(images: object) -> Body:
+    return Body(json.dumps({"images": images}).encode(), "application/json")
+
+
+def _multipart(files: Mapping[str, bytes]) -> Body:
+    content, headers = multipart(files)
+    return Body(content, headers["Content-Type"])
+
+
+def _refusal(body: Body) -> RefusedError:
+    with pytest.raises(RefusedError) as caught:
+        read_images(body, FORM, LIMITS)
+    return caught.value
+
+
+def test_the_bytes_of_an_image_are_what_infer_would_see_of_the_file() -> None:
+    content = encoded(picture(1), "PNG")
+    [image] = read_images(Body(content, "image/png"), FORM, LIMITS)
+    assert image.name == "image"
+    np.testing.assert_array_equal(image.pixels, load_image(content, FORM))
+
+
+def test_multipart_gives_its_files_in_order_by_name() -> None:
+    contents = {"a.png": encoded(picture(1), "PNG"), "b.jpg": encoded(picture(2), "JPEG")}
+    images = read_images(_multipart(contents), FORM, LIMITS)
+    assert [image.name for image in images] == ["a.png", "b.jpg"]
+    for image, content in zip(images, contents.values(), strict=True):
+        np.testing.assert_array_equal(image.pixels, load_image(content, FORM))
+
+
+@given(st.lists(st.binary(max_size=60) | st.just(b"\r\n--a boundar\r\n\r\n--"), min_size=1, max_size=3))
+def test_multipart_keeps_every_byte(contents: list[bytes]) -> None:
+    files = {f"{number}.png": content for number, content in enumerate(contents)}
+    assert parse_multipart(_multipart(files), 3) == list(files.items())
+
+
+@given(st.binary(max_size=200), st.integers(0, 250), st.booleans())
+def test_a_multipart_body_that_is_cut_or_changed_is_parsed_or_refused(noise: bytes, keep: int, is_cut: bool) -> None:
+    body = _multipart({"a.png": b"one", "b.png": b"two"})
+    content = body.content[:keep] + noise if is_cut else noise + body.content
+    with suppress(RefusedError):
+        assert len(parse_multipart(Body(content, body.content_type), 3)) <= 3
+
+
+@pytest.mark.parametrize("keep", [0, 5, 20, 60, 100, 150, -4])
+def test_a_multipart_body_that_breaks_off_is_refused(keep: int) -> None:
+    body = _multipart({"a.png": b"one", "b.png": b"two"})
+    assert _refusal(Body(body.content[:keep], body.content_type)).code == "bad_multipart"
+
+
+@pytest.mark.parametrize(
+    "content_type", ["multipart/form-data", "multipart/form-data; boundary=", "multipart/form-data; boundary=é"]
+)
+def test_multipart_without_a_usable_boundary_is_refused(content_type: str) -> None:
+    error = _refusal(Body(b"--x--", content_type))
+    assert (error.code, error.field) == ("bad_multipart", "Content-Type")
+
+
+def test_arrays_are_one_image_or_a_batch() -> None:
+    [image] = read_images(_json(ONE.tolist()), FORM, LIMITS)
+    np.testing.assert_array_equal(image.pixels, ONE)
+    assert image.pixels.dtype == np.uint8
+    images = read_images(_json([ONE.tolist(), (255 - ONE.astype(int)).tolist()]), FORM, LIMITS)
+    assert [one.name for one in images] == ["images[0]", "images[1]"]
+    np.testing.assert_array_equal(images[1].pixels, 255 - ONE)
+
+
+def _with(value: object) -> object:
+    rows = ONE.astype(object).tolist()
+    rows[3][0][2] = value
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("images", "field", "told"),
+    [
+        (_with(256), "images[3][0][2]", "256 is no pixel"),
+        (_with(-1), "images[3][0][2]", "-1 is no pixel"),
+        (_with(10**30), "images", "whole numbers"),
+        (_with(0.5), "images", "whole numbers"),
+        (_with("7"), "images", "whole numbers"),
+        (_with(None), "images", "whole numbers"),
+        (_with([1, 2]), "images", "unequal length"),
+        (np.zeros((20, 24, 4), int).tolist(), "images", r"the shape is \[20, 24, 4\]; send .* \[20, 24, 3\]"),
+        (np.zeros((20, 24), int).tolist(), "images", "the shape is"),
+        (np.zeros((1, 1, 20, 24, 3), int).tolist(), "images", "the shape is"),
+        ([], "images", "the shape is"),
+        (True, "images", "the shape is"),
+        ({"a": 1}, "images", "the shape is"),
+    ],
+)
+def test_an_array_that_is_no_image_is_refused_with_what_is_taken(images: object, field: str, told: str) -> None:
+    error = _refusal(_json(images))
+    assert (error.status, error.code, error.field) == (422, "bad_values", field)
+    with pytest.raises(RefusedError, match=told):
+        raise error
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[1]", b'{"image": []}', b'{"images": [], "more": 1}', b"[" * 5000, b"\xff\xfe", b"NaN"]
+)
+def test_what_is_no_document_of_images_is_refused(content: bytes) -> None:
+    assert _refusal(Body(content, "application/json")).code == "bad_json"
+
+
+def test_more_json_than_the_images_need_is_refused_before_it_is_parsed() -> None:
+    error = _refusal(Body(b"[" * 100_000, "application/json"))
+    assert (error.status, error.code) == (413, "body_too_large")
+
+
+def test_too_many_images_are_refused() -> None:
+    one = encoded(picture(1), "PNG")
+    assert _refusal(_multipart({f"{n}.png": one for n in range(4)})).code == "too_many_images"
+    assert _refusal(_json([np.zeros((20, 24, 3), int).tolist()] * 4)).code == "too_many_images"
+
+
+def _bomb() -> bytes:
+    """A sound small PNG whose comment unpacks to 300 MB."""
+    info = PngImagePlugin.PngInfo()
+    packed = zlib.compressobj()
+    comment = b"".join(packed.compress(bytes(1_000_000)) for _ in range(300)) + packed.flush()
+    buffer = io.BytesIO()
+    picture(1).save(buffer, "PNG", pnginfo=info)
+    body = b"zTXtcomment\0\0" + comment
+    chunk = struct.pack(">I", len(body) - 4) + body + struct.pack(">I", zlib.crc32(body))
+    content = buffer.getvalue()
+    return content[:33] + chunk + content[33:]  # after the header
+
+
+@pytest.mark.parametrize(
+    ("content", "status", "code", "told"),
+    [
+        (encoded(picture(1), "PNG")[:300], 422, "bad_image", "damaged"),
+        (b"no image", 422, "bad_image", "not an image"),
+        (encoded(Image.new("L", (100, 101)), "PNG"), 413, "image_too_large", "101.* over the limit of 10000"),
+        (_bomb(), 422, "bad_image", "damaged"),
+        (b"", 400, "empty_body", "is empty"),
+    ],
+    ids=["truncated", "text", "too many pixels", "a comment that unpacks to 300 MB", "nothing"],
+)
+def test_one_bad_file_refuses_the_request_and_is_named(content: bytes, status: int, code: str, told: str) -> None:
+    error = _refusal(_multipart({"good.png": encoded(picture(1), "PNG"), "bad.png": content}))
+    assert (error.status, error.code, error.field) == (status, code, "bad.png")
+    with pytest.raises(RefusedError, match=told):
+        raise error
+
+
+@pytest.mark.parametrize(
+    "known", ["image/png", "image/x-whatever", "application/json", "multipart/form-data", "application/octet-stream"]
+)
+def test_known_types_pass(known: str) -> None:
+    check_type(Body(b"", f" {known.upper()} ; q=1").media_type)
+
+
+@pytest.mark.parametrize("unknown", ["", "text/plain", "application/x-www-form-urlencoded", "images/png"])
+def test_unknown_types_are_refused(unknown: str) -> None:
+    with pytest.raises(RefusedError, match="send one of image") as caught:
+        check_type(unknown)
+    assert (caught.value.status, caught.value.field) == (415, "Content-Type")
+
+
+async def _pieces(count: int, size: int, taken: list[int]) -> AsyncIterator[bytes]:
+    for _ in range(count):
+        taken.append(size)
+        yield bytes(size)
+
+
+def _read(bodies: Bodies, pieces: AsyncIterator[bytes], declared: int = 0) -> int:
+    async def run() -> int:
+        async with bodies.read(pieces, declared) as content:
+            return len(content)
+
+    return asyncio.run(run())
+
+
+def test_a_body_over_the_limit_is_refused_at_the_piece_that_passes_it() -> None:
+    bodies, taken = Bodies(100, 5), list[int]()
+    assert _read(bodies, _pieces(10, 10, taken)) == 100
+    taken.clear()
+    with pytest.raises(RefusedError, match="may have 100 bytes") as caught:
+        _read(bodies, _pieces(1000, 10, taken))
+    assert (caught.value.status, len(taken)) == (413, 11)
+    taken.clear()
+    with pytest.raises(RefusedError, match="may have 100 bytes"):
+        _read(bodies, _pieces(1000, 10, taken), declared=101)
+    assert taken == []
+    assert _read(bodies, _pieces(10, 10, taken)) == 100  # nothing of what was refused counts any more
+
+
+def test_all_bodies_together_have_a_limit_that_ends_with_them() -> None:
+    bodies = Bodies(100, 5)
+
+    async def run() -> None:
+        held = [bodies.read(_pieces(1, 100, []), 100) for _ in range(BODIES_AT_ONCE)]
+        for one in held:
+            await one.__aenter__()
+        with pytest.raises(RefusedError) as caught:
+            async with bodies.read(_pieces(1, 1, []), 1):
+                pass
+        assert (caught.value.status, caught.value.code, caught.value.retry_after_s) == (429, "queue_full", 1)
+        await held[0].__aexit__(None, None, None)
+        async with bodies.read(_pieces(1, 1, []), 1) as content:
+            assert content == bytes(1)
+
+    asyncio.run(run())
+
+
+def test_a_body_that_does_not_arrive_is_refused() -> None:
+    async def never() -> AsyncIterator[bytes]:
+        yield b"start"
+        await asyncio.Event().wait()
+
+    with pytest.raises(RefusedError, match=r"within 0\.01 s") as caught:
+        _read(Bodies(100, 0.01), never())
+    assert caught.value.status == 408

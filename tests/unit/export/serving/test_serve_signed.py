@@ -1,0 +1,112 @@
+"""A server that is told whose models to serve: what that device did not sign, as it signed it, never comes into service."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from export.cli.infer_commands import infer_app
+from export.model.manifest import read_manifest, write_manifest
+from export.model.signature import required, sign_manifest
+from export.model.versions import Slots
+from export.serving.drift_watch import Verdict
+from export.serving.live_model import ServedModel
+from fedcg.wire.messages.signing import SigningKey
+from tests.support.export_models import encoded, picture
+from tests.support.serving import PNG, install_versions, serving
+
+Alter = Callable[[Path, Path], None]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two versions under `models`, both signed by `own.key`."""
+    folder = tmp_path_factory.mktemp("home")
+    for name in ("own.key", "other.key"):
+        SigningKey.generate().save(folder / name)
+    install_versions(folder / "models", 2)
+    for version in Slots(folder / "models").versions():
+        sign_manifest(version.directory, folder / "own.key")
+    Slots(folder / "models").use("0001")
+    return folder
+
+
+@pytest.fixture
+def root(home: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(home / "models", tmp_path / "models"))
+
+
+def _flip(path: Path, position: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1
+    path.write_bytes(bytes(content))
+
+
+def _of_another_federation(directory: Path, home: Path) -> None:
+    write_manifest(directory, read_manifest(directory).model_copy(update={"federation": "meadow"}))
+    sign_manifest(directory, home / "own.key")
+
+
+def _of_another_box(directory: Path, home: Path) -> None:
+    sign_manifest(directory, home / "other.key")
+
+
+ALTERED: tuple[tuple[Alter, str], ...] = (
+    (lambda directory, _: _flip(directory / "model.onnx", 1000), "the bytes are not the ones"),
+    (lambda directory, _: _flip(directory / "manifest.json", -8), "one of them was altered"),
+    (lambda directory, _: (directory / "manifest.sig").unlink(), "the model is not signed"),
+    (_of_another_box, "the model of another box"),
+    (_of_another_federation, "a model of federation meadow, and this server serves garden"),
+)
+
+
+@pytest.mark.parametrize("altered", [ALTERED[1:2], pytest.param(ALTERED, marks=pytest.mark.slow)], ids=["one", "all"])
+def test_over_http_each_refused_version_is_told_and_the_last_good_one_goes_on_answering(
+    home: Path, root: Path, tmp_path: Path, altered: Sequence[tuple[Alter, str]]
+) -> None:
+    sound = Path(shutil.copytree(root / "0002", tmp_path / "sound"))
+    with serving(root, "--signed-by", str(home / "own.key")) as server:
+        for number, (alter, told) in enumerate(altered, 1):
+            shutil.rmtree(root / "0002")
+            alter(Path(shutil.copytree(sound, root / "0002")), home)
+            Slots(root)._point_to("0002")  # `use` would refuse some of them
+            server.wait_for_metric('fedcg_serve_model_loads_total{outcome="refused"}', number)
+            assert told in server.ask("/model").document["refused"]
+            answer = server.ask("/predict", encoded(picture(1), "PNG"), PNG)
+            assert (answer.status, answer.document["version"]) == (200, "0001")
+            Slots(root)._point_to("0001")
+            server.wait_for_metric('fedcg_serve_model_loads_total{outcome="loaded"}', 1 + number)
+        shutil.rmtree(root / "0002")
+        shutil.copytree(sound, root / "0002")
+        Slots(root).use("0002")
+        server.wait_for_version("0002")
+
+
+def test_a_server_begins_without_a_model_rather_than_with_one_that_is_not_signed(home: Path, root: Path) -> None:
+    _flip(root / "0001" / "manifest.json", -8)
+    models = ServedModel(root, threads=1, warm_up=(1,), accept=required(str(home / "own.key")))
+    models.refresh()
+    assert models.current is None
+    assert "altered" in models.refused
+
+
+def test_a_version_is_not_taken_back_to_one_that_the_box_did_not_sign(home: Path, root: Path) -> None:
+    (root / "0001" / "manifest.sig").unlink()
+    Slots(root).use("0002")
+    models = ServedModel(root, threads=1, warm_up=(1,), accept=required(str(home / "own.key")))
+    models.refresh()
+    assert not models.take_back(Verdict("0002", "drift", "told so"))
+    assert Slots(root).current().name == "0002"
+
+
+def test_the_command_classifies_with_a_signed_model_only(home: Path, root: Path, tmp_path: Path) -> None:
+    (tmp_path / "image.png").write_bytes(encoded(picture(1), "PNG"))
+    command = [str(tmp_path / "image.png"), "--model", str(root), "--signed-by"]
+    assert CliRunner().invoke(infer_app, [*command, str(home / "own.key")]).exit_code == 0
+    refused = CliRunner().invoke(infer_app, [*command, str(home / "other.key")])
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert "the model of another box" in refused.stderr

@@ -1,0 +1,357 @@
+"""The averaging family against hand-worked numbers: who is averaged, what stays, penalties, FedDF's and FedGen's servers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from fedcg.learning.aggregation.distillation import Bank, draw_bank
+from fedcg.learning.errors import DataError
+from fedcg.learning.method import Aggregate, Update, Weights
+from fedcg.learning.methods import feddf, fedgen, fedprox
+from fedcg.learning.networks import load_part
+from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
+from fedcg.learning.registry import get_method, method_names
+from fedcg.learning.seeds import Streams
+from fedcg.learning.simulation.simulation import MemorySpill
+from fedcg.learning.spec import FederationPlan, ImageForm, NetworkChoice, ParameterValue
+from fedcg.learning.training.training_loop import Block
+from fedcg.wire.parts import Part
+from tests.support.learning_cases import CLASSES, bright_images, context, quick_spec, same
+
+STILL = 1e-30  # a learning rate at which nothing moves, so that a student's start shows
+SHARING = [name for name in method_names() if get_method(name).shared_up]
+
+
+def shifted(parts: Mapping[Part, Weights], shift: float) -> dict[Part, Weights]:
+    """Every floating-point tensor, parameter or running statistic, moved by a constant; counters set to it."""
+    return {
+        part: {
+            name: tensor + shift if tensor.is_floating_point() else torch.full_like(tensor, int(shift))
+            for name, tensor in weights.items()
+        }
+        for part, weights in parts.items()
+    }
+
+
+def loaders(updates: Mapping[str, Update], *present: str) -> dict[str, Callable[[], Update]]:
+    """How an aggregator gets at the updates of those who are present; all of them when none is named."""
+    return {client: partial(updates.__getitem__, client) for client in present or updates}
+
+
+@pytest.mark.parametrize("name", SHARING)
+def test_the_average_is_weighted_over_the_clients_that_are_present(name: str) -> None:
+    # a (1 image) at start + 1, b (3 images) at start + 5; c, with 96 images, was invited and is absent:
+    # start + (1 * 1 + 3 * 5) / 4 = start + 4. Counters, which nothing computes with, take the largest: 5.
+    still: dict[str, ParameterValue] = {"weight_decay": 0.0}
+    if "server_lr" in get_method(name).params_type.model_fields:
+        still |= {"server_lr": STILL, "server_iterations": 1}
+    spec, method = quick_spec(name, **still), get_method(name)
+    start = initial_parts(spec, b"cohort")
+    up = {part: start[part] for part in method.shared_up}
+    updates = {
+        client: Update(client, shifted(up, shift), images, (images, 0, 0))
+        for client, shift, images in (("a", 1.0, 1), ("b", 5.0, 3), ("c", 50.0, 96))
+    }
+    merge = method.aggregator(method.init_server(spec, start), context(spec, root=b"coordinator"), MemorySpill())
+    merge.add(updates["c"])
+    merge.add(updates["b"])
+    aggregate, _ = merge.finish(loaders(updates, "a", "b"))
+    for part in method.shared_up:
+        for key, tensor in aggregate.parts[part].items():
+            statistic = (
+                "running_" in key and "server_lr" in still
+            )  # a student's BatchNorm sees the batches it distils on
+            if tensor.is_floating_point() and not statistic:
+                assert torch.allclose(tensor, start[part][key] + 4.0, atol=1e-5), key
+            elif not tensor.is_floating_point():
+                assert tensor.item() in (5, 6), key
+
+
+def test_an_averaged_batch_norm_keeps_float_statistics_and_whole_counters() -> None:
+    form = ImageForm(mode="RGB", height=32, width=32, mean=(0.5,) * 3, std=(0.5,) * 3)
+    network = NetworkChoice(split="mobilenet_v3_small@features.1")
+    plan = FederationPlan(
+        federation="t", classes=CLASSES, image=form, network=network, method="fedavg", params={}, rounds=1
+    )
+    spec, method = complete_spec(plan), get_method("fedavg")
+    start = initial_parts(spec, b"cohort")
+    updates = {
+        client: Update(client, shifted(start, shift), images)
+        for client, shift, images in (("a", 1.0, 1), ("b", 5.0, 3))
+    }
+    merge = method.aggregator(method.init_server(spec, start), context(spec), MemorySpill())
+    extractor = merge.finish(loaders(updates))[0].parts[Part.EXTRACTOR]
+    statistics = {key for key in extractor if key.endswith("running_var")}
+    counters = {key for key in extractor if key.endswith("num_batches_tracked")}
+    assert len(statistics) == len(counters) > 1
+    assert all(torch.allclose(extractor[key], start[Part.EXTRACTOR][key] + 4.0) for key in statistics)
+    assert all(extractor[key].dtype == torch.int64 and extractor[key].item() == 5 for key in counters)
+
+
+@pytest.mark.parametrize(
+    ("name", "up", "kept"),
+    [
+        ("local", set(), {Part.EXTRACTOR, Part.CLASSIFIER}),
+        ("fedavg", {Part.EXTRACTOR, Part.CLASSIFIER}, set()),
+        ("fedprox", {Part.EXTRACTOR, Part.CLASSIFIER}, set()),
+        ("feddf", {Part.EXTRACTOR, Part.CLASSIFIER}, set()),
+        ("fedsplit", {Part.CLASSIFIER}, {Part.EXTRACTOR}),
+        ("fedper", {Part.EXTRACTOR}, {Part.CLASSIFIER}),
+        ("fedgen", {Part.CLASSIFIER}, {Part.EXTRACTOR}),
+    ],
+)
+def test_a_client_trains_from_what_came_down_and_from_what_it_kept(name: str, up: set[Part], kept: set[Part]) -> None:
+    spec, method = quick_spec(name, lr=STILL, weight_decay=0.0), get_method(name)
+    assert set(method.shared_up) == up
+    assert set(method.private_parts) == kept
+    assert set(method.shared_down) == (up | {Part.GENERATOR} if name == "fedgen" else up)
+    initial = initial_parts(spec, b"cohort")
+    own, came = shifted(initial, 0.01), shifted(initial, 0.02)
+    state = method.init_client(spec, own)
+    incoming = Aggregate({part: came[part] for part in method.shared_down})
+    result = method.local_round(state, bright_images(24, 0), incoming, context(spec))
+    for part, weights in result.private.parts.items():
+        assert same(weights, (own if part in kept else came)[part]), part
+
+
+def test_the_proximal_term_is_half_mu_times_the_sum_of_squares_over_all_shared_parameters() -> None:
+    # Six weights of the extractor move by 0.5 and two of the classifier by -1: 0.8 / 2 * (6 * 0.25 + 2 * 1) = 1.4
+    extractor, classifier = nn.Linear(3, 2, bias=False), nn.Linear(2, 1, bias=False)
+    nets = {Part.EXTRACTOR: extractor, Part.CLASSIFIER: classifier}
+    ctx = context(quick_spec("fedprox"))
+    some = Block(torch.zeros(2, 1, 16, 16), torch.tensor([0, 1]))
+    penalty = fedprox.proximal(nets, fedprox.FedproxParams(mu=0.8), ctx)(some)
+    assert penalty is not None
+    nothing = torch.zeros(2, 2)
+    assert penalty(slice(0, 2), nothing, nothing).item() == 0.0
+    with torch.no_grad():
+        extractor.weight.add_(0.5)
+        classifier.weight.sub_(1.0)
+    value = penalty(slice(0, 2), nothing, nothing)
+    assert value.item() == pytest.approx(1.4)
+    value.backward()  # mu * (w - w_global)
+    for net, slope in ((extractor, 0.4), (classifier, -0.8)):
+        assert net.weight.grad is not None
+        assert torch.allclose(net.weight.grad, torch.tensor(slope))
+    assert fedprox.proximal(nets, fedprox.FedproxParams(mu=0.0), ctx)(some) is None
+
+
+def test_fedprox_without_its_term_is_fedavg_and_with_it_stays_near_the_download() -> None:
+    data, results = bright_images(24, 0), {}
+    for name, params in (("fedavg", {}), ("fedprox", {"mu": 0.0}), ("fedprox", {"mu": 10.0})):
+        spec, method = quick_spec(name, **params), get_method(name)
+        initial = initial_parts(spec, b"cohort")
+        came = initial_parts(spec.model_copy(update={"seed": 99}), b"other")
+        result = method.local_round(method.init_client(spec, initial), data, Aggregate(came), context(spec))
+        moved = [
+            (result.shared.parts[part][key] - came[part][key]).square().sum() for part in came for key in came[part]
+        ]
+        results[f"{name} {params}"] = float(torch.stack(moved).sum())
+    plain, without, near = results.values()
+    assert plain == without
+    assert 0.0 < near < 0.5 * plain
+
+
+FIRST, SECOND = (0.9, 0.05, 0.05), (0.1, 0.45, 0.45)
+
+
+class Flat(nn.Module):
+    """An extractor that looks at nothing: one feature, 0, per image."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(len(images), 1)
+
+
+class Same(nn.Module):
+    """A classifier with one answer for everything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logits = nn.Parameter(torch.zeros(3))
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        return self.logits.expand(len(features), -1)
+
+
+def distilled(monkeypatch: pytest.MonkeyPatch, spilled: Mapping[str, tuple[torch.Tensor, int]]) -> list[float]:
+    """The one answer that FedDF's student settles on, from clients' logits on four public images and their sizes."""
+    nets = {Part.EXTRACTOR: Flat(), Part.CLASSIFIER: Same()}
+    monkeypatch.setattr(feddf, "load_part", lambda spec, part, weights, device: nets[part])
+    spec = quick_spec("feddf", server_iterations=600, server_lr=0.02, weight_decay=0.0)
+    spill = MemorySpill()
+    for client, (logits, _) in spilled.items():
+        spill.put(client, {"logits": logits})
+    ctx = replace(context(spec), public=bright_images(4, 0).images)
+    empty: Mapping[Part, Weights] = {part: {"w": torch.zeros(1)} for part in nets}
+    updates = {client: Update(client, empty, size) for client, (_, size) in spilled.items()}
+    merge = feddf.aggregator(get_method("feddf").init_server(spec, initial_parts(spec, b"c")), ctx, spill)
+    merge.finish(loaders(updates))
+    return list(nets[Part.CLASSIFIER](torch.zeros(1, 1)).softmax(1)[0].tolist())
+
+
+def test_feddf_settles_where_the_divergence_from_the_ensemble_to_the_student_is_least(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # One answer to three images of FIRST and one of SECOND: KL(ensemble || student) is least at the arithmetic mean
+    # (0.7, 0.15, 0.15); KL(student || ensemble) would settle at the normalised geometric one, (0.75, 0.125, 0.125).
+    pattern = torch.tensor([FIRST, FIRST, SECOND, FIRST]).log()
+    assert distilled(monkeypatch, {"a": (pattern, 5)}) == pytest.approx((0.7, 0.15, 0.15), abs=0.02)
+
+
+def test_feddf_weighs_the_logits_of_its_teachers_by_their_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    # 1 and 3 images, logits (4, 0, 0) and (0, 4, 0): softmax (1, 3, 0) = (e, e^3, 1) / 23.8038 = (0.1142, 0.8438, 0.0420)
+    first, second = (torch.tensor([row]).repeat(4, 1) for row in ((4.0, 0.0, 0.0), (0.0, 4.0, 0.0)))
+    answer = distilled(monkeypatch, {"a": (first, 1), "b": (second, 3)})
+    assert answer == pytest.approx((0.1142, 0.8438, 0.0420), abs=0.02)
+
+
+def test_a_teacher_of_feddf_answers_for_the_public_images_that_the_round_uses_normalised_and_in_eval_mode() -> None:
+    spec, method = quick_spec("feddf", server_iterations=1, server_batch=4), get_method("feddf")
+    ctx, spill, start = context(spec, root=b"coordinator"), MemorySpill(), initial_parts(spec, b"cohort")
+    merge = method.aggregator(method.init_server(spec, start), ctx, spill)
+    merge.add(Update("a", start, 3))
+    used = feddf.public_order(10, 4, ctx.streams).unique()
+    assert ctx.public is not None
+    images = (ctx.public[used].to(torch.float32) / 255.0 - 0.5) / 0.25
+    extractor, classifier = (load_part(spec, part, start[part]).eval() for part in (Part.EXTRACTOR, Part.CLASSIFIER))
+    assert len(used) == 4
+    assert torch.allclose(spill.get("a")["logits"], classifier(extractor(images)).detach(), atol=1e-5)
+
+
+def test_public_images_come_in_shuffled_epochs() -> None:
+    order = feddf.public_order(5, 12, Streams(b"x"))
+    assert sorted(order[:5].tolist()) == sorted(order[5:10].tolist()) == [0, 1, 2, 3, 4]
+    assert len(order) == 12
+    assert order[:5].tolist() != order[5:10].tolist()
+
+
+def test_feddf_without_public_images_says_what_to_configure() -> None:
+    spec, method = quick_spec("feddf"), get_method("feddf")
+    server = method.init_server(spec, initial_parts(spec, b"cohort"))
+    for nothing in (None, torch.zeros(0, 1, 16, 16, dtype=torch.uint8)):
+        with pytest.raises(DataError, match=r"aggregation\.public_data"):
+            method.aggregator(server, replace(context(spec), public=nothing), MemorySpill())
+
+
+class Answer(nn.Module):
+    """A generator that answers row by row from a table."""
+
+    def __init__(self, *rows: tuple[float, ...]) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.tensor(rows))
+
+    def forward(self, noise: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.rows[: len(labels)]
+
+
+class Scale(nn.Module):
+    """A classifier whose logits are a number times the features."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor(factor))
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        return self.factor * features
+
+
+def test_fedgens_generator_is_judged_by_the_weighted_sum_of_the_clients_logits_and_by_its_diversity() -> None:
+    # Classifiers "times 1" with a quarter of the data and "times 5" with the rest: logits = (1/4 + 15/4) features = 4 features.
+    # Features (ln 3 / 4, 0) and (0, 0), both of label 0: logits (ln 3, 0) cost ln 4/3, (0, 0) cost ln 2.
+    # Diversity: |feature difference| = (ln 3 / 4 + 0) / 2, |noise difference| = 1: 1 / (ln 3 / 8 + 1e-5).
+    jury = fedgen.Jury([Scale(1.0), Scale(5.0)], [0.25, 0.75])
+    generator = Answer((math.log(3.0) / 4.0, 0.0), (0.0, 0.0))
+    noise, labels = torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([0, 0])
+    told = (math.log(4.0 / 3.0) + math.log(2.0)) / 2.0
+    assert fedgen.generator_objective(generator, jury, noise, labels, 0.0).item() == pytest.approx(told)
+    spread = 1.0 / (math.log(3.0) / 8.0 + 1e-5)
+    loss = fedgen.generator_objective(generator, jury, noise, labels, 0.1)
+    assert loss.item() == pytest.approx(told + 0.1 * spread)
+    loss.backward()
+    assert generator.rows.grad is not None
+    assert generator.rows.grad.abs().sum() > 0
+
+
+def test_fedgens_generator_learns_what_the_clients_classifiers_recognise() -> None:
+    spec, method = quick_spec("fedgen", server_iterations=120, server_lr=0.01, diversity=0.0), get_method("fedgen")
+    start = initial_parts(spec, b"cohort")
+    updates = {client: Update(client, {Part.CLASSIFIER: start[Part.CLASSIFIER]}, 4) for client in ("a", "b")}
+    merge = method.aggregator(method.init_server(spec, start), context(spec, root=b"coordinator"), MemorySpill())
+    aggregate, server = merge.finish(loaders(updates))
+    noise, labels = torch.randn(60, 8, generator=torch.Generator().manual_seed(0)), torch.arange(60) % 3
+    classifier = load_part(spec, Part.CLASSIFIER, start[Part.CLASSIFIER]).eval()
+    losses = []
+    for weights in (start[Part.GENERATOR], aggregate.parts[Part.GENERATOR]):
+        generator = load_part(spec, Part.GENERATOR, weights).eval()
+        losses.append(nn.functional.cross_entropy(classifier(generator(noise, labels)), labels).item())
+    assert losses[1] < 0.6 * losses[0]
+    assert same(server.aggregate.parts[Part.GENERATOR], aggregate.parts[Part.GENERATOR])
+    for key, tensor in aggregate.parts[Part.CLASSIFIER].items():
+        assert torch.allclose(tensor, start[Part.CLASSIFIER][key], atol=1e-6), key
+
+
+@pytest.mark.parametrize(("counts", "asked"), [((2, 0, 2), {0, 2}), (None, {0, 1, 2})])
+def test_fedgens_generator_is_not_asked_for_a_label_that_nobody_has(
+    monkeypatch: pytest.MonkeyPatch, counts: tuple[int, ...] | None, asked: set[int]
+) -> None:
+    drawn: list[Bank] = []
+
+    def noted(streams: Streams, rows: int, noise_dim: int, probabilities: torch.Tensor) -> Bank:
+        drawn.append(draw_bank(streams, rows, noise_dim, probabilities))
+        return drawn[-1]
+
+    monkeypatch.setattr(fedgen, "draw_bank", noted)
+    spec, method = quick_spec("fedgen", server_iterations=20), get_method("fedgen")
+    start = initial_parts(spec, b"cohort")
+    updates = {
+        "a": Update("a", {Part.CLASSIFIER: start[Part.CLASSIFIER]}, 4, (4, 0, 0)),
+        "b": Update("b", {Part.CLASSIFIER: start[Part.CLASSIFIER]}, 4, counts),
+    }
+    merge = method.aggregator(method.init_server(spec, start), context(spec, root=b"coordinator"), MemorySpill())
+    merge.finish(loaders(updates))
+    assert set(drawn[0].labels.tolist()) == asked
+
+
+def test_fedgens_clients_replay_classes_that_they_lack_when_labels_are_drawn_from_all() -> None:
+    # Of 400 rows, all of label 1, about a third each become 0, 1 and 2.
+    spec = quick_spec("fedgen")
+    nets = {Part.GENERATOR: Answer(*[(0.0, math.log(3.0))] * 400), Part.CLASSIFIER: Scale(1.0)}
+    some = Block(torch.zeros(400, 1, 16, 16), torch.ones(400, dtype=torch.int64))
+    drawn = fedgen.replay_penalty(nets, fedgen.FedgenParams(replay_labels="uniform"), context(spec))(some)
+    assert drawn is not None
+    labels = drawn.rows[1]
+    counts = torch.bincount(labels, minlength=spec.class_count)
+    assert all(counts > 400 / spec.class_count * 0.7)
+    kept = fedgen.replay_penalty(nets, fedgen.FedgenParams(), context(spec))(some)
+    assert kept is not None
+    assert torch.equal(kept.rows[1], some.labels)
+
+
+def test_a_spec_of_fedgen_keeps_its_digest_unless_labels_are_drawn_from_all() -> None:
+    assert "replay_labels" not in quick_spec("fedgen").params
+    assert quick_spec("fedgen", replay_labels="uniform").params["replay_labels"] == "uniform"
+
+
+def test_fedgens_clients_learn_from_generated_features_of_their_own_labels() -> None:
+    # The generator answers (0, ln 3): a classifier "times 1" gives label 1 a probability of 3/4 and label 0 of 1/4.
+    params, ctx = fedgen.FedgenParams(replay=0.5), context(quick_spec("fedgen"))
+    classifier = Scale(1.0)
+    nets = {Part.GENERATOR: Answer((0.0, math.log(3.0)), (0.0, math.log(3.0))), Part.CLASSIFIER: classifier}
+    some = Block(torch.zeros(2, 1, 16, 16), torch.tensor([1, 0]))
+    penalty = fedgen.replay_penalty(nets, params, ctx)(some)
+    assert penalty is not None
+    nothing = torch.zeros(1, 2)
+    of_label_1 = penalty(slice(0, 1), nothing, nothing)
+    assert of_label_1.item() == pytest.approx(0.5 * math.log(4.0 / 3.0))
+    assert penalty(slice(1, 2), nothing, nothing).item() == pytest.approx(0.5 * math.log(4.0))
+    of_label_1.backward()
+    assert classifier.factor.grad is not None
+    assert nets[Part.GENERATOR].rows.grad is None
+    assert fedgen.replay_penalty(nets, params.model_copy(update={"replay": 0.0}), ctx)(some) is None

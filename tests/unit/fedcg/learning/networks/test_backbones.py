@@ -1,0 +1,315 @@
+"""torchvision's backbones as splits: cuts, shapes, initial weights, training, and the way over the wire."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from coordinator.updates.validation import Expected, max_update_bytes, validate_update
+from fedcg.learning.data.image_folder import ImageSet
+from fedcg.learning.errors import NetworkError
+from fedcg.learning.method import Aggregate
+from fedcg.learning.networks import FeatureRange, build_part, feature_shape, load_part, weights_of
+from fedcg.learning.networks.assembly import allocated, skeleton, split_of
+from fedcg.learning.networks.backbones import backbone_split
+from fedcg.learning.networks.discriminators import DISCRIMINATORS
+from fedcg.learning.networks.generators import GENERATORS
+from fedcg.learning.networks.initial_values import draw_weights
+from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
+from fedcg.learning.networks.layer_randomness import lent_generators
+from fedcg.learning.networks.split import SPLITS
+from fedcg.learning.networks.torchvision_import import vision
+from fedcg.learning.registry import get_method
+from fedcg.learning.spec import FederationPlan, FederationSpec, ImageForm, NetworkChoice, ParameterValue
+from fedcg.learning.split_names import BACKBONES, BUILT_IN, check_name
+from fedcg.learning.training import training_loop as loops
+from fedcg.learning.training.training_loop import extract_features, image_blocks, images_at_once
+from fedcg.wire.artifacts.artifacts import ArtifactHeader, pack, unpack
+from fedcg.wire.messages.messages import MAX_ARTIFACT_BYTES
+from fedcg.wire.parts import Part, Report
+from tests.support.learning_cases import bright_images, context, same
+
+EVERY_CUT = [f"{backbone}@{layer}" for backbone, cuts in BACKBONES.items() for layer in cuts.strides]
+ROOT = Path(__file__).parents[5]
+CLASSES = ("dark", "grey", "light")
+
+
+def plan_for(
+    split: str, side: int = 32, mode: str = "RGB", method: str = "fedcg", kind: str = "mlp", **params: ParameterValue
+) -> FederationPlan:
+    channels = {"L": 1, "RGB": 3}[mode]
+    values = {"mode": mode, "height": side, "width": side, "mean": (0.5,) * channels, "std": (0.25,) * channels}
+    return FederationPlan(
+        federation="backbones",
+        classes=CLASSES,
+        image=ImageForm.model_validate(values),
+        network=NetworkChoice(split=split, generator=kind, discriminator=kind, noise_dim=8),
+        method=method,
+        params=params,
+        rounds=2,
+    )
+
+
+def images_of(spec: FederationPlan | FederationSpec, count: int) -> torch.Tensor:
+    form = spec.image
+    stream = torch.Generator().manual_seed(0)
+    return torch.randn(count, form.channels, form.height, form.width, generator=stream)
+
+
+@pytest.mark.parametrize(
+    ("split", "shape", "feature_range"),
+    [
+        ("resnet18", (128, 4, 4), FeatureRange.UNIT),
+        ("resnet18@layer2", (128, 4, 4), FeatureRange.NON_NEGATIVE),
+        ("resnet18@layer3.0", (256, 2, 2), FeatureRange.NON_NEGATIVE),
+        ("resnet18@avgpool", (512, 1, 1), FeatureRange.NON_NEGATIVE),
+        ("mobilenet_v3_small", (48, 2, 2), FeatureRange.UNIT),
+        ("mobilenet_v3_small@features.3", (24, 4, 4), FeatureRange.UNIT),
+    ],
+)
+def test_a_cut_has_the_shape_and_the_range_of_its_layer(
+    split: str, shape: tuple[int, ...], feature_range: FeatureRange
+) -> None:
+    spec = plan_for(split)
+    assert feature_shape(spec) == shape
+    assert split_of(spec).feature_range is feature_range
+
+
+@pytest.mark.parametrize("backbone", BACKBONES)
+def test_extractor_and_classifier_together_are_torchvisions_network(backbone: str) -> None:
+    with lent_generators(3):
+        whole: nn.Module = getattr(vision("models"), backbone)(weights=None, num_classes=len(CLASSES)).eval()
+    spec = plan_for(f"{backbone}@avgpool" if backbone == "resnet18" else f"{backbone}@features.12")
+    halves = [build_part(spec, part).eval() for part in (Part.EXTRACTOR, Part.CLASSIFIER)]
+    tensors = iter(
+        whole.state_dict().values()
+    )  # a cut keeps the order of layers, so names may differ and tensors line up
+    for half in halves:
+        half.load_state_dict({name: next(tensors) for name in half.state_dict()})
+    assert next(tensors, None) is None
+    images = images_of(spec, 2)
+    with torch.no_grad():
+        features = halves[0](images)
+        if "sigmoid" in dict(halves[0].named_children()):
+            features = torch.logit(features, eps=1e-12)
+        assert torch.allclose(halves[1](features), whole(images), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [f"resnet18@{layer}" for layer in ("relu", "maxpool", "layer2.0", "layer4", "avgpool")]
+    + [f"mobilenet_v3_small@{layer}" for layer in ("features.0", "features.8", "features.12", "avgpool")],
+)
+def test_a_cut_trains_on_two_of_its_smallest_images_and_keeps_its_range(name: str) -> None:
+    backbone, _, layer = name.partition("@")
+    spec = plan_for(name, max(4, BACKBONES[backbone].smallest_side(layer)))
+    extractor, classifier = (build_part(spec, part).train() for part in (Part.EXTRACTOR, Part.CLASSIFIER))
+    with lent_generators(0):
+        features = extractor(images_of(spec, 2))
+        logits = classifier(features)
+    assert logits.shape == (2, len(CLASSES))
+    assert torch.isfinite(logits).all()
+    assert features.min().item() >= 0.0
+    assert features.max().item() <= (1.0 if split_of(spec).feature_range is FeatureRange.UNIT else float("inf"))
+
+
+@pytest.mark.parametrize("backbone", BACKBONES)
+def test_strides_are_those_of_the_layers_and_a_smallest_image_leaves_two_positions_to_the_last_halving(
+    backbone: str,
+) -> None:
+    cuts = BACKBONES[backbone]
+    for layer, stride in cuts.strides.items():
+        if layer != "avgpool":
+            assert feature_shape(plan_for(f"{backbone}@{layer}", 64))[1:] == (64 // stride, 64 // stride)
+    # five halvings; the fifth gets ceil(17 / 16) = 2 positions of a side of 17, one of a side of 16
+    assert cuts.smallest_side("avgpool") == 17
+
+
+def test_grey_images_get_a_first_convolution_of_one_channel() -> None:
+    for name in BACKBONES:
+        grey, colour = (build_part(plan_for(name, 28, mode), Part.EXTRACTOR) for mode in ("L", "RGB"))
+        first, other = (next(iter(net.parameters())) for net in (grey, colour))
+        assert (first.shape[1], other.shape[1]) == (1, 3)
+        assert first.shape[2:] == other.shape[2:]
+
+
+@pytest.mark.parametrize("backbone", BACKBONES)
+def test_running_averages_follow_the_data_within_a_round_of_thirty_steps(backbone: str) -> None:
+    spec = plan_for(backbone, 16)
+    extractor = build_part(spec, Part.EXTRACTOR).train()
+    norm = next(layer for layer in extractor.modules() if isinstance(layer, nn.BatchNorm2d))
+    seen: list[torch.Tensor] = []
+    norm.register_forward_pre_hook(lambda layer, inputs: seen.append(inputs[0].mean(dim=(0, 2, 3))))
+    with torch.no_grad():
+        for _ in range(30):
+            extractor(images_of(spec, 2) + 1.0)
+    assert norm.running_mean is not None
+    # 1 - 0.9 ** 30 = 0.958 of the mean that every step saw
+    assert torch.allclose(norm.running_mean, 0.958 * seen[-1], rtol=1e-3, atol=1e-6)
+
+
+def test_a_wrong_layer_names_those_there_are_and_a_small_image_is_refused() -> None:
+    with pytest.raises(NetworkError, match=r"after 'layer5'; it can after relu, maxpool, .*layer4\.0, layer4, avgpool"):
+        complete_spec(plan_for("resnet18@layer5"))
+    with pytest.raises(NetworkError, match=r"after 'features\.13'; it can after .*features\.12"):
+        complete_spec(plan_for("mobilenet_v3_small@features.13"))
+    with pytest.raises(NetworkError, match="needs images of at least 17x17, not 16x16"):
+        complete_spec(plan_for("resnet18@layer4", 16))
+
+
+def test_without_torchvision_the_error_says_which_extra_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    backbone_split.cache_clear()
+    for look in (lambda: check_name("resnet18@relu"), lambda: complete_spec(plan_for("resnet18@layer1.0"))):
+        with pytest.raises(NetworkError, match=r"pip install 'fedcg-edge\[vision\]'"):
+            look()
+    complete_spec(plan_for("lenet5"))
+
+
+def test_the_names_known_without_torch_are_the_splits_there_are() -> None:
+    assert set(BUILT_IN) == set(SPLITS)
+    assert "torchvision" in sys.modules
+    for name in (*BUILT_IN, *BACKBONES, *EVERY_CUT):
+        check_name(name)
+
+
+def test_building_lenet_imports_neither_torchvision_nor_torchs_compiler() -> None:
+    code = (
+        "import sys; from tests.unit.fedcg.learning.networks.test_backbones import plan_for; from fedcg.learning.networks import build; "
+        "before = set(sys.modules); build(plan_for('lenet5', kind='conv')); new = set(sys.modules) - before; "
+        "sys.exit(len(new) > 20 or 'torchvision' in sys.modules or 'sympy' in new)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, timeout=120).returncode == 0
+
+
+def _each_network() -> list[tuple[FederationPlan, Part]]:
+    splits = [(plan_for(name), part) for name in (*SPLITS, *BACKBONES) for part in (Part.EXTRACTOR, Part.CLASSIFIER)]
+    made = [
+        (plan_for(split).model_copy(update={"network": NetworkChoice(split=split, **{part.value: kind})}), part)
+        for split in ("lenet5", "resnet18@layer3")
+        for part, kinds in ((Part.GENERATOR, GENERATORS), (Part.DISCRIMINATOR, DISCRIMINATORS))
+        for kind in kinds
+    ]
+    return splits + made
+
+
+def test_every_tensor_of_every_network_gets_its_first_value_from_the_seed() -> None:
+    for spec, part in _each_network():
+        drawn = []
+        for _ in range(2):
+            module = allocated(skeleton(spec, part), "cpu")
+            with torch.no_grad():
+                for tensor in (*module.parameters(), *module.buffers()):
+                    tensor.fill_(float("nan") if tensor.is_floating_point() else -1)
+            draw_weights(module, torch.Generator().manual_seed(4))
+            drawn.append(weights_of(module))
+            assert {id(buffer) for buffer in module.buffers()} <= {
+                id(one) for one in module.state_dict(keep_vars=True).values()
+            }
+        for name, tensor in drawn[0].items():
+            assert torch.isfinite(tensor).all(), (spec.network, part, name)
+            assert tensor.is_floating_point() or (tensor >= 0).all(), (spec.network, part, name)
+        assert same(*drawn)
+
+
+def test_a_layer_without_known_initial_values_is_an_error_not_uninitialised_memory() -> None:
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factor = nn.Parameter(torch.empty(3))
+
+    class FilledScale(Scale):
+        def reset(self, generator: torch.Generator) -> None:
+            nn.init.uniform_(self.factor, 1.0, 2.0, generator=generator)
+
+    with pytest.raises(NetworkError, match=r"no initial values are known for factor of the layer 1 \(Scale\)"):
+        draw_weights(nn.Sequential(nn.ReLU(), Scale()), torch.Generator())
+    filled = FilledScale()
+    draw_weights(filled, torch.Generator().manual_seed(0))
+    assert filled.factor.min().item() >= 1.0
+    draw_weights(
+        nn.Sequential(nn.GroupNorm(2, 4), nn.LayerNorm(3), nn.InstanceNorm2d(2), nn.PReLU()), torch.Generator()
+    )
+
+
+def test_an_update_and_an_aggregate_of_resnet_cross_the_wire_bit_for_bit_within_the_bounds() -> None:
+    plan = plan_for("resnet18").model_copy(update={"codec": "f32", "aggregate_codec": "f32"})
+    spec = complete_spec(plan)
+    parts = {part: weights_of(build_part(spec, part)) for part in spec.upload}
+    counter = next(name for name in parts[Part.CLASSIFIER] if name.endswith("num_batches_tracked"))
+    parts[Part.CLASSIFIER][counter] = torch.tensor(10**9)  # what years of training count to
+    arrays: dict[Part, dict[str, np.ndarray]] = {
+        part: {name: tensor.numpy() for name, tensor in weights.items()} for part, weights in parts.items()
+    }
+    for kind in ("update", "aggregate"):
+        header = ArtifactHeader.model_validate(
+            {
+                "kind": kind,
+                "method": spec.method,
+                "federation": spec.federation,
+                "round": 1,
+                "attempt": 1,
+                "client": "a",
+                "base": "0" * 64,
+                "report": Report(examples=9) if kind == "update" else None,
+            }
+        )
+        data = pack(header, arrays)
+        assert 38_000_000 < len(data) <= max_update_bytes(spec) < MAX_ARTIFACT_BYTES // 10
+        if kind == "update":
+            back = validate_update(data, spec, Expected(spec.federation, 1, 1, "a", "0" * 64)).parts
+        else:
+            back = unpack(data, {part: spec.layouts[part] for part in spec.upload}).parts
+        for part, weights in parts.items():
+            assert same(weights, {name: torch.from_numpy(array) for name, array in back[part].items()})
+            assert same(weights, weights_of(load_part(spec, part, weights)))
+
+
+def _short_round(split: str, kind: str) -> None:
+    spec = complete_spec(
+        plan_for(split, 16, "L", kind=kind, steps=2, batch_size=4, server_iterations=2, server_batch=4)
+    )
+    method = get_method("fedcg")
+    initial = initial_parts(spec, b"cohort")
+    before = torch.get_rng_state()
+    data = bright_images(9, 0)
+    first, again = (
+        method.local_round(method.init_client(spec, initial), data, Aggregate(dict(initial)), context(spec))
+        for _ in range(2)
+    )
+    assert torch.equal(torch.get_rng_state(), before)
+    for part in Part:
+        assert same(first.private.parts[part], again.private.parts[part])
+        assert not same(first.private.parts[part], initial[part])
+
+
+@pytest.mark.parametrize(
+    ("split", "kind"),
+    [("resnet18@layer3", "conv"), ("resnet18@layer3", "mlp"), ("mobilenet_v3_small@features.3", "mlp")],
+)
+def test_a_local_round_on_a_backbone_repeats_bit_for_bit(split: str, kind: str) -> None:
+    _short_round(split, kind)
+
+
+def test_large_images_are_prepared_and_extracted_in_blocks_of_the_memory_of_small_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # 2048 * 32 * 32 / (224 * 224) = 41.8
+    assert [images_at_once(plan_for("resnet18", side).image) for side in (16, 32, 64, 224)] == [2048, 2048, 512, 41]
+    monkeypatch.setattr(loops, "BLOCK_ROWS", 4)
+    spec = complete_spec(plan_for("lenet5", 64, "L"))
+    data = ImageSet(torch.zeros(5, 1, 64, 64, dtype=torch.uint8), torch.zeros(5, dtype=torch.int64), CLASSES)
+    seen: list[int] = []
+    extractor = build_part(spec, Part.EXTRACTOR)
+    extractor.register_forward_hook(lambda module, inputs, output: seen.append(len(output)))
+    assert len(extract_features(extractor, data.images, spec)) == 5
+    assert seen == [1] * 5
+    blocks = image_blocks(data, spec, 2, 4, context(spec).streams)
+    assert [len(block.labels) for block in blocks] == [2, 2, 2, 2]

@@ -1,0 +1,85 @@
+"""`fedcg network`: names, sizes, and errors that help."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fedcg.learning.cli.network_commands import network_app
+from fedcg.learning.networks import own_splits
+from fedcg.learning.networks.discriminators import DISCRIMINATORS
+from fedcg.learning.networks.generators import GENERATORS
+from fedcg.learning.registry import method_names
+from fedcg.learning.split_names import ALLOW_VARIABLE
+
+PAGE = Path(__file__).parents[5] / "docs" / "adding-a-network.md"
+
+
+def told(*arguments: str) -> str:
+    done = CliRunner().invoke(network_app, arguments)
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_the_list_has_every_split_cut_generator_and_discriminator() -> None:
+    names = json.loads(told("list", "--json"))
+    assert {"lenet5", "lenet5_relu", "resnet18", "mobilenet_v3_small"} <= set(names["splits"])
+    assert "resnet18@layer3" in names["cuts"]["resnet18"]
+    assert (names["generators"], names["discriminators"]) == (sorted(GENERATORS), sorted(DISCRIMINATORS))
+    text = told("list")
+    assert "resnet18@LAYER, with LAYER one of relu, maxpool, layer1.0, layer1" in text
+
+
+def test_show_gives_the_published_sizes_of_lenet_and_what_each_method_sends() -> None:
+    shown = json.loads(told("show", "lenet5", "--generator", "conv", "--json"))
+    assert shown["feature_shape"] == [16, 5, 5]
+    assert (shown["feature_range"], shown["smallest_side"]) == ("unit", 16)
+    parts = shown["parts"]
+    assert parts["extractor"] == {"parameters": 2872, "parameter_bytes": 11_488, "tensor_bytes": 11_488}
+    assert parts["generator"]["parameter_bytes"] == 3_562_896
+    # batch norm after 512, 256 and 128 channels: mean and variance as float32, one int64 counter each
+    assert parts["generator"]["tensor_bytes"] == 3_562_896 + 8 * (512 + 256 + 128) + 3 * 8
+    assert set(shown["methods"]) == set(method_names())
+    both = parts["generator"]["tensor_bytes"] + parts["classifier"]["tensor_bytes"]
+    assert shown["methods"]["fedcg"] == {"up": both, "down": both}
+    assert shown["methods"]["local"] == {"up": 0, "down": 0}
+
+
+def test_the_text_says_features_parts_and_methods() -> None:
+    text = told("show", "lenet5_relu", "--image-size", "28", "--channels", "1", "--classes", "47")
+    assert "lenet5_relu: features 16 x 4 x 4, >= 0; images from 16 pixels a side" in text
+    # 256 x 120 + 120 x 84 + 84 x 47, and the biases 120 + 84 + 47: 44,999
+    assert any(line.split()[:2] == ["classifier", "44,999"] for line in text.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("resnet18@layer9",), "after 'layer9'"),
+        (("lenet5", "--image-size", "8"), "at least 16x16"),
+        (("lenet5", "--channels", "2"), "1 (grey) or 3"),
+        (("lenet5", "--generator", "gru"), "no generator named 'gru'"),
+        (("lenet 5",), "network.split"),
+    ],
+)
+def test_what_cannot_be_shown_is_explained(arguments: tuple[str, ...], said: str) -> None:
+    done = CliRunner().invoke(network_app, ["show", *arguments])
+    assert done.exit_code == 2
+    assert said in " ".join(done.output.replace("│", " ").split())
+
+
+def test_a_function_typed_by_a_person_is_shown_without_being_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv(ALLOW_VARIABLE, "")
+    code = PAGE.read_text().partition("```python\n")[2].partition("```")[0]
+    (tmp_path / "typed_networks.py").write_text(code)
+    shown = json.loads(told("show", "typed_networks:small_residual", "--channels", "1", "--image-size", "16", "--json"))
+    assert shown["feature_shape"] == [8, 4, 4]
+    # 1 x 8 x 9 + 8 weights and biases of the first convolution, 8 x 8 x 9 + 8 of the second, 2 x 8 of its batch norm
+    assert shown["parts"]["extractor"]["parameters"] == 80 + 584 + 16
+    own_splits._imported.cache_clear()

@@ -1,0 +1,249 @@
+"""A user's own split: found only where it is registered or allowed, tried before it is used, and trained like any other."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from export.build.to_onnx import export_personal
+from export.build.verify import verify
+from fedcg.learning.errors import NetworkError
+from fedcg.learning.method import Aggregate
+from fedcg.learning.networks import build_part, feature_shape, load_part, own_splits, weights_of
+from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
+from fedcg.learning.registry import get_method
+from fedcg.learning.spec import NetworkChoice
+from fedcg.learning.split_names import ALLOW_VARIABLE, allow_here, registered
+from fedcg.wire.parts import Part
+from tests.support.learning_cases import bright_images, context, plan, same
+
+PAGE = Path(__file__).parents[5] / "docs" / "adding-a-network.md"
+PRELUDE = """
+import random
+import torch
+from torch import nn
+from fedcg.learning.networks import FeatureRange, Split
+
+def extractor(channels):
+    return nn.Sequential(nn.Flatten(), nn.Linear(channels * 256, 6), nn.ReLU())
+
+def classifier(shape, classes):
+    return nn.Linear(6, classes)
+
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder on the import path, and nothing registered or allowed."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.delenv(ALLOW_VARIABLE, raising=False)
+    known = set(sys.modules)
+    registered.cache_clear()
+    own_splits._imported.cache_clear()
+    yield tmp_path
+    registered.cache_clear()
+    for name in set(sys.modules) - known:
+        if getattr(sys.modules[name], "__file__", None) and str(tmp_path) in str(sys.modules[name].__file__):
+            del sys.modules[name]
+
+
+def documented(folder: Path) -> str:
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    (folder / "our_networks.py").write_text(code)
+    return "our_networks:small_residual"
+
+
+def choice(split: str) -> NetworkChoice:
+    return NetworkChoice(split=split, noise_dim=8)
+
+
+def register(folder: Path, package: str, name: str, target: str) -> None:
+    info = folder / f"{package}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[fedcg.splits]\n{name} = {target}\n")
+
+
+def test_a_split_that_is_neither_registered_nor_allowed_is_never_imported(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = documented(folder)
+    for allowed in ("", "our_networks:other", "our_networks"):
+        monkeypatch.setenv(ALLOW_VARIABLE, allowed)
+        with pytest.raises(NetworkError, match=r"may not be imported on this machine: .*FEDCG_ALLOW_SPLITS"):
+            complete_spec(plan("fedcg", choice(target)))
+    assert "our_networks" not in sys.modules
+    with pytest.raises(NetworkError, match="no split named 'small_residual'; there are lenet5"):
+        complete_spec(plan("fedcg", choice("small_residual")))
+
+
+def test_a_registered_split_goes_by_its_name_and_by_its_function(folder: Path) -> None:
+    target = documented(folder)
+    register(folder, "ours", "small_residual", target)
+    for name in ("small_residual", target):
+        assert feature_shape(plan("fedcg", choice(name))) == (8, 4, 4)
+
+
+def test_two_packages_that_register_one_name_are_told_apart_by_function(folder: Path) -> None:
+    register(folder, "ours", "small_residual", documented(folder))
+    register(folder, "theirs", "small_residual", "elsewhere:small_residual")
+    with pytest.raises(NetworkError, match="two installed packages register a split named 'small_residual'"):
+        complete_spec(plan("fedcg", choice("small_residual")))
+
+
+def test_a_registered_split_cannot_take_the_name_of_a_built_in_one(folder: Path) -> None:
+    register(folder, "ours", "lenet5_relu", documented(folder))
+    assert feature_shape(plan("fedcg", choice("lenet5_relu"))) == (16, 1, 1)
+
+
+def test_what_a_person_types_is_allowed_here_and_in_child_processes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ALLOW_VARIABLE, "others:made")
+    target = documented(folder)
+    for name in ("lenet5", "resnet18@layer3", target):
+        allow_here(name)
+    assert os.environ[ALLOW_VARIABLE] == f"others:made,{target}"
+    complete_spec(plan("fedcg", choice(target)))
+
+
+def test_the_documented_split_trains_repeatably_with_its_dropout_and_is_exported(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = documented(folder)
+    monkeypatch.setenv(ALLOW_VARIABLE, f"others:made, {target}")
+    before = torch.get_rng_state()
+    spec = complete_spec(plan("fedcg", choice(target)))
+    initial = initial_parts(spec, b"cohort")
+    assert same(initial[Part.EXTRACTOR], initial_parts(spec, b"cohort")[Part.EXTRACTOR])
+    assert not same(initial[Part.EXTRACTOR], initial_parts(spec, b"other")[Part.EXTRACTOR])
+    method = get_method("fedcg")
+    state, data = method.init_client(spec, initial), bright_images(24, 0)
+    results = [method.local_round(state, data, Aggregate(dict(initial)), context(spec)) for _ in range(2)]
+    for part in Part:
+        assert same(results[0].private.parts[part], results[1].private.parts[part])
+        assert not same(results[0].private.parts[part], initial[part])
+    assert torch.equal(torch.get_rng_state(), before)
+    export_personal(spec, results[0].private.parts, tmp_path / "model.onnx")
+    assert verify(tmp_path / "model.onnx", spec, results[0].private.parts, [], []).top1_agreement == 1.0
+
+
+@pytest.mark.parametrize(
+    ("code", "problem"),
+    [
+        ("make = 5", "TypeError"),
+        ("import not_there\ndef make(): ...", "ModuleNotFoundError: No module named 'not_there'"),
+        ("def made(): ...", "AttributeError"),
+        ("def make(): return (extractor, classifier)", "must return a fedcg.learning.networks.Split, not a tuple"),
+        ("def make(): return Split(extractor, classifier, 'unit')", "feature_range must be a FeatureRange, not 'unit'"),
+        (
+            "def make(): return Split(lambda c: nn.Flatten(), classifier, FeatureRange.UNIT)",
+            r"the extractor gives features from -\d.* to .*, but its feature_range is unit",
+        ),
+        (
+            (
+                "def make(): return Split(lambda c: nn.Sequential(extractor(c), nn.Tanh(), nn.Linear(6, 6)), classifier, "
+                "FeatureRange.NON_NEGATIVE)"
+            ),
+            "the extractor gives features from -",
+        ),
+        (
+            "def make(): return Split(extractor, lambda s, c: nn.Linear(6, c + 1), FeatureRange.NON_NEGATIVE)",
+            r"the classifier makes \[3, 4\] of \[3, 6\], not \[3, 3\]",
+        ),
+        (
+            "def make(): return Split(extractor, lambda s, c: nn.Linear(7, c), FeatureRange.NON_NEGATIVE)",
+            "the classifier can't run on a batch of random images: RuntimeError",
+        ),
+        (
+            "def make(): return Split(extractor, lambda s, c: nn.Flatten(), FeatureRange.NON_NEGATIVE)",
+            "the classifier has no parameters",
+        ),
+        (
+            "def make(): return Split(lambda c: extractor(c).double(), classifier, FeatureRange.NON_NEGATIVE)",
+            r"the extractor has 1\.weight of type torch\.float64",
+        ),
+        (
+            "def make(): return Split(lambda c: 3, classifier, FeatureRange.NON_NEGATIVE)",
+            r"the extractor is a int, not a torch\.nn\.Module",
+        ),
+        (
+            "def make(): return Split(lambda c: c / 0, classifier, FeatureRange.NON_NEGATIVE)",
+            "the extractor can't be built: ZeroDivisionError",
+        ),
+        (
+            (
+                "class Own(nn.Linear):\n"
+                "    def __init__(self): super().__init__(6, 3); nn.init.constant_(self.weight, random.random())\n"
+                "def make(): return Split(extractor, lambda s, c: Own(), FeatureRange.NON_NEGATIVE)"
+            ),
+            "the classifier starts with other values in weight at every build",
+        ),
+        (
+            (
+                "class Own(nn.Linear):\n"
+                "    def forward(self, x): return super().forward(x - x.mean(0))\n"
+                "def make(): return Split(extractor, lambda s, c: Own(6, c), FeatureRange.NON_NEGATIVE)"
+            ),
+            "the classifier gives a row other values alone than in a batch",
+        ),
+        (
+            (
+                "class Own(nn.Linear):\n"
+                "    def forward(self, x): return super().forward(x).detach()\n"
+                "def make(): return Split(lambda c: extractor(c).requires_grad_(False), lambda s, c: Own(6, c), "
+                "FeatureRange.NON_NEGATIVE)"
+            ),
+            "the pair can't run on a batch of random images: RuntimeError",
+        ),
+        (
+            (
+                "class Own(nn.Linear):\n"
+                "    def __init__(self): super().__init__(6, 3); nn.init.constant_(self.bias, float('nan'))\n"
+                "def make(): return Split(extractor, lambda s, c: Own(), FeatureRange.NON_NEGATIVE)"
+            ),
+            "the classifier starts with values in bias that are not finite",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_split_is_said_with_its_name(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, code: str, problem: str
+) -> None:
+    (folder / "wrong_split.py").write_text(PRELUDE + code + "\n")
+    monkeypatch.setenv(ALLOW_VARIABLE, "wrong_split:make")
+    with pytest.raises(NetworkError, match=rf"split wrong_split:make.*{problem}"):
+        complete_spec(plan("fedcg", choice("wrong_split:make")))
+
+
+def test_the_prelude_of_the_wrong_splits_is_itself_a_good_split(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "def make(): return Split(extractor, classifier, FeatureRange.NON_NEGATIVE)\n"
+    (folder / "right_split.py").write_text(PRELUDE + code)
+    monkeypatch.setenv(ALLOW_VARIABLE, "right_split:make")
+    assert feature_shape(plan("fedcg", choice("right_split:make"))) == (6,)
+
+
+def test_values_that_a_module_computes_for_itself_survive_loading(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = (
+        "class Shift(nn.Linear):\n"
+        "    def __init__(self, classes):\n"
+        "        super().__init__(6, classes)\n"
+        "        self.register_buffer('table', torch.arange(6.0), persistent=False)\n"
+        "    def forward(self, x): return super().forward(x + self.table)\n"
+        "def make(): return Split(extractor, lambda s, c: Shift(c), FeatureRange.NON_NEGATIVE)\n"
+    )
+    (folder / "table_split.py").write_text(PRELUDE + code)
+    monkeypatch.setenv(ALLOW_VARIABLE, "table_split:make")
+    spec = plan("fedcg", choice("table_split:make"))
+    weights = weights_of(build_part(spec, Part.CLASSIFIER))
+    assert set(weights) == {"weight", "bias"}
+    assert load_part(spec, Part.CLASSIFIER, weights).get_buffer("table").tolist() == [0, 1, 2, 3, 4, 5]

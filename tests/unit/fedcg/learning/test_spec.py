@@ -1,0 +1,53 @@
+"""A spec's bytes are its name: what came later must not rename what was founded before."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from pydantic import ValidationError
+
+from fedcg.learning.networks.initial_weights import complete_spec
+from fedcg.learning.registry import get_method, method_names
+from fedcg.learning.spec import FederationPlan, FederationSpec
+from fedcg.wire.parts import Part, UpdateCodec
+from tests.support.learning_cases import plan, quick_spec
+
+
+def coded(method: str, codec: UpdateCodec) -> FederationSpec:
+    return complete_spec(plan(method).model_copy(update={"codec": codec, "aggregate_codec": "f32"}))
+
+
+def test_a_spec_founded_before_there_were_codecs_keeps_its_bytes_and_means_float32() -> None:
+    spec = coded("fedcg", "f32")
+    fields = json.loads(spec.canonical())
+    assert fields["codec"] == "f32"
+    assert not fields.keys() & {"aggregate_codec", "with_base", "augment_crop"}
+    again = FederationSpec.parse(spec.canonical())
+    assert (again.codec, again.aggregate_codec, again.with_base) == ("f32", "f32", ())
+    assert again.digest == spec.digest
+
+
+def test_codecs_are_a_part_of_a_specs_name() -> None:
+    digests = {coded("fedcg", codec).digest for codec in ("f32", "i8", "i8-delta")} | {quick_spec("fedcg").digest}
+    assert len(digests) == 4
+    parsed = FederationSpec.parse(quick_spec("fedcg").canonical())
+    assert (parsed.codec, parsed.aggregate_codec) == ("i8-delta", "f16")
+    assert parsed.with_base == (Part.CLASSIFIER, Part.GENERATOR)
+
+
+def test_only_what_a_round_goes_on_from_is_taken_to_the_aggregate() -> None:
+    bases = {name: set(coded(name, "i8-delta").with_base) for name in method_names()}
+    assert bases["fedmd_cg"] == bases["fedgen"] == bases["fedsplit"] == {Part.CLASSIFIER}
+    assert bases["fedavg"] == {Part.EXTRACTOR, Part.CLASSIFIER}
+    assert bases["local"] == set()
+    for name in method_names():
+        assert bases[name] <= get_method(name).shared_up & get_method(name).shared_down
+        assert coded(name, "i8").with_base == ()
+
+
+def test_a_plan_names_codecs_that_exist() -> None:
+    values = plan("fedcg").model_dump()
+    for field, codec in (("codec", "i4"), ("aggregate_codec", "i8"), ("aggregate_codec", "f16-delta")):
+        with pytest.raises(ValidationError, match=field):
+            FederationPlan.model_validate({**values, field: codec})

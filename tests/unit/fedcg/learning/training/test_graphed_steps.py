@@ -1,0 +1,141 @@
+"""Every step of a client and of a server can be recorded once and replayed: results as without, bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fedcg.learning.aggregation import distillation
+from fedcg.learning.method import Aggregate, ClientState, TrainingParams, Update
+from fedcg.learning.networks import load_part
+from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
+from fedcg.learning.registry import get_method
+from fedcg.learning.simulation.simulation import MemorySpill
+from fedcg.learning.spec import FederationSpec, NetworkChoice, ParameterValue
+from fedcg.learning.training import cuda_graph
+from fedcg.learning.training import training_loop as loops
+from fedcg.learning.training.training_loop import Block, Penalty, train_classifier
+from fedcg.wire.parts import Part
+from tests.support.learning_cases import GREY, bright_images, context, plan_of, same
+from tests.support.replayed_steps import ReplayedStep
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+IMAGES = 44  # with batches of 8: five, and a smaller one
+CASES: list[tuple[str, dict[str, ParameterValue], dict[str, str]]] = [
+    ("local", {"optimiser": "sgd", "lr": 0.01}, {}),
+    ("fedavg", {}, {"split": "lenet5"}),
+    ("fedprox", {"mu": 1.0}, {}),
+    ("feddf", {}, {}),
+    ("fedgen", {}, {}),
+    ("fedcg", {}, {"generator": "mlp", "discriminator": "mlp"}),
+    ("fedcg", {}, {"generator": "conv_small", "discriminator": "conv"}),
+    ("fedcg", {"discriminator_passes": "separate"}, {"generator": "mlp", "discriminator": "conv_published"}),
+    ("fedmd_cg", {"lambda2": 0.5}, {}),
+]
+
+
+def spec_of(method: str, params: dict[str, ParameterValue], network: dict[str, str]) -> FederationSpec:
+    choice = NetworkChoice(noise_dim=8).model_copy(update=network)
+    return complete_spec(plan_of(method, choice, GREY, params))
+
+
+def round_of(spec: FederationSpec, device: str = "cpu", *, graphs: bool = True) -> tuple[ClientState, Aggregate]:
+    """A client's state and the server's aggregate after one round of one client."""
+    method, ctx = get_method(spec.method), replace(context(spec, 3), device=device, graphs=graphs)
+    initial = initial_parts(spec, b"cohort")
+    server = method.init_server(spec, initial)
+    data = bright_images(IMAGES, 0)
+    result = method.local_round(method.init_client(spec, initial), data, server.aggregate, ctx)
+    update = Update("a", result.shared.parts, len(data), data.label_counts())
+    merge = method.aggregator(server, ctx, MemorySpill())
+    return result.private, merge.finish({"a": lambda: update})[0]
+
+
+@pytest.mark.parametrize(("method", "params", "network"), CASES)
+def test_replayed_steps_train_as_plain_ones_do(
+    method: str, params: dict[str, ParameterValue], network: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # blocks of two batches: a step that held on to a tensor of the first block would be found out
+    monkeypatch.setattr(loops, "BLOCK_ROWS", 16)
+    monkeypatch.setattr(cuda_graph, "LEAST_STEPS", 1)
+    spec = spec_of(method, params, network)
+    clients_stages = 2 if method in {"fedcg", "fedmd_cg"} else 1
+    state, aggregate = round_of(spec)
+    with monkeypatch.context() as patch:
+        for module in (cuda_graph, distillation):
+            patch.setattr(module, "on_card", lambda _: True)
+        patch.setattr(cuda_graph, "GraphedStep", ReplayedStep)
+        patch.setattr(ReplayedStep, "made", 0)
+        patch.setattr(ReplayedStep, "eager", 0)
+        replayed_state, replayed = round_of(spec)
+        made, eager = ReplayedStep.made, ReplayedStep.eager
+    assert made == clients_stages + (method in {"fedcg", "feddf", "fedgen"})  # FedMD-CG's student isn't recorded
+    assert eager == 2 * clients_stages  # the last batch of each epoch
+    assert all(same(state.parts[part], replayed_state.parts[part]) for part in state.parts)
+    assert all(same(aggregate.parts[part], replayed.parts[part]) for part in aggregate.parts)
+
+
+def test_a_round_that_wants_no_graphs_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_graph, "LEAST_STEPS", 1)
+    for module in (cuda_graph, distillation):
+        monkeypatch.setattr(module, "on_card", lambda _: True)
+    monkeypatch.setattr(cuda_graph, "GraphedStep", ReplayedStep)
+    for graphs in (True, False):
+        monkeypatch.setattr(ReplayedStep, "made", 0)
+        round_of(spec_of("fedcg", {}, {}), graphs=graphs)
+        assert (ReplayedStep.made > 0) is graphs
+
+
+def test_replaying_sees_a_tensor_that_is_no_input_as_it_was_when_recorded() -> None:
+    box = [torch.tensor(1.0)]
+    step = ReplayedStep(lambda inputs: inputs + box[0], [torch.zeros(())], lambda: None)
+    box[0] = torch.tensor(5.0)
+    assert float(step(torch.tensor(2.0))) == 3.0
+
+
+def test_replaying_refuses_a_step_that_waits_for_the_device() -> None:
+    with pytest.raises(RuntimeError, match="capturing"):
+        ReplayedStep(lambda inputs: inputs * inputs.item(), [torch.ones(())], lambda: None)
+
+
+def test_replaying_finds_out_a_penalty_that_reads_its_block_past_the_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loops, "BLOCK_ROWS", 16)
+    monkeypatch.setattr(cuda_graph, "LEAST_STEPS", 1)
+    latest: list[torch.Tensor] = []
+
+    def make(block: Block) -> Penalty:
+        latest.append(block.images.mean())
+        return Penalty(lambda features, logits: (features.mean() - latest[-1]).square())
+
+    def trained() -> dict[str, torch.Tensor]:
+        spec = spec_of("local", {}, {})
+        parts = initial_parts(spec, b"cohort")
+        extractor, classifier = (load_part(spec, part, parts[part]) for part in (Part.EXTRACTOR, Part.CLASSIFIER))
+        train_classifier(
+            extractor, classifier, bright_images(IMAGES, 0), TrainingParams(batch_size=8), context(spec), make
+        )
+        return extractor.state_dict()
+
+    plain = trained()
+    assert same(trained(), plain)
+    monkeypatch.setattr(cuda_graph, "on_card", lambda _: True)
+    monkeypatch.setattr(cuda_graph, "GraphedStep", ReplayedStep)
+    assert not same(trained(), plain)
+
+
+@needs_cuda
+@pytest.mark.parametrize(("method", "params", "network"), CASES)
+def test_a_round_under_graphs_is_the_round_without_them(
+    method: str, params: dict[str, ParameterValue], network: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = spec_of(method, params, network)
+    monkeypatch.setattr(cuda_graph, "LEAST_STEPS", 10**9)
+    state, aggregate = round_of(spec, "cuda")
+    monkeypatch.setattr(cuda_graph, "LEAST_STEPS", 1)
+    graphed_state, graphed_aggregate = round_of(spec, "cuda")
+    for mine, other in ((state.parts, graphed_state.parts), (aggregate.parts, graphed_aggregate.parts)):
+        for part in mine:
+            for name, tensor in mine[part].items():
+                assert torch.allclose(tensor.float(), other[part][name].float(), atol=1e-3), (part, name)

@@ -1,0 +1,76 @@
+"""bfloat16: what runs in it, what stays in float32, and that it trains to nearly the same weights."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from torch import nn
+from typer.testing import CliRunner
+
+from experiments.cli.simulate_command import simulate_command
+from fedcg.learning.method import Precision, RoundContext, Update, Weights
+from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
+from fedcg.learning.registry import get_method
+from fedcg.learning.simulation.simulation import MemorySpill
+from fedcg.learning.spec import NetworkChoice
+from fedcg.learning.training.precision import in_precision
+from tests.support.learning_cases import GREY, bright_images, context, plan_of, quick_spec, same
+
+
+def in_bf16(ctx: RoundContext) -> RoundContext:
+    return replace(ctx, precision="bf16")
+
+
+def test_products_run_in_bfloat16_and_answers_come_in_float32() -> None:
+    seen: list[torch.dtype] = []
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    net[0].register_forward_hook(lambda module, given, output: seen.append(output.dtype))
+    ctx = context(quick_spec("local"))
+    rows = torch.randn(6, 4)
+    assert in_precision(net, ctx) is net
+    answer = in_precision(net, in_bf16(ctx))(rows)
+    assert seen == [torch.bfloat16]
+    assert answer.dtype == torch.float32
+    answer.sum().backward()
+    assert all(weight.grad is not None and weight.grad.dtype == torch.float32 for weight in net.parameters())
+    assert all(buffer.dtype != torch.bfloat16 for buffer in net.buffers())
+
+
+def round_in(method: str, precision: Precision) -> tuple[float, dict[str, Weights]]:
+    choice = NetworkChoice(noise_dim=8, generator="mlp", discriminator="mlp")
+    spec = complete_spec(plan_of(method, choice, GREY, {"epochs": 5, "lr": 0.003}))
+    chosen, ctx = get_method(method), replace(context(spec, 3), precision=precision)
+    initial, data = initial_parts(spec, b"cohort"), bright_images(44, 0)
+    server = chosen.init_server(spec, initial)
+    result = chosen.local_round(chosen.init_client(spec, initial), data, server.aggregate, ctx)
+    update = Update("a", result.shared.parts, len(data), data.label_counts())
+    merged = chosen.aggregator(server, ctx, MemorySpill()).finish({"a": lambda: update})[0]
+    assert result.report.loss is not None
+    return result.report.loss, {
+        **{f"client {part}": weights for part, weights in result.private.parts.items()},
+        **{f"server {part}": weights for part, weights in merged.parts.items()},
+    }
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedcg", "fedmd_cg"])
+def test_a_round_in_bfloat16_learns_as_in_float32_and_keeps_weights_in_float32(method: str) -> None:
+    (loss, exact), (rough_loss, rough) = round_in(method, "f32"), round_in(method, "bf16")
+    assert loss < 0.8 * math.log(3.0)  # it has learnt
+    assert rough_loss == pytest.approx(loss, abs=0.05)
+    for key, weights in exact.items():
+        assert not same(weights, rough[key])
+        for name, tensor in weights.items():
+            assert rough[key][name].dtype == tensor.dtype
+
+
+def test_bfloat16_without_a_card_is_refused(tmp_path: Path) -> None:
+    app = typer.Typer()
+    app.command()(simulate_command)
+    refused = CliRunner().invoke(app, ["--precision", "bf16", "--out", str(tmp_path / "out")])
+    assert refused.exit_code == 2
+    assert "needs --device cuda" in refused.output

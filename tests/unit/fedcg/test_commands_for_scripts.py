@@ -1,0 +1,122 @@
+"""All commands of `fedcg` alike: output for scripts, completion, and what a mistyped name gets."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from coordinator.cli.coordinator_commands import coordinator_app, deploy_app
+from export.cli.infer_commands import infer_app
+from export.cli.optimise_command import model_app
+from fedcg.cli import app, main
+from tests.support.export_models import picture
+from tests.support.serving import install_versions
+
+NO_DATA_OUT = {
+    ("agent", "unit"): "prints a systemd unit",
+    ("audit", "observe"): "writes wire.json",
+    ("infer", "serve-mqtt"): "prints nothing; its state is the retained status",
+}
+
+
+def _commands(command: Any, name: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    if not hasattr(command, "list_commands"):
+        yield name, command
+        return
+    for inner in command.list_commands(None):
+        yield from _commands(command.get_command(None, inner), (*name, inner))
+
+
+def _options(command: Any) -> set[str]:
+    return {option for parameter in command.params for option in getattr(parameter, "opts", ())}
+
+
+def test_every_command_that_tells_something_takes_json() -> None:
+    without = {name for name, command in _commands(app) if "--json" not in _options(command)}
+    assert without == set(NO_DATA_OUT)
+
+
+def test_only_the_whole_command_offers_to_install_completion() -> None:
+    assert "--install-completion" in _options(app)
+    whole: Any = app
+    groups = [whole.get_command(None, name) for name in whole.list_commands(None)]
+    assert [group.name for group in groups if "--install-completion" in _options(group)] == []
+
+
+def test_bash_completes_commands_and_options(tmp_path: Path) -> None:
+    """The script as `--show-completion bash` prints it, in a bash that knows `fedcg` as an installed program."""
+    program = tmp_path / "fedcg"
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m fedcg "$@"\n')
+    program.chmod(0o755)
+    script = """
+        eval "$(fedcg --show-completion bash)"
+        COMP_WORDS=(fedcg fed) COMP_CWORD=1; _fedcg_completion fedcg; echo "${COMPREPLY[*]}"
+        COMP_WORDS=(fedcg federation '') COMP_CWORD=2; _fedcg_completion fedcg; echo "${COMPREPLY[*]}"
+        COMP_WORDS=(fedcg federation resume --) COMP_CWORD=3; _fedcg_completion fedcg; echo "${COMPREPLY[*]}"
+    """
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    no_terminal = {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    environment = {**os.environ, "PATH": path, **no_terminal}
+    done = subprocess.run(
+        ["bash", "-c", script], capture_output=True, text=True, timeout=60, check=True, env=environment
+    )
+    offered = [set(line.split()) for line in done.stdout.splitlines()]
+    assert offered == [{"federation"}, {"create", "plan", "show", "resume"}, {"--dir", "--json", "--help"}], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [(("federaton", "show"), "federation"), (("federation", "creat"), "create"), (("infer", "srve"), "serve")],
+)
+def test_a_mistyped_command_is_refused_with_the_one_that_was_meant(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], typed: tuple[str, ...], meant: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["fedcg", *typed])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 2
+    assert f"Did you mean '{meant}'?" in capsys.readouterr().err
+
+
+def test_the_help_of_infer_names_both_servers() -> None:
+    told = CliRunner().invoke(infer_app, ["--help"]).stdout
+    assert "fedcg infer serve --help" in " ".join(told.split())
+    assert "fedcg infer serve-mqtt --help" in " ".join(told.split())
+
+
+def test_a_model_is_found_in_a_device_s_private_store_or_folder(tmp_path: Path) -> None:
+    (box := tmp_path / "box").mkdir()
+    install_versions(box / "store" / "models", 2)
+    picture(1).save(tmp_path / "image.png")
+    for place in (box, box / "store", box / "store" / "models"):
+        told = CliRunner().invoke(infer_app, [str(tmp_path / "image.png"), "--model", str(place), "--json"])
+        assert json.loads(told.stdout)["model"] == str(box / "store" / "models" / "0002"), told.output
+    listed = CliRunner().invoke(model_app, ["list", str(box / "store"), "--json"])
+    assert [row["version"] for row in json.loads(listed.stdout)] == ["0001", "0002"]
+    checked = json.loads(CliRunner().invoke(model_app, ["verify", str(box), "--json"]).stdout)
+    assert checked == [{"version": "0001", "error": None}, {"version": "0002", "error": None}]
+    back = CliRunner().invoke(model_app, ["rollback", str(box), "--json"])
+    assert json.loads(back.stdout) == {"model": str(box / "store" / "models" / "0001")}
+    used = CliRunner().invoke(model_app, ["use", str(box), "0002", "--json"])
+    assert json.loads(used.stdout) == {"model": str(box / "store" / "models" / "0002")}
+
+
+def test_the_operator_s_commands_tell_scripts_what_they_did(tmp_path: Path) -> None:
+    home, folder = tmp_path / "home", Path(tempfile.mkdtemp(prefix="fedcg-deploy-test-"))
+    folder.chmod(0o755)  # the broker's user may enter it, unlike pytest's own
+    try:
+        assert CliRunner().invoke(coordinator_app, ["init", "--dir", str(home)]).exit_code == 0
+        wrote = CliRunner().invoke(deploy_app, ["mosquitto", "--dir", str(home), "--out", str(folder / "m"), "--json"])
+        assert json.loads(wrote.stdout)["dir"] == str(folder / "m"), wrote.output
+    finally:
+        shutil.rmtree(folder)

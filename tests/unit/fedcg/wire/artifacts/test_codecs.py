@@ -1,0 +1,337 @@
+"""The laws of `fedcg.wire.artifacts.codecs`, for any finite numbers, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast, get_args
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as npst
+from safetensors.numpy import load, save
+
+from fedcg.learning.spec import FederationSpec
+from fedcg.wire.artifacts.artifacts import ArtifactHeader, Base, codecs_for, pack, parts_in, read_header, unpack
+from fedcg.wire.artifacts.codecs import (
+    CODECS,
+    F16_LIMIT,
+    SCALE_SUFFIX,
+    decode_tensor,
+    encode_tensor,
+    stored_tensors,
+    tensor_codec,
+)
+from fedcg.wire.artifacts.container import decompress_payload, join_artifact, split_artifact
+from fedcg.wire.artifacts.inspection import decode, inspect
+from fedcg.wire.artifacts.tensors import Array, data_bytes, encode_tensors, layouts_of, payload_bounds
+from fedcg.wire.errors import CodecError, IntegrityError, MalformedError, UnknownBaseError
+from fedcg.wire.parts import Part, TensorCodec, TensorLayout, UpdateCodec, is_delta
+
+GOLDEN = Path(__file__).parents[4] / "golden" / "artifacts"
+EPSILON = 2.0**-23
+LEAST = 2.0**-149
+Floats = npt.NDArray[np.float32]
+LOSSY: tuple[TensorCodec, ...] = ("f16", "i8", "f16-delta", "i8-delta")
+SHAPES = npst.array_shapes(min_dims=1, max_dims=4, min_side=0, max_side=9)
+ANY_FLOAT = st.floats(width=32, allow_nan=False, allow_infinity=False)
+WITHIN_F16 = st.floats(-30000, 30000, width=32)
+
+
+def arrays(elements: st.SearchStrategy[float]) -> st.SearchStrategy[tuple[Floats, Floats]]:
+    """Values and a base of one shape."""
+    return SHAPES.flatmap(
+        lambda shape: st.tuples(*(npst.arrays(np.float32, shape, elements=elements) for _ in range(2)))
+    )
+
+
+def there_and_back(array: Floats, codec: TensorCodec, base: Floats) -> tuple[Floats, npt.NDArray[np.float64]]:
+    """The decoded tensor, and each element's scale (0 without one)."""
+    pieces = encode_tensor("classifier/w", array, codec, base)
+    stored = stored_tensors(TensorLayout(name="w", dtype="float32", shape=array.shape), codec)
+    assert {suffix: (piece.shape, piece.nbytes) for suffix, piece in pieces.items()} == {
+        suffix: (one.shape, one.data_bytes) for suffix, one in stored.items()
+    }
+    scales = pieces.get(SCALE_SUFFIX, np.zeros(len(array), np.float32)).astype(np.float64)
+    decoded = decode_tensor("classifier/w", pieces, codec, base)
+    assert decoded.dtype == np.float32
+    assert decoded.shape == array.shape
+    assert decoded.flags.writeable
+    return decoded, np.broadcast_to(scales.reshape(-1, *(1,) * (array.ndim - 1)), array.shape)
+
+
+@given(arrays(ANY_FLOAT), st.sampled_from(["i8", "i8-delta"]))
+def test_i8_is_off_by_half_a_scale_at_most(pair: tuple[Floats, Floats], codec: TensorCodec) -> None:
+    array, base = pair
+    start = base if is_delta(codec) else np.zeros_like(base)
+    decoded, scales = there_and_back(array, codec, base)
+    steps = np.abs(array.astype(np.float64) - start)
+    largest = np.broadcast_to(steps.max(axis=tuple(range(1, array.ndim)), keepdims=True, initial=0.0), array.shape)
+    assert (scales >= largest / 127).all()
+    assert (scales <= largest / 127 * (1 + EPSILON) + LEAST).all()
+    off = np.abs(array.astype(np.float64) - decoded)
+    assert (off <= scales / 2 + EPSILON * (np.abs(decoded.astype(np.float64)) + scales) + LEAST).all()
+
+
+@given(arrays(WITHIN_F16), st.sampled_from(["f16", "f16-delta"]))
+def test_f16_is_off_by_half_a_unit_of_its_last_place_at_most(pair: tuple[Floats, Floats], codec: TensorCodec) -> None:
+    array, base = pair
+    start = base if is_delta(codec) else np.zeros_like(base)
+    decoded, _ = there_and_back(array, codec, base)
+    off = np.abs(array.astype(np.float64) - decoded)
+    steps = np.abs(array.astype(np.float64) - start)
+    assert (off <= 2.0**-11 * steps + 2.0**-25 + EPSILON * np.abs(decoded)).all()
+
+
+@given(arrays(ANY_FLOAT))
+def test_f32_is_exact_and_its_decoded_tensor_has_memory_of_its_own(pair: tuple[Floats, Floats]) -> None:
+    decoded, _ = there_and_back(pair[0], "f32", pair[1])
+    assert decoded.tobytes() == pair[0].tobytes()
+    assert not np.shares_memory(decoded, pair[0])
+
+
+@given(arrays(WITHIN_F16), st.sampled_from(LOSSY))
+def test_the_same_numbers_always_give_the_same_bytes_and_decoding_again_changes_nothing_by_value(
+    pair: tuple[Floats, Floats], codec: TensorCodec
+) -> None:
+    array, base = pair
+    first, again = (encode_tensor("w", np.asarray(one), codec, base) for one in (array, np.asfortranarray(array)))
+    assert {suffix: np.asarray(piece, order="C").tobytes() for suffix, piece in first.items()} == {
+        suffix: np.asarray(piece, order="C").tobytes() for suffix, piece in again.items()
+    }
+    if codec == "f16":
+        decoded = decode_tensor("w", first, codec, None)
+        assert np.array_equal(decode_tensor("w", encode_tensor("w", decoded, codec, None), codec, None), decoded)
+
+
+def test_numbers_worked_out_by_hand() -> None:
+    array = np.array([[127, -64.5, 0.5, 1.5, -127], [0, 0, 0, 0, 0]], np.float32)
+    pieces = encode_tensor("w", array, "i8", None)
+    # The scale is 1, and halves go to the even neighbour.
+    assert pieces[""].tolist() == [[127, -64, 0, 2, -127], [0] * 5]
+    assert pieces[SCALE_SUFFIX].tolist() == [1.0, 0.0]
+    assert decode_tensor("w", pieces, "i8", None).tolist() == [[127, -64, 0, 2, -127], [0] * 5]
+    base = np.full((2, 5), 100, np.float32)
+    delta = encode_tensor("w", array + base, "i8-delta", base)
+    assert delta[""].tolist() == pieces[""].tolist()
+    assert decode_tensor("w", delta, "i8-delta", base).tolist() == [[227, 36, 100, 102, -27], [100] * 5]
+
+
+def test_the_smallest_and_the_largest_numbers_come_back() -> None:
+    least, most = np.float32(LEAST), np.finfo(np.float32).max
+    for row in ([least, -least, 0, 3 * least], [most, -most, 0, most], [1e-45, 1e-38, 0, 0]):
+        array = np.array([row], np.float32)
+        decoded, scales = there_and_back(array, "i8", np.zeros_like(array))
+        assert np.isfinite(decoded).all()
+        assert np.abs(array - decoded.astype(np.float64)).max() <= scales.max() / 2 + EPSILON * most + LEAST
+    wide, _ = there_and_back(np.full((1, 2), most), "i8-delta", np.full((1, 2), -most))
+    assert wide.tolist() == [[float(most)] * 2]
+
+
+@pytest.mark.parametrize("codec", ["f16", "f16-delta"])
+def test_what_float16_can_not_hold_is_refused_by_name(codec: TensorCodec) -> None:
+    base = np.zeros((1, 9), np.float32)
+    for number in (F16_LIMIT, 1e9, -3e38):
+        with pytest.raises(CodecError, match=r"generator/w holds .*65504"):
+            encode_tensor("generator/w", np.full((1, 9), number, np.float32), codec, base)
+    below = np.nextafter(np.float32(F16_LIMIT), np.float32(0))
+    assert encode_tensor("w", np.full((1, 9), below), codec, base)[""].max() == 65504
+
+
+@pytest.mark.parametrize("codec", LOSSY)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_is_refused_by_name(codec: TensorCodec, bad: float) -> None:
+    array = np.zeros((2, 9), np.float32)
+    array[1, 3] = bad
+    with pytest.raises(CodecError, match="generator/w holds NaN or infinity"):
+        encode_tensor("generator/w", array, codec, np.zeros_like(array))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "expected"),
+    [
+        ("int64", (), "i64"),
+        ("int64", (64, 64), "i64"),
+        ("float32", (), "f32"),
+        ("float32", (4096,), "f32"),
+        ("float32", (64, 7), "f32"),
+        ("float32", (64, 0), "f32"),
+        ("float32", (64, 8), "i8-delta"),
+        ("float32", (6, 1, 3, 3), "i8-delta"),
+    ],
+)
+def test_integers_and_small_tensors_stay_exact(dtype: Any, shape: tuple[int, ...], expected: str) -> None:
+    layout = TensorLayout(name="w", dtype=dtype, shape=shape)
+    assert tensor_codec(layout, "i8-delta", has_base=True) == expected
+    assert tensor_codec(layout, "i8-delta", has_base=False) == expected.removesuffix("-delta")
+
+
+def test_every_codec_that_can_be_chosen_is_registered() -> None:
+    assert set(get_args(TensorCodec)) == set(CODECS)
+    assert set(get_args(UpdateCodec)) == set(CODECS) - {"i64"}
+
+
+# Whole artifacts
+
+RANDOM = np.random.default_rng(5)
+PARTS: dict[Part, dict[str, Array]] = {
+    Part.CLASSIFIER: {
+        "weight": RANDOM.standard_normal((10, 40), dtype=np.float32),
+        "bias": RANDOM.standard_normal(10, dtype=np.float32),
+    },
+    Part.GENERATOR: {
+        "weight": RANDOM.standard_normal((40, 12), dtype=np.float32),
+        "batches": np.array(1 << 60, np.int64),
+    },
+}
+BASE = Base(
+    "a" * 64,
+    {
+        part: {
+            name: array + RANDOM.normal(0, 0.01, array.shape).astype(np.float32) if array.dtype.kind == "f" else array
+            for name, array in tensors.items()
+        }
+        for part, tensors in cast(dict[Part, dict[str, Floats]], PARTS).items()
+    },
+)
+LAYOUTS = layouts_of(PARTS)
+HEADER = ArtifactHeader(kind="update", method="fedcg", federation="f", round=1, attempt=1, client="c", base="a" * 64)
+
+
+def packed(codec: UpdateCodec = "i8-delta", base: Base | None = BASE) -> bytes:
+    return pack(HEADER, PARTS, codec, base)
+
+
+def with_pieces(data: bytes, **changes: npt.NDArray[Any]) -> bytes:
+    """The artifact with stored tensors replaced, by full key."""
+    head, frame = split_artifact(data)
+    return join_artifact(head, save(load(decompress_payload(frame, 1 << 20)) | changes))
+
+
+@pytest.mark.parametrize("codec", get_args(UpdateCodec))
+def test_an_artifact_of_any_codec_survives_the_wire_within_the_size_that_was_declared(codec: UpdateCodec) -> None:
+    data, codecs = packed(codec), codecs_for(LAYOUTS, codec, frozenset(PARTS))
+    assert read_header(data).codecs == codecs
+    assert parts_in(read_header(data)) == set(PARTS)
+    smallest, largest = payload_bounds(LAYOUTS, codecs)
+    assert smallest <= len(decompress_payload(split_artifact(data)[1], largest)) <= largest
+    decoded = unpack(data, LAYOUTS, codecs=codecs, base=BASE).parts
+    assert np.array_equal(decoded[Part.CLASSIFIER]["bias"], PARTS[Part.CLASSIFIER]["bias"])
+    assert int(decoded[Part.GENERATOR]["batches"]) == 1 << 60
+    for part in PARTS:
+        np.testing.assert_allclose(decoded[part]["weight"], PARTS[part]["weight"], atol=0.02)
+    assert packed(codec) == data
+
+
+def test_coded_bytes_counted_by_hand() -> None:
+    exact = 10 * 4 + 8
+    for codec, weights in (("f32", 880 * 4), ("f16-delta", 880 * 2), ("i8", 880 + 50 * 4)):
+        assert data_bytes(LAYOUTS, codecs_for(LAYOUTS, cast(UpdateCodec, codec), frozenset(PARTS))) == weights + exact
+
+
+def test_a_part_without_a_base_goes_by_value() -> None:
+    half = Base(BASE.id, {Part.CLASSIFIER: BASE.parts[Part.CLASSIFIER]})
+    data = packed(base=half)
+    assert read_header(data).codecs["classifier/weight"] == "i8-delta"
+    assert read_header(data).codecs["generator/weight"] == "i8"
+    unpack(data, LAYOUTS, base=half)
+    assert set(read_header(packed(base=None)).codecs.values()) == {"i8", "f32", "i64"}
+
+
+def test_an_unknown_base_is_refused_by_its_digest() -> None:
+    with pytest.raises(UnknownBaseError, match="a" * 64):
+        unpack(packed(), LAYOUTS)
+    with pytest.raises(UnknownBaseError, match="b" * 64):
+        unpack(packed(), LAYOUTS, base=Base("b" * 64, BASE.parts))
+    with pytest.raises(UnknownBaseError):
+        pack(HEADER, PARTS, "i8-delta", Base("b" * 64, BASE.parts))
+    unpack(packed("i8", None), LAYOUTS)
+
+
+def test_a_base_without_the_tensor_is_refused() -> None:
+    for parts in ({}, {**BASE.parts, Part.CLASSIFIER: {"weight": np.zeros((40, 10), np.float32)}}):
+        with pytest.raises(IntegrityError, match="classifier/weight is coded as the difference"):
+            unpack(packed(), LAYOUTS, base=Base(BASE.id, cast(Any, parts)))
+
+
+def test_an_artifact_coded_otherwise_than_asked_for_is_refused() -> None:
+    with pytest.raises(IntegrityError, match="classifier/weight"):
+        unpack(packed("f16"), LAYOUTS, codecs=codecs_for(LAYOUTS, "i8"))
+
+
+@pytest.mark.parametrize("scale", [np.nan, np.inf, -np.inf, -1.0])
+def test_a_scale_that_no_encoder_writes_is_refused_by_its_channel(scale: float) -> None:
+    scales = np.ones(10, np.float32)
+    assert unpack(with_pieces(packed(), **{"classifier/weight:scale": scales}), LAYOUTS, base=BASE)
+    scales[7] = scale
+    with pytest.raises(IntegrityError, match="classifier/weight: the scale of channel 7"):
+        unpack(with_pieces(packed(), **{"classifier/weight:scale": scales}), LAYOUTS, base=BASE)
+
+
+def test_a_payload_with_other_pieces_than_its_codecs_store_is_refused() -> None:
+    for changes in (
+        {"classifier/weight:scale": np.ones(9, np.float32)},
+        {"classifier/weight:scale": np.ones(10, np.float16)},
+        {"classifier/weight": np.ones((10, 40), np.float16)},
+        {"classifier/bias:scale": np.ones(10, np.float32)},
+        {"classifier/other": np.ones(1, np.float32)},
+    ):
+        with pytest.raises((IntegrityError, MalformedError)):
+            unpack(with_pieces(packed(), **cast(Any, changes)), LAYOUTS, base=BASE)
+
+
+def test_codecs_that_can_not_hold_their_tensor_are_refused() -> None:
+    for key, codec in (("generator/batches", "f32"), ("classifier/bias", "i64")):
+        codecs = {**codecs_for(LAYOUTS, "i8"), key: cast(TensorCodec, codec)}
+        with pytest.raises(MalformedError, match=key):
+            encode_tensors(PARTS, codecs)
+        with pytest.raises(IntegrityError, match=key):
+            payload_bounds(LAYOUTS, codecs)
+    scalar = layouts_of({Part.CLASSIFIER: {"w": np.array(1, np.float32)}})
+    with pytest.raises(IntegrityError, match="classifier/w"):
+        payload_bounds(scalar, {"classifier/w": "i8"})
+
+
+def test_an_observer_decodes_what_the_receiver_decodes() -> None:
+    base = inspect(pack(HEADER.model_copy(update={"kind": "aggregate", "base": None}), BASE.parts))
+    for codec in get_args(UpdateCodec):
+        received = unpack(packed(codec), LAYOUTS, base=BASE).parts
+        seen = decode(inspect(packed(codec)), base)
+        assert seen.without_base == frozenset()
+        assert set(seen.tensors) == {f"{part.value}/{name}" for part in PARTS for name in PARTS[part]}
+        for part, tensors in received.items():
+            for name, tensor in tensors.items():
+                assert np.array_equal(seen.tensors[f"{part.value}/{name}"], tensor)
+
+
+def test_an_observer_without_the_base_reads_differences_and_says_so() -> None:
+    seen = decode(inspect(packed()))
+    assert seen.without_base == {"classifier/weight", "generator/weight"}
+    change = cast(Floats, PARTS[Part.CLASSIFIER]["weight"]) - BASE.parts[Part.CLASSIFIER]["weight"]
+    np.testing.assert_allclose(seen.tensors["classifier/weight"], change, atol=1e-3)
+
+
+def test_an_observer_sees_pieces_as_they_came_where_the_header_lies() -> None:
+    nan = np.full(10, np.nan, np.float32)
+    seen = decode(inspect(with_pieces(packed(), **{"classifier/weight:scale": nan})))
+    assert seen.tensors["classifier/weight"].dtype == np.int8
+    assert np.isnan(seen.tensors["classifier/weight:scale"]).all()
+    short = decode(inspect(with_pieces(packed(), **{"classifier/weight:scale": nan[:3]})))
+    assert short.tensors["classifier/weight:scale"].shape == (3,)
+    liar = join_artifact(b'{"codecs":{"odd":"i8","x":["f32"],"y":"zip"}}', save({"odd": np.array(3, np.int8)}))
+    assert decode(inspect(liar)).tensors["odd"] == 3
+
+
+def test_an_artifact_from_before_there_were_codecs_is_read_and_written_bit_for_bit() -> None:
+    data = (GOLDEN / "update-0.1.0.bin").read_bytes()
+    spec = FederationSpec.parse((GOLDEN / "spec-0.1.0.json").read_bytes())
+    assert spec.digest == "77a959a33ea4ebfef7ec7333678713294b65160743fb07e22d8c78675f6ffaab"
+    assert (spec.codec, spec.aggregate_codec, spec.with_base) == ("f32", "f32", ())
+    artifact = unpack(data, spec.layouts, codecs=codecs_for(spec.layouts, spec.codec, spec.with_base))
+    assert artifact.parts[Part.CLASSIFIER]["bias"].tolist() == [0.5, -0.25]
+    assert np.array_equal(
+        artifact.parts[Part.CLASSIFIER]["weight"], np.linspace(-1, 1, 24, dtype=np.float32).reshape(2, 12)
+    )
+    assert pack(artifact.header, artifact.parts) == data

@@ -1,0 +1,342 @@
+"""Random, mutated, oversize and deliberately odd bytes at every entry of the coordinator and the agent: never an exception,
+each refusal counted once, and no memory taken for what is refused."""
+
+from __future__ import annotations
+
+import json
+import random
+import string
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from coordinator.messaging.message_checks import Ingest, Sessions
+from coordinator.updates.receiver import Intake
+from coordinator.updates.upload_windows import Received, Uploads
+from edge_client.messaging.coordinator_trust import Remembered
+from edge_client.messaging.handshake import Handshake
+from edge_client.messaging.message_checks import Incoming
+from edge_client.session.events import Wanted
+from edge_client.store.private_store import PrivateStore
+from edge_client.transfer.downloads import Downloads
+from fedcg.event_log import EventLog
+from fedcg.refusal_counter import Refusals
+from fedcg.wire.errors import IntegrityError, WireError
+from fedcg.wire.messages.messages import (
+    COORDINATOR,
+    EVERYONE,
+    MAX_ARTIFACT_BYTES,
+    AnyMessage,
+    ArtifactRef,
+    CoordinatorStatus,
+    DeviceStatus,
+    Finished,
+    Hello,
+    Invite,
+    Manifest,
+    Need,
+    Offer,
+    Receipt,
+    encode,
+)
+from fedcg.wire.messages.signing import DOMAIN, MAGIC, SigningKey, seal
+from fedcg.wire.messages.topics import Topics
+from fedcg.wire.transfer.chunks import chunk_frame, frames_for, make_ref
+from fedcg.wire.transfer.partial_files import Partials
+from fedcg.wire.transport.transport import Delivery
+from tests.support.coordinator_support import RunningService, World, aggregate_bytes, tiny_spec, wait_until
+from tests.support.edge_worlds import DEVICE as AGENT
+from tests.support.edge_worlds import FEDERATION, aggregate_of, toy_parts, toy_spec
+from tests.support.edge_worlds import World as AgentWorld
+from tests.support.edge_worlds import wait_until as agent_wait
+
+TOPICS = Topics(FEDERATION)
+KEY, STRANGER, COORDINATORS = (SigningKey.generate() for _ in range(3))
+DEVICE = "a"
+NONCE = "0" * 32
+DATA = random.Random(5).randbytes(3000)
+REF = make_ref(DATA, 1000)
+UP = {"federation": FEDERATION, "sender": DEVICE, "recipient": COORDINATOR}
+DOWN = {"federation": FEDERATION, "sender": COORDINATOR, "recipient": DEVICE}
+BROADCAST = {**DOWN, "recipient": EVERYONE}
+FROM_DEVICE: tuple[AnyMessage, ...] = (
+    Hello(**UP, nonce=NONCE, versions=(1,), agent="x"),
+    DeviceStatus(**UP, online=False),
+    Manifest(**UP, artifact=REF, round=1, attempt=1),
+    Need(**UP, artifact=REF.id, ranges=((0, 1),)),
+)
+FROM_COORDINATOR: tuple[AnyMessage, ...] = (
+    Offer(**BROADCAST, spec=REF, aggregate=REF, rounds=2, deadline_at=1.0),
+    Finished(**BROADCAST, spec=REF, aggregate=REF),
+    CoordinatorStatus(**BROADCAST, online=True),
+    Invite(**DOWN),
+    Receipt(**DOWN, artifact=REF.id, outcome="accepted"),
+)
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+LIMITED = settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+
+
+def signed(payload: bytes, key: SigningKey) -> bytes:
+    """An authentic envelope around whatever it is."""
+    return MAGIC + key.sign(DOMAIN + payload) + payload
+
+
+@st.composite
+def envelopes(draw: st.DrawFn, messages: tuple[AnyMessage, ...], key: SigningKey) -> bytes:
+    """Random bytes; a sealed message with bytes changed, cut or added; or one that its true sender made wrong before signing."""
+    way = draw(st.sampled_from(["random", "mutated", "odd", "garbage", "stranger"]))
+    message = draw(st.sampled_from(messages))
+    if way == "random":
+        return draw(st.binary(max_size=300))
+    if way == "garbage":
+        return signed(draw(st.binary(max_size=300)), key)
+    if way == "stranger":
+        return seal(message, STRANGER)
+    if way == "odd":
+        fields = json.loads(encode(message))
+        name = draw(st.sampled_from([*fields, "more"]))
+        return signed(json.dumps(fields | {name: draw(json_values)}).encode(), key)
+    sealed = bytearray(seal(message, key))
+    for _ in range(draw(st.integers(1, 4))):
+        sealed[draw(st.integers(0, len(sealed) - 1))] = draw(st.integers(0, 255))
+    return bytes(sealed[: draw(st.integers(0, len(sealed)))]) + draw(st.binary(max_size=20))
+
+
+topics = st.text(string.ascii_lowercase + "/+#-", max_size=30) | st.sampled_from(
+    [
+        TOPICS.offer,
+        TOPICS.coordinator,
+        TOPICS.aggregate,
+        *(spell(DEVICE) for spell in (TOPICS.up_control, TOPICS.up_chunk, TOPICS.status)),
+        *(spell(DEVICE) for spell in (TOPICS.down_control, TOPICS.down_chunk)),
+    ]
+)
+
+
+lengths = st.binary(min_size=1, max_size=999) | st.binary(
+    min_size=1001, max_size=1001
+)  # no chunk of REF has one of them
+
+
+@st.composite
+def chunk_frames(draw: st.DrawFn) -> bytes:
+    """Random bytes; frames that were damaged; or sound ones of places, lengths and artifacts that are not there."""
+    way = draw(st.sampled_from(["random", "mutated", "odd"]))
+    if way == "random":
+        return draw(st.binary(max_size=200))
+    if way == "mutated":
+        frame = bytearray(draw(st.sampled_from(list(frames_for(DATA, REF)))))
+        frame[draw(st.integers(0, len(frame) - 1))] ^= draw(st.integers(1, 255))
+        return bytes(frame[: draw(st.integers(0, len(frame)))])
+    artifact = draw(st.sampled_from([REF.id, "0" * 64]))
+    return chunk_frame(artifact, draw(st.integers(0, 2**32 - 1)), draw(lengths))
+
+
+class CoordinatorsDoor:
+    """Where deliveries come in: messages, and chunks of one update that was announced."""
+
+    def __init__(self, root: Path) -> None:
+        self.refusals = Refusals(EventLog(root / "events.jsonl", time.time))
+        sessions = Sessions()
+        self.ingest = Ingest(TOPICS, sessions, self.refusals)
+        self.ingest.learn_keys([(DEVICE, KEY.public.hex)])
+        sessions.greet(DEVICE, NONCE)
+        self.uploads = Uploads(Partials(root / "partial", 4, 1 << 20))
+        self.said: list[object] = []
+        self.intake = Intake(self.uploads, lambda: None, self.said.append, self.refusals)
+        self.uploads.begin(DEVICE, Manifest(**UP, artifact=REF, round=1, attempt=1), 0.0, 0.0)
+
+    @property
+    def count(self) -> int:
+        return sum(self.refusals.counts.values())
+
+
+class AgentsDoor:
+    """The same of a device, with one download under way."""
+
+    def __init__(self, root: Path) -> None:
+        self.downloads = Downloads(Partials(root / "partial", 4, 1 << 20))
+        self.downloads.want((Wanted("aggregate", REF, None),), 0.0)
+        handshake = Handshake(FEDERATION, DEVICE, "x")
+        memory = Remembered(PrivateStore.open(root / "store", FEDERATION, DEVICE), FEDERATION, COORDINATORS.public)
+        self.incoming = Incoming(FEDERATION, DEVICE, memory, handshake, self.downloads)
+
+    def refusal(self, delivery: Delivery) -> WireError | None:
+        """Why a delivery is refused; None when it is taken."""
+        try:
+            self.incoming.open(delivery, 0.0)
+        except WireError as error:
+            return error
+        return None
+
+
+@pytest.fixture(scope="module")
+def doors(tmp_path_factory: pytest.TempPathFactory) -> tuple[CoordinatorsDoor, AgentsDoor]:
+    return CoordinatorsDoor(tmp_path_factory.mktemp("coordinator")), AgentsDoor(tmp_path_factory.mktemp("agent"))
+
+
+Doors = tuple[CoordinatorsDoor, AgentsDoor]
+
+
+@LIMITED
+@given(topic=topics, payload=envelopes(FROM_DEVICE, KEY))
+@example(topic=TOPICS.up_control(DEVICE), payload=signed(b"[" * 16_000, KEY))
+@example(topic=TOPICS.up_control(DEVICE), payload=signed(b'{"kind":' * 2_000, KEY))
+@example(topic=TOPICS.up_control(DEVICE), payload=signed(b'{"v":1' + b"0" * 9_000 + b"}", KEY))
+def test_the_coordinator_takes_or_refuses_each_message_and_counts_each_refusal_once(
+    doors: Doors, topic: str, payload: bytes
+) -> None:
+    door = doors[0]
+    before = door.count
+    taken = door.ingest.open(Delivery(topic, payload, retained=False))
+    assert door.count == before + (taken is None)
+
+
+@LIMITED
+@given(topic=topics, payload=envelopes(FROM_COORDINATOR, COORDINATORS), retained=st.booleans())
+@example(topic=TOPICS.offer, payload=signed(b"[" * 16_000, COORDINATORS), retained=True)
+def test_an_agent_takes_or_refuses_each_message_with_an_error_of_the_wire(
+    doors: Doors, topic: str, payload: bytes, retained: bool
+) -> None:
+    refused = doors[1].refusal(Delivery(topic, payload, retained))
+    assert refused is None or refused.reason != "wire", "every refusal has a reason of its own"
+
+
+@LIMITED
+@given(frame=chunk_frames())
+def test_no_frame_breaks_a_transfer_on_either_side(doors: Doors, frame: bytes) -> None:
+    coordinator, agent = doors
+    before = coordinator.count
+    coordinator.intake._feed(DEVICE, frame)
+    refused = agent.refusal(Delivery(TOPICS.aggregate, frame, retained=False))
+    assert coordinator.count == before + (refused is not None)
+    assert refused is None or refused.reason in ("malformed", "too_large")
+
+
+def test_after_all_of_that_both_transfers_complete(doors: Doors) -> None:
+    """With the second try at the latest: a frame may have been a chunk in its place with other bytes, which the whole shows."""
+    coordinator, agent = doors
+    downloaded = None
+    for frame in [*frames_for(DATA, REF)] * 2:
+        coordinator.intake._feed(DEVICE, frame)
+        if downloaded is None:
+            agent.refusal(Delivery(TOPICS.aggregate, frame, retained=False))
+            with suppress(IntegrityError):
+                downloaded = agent.downloads.completed(0.0)
+    (received,) = [event for event in coordinator.said if isinstance(event, Received)]
+    assert received.file.read_bytes() == DATA
+    assert downloaded is not None
+    assert downloaded.file.read_bytes() == DATA
+
+
+@pytest.mark.parametrize("size", [17 * 1024, 8_000_000])
+def test_what_is_too_large_takes_no_memory(doors: Doors, size: int) -> None:
+    coordinator, agent = doors
+    envelope, chunk = MAGIC + bytes(size), chunk_frame(REF.id, 0, bytes(max(size, 130_000)))
+
+    def refuse() -> None:
+        before = coordinator.refusals.counts.get("too_large", 0)
+        coordinator.ingest.open(Delivery(TOPICS.up_control(DEVICE), envelope, retained=False))
+        coordinator.intake._feed(DEVICE, chunk)
+        assert coordinator.refusals.counts["too_large"] == before + 2
+        for topic, payload in ((TOPICS.offer, envelope), (TOPICS.aggregate, chunk)):
+            with pytest.raises(WireError, match="over the bound"):
+                agent.incoming.open(Delivery(topic, payload, retained=False), 0.0)
+
+    refuse()  # what is made once, is made
+    tracemalloc.start()
+    try:
+        refuse()
+        assert tracemalloc.get_traced_memory()[1] < 100_000
+    finally:
+        tracemalloc.stop()
+
+
+def odd_ref(rng: random.Random) -> ArtifactRef:
+    size = rng.choice([1, 255, 300_000, MAX_ARTIFACT_BYTES])
+    return ArtifactRef(id=rng.randbytes(32).hex(), size=size, chunk_bytes=rng.choice([256, 1000, 120 * 1024]))
+
+
+def odd_number(rng: random.Random) -> int:
+    return rng.choice([0, 1, 2, 7, 2**31, 2**53])
+
+
+def odd_ranges(rng: random.Random) -> tuple[tuple[int, int], ...]:
+    return tuple((odd_number(rng), rng.choice([1, 9, 1 << 20])) for _ in range(rng.choice([1, 3, 256])))
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    spec = tiny_spec(rounds=1)
+    made = World(tmp_path, spec, aggregate_bytes(spec, 0, 0, seed=1), clients=("a", "b", "evil"), min_clients=2)
+    yield made
+    made.close()
+
+
+def test_a_device_that_says_odd_things_in_its_session_does_not_stop_the_coordinator(world: World) -> None:
+    """Every message is signed, in order, and of the schema; only what it says makes no sense."""
+    evil, rng = world.devices["evil"], random.Random(3)
+    honest = [world.devices[name] for name in ("a", "b")]
+    for device in (*honest, evil):
+        device.silent = True
+    asks: tuple[Callable[[dict[str, Any]], AnyMessage], ...] = (
+        lambda where: Manifest(**where, artifact=odd_ref(rng)),
+        lambda where: Need(**where, artifact=rng.choice([world.base_id, "0" * 64]), ranges=odd_ranges(rng)),
+    )
+    with RunningService(world) as running:
+        for device in honest:
+            device.start()
+        world.wait_event("attempt_opened")
+        evil.start()
+        wait_until(lambda: evil.session is not None, "a session")
+        for _ in range(150):
+            with evil.lock:
+                evil.tell(rng.choice(asks)(evil._addressed(odd_number(rng), odd_number(rng))))
+        for device in honest:
+            device.silent = False
+            device.act()
+        world.wait_event("finished")
+        assert running.service.refusals["dropped"] == 0
+    assert {event["client"] for event in world.events("update_stored")} == {"a", "b"}
+    assert {event["client"] for event in world.events("update_refused")} == {"evil"}
+
+
+def test_a_coordinator_that_says_odd_things_does_not_stop_the_agent(tmp_path: Path) -> None:
+    world = AgentWorld(tmp_path)
+    coordinator, rng = world.coordinator, random.Random(4)
+    coordinator.come_online()
+    world.start_agent()
+    try:
+        coordinator.wait(Hello)
+        agent_wait(lambda: bool(world.events("welcomed")), "a session")
+        for round_number in range(1, 60):
+            where = coordinator.address(AGENT, round_number, odd_number(rng))
+            broadcast = coordinator.address(EVERYONE, round_number, 1)
+            coordinator.tell(Need(**where, artifact=rng.randbytes(32).hex(), ranges=odd_ranges(rng)))
+            coordinator.tell(Receipt(**where, artifact=rng.randbytes(32).hex(), outcome="late"))
+            coordinator.tell(Invite(**where))
+            refs = {"spec": odd_ref(rng), "aggregate": odd_ref(rng)}
+            odd: AnyMessage = Offer(**broadcast, **refs, rounds=odd_number(rng), deadline_at=-1.0)
+            if rng.random() < 0.3:
+                odd = Finished(**broadcast, **refs)
+            coordinator.publish(coordinator.topics.offer, odd)
+        agent_wait(lambda: len(world.events("invited")) == 59, "all of it was heard")
+        aggregate = aggregate_of(toy_parts(1), toy_spec(), 0)
+        coordinator.offer(world.spec, aggregate, 90)
+        coordinator.invite(90)
+        assert coordinator.wait(Manifest).round == 90
+        assert world.events("agent_error") == []
+        assert world.events("receipt") == []
+    finally:
+        world.close()

@@ -1,0 +1,271 @@
+from __future__ import annotations
+
+import random
+from hashlib import sha256
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedcg.wire.errors import IntegrityError, MalformedError, TooLargeError, TransportError
+from fedcg.wire.messages.messages import MAX_CHUNK_BYTES, ArtifactRef
+from fedcg.wire.transfer.chunk_window import MAX_RANGES, Grants
+from fedcg.wire.transfer.chunks import (
+    FRAME_OVERHEAD_BYTES,
+    Chunk,
+    Window,
+    chunk_bytes_for,
+    chunk_frame,
+    cut,
+    frames_for,
+    make_ref,
+    parse_chunk,
+    read_frame,
+)
+from tests.support.receivers import Receiver
+
+DATA = random.Random(1).randbytes(256 * 9 + 17)
+REF = make_ref(DATA, 256)
+CHUNKS = [Chunk(REF.id, index, piece) for index, piece in enumerate(cut(DATA, 256))]
+
+
+def test_a_reference_tells_name_size_and_number_of_chunks() -> None:
+    assert (REF.id, REF.size, REF.chunk_bytes, REF.chunks) == (sha256(DATA).hexdigest(), len(DATA), 256, 10)
+    assert b"".join(cut(DATA, 256)) == DATA
+
+
+@pytest.mark.parametrize(("size", "chunks"), [(1, 1), (256, 1), (257, 2), (512, 2)])
+def test_the_last_chunk_may_be_short_and_is_never_empty(size: int, chunks: int) -> None:
+    data = bytes(size)
+    assert make_ref(data, 256).chunks == len(cut(data, 256)) == chunks
+
+
+def test_a_frame_of_the_largest_chunk_is_at_most_120_kb() -> None:
+    assert chunk_bytes_for(2_000_000) + FRAME_OVERHEAD_BYTES == 120 * 1024
+    assert len(chunk_frame(REF.id, 0, bytes(chunk_bytes_for(2_000_000)))) == 120 * 1024
+    assert chunk_bytes_for(100_000) == 100_000 - FRAME_OVERHEAD_BYTES
+    assert chunk_bytes_for(2_000_000, configured=50_000) == 50_000 - FRAME_OVERHEAD_BYTES
+
+
+def test_a_link_that_takes_no_chunk_is_refused_with_what_to_do() -> None:
+    with pytest.raises(TransportError, match="maximum packet"):
+        chunk_bytes_for(300)
+
+
+@given(st.integers(0, 2**32 - 1), st.binary(min_size=1, max_size=400))
+def test_a_frame_parses_back(index: int, data: bytes) -> None:
+    assert parse_chunk(chunk_frame(REF.id, index, data)) == Chunk(REF.id, index, data)
+
+
+@given(st.integers(min_value=0), st.integers(min_value=1, max_value=255))
+def test_no_changed_byte_of_a_frame_goes_unnoticed(position: int, change: int) -> None:
+    frame = bytearray(chunk_frame(REF.id, 3, DATA[:256]))
+    frame[position % len(frame)] ^= change
+    with pytest.raises(MalformedError):
+        parse_chunk(bytes(frame))
+
+
+def test_a_frame_can_be_read_without_copying_or_hashing_its_content() -> None:
+    frame = chunk_frame(REF.id, 3, DATA[:256])
+    altered = frame[:-1] + bytes((frame[-1] ^ 1,))
+    chunk = read_frame(altered)
+    assert chunk == Chunk(REF.id, 3, altered[-256:])
+    assert chunk.check == read_frame(frame).check
+    assert isinstance(chunk.data, memoryview)
+    assert chunk.data.obj is altered
+
+
+@given(st.binary(max_size=100))
+def test_arbitrary_bytes_are_no_frame(data: bytes) -> None:
+    for read in (parse_chunk, read_frame):
+        with pytest.raises(MalformedError):
+            read(data)
+    with pytest.raises(MalformedError):
+        parse_chunk(b"FCGC" + data)
+
+
+def test_an_oversize_frame_is_refused_unread() -> None:
+    with pytest.raises(TooLargeError):
+        parse_chunk(b"FCGC" + bytes(MAX_CHUNK_BYTES + FRAME_OVERHEAD_BYTES))
+
+
+def test_frames_follow_the_grants_and_ignore_what_is_not_there() -> None:
+    frames = [parse_chunk(frame) for frame in frames_for(DATA, REF, ((8, 99), (2, 1), (50, 3)))]
+    assert frames == [CHUNKS[8], CHUNKS[9], CHUNKS[2]]
+    assert [parse_chunk(frame) for frame in frames_for(DATA, REF)] == CHUNKS
+
+
+def test_grants_stay_within_the_window_and_wait_until_half_of_it_is_free() -> None:
+    receiver = Receiver(REF, Window(chunks=4))
+    assert receiver.next_need(0.0) == ((0, 4),)
+    assert receiver.next_need(0.0) is None
+    receiver.feed(CHUNKS[0], 0.1)
+    assert receiver.next_need(0.1) is None
+    receiver.feed(CHUNKS[1], 0.1)
+    assert receiver.next_need(0.1) == ((4, 2),)
+
+
+def test_the_window_counts_bytes_too_but_always_lets_one_chunk_through() -> None:
+    assert Receiver(REF, Window(chunks=16, bytes=700)).next_need(0.0) == ((0, 2),)
+    assert Receiver(REF, Window(chunks=16, bytes=10)).next_need(0.0) == ((0, 1),)
+
+
+def most_under_way(ref: ArtifactRef, seconds_per_turn: float) -> int:
+    """The largest window that a receiver opens while all it asked for comes after so many seconds."""
+    grants, now, most = Grants(ref), 0.0, 0
+    while (need := grants.next_need(now)) is not None:
+        most = max(most, grants.under_way)
+        now += seconds_per_turn
+        for first, count in need:
+            for index in range(first, first + count):
+                grants.received(index, now)
+    assert grants.complete
+    return most
+
+
+def test_the_default_window_opens_to_16_chunks_and_1_900_000_bytes_on_a_fast_link() -> None:
+    assert most_under_way(ArtifactRef(id="0" * 64, size=100 * 122_832, chunk_bytes=122_832), 0.01) == 15
+    assert most_under_way(ArtifactRef(id="0" * 64, size=100 * 1000, chunk_bytes=1000), 0.01) == 16
+
+
+def test_the_window_starts_small_and_shrinks_to_one_chunk_when_chunks_take_long() -> None:
+    ref = ArtifactRef(id="0" * 64, size=100 * 1000, chunk_bytes=1000)
+    assert Receiver(ref).next_need(0.0) == ((0, 4),)
+    grants, now, queued, windows = Grants(ref), 0.0, list[int](), list[int]()
+    while not grants.complete:  # a link that carries a chunk in 8 s
+        for first, count in grants.next_need(now) or ():
+            queued += [index for index in range(first, first + count) if index not in queued]
+        now += 8.0
+        grants.received(queued.pop(0), now)
+        windows.append(grants.under_way)
+    assert max(windows[8:]) <= 1
+
+
+def test_a_shared_bound_limits_what_is_granted() -> None:
+    ref = ArtifactRef(id="0" * 64, size=100 * 1000, chunk_bytes=1000)
+    grants = Grants(ref)
+    assert grants.next_need(0.0, room=0) is None
+    assert grants.next_need(0.0, room=2) == ((0, 2),)
+
+
+def test_one_request_never_has_more_ranges_than_a_message_takes() -> None:
+    ref = ArtifactRef(id="0" * 64, size=2000 * 256, chunk_bytes=256)
+    grants = Grants(ref, Window(chunks=2000))
+    grants.restore(range(0, 2000, 2))
+    for index in range(0, 1200, 2):  # every other chunk comes by itself, quickly: the window opens
+        grants.received(index + 1, 0.0)
+    grants._credit = 2000
+    need = grants.next_need(0.0)
+    assert need is not None
+    assert len(need) == MAX_RANGES
+    assert need[0] == (1201, 1)
+
+
+def test_what_was_granted_and_did_not_come_is_granted_again_after_a_stall() -> None:
+    receiver = Receiver(REF, Window(chunks=4), stall_s=2.0)
+    assert receiver.next_need(0.0) == ((0, 4),)
+    receiver.feed(CHUNKS[1], 1.0)
+    assert receiver.next_need(2.9) is None
+    assert receiver.next_need(3.0) == ((0, 1), (2, 1))  # and half as much at once
+
+
+@pytest.mark.parametrize("seconds_per_chunk", [0.01, 1.0, 4.0, 8.0])
+def test_a_slow_link_is_not_flooded_with_chunks_that_are_still_on_their_way(seconds_per_chunk: float) -> None:
+    data = bytes(range(256)) * 64
+    receiver = Receiver(make_ref(data, 256), Window(chunks=16), stall_s=2.0)
+    frames = list(frames_for(data, receiver.ref))
+    queued: list[int] = []
+    sent, now = 0, 0.0
+    while not receiver.complete:
+        for first, count in receiver.next_need(now) or ():
+            queued += range(first, first + count)
+        now += 0.25
+        while queued and (sent + 1) * seconds_per_chunk <= now:  # first in, first out, like every queue on the way
+            receiver.feed(parse_chunk(frames[queued.pop(0)]), now)
+            sent += 1
+        assert now < 10_000
+    assert sent + len(queued) <= 2 * receiver.ref.chunks
+
+
+def test_a_broadcast_needs_no_grant_and_only_its_gaps_are_asked_for() -> None:
+    receiver = Receiver(REF)
+    for chunk in CHUNKS:
+        if chunk.index not in (0, 4, 5, 9):
+            assert receiver.feed(chunk, 0.0)
+    assert receiver.progress == (6, 10)
+    assert receiver.next_need(0.0) == ((0, 1), (4, 2), (9, 1))
+
+
+def test_a_complete_receiver_asks_for_nothing_and_gives_the_artifact() -> None:
+    receiver = Receiver(REF)
+    for chunk in reversed(CHUNKS):
+        receiver.feed(chunk, 0.0)
+    assert receiver.complete
+    assert receiver.next_need(99.0) is None
+    assert receiver.data() == DATA
+
+
+def test_repeated_and_foreign_chunks_change_nothing() -> None:
+    receiver = Receiver(REF)
+    assert receiver.feed(CHUNKS[0], 0.0)
+    assert not receiver.feed(CHUNKS[0], 0.0)
+    assert not receiver.feed(Chunk("f" * 64, 999, b"other"), 0.0)
+    assert receiver.progress == (1, 10)
+
+
+@pytest.mark.parametrize(
+    "chunk",
+    [
+        Chunk(REF.id, 10, bytes(256)),
+        Chunk(REF.id, 0, bytes(255)),
+        Chunk(REF.id, 0, bytes(257)),
+        Chunk(REF.id, 9, bytes(256)),
+        Chunk(REF.id, 9, b""),
+    ],
+)
+def test_a_chunk_that_the_artifact_cannot_have_is_refused(chunk: Chunk) -> None:
+    receiver = Receiver(REF)
+    with pytest.raises(MalformedError):
+        receiver.feed(chunk, 0.0)
+    assert receiver.progress == (0, 10)
+
+
+def test_chunks_that_do_not_add_up_are_thrown_away_and_fetched_again() -> None:
+    receiver = Receiver(REF)
+    for chunk in CHUNKS:
+        receiver.feed(Chunk(chunk.artifact, chunk.index, bytes(len(chunk.data))), 0.0)
+    with pytest.raises(IntegrityError):
+        receiver.data()
+    assert receiver.progress == (0, 10)
+    assert receiver.next_need(0.0) == ((0, 4),)
+    for chunk in CHUNKS:
+        receiver.feed(chunk, 0.0)
+    assert receiver.data() == DATA
+
+
+def test_reading_too_early_is_an_error() -> None:
+    with pytest.raises(MalformedError):
+        Receiver(REF).data()
+
+
+@given(st.integers(1, 40 * 256), st.integers(1, 20), st.randoms(use_true_random=False), st.floats(0, 0.7))
+def test_any_loss_order_and_repetition_completes_when_grants_are_served(
+    size: int, window: int, rng: random.Random, loss: float
+) -> None:
+    data = rng.randbytes(size)
+    ref = make_ref(data, 256)
+    receiver = Receiver(ref, Window(chunks=window), stall_s=2.0)
+    now, under_way = 0.0, [frame for frame in frames_for(data, ref) if rng.random() < 0.3]
+    for _ in range(10_000):
+        if receiver.complete:
+            break
+        need = receiver.next_need(now)
+        if need is not None:
+            assert sum(count for _, count in need) <= window
+            for frame in frames_for(data, ref, need):
+                under_way += [frame] * rng.choice((1, 1, 2)) if rng.random() >= loss else []
+        if under_way:
+            receiver.feed(parse_chunk(under_way.pop(rng.randrange(len(under_way)))), now)
+        else:
+            now += 0.7
+    assert receiver.data() == data
