@@ -77,11 +77,11 @@ class MqttLink(paho.Client):
         """Use the broker's keepalive where it is shorter; none at all, or a longer one, would hide a dead link."""
         self._keepalive = min(self._settings.keepalive_s, seconds or self._settings.keepalive_s)
 
-    def move(self, wake: int, seconds: float) -> bool:
+    def move(self, wake: int | None, seconds: float) -> bool:
         """Wait until something can be read or written, and read and write it; call the callbacks.
 
         Args:
-            wake: a descriptor that ends the wait when it can be read.
+            wake: a descriptor that ends the wait when it can be read; None for none.
             seconds: longest wait.
 
         Returns:
@@ -97,7 +97,8 @@ class MqttLink(paho.Client):
         holds_more = isinstance(sock, ssl.SSLSocket) and sock.pending() > 0  # which no poll announces
         poll, descriptor = select.poll(), sock.fileno()
         poll.register(descriptor, select.POLLIN | (select.POLLOUT if self.want_write() else 0))
-        poll.register(wake, select.POLLIN)
+        if wake is not None:
+            poll.register(wake, select.POLLIN)
         ready = dict(poll.poll(0.0 if holds_more else 1000.0 * seconds))
         status = OK
         if holds_more or ready.get(descriptor, 0) & ~select.POLLOUT:
@@ -121,8 +122,8 @@ class MqttLink(paho.Client):
         self.on_socket_close = self._drain  # paho closes as soon as DISCONNECT has left
         with contextlib.suppress(OSError, MalformedError):
             self.disconnect()
-            while (sock := self.socket()) is not None and (left_s := self._give_up_at - time.monotonic()) > 0:
-                self.move(sock.fileno(), left_s)
+            while self.socket() is not None and (left_s := self._give_up_at - time.monotonic()) > 0:
+                self.move(None, left_s)
 
     def close(self) -> None:
         """Drop the connection."""
