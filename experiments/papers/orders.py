@@ -11,19 +11,14 @@ from dataclasses import dataclass
 from enum import Enum
 from statistics import fmean, stdev
 
+from scipy.special import stdtrit
+
 LEAST_SEEDS = 3
 CRITERION = (
     f"An order is confirmed or refuted where the two-sided 95 % t interval of the difference per seed lies wholly on one side of 0, "
     f"from {LEAST_SEEDS} common seeds on; otherwise it is undecided. `≈` is confirmed where that interval lies within ± the margin, "
     "refuted where it lies wholly outside. Many orders are judged at once and nothing is corrected for that."
 )
-# 0.975 quantiles of Student's t for 1, 2, ... degrees of freedom; beyond the last the normal one is close enough.
-_QUANTILES = (
-    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
-    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
-    *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
-)
-_NORMAL = 1.960
 
 
 class Judgement(str, Enum):
@@ -63,8 +58,7 @@ def judge(lower: Mapping[int, float], higher: Mapping[int, float], margin: float
     mean = fmean(differences) if differences else None
     if mean is None or count < 2:
         return Verdict(Judgement.UNDECIDED, count, mean, None)
-    quantile = _QUANTILES[count - 2] if count - 2 < len(_QUANTILES) else _NORMAL
-    half = quantile * stdev(differences) / math.sqrt(count)
+    half = float(stdtrit(count - 1, 0.975)) * stdev(differences) / math.sqrt(count)
     if count < LEAST_SEEDS:
         return Verdict(Judgement.UNDECIDED, count, mean, half)
     return Verdict(_place(mean - half, mean + half, margin), count, mean, half)

@@ -78,7 +78,7 @@ class Service:
             try:
                 verdict = self.watch.verdict()
                 if verdict is not None and await asyncio.to_thread(self.models.take_back, verdict):
-                    self.metrics.rollbacks[verdict.kind] += 1
+                    self.metrics.rollbacks.labels(verdict.kind).inc()
                 await asyncio.to_thread(self.models.refresh)
             except Exception:
                 log.exception("looking for a new version failed; the one in service stays")
@@ -115,7 +115,8 @@ class Service:
             raise busy(str(error)) from error
         self.watch.heard(served.version, rows)
         results = [Classified(image.name, served.model.top(row, top)) for image, row in zip(images, rows, strict=True)]
-        self.metrics.classes.update(one.guesses[0].label for one in results)
+        for one in results:
+            self.metrics.classes.labels(one.guesses[0].label).inc()
         return {**served.identity(), "results": [one.as_json() for one in results]}
 
     async def _answer(self, place: Place, served: Served, body: Body) -> tuple[list[NamedImage], Floats]:
@@ -182,7 +183,7 @@ async def predict(request: Request, service: Running, top: Annotated[int, Query(
         answer = _refusal(RefusedError(500, "internal", told))
     finally:
         service.in_flight -= 1
-        service.metrics.requests[outcome] += 1
+        service.metrics.requests.labels(outcome).inc()
         service.metrics.seconds.observe(time.perf_counter() - started)
     return answer
 
@@ -261,7 +262,7 @@ async def _refused(_: Request, error: Exception) -> Response:
 
 async def _bad_request(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    (await _service(request)).metrics.requests["bad_request"] += 1
+    (await _service(request)).metrics.requests.labels("bad_request").inc()
     first = error.errors()[0]
     field = str(first["loc"][-1])
     return _refusal(RefusedError(422, "bad_request", f"{field}: {first['msg']}; see /openapi.json", field=field))

@@ -122,7 +122,7 @@ def serve(settings: Settings, say: Callable[[str], None]) -> int:
     )
 
     def count(outcome: str) -> None:
-        metrics.swaps[outcome] += 1
+        metrics.loads.labels(outcome).inc()
 
     models = ServedModel(
         settings.model,

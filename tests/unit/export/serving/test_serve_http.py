@@ -171,7 +171,7 @@ def test_metrics_are_lines_that_prometheus_reads_and_count_what_happened(server:
     assert [after - value for after, value in zip(figures(), before, strict=True)] == [1, 1, 1, 2]
     assert server.metric(predicted) == classes + 2
     sha256 = Model.load(root).manifest.model.sha256
-    info = f'fedcg_serve_model_info{{federation="garden",round="2",version="0002",sha256="{sha256}"}}'
+    info = f'fedcg_serve_model_info{{federation="garden",round="2",sha256="{sha256}",version="0002"}}'
     assert [server.metric(one) for one in (info, "fedcg_serve_ready", QUEUE)] == [1, 1, 0]
     page = server.ask("/metrics")
     assert page.headers["content-type"].startswith("text/plain; version=0.0.4")
