@@ -21,7 +21,6 @@ from fedcg.wire.parts import (
     UpdateCodec,
 )
 
-SPEC_FORMAT = 1
 # Fields that weigh a client in the merge; accuracy, loss and health are only for people.
 _WEIGHING = frozenset({ReportField.EXAMPLES, ReportField.LABEL_COUNTS})
 ParameterValue = bool | int | float | str | None

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -36,13 +35,6 @@ class Opinion:
     features: torch.Tensor
     log_teacher: torch.Tensor
     weight: torch.Tensor
-
-
-class Opinions(Protocol):
-    """Whoever has a say in eq. 11, batch by batch, in ascending order of rows."""
-
-    def on(self, rows: slice) -> list[Opinion]:
-        """The opinions on some rows of the bank."""
 
 
 def crossed_loss(
