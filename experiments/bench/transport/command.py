@@ -60,7 +60,7 @@ def transport_command(
             record |= {"repeats": repeats, "cases": figures(measured)}
             lines = [
                 f"{one.case.size:>9} bytes, window {one.case.window:>3}, {one.case.sessions:>2} sessions: "
-                f"{one.ratio:.2f} of paho's throughput"
+                f"{one.mb_per_s(one.ours_s):.1f} MB/s, paho alone {one.mb_per_s(one.paho_s):.1f} (ratio {one.ratio:.2f})"
                 for one in measured
             ]
     except CoordinatorError as error:

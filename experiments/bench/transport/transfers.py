@@ -54,6 +54,10 @@ class Measured:
     ours_s: tuple[float, ...]
     paho_s: tuple[float, ...]
 
+    def mb_per_s(self, seconds: Sequence[float]) -> float:
+        """10^6 bytes of artifacts in a second, in the median run."""
+        return self.case.size * self.case.count * self.case.sessions / statistics.median(seconds) / 1e6
+
     @property
     def ratio(self) -> float:
         """Our throughput over paho's: medians of runs that took turns."""
@@ -132,6 +136,8 @@ def as_json(measured: Sequence[Measured]) -> list[dict[str, Any]]:
             **asdict(one.case),
             "ours_s": [round(seconds, 4) for seconds in one.ours_s],
             "paho_s": [round(seconds, 4) for seconds in one.paho_s],
+            "ours_mb_per_s": round(one.mb_per_s(one.ours_s), 1),
+            "paho_mb_per_s": round(one.mb_per_s(one.paho_s), 1),
             "ratio": round(one.ratio, 3),
         }
         for one in measured
