@@ -126,7 +126,7 @@ def silence(home: Home, devices: Collection[str]) -> bool:
 
 def _access(home: Home) -> tuple[list[str], list[str], list[CertificateRecord]]:
     """Federations, devices that may connect, and revoked certificates, as the database says now."""
-    silenced = _silenced(home)
+    silenced = silenced_in(home)
     store = Store(home.database)
     try:
         federations = [record.id for record in store.federations()]
@@ -136,7 +136,7 @@ def _access(home: Home) -> tuple[list[str], list[str], list[CertificateRecord]]:
         store.close()
 
 
-def _silenced(home: Home) -> list[str]:
+def silenced_in(home: Home) -> list[str]:
     """Who is left out; a file that can't be read names nobody: whoever goes on is silenced again."""
     try:
         return list(json.loads((home.broker / SILENCED_NAME).read_text(encoding="utf-8")))

@@ -124,8 +124,8 @@ def device_add(
 @device_app.command("list")
 def device_list(directory: Directory, as_json: AsJson = False) -> None:
     """List all devices, also those that were revoked or left."""
-    with explained(), store_of(directory) as (_, store):
-        described = [_device_values(store, device) for device in store.devices()]
+    with explained(), store_of(directory) as (home, store):
+        described = [_device_values(home, store, device) for device in store.devices()]
     lines = [_device_line(values) for values in described] or ["no devices yet; see `fedcg token create`"]
     tell(described, "\n".join(lines), as_json=as_json)
 
@@ -137,11 +137,11 @@ def device_show(
     """Show one device: state, keys, certificates."""
     from coordinator.errors import EnrolmentError
 
-    with explained(), store_of(directory) as (_, store):
+    with explained(), store_of(directory) as (home, store):
         record = store.device(device)
         if record is None:
             raise EnrolmentError(f"there is no device {device!r}; `fedcg device list` shows all")
-        values = _device_values(store, record)
+        values = _device_values(home, store, record)
         values["certificates"] = [
             {name: getattr(known, name) for name in ("serial", "issued_at", "expires_at", "revoked_at")}
             for known in store.register.certificates(device)
@@ -190,12 +190,15 @@ def _diary(home: Home) -> EventLog:
     return EventLog(home.events_file, time.time)
 
 
-def _device_values(store: Store, device: DeviceRecord) -> dict[str, Any]:
+def _device_values(home: Home, store: Store, device: DeviceRecord) -> dict[str, Any]:
+    from coordinator.broker.access_lists import silenced_in
+
     expiries = [known.expires_at for known in store.register.certificates(device.id) if known.revoked_at is None]
     return {
         "id": device.id,
         "state": device.state.value,
         "enrolled_at": device.enrolled_at,
+        "silenced": device.id in silenced_in(home),
         "last_seen_at": device.last_seen_at,
         "agent": device.agent,
         "certificate_expires_at": max(expiries, default=None),
@@ -208,7 +211,7 @@ def _device_values(store: Store, device: DeviceRecord) -> dict[str, Any]:
 def _device_line(values: dict[str, Any]) -> str:
     seen = "never seen" if values["last_seen_at"] is None else f"seen {_when(values['last_seen_at'])}"
     expiry = values["certificate_expires_at"]
-    told = [values["id"], values["state"], seen]
+    told = [values["id"], values["state"], *(["silenced"] if values["silenced"] else []), seen]
     if values["state"] == "enrolled" and expiry is not None:
         told.append(f"certificate until {_when(expiry)}")
     if values["ended_at"] is not None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from coordinator.broker.access_lists import Members, publish_access, refresh_access, silence
 from coordinator.broker.mosquitto import ACL_NAME
+from coordinator.cli.member_commands import device_app
 from coordinator.cli.opening import create_home
 from coordinator.config import CoordinatorConfig
 from coordinator.members.bundle_enrolment import enrol
@@ -157,6 +160,15 @@ def test_a_silenced_device_stays_off_every_access_list_that_is_written_meanwhile
     members.reload()
     assert listed(home) == {"coordinator", "a", "b", "c"}
     assert members.allows("a", "publish", up)
+
+
+def test_an_operator_sees_who_is_silenced(home: Home) -> None:
+    silence(home, ["a"])
+    listed_devices = json.loads(CliRunner().invoke(device_app, ["list", "--dir", str(home.root), "--json"]).stdout)
+    assert {one["id"]: one["silenced"] for one in listed_devices} == {"a": True, "b": False}
+    lines = CliRunner().invoke(device_app, ["list", "--dir", str(home.root)]).stdout.splitlines()
+    assert ["silenced" in line for line in lines] == [True, False]
+    assert "silenced" in CliRunner().invoke(device_app, ["show", "a", "--dir", str(home.root)]).stdout
 
 
 def test_a_list_of_silenced_devices_that_can_not_be_read_keeps_nobody_out(home: Home) -> None:
