@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.stack import Stack, wait_for
 
-pytestmark = [pytest.mark.broker, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.broker, pytest.mark.slow, pytest.mark.timeout(200)]
 
 
 @pytest.fixture(scope="module")

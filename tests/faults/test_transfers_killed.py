@@ -38,6 +38,7 @@ def test_an_agent_killed_in_mid_upload_sends_only_the_rest(make_world: MakeWorld
     assert len(parties.events("a", "agent_started")) == 2
 
 
+@pytest.mark.slow
 def test_a_coordinator_killed_in_mid_upload_asks_only_for_the_rest(make_world: MakeWorld) -> None:
     world = make_world()
     parties = world.parties

@@ -27,6 +27,7 @@ def test_the_ratio_is_our_throughput_over_that_of_paho_by_medians() -> None:
 
 
 @pytest.mark.broker
+@pytest.mark.slow
 def test_a_small_case_and_a_small_round_are_measured_over_mosquitto(mosquitto_factory: object) -> None:
     command = [sys.executable, "-m", "fedcg", "bench", "transport", "--json", "--repeats", "1", "--size", "30000"]
     runs = (("--window", "4", "--megabytes", "1"), ("--sessions", "3", "--rounds", "1"))
