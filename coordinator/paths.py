@@ -76,7 +76,7 @@ class Home:
 
     @property
     def events_file(self) -> Path:
-        """The diary."""
+        """The event log."""
         return self.root / "events.jsonl"
 
     @property

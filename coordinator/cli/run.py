@@ -26,7 +26,7 @@ from coordinator.members.revocation import evict
 from coordinator.messaging.flood_limits import LineLimit
 from coordinator.paths import Home
 from coordinator.pki.authority import CA_NAME, credential_of, server_credential
-from coordinator.pki.signing_keys import Voice, voice_of
+from coordinator.pki.signing_keys import SigningIdentity, voice_of
 from coordinator.service.service import Service
 from coordinator.service.service_context import Setup
 from coordinator.storage.store import Store
@@ -145,9 +145,9 @@ def _serve(
 def _setup(home: Home, config: CoordinatorConfig) -> Iterator[Setup]:
     store = Store(home.database)
     events = EventLog(home.events_file, time.time, LineLimit().allows)
-    known: Voice | None = None
+    known: SigningIdentity | None = None
 
-    def voice() -> Voice:
+    def signing_identity() -> SigningIdentity:
         nonlocal known
         known = voice_of(home, store, known)
         return known
@@ -164,7 +164,7 @@ def _setup(home: Home, config: CoordinatorConfig) -> Iterator[Setup]:
             store=store,
             artifacts=artifacts,
             connect=lambda will: _connect(home, config, will),
-            voice=voice,
+            signing_identity=signing_identity,
             worker=WorkerSettings(
                 config.aggregation.threads,
                 config.aggregation.device,

@@ -12,7 +12,7 @@ from typing import TypedDict
 
 from coordinator.messaging.cohort_marks import Cohorts
 from coordinator.messaging.message_checks import Sessions
-from coordinator.pki.signing_keys import Voice
+from coordinator.pki.signing_keys import SigningIdentity
 from fedcg.wire import versions
 from fedcg.wire.errors import TransportError
 from fedcg.wire.messages.messages import (
@@ -86,7 +86,7 @@ class Publisher:
         self,
         transport: Transport,
         topics: Topics,
-        voice: Voice,
+        signing_identity: SigningIdentity,
         epoch: int,
         sessions: Sessions,
         cohorts: Cohorts,
@@ -94,7 +94,7 @@ class Publisher:
     ) -> None:
         self._transport = transport
         self._topics = topics
-        self._voice = voice
+        self._signing_identity = signing_identity
         self._epoch = epoch
         self._sessions = sessions
         self._cohorts = cohorts
@@ -111,17 +111,17 @@ class Publisher:
         message = status_message(self._topics.federation, self._epoch, online=online)
         return self._publish(self._topics.coordinator, self._seal(message), retain=True)
 
-    def use(self, voice: Voice) -> bool:
+    def use(self, signing_identity: SigningIdentity) -> bool:
         """Sign with this key from now on; a new one is told to the devices first, and on a new link everything after it.
 
         Returns:
             Whether it is a new one.
         """
-        if voice.links == self._voice.links:
+        if signing_identity.links == self._signing_identity.links:
             return False
-        self._voice = voice
+        self._signing_identity = signing_identity
         self.keys()
-        self._transport.change_will(status_will(self._topics, self._epoch, voice.key))
+        self._transport.change_will(status_will(self._topics, self._epoch, signing_identity.key))
         return True
 
     def connect_anew(self) -> None:
@@ -129,11 +129,11 @@ class Publisher:
 
         After a flood, Mosquitto 2.0.11 was seen to deliver messages of other devices seconds late; a new session ended that.
         """
-        self._transport.change_will(status_will(self._topics, self._epoch, self._voice.key))
+        self._transport.change_will(status_will(self._topics, self._epoch, self._signing_identity.key))
 
     def keys(self) -> bool:
         """Retained: how the message key was replaced; nothing while it is still the first one."""
-        links = self._voice.links[-MAX_KEY_LINKS:]
+        links = self._signing_identity.links[-MAX_KEY_LINKS:]
         if not links:
             return True
         message = KeyChain(**self._to(EVERYONE), links=links)
@@ -241,7 +241,7 @@ class Publisher:
         return _envelope(self._topics.federation, self._epoch, recipient, position)
 
     def _seal(self, message: AnyMessage) -> bytes:
-        return seal(message, self._voice.key)
+        return seal(message, self._signing_identity.key)
 
     def _tell(self, device: str, message: AnyMessage) -> bool:
         if not self._sessions.has(device):

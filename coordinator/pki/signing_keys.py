@@ -21,14 +21,14 @@ from fedcg.wire.messages.signing import SigningKey
 
 
 @dataclass(frozen=True)
-class Voice:
+class SigningIdentity:
     """What the coordinator signs with, and how that key came to be: every link since the first key, oldest first."""
 
     key: SigningKey
     links: tuple[KeyLink, ...] = ()
 
 
-def voice_of(home: Home, store: Store, known: Voice | None = None) -> Voice:
+def voice_of(home: Home, store: Store, known: SigningIdentity | None = None) -> SigningIdentity:
     """The key that counts now.
 
     Args:
@@ -50,7 +50,7 @@ def voice_of(home: Home, store: Store, known: Voice | None = None) -> Voice:
         raise HomeError(f"the message key can't be loaded: {error}; restore {path} from a backup") from error
     if links and key.public.hex != links[-1].new:
         raise HomeError(f"{path} is not the key that devices were told of; restore it from a backup")
-    return Voice(key, links)
+    return SigningIdentity(key, links)
 
 
 def rotate_key(home: Home, store: Store, now: float) -> KeyLink:
@@ -66,10 +66,10 @@ def rotate_key(home: Home, store: Store, now: float) -> KeyLink:
         federations = store.federations()
         if not federations:
             raise PlanError(f"{home.root} has no federation yet: no device knows the key, nothing is to be told")
-        voice = voice_of(home, store)
-        serial = voice.links[-1].serial + 1 if voice.links else 1
+        signing_identity = voice_of(home, store)
+        serial = signing_identity.links[-1].serial + 1 if signing_identity.links else 1
         new = _new_key(key_file(home, serial))
-        link = make_link(federations[0].id, serial, store.epoch(), voice.key, new.public)
+        link = make_link(federations[0].id, serial, store.epoch(), signing_identity.key, new.public)
         for token in store.register.tokens():
             if token.state(now) is TokenState.OPEN:
                 store.register.revoke_token(token.id, now)

@@ -9,7 +9,7 @@ from coordinator.messaging.publisher import Publisher
 from coordinator.rounds.pacing import Accepted
 from coordinator.rounds.records import ParticipantState
 from coordinator.rounds.round_engine import Phase, UpdateRefused
-from coordinator.service.round_driver import Conductor
+from coordinator.service.round_driver import RoundDriver
 from coordinator.service.service_context import Setup
 from coordinator.updates.receipts import Uplink
 from fedcg.wire.messages.messages import Accept, Decline
@@ -27,9 +27,9 @@ class Invitations:
         uplink: knows whose update is under way.
     """
 
-    def __init__(self, setup: Setup, conductor: Conductor, publisher: Publisher, uplink: Uplink) -> None:
+    def __init__(self, setup: Setup, round_driver: RoundDriver, publisher: Publisher, uplink: Uplink) -> None:
         self._setup = setup
-        self._conductor = conductor
+        self._round_driver = round_driver
         self._publisher = publisher
         self._uplink = uplink
         self._accepted: set[tuple[str, int, int]] = set()
@@ -41,7 +41,7 @@ class Invitations:
 
     async def answered(self, device: str, answer: Accept | Decline) -> None:
         """Take a device's answer, once."""
-        state, entry = self._conductor.state, (device, answer.round, answer.attempt)
+        state, entry = self._round_driver.state, (device, answer.round, answer.attempt)
         if not state.is_open(answer.round, answer.attempt) or device not in state.outstanding:
             return
         if entry in self._accepted and isinstance(answer, Accept):
@@ -55,15 +55,15 @@ class Invitations:
             participant.value, client=device, round=answer.round, attempt=answer.attempt, reason=reason
         )
         if declined:
-            await self._conductor.apply(UpdateRefused(answer.round, answer.attempt, device))
+            await self._round_driver.apply(UpdateRefused(answer.round, answer.attempt, device))
         else:
             self._accepted.add(entry)
-            await self._conductor.apply(Accepted(answer.round, answer.attempt, device))
+            await self._round_driver.apply(Accepted(answer.round, answer.attempt, device))
 
     @property
     def unanswered(self) -> list[str]:
         """Devices that are online and have not answered their invitation to the open attempt."""
-        state = self._conductor.state
+        state = self._round_driver.state
         return [
             device
             for device in sorted(state.outstanding & state.online)
@@ -72,7 +72,7 @@ class Invitations:
 
     def remind(self, every_s: float = 0.0) -> None:
         """Invite again who has not answered, unless that was done less than `every_s` ago."""
-        now, state = time.monotonic(), self._conductor.state
+        now, state = time.monotonic(), self._round_driver.state
         if now - self._reminded_at < every_s:
             return
         self._reminded_at = now

@@ -19,7 +19,7 @@ from coordinator.messaging.publisher import Publisher
 from coordinator.rounds.pacing import Expected
 from coordinator.rounds.records import DeviceState, ParticipantState
 from coordinator.rounds.round_engine import Departed, Phase
-from coordinator.service.round_driver import Conductor
+from coordinator.service.round_driver import RoundDriver
 from coordinator.service.service_context import Setup
 from coordinator.service.threads import Threads
 from coordinator.updates.receipts import Uplink
@@ -48,14 +48,14 @@ class Membership:
         setup: Setup,
         ingest: Ingest,
         uplink: Uplink,
-        conductor: Conductor,
+        round_driver: RoundDriver,
         publisher: Publisher,
         cohorts: Cohorts,
     ) -> None:
         self._setup = setup
         self._ingest = ingest
         self._uplink = uplink
-        self._conductor = conductor
+        self._round_driver = round_driver
         self._publisher = publisher
         self._threads = Threads(1, "members")
         self._cohorts = cohorts
@@ -70,7 +70,7 @@ class Membership:
         """Learn who may take part now; whoever may not any more is waited for no longer."""
         self._read_at = time.monotonic()
         members = await asyncio.to_thread(self._setup.store.members)
-        await self._conductor.apply(Expected(frozenset(member.id for member in members)))
+        await self._round_driver.apply(Expected(frozenset(member.id for member in members)))
         for device in sorted(self._ingest.learn_keys((member.id, member.public_key) for member in members)):
             self._setup.events.write("departed", client=device)
             self._cohorts.forget(device)
@@ -78,7 +78,7 @@ class Membership:
 
     async def drop_strangers(self) -> None:
         """After a restart: who departed while nobody looked holds up no round."""
-        for device in sorted(self._conductor.state.outstanding):
+        for device in sorted(self._round_driver.state.outstanding):
             if not self._ingest.knows(device):
                 await self._departed(device)
 
@@ -135,9 +135,9 @@ class Membership:
         return await self._threads.run(self._setup.publish_access, self._silenced)
 
     async def _departed(self, device: str, reason: str = "the device is no member any more") -> None:
-        state = self._conductor.state
+        state = self._round_driver.state
         self._uplink.forget(device)
         if state.phase is Phase.COLLECTING and device in state.outstanding:
             key = (self._setup.federation.id, state.round, state.attempt)
             await asyncio.to_thread(self._setup.store.answer, key, device, ParticipantState.DECLINED, reason)
-        await self._conductor.apply(Departed(device))
+        await self._round_driver.apply(Departed(device))

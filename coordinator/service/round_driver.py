@@ -81,7 +81,7 @@ class Uploading(Protocol):
         """End whatever is under way."""
 
 
-class Conductor:
+class RoundDriver:
     """Drives the rounds of one federation.
 
     Args:

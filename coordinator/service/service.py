@@ -30,7 +30,7 @@ from coordinator.service.closing import on_daemon
 from coordinator.service.invitations import REMIND_S, Invitations
 from coordinator.service.liveness import Attendance
 from coordinator.service.member_refresh import REFRESH_S, Membership
-from coordinator.service.round_driver import Conductor
+from coordinator.service.round_driver import RoundDriver
 from coordinator.service.service_context import Setup
 from coordinator.service.threads import Threads
 from coordinator.updates.https_artifacts import Shelf
@@ -78,26 +78,30 @@ class Service:
         self._cohorts = Cohorts()
         self._refusals = Refusals(setup.events)
         self._ingest = Ingest(topics, self._sessions, self._refusals)
-        voice = setup.voice()
-        self._transport = setup.connect(status_will(topics, epoch, voice.key))
-        self._publisher = Publisher(self._transport, topics, voice, epoch, self._sessions, self._cohorts, setup.limits)
+        signing_identity = setup.signing_identity()
+        self._transport = setup.connect(status_will(topics, epoch, signing_identity.key))
+        self._publisher = Publisher(
+            self._transport, topics, signing_identity, epoch, self._sessions, self._cohorts, setup.limits
+        )
         self._library = Library(setup.artifacts, self._publisher.chunk_bytes)
         self._worker = setup.make_worker(setup.worker, self._inbox.put)
-        self._conductor = Conductor(setup, self._publisher, self._library, self._worker)
+        self._round_driver = RoundDriver(setup, self._publisher, self._library, self._worker)
         self._uplink = Uplink(
             setup,
             self._publisher,
-            lambda: self._conductor.state,
-            lambda: self._conductor.base,
+            lambda: self._round_driver.state,
+            lambda: self._round_driver.base,
             self._inbox.put,
             self._refusals,
         )
-        self._conductor.use_uplink(self._uplink)
-        self._invitations = Invitations(setup, self._conductor, self._publisher, self._uplink)
-        self._members = Membership(setup, self._ingest, self._uplink, self._conductor, self._publisher, self._cohorts)
+        self._round_driver.use_uplink(self._uplink)
+        self._invitations = Invitations(setup, self._round_driver, self._publisher, self._uplink)
+        self._members = Membership(
+            setup, self._ingest, self._uplink, self._round_driver, self._publisher, self._cohorts
+        )
         self._floods = FloodGate()
         self._topics = topics
-        self._attendance = Attendance(self._conductor, self._uplink.intake, setup.events)
+        self._attendance = Attendance(self._round_driver, self._uplink.intake, setup.events)
         self._turned_away: set[str] = set()
         self._readers = Threads(1, "artifacts")
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -106,7 +110,7 @@ class Service:
     @property
     def state(self) -> RoundState:
         """Where the federation stands."""
-        return self._conductor.state
+        return self._round_driver.state
 
     @property
     def shelf(self) -> Shelf:
@@ -121,7 +125,7 @@ class Service:
     @property
     def worker_pid(self) -> int | None:
         """The process of the aggregation worker, once it is ready."""
-        return self._conductor.worker_pid
+        return self._round_driver.worker_pid
 
     @property
     def refusals(self) -> dict[str, int]:
@@ -140,7 +144,7 @@ class Service:
         """Start the worker, rebuild the state, connect."""
         self._worker.start()
         await self._members.refresh()
-        await self._conductor.restart()
+        await self._round_driver.restart()
         await self._members.drop_strangers()
         for topic in (self._topics.all_up_control(), self._topics.all_up_chunk(), self._topics.all_status()):
             self._transport.subscribe(topic)
@@ -201,7 +205,7 @@ class Service:
         elif isinstance(item, Broken):
             raise item.error
         elif not isinstance(item, _Stop):
-            await self._conductor.follow_worker(item)
+            await self._round_driver.follow_worker(item)
 
     async def _delivered(self, delivery: Delivery) -> None:
         device, _ = self._ingest.origin(delivery)
@@ -235,7 +239,7 @@ class Service:
         elif isinstance(message, Manifest):
             ended = await self._uplink.manifest(device, message)
             if ended is not None:
-                await self._conductor.apply(ended)
+                await self._round_driver.apply(ended)
         elif isinstance(message, Need) and self._library.allows(message.artifact):
             source = self._library.known(message.artifact)
             if source is None:
@@ -274,7 +278,7 @@ class Service:
         if isinstance(ended, UpdateStored):
             self._worker.add(ended.client, checked.received.manifest.artifact.id)
         if ended is not None:
-            await self._conductor.apply(ended)
+            await self._round_driver.apply(ended)
 
     async def _serve(self, device: str, need: Need) -> None:
         try:
@@ -287,22 +291,22 @@ class Service:
     async def _link_changed(self, change: LinkChanged) -> None:
         self._events.write("link", up=change.up)
         if not change.up:
-            await self._conductor.apply(change)
+            await self._round_driver.apply(change)
             return
         self._attendance.presence.pardon(time.monotonic())
         self._library.change_chunk_bytes(self._publisher.chunk_bytes)
         self._publisher.keys()
         self._publisher.status(online=True)
-        await self._conductor.apply(change)
-        await self._conductor.announce()
+        await self._round_driver.apply(change)
+        await self._round_driver.announce()
         self._invitations.remind()
 
     async def _tick(self) -> None:
         self._uplink.intake.tick()
-        await self._conductor.apply(Tick())
+        await self._round_driver.apply(Tick())
         now = time.monotonic()
-        if self.is_connected and (not self._conductor.is_announced or self._is_offer_due(now)):
-            await self._conductor.announce()  # the queue was full, or somebody may not have heard
+        if self.is_connected and (not self._round_driver.is_announced or self._is_offer_due(now)):
+            await self._round_driver.announce()  # the queue was full, or somebody may not have heard
         if self._members.is_older_than(REFRESH_S):
             await self._members.refresh()
             await self._follow_key()
@@ -321,13 +325,15 @@ class Service:
     def _is_offer_due(self, now: float) -> bool:
         is_over = self.state.phase is Phase.FINISHED and bool(self.state.online)
         is_wanted = is_over or (self.state.phase is Phase.COLLECTING and bool(self._invitations.unanswered))
-        return is_wanted and now - self._conductor.announced_at >= OFFER_EVERY_S
+        return is_wanted and now - self._round_driver.announced_at >= OFFER_EVERY_S
 
     async def _follow_key(self) -> None:
         """Sign with the new key after `fedcg coordinator rotate-key`."""
-        voice = await asyncio.to_thread(self._setup.voice)
-        if self._publisher.use(voice):
-            self._events.write("key_rotated", serial=voice.links[-1].serial, key=voice.key.public.hex)
+        signing_identity = await asyncio.to_thread(self._setup.signing_identity)
+        if self._publisher.use(signing_identity):
+            self._events.write(
+                "key_rotated", serial=signing_identity.links[-1].serial, key=signing_identity.key.public.hex
+            )
 
     def _spawn(self, work: Coroutine[Any, Any, object]) -> None:
         task = asyncio.create_task(work)

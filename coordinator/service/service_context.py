@@ -10,7 +10,7 @@ from typing import Protocol
 from coordinator.aggregation.worker_handle import AggregationWorker
 from coordinator.aggregation.worker_messages import Job, Updates, WorkerEvent, WorkerSettings
 from coordinator.config import KEEP_ROUNDS, RobustnessSettings, RoundSettings
-from coordinator.pki.signing_keys import Voice
+from coordinator.pki.signing_keys import SigningIdentity
 from coordinator.rounds.records import FederationRecord
 from coordinator.storage.store import Store
 from coordinator.updates.robustness import Distances
@@ -55,7 +55,7 @@ class Setup:
         connect: makes the transport, with the will it must leave.
         voice: what the coordinator signs with now; asked again while it runs.
         worker: what the aggregation worker may use.
-        events: the diary.
+        events: the event log.
         limits: how the link to the broker is used.
         clock: unix time.
         make_worker: makes what merges updates.
@@ -71,7 +71,7 @@ class Setup:
     store: Store
     artifacts: ArtifactStore
     connect: Callable[[Will], Transport]
-    voice: Callable[[], Voice]
+    signing_identity: Callable[[], SigningIdentity]
     worker: WorkerSettings
     events: EventLog
     limits: LinkLimits = PRESETS[DEFAULT_PRESET]

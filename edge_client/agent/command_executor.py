@@ -43,7 +43,7 @@ from fedcg.wire.transfer.chunk_sender import ChunkFile
 _log = logging.getLogger(__name__)
 
 
-class Actions:
+class CommandExecutor:
     """Carries out commands.
 
     Args:

@@ -49,7 +49,7 @@ class LinkProblems(logging.Handler):
             self._events.write("link_problem", detail=record.getMessage())
 
 
-class Diary:
+class EventReporter:
     """Writes for one device.
 
     Args:

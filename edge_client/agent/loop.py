@@ -13,13 +13,13 @@ from collections import deque
 from collections.abc import Callable
 from importlib.metadata import version
 
-from edge_client.agent.command_executor import Actions
-from edge_client.agent.event_reporter import Diary
+from edge_client.agent.command_executor import CommandExecutor
+from edge_client.agent.event_reporter import EventReporter
 from edge_client.config import AgentConfig
 from edge_client.errors import FirewallError
 from edge_client.firewall import check_kept
 from edge_client.identity.keys import AgentKeys
-from edge_client.messaging.coordinator_trust import Remembered
+from edge_client.messaging.coordinator_trust import CoordinatorTrust
 from edge_client.messaging.handshake import Handshake
 from edge_client.messaging.inbox import Inbox, Item
 from edge_client.messaging.message_checks import Incoming
@@ -96,7 +96,7 @@ class Agent:
         self._dropped = 0
         self._stopping = False
         self._trainer = make_trainer(self._inbox.put)
-        self._memory = Remembered(store, config.federation, keys.coordinator)
+        self._memory = CoordinatorTrust(store, config.federation, keys.coordinator)
         self._handshake = Handshake(
             config.federation,
             config.device,
@@ -114,9 +114,9 @@ class Agent:
             config.federation, config.device, keys.signing, transport, self._handshake, limits.chunk_bytes, https
         )
         self._incoming = Incoming(config.federation, config.device, self._memory, self._handshake, self._downloads)
-        self._diary = Diary(config.device, store.root, events)
-        self._fetching = Fetching(config, store, self._downloads, self._outgoing.send, https, self._diary, events)
-        self._actions = Actions(config, store, self._outgoing, self._downloads, self._trainer, events, clock)
+        self._reporter = EventReporter(config.device, store.root, events)
+        self._fetching = Fetching(config, store, self._downloads, self._outgoing.send, https, self._reporter, events)
+        self._executor = CommandExecutor(config, store, self._outgoing, self._downloads, self._trainer, events, clock)
         self._events_due: deque[Event] = deque()
         self._state = self._restored()
 
@@ -143,7 +143,7 @@ class Agent:
             self._outgoing.start()
             self._outgoing.subscribe()
             self._transport.start(self._on_delivery, lambda up: self._put(LinkChanged(up)))
-            while not self._stopping and not (until_finished and self._actions.outcome is not None):
+            while not self._stopping and not (until_finished and self._executor.outcome is not None):
                 self._turn()
         finally:
             self._outgoing.close()
@@ -152,9 +152,9 @@ class Agent:
             self._downloads.close()
             self._trainer.stop()
             self._events.write(
-                "agent_stopped", pid=os.getpid(), dropped=self._dropped, refused=self._diary.refusals.counts
+                "agent_stopped", pid=os.getpid(), dropped=self._dropped, refused=self._reporter.refusals.counts
             )
-        return 1 if self._actions.outcome is False else 0
+        return 1 if self._executor.outcome is False else 0
 
     # -------------------------------------------------------------- other threads: enqueue, nothing else
 
@@ -193,7 +193,7 @@ class Agent:
 
     def _fail(self, what: str, error: Exception) -> None:
         if isinstance(error, OSError):
-            self._diary.stumble(what, error)
+            self._reporter.stumble(what, error)
             return
         _log.exception("the agent of %s failed at %s", self._config.device, what, exc_info=error)
         self._events.write("agent_error", detail=f"{what}: {type(error).__name__}: {error}")
@@ -221,16 +221,16 @@ class Agent:
         self._events_due.append(event)
         while self._events_due:
             due = self._events_due.popleft()
-            self._diary.tell(due)
+            self._reporter.tell(due)
             self._state, commands = step(self._state, due, self._clock())
             for command in commands:
                 self._carry_out(command)
 
     def _carry_out(self, command: Command) -> None:
         if isinstance(command, SendHello):
-            self._diary.hello()
+            self._reporter.hello()
         try:
-            follows = self._actions.carry_out(command, self._state)
+            follows = self._executor.carry_out(command, self._state)
         except Exception as error:  # noqa: BLE001 - it must not take the commands after this one along: nobody gives them again
             self._fail(type(command).__name__, error)
             follows = given_up(command)
@@ -239,10 +239,10 @@ class Agent:
 
     def _receive(self, delivery: Delivery) -> None:
         meaning = None
-        with self._diary.noting(delivery.topic):
+        with self._reporter.noting(delivery.topic):
             meaning = self._incoming.open(delivery, self._clock())
         # The message counts also where this fails: a broadcast is not repeated.
-        with self._diary.noting("memory", "what is remembered of the coordinator"):
+        with self._reporter.noting("memory", "what is remembered of the coordinator"):
             self._memory.save()
         if isinstance(meaning, PinnedKey):
             self._events.write("coordinator_key", serial=meaning.serial, key=meaning.key.hex)
@@ -252,7 +252,7 @@ class Agent:
 
     def _link_changed(self, event: LinkChanged) -> None:
         self._handshake.close()
-        self._diary.link(up=event.up)
+        self._reporter.link(up=event.up)
         try:
             if event.up:
                 self._outgoing.status(online=True)
@@ -267,7 +267,7 @@ class Agent:
         try:
             check_kept(self._store.generations.update_bytes(generation), self._config.policy, self._config.device)
         except FirewallError as error:
-            self._diary.refuse("outbox", error)
+            self._reporter.refuse("outbox", error)
             cursor = entry.cursor
             record = DeliveryRecord(entry.artifact, cursor.round, cursor.attempt, WITHHELD, str(error))
             self._store.save_delivery(record)
@@ -281,12 +281,12 @@ class Agent:
             self._handle(RoundCommitted(report.cursor))  # before whatever can fail: the disk, the size of chunks
             self._prune()
         elif isinstance(report, Failed):
-            self._diary.failed(report)
+            self._reporter.failed(report)
             self._handle(RoundFailed(report.cursor, report.reason))
         elif isinstance(report, Chosen):
             self._handle(report)
         elif isinstance(report, Exited):
-            self._diary.died(report)
+            self._reporter.died(report)
             try:
                 self._adopt_commit()  # it may have died between its commit and its report
             finally:
@@ -315,7 +315,7 @@ class Agent:
     def _restored(self) -> SessionState:
         generation, problems = self._store.generations.current()
         for problem in problems:
-            self._diary.damage(problem)
+            self._reporter.damage(problem)
         final = self._store.finalised().get("aggregate")
         return SessionState(
             federation=self._config.federation,

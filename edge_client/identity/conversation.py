@@ -10,7 +10,7 @@ from importlib.metadata import version
 from edge_client.config import AgentConfig
 from edge_client.errors import NoAnswerError
 from edge_client.identity.keys import AgentKeys
-from edge_client.messaging.coordinator_trust import Remembered
+from edge_client.messaging.coordinator_trust import CoordinatorTrust
 from edge_client.messaging.handshake import Handshake
 from edge_client.messaging.message_checks import Incoming
 from edge_client.messaging.publisher import Outgoing
@@ -46,7 +46,7 @@ class Conversation:
         self, config: AgentConfig, keys: AgentKeys, store: PrivateStore, transport: Transport, *, leaves: bool
     ) -> None:
         self._config, self._transport, self._leaves = config, transport, leaves
-        memory = Remembered(store, config.federation, keys.coordinator)
+        memory = CoordinatorTrust(store, config.federation, keys.coordinator)
         self._epoch = memory.order.highest[0]
         self._is_online: bool | None = None
         self._inbox: queue.Queue[Delivery | bool] = queue.Queue(INBOX_MAX)

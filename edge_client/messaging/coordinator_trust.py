@@ -8,7 +8,7 @@ from fedcg.wire.messages.ordering import BroadcastOrder
 from fedcg.wire.messages.signing import VerifyKey
 
 
-class Remembered:
+class CoordinatorTrust:
     """Order and key; what changed counts at once and is made durable by `save`.
 
     A key that was followed and not saved before a crash is followed again: the coordinator keeps the whole chain.

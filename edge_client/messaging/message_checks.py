@@ -5,7 +5,7 @@ Whatever fails a check is refused with its reason and changes nothing.
 
 from __future__ import annotations
 
-from edge_client.messaging.coordinator_trust import Remembered
+from edge_client.messaging.coordinator_trust import CoordinatorTrust
 from edge_client.messaging.handshake import Handshake
 from edge_client.session.events import (
     CoordinatorSeen,
@@ -57,7 +57,7 @@ class Incoming:
         self,
         federation: str,
         device: str,
-        memory: Remembered,
+        memory: CoordinatorTrust,
         handshake: Handshake,
         downloads: Downloads,
     ) -> None:

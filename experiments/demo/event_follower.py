@@ -63,7 +63,7 @@ class RoundTimes:
 
 @dataclass
 class AgentStory:
-    """What one agent's diary tells.
+    """What one agent's event log tells.
 
     Attributes:
         rounds: times by round number; a later attempt of a round overwrites an earlier one.
@@ -133,7 +133,7 @@ _STATES = {
 
 @dataclass
 class CoordinatorStory:
-    """What the coordinator's diary tells.
+    """What the coordinator's event log tells.
 
     Attributes:
         base: the aggregate that each round started from, by round.

@@ -26,7 +26,7 @@ from coordinator.aggregation.worker_messages import (
 )
 from coordinator.config import RoundSettings
 from coordinator.http.app import Beside
-from coordinator.pki.signing_keys import Voice
+from coordinator.pki.signing_keys import SigningIdentity
 from coordinator.rounds.records import AggregateRecord, FederationRecord
 from coordinator.service.service import Service, start_service
 from coordinator.service.service_context import MakeWorker, Setup
@@ -415,7 +415,7 @@ class World:
     def __post_init__(self) -> None:
         self.broker = MemoryBroker(self._rules)
         self.key = SigningKey.generate()
-        self.voice = Voice(self.key)
+        self.signing_identity = SigningIdentity(self.key)
         self.root.mkdir(parents=True, exist_ok=True)
         self.store = Store(self.root / "database.sqlite")
         self.artifacts = ArtifactStore(self.root / "artifacts")
@@ -451,7 +451,7 @@ class World:
             store=self.store,
             artifacts=self.artifacts,
             connect=lambda will: MemoryTransport(self.broker, COORDINATOR, will),
-            voice=lambda: self.voice,
+            signing_identity=lambda: self.signing_identity,
             worker=WorkerSettings(1, "cpu", b"s" * 32, self.root / "artifacts", self.root / "spill", self.public_data),
             events=EventLog(self.root / "events.jsonl", time.time),
             make_worker=make_worker,

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from coordinator.aggregation.worker_messages import JobDone, Updates, WorkerSettings
-from coordinator.pki.signing_keys import Voice
+from coordinator.pki.signing_keys import SigningIdentity
 from coordinator.rounds.records import AggregateRecord, FederationRecord
 from coordinator.service.service import Service, start_service
 from coordinator.service.service_context import Setup
@@ -138,7 +138,7 @@ async def run_coordinator(root: Path, started: Callable[[Service], None] = lambd
         store=store,
         artifacts=artifacts,
         connect=lambda will: MqttTransport(mqtt, will),
-        voice=lambda: Voice(SigningKey.load(home / "signing.key")),
+        signing_identity=lambda: SigningIdentity(SigningKey.load(home / "signing.key")),
         worker=WorkerSettings(1, "cpu", b"s" * 32, home / "artifacts", home / "spill"),
         events=EventLog(home / "events.jsonl", time.time),
         limits=limits,

@@ -22,7 +22,7 @@ from coordinator.messaging.cohort_marks import Cohorts
 from coordinator.messaging.event_queue import Inbox
 from coordinator.messaging.message_checks import Ingest, Sessions
 from coordinator.messaging.publisher import Publisher
-from coordinator.pki.signing_keys import Voice
+from coordinator.pki.signing_keys import SigningIdentity
 from coordinator.updates.receipts import CHECKS
 from coordinator.updates.receiver import Broken, GivenUp, Intake, IntakeEvent
 from coordinator.updates.robustness import Distances
@@ -299,8 +299,10 @@ class BenchCoordinator:
         self._ingest.learn_keys(devices.items())
         self._devices = len(devices)
         self._transport = MqttTransport(party.mqtt)
-        voice = Voice(SigningKey.load(party.signing))
-        self._publisher = Publisher(self._transport, self._topics, voice, 1, self._sessions, Cohorts(), party.limits)
+        signing_identity = SigningIdentity(SigningKey.load(party.signing))
+        self._publisher = Publisher(
+            self._transport, self._topics, signing_identity, 1, self._sessions, Cohorts(), party.limits
+        )
         self._store = ArtifactStore(party.folder)
         partials = Partials(party.folder / ".partial", 1024, 1 << 40)
         self._inbox: Inbox[Delivery | Grant | GivenUp | Broken | _Kept | bool] = Inbox(asyncio.get_running_loop())

@@ -15,7 +15,7 @@ import numpy as np
 
 from coordinator.aggregation.worker_messages import WorkerSettings
 from coordinator.errors import BrokerError
-from coordinator.pki.signing_keys import Voice
+from coordinator.pki.signing_keys import SigningIdentity
 from coordinator.rounds.records import AggregateRecord, FederationRecord
 from coordinator.service.service import Service, start_service
 from coordinator.service.service_context import Setup
@@ -136,7 +136,7 @@ async def _serve(made: Bench, spec: FederationSpec, limits: LinkLimits, pipe: An
         store=store,
         artifacts=artifacts,
         connect=lambda will: MqttTransport(made.mqtt(COORDINATOR, limits), will),
-        voice=lambda: Voice(SigningKey.load(home.signing_key)),
+        signing_identity=lambda: SigningIdentity(SigningKey.load(home.signing_key)),
         worker=WorkerSettings(1, "cpu", home.secret(), home.artifacts, home.spill),
         events=EventLog(home.events_file, time.time),
         limits=limits,

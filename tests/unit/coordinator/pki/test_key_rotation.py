@@ -16,7 +16,7 @@ from coordinator.config import CoordinatorConfig
 from coordinator.errors import HomeError, PlanError
 from coordinator.members.bundle_enrolment import enrol
 from coordinator.paths import Home
-from coordinator.pki.signing_keys import Voice, key_file, rotate_key, voice_of
+from coordinator.pki.signing_keys import SigningIdentity, key_file, rotate_key, voice_of
 from coordinator.storage.store import Store
 from edge_client.identity.enrol import enrol as enrol_box
 from fedcg.wire.messages.key_chain import PinnedKey, make_link, open_key_chain
@@ -149,9 +149,11 @@ def spy_on(world: World) -> tuple[MemoryTransport, list[Delivery]]:
     return spy, heard
 
 
-def rotated(voice: Voice, number: int) -> Voice:
+def rotated(signing_identity: SigningIdentity, number: int) -> SigningIdentity:
     key = SigningKey.generate()
-    return Voice(key, (*voice.links, make_link(FEDERATION, number, 1, voice.key, key.public)))
+    return SigningIdentity(
+        key, (*signing_identity.links, make_link(FEDERATION, number, 1, signing_identity.key, key.public))
+    )
 
 
 def test_a_running_coordinator_takes_the_new_key_tells_it_first_and_says_everything_anew(
@@ -166,10 +168,10 @@ def test_a_running_coordinator_takes_the_new_key_tells_it_first_and_says_everyth
         spy, heard = spy_on(world)
         wait_until(lambda: bool(heard), "the spy hears")
         before = len(heard)
-        old = world.voice
-        world.voice = rotated(old, 1)
+        old = world.signing_identity
+        world.signing_identity = rotated(old, 1)
         for device in world.devices.values():
-            device.coordinator = world.voice.key
+            device.coordinator = world.signing_identity.key
         world.wait_event("key_rotated")
         wait_until(
             lambda: sum(delivery.topic == topics.offer for delivery in heard[before:]) >= 1, "the offer is told anew"
@@ -177,19 +179,19 @@ def test_a_running_coordinator_takes_the_new_key_tells_it_first_and_says_everyth
         told = [delivery for delivery in heard[before:] if delivery.topic in (topics.keys, topics.offer)]
         assert told[0].topic == topics.keys
         followed = open_key_chain(told[0].payload, FEDERATION, PinnedKey(old.key.public))
-        assert followed == PinnedKey(world.voice.key.public, 1)
+        assert followed == PinnedKey(world.signing_identity.key.public, 1)
         offer = next(delivery for delivery in told if delivery.topic == topics.offer)
-        assert isinstance(open_envelope(offer.payload, lambda _: world.voice.key.public), Offer)
+        assert isinstance(open_envelope(offer.payload, lambda _: world.signing_identity.key.public), Offer)
         world.devices["b"].silent = False
         world.devices["b"].act()
         world.wait_event("finished")
         will = running.service._transport.will  # type: ignore[attr-defined]
-        assert open_envelope(will.payload, lambda _: world.voice.key.public).sender == COORDINATOR
+        assert open_envelope(will.payload, lambda _: world.signing_identity.key.public).sender == COORDINATOR
         spy.close()
 
 
 def test_a_restarted_coordinator_tells_the_chain_again(world: World) -> None:
-    world.voice = rotated(rotated(world.voice, 1), 2)
+    world.signing_identity = rotated(rotated(world.signing_identity, 1), 2)
     with RunningService(world):
         wait_until(lambda: Topics(FEDERATION).keys in world.broker._retained, "the chain is told")
         spy, heard = spy_on(world)
@@ -200,5 +202,5 @@ def test_a_restarted_coordinator_tells_the_chain_again(world: World) -> None:
         spy.close()
     chain = next(delivery for delivery in heard if delivery.topic == Topics(FEDERATION).keys)
     assert chain.retained
-    first = PinnedKey(world.voice.key.public, 2)
+    first = PinnedKey(world.signing_identity.key.public, 2)
     assert open_key_chain(chain.payload, FEDERATION, first) == first

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from edge_client.agent import event_reporter as diary
+from edge_client.agent import event_reporter
 from edge_client.agent.event_reporter import LinkProblems
 from edge_client.cli.status import Status, read_status
 from edge_client.config import PolicySection
@@ -108,7 +108,7 @@ def test_a_coordinator_that_does_not_answer_is_told_once_with_the_likely_causes(
     world.coordinator.answers_hello = False
     world.coordinator.come_online()
     world.start_agent()
-    for _ in range(diary.UNANSWERED_HELLOS + 2):
+    for _ in range(event_reporter.UNANSWERED_HELLOS + 2):
         world.coordinator.wait(Hello)
     assert caplog.text.count("the coordinator does not answer: it does not run, this device was revoked") == 1
     assert "fedcg doctor" in str(status(world)["link_problem"])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from edge_client.messaging.coordinator_trust import Remembered
+from edge_client.messaging.coordinator_trust import CoordinatorTrust
 from edge_client.store.private_store import PrivateStore
 from fedcg.wire.errors import WireError
 from fedcg.wire.messages.key_chain import PinnedKey, make_link
@@ -134,10 +134,10 @@ def test_a_forged_chain_is_refused_counted_and_told_with_its_reason(world: World
     coordinator.wait(Hello)
     rotate(world, 1)
     wait_until(lambda: bool(world.events("coordinator_key")), "the key is followed")
-    before = sum(agent._diary.refusals.counts.values())
+    before = sum(agent._reporter.refusals.counts.values())
     coordinator.publish(coordinator.topics.keys, attack, key=KEYS[2])
     wait_until(lambda: any(why in refusal for refusal in refusals(world)), why)
-    assert sum(agent._diary.refusals.counts.values()) > before
+    assert sum(agent._reporter.refusals.counts.values()) > before
     assert pinned(world) == PinnedKey(KEYS[1].public, 1)
 
 
@@ -153,8 +153,8 @@ def test_a_replayed_earlier_chain_is_refused(world: World) -> None:
     assert pinned(world) == PinnedKey(KEYS[2].public, 2)
 
 
-def remembered(root: Path, enrolled: SigningKey = KEYS[0]) -> Remembered:
-    return Remembered(PrivateStore.open(root, FEDERATION, DEVICE), FEDERATION, enrolled.public)
+def remembered(root: Path, enrolled: SigningKey = KEYS[0]) -> CoordinatorTrust:
+    return CoordinatorTrust(PrivateStore.open(root, FEDERATION, DEVICE), FEDERATION, enrolled.public)
 
 
 def test_the_pin_is_for_its_owner_only_and_a_cut_in_the_middle_of_writing_leaves_the_old_or_the_new_one(

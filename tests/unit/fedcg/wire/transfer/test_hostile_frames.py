@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from coordinator.messaging.message_checks import Ingest, Sessions
 from coordinator.updates.receiver import Intake
 from coordinator.updates.upload_windows import Received, Uploads
-from edge_client.messaging.coordinator_trust import Remembered
+from edge_client.messaging.coordinator_trust import CoordinatorTrust
 from edge_client.messaging.handshake import Handshake
 from edge_client.messaging.message_checks import Incoming
 from edge_client.session.events import Wanted
@@ -169,7 +169,9 @@ class AgentsDoor:
         self.downloads = Downloads(Partials(root / "partial", 4, 1 << 20))
         self.downloads.want((Wanted("aggregate", REF, None),), 0.0)
         handshake = Handshake(FEDERATION, DEVICE, "x")
-        memory = Remembered(PrivateStore.open(root / "store", FEDERATION, DEVICE), FEDERATION, COORDINATORS.public)
+        memory = CoordinatorTrust(
+            PrivateStore.open(root / "store", FEDERATION, DEVICE), FEDERATION, COORDINATORS.public
+        )
         self.incoming = Incoming(FEDERATION, DEVICE, memory, handshake, self.downloads)
 
     def refusal(self, delivery: Delivery) -> WireError | None:
