@@ -269,8 +269,11 @@ def resolve(directory: Path) -> Path:
 
 
 def _root_of(directory: Path) -> Path:
-    """The root of the versions that a path means: itself, or `models` in a device's private store or folder."""
-    places = (directory, directory / "models", directory / "store" / "models")
+    """The root of the versions that a path means: `models` in a device's private store or folder, or itself.
+
+    The private store has a pointer of the same name, to its generations, so `models` comes first.
+    """
+    places = (directory / "models", directory / "store" / "models", directory)
     return next((place for place in places if (place / POINTER_NAME).is_file()), directory)
 
 

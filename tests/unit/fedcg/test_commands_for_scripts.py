@@ -97,6 +97,7 @@ def test_the_help_of_infer_names_both_servers() -> None:
 def test_a_model_is_found_in_a_device_s_private_store_or_folder(tmp_path: Path) -> None:
     (box := tmp_path / "box").mkdir()
     install_versions(box / "store" / "models", 2)
+    (box / "store" / "CURRENT").write_text("the store's own pointer, to its generations")
     picture(1).save(tmp_path / "image.png")
     for place in (box, box / "store", box / "store" / "models"):
         told = CliRunner().invoke(infer_app, [str(tmp_path / "image.png"), "--model", str(place), "--json"])
