@@ -1,47 +1,190 @@
-"""Notices a process that is there and does nothing: stopped, dead-locked, or waiting for a driver for ever."""
+"""A child process that owns torch, as its parent sees it: requests in, reports out, ended when it hangs and with its parent.
+
+Torch-free. One thread reads the child's reports and another one writes requests: a child at work reads nothing, and its pipe may
+be full both ways.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import itertools
+import multiprocessing
+import os
+import queue
+import signal
+import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from typing import Any
 
 POLL_S = 0.5
 START_S = 120.0
+"""Until its first report a child loads torch, which takes its time on a busy box."""
 STALL_S = 900.0
 """Longer than the slowest step, load or merge that is worth waiting for."""
+STOP_S = 1.0
+_PR_SET_PDEATHSIG = 1
 
 
-class Watchdog:
-    """The last sign of life of a process, while it has something to do.
+@dataclass(frozen=True)
+class Rested:
+    """Report: the child has handled so many requests and waits for the next one."""
 
-    Args:
-        stall_s: silence after which it counts as hanging.
-        clock: monotonic seconds.
+    handled: int
+
+
+@dataclass(frozen=True)
+class Exited:
+    """The child is gone.
+
+    Attributes:
+        reason: why it was ended, when it was because it hung.
+        was_busy: it had not reported the end of all requests, or had not started yet.
     """
 
-    def __init__(self, stall_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    pid: int
+    exit_code: int | None
+    reason: str = ""
+    was_busy: bool = True
+
+
+class WorkerProcess:
+    """Runs one child at a time.
+
+    Args:
+        name: of the process and its threads.
+        main: the child's entry point; gets its end of the pipe, and the arguments.
+        arguments: values that can be pickled.
+        stall_s: a child that has work and reports nothing for so long is killed.
+        deliver: gets every report but `Rested`, and `Exited` as the last one, on a thread; must only enqueue.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        main: Callable[..., None],
+        arguments: tuple[Any, ...],
+        stall_s: float,
+        deliver: Callable[[Any], None],
+    ) -> None:
+        self._name = name
+        self._main = main
+        self._arguments = arguments
         self._stall_s = stall_s
-        self._clock = clock
-        self._alive_at: float | None = None
-        self.started()
+        self._deliver = deliver
+        self._child: _Child | None = None
+
+    def start(self) -> int:
+        """Start a child, in the place of an earlier one, and return its process id.
+
+        Raises:
+            OSError: no memory or no process is left.
+        """
+        self.stop()
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        arguments = (theirs, os.getpid(), self._main, self._arguments)
+        process = context.Process(target=_run_child, args=arguments, name=self._name, daemon=True)
+        process.start()
+        theirs.close()
+        self._child = _Child(process, ours, self._stall_s, self._deliver)
+        for work in (self._child.read, self._child.write):
+            threading.Thread(target=work, name=f"{self._name}-{work.__name__}", daemon=True).start()
+        assert process.pid is not None
+        return process.pid
+
+    def send(self, request: object) -> None:
+        """Hand the child a request; never blocks. A child that just died reports its end instead."""
+        if self._child is not None:
+            self._child.send(request)
+
+    def stop(self) -> None:
+        """End the child at once, if one runs."""
+        child, self._child = self._child, None
+        if child is not None:
+            child.process.kill()
+            child.process.join(STOP_S)
+
+
+class _Child:
+    """One child from its start to its end."""
+
+    def __init__(
+        self, process: SpawnProcess, connection: Connection, stall_s: float, deliver: Callable[[Any], None]
+    ) -> None:
+        self.process = process
+        self._connection = connection
+        self._stall_s = stall_s
+        self._deliver = deliver
+        self._requests: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self._asked, self._handled = 0, -1  # -1 until it is ready
+        self._quiet_since = time.monotonic() + max(0.0, START_S - stall_s)
+
+    def send(self, request: object) -> None:
+        self._quiet_since = max(self._quiet_since, time.monotonic())
+        self._asked += 1
+        self._requests.put(request)
 
     @property
-    def reason(self) -> str:
-        """Why a hanging process is ended, for people."""
-        return f"no progress for {self._stall_s:g} s"
+    def is_busy(self) -> bool:
+        return self._asked != self._handled
 
-    def started(self) -> None:
-        """It was started: until its first sign of life it loads torch, which takes its time on a busy box."""
-        self._alive_at = self._clock() + max(0.0, START_S - self._stall_s)
+    def write(self) -> None:
+        with contextlib.suppress(OSError):  # it is gone; `read` notices
+            while (request := self._requests.get()) is not None:
+                self._connection.send(request)
 
-    def alive(self) -> None:
-        """It gave a sign of life, or was given something to do."""
-        self._alive_at = self._clock()
+    def read(self) -> None:
+        reason = ""
+        while True:
+            try:
+                while not self._connection.poll(POLL_S):
+                    if not reason and self.is_busy and time.monotonic() - self._quiet_since > self._stall_s:
+                        reason = f"no progress for {self._stall_s:g} s"
+                        self.process.kill()  # also ends a stopped process
+                report = self._connection.recv()
+            except (EOFError, OSError):
+                break
+            self._quiet_since = time.monotonic()
+            if isinstance(report, Rested):
+                self._handled = report.handled
+            else:
+                self._deliver(report)
+        self._requests.put(None)
+        self.process.join()
+        self._deliver(Exited(self.process.pid or 0, self.process.exitcode, reason, self.is_busy))
 
-    def rest(self) -> None:
-        """It has nothing to do, so it may be silent."""
-        self._alive_at = None
 
-    def is_hanging(self) -> bool:
-        """Whether it should have said something by now."""
-        return self._alive_at is not None and self._clock() - self._alive_at > self._stall_s
+def requests_of(connection: Connection) -> Iterator[Any]:
+    """The parent's requests, in the child: ask for the next one when a request is done. The child ends with its parent."""
+    waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def read() -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                waiting.put(connection.recv())
+        os._exit(0)  # the parent is gone, and what it asked for is of no use
+
+    threading.Thread(target=read, name="requests", daemon=True).start()
+    for handled in itertools.count():
+        connection.send(Rested(handled))
+        yield waiting.get()
+
+
+def _run_child(connection: Connection, parent: int, main: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    die_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches the parent, which ends this process
+    main(connection, *arguments)
+
+
+def die_with_parent(parent: int) -> None:
+    """Ask the kernel to kill this process when the thread that started it ends, however that ends (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the request was made
+        os._exit(1)

@@ -6,9 +6,9 @@ home, with a worker that merges nothing. Run `python -m tests.floods` for the ta
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -27,7 +27,7 @@ from coordinator.config import BrokerSettings, CoordinatorConfig
 from coordinator.members.bundle_enrolment import enrol
 from coordinator.paths import Home
 from coordinator.rounds.records import AggregateRecord, FederationRecord
-from coordinator.service.service import start_service
+from coordinator.service.service import Service
 from coordinator.storage.store import Store
 from fedcg.event_log import read_events
 from fedcg.wire.artifacts.artifacts import ArtifactStore
@@ -48,6 +48,7 @@ from fedcg.wire.transfer.chunks import chunk_frame, make_ref
 from fedcg.wire.transport.mqtt import MqttTransport
 from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles
 from fedcg.wire.transport.transport import Will
+from fedcg.wire.versions import SPOKEN
 from tests.support.brokers import free_port
 from tests.support.coordinator_support import (
     FEDERATION,
@@ -190,7 +191,7 @@ class Flooder:
 
     def _hellos(self) -> tuple[str, bytes]:
         nonce = f"{next(self.numbers) + (1 << 64):032x}"
-        hello = Hello(**self.box._addressed(), nonce=nonce, versions=(1,), agent="flood-1")
+        hello = Hello(**self.box._addressed(), nonce=nonce, versions=SPOKEN, agent="flood-1")
         return self._signed(hello, stamped=False)
 
     def _manifests(self) -> tuple[str, bytes]:
@@ -342,15 +343,16 @@ def _outcome(events: list[dict[str, Any]], log_bytes: int) -> Outcome:
     return Outcome(statistics.mean(calm), statistics.mean(wild), hard_s, silenced, log_bytes, events)
 
 
-async def _coordinate(root: Path) -> None:
+def _coordinate(root: Path) -> None:
     home = Home(root / "home")
     with home.locked(), _setup(home, home.config()) as setup:
-        service = await start_service(replace(setup, make_worker=PlainWorker))
-        asyncio.get_running_loop().add_signal_handler(15, service.stop)
+        service = Service(replace(setup, make_worker=PlainWorker))
+        service.start()
+        signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=service.stop).start())
         try:
-            await service.run()
+            service.run()
         finally:
-            await service.close()
+            service.close()
 
 
 def _table(kinds: tuple[str, ...]) -> None:
@@ -372,7 +374,7 @@ def _row(root: Path, kind: str) -> str:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["coordinator"]:
-        asyncio.run(_coordinate(Path(sys.argv[2])))
+        _coordinate(Path(sys.argv[2]))
     elif sys.argv[1:2] == ["flood"]:
         place = Site(Path(sys.argv[2]))
         Flooder(place.box(FLOODER), sys.argv[3], int(sys.argv[4]), int(sys.argv[5])).run()

@@ -1,4 +1,4 @@
-"""The process that owns torch and the GPU: teacher passes on arrival, then the merge. Started by `aggregation`.
+"""The process that owns torch and the GPU: teacher passes on arrival, then the merge. Started by `worker_handle`.
 
 It may be killed at any point: rows of finished teacher passes lie on disk under the attempt's name, everything else is a
 function of the stored updates, the spec and the coordinator's secret, so the next worker arrives at the same bytes.
@@ -7,13 +7,10 @@ function of the stored updates, the spec and the coordinator's secret, so the ne
 from __future__ import annotations
 
 import os
-import signal
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
 from hashlib import sha256
-from multiprocessing import parent_process
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,7 +24,6 @@ from coordinator.aggregation.worker_messages import (
     PhaseStarted,
     Progressed,
     Reply,
-    Request,
     UpdateAdded,
     UpdateFailed,
     WorkerBroke,
@@ -38,6 +34,7 @@ from coordinator.updates.robustness import Distances, Yardstick, clipped, outlie
 from coordinator.updates.validation import base_in, unpack_update
 from fedcg.wire.artifacts.artifacts import ArtifactStore
 from fedcg.wire.parts import Report
+from fedcg.worker_process import requests_of
 
 if TYPE_CHECKING:
     import torch
@@ -50,9 +47,7 @@ Send = Callable[[Reply], None]
 
 
 def worker_main(connection: Connection, settings: WorkerSettings) -> None:
-    """Serve requests until the coordinator goes away."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the coordinator ends us
-    threading.Thread(target=_die_with_parent, name="lifeline", daemon=True).start()
+    """Serve requests until the coordinator is gone."""
     import torch
 
     torch.set_num_threads(settings.threads)
@@ -61,27 +56,16 @@ def worker_main(connection: Connection, settings: WorkerSettings) -> None:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     connection.send(WorkerReady(os.getpid(), settings.threads, device))
-    bench: Workbench | None = None
-    shelf = PublicShelf(settings.public_data, settings.public_images)
-    while True:
-        try:
-            request: Request = connection.recv()
-        except EOFError:
-            return
+    runner: JobRunner | None = None
+    public = PublicImages(settings.public_data, settings.public_images)
+    for request in requests_of(connection):
         if isinstance(request, Job):
-            bench = Workbench(request, settings, device, connection.send, shelf)
-        elif bench is not None:
-            bench.serve(request)
+            runner = JobRunner(request, settings, device, connection.send, public)
+        elif runner is not None:
+            runner.serve(request)
 
 
-def _die_with_parent() -> None:
-    parent = parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
-
-
-class PublicShelf:
+class PublicImages:
     """The public images of this coordinator, read once, when a method asks for them."""
 
     def __init__(self, data: Path | None, most: int) -> None:
@@ -104,15 +88,15 @@ class PublicShelf:
         return self._read[1]
 
 
-class Workbench:
+class JobRunner:
     """One job at work: turns requests into calls of the method's aggregator. Every request gets one reply."""
 
-    def __init__(self, job: Job, settings: WorkerSettings, device: str, send: Send, shelf: PublicShelf) -> None:
+    def __init__(self, job: Job, settings: WorkerSettings, device: str, send: Send, public: PublicImages) -> None:
         self._job = job
         self._settings = settings
         self._device = device
         self._send = send
-        self._shelf = shelf
+        self._public = public
         self._store = ArtifactStore(settings.artifacts)
         self._counted: dict[str, int]  # the weight with which the aggregator has counted each client
         self._distances: dict[str, Distances] = {}
@@ -167,7 +151,7 @@ class Workbench:
             streams=Streams(self._settings.secret).at(job.federation, job.round, job.attempt),
             device=self._device,
             progress=Throttle(job, self._send),
-            public=self._shelf.images(self._spec.image) if self._method.needs_public else None,
+            public=self._public.images(self._spec.image) if self._method.needs_public else None,
         )
         folder = spill_directory(self._settings.spill, job.federation, job.round, job.attempt)
 

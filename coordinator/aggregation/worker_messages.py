@@ -1,4 +1,4 @@
-"""What the coordinator and its aggregation worker say to each other over their pipe; values only, torch-free."""
+"""The messages between the coordinator and its aggregation worker; values only, torch-free."""
 
 from __future__ import annotations
 
@@ -161,4 +161,4 @@ class WorkerDied:
 
 JobReply = PhaseStarted | Progressed | UpdateAdded | UpdateFailed | JobDone | JobFailed
 Reply = WorkerReady | JobReply | WorkerBroke
-WorkerEvent = Reply | WorkerDied
+WorkerEvent = WorkerReady | JobReply | WorkerDied

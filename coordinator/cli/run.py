@@ -103,7 +103,7 @@ def _carrying(home: Home, config: CoordinatorConfig, listener: Listener | None) 
     credential = server_credential(home.pki, "carrier", config.carrier_host)
 
     def serve(service: Service) -> AbstractAsyncContextManager[None]:
-        return carrying(create_carrier_app(service.shelf, time.monotonic), listener, home.pki, credential)
+        return carrying(create_carrier_app(service, time.monotonic), listener, home.pki, credential)
 
     return serve
 

@@ -1,10 +1,11 @@
-"""The FastAPI application: its lifespan is the service's life, its routes are the read-only interface."""
+"""The FastAPI application: the service runs for as long as it, on a thread of its own; its routes are the read-only interface."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from functools import partial
 from importlib.metadata import version
@@ -14,7 +15,7 @@ import anyio.to_thread
 from fastapi import FastAPI
 
 from coordinator.http.operator_api import router
-from coordinator.service.service import Service, start_service
+from coordinator.service.service import TICK_S, Service
 from coordinator.service.service_context import Setup
 from fedcg.disk_errors import advice_for
 
@@ -45,11 +46,12 @@ def create_app(
 
     @asynccontextmanager
     async def life(application: FastAPI) -> AsyncIterator[None]:
-        service = await start_service(setup)
+        loop, thread = asyncio.get_running_loop(), ThreadPoolExecutor(1, "service")
+        service = await loop.run_in_executor(thread, _started, setup)
         application.state.service = service
         application.state.setup = setup
         anyio.to_thread.current_default_thread_limiter().total_tokens = THREADS
-        work = asyncio.create_task(service.run(), name="service")
+        work = loop.run_in_executor(thread, service.run)
         work.add_done_callback(partial(_ended, request_exit, setup.artifacts.root))
         leaving = asyncio.create_task(_leave(service, request_exit)) if exit_when_finished else None
         try:
@@ -60,7 +62,7 @@ def create_app(
                 leaving.cancel()
             service.stop()
             await asyncio.wait([work])
-            await service.close()
+            await loop.run_in_executor(thread, service.close)
 
     application = FastAPI(
         title="FedCG Edge coordinator",
@@ -73,12 +75,19 @@ def create_app(
     return application
 
 
+def _started(setup: Setup) -> Service:
+    service = Service(setup)
+    service.start()
+    return service
+
+
 async def _leave(service: Service, request_exit: RequestExit) -> None:
-    await service.finished_and_left.wait()
+    while not service.finished_and_left.is_set():  # noqa: ASYNC110 - it is set on the service's thread
+        await asyncio.sleep(TICK_S)
     request_exit(0)
 
 
-def _ended(request_exit: RequestExit, directory: Path, work: asyncio.Task[None]) -> None:
+def _ended(request_exit: RequestExit, directory: Path, work: asyncio.Future[None]) -> None:
     error = None if work.cancelled() else work.exception()
     if error is not None:
         told = f" {advice_for(error, directory)} first: {error}" if isinstance(error, OSError) else ""

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from typing import Annotated
 
+import anyio.to_thread
 from fastapi import FastAPI, Path, Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.requests import ClientDisconnect
@@ -21,9 +22,8 @@ from starlette.requests import ClientDisconnect
 from coordinator.errors import RefusedError
 from coordinator.http.client_certificates import HANG_UP, PEER, peer_of
 from coordinator.members.certificate_owner import member_of
-from coordinator.service.threads import Threads
+from coordinator.service.service import Service
 from coordinator.token_buckets import Buckets
-from coordinator.updates.https_artifacts import Shelf
 from fedcg.wire.errors import (
     CapacityError,
     IntegrityError,
@@ -67,11 +67,11 @@ log = logging.getLogger(__name__)
 ArtifactId = Annotated[str, Path(pattern=r"^[0-9a-f]{64}$")]
 
 
-class _Gate:
+class _MemberGate:
     """Lets members in: who a connection is, and whether it may (still) take or bring anything."""
 
-    def __init__(self, shelf: Shelf, clock: Callable[[], float], threads: Threads) -> None:
-        self._shelf = shelf
+    def __init__(self, service: Service, clock: Callable[[], float], threads: anyio.CapacityLimiter) -> None:
+        self._service = service
         self._clock = clock
         self._threads = threads
         self._members: dict[bytes, tuple[str | None, float]] = {}
@@ -88,7 +88,7 @@ class _Gate:
         shown = request.scope[PEER]
         name, read_at = self._members.get(shown, (None, float("-inf")))
         if self._clock() - read_at >= MEMBER_S:
-            name = await self._threads.run(self._read, request)
+            name = await anyio.to_thread.run_sync(self._read, request, limiter=self._threads)
             if len(self._members) >= MAX_REMEMBERED:
                 self._members.clear()
             self._members[shown] = (name, self._clock())
@@ -106,7 +106,7 @@ class _Gate:
 
     def _read(self, request: Request) -> str | None:
         peer = peer_of(request)
-        member = None if peer is None else member_of(self._shelf.store, peer)
+        member = None if peer is None else member_of(self._service.store, peer)
         return None if member is None else member.id
 
     def check_room(self, device: str) -> None:
@@ -134,15 +134,15 @@ class _Gate:
         peer = peer_of(request)
         named = None if peer is None else common_name(peer)
         if self._lines.take(None):
-            self._shelf.events.write("carrier_refused", certificate=named, refused=self._refused)
+            self._service.events.write("carrier_refused", certificate=named, refused=self._refused)
         return RefusedError("this certificate is no member's (any more); ask the operator")
 
 
-class _Counter:
+class _Transfers:
     """Serves fetches and takes updates."""
 
-    def __init__(self, shelf: Shelf, gate: _Gate, threads: Threads) -> None:
-        self._shelf = shelf
+    def __init__(self, service: Service, gate: _MemberGate, threads: anyio.CapacityLimiter) -> None:
+        self._service = service
         self._gate = gate
         self._threads = threads
 
@@ -150,10 +150,10 @@ class _Counter:
         """Whole chunks or any other range of the spec or of an aggregate."""
         device = await self._gate.device(request)
         self._gate.check_room(device)
-        if not self._shelf.library.allows(artifact):
+        if not self._service.library.allows(artifact):
             raise RefusedError(f"there is no artifact {artifact} to fetch", status=404)
         try:
-            source = await self._threads.run(self._shelf.library.source, artifact)
+            source = await anyio.to_thread.run_sync(self._service.library.source, artifact, limiter=self._threads)
         except (IntegrityError, OSError):
             log.exception("%s asked for artifact %s, which can't be read", device, artifact)
             raise RefusedError("the artifact can't be read; the coordinator's log says why", status=500) from None
@@ -170,14 +170,16 @@ class _Counter:
 
     async def _pieces(self, device: str, request: Request, source: ChunkFile, span: Span) -> AsyncIterator[bytes]:
         with self._gate.occupied(device):
-            file = await self._threads.run(os.open, source.path, os.O_RDONLY | os.O_CLOEXEC)
+            file = await anyio.to_thread.run_sync(
+                os.open, source.path, os.O_RDONLY | os.O_CLOEXEC, limiter=self._threads
+            )
             try:
                 for start in range(span.first, span.last + 1, PIECE_BYTES):
                     if not await self._gate.is_open(request):
                         request.scope[HANG_UP]()
                         await asyncio.sleep(STALL_S)  # ended by the disconnect
                     length = min(PIECE_BYTES, span.last + 1 - start)
-                    yield await self._threads.run(os.pread, file, length, start)
+                    yield await anyio.to_thread.run_sync(os.pread, file, length, start, limiter=self._threads)
             finally:
                 os.close(file)
 
@@ -189,7 +191,7 @@ class _Counter:
             span = parse_content_range(request.headers.get("content-range", ""))
             if request.headers.get("content-length") != str(span.length):
                 raise RefusedError(f"Content-Length must be {span.length}, as Content-Range says", status=400)
-            ref = await asyncio.wrap_future(self._shelf.intake.announced(device))
+            ref = await asyncio.wrap_future(self._service.receiver.announced(device))
             if ref is None or ref.id != artifact:
                 raise OrderError(f"no update {artifact} of {device} is under way; announce it first")
             await self._take_chunks(device, request, ref, span)
@@ -204,22 +206,22 @@ class _Counter:
                 await self._gate.device(request)
                 chunk = Chunk(ref.id, index, bytes(body[:length]))
                 del body[:length]
-                await asyncio.wrap_future(self._shelf.intake.chunk(device, chunk))
+                await asyncio.wrap_future(self._service.receiver.chunk(device, chunk))
                 index, length = next(chunks, (0, 0))
         if length:
             raise MalformedError(f"the body ended in the middle of chunk {index}")
 
 
-def create_carrier_app(shelf: Shelf, clock: Callable[[], float]) -> FastAPI:
+def create_carrier_app(service: Service, clock: Callable[[], float]) -> FastAPI:
     """The application of the carrier's listener.
 
     Args:
-        shelf: what is fetched and where updates go.
+        service: has what is fetched, and takes updates.
         clock: monotonic seconds.
     """
-    threads = Threads(THREADS, "carrier")
-    gate = _Gate(shelf, clock, threads)
-    counter = _Counter(shelf, gate, threads)
+    threads = anyio.CapacityLimiter(THREADS)
+    gate = _MemberGate(service, clock, threads)
+    transfers = _Transfers(service, gate, threads)
     application = FastAPI(title="FedCG Edge carrier", openapi_url=None, docs_url=None, redoc_url=None)
 
     async def ready(request: Request) -> Response:
@@ -227,8 +229,8 @@ def create_carrier_app(shelf: Shelf, clock: Callable[[], float]) -> FastAPI:
         return Response(status_code=204)
 
     application.add_api_route(READY_PATH, ready, methods=["GET"])
-    application.add_api_route(f"{ARTIFACTS_PATH}/{{artifact}}", counter.fetch, methods=["GET"])
-    application.add_api_route(f"{UPDATES_PATH}/{{artifact}}", counter.take, methods=["PUT"])
+    application.add_api_route(f"{ARTIFACTS_PATH}/{{artifact}}", transfers.fetch, methods=["GET"])
+    application.add_api_route(f"{UPDATES_PATH}/{{artifact}}", transfers.take, methods=["PUT"])
     application.add_exception_handler(RefusedError, _explain)
     application.add_exception_handler(WireError, _explain)
     application.add_exception_handler(ClientDisconnect, _explain)

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable
 from typing import TypeVar
 
+import anyio.to_thread
 from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, ValidationError
 
@@ -16,7 +17,6 @@ from coordinator.errors import RefusedError
 from coordinator.http.client_certificates import peer_of
 from coordinator.http.rate_limits import FailureLimits
 from coordinator.members.admission import Admission
-from coordinator.service.threads import Threads
 from coordinator.token_buckets import Buckets
 from fedcg.wire.messages.enrolment_messages import (
     AUTHORITY_PATH,
@@ -37,14 +37,14 @@ log = logging.getLogger(__name__)
 RequestT = TypeVar("RequestT", bound=BaseModel)
 
 
-class _Desk:
+class _RequestHandler:
     """Takes one request at a time from whoever comes: limits, bounds, schema, decision, and a line in the event log."""
 
     def __init__(self, admission: Admission, limits: FailureLimits, device_limits: FailureLimits) -> None:
         self.admission = admission
         self._limits = limits
         self._device_limits = device_limits
-        self._threads = Threads(THREADS, "enrolment")
+        self._threads = anyio.CapacityLimiter(THREADS)
         self._limited = 0
         self._lines: Buckets[None] = Buckets(1 / TOLD_EVERY_S, 1)
 
@@ -60,7 +60,7 @@ class _Desk:
         wanted: RequestT | None = None
         try:
             wanted = _parse(schema, await _body(request))
-            answer = await self._threads.run(grant, wanted)
+            answer = await anyio.to_thread.run_sync(grant, wanted, limiter=self._threads)
         except RefusedError as error:
             limits.refused(asker)
             device = getattr(wanted, "device", "")
@@ -89,18 +89,20 @@ def create_enrolment_app(admission: Admission, limits: FailureLimits, device_lim
         limits: counts refusals of those who show no certificate, by address.
         device_limits: counts those of devices, by name: what strangers do delays no renewal.
     """
-    desk = _Desk(admission, limits, device_limits)
+    handler = _RequestHandler(admission, limits, device_limits)
     application = FastAPI(title="FedCG Edge enrolment", openapi_url=None, docs_url=None, redoc_url=None)
 
     async def authority() -> Response:
         return Response(admission.authority(), media_type="application/x-pem-file")
 
     async def enrol(request: Request) -> Response:
-        return await desk.serve(request, EnrolRequest, admission.enrol, "enrolment_refused")
+        return await handler.serve(request, EnrolRequest, admission.enrol, "enrolment_refused")
 
     async def renew(request: Request) -> Response:
         peer = peer_of(request)
-        return await desk.serve(request, RenewRequest, lambda wanted: admission.renew(peer, wanted), "renewal_refused")
+        return await handler.serve(
+            request, RenewRequest, lambda wanted: admission.renew(peer, wanted), "renewal_refused"
+        )
 
     application.add_api_route(AUTHORITY_PATH, authority, methods=["GET"])
     application.add_api_route(ENROL_PATH, enrol, methods=["POST"])

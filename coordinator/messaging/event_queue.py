@@ -1,8 +1,7 @@
-"""The one queue of the service: threads put, the event loop takes. Bounded for what the network brings."""
+"""The one queue of the service: any thread puts, the service's loop takes. Bounded for what the network brings."""
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections import deque
 from dataclasses import dataclass, field
@@ -22,51 +21,41 @@ class _Queue(Generic[Item]):
     bytes: int = 0
 
 
-class Inbox(Generic[Item]):
+class EventQueue(Generic[Item]):
     """Our own items first, then the senders in turns, each one's items in order.
 
     What does not fit, because its sender or all of them have too much waiting, is dropped and counted: every sender repeats
     what was not answered.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+    def __init__(self) -> None:
         self._own: deque[Item] = deque()
         self._senders: dict[str, _Queue[Item]] = {}  # those with items, the next one first
         self._bytes = 0  # of all senders
-        self._lock = threading.Lock()
-        self._waiting: asyncio.Future[None] | None = None
+        self._filled = threading.Condition()
         self.dropped = 0
 
     def put(self, item: Item, size: int = 0, sender: str = "") -> None:
-        """Add an item from any thread. Items of size 0 (our own) are never dropped.
+        """Add an item. Items of size 0 (our own) are never dropped.
 
         Args:
             item: what to add.
             size: bytes it holds.
             sender: whose it is.
         """
-        with self._lock:
-            wake = not self._own and not self._senders
+        with self._filled:
             if size == 0:
                 self._own.append(item)
             elif not self._add(item, size, sender):
                 self.dropped += 1
                 return
-        if wake and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._wake)
+            self._filled.notify()
 
-    async def get(self, timeout_s: float) -> Item | None:
+    def get(self, timeout_s: float) -> Item | None:
         """The next item, or None when none came in time."""
-        if not self._own and not self._senders:
-            self._waiting = self._loop.create_future()
-            timer = self._loop.call_later(timeout_s, self._wake)
-            try:
-                await self._waiting  # who puts something from now on calls `_wake` after this
-            finally:
-                self._waiting = None
-                timer.cancel()
-        with self._lock:
+        with self._filled:
+            if not self._own and not self._senders:
+                self._filled.wait(timeout_s)
             if self._own:
                 return self._own.popleft()
             return self._take() if self._senders else None
@@ -91,7 +80,3 @@ class Inbox(Generic[Item]):
             self._senders[sender] = queue  # behind the others
         self._bytes -= size
         return item
-
-    def _wake(self) -> None:
-        if self._waiting is not None and not self._waiting.done():
-            self._waiting.set_result(None)

@@ -105,10 +105,6 @@ class Sessions:
         """End the session of a device, if it has one."""
         self._open.pop(device, None)
 
-    def has(self, device: str) -> bool:
-        """Whether a device can be spoken to."""
-        return device in self._open
-
     def admit(self, device: str, message: AnyMessage) -> None:
         """Check that a message continues the device's session.
 
@@ -121,9 +117,10 @@ class Sessions:
             raise OtherSessionError(f"a {message.kind} message without a session")
         known.session.admit(message)
 
-    def stamp(self, device: str, message: MessageT) -> MessageT:
-        """The message with the device's session and the next counter."""
-        return self._open[device].session.stamp(message)
+    def stamp(self, device: str, message: MessageT) -> MessageT | None:
+        """The message with the device's session and the next counter; None when the device has no session."""
+        known = self._open.get(device)
+        return None if known is None else known.session.stamp(message)
 
 
 class Ingest:

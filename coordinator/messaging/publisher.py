@@ -1,4 +1,4 @@
-"""What the coordinator says: builds, stamps, signs and publishes messages and chunks. Decides nothing.
+"""Builds, stamps, signs and publishes the coordinator's messages and chunks. Decides nothing.
 
 A message that can't be handed to the broker now is dropped and logged: every one of them is repeated by the protocol
 (offers and status when the link is back, offers by timer too, invites and grants by timer, receipts on the repeated manifest).
@@ -7,6 +7,7 @@ A message that can't be handed to the broker now is dropped and logged: every on
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from typing import TypedDict
 
@@ -80,7 +81,7 @@ def status_will(topics: Topics, epoch: int, key: SigningKey) -> Will:
 
 
 class Publisher:
-    """The coordinator's voice in one federation and one epoch."""
+    """Publishes for the coordinator in one federation and one epoch. From any thread."""
 
     def __init__(
         self,
@@ -100,6 +101,7 @@ class Publisher:
         self._cohorts = cohorts
         self._limits = limits
         self._sender = ChunkSender(transport, "chunks")
+        self._lock = threading.Lock()  # messages of a session leave in the order of their counters
 
     @property
     def chunk_bytes(self) -> int:
@@ -176,27 +178,24 @@ class Publisher:
         )
         return self._publish(self._topics.down_control(device), self._seal(message))
 
-    def invite(self, device: str, position: Position, grant: int = 0) -> bool:
-        """Ask a device to take part in (round, attempt); `grant` first chunks of its update may follow its manifest."""
-        return self._tell(
-            device,
-            Invite(**self._to(device, position), cohort=self._cohorts.verdict(device), grant=grant),
-        )
+    def invite(self, device: str, position: Position) -> bool:
+        """Ask a device to take part in (round, attempt)."""
+        return self._send(device, Invite(**self._to(device, position), cohort=self._cohorts.verdict(device)))
 
     def left(self, device: str) -> bool:
         """Confirm that a device is no member any more."""
-        return self._tell(device, Left(**self._to(device)))
+        return self._send(device, Left(**self._to(device)))
 
     def need(self, device: str, manifest: Manifest, ranges: Ranges) -> bool:
         """Grant chunks of an announced update."""
-        return self._tell(
+        return self._send(
             device,
             Need(**self._to(device, (manifest.round, manifest.attempt)), artifact=manifest.artifact.id, ranges=ranges),
         )
 
     def receipt(self, device: str, manifest: Manifest, outcome: Outcome, reason: str) -> bool:
         """End an update."""
-        return self._tell(
+        return self._send(
             device,
             Receipt(
                 **self._to(device, (manifest.round, manifest.attempt)),
@@ -243,11 +242,10 @@ class Publisher:
     def _seal(self, message: AnyMessage) -> bytes:
         return seal(message, self._signing_identity.key)
 
-    def _tell(self, device: str, message: AnyMessage) -> bool:
-        if not self._sessions.has(device):
-            return False
-        stamped = self._sessions.stamp(device, message)
-        return self._publish(self._topics.down_control(device), self._seal(stamped))
+    def _send(self, device: str, message: AnyMessage) -> bool:
+        with self._lock:
+            stamped = self._sessions.stamp(device, message)
+            return stamped is not None and self._publish(self._topics.down_control(device), self._seal(stamped))
 
     def _publish(self, topic: str, payload: bytes, *, qos: int = 1, retain: bool = False) -> bool:
         try:

@@ -119,11 +119,12 @@ class Departed:
 
 @dataclass(frozen=True)
 class UpdateStored:
-    """A valid update of a participant is durable."""
+    """A valid update of a participant is durable; `artifact` is what the aggregation worker reads."""
 
     round: int
     attempt: int
     client: str
+    artifact: str = ""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 
 from coordinator.messaging.publisher import Publisher
@@ -11,7 +10,7 @@ from coordinator.rounds.records import ParticipantState
 from coordinator.rounds.round_engine import Phase, UpdateRefused
 from coordinator.service.round_driver import RoundDriver
 from coordinator.service.service_context import Setup
-from coordinator.updates.receipts import Uplink
+from coordinator.updates.receiver import Receiver
 from fedcg.wire.messages.messages import Accept, Decline
 
 REMIND_S = 5.0
@@ -22,16 +21,16 @@ class Invitations:
 
     Args:
         setup: what the service was given.
-        conductor: drives the rounds.
-        publisher: the coordinator's voice.
-        uplink: knows whose update is under way.
+        round_driver: drives the rounds.
+        publisher: publishes.
+        receiver: knows whose update is under way.
     """
 
-    def __init__(self, setup: Setup, round_driver: RoundDriver, publisher: Publisher, uplink: Uplink) -> None:
+    def __init__(self, setup: Setup, round_driver: RoundDriver, publisher: Publisher, receiver: Receiver) -> None:
         self._setup = setup
         self._round_driver = round_driver
         self._publisher = publisher
-        self._uplink = uplink
+        self._receiver = receiver
         self._accepted: set[tuple[str, int, int]] = set()
         self._reminded_at = 0.0
 
@@ -39,7 +38,7 @@ class Invitations:
         """A device begins a new session: whatever it accepted before, it is asked again."""
         self._accepted = {entry for entry in self._accepted if entry[0] != device}
 
-    async def answered(self, device: str, answer: Accept | Decline) -> None:
+    def answered(self, device: str, answer: Accept | Decline) -> None:
         """Take a device's answer, once."""
         state, entry = self._round_driver.state, (device, answer.round, answer.attempt)
         if not state.is_open(answer.round, answer.attempt) or device not in state.outstanding:
@@ -50,15 +49,15 @@ class Invitations:
         participant = ParticipantState.DECLINED if declined else ParticipantState.ACCEPTED
         reason = answer.reason.value if isinstance(answer, Decline) else ""
         key = (self._setup.federation.id, answer.round, answer.attempt)
-        await asyncio.to_thread(self._setup.store.answer, key, device, participant, reason)
+        self._setup.store.answer(key, device, participant, reason)
         self._setup.events.write(
             participant.value, client=device, round=answer.round, attempt=answer.attempt, reason=reason
         )
         if declined:
-            await self._round_driver.apply(UpdateRefused(answer.round, answer.attempt, device))
+            self._round_driver.apply(UpdateRefused(answer.round, answer.attempt, device))
         else:
             self._accepted.add(entry)
-            await self._round_driver.apply(Accepted(answer.round, answer.attempt, device))
+            self._round_driver.apply(Accepted(answer.round, answer.attempt, device))
 
     @property
     def unanswered(self) -> list[str]:
@@ -67,7 +66,7 @@ class Invitations:
         return [
             device
             for device in sorted(state.outstanding & state.online)
-            if (device, state.round, state.attempt) not in self._accepted and not self._uplink.is_busy(device)
+            if (device, state.round, state.attempt) not in self._accepted and not self._receiver.is_busy(device)
         ]
 
     def remind(self, every_s: float = 0.0) -> None:
@@ -79,4 +78,4 @@ class Invitations:
         if state.phase is not Phase.COLLECTING:
             return
         for device in self.unanswered:
-            self._uplink.invite(device, (state.round, state.attempt))
+            self._publisher.invite(device, (state.round, state.attempt))

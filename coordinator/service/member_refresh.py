@@ -5,9 +5,9 @@ Reads the register, drops whoever is no member any more, lets devices leave, and
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
+from collections.abc import Callable
 from functools import partial
 
 from coordinator.broker.access_lists import RELOAD_BY_HAND
@@ -21,12 +21,12 @@ from coordinator.rounds.records import DeviceState, ParticipantState
 from coordinator.rounds.round_engine import Departed, Phase
 from coordinator.service.round_driver import RoundDriver
 from coordinator.service.service_context import Setup
-from coordinator.service.threads import Threads
-from coordinator.updates.receipts import Uplink
+from coordinator.updates.receiver import Receiver
 
 REFRESH_S = 2.0
 FAREWELL_S = 3.0
 """So long after a device left its access at the broker ends: its confirmation needs time to arrive."""
+RunInBackground = Callable[[Callable[[], object]], None]
 
 log = logging.getLogger(__name__)
 
@@ -37,91 +37,89 @@ class Membership:
     Args:
         setup: what the service was given.
         ingest: holds the keys that count.
-        uplink: holds what devices are sending.
-        conductor: drives the rounds.
-        publisher: the coordinator's voice.
+        receiver: holds what devices are sending.
+        round_driver: drives the rounds.
+        publisher: publishes.
         cohorts: the marks of cohort secrets.
+        run_in_background: does work that waits for the lock of the members or for the broker, in order.
     """
 
     def __init__(
         self,
         setup: Setup,
         ingest: Ingest,
-        uplink: Uplink,
+        receiver: Receiver,
         round_driver: RoundDriver,
         publisher: Publisher,
         cohorts: Cohorts,
+        run_in_background: RunInBackground,
     ) -> None:
         self._setup = setup
         self._ingest = ingest
-        self._uplink = uplink
+        self._receiver = receiver
         self._round_driver = round_driver
         self._publisher = publisher
-        self._threads = Threads(1, "members")
+        self._run_in_background = run_in_background
         self._cohorts = cohorts
         self._silenced: frozenset[str] = frozenset()
         self._read_at = 0.0
+        self._shut_out_at: float | None = None
 
     def is_older_than(self, age_s: float) -> bool:
         """Whether the register was read longer ago than this."""
         return time.monotonic() - self._read_at >= age_s
 
-    async def refresh(self) -> None:
-        """Learn who may take part now; whoever may not any more is waited for no longer."""
+    def refresh(self) -> None:
+        """Learn who may take part now; a device that may not any more is waited for no longer."""
         self._read_at = time.monotonic()
-        members = await asyncio.to_thread(self._setup.store.members)
-        await self._round_driver.apply(Expected(frozenset(member.id for member in members)))
+        members = self._setup.store.members()
+        self._round_driver.apply(Expected(frozenset(member.id for member in members)))
         for device in sorted(self._ingest.learn_keys((member.id, member.public_key) for member in members)):
             self._setup.events.write("departed", client=device)
             self._cohorts.forget(device)
-            await self._departed(device)
+            self._departed(device)
 
-    async def drop_strangers(self) -> None:
+    def drop_strangers(self) -> None:
         """After a restart: who departed while nobody looked holds up no round."""
         for device in sorted(self._round_driver.state.outstanding):
             if not self._ingest.knows(device):
-                await self._departed(device)
+                self._departed(device)
 
-    async def leaves(self, device: str) -> bool:
-        """A device says goodbye for good: durable first, then confirmed.
-
-        Returns:
-            Whether it was a member until now; then `shut_out` must follow.
-        """
+    def leaves(self, device: str) -> None:
+        """A device leaves for good: durable first, then confirmed; its access at the broker ends a little later."""
         ended = partial(self._setup.store.register.end_membership, device, DeviceState.LEFT, "it left")
-        was_member = await asyncio.to_thread(ended, self._setup.clock())
-        if was_member:
+        if ended(self._setup.clock()):
             self._setup.events.write("left", client=device)
+            self._shut_out_at = time.monotonic() + FAREWELL_S
         self._publisher.left(device)
-        return was_member
 
-    async def shut_out(self) -> None:
-        """Take devices that left off the broker's lists, once their confirmation had time to arrive."""
-        await asyncio.sleep(FAREWELL_S)
-        await self._publish()
+    def tick(self, silenced: frozenset[str]) -> None:
+        """Follow the register now and then, and end the access of devices that left or that send too much."""
+        if self.is_older_than(REFRESH_S):
+            self.refresh()
+        if self._shut_out_at is not None and time.monotonic() >= self._shut_out_at:
+            self._shut_out_at = None
+            self._run_in_background(self._publish)
+        if silenced != self._silenced:
+            self._follow_floods(silenced)
 
-    async def follow_floods(self, silenced: frozenset[str]) -> frozenset[str]:
-        """Wait no longer for devices that sent too much, and tell whose silence is over.
-
-        Returns:
-            The devices whose silence begins or ends; with some, `silence` must follow.
-        """
-        changed = silenced ^ self._silenced
-        self._silenced = silenced
+    def _follow_floods(self, silenced: frozenset[str]) -> None:
+        """Wait no longer for devices that sent too much, and let those back in whose silence is over."""
+        before, self._silenced = self._silenced, silenced
         reason = f"it sent more than {FLOOD_PER_S:.0f} messages a second for some seconds"
-        for device in sorted(changed - silenced):
+        for device in sorted(before - silenced):
             self._setup.events.write("silence_ended", client=device)
-        for device in sorted(changed & silenced):
+        for device in sorted(silenced - before):
             log.warning("%s is silenced for %.0f minutes: %s", device, SILENCE_S / 60, reason)
             self._setup.events.write("silenced", client=device, seconds=SILENCE_S, reason=reason)
-            await self._departed(device, "the device is silenced: " + reason)
-        return changed
+            self._departed(device, "the device is silenced: " + reason)
+        self._run_in_background(partial(self._apply_silence, before ^ silenced))
 
-    async def silence(self, changed: frozenset[str]) -> None:
+    def _apply_silence(self, changed: frozenset[str]) -> None:
         """Bring the broker's access list up to date, and leave behind what of a new flood waits at the broker."""
         names = ", ".join(sorted(changed))
         try:
-            is_applied = await self._publish()
+            is_applied = self._publish()
         except (BrokerError, OSError) as error:
             log.warning("the broker's access list could not be changed for %s: %s", names, error)
         else:
@@ -130,14 +128,14 @@ class Membership:
         if changed & self._silenced:
             self._publisher.connect_anew()
 
-    async def _publish(self) -> bool:
+    def _publish(self) -> bool:
         """Have the broker apply who may take part; waits for the lock of the members."""
-        return await self._threads.run(self._setup.publish_access, self._silenced)
+        return self._setup.publish_access(self._silenced)
 
-    async def _departed(self, device: str, reason: str = "the device is no member any more") -> None:
+    def _departed(self, device: str, reason: str = "the device is no member any more") -> None:
         state = self._round_driver.state
-        self._uplink.forget(device)
+        self._receiver.forget(device)
         if state.phase is Phase.COLLECTING and device in state.outstanding:
             key = (self._setup.federation.id, state.round, state.attempt)
-            await asyncio.to_thread(self._setup.store.answer, key, device, ParticipantState.DECLINED, reason)
-        await self._round_driver.apply(Departed(device))
+            self._setup.store.answer(key, device, ParticipantState.DECLINED, reason)
+        self._round_driver.apply(Departed(device))

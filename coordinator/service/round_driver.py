@@ -6,13 +6,12 @@ database (`restart`).
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import shutil
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import asdict, replace
-from typing import Any, Protocol
+from typing import Any
 
 from coordinator.aggregation.worker import spill_directory
 from coordinator.aggregation.worker_messages import (
@@ -55,6 +54,7 @@ from coordinator.service.service_context import Setup, Worker
 from coordinator.storage.pruning import Pruner
 from coordinator.storage.store import Key
 from coordinator.updates.published_artifacts import Library
+from coordinator.updates.receiver import Receiver
 from coordinator.updates.robustness import Distances, given_weights, limits_of, medians_of, over
 from coordinator.updates.track_record import LEFT_OUT_ROUNDS, left_out, typical_distances
 from fedcg.wire.messages.messages import Outcome
@@ -71,24 +71,15 @@ _REPORTS: dict[type[WorkerEvent], str] = {
 log = logging.getLogger(__name__)
 
 
-class Uploading(Protocol):
-    """What the conductor needs of the uplink."""
-
-    def invite(self, device: str, position: tuple[int, int]) -> None:
-        """Ask a device to take part in (round, attempt)."""
-
-    def close(self, outcome: Outcome, reason: str) -> None:
-        """End whatever is under way."""
-
-
 class RoundDriver:
     """Drives the rounds of one federation.
 
     Args:
         setup: what the service was given.
-        publisher: the coordinator's voice.
+        publisher: publishes.
         library: what devices may fetch.
         worker: merges.
+        receiver: holds the updates that are under way.
 
     Attributes:
         is_announced: whether the broker was handed what the offer topic must say now; when not, `announce` has to be repeated.
@@ -96,7 +87,9 @@ class RoundDriver:
         worker_pid: the worker's process, once it is ready.
     """
 
-    def __init__(self, setup: Setup, publisher: Publisher, library: Library, worker: Worker) -> None:
+    def __init__(
+        self, setup: Setup, publisher: Publisher, library: Library, worker: Worker, receiver: Receiver
+    ) -> None:
         self._setup = setup
         self._store = setup.store
         self._events = setup.events
@@ -104,6 +97,7 @@ class RoundDriver:
         self._publisher = publisher
         self._library = library
         self._worker = worker
+        self._receiver = receiver
         self._pruner = Pruner(setup.store, setup.artifacts, self._id, setup.keep_rounds, self._forget)
         self._policy = replace(setup.federation.policy, gather_s=setup.rounds.gather_s, retry_s=setup.rounds.retry_s)
         self._state = RoundState(self._policy)
@@ -111,7 +105,7 @@ class RoundDriver:
         self.worker_pid: int | None = None
         self._base = ""
         self.is_announced = True
-        self._do_what: dict[type[Any], Callable[[Any], Awaitable[None]]] = {
+        self._do_what: dict[type[Any], Callable[[Any], None]] = {
             OpenAttempt: self._open_attempt,
             ResumeAttempt: self._resume_attempt,
             MoveDeadline: self._move_deadline,
@@ -132,33 +126,29 @@ class RoundDriver:
         """Artifact id of the aggregate that the open attempt starts from."""
         return self._base
 
-    def use_uplink(self, uplink: Uploading) -> None:
-        """Say who holds the updates that are under way, before anything else."""
-        self._uplink = uplink
-
-    async def restart(self) -> None:
+    def restart(self) -> None:
         """Rebuild the state from the database and go on where it was left."""
-        stored = await asyncio.to_thread(self._store.round_state, self._id)
+        stored = self._store.round_state(self._id)
         pace = replace(stored.pace, expected=self._state.pace.expected)
         self._state = replace(stored, policy=self._policy, pace=pace)
-        aggregates = await asyncio.to_thread(self._store.aggregates, self._id)
+        aggregates = self._store.aggregates(self._id)
         for aggregate in aggregates:
             self._library.allow(aggregate.artifact)
-        await self._prune(aggregates[-1].round)
+        self._prune(aggregates[-1].round)
         self._library.allow(self._setup.federation.spec)
         self._events.write("resumed", phase=self._state.phase.value, round=self._state.round)
-        await self._judge_devices(self._state.round)
-        await self.apply(Restarted())
+        self._judge_devices(self._state.round)
+        self.apply(Restarted())
 
-    async def apply(self, event: Event) -> None:
+    def apply(self, event: Event) -> None:
         """Tell the engine what happened and do what it commands."""
         if isinstance(event, UpdateRefused) and event.reason:
-            await self._judge_devices(self._state.round)
+            self._judge_devices(self._state.round)
         self._state, commands = transition(self._state, event, self._setup.clock())
         for command in commands:
-            await self._do(command)
+            self._do(command)
 
-    async def follow_worker(self, event: WorkerEvent) -> None:
+    def follow_worker(self, event: WorkerEvent) -> None:
         """Write what the worker reports into the event log, and go on from there."""
         if name := _REPORTS.get(type(event)):
             self._events.write(name, **asdict(event))
@@ -167,26 +157,26 @@ class RoundDriver:
         elif isinstance(event, WorkerDied):
             self.worker_pid = None
         elif isinstance(event, UpdateFailed):
-            await self._update_failed(event)
+            self._update_failed(event)
         elif isinstance(event, JobFailed):
-            await self.apply(AggregationFailed(event.round, event.attempt, event.reason))
+            self.apply(AggregationFailed(event.round, event.attempt, event.reason))
         elif isinstance(event, JobDone):
-            await self._job_done(event)
+            self._job_done(event)
 
-    async def _update_failed(self, failed: UpdateFailed) -> None:
+    def _update_failed(self, failed: UpdateFailed) -> None:
         """Reject an update that was accepted and can't be merged; its round goes on without it."""
         state, client = self._state, failed.client
         if (state.round, state.attempt) != (failed.round, failed.attempt) or client not in state.updates:
             return
         key, reason = (self._id, state.round, state.attempt), failed.reason[:300]
-        await asyncio.to_thread(self._store.reject_update, key, client, reason)
+        self._store.reject_update(key, client, reason)
         log.error("the update of %s to round %d can't be merged: %s", client, state.round, reason)
         self._events.write("update_rejected", client=client, round=state.round, attempt=state.attempt, reason=reason)
-        await self.apply(UpdateRefused(state.round, state.attempt, client, reason))
+        self.apply(UpdateRefused(state.round, state.attempt, client, reason))
 
-    async def _judge_devices(self, round_number: int) -> None:
+    def _judge_devices(self, round_number: int) -> None:
         """Leave repeat offenders out of the next attempts of a round, and let those back in whose time is over."""
-        before, now = self._state.left_out, await asyncio.to_thread(left_out, self._store, self._id, round_number)
+        before, now = self._state.left_out, left_out(self._store, self._id, round_number)
         self._state = replace(self._state, left_out=now)
         for client in sorted(now.keys() - before.keys()):
             log.error("%s is left out for %d rounds: %s", client, LEFT_OUT_ROUNDS, now[client])
@@ -194,29 +184,29 @@ class RoundDriver:
         for client in sorted(before.keys() - now.keys()):
             self._events.write("let_in", client=client, round=round_number)
 
-    async def _job_done(self, done: JobDone) -> None:
+    def _job_done(self, done: JobDone) -> None:
         """Close the attempt with the aggregate that the worker stored."""
         current = (self._state.round, self._state.attempt)
         if self._state.phase is not Phase.DISTILLING or current != (done.round, done.attempt):
             return
         now = self._setup.clock()
         record = AggregateRecord(self._id, *current, done.aggregate, done.size, done.server_state, now)
-        await asyncio.to_thread(self._store.close_attempt, record)
+        self._store.close_attempt(record)
         self._library.allow(done.aggregate)
         self._events.write(
             "aggregate_stored", round=done.round, attempt=done.attempt, artifact=done.aggregate, size=done.size
         )
-        await self._drop_rows(done)
-        await self._prune(done.round)
-        await self._judge_devices(done.round + 1)
-        await self.apply(AggregateStored(done.round, done.attempt))
+        self._drop_rows(done)
+        self._prune(done.round)
+        self._judge_devices(done.round + 1)
+        self.apply(AggregateStored(done.round, done.attempt))
 
-    async def _drop_rows(self, ended: JobDone | FailAttempt) -> None:
+    def _drop_rows(self, ended: JobDone | FailAttempt) -> None:
         spilled = spill_directory(self._setup.worker.spill, self._id, ended.round, ended.attempt)
-        await asyncio.to_thread(shutil.rmtree, spilled, ignore_errors=True)
+        shutil.rmtree(spilled, ignore_errors=True)
 
-    async def _prune(self, closed: int) -> None:
-        pruned = await asyncio.to_thread(self._pruner.prune, closed)
+    def _prune(self, closed: int) -> None:
+        pruned = self._pruner.prune(closed)
         if pruned.files:
             self._events.write("pruned", files=pruned.files, bytes=pruned.bytes)
 
@@ -224,16 +214,16 @@ class RoundDriver:
         self._library.forget(artifact)
         self._publisher.forget(artifact)
 
-    async def announce(self) -> None:
+    def announce(self) -> None:
         """Publish what the retained offer topic must say now; while the link is down this does nothing."""
         self.is_announced, self.announced_at = True, time.monotonic()
         state = self._state
         if state.phase in (Phase.WAITING, Phase.PAUSED):
             return
         finished = state.phase is Phase.FINISHED
-        aggregate = (await self._aggregate(state.round)).artifact if finished else self._base
-        spec_ref = await asyncio.to_thread(self._library.ref, self._setup.federation.spec)
-        aggregate_ref = await asyncio.to_thread(self._library.ref, aggregate)
+        aggregate = (self._aggregate(state.round)).artifact if finished else self._base
+        spec_ref = self._library.ref(self._setup.federation.spec)
+        aggregate_ref = self._library.ref(aggregate)
         position = (state.round, state.attempt)
         if finished:
             self.is_announced = self._publisher.finished(position, spec_ref, aggregate_ref)
@@ -241,17 +231,15 @@ class RoundDriver:
             rounds, deadline_at = state.policy.rounds, state.deadline_at
             self.is_announced = self._publisher.offer(position, spec_ref, aggregate_ref, rounds, deadline_at)
 
-    async def _do(self, command: Command) -> None:
-        await self._do_what[type(command)](command)
+    def _do(self, command: Command) -> None:
+        self._do_what[type(command)](command)
 
-    async def _open_attempt(self, command: OpenAttempt) -> None:
-        base = await self._aggregate(command.round - 1)
+    def _open_attempt(self, command: OpenAttempt) -> None:
+        base = self._aggregate(command.round - 1)
         self._base = base.artifact
         key = self._key(command)
         now = self._setup.clock()
-        await asyncio.to_thread(
-            self._store.open_attempt, key, base.artifact, command.participants, now, command.deadline_at
-        )
+        self._store.open_attempt(key, base.artifact, command.participants, now, command.deadline_at)
         self._events.write(
             "attempt_opened",
             round=command.round,
@@ -259,17 +247,17 @@ class RoundDriver:
             participants=sorted(command.participants),
             aggregate=base.artifact,
         )
-        self._worker.open(await self._job(command, base))
-        await self.announce()
-        source = await asyncio.to_thread(self._library.source, base.artifact)
+        self._worker.open(self._job(command, base))
+        self.announce()
+        source = self._library.source(base.artifact)
         self._publisher.broadcast(source, lambda: self._state.is_open(command.round, command.attempt))
 
-    async def _resume_attempt(self, command: ResumeAttempt) -> None:
-        base = await self._aggregate(command.round - 1)
+    def _resume_attempt(self, command: ResumeAttempt) -> None:
+        base = self._aggregate(command.round - 1)
         self._base = base.artifact
         key = self._key(command)
-        await asyncio.to_thread(self._store.move_deadline, key, command.deadline_at)
-        stored = await asyncio.to_thread(self._store.updates, key)
+        self._store.move_deadline(key, command.deadline_at)
+        stored = self._store.updates(key)
         accepted = [update for update in stored if update.outcome is Outcome.ACCEPTED]
         self._events.write(
             "attempt_resumed",
@@ -277,35 +265,37 @@ class RoundDriver:
             attempt=command.attempt,
             stored=[update.client for update in accepted],
         )
-        self._worker.open(await self._job(command, base))
+        self._worker.open(self._job(command, base))
         for update in accepted:
             self._worker.add(update.client, update.artifact)
 
-    async def _move_deadline(self, command: MoveDeadline) -> None:
-        await asyncio.to_thread(self._store.move_deadline, self._key(command), command.deadline_at)
+    def _move_deadline(self, command: MoveDeadline) -> None:
+        self._store.move_deadline(self._key(command), command.deadline_at)
         if command.reason:
             round_number, attempt, reason = command.round, command.attempt, command.reason
             log.warning("round %d, attempt %d goes on: %s", round_number, attempt, reason)
             self._events.write("deadline_moved", round=round_number, attempt=attempt, reason=reason)
 
-    async def _invite(self, command: Invite) -> None:
-        self._uplink.invite(command.client, (command.round, command.attempt))
+    def _invite(self, command: Invite) -> None:
+        self._publisher.invite(command.client, (command.round, command.attempt))
 
-    async def _distil(self, command: Distil) -> None:
+    def _distil(self, command: Distil) -> None:
         key = self._key(command)
-        stored = await asyncio.to_thread(self._store.updates, key)
-        updates = [update for update in stored if update.client in command.clients]
+        updates = self._store.start_distilling(key, self._setup.clock())
+        # The database decides which updates came in time: one may have been stored a moment ago.
+        accepted = frozenset(update.client for update in updates)
+        self._state = replace(self._state, updates=accepted, declined=self._state.declined - accepted)
         reported = {update.client: update.examples for update in updates}
         weights = given_weights(reported, self._setup.robustness)
-        await asyncio.to_thread(self._store.start_distilling, key, self._setup.clock(), weights)
-        self._uplink.close(Outcome.LATE, "the round was closed without this update")
+        self._store.weigh(key, weights)
+        self._receiver.end_attempt(Outcome.LATE, "the round was closed without this update")
         where = {"round": command.round, "attempt": command.attempt}
-        self._events.write("distilling", **where, clients=list(command.clients))
+        self._events.write("distilling", **where, clients=sorted(accepted))
         for client in sorted(client for client in reported if weights[client] != reported[client]):
             self._events.write(
                 "weight_capped", **where, client=client, reported=reported[client], given=weights[client]
             )
-        known = await self._limits(command.round)
+        known = self._limits(command.round)
         own = [update.distance_of for update in updates]
         limits = known or limits_of(medians_of(own), self._setup.robustness.clip_medians)
         shares = {update.client: over(update.distance_of, limits) for update in updates}
@@ -314,36 +304,36 @@ class RoundDriver:
         chosen = tuple((update.client, update.artifact, weights[update.client]) for update in updates)
         self._worker.finish(chosen, limits if any(shares.values()) else known)
 
-    async def _fail_attempt(self, command: FailAttempt) -> None:
+    def _fail_attempt(self, command: FailAttempt) -> None:
         now, first_attempt = self._setup.clock(), command.first_attempt
-        await asyncio.to_thread(self._store.fail_attempt, self._key(command), command.reason, now, first_attempt)
-        self._uplink.close(Outcome.CLOSED, "the attempt ended without an aggregate")
+        self._store.fail_attempt(self._key(command), command.reason, now, first_attempt)
+        self._receiver.end_attempt(Outcome.CLOSED, "the attempt ended without an aggregate")
         self._events.write("attempt_failed", round=command.round, attempt=command.attempt, reason=command.reason)
-        await self._drop_rows(command)
+        self._drop_rows(command)
 
-    async def _pause(self, command: Pause) -> None:
+    def _pause(self, command: Pause) -> None:
         log.error("federation %s is paused: %s", self._id, command.reason)
         self._events.write("paused", reason=command.reason)
 
-    async def _finish(self, command: Finish) -> None:
-        final = await self._aggregate(self._state.round)
+    def _finish(self, command: Finish) -> None:
+        final = self._aggregate(self._state.round)
         self._events.write("finished", round=self._state.round, attempt=self._state.attempt, aggregate=final.artifact)
-        await self.announce()
+        self.announce()
 
-    async def _aggregate(self, round_number: int) -> AggregateRecord:
-        record = await asyncio.to_thread(self._store.aggregate, self._id, round_number)
+    def _aggregate(self, round_number: int) -> AggregateRecord:
+        record = self._store.aggregate(self._id, round_number)
         if record is None:
             raise StoreError(f"the aggregate of round {round_number} is missing from the database")
         return record
 
-    async def _job(self, command: OpenAttempt | ResumeAttempt, base: AggregateRecord) -> Job:
+    def _job(self, command: OpenAttempt | ResumeAttempt, base: AggregateRecord) -> Job:
         spec = self._setup.federation.spec
-        limits = await self._limits(command.round)
+        limits = self._limits(command.round)
         return Job(self._id, command.round, command.attempt, spec, base.artifact, base.server_state, limits)
 
-    async def _limits(self, round_number: int) -> Distances:
+    def _limits(self, round_number: int) -> Distances:
         """How far from the base an update of a round may be, where the round before it tells."""
-        typical = await asyncio.to_thread(typical_distances, self._store, self._id, round_number - 1)
+        typical = typical_distances(self._store, self._id, round_number - 1)
         return limits_of(typical, self._setup.robustness.clip_medians)
 
     def _key(self, command: OpenAttempt | ResumeAttempt | MoveDeadline | Distil | FailAttempt) -> Key:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from coordinator.aggregation.worker_handle import AggregationWorker
-from coordinator.aggregation.worker_messages import Job, Updates, WorkerEvent, WorkerSettings
+from coordinator.aggregation.worker_messages import Job, Reply, Updates, WorkerEvent, WorkerSettings
 from coordinator.config import KEEP_ROUNDS, RobustnessSettings, RoundSettings
 from coordinator.pki.signing_keys import SigningIdentity
 from coordinator.rounds.records import FederationRecord
@@ -19,6 +19,7 @@ from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts.artifacts import ArtifactStore
 from fedcg.wire.transfer.broker_presets import DEFAULT_PRESET, PRESETS, LinkLimits
 from fedcg.wire.transport.transport import Transport, Will
+from fedcg.worker_process import Exited
 
 
 class Worker(Protocol):
@@ -36,11 +37,17 @@ class Worker(Protocol):
     def finish(self, updates: Updates, limits: Distances) -> None:
         """Have the updates merged, none of them farther from the base than the limits."""
 
+    def follow(self, reply: Reply | Exited) -> tuple[WorkerEvent, ...]:
+        """Take a reply that came through the callback given at construction; returns what it means for the round."""
+
+    def tick(self) -> None:
+        """Time went on."""
+
     def stop(self) -> None:
         """End at once."""
 
 
-MakeWorker = Callable[[WorkerSettings, Callable[[WorkerEvent], None]], Worker]
+MakeWorker = Callable[[WorkerSettings, Callable[[Reply | Exited], None]], Worker]
 
 
 @dataclass(frozen=True)
@@ -53,7 +60,7 @@ class Setup:
         store: the database.
         artifacts: directory of artifacts.
         connect: makes the transport, with the will it must leave.
-        voice: what the coordinator signs with now; asked again while it runs.
+        signing_identity: what the coordinator signs with now; asked again while it runs.
         worker: what the aggregation worker may use.
         events: the event log.
         limits: how the link to the broker is used.

@@ -172,12 +172,16 @@ class Store(schema.Reader):
         """Change until when an attempt collects."""
         self._change_attempt(key, {"deadline_at": deadline_at})
 
-    def start_distilling(self, key: Key, now: float, weights: Mapping[str, int] = {}) -> None:
-        """Nothing is accepted any more; these clients' updates are merged with these weights."""
+    def start_distilling(self, key: Key, now: float) -> list[UpdateRecord]:
+        """Nothing is accepted any more; returns the accepted updates, sorted by client."""
+        self._change_attempt(key, {"state": AttemptState.DISTILLING.value, "distilling_at": now})
+        return [ended for ended in self.updates(key) if ended.outcome is Outcome.ACCEPTED]
+
+    def weigh(self, key: Key, weights: Mapping[str, int]) -> None:
+        """Store the weights with which these clients' updates are merged."""
         with self._engine.begin() as connection:
             for client, weight in weights.items():
                 _answer(connection, schema.updates, key, client, {"weight": weight})
-        self._change_attempt(key, {"state": AttemptState.DISTILLING.value, "distilling_at": now})
 
     def fail_attempt(self, key: Key, reason: str, now: float, first_attempt: int | None = None) -> None:
         """The attempt ended without an aggregate; failed ones are counted from `first_attempt` on, when that moved."""
@@ -239,16 +243,22 @@ class Store(schema.Reader):
         with self._engine.begin() as connection:
             _answer(connection, table, key, client, {"state": state.value, "reason": reason})
 
-    def end_update(self, record: UpdateRecord) -> UpdateRecord:
-        """Store how an update ended; a rejected one makes its client a declined participant, in the same transaction.
+    def end_update(self, record: UpdateRecord) -> UpdateRecord | None:
+        """Store how an update ended, where its attempt still collects; a rejected one makes its client a declined participant.
 
         Returns:
-            What is stored: `record`, or what was stored for the same client and attempt before.
+            What is stored: `record`, or what was stored for the same client and attempt before; None when the attempt takes no
+            updates any more.
         """
         key = (record.federation, record.round, record.attempt)
+        attempts = schema.attempts
         try:
-            with self._engine.begin() as connection:
-                connection.execute(insert(schema.updates).values(**asdict(record)))
+            with self._engine.connect() as connection, connection.begin() as transaction:
+                connection.execute(insert(schema.updates).values(**asdict(record)))  # from here on nobody else writes
+                state = connection.execute(select(attempts.c.state).where(_is(attempts, key))).scalar_one()
+                if state != AttemptState.COLLECTING.value:
+                    transaction.rollback()
+                    return None
                 if record.outcome is Outcome.REJECTED:
                     values = {"state": ParticipantState.DECLINED.value, "reason": record.reason}
                     _answer(connection, schema.participants, key, record.client, values)

@@ -1,11 +1,13 @@
-"""The thread that takes updates in: hashing and disk stay off the event loop, which only hears what follows.
+"""The way of an update into the coordinator: manifest, grants, chunks, check, artifact on disk, database, receipt. One thread.
 
-Chunk frames come straight from the transport, and only as many as their device was granted get in; everything else comes from
-the event loop. Bounded in bytes: what does not fit is dropped and counted, and asked for again.
+Whatever comes for an update is taken in the order in which it came. Chunk frames come straight from the transport, and only as
+many as their device was granted get in; the queue is bounded in bytes, and what does not fit is dropped, counted, and asked for
+again. The database decides whether an attempt still takes an update, so no answer waits for the loop that drives the rounds.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
@@ -13,19 +15,43 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
+from coordinator.errors import ValidationError
+from coordinator.messaging.publisher import Publisher
+from coordinator.rounds.records import AttemptRecord, AttemptState, ParticipantState, UpdateRecord
+from coordinator.rounds.round_engine import UpdateRefused, UpdateStored
+from coordinator.storage.store import Key, Store
+from coordinator.updates.robustness import Distances, Yardstick
+from coordinator.updates.track_record import typical_distances
 from coordinator.updates.upload_windows import Grant, Received, Uploads
+from coordinator.updates.validation import Expected, base_in, max_update_bytes, validate_update
+from fedcg.event_log import EventLog
+from fedcg.learning.spec import FederationSpec
 from fedcg.refusal_counter import Refusals
+from fedcg.wire.artifacts.artifacts import ArtifactStore
 from fedcg.wire.errors import CapacityError, OrderError, WireError
-from fedcg.wire.messages.messages import MAX_CHUNK_BYTES, ArtifactRef, Carrier, Manifest
+from fedcg.wire.messages.messages import (
+    MAX_ARTIFACT_BYTES,
+    MAX_CHUNK_BYTES,
+    ArtifactRef,
+    Manifest,
+    Outcome,
+)
+from fedcg.wire.transfer.broker_presets import LinkLimits
 from fedcg.wire.transfer.chunks import FRAME_OVERHEAD_BYTES, Chunk, read_frame
+from fedcg.wire.transfer.partial_files import Partials
 
 MAX_BYTES = 64 * 1024 * 1024
+MAX_PARTIAL_FILES = 1024
+MAX_PARTIAL_BYTES = 64 * MAX_ARTIFACT_BYTES
 SPARE_FRAMES = 32  # of an update beyond its grants: what was not acknowledged when a link broke comes twice
 MAX_FRAMES = 512  # granted to one device and not received; those of grants that stalled count until then
 COLLECT_S = 3600.0
+
 log = logging.getLogger(__name__)
+_Work = Callable[[], None]
+ResultT = TypeVar("ResultT")
 
 
 @dataclass(frozen=True)
@@ -35,59 +61,80 @@ class Broken:
     error: BaseException
 
 
-@dataclass(frozen=True)
-class GivenUp:
-    """Something that nobody foresaw happened under one update, which is not complete."""
+class Context(Protocol):
+    """What the service was given, as far as updates need it."""
 
-    received: Received
-    error: Exception
+    @property
+    def spec(self) -> FederationSpec:
+        """Of the federation."""
+
+    @property
+    def store(self) -> Store:
+        """The database."""
+
+    @property
+    def artifacts(self) -> ArtifactStore:
+        """Directory of artifacts."""
+
+    @property
+    def events(self) -> EventLog:
+        """The event log."""
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """Unix time."""
+
+    @property
+    def limits(self) -> LinkLimits:
+        """How the link to the broker is used."""
 
 
-IntakeEvent = Grant | Received | GivenUp | Broken
-_Work = Callable[[], None]
-ResultT = TypeVar("ResultT")
-
-
-class Intake:
-    """Owns the uploads; every call returns at once.
+class Receiver:
+    """Takes the updates of one federation; every call returns at once.
 
     Args:
-        uploads: the receivers.
-        collect: deletes what has expired from disk; called now and then.
-        notify: gets what follows, on the intake's thread.
-        refusals: counts and tells frames that were no chunk of the upload.
-        monotonic: seconds.
+        context: what the service was given.
+        publisher: sends grants and receipts.
+        notify: gets what the round engine must know, on the receiver's thread; must only enqueue.
+        refusals: counts what is refused.
 
     Attributes:
-        dropped: frames that did not fit or belonged to no upload.
+        dropped: frames that did not fit or were not granted.
     """
 
     def __init__(
         self,
-        uploads: Uploads,
-        collect: Callable[[], None],
-        notify: Callable[[IntakeEvent], None],
+        context: Context,
+        publisher: Publisher,
+        notify: Callable[[UpdateStored | UpdateRefused | Broken], None],
         refusals: Refusals,
-        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self.dropped = 0
-        self._refusals = refusals
-        self._uploads = uploads
-        self._collect = collect
+        self._spec = context.spec
+        self._store = context.store
+        self._artifacts = context.artifacts
+        self._events = context.events
+        self._clock = context.clock
+        self._publisher = publisher
         self._notify = notify
-        self._monotonic = monotonic
+        self._refusals = refusals
+        self._max_bytes = max_update_bytes(context.spec)
+        self._yardstick: Yardstick | None = None
+        self._partials = Partials(context.artifacts.root / ".partial", MAX_PARTIAL_FILES, MAX_PARTIAL_BYTES)
+        self._uploads = Uploads(self._partials, context.limits.window, context.limits.shared)
         self._work: deque[tuple[_Work, int]] = deque()
         self._bytes = 0
         self._filled = threading.Condition()
         self._closing = False
         self._heard: dict[str, float] = {}
         self._frames: dict[str, int] = {}  # that each device may send now
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._run, name="receiver", daemon=True)
         self._collected_at = float("-inf")
+
+    # From any thread: enqueue, nothing else
 
     def start(self) -> None:
         """Begin to work."""
-        self._thread = threading.Thread(target=self._run, name="intake", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -95,31 +142,14 @@ class Intake:
         with self._filled:
             self._closing = True
             self._filled.notify()
-        if self._thread is not None:
-            self._thread.join()
+        self._thread.join()
 
-    def expect(self, device: str, devices: int) -> int:
-        """Let the first chunks of a device's next update come with its manifest.
-
-        Args:
-            device: whose.
-            devices: how many such devices there are.
-
-        Returns:
-            How many chunks; 0 when so many devices would overfill what all of them share.
-        """
-        chunks = self._uploads.first_chunks(devices)
-        if chunks:
-            self._allow(device, chunks)
-            self._put(lambda: self._uploads.expect(device))
-        return chunks
-
-    def begin(self, device: str, manifest: Manifest, manifest_at: float, carrier: Carrier = Carrier.MQTT) -> None:
-        """Let an announced update come; `manifest_at` is unix time."""
-        self._put(lambda: self._begin(device, manifest, manifest_at, carrier))
+    def announce(self, device: str, manifest: Manifest) -> None:
+        """Answer a manifest: with the receipt that its update had before, a verdict, or a grant."""
+        self._put(lambda: self._answer(device, manifest))
 
     def frame(self, device: str, payload: bytes) -> bool:
-        """Take a chunk frame as the broker delivered it on a device's topic. From any thread.
+        """Take a chunk frame as the broker delivered it on a device's topic.
 
         Returns:
             False when it was dropped unseen, since it was not granted.
@@ -134,11 +164,11 @@ class Intake:
         return True
 
     def announced(self, device: str) -> Future[ArtifactRef | None]:
-        """Which update of a device is under way. From any thread."""
-        return self._ask(lambda: self._uploads.announced(device))
+        """Which update of a device is under way."""
+        return self._ask(lambda: self._announced_ref(device))
 
     def chunk(self, device: str, chunk: Chunk) -> Future[None]:
-        """Take a chunk that came over HTTPS. From any thread.
+        """Take a chunk that came over HTTPS.
 
         Returns:
             Done when it is on disk; else CapacityError when too much is waiting already, or the error that makes it useless:
@@ -146,19 +176,21 @@ class Intake:
         """
         return self._ask(lambda: self._feed_chunk(device, chunk), len(chunk.data))
 
-    def end(self, device: str) -> None:
-        """Forget a device's upload."""
-        self._frames.pop(device, None)
-        self._put(lambda: self._uploads.end(device))
+    def forget(self, device: str) -> None:
+        """Drop what a device has sent so far: it is no member any more."""
+        self._put(lambda: self._end(device))
 
-    def clear(self) -> None:
-        """Forget all uploads, and what earlier processes left."""
-        self._frames.clear()
-        self._put(self._uploads.clear)
+    def end_attempt(self, outcome: Outcome, reason: str) -> None:
+        """The attempt takes nothing any more: end whatever is under way, and what earlier processes left."""
+        self._put(lambda: self._end_all(outcome, reason))
 
     def tick(self) -> None:
         """Look after what stalled."""
         self._put(self._tick)
+
+    def is_busy(self, device: str) -> bool:
+        """Whether an update of a device is under way."""
+        return self._uploads.manifest(device) is not None
 
     def heard_at(self, device: str) -> float:
         """When a valid chunk of a device came last, in monotonic seconds."""
@@ -181,16 +213,6 @@ class Intake:
             answer.set_exception(CapacityError("too many updates come at once; try again later"))
         return answer
 
-    def _allow(self, device: str, frames: int) -> None:
-        with self._filled:
-            self._frames[device] = min(self._frames.get(device, SPARE_FRAMES) + frames, MAX_FRAMES)
-
-    def _tell(self, event: Grant | Received) -> None:
-        """On the intake's thread; what a grant allows may come as soon as it is told."""
-        if isinstance(event, Grant):
-            self._allow(event.device, sum(count for _, count in event.ranges))
-        self._notify(event)
-
     def _put(self, work: _Work, size: int = 0) -> bool:
         with self._filled:
             if size and self._bytes + size > MAX_BYTES:
@@ -198,54 +220,72 @@ class Intake:
                 return False
             self._work.append((work, size))
             self._bytes += size
-            if len(self._work) == 1:
-                self._filled.notify()
+            self._filled.notify()
             return True
+
+    # On the receiver's thread
 
     def _run(self) -> None:
         try:
             while True:
                 with self._filled:
-                    while not self._work and not self._closing:
-                        self._filled.wait()
+                    self._filled.wait_for(lambda: self._work or self._closing)
                     if self._closing:
                         return
                     work, size = self._work.popleft()
                     self._bytes -= size
                 work()
-        except Exception as error:  # noqa: BLE001 - the run loop of a thread: told to the service, which ends with it
+        except Exception as error:  # noqa: BLE001 - the run loop of a thread: the service ends with it
             self._notify(Broken(error))
         finally:
             self._uploads.close()
 
-    def _begin(self, device: str, manifest: Manifest, manifest_at: float, carrier: Carrier) -> None:
-        early = self._uploads.early(device)
+    def _guarded(self, device: str, manifest: Manifest, work: _Work) -> None:
+        """Whatever is wrong with one update, the others go on. Errors of our disk are no update's."""
         try:
-            follows = self._uploads.begin(device, manifest, self._monotonic(), manifest_at, carrier)
+            work()
+        except (WireError, OSError):
+            raise
+        except Exception as error:  # after a restart the same would happen again: the update is rejected
+            where = f"the update of {device} to round {manifest.round}, attempt {manifest.attempt}"
+            log.exception("%s is rejected: its check failed", where)
+            self._refusals.note("unforeseen", error, device)
+            reason = f"its check failed with {type(error).__name__}; the coordinator's log has the details"
+            self._store_end(self._rejected(Received(device, manifest, self._clock(), self._artifacts.root), reason))
+            raise OrderError(f"the update of {device} was given up") from error
+
+    def _answer(self, device: str, manifest: Manifest) -> None:
+        try:
+            self._guarded(device, manifest, lambda: self._announced(device, manifest))
         except WireError as error:
             log.warning("the update of %s has to be announced again: %s", device, error)
+
+    def _announced(self, device: str, manifest: Manifest) -> None:
+        earlier = self._store.update(self._key(manifest), device)
+        if earlier is not None:
+            self._repeat(device, manifest, earlier)
             return
-        except OSError:
-            raise
-        except Exception as error:  # noqa: BLE001 - whatever is wrong with this update, the others go on
-            self._notify(GivenUp(Received(device, manifest, manifest_at), error))
+        verdict = self._verdict(device, manifest)
+        if verdict is not None:
+            self._finish(device, manifest, *verdict)
             return
-        if follows is not None:
-            self._tell(follows)
-        for frame in early:
-            self._feed(device, frame)
+        if manifest.artifact.size > self._max_bytes:
+            reason = (
+                f"it has {manifest.artifact.size} bytes; an update of this federation has at most {self._max_bytes}"
+            )
+            self._store_end(self._rejected(Received(device, manifest, self._clock(), self._artifacts.root), reason))
+            return
+        carrier = self._publisher.carrier(device)
+        self._follow(self._uploads.begin(device, manifest, time.monotonic(), self._clock(), carrier))
 
     def _feed(self, device: str, payload: bytes) -> None:
-        if self._uploads.announced(device) is None:
-            self.dropped += not self._uploads.keep_early(device, payload)
-            return
         try:
             self._take(device, read_frame(payload))
         except WireError as error:
             self._refuse(device, error)
 
     def _feed_chunk(self, device: str, chunk: Chunk) -> None:
-        ref = self._uploads.announced(device)
+        ref = self._announced_ref(device)
         try:
             if ref is None or ref.id != chunk.artifact:
                 raise OrderError(f"no update {chunk.artifact} of {device} is under way")
@@ -254,29 +294,187 @@ class Intake:
             self._refuse(device, error)
             raise
 
+    def _announced_ref(self, device: str) -> ArtifactRef | None:
+        manifest = self._uploads.manifest(device)
+        return None if manifest is None else manifest.artifact
+
     def _refuse(self, device: str, error: WireError) -> None:
         if self._refusals.note(f"a chunk of {device}", error, device):
             log.warning("chunk of %s refused: %s", device, error)
 
     def _take(self, device: str, chunk: Chunk) -> None:
-        now = self._monotonic()
-        try:
-            follows = self._uploads.feed(device, chunk, now)
-        except (WireError, OSError):
-            raise
-        except Exception as error:  # whatever is wrong with this update, the others go on
-            self._notify(GivenUp(self._uploads.give_up(device), error))
-            raise OrderError(f"the update of {device} was given up") from error
+        now, manifest = time.monotonic(), self._uploads.manifest(device)
+        if manifest is None:
+            self.dropped += 1
+            return
+        self._guarded(device, manifest, lambda: self._follow(self._uploads.feed(device, chunk, now)))
         self._heard[device] = now
-        if follows is not None:
-            self._tell(follows)
         for grant in self._uploads.held_back(now):
-            self._tell(grant)
+            self._follow(grant)
 
     def _tick(self) -> None:
-        now = self._monotonic()
-        for grant in self._uploads.stalled(now):
-            self._tell(grant)
+        now = time.monotonic()
+        for grant in list(self._uploads.stalled(now)):
+            self._follow(grant)
         if now - self._collected_at >= COLLECT_S:
             self._collected_at = now
-            self._collect()
+            self._partials.collect()
+
+    def _follow(self, event: Grant | Received | None) -> None:
+        if isinstance(event, Received):
+            self._store_end(self._checked(event))
+        elif event is not None:
+            with self._filled:  # what a grant allows may come as soon as it is published
+                frames = self._frames.get(event.device, SPARE_FRAMES) + sum(count for _, count in event.ranges)
+                self._frames[event.device] = min(frames, MAX_FRAMES)
+            self._publisher.need(event.device, event.manifest, event.ranges)
+
+    # What becomes of an update
+
+    def _verdict(self, device: str, manifest: Manifest) -> tuple[Outcome, str] | None:
+        """How an update ends without being looked into; None when its attempt takes it."""
+        key = self._key(manifest)
+        attempt = self._store.attempt(key)
+        if attempt is None or attempt.state is not AttemptState.COLLECTING:
+            return self._too_late(attempt)
+        invited = {person.client: person.state for person in self._store.participants(key)}
+        if device not in invited:
+            return Outcome.REJECTED, "the device was not invited to this attempt"
+        if invited[device] is ParticipantState.DECLINED:
+            return Outcome.REJECTED, "the device declined this attempt"
+        return None
+
+    def _too_late(self, attempt: AttemptRecord | None) -> tuple[Outcome, str]:
+        if attempt is None:
+            return Outcome.REJECTED, "there is no such round and attempt"
+        if attempt.state is AttemptState.FAILED:
+            return Outcome.CLOSED, "the attempt ended without an aggregate"
+        if self._store.aggregate(self._spec.federation, self._spec.rounds) is not None:
+            return Outcome.CLOSED, "the federation is finished"
+        return Outcome.LATE, "the round was closed without this update"
+
+    def _checked(self, received: Received) -> tuple[Received, UpdateRecord]:
+        """Validate a received update and, when it is good, make it durable."""
+        manifest, device = received.manifest, received.device
+        attempt = self._store.attempt(self._key(manifest))
+        assert attempt is not None
+        expected = Expected(self._spec.federation, manifest.round, manifest.attempt, device, attempt.base)
+        try:
+            yardstick = self._yardstick_for(attempt)
+            artifact = validate_update(received.file.read_bytes(), self._spec, expected, yardstick.base)
+            distances = yardstick.distances(artifact.parts)
+            yardstick.check(device, distances)
+        except ValidationError as error:
+            return self._rejected(received, error.reason)
+        self._artifacts.adopt(received.file, manifest.artifact.id)
+        report = artifact.header.report
+        told = None if report is None else report.model_dump_json(exclude_none=True)
+        return received, self._record(received, Outcome.ACCEPTED, report=told, distances=distances)
+
+    def _rejected(self, received: Received, reason: str) -> tuple[Received, UpdateRecord]:
+        return received, self._record(received, Outcome.REJECTED, reason[:300])
+
+    def _yardstick_for(self, attempt: AttemptRecord) -> Yardstick:
+        """What the updates of an attempt are taken to and measured by, made once a round."""
+        if self._yardstick is None or self._yardstick.base.id != attempt.base:
+            base = base_in(self._artifacts.get(attempt.base), self._spec, attempt.base)
+            typical = typical_distances(self._store, self._spec.federation, attempt.round - 1)
+            self._yardstick = Yardstick(base, typical)
+        return self._yardstick
+
+    def _store_end(self, ended: tuple[Received, UpdateRecord]) -> None:
+        """Commit how an update ended, send its receipt, and let the round engine know."""
+        received, record = ended
+        device, manifest = received.device, received.manifest
+        stored = self._store.end_update(record)
+        if stored is None:
+            self._finish(device, manifest, *self._too_late(self._store.attempt(self._key(manifest))))
+        elif stored is not record:
+            self._repeat(device, manifest, stored)
+        elif record.outcome is Outcome.REJECTED:
+            self._finish(device, manifest, record.outcome, record.reason)
+            self._notify(UpdateRefused(record.round, record.attempt, device, record.reason))
+        else:
+            self._end(device)
+            self._events.write(
+                "update_stored",
+                client=device,
+                round=record.round,
+                attempt=record.attempt,
+                artifact=record.artifact,
+                size=record.size,
+                seconds=round(record.stored_at - record.manifest_at, 4),
+                resumed=received.resumed,
+                received=received.fresh,
+                repeated=received.repeated,
+            )
+            self._publisher.receipt(device, manifest, record.outcome, "")
+            self._notify(UpdateStored(record.round, record.attempt, device, record.artifact))
+
+    def _repeat(self, device: str, manifest: Manifest, earlier: UpdateRecord) -> None:
+        """Answer for an update whose attempt has ended one of this device before."""
+        if earlier.artifact == manifest.artifact.id:
+            self._end(device)
+            self._publisher.receipt(device, manifest, earlier.outcome, earlier.reason)
+        elif self._finish(
+            device, manifest, Outcome.CONFLICT, "another update of this round and attempt was ended before"
+        ):
+            log.warning(
+                "%s delivered two different updates of round %d, attempt %d; the first one counts. Two boxes seem to use its "
+                "private store: stop one, or give it an identity of its own with `fedcg token create`",
+                device,
+                manifest.round,
+                manifest.attempt,
+            )
+
+    def _finish(self, device: str, manifest: Manifest, outcome: Outcome, reason: str) -> bool:
+        """Forget an upload that is not merged and send its receipt; whether that was worth a line."""
+        self._end(device)
+        is_told = self._events.write(
+            "update_refused",
+            client=device,
+            round=manifest.round,
+            attempt=manifest.attempt,
+            outcome=outcome.value,
+            reason=reason,
+        )
+        self._publisher.receipt(device, manifest, outcome, reason)
+        return is_told
+
+    def _end(self, device: str) -> None:
+        with self._filled:
+            self._frames.pop(device, None)
+        self._uploads.end(device)
+
+    def _end_all(self, outcome: Outcome, reason: str) -> None:
+        abandoned = self._uploads.manifests()
+        with self._filled:
+            self._frames.clear()
+        self._uploads.clear()
+        for device, manifest in abandoned.items():
+            self._publisher.receipt(device, manifest, outcome, reason)
+
+    def _record(
+        self,
+        received: Received,
+        outcome: Outcome,
+        reason: str = "",
+        report: str | None = None,
+        distances: Distances | None = None,
+    ) -> UpdateRecord:
+        manifest = received.manifest
+        return UpdateRecord(
+            *self._key(manifest),
+            client=received.device,
+            artifact=manifest.artifact.id,
+            size=manifest.artifact.size,
+            outcome=outcome,
+            reason=reason,
+            report=report,
+            manifest_at=received.manifest_at,
+            stored_at=self._clock(),
+            distances=json.dumps(distances) if distances else None,
+        )
+
+    def _key(self, manifest: Manifest) -> Key:
+        return (self._spec.federation, manifest.round, manifest.attempt)

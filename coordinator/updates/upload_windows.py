@@ -1,7 +1,8 @@
 """Updates on their way up: at most one per device, granted under a window that all of them share, kept on disk as they come.
 
-What a killed coordinator had received is found again (`fedcg.wire.transfer.partial_files`). Hashes and writes: call it off the event loop
-(`intake` does). It neither sends nor decides what becomes of an update.
+A broker queues for the coordinator what comes faster than it is taken, and drops what its queue does not hold: over MQTT only as
+many chunks are under way as that queue takes. What a killed coordinator had received is found again
+(`fedcg.wire.transfer.partial_files`). Hashes and writes: used on the receiver's thread. It sends nothing.
 """
 
 from __future__ import annotations
@@ -10,10 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedcg.wire.messages.messages import FIRST_CHUNKS, MAX_CHUNK_BYTES, ArtifactRef, Carrier, Manifest
+from fedcg.wire.messages.messages import Carrier, Manifest
 from fedcg.wire.transfer.chunk_window import Ranges, Window
-from fedcg.wire.transfer.chunks import FRAME_OVERHEAD_BYTES, Chunk
-from fedcg.wire.transfer.http_ranges import HTTPS_WINDOW
+from fedcg.wire.transfer.chunks import Chunk
 from fedcg.wire.transfer.partial_files import DurableReceiver, Partials
 
 
@@ -27,29 +27,24 @@ class Grant:
 
 
 @dataclass(frozen=True)
-class Arrival:
-    """How the chunks of an update came.
+class Received:
+    """A complete update whose bytes have the announced sha256, not durable yet.
 
     Attributes:
-        resumed: found on disk, from before a restart.
-        fresh: came since.
-        repeated: came more than once.
+        manifest_at: when its first manifest came; unix time.
+        file: where it lies.
+        resumed: chunks found on disk, from before a restart.
+        fresh: chunks that came since.
+        repeated: chunks that came more than once.
     """
-
-    resumed: int
-    fresh: int
-    repeated: int
-
-
-@dataclass(frozen=True)
-class Received:
-    """A complete update in `file`, whose bytes have the announced sha256, not durable yet; one that was given up has no file."""
 
     device: str
     manifest: Manifest
     manifest_at: float
-    file: Path = Path()
-    arrival: Arrival = Arrival(0, 0, 0)
+    file: Path
+    resumed: int = 0
+    fresh: int = 0
+    repeated: int = 0
 
 
 @dataclass
@@ -58,7 +53,6 @@ class _Upload:
     manifest_at: float
     receiver: DurableReceiver
     is_queued: bool  # its chunks meet others in the coordinator's queue at the broker
-    taken: bool = False
 
 
 class Uploads:
@@ -70,40 +64,16 @@ class Uploads:
         shared: what all devices together may have under way over MQTT: they meet in the coordinator's queue at the broker.
     """
 
-    def __init__(self, partials: Partials, window: Window | None = None, shared: Window | None = None) -> None:
+    def __init__(self, partials: Partials, window: Window, shared: Window) -> None:
         self._partials = partials
-        self._window = window or Window()
-        self._shared = shared or Window(500, 32_000_000)
+        self._window = window
+        self._shared = shared
         self._active: dict[str, _Upload] = {}
         self._held_back: dict[str, None] = {}  # devices that would have been granted more, oldest first
-        self._early: dict[
-            str, list[bytes]
-        ] = {}  # frames of expected devices, from before their manifests were looked at
         self._chunks = self._bytes = 0  # granted and not received, of all devices
 
-    def first_chunks(self, devices: int) -> int:
-        """How many first chunks each of so many devices may send with its manifest; half of the shared window holds them all."""
-        chunks = min(FIRST_CHUNKS, self._window.chunks_of(MAX_CHUNK_BYTES))
-        return chunks if 2 * devices * chunks <= self._shared.chunks_of(MAX_CHUNK_BYTES) else 0
-
-    def expect(self, device: str) -> None:
-        """The first chunks of a device's next update may come before its manifest was looked at."""
-        self._early.setdefault(device, [])
-
-    def keep_early(self, device: str, frame: bytes) -> bool:
-        """Keep a chunk frame until its manifest was looked at; False when the device has no such right, or used it up."""
-        kept = self._early.get(device)
-        if kept is None or len(kept) >= FIRST_CHUNKS or len(frame) > MAX_CHUNK_BYTES + FRAME_OVERHEAD_BYTES:
-            return False
-        kept.append(frame)
-        return True
-
-    def early(self, device: str) -> list[bytes]:
-        """The frames kept for a device, to be taken now that its manifest was looked at; the right is used up."""
-        return self._early.pop(device, [])
-
     def begin(
-        self, device: str, manifest: Manifest, now: float, manifest_at: float, carrier: Carrier = Carrier.MQTT
+        self, device: str, manifest: Manifest, now: float, manifest_at: float, carrier: Carrier
     ) -> Received | Grant | None:
         """Take note of a manifest; a repeated one changes nothing.
 
@@ -112,11 +82,10 @@ class Uploads:
             manifest: announces the update.
             now: monotonic seconds.
             manifest_at: unix time, for the record.
-            carrier: how its chunks will come.
+            carrier: how its chunks will come. Over HTTPS everything that is missing is granted at once.
 
         Returns:
-            What to grant at once and was not granted by the invite; or the whole update, when all of it is here from before
-            a restart.
+            What to grant; or the whole update, when all of it is here from before a restart.
 
         Raises:
             CapacityError: too many transfers are under way; the device announces it again later.
@@ -126,16 +95,14 @@ class Uploads:
         if upload is not None and upload.manifest.artifact != manifest.artifact:
             self.end(device)
             upload = None
-        if upload is not None and upload.is_queued != is_queued and not upload.taken:
+        if upload is not None and upload.is_queued != is_queued:
             self._let_go(device)  # the device changed its carrier: what is on disk counts, other bounds hold
             upload = None
         if upload is None:
-            window = self._window if is_queued else HTTPS_WINDOW
+            window = self._window if is_queued else None
             receiver = DurableReceiver(self._partials.open(manifest.artifact, device), window)
             upload = self._active[device] = _Upload(manifest, manifest_at, receiver, is_queued)
-        follows = self._next(device, upload, now)
-        is_coming = isinstance(follows, Grant) and follows.ranges == ((0, manifest.following),)
-        return None if is_coming else follows
+        return self._next(device, upload, now)
 
     def feed(self, device: str, chunk: Chunk, now: float) -> Received | Grant | None:
         """Take a chunk of a device's update.
@@ -148,7 +115,7 @@ class Uploads:
             IntegrityError: all chunks together have another sha256; the transfer starts again.
         """
         upload = self._active.get(device)
-        if upload is None or upload.taken:
+        if upload is None:
             return None
         before = upload.receiver.under_way
         upload.receiver.feed(chunk, now)
@@ -167,43 +134,34 @@ class Uploads:
     def stalled(self, now: float) -> Iterator[Grant]:
         """What has to be granted (again) because time went on."""
         for device, upload in self._active.items():
-            grant = None if upload.taken else self._grant(device, upload, now)
+            grant = self._grant(device, upload, now)
             if grant is not None:
                 yield grant
 
-    def give_up(self, device: str) -> Received:
-        """Take no more of the update of a device that is under way; what it was."""
-        upload = self._active[device]
-        upload.taken = True
-        return Received(device, upload.manifest, upload.manifest_at)
-
-    def announced(self, device: str) -> ArtifactRef | None:
-        """The update of a device that is under way."""
+    def manifest(self, device: str) -> Manifest | None:
+        """The update of a device that is under way. From any thread."""
         upload = self._active.get(device)
-        return None if upload is None else upload.manifest.artifact
+        return None if upload is None else upload.manifest
+
+    def manifests(self) -> dict[str, Manifest]:
+        """The updates that are under way, by device."""
+        return {device: upload.manifest for device, upload in self._active.items()}
 
     def end(self, device: str) -> None:
         """Forget a device's upload and what came of it."""
-        self._early.pop(device, None)
         upload = self._let_go(device)
         if upload is not None:
             self._partials.discard(upload.manifest.artifact.id, device)
 
     def clear(self) -> None:
         """Forget everything, also what an earlier process left: the attempt takes nothing any more."""
-        for upload in self._active.values():
-            upload.receiver.close()
-        self._active = {}
-        self._held_back = {}
-        self._early = {}
-        self._chunks = self._bytes = 0
+        self.close()
         self._partials.clear()
 
     def close(self) -> None:
         """Let go of all files; what came stays on disk for the next process."""
-        for upload in self._active.values():
-            upload.receiver.close()
-        self._active = {}
+        for device in list(self._active):
+            self._let_go(device)
 
     def _let_go(self, device: str) -> _Upload | None:
         upload = self._active.pop(device, None)
@@ -215,13 +173,12 @@ class Uploads:
 
     def _next(self, device: str, upload: _Upload, now: float) -> Received | Grant | None:
         receiver = upload.receiver
-        if upload.taken or not receiver.complete:
-            return None if upload.taken else self._grant(device, upload, now)
-        self._held_back.pop(device, None)
+        if not receiver.complete:
+            return self._grant(device, upload, now)
         file = receiver.finish()
-        upload.taken = True
-        arrival = Arrival(receiver.resumed, receiver.fresh, receiver.repeated)
-        return Received(device, upload.manifest, upload.manifest_at, file, arrival)
+        return Received(
+            device, upload.manifest, upload.manifest_at, file, receiver.resumed, receiver.fresh, receiver.repeated
+        )
 
     def _grant(self, device: str, upload: _Upload, now: float) -> Grant | None:
         room = self._room(upload)
@@ -237,7 +194,7 @@ class Uploads:
     def _room(self, upload: _Upload) -> int:
         """How many more chunks of this upload the shared window takes; one transfer alone always gets some."""
         if not upload.is_queued:
-            return HTTPS_WINDOW.chunks
+            return upload.manifest.artifact.chunks
         if self._chunks == 0:
             return self._shared.chunks_of(upload.manifest.artifact.chunk_bytes)
         by_bytes = (self._shared.bytes - self._bytes) // upload.manifest.artifact.chunk_bytes

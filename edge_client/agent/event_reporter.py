@@ -8,12 +8,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from edge_client.session.events import Event, Invited, Offered, Receipted, RoundCommitted, TurnedAway, Welcomed
-from edge_client.training.messages import Exited, Failed
+from edge_client.training.messages import Failed
 from fedcg.disk_errors import advice_for
 from fedcg.event_log import EventLog
 from fedcg.refusal_counter import Refusals
 from fedcg.wire.errors import IntegrityError, VersionError, WireError
 from fedcg.wire.messages.messages import CohortVerdict
+from fedcg.worker_process import Exited
 
 UNANSWERED_HELLOS = 5  # with 2 s between them; a coordinator that runs answers the first or the second
 _log = logging.getLogger(__name__)

@@ -43,7 +43,7 @@ from edge_client.session.state import SessionState, next_deadline
 from edge_client.session.state_machine import step
 from edge_client.store.cohort_secret import mark_in
 from edge_client.store.private_store import DeliveryRecord, PrivateStore
-from edge_client.training.messages import Committed, Exited, Failed, Ready, TrainerReport
+from edge_client.training.messages import Committed, Failed, Ready, TrainerReport
 from edge_client.training.trainer_handle import TrainerHandle
 from edge_client.transfer.downloads import Downloads
 from edge_client.transfer.fetching import Fetching
@@ -52,8 +52,8 @@ from fedcg.event_log import EventLog
 from fedcg.wire.messages.key_chain import PinnedKey
 from fedcg.wire.messages.messages import COORDINATOR, Heartbeat, Left
 from fedcg.wire.transfer.chunks import Chunk
-from fedcg.wire.transfer.http_ranges import HTTPS_WINDOW
 from fedcg.wire.transport.transport import Delivery, Transport
+from fedcg.worker_process import Exited
 
 IDLE_S = 0.25
 DOWNLOADING_S = 0.05
@@ -108,7 +108,7 @@ class Agent:
         https = carrier_of(config, self._put, events)
         self._beat_at = float("-inf")
         limits = config.broker.limits
-        window = limits.window if https is None else HTTPS_WINDOW
+        window = limits.window if https is None else None  # nothing queues between the ends of a TCP connection
         self._downloads = Downloads(store.partials, window, config.policy.max_download_mb * 1_000_000)
         self._outgoing = Outgoing(
             config.federation, config.device, keys.signing, transport, self._handshake, limits.chunk_bytes, https

@@ -15,7 +15,7 @@ from edge_client.identity.keys import load_keys, mqtt_config
 from edge_client.identity.renewal import Renewer
 from edge_client.messaging.publisher import offline_will
 from edge_client.store.private_store import PrivateStore
-from edge_client.training.trainer_handle import TrainerProcess
+from edge_client.training.trainer_handle import trainer_process
 from fedcg.event_log import EventLog
 from fedcg.wire.transport.mqtt import MqttTransport
 
@@ -43,7 +43,7 @@ def run_agent(config: AgentConfig, *, until_finished: bool) -> int:
         events = EventLog(config.store / "events.jsonl", time.time)
         logging.getLogger("fedcg.wire").addHandler(LinkProblems(events))
         transport = MqttTransport(mqtt_config(config), offline_will(config.federation, config.device, keys.signing))
-        agent = Agent(config, store, keys, transport, lambda deliver: TrainerProcess(config, deliver), events)
+        agent = Agent(config, store, keys, transport, lambda deliver: trainer_process(config, deliver), events)
         renewer = Renewer(config, keys.signing, events, transport.reconnect)
 
         def end(number: int, frame: FrameType | None) -> None:

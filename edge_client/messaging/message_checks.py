@@ -125,7 +125,7 @@ class Incoming:
             return Welcomed(message.epoch, message.cohort, message.version)
         self._handshake.admit(message)
         if isinstance(message, Invite):
-            return Invited(RoundAttempt(message.round, message.attempt), message.cohort, message.grant)
+            return Invited(RoundAttempt(message.round, message.attempt), message.cohort)
         if isinstance(message, Need):
             return Granted(message)
         if isinstance(message, Receipt):

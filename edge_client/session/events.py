@@ -82,7 +82,6 @@ class Invited:
 
     cursor: RoundAttempt
     cohort: CohortVerdict = CohortVerdict.ALONE
-    grant: int = 0
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,6 @@ class Delivery:
         manifest_at: when the manifest is due (again).
         delay_s: pause after the next manifest; doubles up to 30 s.
         silent_since: when the first manifest was sent that nobody has answered yet.
-        announced: a manifest was sent, in this session or an earlier one.
     """
 
     cursor: RoundAttempt
@@ -47,7 +46,6 @@ class Delivery:
     manifest_at: float = 0.0
     delay_s: float = MANIFEST_FIRST_S
     silent_since: float | None = None
-    announced: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,6 @@ class SessionState:
         epoch: highest coordinator epoch heard of.
         hello_at: when the next hello is due while there is no session.
         live: whether the target's chunks are being broadcast now.
-        granted: chunks of the update of the invited attempt that may follow its first manifest, in this session.
         declined: the last refused attempt and why; repeated when the invite is.
         stored: digests of specs and aggregates at hand.
         verdict: the firewall's word on a spec: (digest, refusal or None).
@@ -77,7 +74,6 @@ class SessionState:
     finished: Finished | None = None
     live: bool = False
     invited: RoundAttempt | None = None
-    granted: int = 0
     accepted: RoundAttempt | None = None
     declined: tuple[RoundAttempt, DeclineReason] | None = None
     stored: frozenset[str] = frozenset()

@@ -107,13 +107,16 @@ def _sending(state: SessionState, event: Sending, now: float) -> Step:
 
 
 def _link_changed(state: SessionState, event: LinkChanged, now: float) -> Step:
-    return replace(state, up=event.up, welcomed=False, hello_at=now, live=False, granted=0), ()
+    return replace(state, up=event.up, welcomed=False, hello_at=now, live=False), ()
 
 
 def _coordinator_seen(state: SessionState, event: CoordinatorSeen, now: float) -> Step:
-    if event.online and event.epoch > state.epoch:
-        return replace(state, epoch=event.epoch, welcomed=False, hello_at=now), ()
-    return state, ()
+    if not event.online or event.epoch <= state.epoch:
+        return state, ()
+    is_asked = (
+        not state.welcomed and state.hello_at > now
+    )  # a hello is on its way, and repeated when it is not answered
+    return replace(state, epoch=event.epoch, welcomed=False, hello_at=state.hello_at if is_asked else now), ()
 
 
 def _welcomed(state: SessionState, event: Welcomed, now: float) -> Step:
@@ -123,7 +126,7 @@ def _welcomed(state: SessionState, event: Welcomed, now: float) -> Step:
     if delivery is not None:
         delivery = replace(delivery, manifest_at=now, delay_s=MANIFEST_FIRST_S, silent_since=None)
     epoch = max(state.epoch, event.epoch)
-    return replace(state, welcomed=True, epoch=epoch, accepted=None, granted=0, delivery=delivery), ()
+    return replace(state, welcomed=True, epoch=epoch, accepted=None, delivery=delivery), ()
 
 
 def _turned_away(state: SessionState, event: TurnedAway, now: float) -> Step:
@@ -143,7 +146,7 @@ def _ended(state: SessionState, event: Ended, now: float) -> Step:
 
 def _invited(state: SessionState, event: Invited, now: float) -> Step:
     cursor = event.cursor
-    state = replace(state, invited=cursor, accepted=None, granted=event.grant)
+    state = replace(state, invited=cursor, accepted=None)
     if state.declined is not None and state.declined[0] == cursor:
         return _decline(state, cursor, state.declined[1])
     if state.committed is None or cursor > state.committed:
@@ -321,14 +324,9 @@ def _advance_delivery(state: SessionState, now: float) -> Step:
     if now < delivery.manifest_at:
         return state, ()
     silent_since = now if delivery.silent_since is None else delivery.silent_since
-    sent = replace(later, silent_since=silent_since, announced=True)
-    is_granted = delivery.cursor == state.invited and not delivery.announced
-    following = min(state.granted, delivery.update.chunks) if is_granted else 0
-    message = Manifest(**state.addressed(delivery.cursor), artifact=delivery.update, following=following)
-    commands: tuple[Command, ...] = (Send(message), Note("manifest", delivery.cursor))
-    if following:
-        commands += (SendChunks(delivery.update, ((0, following),)),)
-    return replace(state, delivery=sent), commands
+    state = replace(state, delivery=replace(later, silent_since=silent_since))
+    message = Manifest(**state.addressed(delivery.cursor), artifact=delivery.update)
+    return state, (Send(message), Note("manifest", delivery.cursor))
 
 
 def _advance_wanted(state: SessionState, now: float) -> Step:

@@ -1,4 +1,4 @@
-"""What the agent tells the training process, and what it reports. Torch-free."""
+"""The commands that the agent gives the training process, and its reports. Torch-free."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from edge_client.session.events import ChooseModel, Chosen, TrainRound
 from fedcg.wire.messages.messages import DeclineReason, RoundAttempt
+from fedcg.worker_process import Exited
 
 
 @dataclass(frozen=True)
@@ -34,15 +35,6 @@ class Failed:
 @dataclass(frozen=True)
 class Working:
     """Sign of life of the child while it works; ends at the handle."""
-
-
-@dataclass(frozen=True)
-class Exited:
-    """Report of the handle, not of the child: the process is gone; `reason` when the handle ended it."""
-
-    pid: int
-    exit_code: int | None
-    reason: str = ""
 
 
 TrainerCommand = TrainRound | ChooseModel

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import queue
 import threading
 import time
 from collections.abc import Callable
@@ -34,36 +33,25 @@ from fedcg.learning.method import DivergedError
 from fedcg.learning.training.device_errors import BROKEN_EXIT, is_sticky
 from fedcg.wire.errors import CodecError, WireError
 from fedcg.wire.messages.messages import DeclineReason
+from fedcg.worker_process import requests_of
 
 LOCK_WAIT_S = 30.0
-DIED_WITH_AGENT = 3
 WORKING_EVERY_S = 1.0
 SKIPPED_TOLD = 20  # by name in the event log; their number is always told
 _log = logging.getLogger(__name__)
 
 
 def trainer_main(connection: Connection, config: AgentConfig) -> None:
-    """Work until the pipe ends; the pipe's end, while something runs, ends the process at once."""
-    commands: queue.SimpleQueue[TrainerCommand] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(connection, commands), name="commands", daemon=True).start()
+    """Carry out the agent's commands until the agent is gone; a half-done round leaves nothing behind."""
     store = PrivateStore.open(config.store, config.federation, config.device)
     events = EventLog(config.store / "events.jsonl", time.time)
     with store.locked("trainer.lock", wait_s=LOCK_WAIT_S):
         trainer = Trainer(config, store, events, SignsOfLife(connection))
         connection.send(Ready(os.getpid()))
-        while True:
-            report = trainer.do(commands.get())
+        for command in requests_of(connection):
+            report = trainer.do(command)
             connection.send(report)
             trainer.afterwards(report)
-
-
-def _listen(connection: Connection, commands: queue.SimpleQueue[TrainerCommand]) -> None:
-    try:
-        while True:
-            commands.put(connection.recv())
-    except (EOFError, OSError):
-        # The agent is gone. A half-done round leaves nothing behind; the next agent repeats it.
-        os._exit(DIED_WITH_AGENT)
 
 
 class SignsOfLife:

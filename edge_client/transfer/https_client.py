@@ -1,25 +1,28 @@
-"""Carries artifacts between this box and its coordinator over HTTPS: granted chunks down by `Range`, up by `Content-Range`.
+"""Carries artifacts between this box and its coordinator over HTTPS: down by `Range`, up by `Content-Range`.
 
-Mutual TLS 1.3 with the device's own certificate, one connection per direction, kept for as long as it works. What was granted,
-what has come, and when it is asked for again are the same books as over MQTT (`downloads`, the coordinator's grants).
+Mutual TLS 1.3 with the device's own certificate, one connection per direction, kept for as long as it works. There is no window:
+what is missing of an artifact is fetched or put as a whole, and after a failure the rest of it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import http.client
+import logging
 import socket
 import ssl
+import threading
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from typing import Generic, TypeVar
 from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 
 from edge_client.config import AgentConfig
-from edge_client.transfer.https_queue import Lane
 from fedcg.event_log import EventLog
-from fedcg.wire.errors import MalformedError, TransportError
+from fedcg.wire.errors import MalformedError, TransportError, WireError
 from fedcg.wire.messages.enrolment_messages import Refusal
 from fedcg.wire.messages.messages import ArtifactRef, Carrier
 from fedcg.wire.server_role import ServerRole
@@ -30,28 +33,31 @@ from fedcg.wire.transfer.http_ranges import ARTIFACTS_PATH, READY_PATH, STALL_S,
 from fedcg.wire.transport.mqtt_config import TlsFiles
 
 CONNECT_S = 10.0
+JOIN_S = 2.0
 SEND_BYTES = 16 * 1024
 """Handed to the connection at once: so much must get through within `STALL_S`."""
 MAX_REFUSAL_BYTES = 4096
+_log = logging.getLogger(__name__)
+SourceT = TypeVar("SourceT")
 
 
 class HttpsCarrier:
-    """Moves granted chunks; every call but `close` returns at once.
+    """Moves artifacts; every call but `close` returns at once.
 
     Args:
         url: of the coordinator's listener.
         tls: authority, and this device's pair; read again for every connection, because the pair is renewed.
         deliver: takes a chunk that came, on a thread of this carrier; may wait.
-        events: the event log; hears when the carrier fails and when it works again.
+        events: the event log; gets a line when the carrier fails and when it works again.
     """
 
     def __init__(self, url: str, tls: TlsFiles, deliver: Callable[[Chunk], None], events: EventLog) -> None:
         self._deliver = deliver
         self._events = events
         self._trouble: dict[str, str | None] = {"up": "", "down": ""}
-        up, self._line_down = Line(url, tls), Line(url, tls)
-        self._up: Lane[ChunkFile] = Lane("https-up", up.put, partial(self._told, "up"), up)
-        self._down: Lane[ArtifactRef] = Lane("https-down", self._fetch, partial(self._told, "down"), self._line_down)
+        self._sent: Counter[str] = Counter()
+        self._up: Direction[ChunkFile] = Direction("up", Line(url, tls), self._put, self._report)
+        self._down: Direction[ArtifactRef] = Direction("down", Line(url, tls), self._get, self._report)
 
     def start(self) -> None:
         """Begin to carry."""
@@ -64,33 +70,116 @@ class HttpsCarrier:
         self._down.close()
 
     def send(self, update: ChunkFile, ranges: Ranges) -> None:
-        """Put granted chunks of the update."""
+        """Put these chunks of the update."""
         self._up.add(update, update.ref, ranges)
 
     @property
     def is_sending(self) -> bool:
-        """Whether granted chunks of the update have not arrived yet."""
+        """Whether chunks of an update have not arrived yet."""
         return self._up.is_busy
 
     def end(self, artifact: str) -> int:
         """Put nothing more of an update; returns how many chunks of it were put."""
-        put = self._up.carried[artifact]
         self._up.forget(artifact)
-        return put
+        return self._sent.pop(artifact, 0)
 
     def fetch(self, ref: ArtifactRef, ranges: Ranges) -> None:
-        """Get granted chunks of the spec or an aggregate."""
+        """Get these chunks of the spec or an aggregate."""
         self._down.add(ref, ref, ranges)
 
-    def _fetch(self, ref: ArtifactRef, first: int, count: int) -> None:
-        self._line_down.get(ref, first, count, self._deliver)
+    def _put(self, line: Line, update: ChunkFile, first: int, count: int) -> None:
+        line.put(update, first, count, lambda: self._sent.update((update.ref.id,)))
 
-    def _told(self, way: str, error: Exception | None) -> None:
-        """Write down when a direction begins to fail, or fails otherwise, and when it works (again)."""
+    def _get(self, line: Line, ref: ArtifactRef, first: int, count: int) -> None:
+        line.get(ref, first, count, self._deliver)
+
+    def _report(self, way: str, error: Exception | None) -> None:
+        """Write a line when a direction begins to fail, fails otherwise, or works (again)."""
         trouble = None if error is None else str(error) or type(error).__name__
         if trouble != self._trouble[way]:
             self._trouble[way] = trouble
             self._events.write("carrier", way=way, works=trouble is None, detail=trouble or "")
+
+
+class Direction(Generic[SourceT]):
+    """What waits for one connection, and the thread that carries it, one artifact after the other.
+
+    An artifact that waits or is under way is not taken twice, and a failure forgets it: the side that misses it asks again, ever
+    more slowly when nothing comes.
+
+    Args:
+        way: "up" or "down".
+        line: the connection.
+        carry: carries `count` chunks of a source from index `first` on; returns when they have arrived.
+        report: gets the way and, after every artifact, None or the error that ended it.
+    """
+
+    def __init__(
+        self,
+        way: str,
+        line: Line,
+        carry: Callable[[Line, SourceT, int, int], None],
+        report: Callable[[str, Exception | None], None],
+    ) -> None:
+        self._line = line
+        self._carry = partial(carry, line)
+        self._report = partial(report, way)
+        self._jobs: dict[str, tuple[SourceT, Ranges]] = {}  # the first one is under way
+        self._filled = threading.Condition()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name=f"https-{way}", daemon=True)
+
+    def start(self) -> None:
+        """Begin to carry."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop at once; what was not carried is forgotten."""
+        with self._filled:
+            self._closing = True
+            self._filled.notify()
+        self._line.hang_up()
+        if self._thread.is_alive():
+            self._thread.join(JOIN_S)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether an artifact waits or is under way."""
+        return bool(self._jobs)
+
+    def add(self, source: SourceT, ref: ArtifactRef, ranges: Ranges) -> None:
+        """Carry chunks; indices behind the last one are left out, they come from the other side."""
+        sound = tuple((first, min(count, ref.chunks - first)) for first, count in ranges if first < ref.chunks)
+        with self._filled:
+            if sound and ref.id not in self._jobs:
+                self._jobs[ref.id] = (source, sound)
+                self._filled.notify()
+
+    def forget(self, artifact: str) -> None:
+        """Carry nothing more of an artifact."""
+        with self._filled:
+            self._jobs.pop(artifact, None)
+
+    def _run(self) -> None:
+        while True:
+            with self._filled:
+                self._filled.wait_for(lambda: self._jobs or self._closing)
+                if self._closing:
+                    self._line.close()
+                    return
+                artifact, (source, ranges) = next(iter(self._jobs.items()))
+            error: Exception | None = None
+            try:
+                for first, count in ranges:
+                    self._carry(source, first, count)
+            except (OSError, http.client.HTTPException, WireError) as failure:
+                error = failure
+            except Exception as failure:  # noqa: BLE001 - the run loop of a thread; logged with its traceback
+                _log.exception("an artifact could not be carried; it is asked for again")
+                error = failure
+            self.forget(artifact)
+            if not self._closing:
+                self._report(error)
 
 
 def carrier_of(config: AgentConfig, deliver: Callable[[Chunk], None], events: EventLog) -> HttpsCarrier | None:
@@ -143,8 +232,8 @@ class Line:
         """Ask whether this device is let in."""
         self._exchange(lambda connection: connection.request("GET", READY_PATH), lambda response: None)
 
-    def put(self, update: ChunkFile, first: int, count: int) -> None:
-        """Put chunks of an announced update; they have arrived when it returns."""
+    def put(self, update: ChunkFile, first: int, count: int, sent: Callable[[], object] = lambda: None) -> None:
+        """Put chunks of an announced update, calling `sent` after each; they have arrived when it returns."""
         span = span_of(update.ref, first, count)
 
         def ask(connection: http.client.HTTPSConnection) -> None:
@@ -156,6 +245,7 @@ class Line:
                 data = update.data(index)
                 for start in range(0, len(data), SEND_BYTES):
                     connection.send(data[start : start + SEND_BYTES])
+                sent()
 
         self._exchange(ask, lambda response: None)
 

@@ -1,7 +1,8 @@
 """Which protocol versions this program speaks, and how two sides agree on one.
 
 A hello lists the device's versions, a welcome picks the highest that both speak. Hello, welcome and refusal keep their form
-for ever (`v` stays 1); only the messages of a session depend on its version. A coordinator of version N serves N and N-1.
+for ever (`v` stays 1); only the messages of a session depend on its version. A coordinator of version N serves N and N-1, from
+version 2 on: nothing that spoke version 1 was ever deployed.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-PROTOCOL_VERSION = 1
-SPOKEN: tuple[int, ...] = tuple(range(max(1, PROTOCOL_VERSION - 1), PROTOCOL_VERSION + 1))
+FIRST_SERVED = 2
+PROTOCOL_VERSION = 2
+SPOKEN: tuple[int, ...] = tuple(range(max(FIRST_SERVED, PROTOCOL_VERSION - 1), PROTOCOL_VERSION + 1))
 Side = Literal["device", "coordinator"]
 
 

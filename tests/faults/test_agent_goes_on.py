@@ -145,7 +145,7 @@ def test_nothing_is_trained_while_an_update_could_not_be_read(monkeypatch: pytes
 
 
 def test_an_update_that_was_announced_stays_announced_while_it_is_cut_for_a_new_link() -> None:
-    known = Delivery(RoundAttempt(1, 1), UPDATE, manifest_at=50.0, announced=True)
+    known = Delivery(RoundAttempt(1, 1), UPDATE, manifest_at=50.0)
     state = SessionState("shapes", "a", delivery=known, trainer=Trainer.IDLE)
     state, commands = drive(state, OutboxFound(RoundAttempt(1, 1)), LinkChanged(up=True))
     assert commands[0] == LoadUpdate()

@@ -64,7 +64,7 @@ def test_of_a_box_and_its_copy_the_first_update_counts_and_the_other_is_a_confli
     assert [update.artifact for update in kept if update.client == "a"] == [first["artifact"]]
     (told,) = federation.world.events("update_refused")
     assert (told["client"], told["outcome"]) == ("a", "conflict")
-    for logger in ("coordinator.updates.receipts", "edge_client.agent.command_executor"):
+    for logger in ("coordinator.updates.receiver", "edge_client.agent.command_executor"):
         assert any(record.name == logger and "private store" in record.message for record in caplog.records), logger
     federation.assert_completed()
 

@@ -26,7 +26,7 @@ async def carrying(
     pki: Path, port: int, service: Service, clock: Callable[[], float] = time.monotonic
 ) -> AsyncIterator[None]:
     """Serve boxes on a loopback port."""
-    application = create_carrier_app(service.shelf, clock)
+    application = create_carrier_app(service, clock)
     with listening("carrier", CarrierSettings(port=port), HOST, Connections(Caps(64, 32))) as listener:
         assert listener is not None
         async with listeners.carrying(application, listener, pki, credential_of(pki, "carrier")):

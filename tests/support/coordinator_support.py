@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +29,7 @@ from coordinator.config import RoundSettings
 from coordinator.http.app import Beside
 from coordinator.pki.signing_keys import SigningIdentity
 from coordinator.rounds.records import AggregateRecord, FederationRecord
-from coordinator.service.service import Service, start_service
+from coordinator.service.service import Service
 from coordinator.service.service_context import MakeWorker, Setup
 from coordinator.storage.store import Store
 from coordinator.updates.robustness import Distances
@@ -61,6 +62,7 @@ from fedcg.wire.parts import Part, PartLayouts, Report, ReportField, TensorLayou
 from fedcg.wire.transfer.chunks import frames_for, make_ref, parse_chunk
 from fedcg.wire.transport.memory import MemoryBroker, MemoryTransport
 from fedcg.wire.transport.transport import Delivery, Will
+from fedcg.wire.versions import SPOKEN
 from tests.support.receivers import Receiver
 
 FEDERATION = "tiny"
@@ -149,7 +151,7 @@ def aggregate_bytes(spec: FederationSpec, round_number: int, attempt: int, seed:
 class PlainWorker:
     """Merges without torch and at once: the aggregate depends on the round only. Remembers what it was asked."""
 
-    def __init__(self, settings: WorkerSettings, notify: Callable[[WorkerEvent], None]) -> None:
+    def __init__(self, settings: WorkerSettings, notify: Callable[[Any], None]) -> None:
         self.asked: list[object] = []
         self._store = ArtifactStore(settings.artifacts)
         self._notify = notify
@@ -180,6 +182,12 @@ class PlainWorker:
     def merge(self, spec: FederationSpec, round_number: int, attempt: int) -> bytes:
         return aggregate_bytes(spec, round_number, attempt, seed=100 + round_number)
 
+    def follow(self, reply: Any) -> tuple[WorkerEvent, ...]:
+        return (reply,)
+
+    def tick(self) -> None:
+        pass
+
     def stop(self) -> None:
         self.asked.append("stop")
 
@@ -197,7 +205,6 @@ class FakeDevice:
     silent: bool = False
     carrier: Carrier = Carrier.MQTT  # over HTTPS the test puts what is granted
     decline: DeclineReason | None = None
-    follows: bool = False  # sends what the invite granted before its manifest: the broker may change their order
     received: list[AnyMessage] = field(default_factory=list)
     artifacts: dict[str, bytes] = field(default_factory=dict)
     asked_for: list[tuple[int, int]] = field(default_factory=list)
@@ -261,7 +268,7 @@ class FakeDevice:
         self.nonces += 1
         self.nonce = f"{self.nonces:032x}"
         self.session = None
-        hello = Hello(**self._addressed(), nonce=self.nonce, versions=(1,), agent="fake-1", carrier=self.carrier)
+        hello = Hello(**self._addressed(), nonce=self.nonce, versions=SPOKEN, agent="fake-1", carrier=self.carrier)
         self.transport.publish(self.topics.up_control(self.name), seal(hello, self.key))
 
     def tell(self, message: AnyMessage) -> None:
@@ -273,11 +280,6 @@ class FakeDevice:
             Manifest(**self._addressed(round_number, attempt), artifact=make_ref(data, 1024)),
             data,
         )
-        grant = self.of(Invite)[-1].grant if self.follows else 0
-        if grant:
-            self.pending = (self.pending[0].model_copy(update={"following": grant}), data)
-            for frame in frames_for(data, self.pending[0].artifact, ((0, grant),)):
-                self.transport.publish(self.topics.up_chunk(self.name), frame)
         self.sent_at = time.monotonic()
         self.tell(self.pending[0])
         return self.pending[0]
@@ -441,7 +443,7 @@ class World:
             self.store.add_device(device.name, device.key.public.hex, 1.0)
 
     def setup(self) -> Setup:
-        def make_worker(settings: WorkerSettings, notify: Callable[[WorkerEvent], None]) -> Any:
+        def make_worker(settings: WorkerSettings, notify: Callable[[Any], None]) -> Any:
             self.workers.append((self.make_worker or PlainWorker)(settings, notify))
             return self.workers[-1]
 
@@ -523,15 +525,16 @@ class RunningService:
             raise AssertionError("the service failed") from self._failure
 
     async def _main(self) -> None:
-        setup = self._world.setup()
+        loop, thread = asyncio.get_running_loop(), ThreadPoolExecutor(1, "service")
         try:
-            self._service = await start_service(setup)
+            self._service = await loop.run_in_executor(thread, Service, self._world.setup())
             try:
+                await loop.run_in_executor(thread, self._service.start)
                 async with self._beside(self._service):
                     self._up.set()
-                    await self._service.run()
+                    await loop.run_in_executor(thread, self._service.run)
             finally:
-                await self._service.close()
+                await loop.run_in_executor(thread, self._service.close)
         except BaseException as error:  # noqa: BLE001 - handed to the test's own thread
             self._failure = error
         finally:

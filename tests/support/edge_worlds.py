@@ -55,6 +55,7 @@ from fedcg.wire.parts import Part, Report, ReportField, TensorLayout
 from fedcg.wire.transfer.chunks import frames_for, make_ref, parse_chunk
 from fedcg.wire.transport.memory import MemoryBroker, MemoryTransport
 from fedcg.wire.transport.transport import Delivery
+from fedcg.wire.versions import PROTOCOL_VERSION
 from tests.support.receivers import Receiver
 
 FEDERATION = "shapes"
@@ -348,7 +349,7 @@ class ScriptedCoordinator:
         self.session = Session(session_id(hello.nonce, nonce))
         welcome = Welcome(
             **self.address(DEVICE),
-            version=1,
+            version=PROTOCOL_VERSION,
             device_nonce=hello.nonce,
             nonce=nonce,
             server_time=0.0,

@@ -95,16 +95,21 @@ def messages() -> tuple[AnyMessage, ...]:
         CoordinatorStatus(**everyone, online=True),
         KeyChain(**everyone, links=(make_link(FEDERATION, 1, 2, COORDINATOR_KEY, NEW_KEY.public),)),
         DeviceStatus(**hello, online=False),
-        Hello(**hello, nonce="0" * 32, versions=(1,), agent="0.1.0", cohort="1" * 32, heartbeat_s=30),
+        Hello(**hello, nonce="0" * 32, versions=(PROTOCOL_VERSION,), agent="0.1.0", cohort="1" * 32, heartbeat_s=30),
         Heartbeat(**up),
         Welcome(
-            **greeting, version=1, device_nonce="0" * 32, nonce="2" * 32, server_time=2.5, cohort=CohortVerdict.SAME
+            **greeting,
+            version=PROTOCOL_VERSION,
+            device_nonce="0" * 32,
+            nonce="2" * 32,
+            server_time=2.5,
+            cohort=CohortVerdict.SAME,
         ),
         Refusal(**greeting, device_nonce="0" * 32, versions=(2, 3), device_versions=(1,), update="device"),
-        Invite(**down, cohort=CohortVerdict.DIFFERENT, grant=4),
+        Invite(**down, cohort=CohortVerdict.DIFFERENT),
         Accept(**up),
         Decline(**up, reason=DeclineReason.NO_DATA),
-        Manifest(**up, artifact=ref, following=4),
+        Manifest(**up, artifact=ref),
         Need(**down, artifact="a" * 64, ranges=((0, 3), (7, 1))),
         Leave(**up),
         Left(**down),
@@ -169,7 +174,8 @@ def fill_database(path: Path) -> None:
     for device in ("line-1", "line-2"):
         ended = UpdateRecord(*key, device, device[-1] * 64, 1000, Outcome.ACCEPTED, "", report, 11.0, 12.0)
         store.end_update(replace(ended, distances='{"classifier":1.5}'))
-    store.start_distilling(key, 20.0, {"line-1": 12, "line-2": 9})
+    store.start_distilling(key, 20.0)
+    store.weigh(key, {"line-1": 12, "line-2": 9})
     store.close_attempt(AggregateRecord("casting", 1, 1, "a" * 64, 900, "b" * 64, 30.0))
     store.open_attempt(("casting", 2, 1), "a" * 64, frozenset({"line-1"}), 31.0, 131.0)
     store.add_key_link("casting", make_link("casting", 1, 2, COORDINATOR_KEY, NEW_KEY.public), 40.0)

@@ -7,7 +7,6 @@ import signal
 import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any
 
 from coordinator.aggregation.worker_messages import (
     AddUpdate,
@@ -23,38 +22,36 @@ from coordinator.aggregation.worker_messages import (
 )
 from edge_client.config import AgentConfig
 from edge_client.training.messages import Committed, Ready, Working
+from fedcg.worker_process import requests_of
 
 STALL_S = 1.0
 
 
-def hang_in_the_first_round(connection: Connection, config: AgentConfig, _parent: int) -> None:
+def hang_in_the_first_round(connection: Connection, config: AgentConfig) -> None:
     connection.send(Ready(os.getpid()))
-    command = connection.recv()
-    marker = config.store / "hung"
-    if not marker.exists():
-        marker.touch()
-        os.kill(os.getpid(), signal.SIGSTOP)
-    connection.send(Committed(command.cursor))
-    connection.recv()
+    for command in requests_of(connection):
+        marker = config.store / "hung"
+        if not marker.exists():
+            marker.touch()
+            os.kill(os.getpid(), signal.SIGSTOP)
+        connection.send(Committed(command.cursor))
 
 
-def work_slowly_then_idle(connection: Connection, config: AgentConfig, _parent: int) -> None:
+def work_slowly_then_idle(connection: Connection, _config: AgentConfig) -> None:
     connection.send(Ready(os.getpid()))
-    command = connection.recv()
-    idle = threading.Event()
-    for _ in range(8):  # twice as long as a silent one may be
-        idle.wait(STALL_S / 4)
-        connection.send(Working())
-    connection.send(Committed(command.cursor))
-    connection.recv()  # with nothing to do it may be silent for ever
+    for command in requests_of(connection):  # with nothing to do it may be silent for ever
+        idle = threading.Event()
+        for _ in range(8):  # twice as long as a silent one may be
+            idle.wait(STALL_S / 4)
+            connection.send(Working())
+        connection.send(Committed(command.cursor))
 
 
 def serve(connection: Connection, settings: WorkerSettings, first_time: Callable[[Connection], None]) -> None:
     """As the real worker without torch; what is asked first in its first life does `first_time`."""
     connection.send(WorkerReady(os.getpid(), 1, "cpu"))
     marker = settings.artifacts / "was here"
-    while True:
-        request: Any = connection.recv()
+    for request in requests_of(connection):
         if isinstance(request, Job):
             continue
         if not marker.exists():
@@ -75,12 +72,12 @@ def hang_once(connection: Connection, settings: WorkerSettings) -> None:
 
 
 def break_the_card_once(connection: Connection, settings: WorkerSettings) -> None:
-    """The real worker, whose workbench meets an error of the card the first time that it opens a job."""
+    """The real worker, whose job runner meets an error of the card the first time that it opens a job."""
     import coordinator.aggregation.worker as real
 
     marker = settings.artifacts / "was here"
 
-    class Bench(real.Workbench):
+    class Runner(real.JobRunner):
         def _open(self) -> None:
             if not marker.exists():
                 marker.touch()
@@ -90,14 +87,13 @@ def break_the_card_once(connection: Connection, settings: WorkerSettings) -> Non
         def serve(self, request: AddUpdate | FinishJob) -> None:
             """Nothing more: the job is done."""
 
-    real.Workbench = Bench  # type: ignore[misc]
+    real.JobRunner = Runner  # type: ignore[misc]
     real.worker_main(connection, settings)
 
 
 def die_over_b(connection: Connection, _settings: WorkerSettings) -> None:
     connection.send(WorkerReady(os.getpid(), 1, "cpu"))
-    while True:
-        request: Any = connection.recv()
+    for request in requests_of(connection):
         if isinstance(request, AddUpdate):
             connection.send(PhaseStarted(os.getpid(), 1, 1, "teacher", request.client))
             if request.client == "b":
@@ -109,11 +105,11 @@ def die_over_b(connection: Connection, _settings: WorkerSettings) -> None:
 
 def fail_the_job_and_answer_nothing_more(connection: Connection, settings: WorkerSettings) -> None:
     connection.send(WorkerReady(os.getpid(), 1, "cpu"))
-    job: Any = connection.recv()
+    requests = requests_of(connection)
+    job = next(requests)
     connection.send(JobFailed(job.round, job.attempt, "no such file"))
     asked: list[str] = []
-    while True:
-        request: Any = connection.recv()
+    for request in requests:
         if isinstance(request, Job):  # the next attempt: it names what it was asked for in between
             connection.send(UpdateFailed(request.round, request.attempt, ",".join(asked), ""))
         else:

@@ -14,7 +14,7 @@ class Receiver:
     """Puts one artifact together in memory and says which chunks to ask for; see `Grants` for the arguments."""
 
     def __init__(self, ref: ArtifactRef, window: Window | None = None, stall_s: float = 2.0) -> None:
-        self._grants = Grants(ref, window, stall_s)
+        self._grants = Grants(ref, window or Window(), stall_s)
         self._have: dict[int, bytes | memoryview] = {}
 
     @property

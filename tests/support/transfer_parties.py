@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -28,7 +29,7 @@ import numpy as np
 from coordinator.aggregation.worker_messages import JobDone, Updates, WorkerSettings
 from coordinator.pki.signing_keys import SigningIdentity
 from coordinator.rounds.records import AggregateRecord, FederationRecord
-from coordinator.service.service import Service, start_service
+from coordinator.service.service import Service
 from coordinator.service.service_context import Setup
 from coordinator.storage.store import Store
 from coordinator.updates.robustness import Distances
@@ -145,13 +146,14 @@ async def run_coordinator(root: Path, started: Callable[[Service], None] = lambd
         clock=lambda: time.time() + plan.coordinator_ahead_s,
         make_worker=DigestWorker,
     )
-    service = await start_service(setup)
+    service, (loop, thread) = Service(setup), (asyncio.get_running_loop(), ThreadPoolExecutor(1))
+    await loop.run_in_executor(thread, service.start)
     started(service)
     try:
         async with carrying(Path(plan.pki), plan.carrier_port, service) if plan.carrier_port else nullcontext():
-            await service.run()
+            await loop.run_in_executor(thread, service.run)
     finally:
-        await service.close()
+        service.close()
         store.close()
 
 

@@ -36,6 +36,7 @@ def transport_command(
     from experiments.bench.transport.rounds import round_of
     from experiments.bench.transport.transfers import LARGE, SMALL, filled, measure
     from experiments.bench.transport.transfers import as_json as figures
+    from fedcg.wire.transfer.broker_presets import limits_for
 
     sizes = size or [SMALL, LARGE]
     record: dict[str, object] = {
@@ -51,7 +52,7 @@ def transport_command(
 
     try:
         if sessions:
-            found = round_of(sessions, sizes[0], rounds, tell)
+            found = round_of(sessions, sizes[0], rounds, limits_for(), tell)
             record |= {"sessions": found.sessions, "size": found.size, "round_s": found.seconds}
             lines = [f"{sessions} sessions x {found.size} bytes: rounds of {', '.join(map(str, found.seconds))} s"]
         else:

@@ -1,34 +1,28 @@
-"""Both ends of a transfer for `fedcg bench transport`: devices without training, a coordinator without rounds or learning.
+"""Devices that do not train and a worker that does not learn, for `fedcg bench transport`; the coordinator is the real one.
 
 Everything that a transfer costs is the product's own: envelopes, sessions, chunk frames, journal, sha256, fsync, receipts.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import queue
 import secrets
 import time
-from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from coordinator.aggregation.worker_messages import Job, JobDone, Updates, WorkerEvent, WorkerReady, WorkerSettings
-from coordinator.messaging.cohort_marks import Cohorts
-from coordinator.messaging.event_queue import Inbox
-from coordinator.messaging.message_checks import Ingest, Sessions
-from coordinator.messaging.publisher import Publisher
-from coordinator.pki.signing_keys import SigningIdentity
-from coordinator.updates.receipts import CHECKS
-from coordinator.updates.receiver import Broken, GivenUp, Intake, IntakeEvent
+from coordinator.aggregation.worker_messages import (
+    Job,
+    JobDone,
+    Updates,
+    WorkerEvent,
+    WorkerReady,
+    WorkerSettings,
+)
 from coordinator.updates.robustness import Distances
-from coordinator.updates.upload_windows import Grant, Received, Uploads
-from fedcg.event_log import EventLog
-from fedcg.refusal_counter import Refusals
 from fedcg.wire.artifacts.artifacts import ArtifactStore
 from fedcg.wire.messages.messages import (
     COORDINATOR,
@@ -40,13 +34,11 @@ from fedcg.wire.messages.messages import (
     Manifest,
     Need,
     Offer,
-    Outcome,
-    Receipt,
     Welcome,
 )
 from fedcg.wire.messages.ordering import Session, session_id
 from fedcg.wire.messages.signing import SigningKey, VerifyKey, open_envelope, seal
-from fedcg.wire.messages.topics import TopicKind, Topics
+from fedcg.wire.messages.topics import Topics
 from fedcg.wire.transfer.broker_presets import LinkLimits
 from fedcg.wire.transfer.chunk_sender import ChunkFile, ChunkSender, file_ref
 from fedcg.wire.transfer.chunks import chunk_bytes_for, read_frame
@@ -54,7 +46,7 @@ from fedcg.wire.transfer.partial_files import DurableReceiver, Partials
 from fedcg.wire.transport.mqtt import MqttTransport
 from fedcg.wire.transport.mqtt_config import MqttConfig
 from fedcg.wire.transport.transport import Delivery
-from fedcg.wire.versions import PROTOCOL_VERSION
+from fedcg.wire.versions import SPOKEN
 
 HELLO_AGAIN_S = 0.5
 TICK_S = 0.25
@@ -81,13 +73,13 @@ class Party:
 
 
 class BenchDevice:
-    """One session: takes part in every round at once, or sends files one after the other.
+    """One session: takes part in every round at once.
 
     Args:
         party: who it is.
         coordinator: the coordinator's public key.
         inbox: gets (this device, what the transport brought).
-        make_update: the update of (device, round, attempt, base) in rounds.
+        make_update: the update of (device, round, attempt, base).
     """
 
     def __init__(
@@ -95,11 +87,9 @@ class BenchDevice:
         party: Party,
         coordinator: VerifyKey,
         inbox: queue.SimpleQueue[tuple[BenchDevice, Delivery | bool]],
-        make_update: MakeUpdate | None = None,
+        make_update: MakeUpdate,
     ) -> None:
         self.name = party.mqtt.identity
-        self.receipts: list[Outcome] = []
-        self.is_invited = False
         self._party = party
         self._coordinator = coordinator
         self._make_update = make_update
@@ -110,7 +100,6 @@ class BenchDevice:
         self._store = ArtifactStore(party.folder)
         self._partials = Partials(party.folder / ".partial", 4, 1 << 40)
         self._session: Session | None = None
-        self._grant = 0
         self._nonce = ""
         self._hello_at = 0.0
         self._update: ChunkFile | None = None
@@ -133,15 +122,6 @@ class BenchDevice:
         """Hang up."""
         self._sender.close()
         self._transport.close()
-
-    def announce(self, path: Path, round_number: int = 1, attempt: int = 1) -> None:
-        """Send the update in a file: its sha256 first, then the manifest with the chunks that the invite granted."""
-        ref = file_ref(path, chunk_bytes_for(self._transport.max_payload, self._party.limits.chunk_bytes))
-        self._update = ChunkFile(path, ref)
-        following = min(self._grant, ref.chunks)
-        self._tell(Manifest(**self._addressed(round_number, attempt), artifact=ref, following=following))
-        if following:
-            self._sender.serve(self._topics.up_chunk(self.name), self._update, ((0, following),))
 
     def take(self, item: Delivery | bool) -> None:
         """Do what follows from a delivery or a change of the link."""
@@ -166,21 +146,18 @@ class BenchDevice:
 
     def _hello(self, now: float) -> None:
         self._hello_at = now + HELLO_AGAIN_S
-        self._publish(seal(Hello(**self._addressed(), nonce=self._nonce, versions=(1,), agent="bench"), self._key))
+        self._publish(seal(Hello(**self._addressed(), nonce=self._nonce, versions=SPOKEN, agent="bench"), self._key))
 
     def _hear(self, message: AnyMessage) -> None:
         if isinstance(message, Welcome):
             self._session = Session(session_id(message.device_nonce, message.nonce))
         elif isinstance(message, Offer):
             self._offer = message
-            if self._make_update is not None and not self._store.has(message.aggregate.id):
+            if not self._store.has(message.aggregate.id):
                 self._download = DurableReceiver(self._partials.open(message.aggregate), self._party.limits.window)
         elif isinstance(message, Need) and self._update is not None:
             self._sender.serve(self._topics.up_chunk(self.name), self._update, message.ranges)
-        elif isinstance(message, Receipt):
-            self.receipts.append(message.outcome)
         elif isinstance(message, Invite):
-            self.is_invited, self._grant = True, message.grant
             self._invited.add((message.round, message.attempt))
             self._tell(Accept(**self._addressed(message.round, message.attempt)))
             self._work()
@@ -201,14 +178,16 @@ class BenchDevice:
     def _work(self) -> None:
         """A stand-in for training: the update is made at once, and kept durably like an outbox."""
         offer = self._offer
-        if offer is None or self._make_update is None or not self._store.has(offer.aggregate.id):
+        if offer is None or not self._store.has(offer.aggregate.id):
             return
         position = (offer.round, offer.attempt)
         if position not in self._invited or position in self._trained:
             return
         self._trained.add(position)
-        update = self._store.put(self._make_update(self.name, *position, offer.aggregate.id))
-        self.announce(self._store.path(update), *position)
+        path = self._store.path(self._store.put(self._make_update(self.name, *position, offer.aggregate.id)))
+        ref = file_ref(path, chunk_bytes_for(self._transport.max_payload, self._party.limits.chunk_bytes))
+        self._update = ChunkFile(path, ref)
+        self._tell(Manifest(**self._addressed(*position), artifact=ref))
 
     def _addressed(self, round_number: int = 0, attempt: int = 0) -> dict[str, Any]:
         return {
@@ -225,37 +204,6 @@ class BenchDevice:
 
     def _publish(self, payload: bytes) -> None:
         self._transport.publish(self._topics.up_control(self.name), payload)
-
-
-def run_senders(parties: tuple[Party, ...], coordinator: str, files: tuple[tuple[Path, ...], ...], pipe: Any) -> None:
-    """A process of its own: each session delivers its files one after the other; tells how many seconds it took."""
-    inbox: queue.SimpleQueue[tuple[BenchDevice, Delivery | bool]] = queue.SimpleQueue()
-    devices = [BenchDevice(party, VerifyKey.from_hex(coordinator), inbox) for party in parties]
-    waiting = {device.name: deque(own) for device, own in zip(devices, files, strict=True)}
-    for device in devices:
-        device.start()
-    while not all(device.is_invited for device in devices):
-        with contextlib.suppress(queue.Empty):
-            device, item = inbox.get(timeout=0.1)
-            device.take(item)
-        for device in devices:
-            device.look_after(time.monotonic())
-    pipe.send("ready")
-    pipe.recv()
-    began = time.perf_counter()
-    for device in devices:
-        device.announce(waiting[device.name].popleft())
-    missing = sum(len(own) for own in files)
-    while missing:
-        device, item = inbox.get()
-        before = len(device.receipts)
-        device.take(item)
-        missing -= len(device.receipts) - before
-        if len(device.receipts) > before and waiting[device.name]:
-            device.announce(waiting[device.name].popleft())
-    pipe.send(time.perf_counter() - began)
-    for device in devices:
-        device.close()
 
 
 def run_devices(parties: tuple[Party, ...], coordinator: str, make_update: MakeUpdate, pipe: Any) -> None:
@@ -278,115 +226,12 @@ def run_devices(parties: tuple[Party, ...], coordinator: str, make_update: MakeU
         device.close()
 
 
-def run_receiver(party: Party, devices: dict[str, str], pipe: Any) -> None:
-    """A process of its own: receive updates durably and send receipts, until the other end of the pipe says something."""
-    asyncio.run(_receive(party, devices, pipe))
-
-
-@dataclass(frozen=True)
-class _Kept:
-    received: Received
-
-
-class BenchCoordinator:
-    """Takes updates from whoever says hello: no rounds, no database, no checks of what is inside."""
-
-    def __init__(self, party: Party, devices: dict[str, str]) -> None:
-        self._topics = Topics(party.federation)
-        self._sessions = Sessions()
-        refusals = Refusals(EventLog(party.folder / "events.jsonl", time.time))
-        self._ingest = Ingest(self._topics, self._sessions, refusals)
-        self._ingest.learn_keys(devices.items())
-        self._devices = len(devices)
-        self._transport = MqttTransport(party.mqtt)
-        signing_identity = SigningIdentity(SigningKey.load(party.signing))
-        self._publisher = Publisher(
-            self._transport, self._topics, signing_identity, 1, self._sessions, Cohorts(), party.limits
-        )
-        self._store = ArtifactStore(party.folder)
-        partials = Partials(party.folder / ".partial", 1024, 1 << 40)
-        self._inbox: Inbox[Delivery | Grant | GivenUp | Broken | _Kept | bool] = Inbox(asyncio.get_running_loop())
-        uploads = Uploads(partials, party.limits.window, party.limits.shared)
-        self._intake = Intake(uploads, partials.collect, self._heard, refusals)
-        self._checks = ThreadPoolExecutor(CHECKS, "check")
-
-    async def run(self, pipe: Any) -> None:
-        """Work until the other end of the pipe says something."""
-        self._intake.start()
-        self._publisher.start()
-        for topic in (self._topics.all_up_control(), self._topics.all_up_chunk()):
-            self._transport.subscribe(topic)
-        self._transport.start(self._deliver, self._inbox.put)
-        ticked_at = float("-inf")
-        while True:
-            item = await self._inbox.get(TICK_S)
-            if item is True:
-                pipe.send("ready")
-            elif isinstance(item, Delivery):
-                self._hear(item)
-            elif isinstance(item, _Kept):
-                self._answer(item.received)
-            elif isinstance(item, GivenUp | Broken):
-                raise item.error
-            elif isinstance(item, Grant):
-                self._publisher.need(item.device, item.manifest, item.ranges)
-            if time.monotonic() - ticked_at >= TICK_S:
-                ticked_at = time.monotonic()
-                self._intake.tick()
-                if pipe.poll():
-                    break
-        self._checks.shutdown()
-        self._intake.close()
-        self._publisher.close()
-        self._transport.close()
-
-    def _deliver(self, delivery: Delivery) -> None:
-        device, kind = self._ingest.origin(delivery)
-        if kind is TopicKind.UP_CHUNK:
-            self._intake.frame(device, delivery.payload)
-        else:
-            self._inbox.put(delivery, len(delivery.payload), device)
-
-    def _hear(self, delivery: Delivery) -> None:
-        incoming = self._ingest.open(delivery)
-        if incoming is not None and isinstance(incoming.message, Hello):
-            nonce = self._sessions.greet(incoming.device, incoming.message.nonce)
-            self._publisher.welcome(incoming.device, incoming.message.nonce, nonce, time.time(), PROTOCOL_VERSION)
-            grant = self._intake.expect(incoming.device, self._devices)
-            self._publisher.invite(incoming.device, (1, 1), grant)
-        elif incoming is not None and isinstance(incoming.message, Manifest):
-            self._intake.begin(incoming.device, incoming.message, time.time())
-
-    def _heard(self, event: IntakeEvent) -> None:
-        """On the intake's thread, as in `Uplink`."""
-        if isinstance(event, Received):
-            self._checks.submit(self._keep, event)
-        else:
-            self._inbox.put(event)
-
-    def _keep(self, received: Received) -> None:
-        try:
-            self._store.adopt(received.file, received.manifest.artifact.id)
-            self._inbox.put(_Kept(received))
-        except OSError as error:
-            self._inbox.put(Broken(error))
-
-    def _answer(self, received: Received) -> None:
-        self._intake.end(received.device)
-        self._intake.expect(received.device, self._devices)  # one invite stands for that of each round
-        self._publisher.receipt(received.device, received.manifest, Outcome.ACCEPTED, "")
-
-
-async def _receive(party: Party, devices: dict[str, str], pipe: Any) -> None:
-    await BenchCoordinator(party, devices).run(pipe)
-
-
 @dataclass
 class NoWorker:
     """An aggregation worker that learns nothing: the aggregate of every round is the one it started from."""
 
     settings: WorkerSettings
-    notify: Callable[[WorkerEvent], None]
+    notify: Callable[[WorkerReady | JobDone], None]
     job: Job | None = field(default=None)
 
     def start(self) -> None:
@@ -405,6 +250,13 @@ class NoWorker:
         assert self.job is not None
         size = ArtifactStore(self.settings.artifacts).path(self.job.base).stat().st_size
         self.notify(JobDone(self.job.round, self.job.attempt, self.job.base, size, self.job.server_state))
+
+    def follow(self, reply: Any) -> tuple[WorkerEvent, ...]:
+        """What it notified of."""
+        return (reply,)
+
+    def tick(self) -> None:
+        """Nothing is to be started again."""
 
     def stop(self) -> None:
         """Nothing runs."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
+import math
 import random
+import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +19,8 @@ from coordinator.aggregation.worker_messages import WorkerSettings
 from coordinator.errors import BrokerError
 from coordinator.pki.signing_keys import SigningIdentity
 from coordinator.rounds.records import AggregateRecord, FederationRecord
-from coordinator.service.service import Service, start_service
+from coordinator.rounds.round_engine import Phase
+from coordinator.service.service import Service
 from coordinator.service.service_context import Setup
 from coordinator.storage.store import Store
 from experiments.bench.transport.broker import FEDERATION, SECONDS_MAX, Bench, bench, device_name, expect, process_of
@@ -28,25 +31,27 @@ from fedcg.wire.artifacts.artifacts import ArtifactHeader, ArtifactStore, pack
 from fedcg.wire.messages.messages import COORDINATOR
 from fedcg.wire.messages.signing import SigningKey
 from fedcg.wire.parts import Part, Report, ReportField, TensorLayout
-from fedcg.wire.transfer.broker_presets import LinkLimits, limits_for
+from fedcg.wire.transfer.broker_presets import LinkLimits
 from fedcg.wire.transport.mqtt import MqttTransport
 
 
 @dataclass(frozen=True)
 class Round:
-    """A round in which nobody trains.
+    """Rounds in which nobody trains.
 
     Attributes:
         seconds: from the opened attempt to its stored aggregate, of each round.
+        transfer_s: from the first manifest to the last update in the database, of each round.
     """
 
     sessions: int
     size: int
     seconds: tuple[float, ...]
+    transfer_s: tuple[float, ...]
 
 
-def round_of(sessions: int, size: int, rounds: int, tell: Callable[[str], None]) -> Round:
-    """Rounds of the real coordinator with sessions that do not train, in two other processes.
+def round_of(sessions: int, size: int, rounds: int, limits: LinkLimits, tell: Callable[[str], None]) -> Round:
+    """Rounds of the real coordinator with sessions that do not train, in one or two other processes.
 
     Raises:
         BrokerError: no Mosquitto here, or the rounds do not end.
@@ -55,20 +60,18 @@ def round_of(sessions: int, size: int, rounds: int, tell: Callable[[str], None])
     with bench(names) as made:
         tell(f"{sessions} sessions x {size} bytes, {rounds} rounds ...")
         spec = _spec(size, rounds)
-        limits = limits_for()
-        halves = [names[0::2], names[1::2]]
+        halves = [half for half in (names[0::2], names[1::2]) if half]
         make = partial(_update, size, rounds)
         runs = [
             partial(run_devices, tuple(made.party(name, limits) for name in half), made.coordinator_key, make)
             for half in halves
         ]
-        with process_of(partial(_run_service, made, spec, limits)) as service:
-            with process_of(runs[0]) as first, process_of(runs[1]) as second:
-                seconds = expect(service)
-                first.send("end")
-                second.send("end")
-            service.send("end")
-        return Round(sessions, size, tuple(seconds))
+        with process_of(partial(_run_service, made, spec, limits)) as service, ExitStack() as stack:
+            devices = [stack.enter_context(process_of(run)) for run in runs]
+            seconds, transfer_s = expect(service)
+            for pipe in (*devices, service):
+                pipe.send("end")
+        return Round(sessions, size, tuple(seconds), tuple(transfer_s))
 
 
 def _spec(size: int, rounds: int) -> FederationSpec:
@@ -110,11 +113,7 @@ def _packed(header: ArtifactHeader, size: int, seed: str) -> bytes:
 
 
 def _run_service(made: Bench, spec: FederationSpec, limits: LinkLimits, pipe: Any) -> None:
-    """The coordinator's process: serve until all rounds are over, and tell how long each took."""
-    asyncio.run(_serve(made, spec, limits, pipe))
-
-
-async def _serve(made: Bench, spec: FederationSpec, limits: LinkLimits, pipe: Any) -> None:
+    """The coordinator's process: serve until all rounds are over, and send how long each took."""
     home = made.home
     store = Store(home.database)
     artifacts = ArtifactStore(home.artifacts)
@@ -142,27 +141,36 @@ async def _serve(made: Bench, spec: FederationSpec, limits: LinkLimits, pipe: An
         limits=limits,
         make_worker=NoWorker,
     )
-    service = await start_service(setup)
-    work = asyncio.create_task(service.run())
+    service = Service(setup)
+    service.start()
+    work = threading.Thread(target=service.run, daemon=True)
+    work.start()
     try:
-        pipe.send(await _rounds_over(service, work, home.events_file))
-        await asyncio.to_thread(pipe.recv)
+        pipe.send(_rounds_over(service, work, home.events_file))
+        pipe.recv()
     finally:
         service.stop()
-        await asyncio.wait([work])
-        await service.close()
+        work.join()
+        service.close()
         store.close()
 
 
-async def _rounds_over(service: Service, work: asyncio.Task[None], events: Path) -> list[float]:
+def _rounds_over(service: Service, work: threading.Thread, events: Path) -> tuple[list[float], list[float]]:
     end = time.monotonic() + SECONDS_MAX
-    while service.state.phase.value != "finished":
-        if work.done():
-            work.result()
-        if time.monotonic() > end:
+    while service.state.phase is not Phase.FINISHED:
+        if not work.is_alive() or time.monotonic() > end:
             raise BrokerError("the rounds of the bench do not end")
-        await asyncio.sleep(0.05)
-    told = list(read_events(events))
-    opened = [float(str(event["t"])) for event in told if event["event"] == "attempt_opened"]
-    stored = [float(str(event["t"])) for event in told if event["event"] == "aggregate_stored"]
-    return [round(end - begin, 3) for begin, end in zip(opened, stored, strict=True)]
+        time.sleep(0.05)
+    began: dict[object, float] = {}
+    rounds: list[float] = []
+    transfers: dict[object, tuple[float, float]] = {}
+    for event in read_events(events):
+        at, number = float(str(event["t"])), event.get("round")
+        if event["event"] == "attempt_opened":
+            began[number] = at
+        elif event["event"] == "update_stored":
+            first, _ = transfers.get(number, (math.inf, 0.0))
+            transfers[number] = (min(first, at - float(str(event["seconds"]))), at)
+        elif event["event"] == "aggregate_stored":
+            rounds.append(round(at - began[number], 3))
+    return rounds, [round(last - first, 4) for first, last in transfers.values()]

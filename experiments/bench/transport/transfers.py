@@ -1,14 +1,12 @@
-"""How fast artifacts cross a broker, over what paho alone does in the same run.
+"""How fast updates get from devices into the coordinator's database, over what paho alone does in the same run.
 
-Mosquitto runs with the configuration that we generate, mutual TLS included. Sender and receiver are processes of their own,
-in both halves of a ratio.
+Mosquitto runs with the configuration that we generate, mutual TLS included. Senders and receiver are processes of their own,
+in both halves of a ratio. Ours counts from the first manifest of a round to the last update that is checked and durable.
 """
 
 from __future__ import annotations
 
-import os
 import random
-import shutil
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -18,7 +16,7 @@ from typing import Any
 
 from experiments.bench.transport.broker import SECONDS_MAX, Bench, bench, device_name, expect, process_of
 from experiments.bench.transport.paho_alone import PlainParty, run_plain_receiver, run_plain_senders
-from experiments.bench.transport.peers import run_receiver, run_senders
+from experiments.bench.transport.rounds import round_of
 from fedcg.wire.messages.messages import COORDINATOR, MAX_CHUNK_BYTES
 from fedcg.wire.transfer.broker_presets import LinkLimits, limits_for
 from fedcg.wire.transfer.chunks import chunk_bytes_for
@@ -73,30 +71,12 @@ def measure(cases: Sequence[Case], repeats: int, tell: Callable[[str], None]) ->
     measured: list[Measured] = []
     with bench([device_name(number) for number in range(max(case.sessions for case in cases))]) as made:
         for case in cases:
-            tell(f"{case.sessions} sessions, {case.count} x {case.size} bytes each, window {case.window} ...")
             ours, plain = [], []
             for turn in range(repeats):
-                ours.append(_ours(made, case, turn))
+                ours.append(sum(round_of(case.sessions, case.size, case.count, _limits(case.window), tell).transfer_s))
                 plain.append(_plain(made, case, turn))
             measured.append(Measured(case, tuple(ours), tuple(plain)))
     return measured
-
-
-def _ours(made: Bench, case: Case, turn: int) -> float:
-    limits = _limits(case.window)
-    folder = made.root / f"files-{case.size}-{case.window}-{turn}"
-    folder.mkdir()
-    names = [device_name(number) for number in range(case.sessions)]
-    files = [tuple(folder / f"{name}-{number}" for number in range(case.count)) for name in names]
-    for path in (path for own in files for path in own):
-        path.write_bytes(random.Random(path.name).randbytes(case.size))
-    os.sync()  # what is measured must not wait for what was prepared
-    parties = tuple(made.party(name, limits) for name in names)
-    receiver = partial(run_receiver, made.party(COORDINATOR, limits), {name: made.public(name) for name in names})
-    seconds = _pair(receiver, partial(run_senders, parties, made.coordinator_key, tuple(files)))
-    shutil.rmtree(folder)
-    shutil.rmtree(made.party(COORDINATOR, limits).folder)
-    return seconds
 
 
 def _plain(made: Bench, case: Case, turn: int) -> float:

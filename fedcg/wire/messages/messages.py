@@ -18,7 +18,6 @@ MAX_MESSAGE_BYTES = 16 * 1024
 MAX_ARTIFACT_BYTES = 512 * 1024 * 1024
 MAX_CHUNK_BYTES = 120 * 1024
 MAX_KEY_LINKS = 32
-FIRST_CHUNKS = 4  # of an update: granted before anything is known of the link
 COORDINATOR = "coordinator"
 EVERYONE = "*"
 
@@ -28,7 +27,6 @@ Signature = Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")]
 Nonce = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 Versions = Annotated[tuple[Annotated[int, Field(ge=1, le=1 << 16)], ...], Field(min_length=1, max_length=8)]
 Count = Annotated[int, Field(ge=0, le=1 << 53)]
-FirstChunks = Annotated[int, Field(ge=0, le=FIRST_CHUNKS)]
 
 
 @dataclass(frozen=True, order=True)
@@ -227,16 +225,10 @@ class Refusal(_Message):
 
 
 class Invite(_Message):
-    """Asks one device to take part in (round, attempt).
-
-    Attributes:
-        cohort: how its cohort secret stands beside the others'.
-        grant: so many first chunks of its update may follow the first manifest without being asked for.
-    """
+    """Asks one device to take part in (round, attempt); `cohort` is how its cohort secret stands beside the others'."""
 
     kind: Literal["invite"] = "invite"
     cohort: CohortVerdict = CohortVerdict.ALONE
-    grant: FirstChunks = 0
 
 
 class Accept(_Message):
@@ -253,16 +245,10 @@ class Decline(_Message):
 
 
 class Manifest(_Message):
-    """The device has an update of (round, attempt) to deliver; repeated until a receipt comes.
-
-    Attributes:
-        artifact: the update.
-        following: so many of its first chunks come at once, as the invite granted them.
-    """
+    """The device has an update of (round, attempt) to deliver; repeated until a receipt comes."""
 
     kind: Literal["manifest"] = "manifest"
     artifact: ArtifactRef
-    following: FirstChunks = 0
 
 
 class Need(_Message):

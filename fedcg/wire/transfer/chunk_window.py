@@ -1,7 +1,9 @@
-"""Which chunks of an artifact are here, and which to ask for next: a window that adapts to the link. Pure; holds no data.
+"""Which chunks of an artifact are here, and which to ask for next. Pure; holds no data.
 
-The window starts small, grows with every chunk that comes quickly, and shrinks when chunks take long: what is under way
-must not fill the queues of a slow link, behind which keepalives and receipts would wait.
+Over MQTT a window bounds what is under way: a broker's queue for the receiver has a bound (`broker_presets`), and drops what it
+does not hold. The window starts small, grows with every chunk that comes quickly, and shrinks when chunks take long: what is
+under way must not fill the queues of a slow link, behind which keepalives and receipts would wait. Over HTTPS there is no such
+queue and no window: everything that is missing is asked for at once.
 """
 
 from __future__ import annotations
@@ -9,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from fedcg.wire.messages.messages import FIRST_CHUNKS, ArtifactRef
+from fedcg.wire.messages.messages import ArtifactRef
 
+FIRST_CHUNKS = 4  # asked for before anything is known of the link
 MAX_STALL_S = 60.0
 MAX_RANGES = 256  # of one request; the bound of the message
 GAP_FACTOR = 2.0  # a link is given this many times the pause between two chunks before its grants count as lost
@@ -36,15 +39,16 @@ class Grants:
 
     Args:
         ref: the announced artifact; the caller has checked that its size is acceptable.
-        window: the most that may be under way.
+        window: the most that may be under way; None for no bound.
         stall_s: with nothing for so long, granted chunks that did not come are granted again. On a slow link, which
             shows by the pauses between chunks, it takes longer: granted twice, they would go over the link twice.
     """
 
-    def __init__(self, ref: ArtifactRef, window: Window | None = None, stall_s: float = 2.0) -> None:
+    def __init__(self, ref: ArtifactRef, window: Window | None, stall_s: float = 2.0) -> None:
         self.ref = ref
-        self._limit = (window or Window()).chunks_of(ref.chunk_bytes)
-        self._credit = min(self._limit, FIRST_CHUNKS)
+        self._limit = ref.chunks if window is None else window.chunks_of(ref.chunk_bytes)
+        self._least = self._limit if window is None else 1
+        self._credit = self._limit if window is None else min(self._limit, FIRST_CHUNKS)
         self._stall_s = stall_s
         self._patience_s = stall_s
         self._have = bytearray(ref.chunks)
@@ -107,7 +111,7 @@ class Grants:
         if self._granted and self._granted_at is not None and now - self._granted_at >= self._patience_s:
             self._granted.clear()
             self._patience_s = min(2.0 * self._patience_s, MAX_STALL_S)
-            self._credit = max(1, self._credit // 2)
+            self._credit = max(self._least, self._credit // 2)
         if not self._granted:
             self._next = 0
         free = self._credit - len(self._granted)
@@ -142,7 +146,7 @@ class Grants:
         if took <= UNDER_WAY_S:
             self._credit = min(self._limit, self._credit + 1)
         elif asked_at > self._slowed_at:  # once per window
-            self._credit = max(1, int(self._credit * UNDER_WAY_S / took))
+            self._credit = max(self._least, int(self._credit * UNDER_WAY_S / took))
             self._slowed_at = now
 
     def _take(self, room: int) -> list[int]:

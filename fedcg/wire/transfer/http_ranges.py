@@ -1,7 +1,7 @@
-"""How artifacts travel, and what both sides of the HTTPS carrier agree on: paths, and byte ranges of artifacts in headers.
+"""What both sides of the HTTPS carrier agree on: paths, and byte ranges of artifacts in headers.
 
-Over either carrier the receiver grants chunks (`grants`) and the sender sends exactly those. Over HTTPS a device gets granted
-chunks with `GET` and a `Range`, and puts them with `PUT` and a `Content-Range`; the bytes are the artifact's own. Pure: no I/O.
+A device gets what it misses of an artifact with `GET` and a `Range`, and puts what a `need` names of its update with `PUT` and a
+`Content-Range`; the bytes are the artifact's own. Pure: no I/O.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from fedcg.wire.errors import MalformedError, TooLargeError
 from fedcg.wire.messages.messages import MAX_ARTIFACT_BYTES, ArtifactRef
-from fedcg.wire.transfer.chunk_window import Window
 from fedcg.wire.transfer.chunks import chunk_length
 
 READY_PATH = "/v1/ready"
@@ -20,8 +19,6 @@ ARTIFACTS_PATH = "/v1/artifacts"
 UPDATES_PATH = "/v1/updates"
 STALL_S = 30.0
 """A connection on which nothing moves for so long is ended, by either side."""
-HTTPS_WINDOW = Window(256, 16_000_000)
-"""What a transfer over HTTPS may have under way: no broker's queue has to hold it."""
 _RANGE = re.compile(r"bytes=([0-9]{1,12})-([0-9]{0,12})")
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,12})-([0-9]{1,12})/([0-9]{1,12})")
 

@@ -152,7 +152,7 @@ class PartialFile:
 
 
 class DurableReceiver:
-    """Puts one artifact together on disk and says which chunks to ask for.
+    """Puts one artifact together on disk and names the chunks to ask for, within a window or all at once.
 
     Attributes:
         resumed: chunks that were on disk when it was opened.

@@ -23,7 +23,6 @@ from coordinator.aggregation.worker_messages import (
     JobFailed,
     Progressed,
     WorkerDied,
-    WorkerEvent,
     WorkerReady,
     WorkerSettings,
 )
@@ -33,6 +32,7 @@ from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts.artifacts import ArtifactStore, read_header, unpack
 from fedcg.wire.messages.messages import Outcome
 from tests.support.coordinator_support import RunningService, World, shared_layouts, wait_until
+from tests.support.driven_worker import DrivenWorker
 
 PLAN = """
 federation = "tiny"
@@ -52,7 +52,12 @@ noise_dim = 8
 epochs = 1
 {params}
 """
+JOB = Job("tiny", 1, 1, "0" * 64, "1" * 64, "2" * 64)
 FEDCG = "server_iterations = 400\nserver_batch = 8"
+
+
+def driven(folder: Path) -> DrivenWorker:
+    return DrivenWorker(WorkerSettings(1, "cpu", b"s" * 32, folder / "artifacts", folder / "spill"))
 
 
 def plan_file(folder: Path, method: str = "fedcg", rounds: int = 2, params: str = FEDCG) -> Path:
@@ -179,36 +184,21 @@ def test_a_method_that_shares_nothing_runs_over_the_same_wire(tmp_path: Path) ->
 
 
 def test_what_makes_every_worker_fail_ends_as_a_failed_job_not_as_a_loop(tmp_path: Path) -> None:
-    said: list[WorkerEvent] = []
-    missing = Job("tiny", 1, 1, "0" * 64, "1" * 64, "2" * 64)
-    settings = WorkerSettings(1, "cpu", b"s" * 32, tmp_path / "artifacts", tmp_path / "spill")
-    worker = AggregationWorker(settings, said.append)
-    worker.open(missing)
-    worker.start()
-    try:
-        wait_until(lambda: any(isinstance(event, JobFailed) for event in said), "the job fails")
-    finally:
-        worker.stop()
-    failed = next(event for event in said if isinstance(event, JobFailed))
-    assert "FileNotFoundError" in failed.reason
-    assert not any(isinstance(event, WorkerDied) for event in said)
+    with driven(tmp_path) as worker:
+        worker.worker.open(JOB)
+        assert "FileNotFoundError" in worker.until(JobFailed).reason
+    assert not any(isinstance(event, WorkerDied) for event in worker.events)
 
 
 @pytest.mark.slow
 def test_a_worker_that_keeps_dying_gives_its_job_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("coordinator.aggregation.worker_handle.worker_main", _die_at_once)
     monkeypatch.setattr("coordinator.aggregation.worker_handle.MAX_BACKOFF_S", 0.01)
-    said: list[WorkerEvent] = []
-    settings = WorkerSettings(1, "cpu", b"s" * 32, tmp_path / "artifacts", tmp_path / "spill")
-    worker = AggregationWorker(settings, said.append)
-    worker.open(Job("tiny", 1, 1, "0" * 64, "1" * 64, "2" * 64))
-    worker.start()
-    try:
-        wait_until(lambda: any(isinstance(event, JobFailed) for event in said), "the job is given up")
-    finally:
-        worker.stop()
-    deaths = [event.deaths for event in said if isinstance(event, WorkerDied)]
-    assert deaths[:MAX_DEATHS] == list(range(1, MAX_DEATHS + 1))
+    with driven(tmp_path) as worker:
+        worker.worker.open(JOB)
+        worker.until(JobFailed)
+    deaths = [event.deaths for event in worker.events if isinstance(event, WorkerDied)]
+    assert deaths == list(range(1, MAX_DEATHS + 1))
 
 
 def _die_at_once(*_: object) -> None:
@@ -219,20 +209,13 @@ def test_a_worker_that_talks_much_and_reads_late_holds_nobody_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("coordinator.aggregation.worker_handle.worker_main", _talk_before_reading)
-    said: list[WorkerEvent] = []
-    settings = WorkerSettings(1, "cpu", b"s" * 32, tmp_path / "artifacts", tmp_path / "spill")
-    worker = AggregationWorker(settings, said.append)
-    worker.open(Job("tiny", 1, 1, "0" * 64, "1" * 64, "2" * 64))
-    for number in range(MANY):
-        worker.add(f"device-{number}", "3" * 64)
-    worker.start()
-    try:
-        wait_until(lambda: any(isinstance(event, WorkerReady) for event in said), "the worker is there")
-        worker.finish((), {})  # returns at once, whatever the worker does
-        wait_until(lambda: any(isinstance(event, JobDone) for event in said), "everything was told and answered")
-    finally:
-        worker.stop()
-    assert next(event for event in said if isinstance(event, JobDone)).size == MANY
+    with driven(tmp_path) as worker:
+        worker.worker.open(JOB)
+        for number in range(MANY):
+            worker.worker.add(f"device-{number}", "3" * 64)
+        worker.until(WorkerReady)
+        worker.worker.finish((), {})  # returns at once, whatever the worker does
+        assert worker.until(JobDone).size == MANY
 
 
 MANY = 3000

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from coordinator.aggregation.worker import PublicShelf, Workbench
+from coordinator.aggregation.worker import JobRunner, PublicImages
 from coordinator.aggregation.worker_handle import MAX_DEATHS, AggregationWorker
 from coordinator.aggregation.worker_messages import (
     AddUpdate,
@@ -23,7 +22,6 @@ from coordinator.aggregation.worker_messages import (
     Reply,
     UpdateFailed,
     WorkerDied,
-    WorkerEvent,
     WorkerSettings,
 )
 from coordinator.cli.create_federation import Founded, found, read_plan
@@ -47,6 +45,7 @@ from tests.support.coordinator_support import (
     update_header,
     wait_until,
 )
+from tests.support.driven_worker import DrivenWorker
 from tests.unit.coordinator.aggregation.test_aggregation import plan_file
 
 Parts = dict[Part, dict[str, Array]]
@@ -188,65 +187,55 @@ def test_an_attempt_that_needs_the_rejected_update_fails_by_the_devices_name(tmp
 # ------------------------------------------------------------------ the worker's handle
 
 
-@contextmanager
-def handle(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, child: Callable[..., None], stall_s: float = 60.0
-) -> Iterator[tuple[AggregationWorker, list[WorkerEvent]]]:
+def handle(folder: Path, monkeypatch: pytest.MonkeyPatch, child: Callable[..., None]) -> DrivenWorker:
     monkeypatch.setattr("coordinator.aggregation.worker_handle.worker_main", child)
     monkeypatch.setattr("coordinator.aggregation.worker_handle.MAX_BACKOFF_S", 0.01)
-    said: list[WorkerEvent] = []
-    settings = WorkerSettings(1, "cpu", b"s" * 32, folder / "artifacts", folder / "spill", stall_s=stall_s)
-    worker = AggregationWorker(settings, said.append)
-    worker.open(JOB)
-    worker.start()
-    try:
-        yield worker, said
-    finally:
-        worker.stop()
+    return DrivenWorker(WorkerSettings(1, "cpu", b"s" * 32, folder / "artifacts", folder / "spill"))
 
 
 @pytest.mark.slow
 def test_an_update_over_which_every_worker_dies_is_rejected_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with handle(tmp_path, monkeypatch, hanging_children.die_over_b) as (worker, said):
+    with handle(tmp_path, monkeypatch, hanging_children.die_over_b) as driven:
+        driven.worker.open(JOB)
         for client in "abc":
-            worker.add(client, "3" * 64)
-        wait_until(lambda: any(isinstance(event, UpdateFailed) for event in said), "the update is given up", 100)
-        worker.finish((("a", "3" * 64, 1), ("c", "3" * 64, 1)), {})
-        wait_until(lambda: any(isinstance(event, JobDone) for event in said), "the others are merged")
-    assert [event.client for event in said if isinstance(event, UpdateFailed)] == ["b"]
-    assert [event.deaths for event in said if isinstance(event, WorkerDied)] == list(range(1, MAX_DEATHS + 1))
-    assert not any(isinstance(event, JobFailed) for event in said)
+            driven.worker.add(client, "3" * 64)
+        assert driven.until(UpdateFailed).client == "b"
+        driven.worker.finish((("a", "3" * 64, 1), ("c", "3" * 64, 1)), {})
+        driven.until(JobDone, JobFailed)
+    assert [event.client for event in driven.events if isinstance(event, UpdateFailed)] == ["b"]
+    assert [event.deaths for event in driven.events if isinstance(event, WorkerDied)] == list(range(1, MAX_DEATHS + 1))
+    assert not any(isinstance(event, JobFailed) for event in driven.events)
 
 
 def test_what_is_added_between_a_jobs_failure_and_its_handling_is_asked_of_no_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with handle(tmp_path, monkeypatch, hanging_children.fail_the_job_and_answer_nothing_more) as (worker, said):
-        wait_until(lambda: any(isinstance(event, JobFailed) for event in said), "the job fails")
-        worker.add("late", "3" * 64)  # as the service does that has not got to the failure yet
-        worker.finish((("late", "3" * 64, 1),), {})
-        worker.open(replace(JOB, attempt=2))
-        wait_until(lambda: any(isinstance(event, UpdateFailed) for event in said), "the next job is told")
-    assert [event.client for event in said if isinstance(event, UpdateFailed)] == [""]
+    with handle(tmp_path, monkeypatch, hanging_children.fail_the_job_and_answer_nothing_more) as driven:
+        driven.worker.open(JOB)
+        driven.until(JobFailed)
+        driven.worker.add("late", "3" * 64)  # as the service does that has not got to the failure yet
+        driven.worker.finish((("late", "3" * 64, 1),), {})
+        driven.worker.open(replace(JOB, attempt=2))
+        assert driven.until(UpdateFailed).client == ""
 
 
 # ------------------------------------------------------------------ the worker at work
 
 
 class Benches:
-    """Workbenches of this process over the updates of four devices, one of which can be spoilt."""
+    """Job runners of this process over the updates of four devices, one of which can be spoilt."""
 
     def __init__(self, folder: Path, ids: Founded, artifacts: ArtifactStore) -> None:
         self._folder, self._ids, self._artifacts = folder, ids, artifacts
         self.spec = FederationSpec.parse(artifacts.get(ids.spec))
 
-    def open(self, name: str, **job: Any) -> tuple[Workbench, list[Reply]]:
+    def open(self, name: str, **job: Any) -> tuple[JobRunner, list[Reply]]:
         ids, said = self._ids, list[Reply]()
         settings = WorkerSettings(1, "cpu", b"s" * 32, self._artifacts.root, self._folder / name)
         asked = Job("tiny", 1, 1, ids.spec, ids.aggregate, ids.server_state, **job)
-        return Workbench(asked, settings, "cpu", said.append, PublicShelf(None, 1)), said
+        return JobRunner(asked, settings, "cpu", said.append, PublicImages(None, 1)), said
 
     def update(self, client: str, spoil: Callable[[Parts], None] = lambda parts: None, examples: int = 10) -> str:
         parts = random_parts(shared_layouts(self.spec), seed=ord(client[0]))
@@ -264,7 +253,7 @@ def benches(tmp_path: Path, founded: tuple[Founded, ArtifactStore]) -> Benches:
     return Benches(tmp_path, *founded)
 
 
-def merged(bench: Workbench, said: list[Reply], *updates: tuple[str, str, int], limits: Distances | None = None) -> str:
+def merged(bench: JobRunner, said: list[Reply], *updates: tuple[str, str, int], limits: Distances | None = None) -> str:
     """The id of the aggregate."""
     bench.serve(FinishJob(updates, limits or {}))
     done = said[-1]

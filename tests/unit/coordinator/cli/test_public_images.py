@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from coordinator.aggregation.worker import PublicShelf
+from coordinator.aggregation.worker import PublicImages
 from coordinator.aggregation.worker_handle import AggregationWorker
 from coordinator.cli.create_federation import found, read_plan
 from coordinator.config import AggregationSettings, CoordinatorConfig, load_config, render_config
@@ -102,14 +102,14 @@ def test_too_many_large_images_are_refused_before_they_are_decoded(tmp_path: Pat
 
 
 def test_the_coordinator_reads_them_once_and_only_when_its_configuration_names_some(tmp_path: Path) -> None:
-    assert PublicShelf(None, 9).images(GREY) is None
+    assert PublicImages(None, 9).images(GREY) is None
     folder = write_public(tmp_path / "public", 3)
-    shelf = PublicShelf(folder, 9)
+    shelf = PublicImages(folder, 9)
     first = shelf.images(GREY)
     (folder / "000.png").unlink()
     assert first is shelf.images(GREY)
     with pytest.raises(DataError, match="no such folder"):
-        PublicShelf(tmp_path / "nowhere", 9).images(GREY)
+        PublicImages(tmp_path / "nowhere", 9).images(GREY)
 
 
 def test_the_configuration_keeps_the_place_and_a_relative_one_starts_at_its_own_folder(tmp_path: Path) -> None:

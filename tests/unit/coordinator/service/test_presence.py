@@ -11,6 +11,7 @@ from coordinator.rounds.round_engine import Phase
 from coordinator.service.presence import MISSED, Presence
 from fedcg.wire.messages.messages import COORDINATOR, Heartbeat, Hello, Invite, Welcome
 from fedcg.wire.messages.signing import seal
+from fedcg.wire.versions import SPOKEN
 from tests.support.coordinator_support import FakeDevice, RunningService, World, aggregate_bytes, tiny_spec, wait_until
 
 
@@ -41,7 +42,7 @@ def promise(device: FakeDevice) -> None:
     """Say hello with the promise of a heartbeat every second."""
     device.nonces += 1
     device.nonce, device.session = f"{device.nonces:032x}", None
-    hello = Hello(**device._addressed(), nonce=device.nonce, versions=(1,), agent="fake-1", heartbeat_s=1)
+    hello = Hello(**device._addressed(), nonce=device.nonce, versions=SPOKEN, agent="fake-1", heartbeat_s=1)
     device.transport.publish(device.topics.up_control(device.name), seal(hello, device.key))
 
 

@@ -16,7 +16,6 @@ from coordinator.rounds.round_engine import Phase
 from fedcg.wire.artifacts.artifacts import artifact_id, pack
 from fedcg.wire.messages.messages import (
     COORDINATOR,
-    Carrier,
     CoordinatorStatus,
     DeclineReason,
     DeviceStatus,
@@ -34,6 +33,7 @@ from fedcg.wire.messages.signing import SigningKey, open_envelope, seal
 from fedcg.wire.parts import Part, Report
 from fedcg.wire.transfer.chunks import make_ref
 from fedcg.wire.transport.transport import Publication
+from fedcg.wire.versions import SPOKEN
 from tests.support.coordinator_support import (
     FakeDevice,
     RunningService,
@@ -260,19 +260,6 @@ def test_a_device_that_declines_is_not_waited_for(make_world: MakeWorld) -> None
     assert len(world.events("attempt_failed")) == 3
 
 
-def test_chunks_that_the_invite_granted_need_no_other_grant(make_world: MakeWorld) -> None:
-    world = make_world(rounds=1)
-    device, other = world.devices["a"], world.devices["b"]
-    device.follows, other.carrier = True, Carrier.HTTPS
-    with RunningService(world):
-        world.start_devices()
-        wait_until(lambda: bool(device.receipts()), "a has its receipt")
-        wait_until(lambda: bool(other.of(Invite)), "b is invited")
-    assert device.receipts()[-1].outcome is Outcome.ACCEPTED
-    assert (device.of(Invite)[-1].grant, other.of(Invite)[-1].grant) == (4, 0)  # HTTPS has a window of its own
-    assert min(first for first, _ in device.asked_for) == 4
-
-
 def test_an_update_survives_lost_chunks(make_world: MakeWorld) -> None:
     world = make_world(rounds=1)
     a = world.devices["a"]
@@ -361,7 +348,7 @@ def test_a_repeated_hello_keeps_the_session_and_a_new_one_replaces_it(make_world
     with RunningService(world):
         world.start_devices()
         wait_until(lambda: len(a.of(Welcome)) == 1, "a welcome")
-        repeated = Hello(**a._addressed(), nonce=a.nonce, versions=(1,), agent="fake-1")
+        repeated = Hello(**a._addressed(), nonce=a.nonce, versions=SPOKEN, agent="fake-1")
         a.transport.publish(a.topics.up_control("a"), seal(repeated, a.key))
         wait_until(lambda: len(a.of(Welcome)) == 2, "the same welcome")
         a.hello()

@@ -69,10 +69,19 @@ def test_a_device_is_enrolled_once(store: Store) -> None:
 
 def test_an_update_that_ended_keeps_its_first_end(store: Store) -> None:
     open_attempt(store)
-    assert store.end_update(update("a")).outcome is Outcome.ACCEPTED
-    second = store.end_update(update("a", Outcome.REJECTED, artifact="2"))
-    assert (second.outcome, second.artifact) == (Outcome.ACCEPTED, "1" * 64)
+    first = update("a")
+    assert store.end_update(first) is first
+    assert store.end_update(update("a", Outcome.REJECTED, artifact="2")) == first
     assert [person.state for person in store.participants(KEY)] == [ParticipantState.INVITED] * 3
+
+
+def test_an_attempt_that_is_being_merged_takes_no_update_any_more(store: Store) -> None:
+    open_attempt(store)
+    first = update("a")
+    store.end_update(first)
+    assert store.start_distilling(KEY, 5.0) == [first]
+    assert store.end_update(update("b", artifact="2")) is None
+    assert store.updates(KEY) == [first]
 
 
 def test_a_rejected_update_makes_its_client_a_declined_participant(store: Store) -> None:

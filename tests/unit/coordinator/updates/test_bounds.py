@@ -5,30 +5,30 @@ from __future__ import annotations
 import asyncio
 import errno
 import random
+import threading
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from coordinator.http.app import _ended
-from coordinator.rounds.round_engine import CameOnline, RoundState, UpdateStored, transition
-from coordinator.updates import receiver as intake_module
+from coordinator.messaging.publisher import Publisher
+from coordinator.rounds.round_engine import UpdateStored
+from coordinator.updates import receiver as receiver_module
 from coordinator.updates.published_artifacts import Library
-from coordinator.updates.receipts import Checked, Uplink
-from coordinator.updates.receiver import Broken, Intake
-from coordinator.updates.upload_windows import Arrival, Grant, Received, Uploads
-from fedcg.event_log import EventLog
+from coordinator.updates.receiver import Broken, Receiver
+from coordinator.updates.upload_windows import Grant, Received, Uploads
 from fedcg.refusal_counter import Refusals
-from fedcg.wire.artifacts.artifacts import ArtifactStore
+from fedcg.wire.artifacts.artifacts import ArtifactStore, artifact_id
 from fedcg.wire.errors import IntegrityError, TransportError
-from fedcg.wire.messages.messages import MAX_CHUNK_BYTES, Manifest, Outcome
+from fedcg.wire.messages.messages import MAX_CHUNK_BYTES, Carrier, Manifest, Outcome
 from fedcg.wire.transfer.chunk_window import Window
 from fedcg.wire.transfer.chunks import frames_for, make_ref, parse_chunk
 from fedcg.wire.transfer.partial_files import Partials
 from fedcg.wire.transport.memory import MemoryTransport
 from tests.support.coordinator_support import RunningService, World, aggregate_bytes, tiny_spec, wait_until
+from tests.support.published import Published
 
 
 @pytest.fixture
@@ -55,46 +55,65 @@ def test_the_library_announces_what_is_on_disk_and_refuses_what_is_damaged(tmp_p
         library.source(artifact)
 
 
-def partials(world: World) -> Partials:
-    return Partials(world.root / "artifacts" / ".partial", 16, 1 << 30)
+def uploads_of(world: World, window: Window | None = None, shared: Window | None = None) -> Uploads:
+    partials = Partials(world.root / "artifacts" / ".partial", 16, 1 << 30)
+    return Uploads(partials, window or Window(), shared or Window(500, 32_000_000))
+
+
+def begin(uploads: Uploads, device: str, manifest: Manifest, now: float = 0.0, at: float = 100.0) -> object:
+    return uploads.begin(device, manifest, now, at, Carrier.MQTT)
 
 
 def manifest_of(world: World, data: bytes) -> Manifest:
     return Manifest(**world.devices["a"]._addressed(1, 1), artifact=make_ref(data, 1024))
 
 
-def test_an_upload_is_handed_over_once_and_a_repeated_manifest_does_not_start_it_again(world: World) -> None:
+def test_a_repeated_manifest_does_not_start_an_upload_again_and_a_complete_one_is_handed_over(world: World) -> None:
     data = world.devices["a"].make_update(1, 1, world.base_id)
-    manifest, uploads = manifest_of(world, data), Uploads(partials(world))
-    grant = uploads.begin("a", manifest, 0.0, 100.0)
-    assert isinstance(grant, Grant)
+    manifest, uploads = manifest_of(world, data), uploads_of(world)
+    assert isinstance(begin(uploads, "a", manifest), Grant)
     frames = [parse_chunk(frame) for frame in frames_for(data, manifest.artifact)]
-    assert uploads.begin("a", manifest, 0.1, 101.0) is None
-    handed = [uploads.feed("a", chunk, 0.2) for chunk in (*frames, *frames)]
-    complete = [item for item in handed if isinstance(item, Received)]
-    assert [(item.file.read_bytes(), item.manifest_at) for item in complete] == [(data, 100.0)]
-    assert complete[0].arrival == Arrival(resumed=0, fresh=len(frames), repeated=0)
-    assert uploads.begin("a", manifest, 9.0, 109.0) is None
+    assert begin(uploads, "a", manifest, 0.1, 101.0) is None
+    complete = [uploads.feed("a", chunk, 0.2) for chunk in frames][-1]
+    assert isinstance(complete, Received)
+    assert (complete.file.read_bytes(), complete.manifest_at) == (data, 100.0)
+    assert (complete.resumed, complete.fresh, complete.repeated) == (0, len(frames), 0)
+    uploads.end("a")
+    assert uploads.feed("a", frames[0], 0.3) is None
     assert list(uploads.stalled(99.0)) == []
+
+
+def test_over_https_everything_that_is_missing_is_granted_at_once(world: World) -> None:
+    data = random.Random(1).randbytes(400 * 1024)
+    manifest, uploads = manifest_of(world, data), uploads_of(world)
+    grant = uploads.begin("a", manifest, 0.0, 0.0, Carrier.HTTPS)
+    assert isinstance(grant, Grant)
+    assert grant.ranges == ((0, manifest.artifact.chunks),)
+    uploads.feed("a", parse_chunk([*frames_for(data, manifest.artifact)][7]), 0.1)
+    assert list(uploads.stalled(1.0)) == []
+    [again] = uploads.stalled(9.0)
+    assert again.ranges == ((0, 7), (8, manifest.artifact.chunks - 8))
 
 
 def test_a_restarted_coordinator_asks_for_the_rest_only(world: World) -> None:
     data = world.devices["a"].make_update(1, 1, world.base_id)
-    manifest, first = manifest_of(world, data), Uploads(partials(world))
+    manifest, first = manifest_of(world, data), uploads_of(world)
     frames = [parse_chunk(frame) for frame in frames_for(data, manifest.artifact)]
-    first.begin("a", manifest, 0.0, 100.0)
+    begin(first, "a", manifest)
     for chunk in frames[1:-2]:
         first.feed("a", chunk, 0.1)  # and then it is killed: nothing is closed
-    second = Uploads(partials(world))
-    grant = second.begin("a", manifest, 0.0, 200.0)
+    second = uploads_of(world)
+    grant = begin(second, "a", manifest, at=200.0)
     assert isinstance(grant, Grant)
     assert grant.ranges == ((0, 1), (len(frames) - 2, 2))
     ended = [second.feed("a", chunk, 0.1) for chunk in (frames[0], *frames[-2:])][-1]
     assert isinstance(ended, Received)
     assert ended.file.read_bytes() == data
-    assert ended.arrival == Arrival(resumed=len(frames) - 3, fresh=3, repeated=0)
-    third = Uploads(partials(world))
-    whole = third.begin("a", manifest, 0.0, 300.0)
+    assert (ended.resumed, ended.fresh, ended.repeated) == (len(frames) - 3, 3, 0)
+    second.close()
+    assert ended.file.exists()
+    third = uploads_of(world)
+    whole = begin(third, "a", manifest, at=300.0)
     assert isinstance(whole, Received)
     third.end("a")
     assert not list((world.root / "artifacts" / ".partial").iterdir())
@@ -102,7 +121,7 @@ def test_a_restarted_coordinator_asks_for_the_rest_only(world: World) -> None:
 
 def test_all_devices_together_stay_under_the_shared_window_and_take_turns(world: World) -> None:
     shared = Window(chunks=5, bytes=1 << 30)
-    uploads = Uploads(partials(world), Window(chunks=4), shared)
+    uploads = uploads_of(world, Window(chunks=4), shared)
     data = {name: random.Random(name).randbytes(20 * 1024) for name in ("a", "b", "c")}
     manifests = {name: manifest_of(world, content) for name, content in data.items()}
     frames = {name: [*frames_for(data[name], manifests[name].artifact)] for name in data}
@@ -112,6 +131,7 @@ def test_all_devices_together_stay_under_the_shared_window_and_take_turns(world:
     def granted(grant: object) -> None:
         if isinstance(grant, Received):
             ended.append(grant.device)
+            uploads.end(grant.device)
         elif isinstance(grant, Grant):
             queue.extend(
                 (grant.device, index) for first, count in grant.ranges for index in range(first, first + count)
@@ -119,7 +139,7 @@ def test_all_devices_together_stay_under_the_shared_window_and_take_turns(world:
         assert len(queue) <= shared.chunks
 
     for name in data:
-        granted(uploads.begin(name, manifests[name], 0.0, 0.0))
+        granted(begin(uploads, name, manifests[name]))
     while queue:
         name, index = queue.pop(0)
         granted(uploads.feed(name, parse_chunk(frames[name][index]), 0.0))
@@ -128,172 +148,103 @@ def test_all_devices_together_stay_under_the_shared_window_and_take_turns(world:
     assert sorted(ended) == ["a", "b", "c"]
 
 
-def test_chunks_that_come_before_their_manifest_was_looked_at_are_kept_within_the_grant(world: World) -> None:
-    data = random.Random(1).randbytes(10 * 1024)
-    manifest, uploads = manifest_of(world, data), Uploads(partials(world))
-    frames = [*frames_for(data, manifest.artifact)]
-    assert not uploads.keep_early("a", frames[0])  # nobody granted it
-    uploads.expect("a")
-    assert not uploads.keep_early("a", bytes(MAX_CHUNK_BYTES + 1000))
-    assert [uploads.keep_early("a", frame) for frame in frames[:5]] == [True] * 4 + [False]
-    assert uploads.early("a") == frames[:4]
-    assert uploads.early("a") == []
-    for forget in (partial(uploads.end, "a"), uploads.clear):
-        uploads.expect("a")
-        forget()
-        assert not uploads.keep_early("a", frames[0])
+@pytest.fixture
+def published() -> Published:
+    return Published()
 
 
-def test_what_the_invite_granted_is_not_granted_again_until_it_stalls(world: World) -> None:
-    data = random.Random(1).randbytes(10 * 1024)
-    manifest = manifest_of(world, data)
-    uploads = Uploads(partials(world))
-    assert uploads.begin("a", manifest.model_copy(update={"following": 4}), 0.0, 0.0) is None
-    assert list(uploads.stalled(1.0)) == []
-    [again] = uploads.stalled(3.0)  # a device that said so and did not do it delays itself
-    assert again.ranges[0][0] == 0
-    told = uploads.begin("b", manifest.model_copy(update={"following": 2}), 0.0, 0.0)
-    assert isinstance(told, Grant)
-    assert told.ranges == ((0, 4),)
+@pytest.fixture
+def events() -> list[Any]:
+    return []
 
 
-def test_first_chunks_are_granted_while_half_of_the_shared_window_holds_those_of_all_devices(world: World) -> None:
-    uploads = Uploads(partials(world), Window(), Window(chunks=80, bytes=1 << 30))
-    assert [uploads.first_chunks(devices) for devices in (1, 10, 11)] == [4, 4, 0]
-    assert Uploads(partials(world), Window(chunks=2), Window(80, 1 << 30)).first_chunks(1) == 2
-    assert Uploads(partials(world), Window(), Window(80, 7 * MAX_CHUNK_BYTES)).first_chunks(1) == 0
-
-
-def test_the_intake_takes_early_chunks_when_the_manifest_comes(world: World) -> None:
-    data = random.Random(1).randbytes(3 * 1024)
-    manifest = manifest_of(world, data)
-    told: list[object] = []
-    intake = Intake(
-        Uploads(partials(world)),
-        lambda: None,
-        told.append,
-        Refusals(EventLog(world.root / "events.jsonl", lambda: 0.0)),
-    )
-    assert intake.expect("a", 1) == 4
-    for frame in frames_for(data, manifest.artifact):
-        intake.frame("a", frame)
-    intake.begin("a", manifest.model_copy(update={"following": 3}), 0.0)
-    intake.start()
-    wait_until(lambda: bool(told), "the update is complete")
-    intake.close()
-    [received] = told
-    assert isinstance(received, Received)
-    assert (received.file.read_bytes(), intake.dropped) == (data, 0)
-
-
-def intake_of(world: World, notify: Any) -> Intake:
-    refusals = Refusals(EventLog(world.root / "events.jsonl", lambda: 0.0))
-    return Intake(Uploads(partials(world)), lambda: None, notify, refusals)
-
-
-def test_the_intake_drops_what_does_not_fit(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coordinator.updates.receiver.MAX_BYTES", 100)
-    intake = intake_of(world, lambda event: None)
-    intake.expect("a", 1)
-    assert [intake.frame("a", bytes(60)) for _ in range(3)] == [True] * 3
-    assert intake.dropped == 2
-
-
-def test_a_frame_that_was_not_granted_never_reaches_the_intakes_thread(world: World) -> None:
-    data = random.Random(1).randbytes(60 * 1024)
-    manifest = manifest_of(world, data)
-    told: list[object] = []
-    intake = intake_of(world, told.append)
-    frame = next(frames_for(data, manifest.artifact))
-    assert not intake.frame("a", frame)
-    intake.expect("a", 1)
-    assert not intake.frame("a", bytes(MAX_CHUNK_BYTES + 1000))
-    taken = sum(intake.frame("a", frame) for _ in range(1000))
-    assert taken == 4 + intake_module.SPARE_FRAMES
-    assert not intake.frame("b", frame)
-    assert intake.dropped == 1003 - taken
-    intake.start()
-    intake.begin("a", manifest, 0.0)
-    wait_until(lambda: bool(told), "chunks are granted")
-    [grant] = told
-    assert isinstance(grant, Grant)
-    assert sum(intake.frame("a", frame) for _ in range(1000)) == sum(count for _, count in grant.ranges)
-    intake.end("a")
-    assert not intake.frame("a", frame)
-    intake.close()
-
-
-class Silent:
-    """A publisher that only remembers the receipts."""
-
-    def __init__(self) -> None:
-        self.receipts: list[tuple[str, Outcome]] = []
-
-    def receipt(self, device: str, manifest: Manifest, outcome: Outcome, reason: str) -> bool:
-        self.receipts.append((manifest.artifact.id, outcome))
-        return True
-
-
-def opened(world: World) -> RoundState:
-    """Everybody is there, and the first attempt is open."""
-    state = RoundState(world.store.federation("tiny").policy)
-    for client in world.clients:
-        state, _ = transition(state, CameOnline(client), 0.0)
+@pytest.fixture
+def receiver(world: World, published: Published, events: list[Any]) -> Iterator[Receiver]:
     world.store.open_attempt(("tiny", 1, 1), world.base_id, frozenset(world.clients), 0.0, 600.0)
-    return state
-
-
-def test_of_two_updates_of_one_device_that_race_each_other_only_the_first_counts(world: World) -> None:
-    state = opened(world)
-    publisher: Any = Silent()
     setup = world.setup()
-    uplink = Uplink(setup, publisher, lambda: state, lambda: "", lambda event: None, Refusals(setup.events))
+    made = Receiver(setup, cast(Publisher, published), events.append, Refusals(setup.events))
+    made.start()
+    yield made
+    made.close()
+
+
+def test_what_does_not_fit_into_the_queue_is_dropped(
+    receiver: Receiver, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(receiver_module, "MAX_BYTES", 100)
+    monkeypatch.setattr(receiver, "_feed", lambda device, payload: None)
+    busy = threading.Event()
+    receiver._put(lambda: None if busy.wait(30) else None)
+    receiver._frames["a"] = 3
+    assert [receiver.frame("a", bytes(60)) for _ in range(3)] == [True] * 3
+    busy.set()
+    assert receiver.dropped == 2
+
+
+def test_a_frame_that_was_not_granted_never_reaches_the_receivers_thread(
+    receiver: Receiver, world: World, published: Published
+) -> None:
+    data = world.devices["a"].make_update(1, 1, world.base_id)
+    frame = next(frames_for(data, manifest_of(world, data).artifact))
+    assert not receiver.frame("a", frame)
+    receiver.announce("a", manifest_of(world, data))
+    wait_until(lambda: bool(published.needs), "chunks are granted")
+    assert not receiver.frame("a", bytes(MAX_CHUNK_BYTES + 1000))
+    taken = sum(receiver.frame("a", frame) for _ in range(1000))
+    granted = sum(count for ranges in published.needs for _, count in ranges)
+    assert receiver_module.SPARE_FRAMES < taken <= receiver_module.SPARE_FRAMES + granted
+    assert not receiver.frame("b", frame)
+    receiver.forget("a")
+    assert receiver.announced("a").result(30) is None
+    assert not receiver.frame("a", frame)
+
+
+def deliver(receiver: Receiver, manifest: Manifest, data: bytes) -> None:
+    """Announce an update of `a` and put its chunks, as over HTTPS."""
+    receiver.announce("a", manifest)
+    if receiver.announced("a").result(30) is not None:
+        for frame in frames_for(data, manifest.artifact):
+            receiver.chunk("a", parse_chunk(frame)).result(30)
+
+
+def test_of_two_updates_of_one_device_only_the_first_counts_and_a_repeated_one_has_the_same_receipt(
+    receiver: Receiver, world: World, published: Published, events: list[Any]
+) -> None:
     first = world.devices["a"].make_update(1, 1, world.base_id)
-    second = world.devices["b"].make_update(1, 1, world.base_id)
-    nowhere = world.root / "nowhere"
-    checked = [
-        Checked(Received("a", manifest_of(world, data), 1.0, nowhere), None, "") for data in (first, second, first)
-    ]
-
-    async def scenario() -> list[object]:
-        return [await uplink.ended(item) for item in checked]
-
-    assert asyncio.run(scenario()) == [UpdateStored(1, 1, "a"), None, None]
-    assert [outcome for _, outcome in publisher.receipts] == [Outcome.ACCEPTED, Outcome.CONFLICT, Outcome.DUPLICATE]
+    for data in (first, world.devices["b"].make_update(1, 1, world.base_id), first):
+        deliver(receiver, manifest_of(world, data), data)
+    wait_until(lambda: len(published.receipts) == 3, "three receipts")
+    assert [outcome for _, outcome in published.receipts] == [Outcome.ACCEPTED, Outcome.CONFLICT, Outcome.ACCEPTED]
+    assert events == [UpdateStored(1, 1, "a", artifact_id(first))]
 
 
-def test_an_update_that_ended_while_it_was_checked_gets_no_verdict_for_its_vanished_file(world: World) -> None:
-    state = opened(world)
-    publisher: Any = Silent()
-    setup = world.setup()
-    told: list[object] = []
-    uplink = Uplink(setup, publisher, lambda: state, lambda: world.base_id, told.append, Refusals(setup.events))
-    update = manifest_of(world, world.devices["a"].make_update(1, 1, world.base_id))
-    uplink._heard(Received("a", update, 1.0, world.root / "gone"))
-    wait_until(lambda: len(told) == 1, "it was checked")
-    [checked] = told
-    assert isinstance(checked, Checked)
-    assert "ended while it was checked" in checked.reason
-    assert asyncio.run(uplink.ended(checked)) is None
-    assert publisher.receipts == []
-    assert world.store.update(("tiny", 1, 1), "a") is None
+def test_an_update_whose_attempt_closed_while_it_came_is_late_although_the_round_loop_has_not_said_so(
+    receiver: Receiver, world: World, published: Published, events: list[Any]
+) -> None:
+    data = world.devices["a"].make_update(1, 1, world.base_id)
+    manifest = manifest_of(world, data)
+    receiver.announce("a", manifest)
+    assert receiver.announced("a").result(30) == manifest.artifact
+    assert world.store.start_distilling(("tiny", 1, 1), 1.0) == []
+    for frame in frames_for(data, manifest.artifact):
+        receiver.chunk("a", parse_chunk(frame)).result(30)
+    assert published.receipts == [(manifest.artifact.id, Outcome.LATE)]
+    assert (world.store.updates(("tiny", 1, 1)), events) == ([], [])
 
 
-def test_a_check_that_fails_by_itself_is_told_to_the_service(world: World) -> None:
-    def broken() -> str:
+def test_a_failing_disk_ends_the_service_and_costs_no_update(
+    receiver: Receiver, world: World, published: Published, events: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
         raise OSError("the disk is gone")
 
-    publisher: Any = Silent()
-    setup = world.setup()
-    state = RoundState(world.store.federation("tiny").policy)
-    told: list[object] = []
-    uplink = Uplink(setup, publisher, lambda: state, broken, told.append, Refusals(setup.events))
-    update = manifest_of(world, world.devices["a"].make_update(1, 1, world.base_id))
-    uplink._heard(Received("a", update, 1.0, world.root / "gone"))
-    wait_until(lambda: len(told) == 1, "it was told")
-    [failed] = told
-    assert isinstance(failed, Broken)  # with which the service ends
-    assert str(failed.error) == "the disk is gone"
+    monkeypatch.setattr(ArtifactStore, "get", broken)
+    data = world.devices["a"].make_update(1, 1, world.base_id)
+    with pytest.raises(OSError, match="gone"):
+        deliver(receiver, manifest_of(world, data), data)
+    wait_until(lambda: bool(events), "the service is notified")
+    assert isinstance(events[0], Broken)
+    assert published.receipts == []
 
 
 def test_a_finished_coordinator_may_leave_when_its_devices_have_left(

@@ -179,7 +179,8 @@ class Past:
                 *key, client, client * 64, 1, outcome, f"because of {number}", None, 1.0, 2.0, distances
             )
             self.store.end_update(record)
-        self.store.start_distilling(key, 3.0, dict.fromkeys(accepted, 10))
+        self.store.start_distilling(key, 3.0)
+        self.store.weigh(key, dict.fromkeys(accepted, 10))
         self.store.close_attempt(AggregateRecord("f", number, 1, f"{number}" * 64, 1, "e" * 64, 4.0))
 
 

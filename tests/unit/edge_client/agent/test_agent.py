@@ -12,7 +12,7 @@ import pytest
 from edge_client.config import PolicySection
 from edge_client.session.events import TrainRound
 from edge_client.store.private_store import PrivateStore
-from edge_client.training.messages import Exited, Failed
+from edge_client.training.messages import Failed
 from fedcg.wire.messages.messages import (
     Accept,
     Decline,
@@ -27,6 +27,7 @@ from fedcg.wire.messages.messages import (
 )
 from fedcg.wire.messages.signing import SigningKey
 from fedcg.wire.parts import Part, ReportField
+from fedcg.worker_process import Exited
 from tests.support.edge_worlds import (
     DEVICE,
     FakeTrainer,

@@ -17,10 +17,11 @@ from edge_client.config import PolicySection
 from edge_client.errors import StoreLockedError
 from edge_client.session.events import ChooseModel, TrainRound
 from edge_client.store.private_store import PrivateStore
-from edge_client.training.messages import Exited, Failed
+from edge_client.training.messages import Failed
 from fedcg.event_log import EventLog, read_events
 from fedcg.wire.messages.messages import Accept, Decline, DeclineReason, Hello, Manifest, RoundAttempt
 from fedcg.wire.parts import Part
+from fedcg.worker_process import Exited
 from tests.support.edge_worlds import DEVICE, FakeTrainer, World, aggregate_of, toy_parts
 
 MakeWorld = Callable[..., World]

@@ -24,7 +24,6 @@ from edge_client.session.events import (
     Invited,
     LinkChanged,
     LoadUpdate,
-    Note,
     Offered,
     OutboxFound,
     Receipted,
@@ -260,33 +259,14 @@ def test_the_manifest_backs_off_and_any_grant_resets_it(training: SessionState) 
     assert next_deadline(state) == 6.0
 
 
-def manifests(commands: list[Command]) -> list[int]:
-    """How many chunks follow each manifest, as it says."""
-    messages = [command.message for command in commands if isinstance(command, Send)]
-    return [message.following for message in messages if isinstance(message, Manifest)]
-
-
-def test_chunks_that_the_invite_granted_go_with_the_first_manifest_and_with_no_other(training: SessionState) -> None:
-    invited, _ = drive(training, Invited(RoundAttempt(1, 1), grant=4))
-    state, commands = drive(invited, RoundCommitted(RoundAttempt(1, 1), SPEC.id, update(1)))
-    assert manifests(commands) == [4]
-    assert [command for command in commands if not isinstance(command, Note)][-1] == SendChunks(update(1), ((0, 4),))
-    state, commands = drive(state, Tick(), now=1.0)
-    assert (manifests(commands), [isinstance(command, SendChunks) for command in commands]) == ([0], [False, False])
-    _, commands = drive(
-        state, Invited(RoundAttempt(1, 1), grant=4), now=1.1
-    )  # what came is there: only the receiver knows
-    assert manifests(commands) == [0]
-
-
-def test_a_grant_is_of_its_session_and_attempt_and_covers_no_more_than_there_is(training: SessionState) -> None:
-    invited, _ = drive(training, Invited(RoundAttempt(1, 1), grant=4))
-    relinked, _ = drive(invited, LinkChanged(up=False), LinkChanged(up=True), Welcomed(epoch=1))
-    assert manifests(drive(relinked, RoundCommitted(RoundAttempt(1, 1), SPEC.id, update(1)))[1]) == [0]
-    later, _ = drive(training, Invited(RoundAttempt(2, 1), grant=4))
-    assert manifests(drive(later, RoundCommitted(RoundAttempt(1, 1), SPEC.id, update(1)))[1]) == [0]
-    small = ArtifactRef(id=update(1).id, size=501, chunk_bytes=500)
-    assert manifests(drive(invited, RoundCommitted(RoundAttempt(1, 1), SPEC.id, small))[1]) == [2]
+def test_a_coordinators_status_opens_a_new_session_unless_a_hello_is_on_its_way() -> None:
+    state, commands = drive(SessionState("casting", "site-1"), LinkChanged(up=True))
+    assert SendHello() in commands
+    state, commands = drive(state, CoordinatorSeen(epoch=4, online=True), now=0.1)
+    assert SendHello() not in commands
+    assert SendHello() in drive(state, Tick(), now=2.0)[1]
+    state, _ = drive(state, Welcomed(epoch=4), now=0.2)
+    assert SendHello() in drive(state, CoordinatorSeen(epoch=5, online=True), now=0.3)[1]
 
 
 def test_a_manifest_that_nobody_answers_for_six_seconds_opens_a_new_session(training: SessionState) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from coordinator.aggregation.worker_handle import AggregationWorker
 from coordinator.aggregation.worker_messages import (
     Job,
     JobDone,
@@ -22,37 +21,16 @@ from coordinator.aggregation.worker_messages import (
 )
 from edge_client.config import AgentConfig, BrokerSection, DataSection, TrainingSection
 from edge_client.session.events import TrainRound
-from edge_client.training.messages import Committed, Exited, Ready, TrainerReport
-from edge_client.training.trainer_handle import TrainerProcess
+from edge_client.training.messages import Committed, Ready, TrainerReport
+from edge_client.training.trainer_handle import trainer_process
 from fedcg.learning.training.device_errors import BROKEN_EXIT, is_sticky
 from fedcg.wire.messages.messages import RoundAttempt
-from fedcg.worker_process import Watchdog
+from fedcg.worker_process import Exited
 from tests.support import hanging_children
-from tests.support.coordinator_support import wait_until
+from tests.support.driven_worker import DrivenWorker
 from tests.support.hanging_children import STALL_S
 
 JOB = Job("tiny", 1, 1, "0" * 64, "1" * 64, "2" * 64)
-
-
-# ------------------------------------------------------------------ the rule
-
-
-def test_only_who_has_work_and_is_silent_for_longer_than_allowed_hangs() -> None:
-    now = [0.0]
-    watchdog = Watchdog(10.0, lambda: now[0])
-    now[0] = 120.0  # starting may take so long
-    assert not watchdog.is_hanging()
-    now[0] = 120.1
-    assert watchdog.is_hanging()
-    watchdog.alive()
-    now[0] = 130.1
-    assert not watchdog.is_hanging()
-    now[0] = 130.2
-    assert watchdog.is_hanging()
-    watchdog.rest()
-    now[0] = 1000.0
-    assert not watchdog.is_hanging()
-    assert watchdog.reason == "no progress for 10 s"
 
 
 @pytest.mark.parametrize(
@@ -89,7 +67,7 @@ def test_a_training_process_that_hangs_is_killed_and_the_next_one_trains(
 ) -> None:
     monkeypatch.setattr("edge_client.training.trainer_handle.run_child", hanging_children.hang_in_the_first_round)
     reports: queue.SimpleQueue[TrainerReport] = queue.SimpleQueue()
-    process = TrainerProcess(device_config(tmp_path), reports.put)
+    process = trainer_process(device_config(tmp_path), reports.put)
     try:
         first = process.start()
         assert reports.get(timeout=30) == Ready(first)
@@ -109,7 +87,7 @@ def test_a_training_process_that_works_or_has_nothing_to_do_is_left_alone(
 ) -> None:
     monkeypatch.setattr("edge_client.training.trainer_handle.run_child", hanging_children.work_slowly_then_idle)
     reports: queue.SimpleQueue[TrainerReport] = queue.SimpleQueue()
-    process = TrainerProcess(device_config(tmp_path), reports.put)
+    process = trainer_process(device_config(tmp_path), reports.put)
     try:
         pid = process.start()
         assert reports.get(timeout=30) == Ready(pid)
@@ -125,18 +103,13 @@ def test_a_training_process_that_works_or_has_nothing_to_do_is_left_alone(
 
 
 def merged_despite(tmp_path: Path, settings: WorkerSettings) -> list[WorkerEvent]:
-    said: list[WorkerEvent] = []
     settings.artifacts.mkdir()
-    worker = AggregationWorker(settings, said.append)
-    worker.open(JOB)
-    worker.add("a", "3" * 64)
-    worker.finish((("a", "3" * 64, 1),), {})
-    worker.start()
-    try:
-        wait_until(lambda: any(isinstance(event, JobDone | JobFailed) for event in said), f"it is merged: {said}")
-        return list(said)
-    finally:
-        worker.stop()
+    with DrivenWorker(settings) as driven:
+        driven.worker.open(JOB)
+        driven.worker.add("a", "3" * 64)
+        driven.worker.finish((("a", "3" * 64, 1),), {})
+        driven.until(JobDone, JobFailed)
+    return driven.events
 
 
 @pytest.mark.slow

@@ -26,10 +26,10 @@ from edge_client.store.private_store import PrivateStore
 from edge_client.training import local_round as training
 from edge_client.training import model_selection as finalise
 from edge_client.training.evaluation import Measured, measure
-from edge_client.training.messages import Committed, Exited, Failed, Ready, TrainerReport
+from edge_client.training.messages import Committed, Failed, Ready, TrainerReport
 from edge_client.training.tensor_conversion import to_arrays
 from edge_client.training.trainer_child import Trainer, reason_for
-from edge_client.training.trainer_handle import TrainerProcess
+from edge_client.training.trainer_handle import trainer_process
 from export.errors import GateError
 from export.model.manifest import read_manifest
 from export.model.signature import required
@@ -46,6 +46,7 @@ from fedcg.wire.errors import CodecError
 from fedcg.wire.messages.messages import DeclineReason, RoundAttempt
 from fedcg.wire.messages.signing import SigningKey
 from fedcg.wire.parts import Part, ReportField, TensorLayout, is_delta
+from fedcg.worker_process import Exited, WorkerProcess
 from tests.support.edge_worlds import (
     CLASSES,
     DEVICE,
@@ -590,14 +591,14 @@ def slow_site(tmp_path: Path) -> Site:
 
 
 @pytest.fixture
-def process(slow_site: Site, reports: Reports) -> Iterator[TrainerProcess]:
-    process = TrainerProcess(slow_site.config, reports.put)
+def process(slow_site: Site, reports: Reports) -> Iterator[WorkerProcess]:
+    process = trainer_process(slow_site.config, reports.put)
     yield process
     process.stop()
 
 
 def test_a_training_process_killed_in_the_middle_repeats_the_round_to_the_same_bytes(
-    slow_site: Site, process: TrainerProcess, reports: Reports, tmp_path: Path
+    slow_site: Site, process: WorkerProcess, reports: Reports, tmp_path: Path
 ) -> None:
     def is_generating() -> bool:
         return any(event["phase"] == "generate" and event["step"] > 0 for event in slow_site.events("progress"))
@@ -622,9 +623,9 @@ def test_a_training_process_killed_in_the_middle_repeats_the_round_to_the_same_b
 
 def test_a_training_process_dies_with_its_agent(slow_site: Site) -> None:
     code = (
-        "import pickle, sys\nfrom edge_client.training.trainer_handle import TrainerProcess\n"
+        "import pickle, sys\nfrom edge_client.training.trainer_handle import trainer_process\n"
         "config, command = pickle.loads(sys.stdin.buffer.read())\n"
-        "import queue; reports = queue.SimpleQueue(); process = TrainerProcess(config, reports.put)\n"
+        "import queue; reports = queue.SimpleQueue(); process = trainer_process(config, reports.put)\n"
         "print(process.start(), flush=True); reports.get(); process.send(command); reports.get()\n"
     )
     import pickle

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -17,8 +18,7 @@ from edge_client.config import TlsSection
 from edge_client.errors import ConfigError
 from edge_client.messaging.handshake import Handshake
 from edge_client.messaging.publisher import Outgoing
-from edge_client.transfer.https_client import HttpsCarrier
-from edge_client.transfer.https_queue import MAX_GRANTED, Lane
+from edge_client.transfer.https_client import Direction, HttpsCarrier, Line
 from fedcg.event_log import EventLog
 from fedcg.provision.agent_config import render_agent_config
 from fedcg.wire.messages.messages import ArtifactRef, Carrier
@@ -33,15 +33,15 @@ OTHER = ArtifactRef(id="b" * 64, size=5_000, chunk_bytes=1000)
 
 @dataclass
 class Road:
-    """What a lane uses and tells: carries when it is let."""
+    """What a direction uses and reports to: carries when it is let."""
 
     runs: list[tuple[str, int, int]] = field(default_factory=list)
-    told: list[Exception | None] = field(default_factory=list)
+    reports: list[Exception | None] = field(default_factory=list)
     error: Exception | None = None
     may_go: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     closed: bool = False
 
-    def carry(self, source: str, first: int, count: int) -> None:
+    def carry(self, _line: object, source: str, first: int, count: int) -> None:
         self.runs.append((source, first, count))
         self.may_go.acquire()
         if self.error is not None:
@@ -60,53 +60,50 @@ def road() -> Road:
 
 
 @pytest.fixture
-def lane(road: Road) -> Iterator[Lane[str]]:
-    made: Lane[str] = Lane("lane", road.carry, road.told.append, road)
+def direction(road: Road) -> Iterator[Direction[str]]:
+    made: Direction[str] = Direction("up", cast(Line, road), road.carry, lambda _, error: road.reports.append(error))
     made.start()
     yield made
     made.close()
     assert road.closed
 
 
-def test_neighbours_go_together_and_a_chunk_is_never_taken_twice(lane: Lane[str], road: Road) -> None:
-    lane.add("x", REF, ((3, 1),))
+def test_an_artifact_is_not_taken_twice_and_places_that_it_does_not_have_are_left_out(
+    direction: Direction[str], road: Road
+) -> None:
+    direction.add("x", REF, ((3, 1), (98, 1 << 20), (100, 5)))
     wait_until(lambda: road.runs == [("x", 3, 1)], "the first is under way")
-    lane.add("x", REF, ((3, 3), (5, 2), (98, 10)))  # 3 is under way, 5 is named twice, 100 and more are no chunks
-    lane.add("y", OTHER, ((0, 1),))
-    for _ in range(4):
+    direction.add("x", REF, ((0, 9),))
+    direction.add("y", OTHER, ((0, 1),))
+    direction.add("z", OTHER, ((0, 1),))
+    for _ in range(3):
         road.may_go.release()
-    wait_until(lambda: not lane.is_busy, "all is carried")
-    assert road.runs == [("x", 3, 1), ("x", 4, 3), ("x", 98, 2), ("y", 0, 1)]
-    assert lane.carried == {REF.id: 6, OTHER.id: 1}
+    wait_until(lambda: not direction.is_busy, "all is carried")
+    assert road.runs == [("x", 3, 1), ("x", 98, 2), ("y", 0, 1)]
 
 
-def test_a_failure_forgets_what_was_granted_and_a_new_grant_works(lane: Lane[str], road: Road) -> None:
+def test_a_failure_forgets_the_artifact_and_it_can_be_asked_for_again(direction: Direction[str], road: Road) -> None:
     road.error = TimeoutError("nothing moves")
-    lane.add("x", REF, ((0, 2), (10, 2)))
+    direction.add("x", REF, ((0, 2), (10, 2)))
     road.may_go.release()
-    wait_until(lambda: road.told == [road.error], "the failure is told")
-    assert not lane.is_busy
-    assert lane.carried[REF.id] == 0
+    wait_until(lambda: road.reports == [road.error], "the failure is reported")
+    assert not direction.is_busy
     road.error = None
-    lane.add("x", REF, ((0, 1),))
+    direction.add("x", REF, ((0, 1),))
     road.may_go.release()
-    wait_until(lambda: len(road.told) == 2, "it is carried")
-    assert road.told[-1] is None
+    wait_until(lambda: len(road.reports) == 2, "it is carried")
+    assert road.reports[-1] is None
     assert road.runs == [("x", 0, 2), ("x", 0, 1)]
 
 
-def test_a_forgotten_artifact_is_carried_no_more_and_grants_are_bounded(lane: Lane[str], road: Road) -> None:
-    large = REF.model_copy(update={"size": 10_000_000})
-    lane.add("y", OTHER, ((0, 1),))
+def test_a_forgotten_artifact_that_waits_is_not_carried(direction: Direction[str], road: Road) -> None:
+    direction.add("y", OTHER, ((0, 1),))
     wait_until(lambda: bool(road.runs), "it is under way")
-    lane.add("x", large, ((0, 1 << 20),))
-    lane.add("z", OTHER, ((1, 2),))
-    lane.forget(OTHER.id)
+    direction.add("x", REF, ((0, 1),))
+    direction.forget(REF.id)
     road.may_go.release()
-    road.may_go.release()
-    wait_until(lambda: not lane.is_busy, "all is carried")
-    assert road.runs == [("y", 0, 1), ("x", 0, MAX_GRANTED)]
-    assert OTHER.id not in lane.carried
+    wait_until(lambda: not direction.is_busy, "all is carried")
+    assert road.runs == [("y", 0, 1)]
 
 
 def carrier_config(pki: Pki, root: Path, url: str) -> edge_config.AgentConfig:

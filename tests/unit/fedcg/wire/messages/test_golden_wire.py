@@ -61,6 +61,11 @@ def test_frames_of_every_version_that_is_served_are_read(version: int) -> None:
             assert read_envelope(frame).message.kind == kind
 
 
+@pytest.mark.parametrize("kind", ["hello", "welcome", "refusal"])
+def test_the_messages_that_agree_on_a_version_keep_their_form_for_ever(kind: str) -> None:
+    assert read_envelope(frames(1)[kind]).message.kind == kind
+
+
 def golden_artifact(name: str) -> bytes:
     suffix = "json" if name == "spec" else "bin"
     return (GOLDEN / "artifacts" / f"{name}-codecs.{suffix}").read_bytes()

@@ -11,15 +11,15 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from coordinator.messaging.message_checks import Ingest, Sessions
-from coordinator.updates.receiver import Intake
-from coordinator.updates.upload_windows import Received, Uploads
+from coordinator.messaging.publisher import Publisher
+from coordinator.updates.receiver import Receiver
 from edge_client.messaging.coordinator_trust import CoordinatorTrust
 from edge_client.messaging.handshake import Handshake
 from edge_client.messaging.message_checks import Incoming
@@ -43,6 +43,7 @@ from fedcg.wire.messages.messages import (
     Manifest,
     Need,
     Offer,
+    Outcome,
     Receipt,
     encode,
 )
@@ -56,6 +57,7 @@ from tests.support.edge_worlds import DEVICE as AGENT
 from tests.support.edge_worlds import FEDERATION, aggregate_of, toy_parts, toy_spec
 from tests.support.edge_worlds import World as AgentWorld
 from tests.support.edge_worlds import wait_until as agent_wait
+from tests.support.published import Published
 
 TOPICS = Topics(FEDERATION)
 KEY, STRANGER, COORDINATORS = (SigningKey.generate() for _ in range(3))
@@ -152,10 +154,11 @@ class CoordinatorsDoor:
         self.ingest = Ingest(TOPICS, sessions, self.refusals)
         self.ingest.learn_keys([(DEVICE, KEY.public.hex)])
         sessions.greet(DEVICE, NONCE)
-        self.uploads = Uploads(Partials(root / "partial", 4, 1 << 20))
-        self.said: list[object] = []
-        self.intake = Intake(self.uploads, lambda: None, self.said.append, self.refusals)
-        self.uploads.begin(DEVICE, Manifest(**UP, artifact=REF, round=1, attempt=1), 0.0, 0.0)
+        world = World(root / "home", tiny_spec(), aggregate_bytes(tiny_spec(), 0, 0, seed=1), clients=(DEVICE, "b"))
+        world.store.open_attempt(("tiny", 1, 1), world.base_id, frozenset(world.clients), 0.0, 600.0)
+        self.published = Published()
+        self.receiver = Receiver(world.setup(), cast(Publisher, self.published), lambda event: None, self.refusals)
+        self.receiver._announced(DEVICE, Manifest(**UP, artifact=REF, round=1, attempt=1))
 
     @property
     def count(self) -> int:
@@ -220,7 +223,7 @@ def test_an_agent_takes_or_refuses_each_message_with_an_error_of_the_wire(
 def test_no_frame_breaks_a_transfer_on_either_side(doors: Doors, frame: bytes) -> None:
     coordinator, agent = doors
     before = coordinator.count
-    coordinator.intake._feed(DEVICE, frame)
+    coordinator.receiver._feed(DEVICE, frame)
     refused = agent.refusal(Delivery(TOPICS.aggregate, frame, retained=False))
     assert coordinator.count == before + (refused is not None)
     assert refused is None or refused.reason in ("malformed", "too_large")
@@ -231,13 +234,12 @@ def test_after_all_of_that_both_transfers_complete(doors: Doors) -> None:
     coordinator, agent = doors
     downloaded = None
     for frame in [*frames_for(DATA, REF)] * 2:
-        coordinator.intake._feed(DEVICE, frame)
+        coordinator.receiver._feed(DEVICE, frame)
         if downloaded is None:
             agent.refusal(Delivery(TOPICS.aggregate, frame, retained=False))
             with suppress(IntegrityError):
                 downloaded = agent.downloads.completed(0.0)
-    (received,) = [event for event in coordinator.said if isinstance(event, Received)]
-    assert received.file.read_bytes() == DATA
+    assert coordinator.published.receipts == [(REF.id, Outcome.REJECTED)]  # it is complete, and no update
     assert downloaded is not None
     assert downloaded.file.read_bytes() == DATA
 
@@ -250,7 +252,7 @@ def test_what_is_too_large_takes_no_memory(doors: Doors, size: int) -> None:
     def refuse() -> None:
         before = coordinator.refusals.counts.get("too_large", 0)
         coordinator.ingest.open(Delivery(TOPICS.up_control(DEVICE), envelope, retained=False))
-        coordinator.intake._feed(DEVICE, chunk)
+        coordinator.receiver._feed(DEVICE, chunk)
         assert coordinator.refusals.counts["too_large"] == before + 2
         for topic, payload in ((TOPICS.offer, envelope), (TOPICS.aggregate, chunk)):
             with pytest.raises(WireError, match="over the bound"):

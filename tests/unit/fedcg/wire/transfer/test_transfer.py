@@ -112,7 +112,7 @@ def test_the_window_counts_bytes_too_but_always_lets_one_chunk_through() -> None
 
 def most_under_way(ref: ArtifactRef, seconds_per_turn: float) -> int:
     """The largest window that a receiver opens while all it asked for comes after so many seconds."""
-    grants, now, most = Grants(ref), 0.0, 0
+    grants, now, most = Grants(ref, Window()), 0.0, 0
     while (need := grants.next_need(now)) is not None:
         most = max(most, grants.under_way)
         now += seconds_per_turn
@@ -131,7 +131,7 @@ def test_the_default_window_opens_to_16_chunks_and_1_900_000_bytes_on_a_fast_lin
 def test_the_window_starts_small_and_shrinks_to_one_chunk_when_chunks_take_long() -> None:
     ref = ArtifactRef(id="0" * 64, size=100 * 1000, chunk_bytes=1000)
     assert Receiver(ref).next_need(0.0) == ((0, 4),)
-    grants, now, queued, windows = Grants(ref), 0.0, list[int](), list[int]()
+    grants, now, queued, windows = Grants(ref, Window()), 0.0, list[int](), list[int]()
     while not grants.complete:  # a link that carries a chunk in 8 s
         for first, count in grants.next_need(now) or ():
             queued += [index for index in range(first, first + count) if index not in queued]
@@ -143,7 +143,7 @@ def test_the_window_starts_small_and_shrinks_to_one_chunk_when_chunks_take_long(
 
 def test_a_shared_bound_limits_what_is_granted() -> None:
     ref = ArtifactRef(id="0" * 64, size=100 * 1000, chunk_bytes=1000)
-    grants = Grants(ref)
+    grants = Grants(ref, Window())
     assert grants.next_need(0.0, room=0) is None
     assert grants.next_need(0.0, room=2) == ((0, 2),)
 

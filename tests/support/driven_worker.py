@@ -1,0 +1,42 @@
+"""The aggregation worker's handle, driven as the service's loop does it."""
+
+from __future__ import annotations
+
+import queue
+import time
+from typing import Any
+
+from typing_extensions import Self
+
+from coordinator.aggregation.worker_handle import AggregationWorker
+from coordinator.aggregation.worker_messages import WorkerEvent, WorkerSettings
+
+DEADLINE_S = 60.0
+
+
+class DrivenWorker:
+    """Collects what the worker's replies mean."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self.events: list[WorkerEvent] = []
+        self._replies: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.worker = AggregationWorker(settings, self._replies.put)
+
+    def __enter__(self) -> Self:
+        self.worker.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.worker.stop()
+
+    def until(self, *kinds: type[WorkerEvent]) -> Any:
+        """Go on until an event of one of these kinds came, and return it."""
+        end = time.monotonic() + DEADLINE_S
+        while not any(isinstance(event, kinds) for event in self.events):
+            assert time.monotonic() < end, self.events
+            self.worker.tick()
+            try:
+                self.events += self.worker.follow(self._replies.get(timeout=0.05))
+            except queue.Empty:
+                continue
+        return next(event for event in self.events if isinstance(event, kinds))
