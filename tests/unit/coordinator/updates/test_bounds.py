@@ -174,7 +174,8 @@ def test_what_does_not_fit_into_the_queue_is_dropped(
     monkeypatch.setattr(receiver_module, "MAX_BYTES", 100)
     monkeypatch.setattr(receiver, "_feed", lambda device, payload: None)
     busy = threading.Event()
-    receiver._put(lambda: None if busy.wait(30) else None)
+    monkeypatch.setattr(receiver, "_tick", lambda: busy.wait(30))
+    receiver.tick()
     receiver._frames["a"] = 3
     assert [receiver.frame("a", bytes(60)) for _ in range(3)] == [True] * 3
     busy.set()
