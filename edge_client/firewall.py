@@ -1,4 +1,4 @@
-"""The firewall: the only place where an update for the wire is made, and the only judge of what may be in it.
+"""The firewall: the only place where an update for the wire is made and where it is decided what may be in it.
 
 Parts must be allowed by this device's own policy AND asked for by the spec; tensor names, element types and shapes come
 from the spec's layouts, never from what a method returned. Everything is copied, so no hidden view leaves the box.
@@ -50,8 +50,8 @@ class UpdateFacts:
     round: int
     attempt: int
     base: str | None
-    versions: Mapping[str, str] = field(default_factory=dict)
-    determinism: Mapping[str, str] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    determinism: dict[str, str] = field(default_factory=dict)
 
 
 def check_spec(spec: FederationSpec, policy: PolicySection) -> tuple[DeclineReason, str] | None:
@@ -60,17 +60,18 @@ def check_spec(spec: FederationSpec, policy: PolicySection) -> tuple[DeclineReas
     A spec's split names code: only what the owner installed or allowed counts.
     """
     if spec.method not in method_names():
-        known = ", ".join(method_names())
-        told = f"method {spec.method} is not installed here (there are {known}); update the agent"
-        return DeclineReason.UNKNOWN_METHOD, told
+        problem = (
+            f"method {spec.method} is not installed here (there are {', '.join(method_names())}); update the agent"
+        )
+        return DeclineReason.UNKNOWN_METHOD, problem
     if forbidden := frozenset(spec.upload) - policy.allow_upload:
         parts = ", ".join(sorted(part.value for part in forbidden))
-        told = f"the spec asks for {parts}, which policy.allow_upload of this device does not list"
-        return DeclineReason.UPLOAD_NOT_ALLOWED, told
+        problem = f"the spec asks for {parts}, which policy.allow_upload of this device does not list"
+        return DeclineReason.UPLOAD_NOT_ALLOWED, problem
     if kept := spec.required_report - policy.allow_report:
         fields = ", ".join(sorted(name.value for name in kept))
-        told = f"method {spec.method} needs {fields}, which policy.allow_report of this device does not list"
-        return DeclineReason.REPORT_NOT_ALLOWED, told
+        problem = f"method {spec.method} needs {fields}, which policy.allow_report of this device does not list"
+        return DeclineReason.REPORT_NOT_ALLOWED, problem
     try:
         check_name(spec.network.split)
     except NetworkError as error:
@@ -84,11 +85,9 @@ def check_spec(spec: FederationSpec, policy: PolicySection) -> tuple[DeclineReas
 
 def _excess(spec: FederationSpec, policy: PolicySection) -> str:
     """What a round would cost this box above its policy, or nothing. A method's own defaults are modest."""
-    asked = {name: spec.params.get(name, 0) for name in ("epochs", "steps", "batch_size")}
-    bounds = {"epochs": "max_epochs", "steps": "max_steps", "batch_size": "max_batch"}
-    for name, bound in bounds.items():
-        value, most = asked[name], getattr(policy, bound)
-        if isinstance(value, int | float) and value > most and not (name == "epochs" and asked["steps"]):
+    for name, bound in {"epochs": "max_epochs", "steps": "max_steps", "batch_size": "max_batch"}.items():
+        value, most = spec.params.get(name, 0), getattr(policy, bound)
+        if isinstance(value, int | float) and value > most and not (name == "epochs" and spec.params.get("steps")):
             return f"the spec asks for {name} = {value}; policy.{bound} of this device is {most}"
     return ""
 
@@ -129,8 +128,8 @@ def build_update(
         client=facts.device,
         base=facts.base,
         report=_allowed_report(report, spec, policy, facts.device),
-        versions=dict(facts.versions),
-        determinism=dict(facts.determinism),
+        versions=facts.versions,
+        determinism=facts.determinism,
     )
     return pack(header, parts, spec.codec, _base_of(spec, facts, base))
 
@@ -184,8 +183,6 @@ def _check_parts(parts: frozenset[Part], spec: FederationSpec, policy: PolicySec
             raise FirewallError(device, "policy.allow_upload of this device does not list it", part=part)
         if part not in spec.upload:
             raise FirewallError(device, "the spec does not ask for it", part=part)
-        if part not in spec.layouts:
-            raise FirewallError(device, "the spec does not say which tensors it has", part=part)
     for part in sorted(frozenset(spec.upload) - parts):
         raise FirewallError(device, "the spec asks for it, and the local round did not return it", part=part)
 
@@ -198,22 +195,21 @@ def _checked_part(
         raise FirewallError(device, "the spec's layout has no such tensor", part=part, tensor=name)
     for name in sorted(expected.keys() - tensors.keys()):
         raise FirewallError(device, "the tensor is missing", part=part, tensor=name)
-    return {name: _checked_tensor(part, tensors[name], expected[name], device) for name in sorted(tensors)}
+    for name, layout in expected.items():
+        if problem := _problem_of(tensors[name], layout):
+            raise FirewallError(device, problem, part=part, tensor=name)
+    return {name: tensors[name].copy(order="C") for name in sorted(tensors)}
 
 
-def _checked_tensor(part: Part, tensor: Array, layout: TensorLayout, device: str) -> Array:
+def _problem_of(tensor: Array, layout: TensorLayout) -> str:
+    """Why a tensor may not leave, or nothing."""
     if type(tensor) is not np.ndarray:  # a subclass may carry more than its numbers
-        problem = f"{type(tensor).__name__} instead of a plain array"
-        raise FirewallError(device, problem, part=part, tensor=layout.name)
+        return f"{type(tensor).__name__} instead of a plain array"
     if tensor.dtype != np.dtype(layout.dtype):
-        problem = f"element type {tensor.dtype} instead of {layout.dtype}"
-        raise FirewallError(device, problem, part=part, tensor=layout.name)
+        return f"element type {tensor.dtype} instead of {layout.dtype}"
     if tensor.shape != layout.shape:
-        raise FirewallError(device, f"shape {tensor.shape} instead of {layout.shape}", part=part, tensor=layout.name)
-    if not np.isfinite(tensor).all():
-        raise FirewallError(device, "it holds NaN or infinity", part=part, tensor=layout.name)
-    copied: Array = np.array(tensor, order="C", copy=True)  # type: ignore[assignment]  # the element type was checked above
-    return copied
+        return f"shape {tensor.shape} instead of {layout.shape}"
+    return "" if np.isfinite(tensor).all() else "it holds NaN or infinity"
 
 
 def _allowed_report(report: Report, spec: FederationSpec, policy: PolicySection, device: str) -> Report:
@@ -226,12 +222,12 @@ def _allowed_report(report: Report, spec: FederationSpec, policy: PolicySection,
         if name not in report.fields():
             raise FirewallError(device, f"method {spec.method} needs this report field", tensor=name.value)
     try:
-        told = report.only(report.fields() & policy.allow_report & frozenset(spec.report))
+        allowed = report.only(report.fields() & policy.allow_report & frozenset(spec.report))
     except ValidationError as error:  # it was made without checks
         field_name = ".".join(str(step) for step in error.errors()[0]["loc"])
         raise FirewallError(device, "its value is not what this report field holds", tensor=field_name) from error
-    counts = told.label_counts
-    if counts is not None and (len(counts) != len(spec.classes) or sum(counts) != (told.examples or sum(counts))):
-        problem = f"{len(counts)} numbers that add up to {sum(counts)}, for {len(spec.classes)} classes and {told.examples} examples"
+    counts, examples = allowed.label_counts, allowed.examples
+    if counts is not None and (len(counts) != len(spec.classes) or sum(counts) != (examples or sum(counts))):
+        problem = f"{len(counts)} numbers that add up to {sum(counts)}, for {len(spec.classes)} classes and {examples} examples"
         raise FirewallError(device, problem, tensor=ReportField.LABEL_COUNTS.value)
-    return told
+    return allowed

@@ -30,7 +30,7 @@ from coordinator.rounds.records import AggregateRecord, FederationRecord
 from coordinator.service.service import Service
 from coordinator.storage.store import Store
 from fedcg.event_log import read_events
-from fedcg.wire.artifacts.artifacts import ArtifactStore
+from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.errors import TransportError
 from fedcg.wire.messages.messages import (
     Decline,

@@ -32,7 +32,7 @@ from coordinator.aggregation.worker_messages import (
 )
 from coordinator.updates.robustness import Distances, Yardstick, clipped, outlier, over
 from coordinator.updates.validation import base_in, unpack_update
-from fedcg.wire.artifacts.artifacts import ArtifactStore
+from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.parts import Report
 from fedcg.worker_process import requests_of
 

@@ -18,7 +18,7 @@ from coordinator.errors import PlanError
 from fedcg.config_file import listed, problems_of, read_toml
 from fedcg.learning.registry import method_names
 from fedcg.learning.spec import FederationPlan, FederationSpec
-from fedcg.wire.artifacts.artifacts import ArtifactStore
+from fedcg.wire.artifacts.artifact_store import ArtifactStore
 
 BAD_PLAN = 3
 

@@ -33,7 +33,7 @@ from coordinator.storage.store import Store
 from fedcg.event_log import EventLog
 from fedcg.learning.spec import FederationSpec
 from fedcg.listening import Caps, Connections, Listener, http_config, own_hosts_only
-from fedcg.wire.artifacts.artifacts import ArtifactStore
+from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.messages.messages import COORDINATOR
 from fedcg.wire.transport.mqtt import MqttTransport
 from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles

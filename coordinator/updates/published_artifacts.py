@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedcg.wire.artifacts.artifacts import ArtifactStore
+from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.errors import IntegrityError
 from fedcg.wire.messages.messages import ArtifactRef
 from fedcg.wire.transfer.chunk_sender import ChunkFile, file_ref

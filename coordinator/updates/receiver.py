@@ -29,7 +29,7 @@ from coordinator.updates.validation import Expected, base_in, max_update_bytes, 
 from fedcg.event_log import EventLog
 from fedcg.learning.spec import FederationSpec
 from fedcg.refusal_counter import Refusals
-from fedcg.wire.artifacts.artifacts import ArtifactStore
+from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.errors import CapacityError, OrderError, WireError
 from fedcg.wire.messages.messages import (
     MAX_ARTIFACT_BYTES,

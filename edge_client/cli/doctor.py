@@ -18,16 +18,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from cryptography import x509
-
 from devices.detect import detect
 from devices.errors import DeviceError
 from devices.profile import plan_training
 from edge_client.cli.status import is_locked, read_status
 from edge_client.config import AgentConfig
-from edge_client.errors import EdgeError
+from edge_client.errors import EdgeError, EnrolError
 from edge_client.identity.conversation import Conversation
-from edge_client.identity.credentials import life_of
+from edge_client.identity.credentials import life_of, read_certificate
 from edge_client.identity.keys import load_keys, mqtt_config
 from edge_client.store.private_store import PrivateStore
 from edge_client.transfer.https_client import check_ready, tls_of
@@ -36,8 +34,8 @@ from fedcg.learning.data.formats import dataset_name, is_array_source, stamp
 from fedcg.learning.errors import DataError
 from fedcg.learning.spec import ImageForm
 from fedcg.wire.clocks import SET_CLOCK, clock_says
-from fedcg.wire.errors import MalformedError, TransportError, WireError
-from fedcg.wire.messages.enrolment_messages import common_name, load_certificate
+from fedcg.wire.errors import TransportError, WireError
+from fedcg.wire.messages.enrolment_messages import common_name
 from fedcg.wire.messages.messages import Carrier
 from fedcg.wire.server_role import AUTHORITY_NAME
 from fedcg.wire.transport.mqtt import MqttTransport
@@ -87,7 +85,6 @@ def examine(config: AgentConfig, now: datetime) -> tuple[Finding, ...]:
         "data": _data,
         "cohort secret": _cohort_secret,
         "training": _training,
-        "export": _export,
     }
     return tuple(Finding(name, *check(config, now)) for name, check in checks.items())
 
@@ -98,8 +95,8 @@ def _clock(config: AgentConfig, now: datetime) -> Result:
         return "failed", told, advice
     if config.tls is None:
         return "ok", clock_says(now), ""
-    with contextlib.suppress(OSError, MalformedError):  # told by the check of the certificate
-        certificate = load_certificate(config.tls.cert.read_bytes())
+    with contextlib.suppress(EnrolError):  # the check of the certificate reports it
+        certificate = read_certificate(config.tls.cert)
         first, last = certificate.not_valid_before_utc, certificate.not_valid_after_utc
         if now < first:
             return "failed", f"{told}, before this box's certificate was made ({first:%Y-%m-%d %H:%M} UTC)", advice
@@ -136,9 +133,9 @@ def _certificate(config: AgentConfig, now: datetime) -> Result:
     if config.tls is None:
         return "warning", "no TLS", "only for trials on one machine"
     try:
-        certificate = load_certificate(config.tls.cert.read_bytes())
-    except (OSError, MalformedError) as error:
-        return "failed", f"{config.tls.cert}: {error}", ENROL_AGAIN
+        certificate = read_certificate(config.tls.cert)
+    except EnrolError as error:
+        return "failed", str(error), ENROL_AGAIN
     name = common_name(certificate)
     if name != config.device:
         told = f"it is for {name or 'nobody'}, not for {config.device}"
@@ -147,19 +144,13 @@ def _certificate(config: AgentConfig, now: datetime) -> Result:
     if not first <= now <= last:
         advice = f"if the clock is wrong, {SET_CLOCK}; else enrol again with a token of `fedcg token create --replaces`"
         return "failed", f"valid {first:%Y-%m-%d} to {last:%Y-%m-%d}", advice
-    return _expiry(config, certificate, now)
-
-
-def _expiry(config: AgentConfig, certificate: x509.Certificate, now: datetime) -> Result:
-    last = certificate.not_valid_after_utc
-    if config.enrolment.url is None:
-        if last - now < EXPIRES_SOON:
-            return "warning", f"expires {last:%Y-%m-%d}", "ask the operator for a new bundle soon"
-        return "ok", f"{config.device}, valid until {last:%Y-%m-%d}", ""
-    if last - now < life_of(certificate) * OVERDUE:
-        told = f"expires {last:%Y-%m-%d %H:%M} UTC, and the agent has not renewed it"
-        return "warning", told, "run `fedcg agent renew` and read what it says"
-    return "ok", f"{config.device}, valid until {last:%Y-%m-%d %H:%M} UTC, renewed by the agent", ""
+    renews = config.enrolment.url is not None
+    if not renews and last - now < EXPIRES_SOON:
+        return "warning", f"expires {last:%Y-%m-%d}", "ask the operator for a new bundle soon"
+    if renews and last - now < life_of(certificate) * OVERDUE:
+        detail = f"expires {last:%Y-%m-%d %H:%M} UTC, and the agent has not renewed it"
+        return "warning", detail, "run `fedcg agent renew` and read its message"
+    return "ok", f"{name}, valid until {last:%Y-%m-%d %H:%M} UTC{', renewed by the agent' if renews else ''}", ""
 
 
 def _broker(config: AgentConfig, now: datetime) -> Result:
@@ -182,9 +173,9 @@ def _authority(config: AgentConfig, now: datetime) -> Result:
     if config.tls is None:
         return "ok", "no TLS", ""
     try:
-        name = common_name(load_certificate(config.tls.ca.read_bytes()))
-    except (OSError, MalformedError) as error:
-        return "failed", f"{config.tls.ca}: {error}", ENROL_AGAIN
+        name = common_name(read_certificate(config.tls.ca))
+    except EnrolError as error:
+        return "failed", str(error), ENROL_AGAIN
     if name == AUTHORITY_NAME:
         return "ok", f"{name}: the broker must show a certificate that was made for the broker", ""
     told = f"{name!r} was made by no coordinator: whoever has a certificate of it for {config.broker.host} passes for the broker"
@@ -292,19 +283,11 @@ def _cohort_secret(config: AgentConfig, now: datetime) -> Result:
 
 
 def _training(config: AgentConfig, now: datetime) -> Result:
-    if find_spec("torch") is None:
-        return "failed", "PyTorch is not installed", "pip install 'fedcg-edge[edge]'"
+    missing = [name for name in ("torch", "onnx", "onnxruntime") if find_spec(name) is None]
+    if missing:
+        return "failed", f"{' and '.join(missing)} not installed", "pip install 'fedcg-edge[edge]'"
     try:
         plan = plan_training(detect(), device=config.training.device, threads=config.training.threads)
     except DeviceError as error:
         return "failed", str(error), "this box can run a model, but not take part"
     return "ok", f"{plan.device}, {plan.threads} threads: {plan.reason}", ""
-
-
-def _export(config: AgentConfig, now: datetime) -> Result:
-    if not config.export.enabled:
-        return "ok", "not asked for", ""
-    missing = [name for name in ("onnx", "onnxruntime") if find_spec(name) is None]
-    if missing:
-        return "failed", f"{' and '.join(missing)} not installed", "pip install 'fedcg-edge[edge]'"
-    return "ok", "onnx and onnxruntime are there", ""

@@ -7,14 +7,13 @@ import fcntl
 from pathlib import Path
 
 from edge_client.config import AgentConfig
-from edge_client.errors import StoreDamagedError, StoreFormatError
+from edge_client.errors import EnrolError, StoreDamagedError, StoreFormatError
+from edge_client.identity.credentials import read_certificate
 from edge_client.store.private_store import PrivateStore
 from export.errors import ExportError
 from export.model.manifest import read_manifest
 from export.model.versions import Slots
 from fedcg.event_log import EventValue, read_events
-from fedcg.wire.errors import MalformedError
-from fedcg.wire.messages.enrolment_messages import load_certificate
 
 Status = dict[str, EventValue]
 _SHOWN = {  # of these events one field is shown as it is
@@ -58,8 +57,8 @@ def _certificate_end(config: AgentConfig) -> str | None:
     if config.tls is None:
         return None
     try:
-        certificate = load_certificate(config.tls.cert.read_bytes())
-    except (OSError, MalformedError):
+        certificate = read_certificate(config.tls.cert)
+    except EnrolError:
         return None
     return f"{certificate.not_valid_after_utc:%Y-%m-%d %H:%M} UTC"
 

@@ -1,6 +1,6 @@
 """A device's own keys and certificate: made here, kept here, replaced so that no power cut leaves a pair that does not fit.
 
-Knows files and cryptography; not where a certificate comes from (`enrolment`, `renewal`).
+Knows files and cryptography; not where a certificate comes from (`enrol`, `renewal`).
 """
 
 from __future__ import annotations
@@ -85,6 +85,18 @@ def check_issued(certificate: str, authority: x509.Certificate, device: str, key
     return issued
 
 
+def read_certificate(path: Path) -> x509.Certificate:
+    """The certificate in a file.
+
+    Raises:
+        EnrolError: the file holds none, or can't be read.
+    """
+    try:
+        return load_certificate(path.read_bytes())
+    except (OSError, MalformedError) as error:
+        raise EnrolError(f"{path} can't be used: {error}") from error
+
+
 def is_due(certificate: x509.Certificate, now: datetime) -> bool:
     """Whether less than a third of a certificate's life is left."""
     return certificate.not_valid_after_utc - now < life_of(certificate) * RENEW_AT
@@ -127,6 +139,6 @@ def _pending(path: Path) -> Path:
 
 
 def _fit(certificate: Path, key: Path) -> bool:
-    with contextlib.suppress(OSError, MalformedError, EnrolError):
-        return certificate_key_digest(load_certificate(certificate.read_bytes())) == TlsKey.load(key).digest
+    with contextlib.suppress(MalformedError, EnrolError):
+        return certificate_key_digest(read_certificate(certificate)) == TlsKey.load(key).digest
     return False

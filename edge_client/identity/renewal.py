@@ -10,24 +10,25 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime, timedelta, timezone
-from pathlib import Path
 
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from edge_client.config import AgentConfig, TlsSection
 from edge_client.errors import EnrolError
-from edge_client.identity.credentials import RENEW_AT, TlsKey, check_issued, is_due, life_of, replace_pair, settle_pair
+from edge_client.identity.credentials import (
+    RENEW_AT,
+    TlsKey,
+    check_issued,
+    is_due,
+    life_of,
+    read_certificate,
+    replace_pair,
+    settle_pair,
+)
 from edge_client.identity.enrolment_client import ask, trusting
 from fedcg.event_log import EventLog
-from fedcg.wire.errors import MalformedError
-from fedcg.wire.messages.enrolment_messages import (
-    RENEW_PATH,
-    RenewAnswer,
-    RenewRequest,
-    load_certificate,
-    renewal_statement,
-)
+from fedcg.wire.messages.enrolment_messages import RENEW_PATH, RenewAnswer, RenewRequest, renewal_statement
 from fedcg.wire.messages.signing import SigningKey
 
 LOOK_AGAIN = timedelta(hours=6)
@@ -42,6 +43,7 @@ def renew(config: AgentConfig, signing: SigningKey) -> x509.Certificate:
 
     Raises:
         EnrolError: says what to do; the current pair stays.
+        OSError: there is no place for a new pair.
     """
     if config.tls is None or config.enrolment.url is None:
         raise EnrolError(
@@ -49,7 +51,7 @@ def renew(config: AgentConfig, signing: SigningKey) -> x509.Certificate:
         )
     with _alone(config.tls):
         settle_pair(config.tls.cert, config.tls.key)
-        authority = _certificate(config.tls.ca)
+        authority = read_certificate(config.tls.ca)
         context = trusting(authority)
         try:
             context.load_cert_chain(config.tls.cert, config.tls.key)
@@ -117,7 +119,7 @@ class Renewer:
 
     def _look(self, tls: TlsSection) -> timedelta:
         """Renew when it is due; returns how long to wait before the next look."""
-        certificate = _certificate(tls.cert)
+        certificate = read_certificate(tls.cert)
         if is_due(certificate, self._clock()):
             certificate = renew(self._config, self._signing)
             self._events.write("certificate_renewed", until=certificate.not_valid_after_utc.timestamp())
@@ -129,27 +131,14 @@ class Renewer:
         _log.warning("the certificate of %s was not renewed: %s", self._config.device, error)
         self._events.write("renewal_failed", detail=str(error))
         try:
-            return min(TRY_AGAIN, life_of(_certificate(tls.cert)) / TRIES_PER_LIFE)
+            return min(TRY_AGAIN, life_of(read_certificate(tls.cert)) / TRIES_PER_LIFE)
         except (EnrolError, OSError):
             return TRY_AGAIN
-
-
-def _certificate(path: Path) -> x509.Certificate:
-    try:
-        return load_certificate(path.read_bytes())
-    except (OSError, MalformedError) as error:
-        raise EnrolError(f"{path} can't be used: {error}") from error
 
 
 @contextmanager
 def _alone(tls: TlsSection) -> Iterator[None]:
     """Keep a renewal by hand and the agent's own apart."""
-    try:
-        lock = tls.cert.with_name(".renewal.lock").open("a")
-    except OSError as error:
-        raise EnrolError(
-            f"{tls.cert.parent} can't be written to: {error}; a new certificate has no place there"
-        ) from error
-    with lock:
+    with tls.cert.with_name(".renewal.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -28,7 +28,8 @@ from safetensors.numpy import save as save_safetensors
 from edge_client.errors import StoreDamagedError, unreadable
 from edge_client.store.data_snapshot import Snapshot
 from fedcg.files import file_sha256, fsync_path, replace_durably, write_durably
-from fedcg.wire.artifacts.tensors import Array, PartArrays
+from fedcg.wire.artifacts.artifacts import artifact_id
+from fedcg.wire.artifacts.tensors import Array, PartArrays, flatten
 from fedcg.wire.messages.messages import RoundAttempt
 from fedcg.wire.parts import Part
 
@@ -69,6 +70,8 @@ class Generation:
 
 
 _GENERATION = TypeAdapter(Generation)
+_DAMAGE = (FileNotFoundError, ValueError, KeyError, TypeError)
+"""What a description or a file raises that is not as it was written; any other OSError is the disk's."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,7 @@ class Generations:
                 return self._verified[1]
             if pointed is not None:
                 return self._described(pointed)
-        except (FileNotFoundError, ValueError, KeyError, TypeError):
+        except _DAMAGE:
             pass  # `current` tells nothing committed from damage
         return self.current()[0]
 
@@ -176,7 +179,7 @@ class Generations:
         outbox = None
         if new.update is not None:
             files["update.bin"] = new.update
-            outbox = OutboxEntry(new.cursor, hashlib.sha256(new.update).hexdigest(), len(new.update))
+            outbox = OutboxEntry(new.cursor, artifact_id(new.update), len(new.update))
         checksums = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
         generation = Generation(number, new.cursor, new.spec, new.snapshot.digest, dict(new.scores), outbox, checksums)
         self._write(generation, files)
@@ -200,18 +203,16 @@ class Generations:
         fsync_path(self._folder)
 
     def _read(self, number: int) -> Generation | Exception:
+        """A generation that passes its checksums, or what is wrong with it."""
         try:
-            return self._checked(number)
-        except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
+            generation = self._described(number)
+            for name, expected in generation.checksums.items():
+                if file_sha256(self._path(number) / name) != expected:
+                    return ValueError(f"{name} fails its checksum")
+        except _DAMAGE as error:
             return error
         except OSError as error:
             raise unreadable(self._path(number), error) from error
-
-    def _checked(self, number: int) -> Generation:
-        generation = self._described(number)
-        for name, expected in generation.checksums.items():
-            if file_sha256(self._path(number) / name) != expected:
-                raise ValueError(f"{name} fails its checksum")
         return generation
 
     def _described(self, number: int) -> Generation:
@@ -259,10 +260,9 @@ class Generations:
 
 def _join_names(slots: Mapping[str, PartArrays]) -> bytes:
     named = {
-        f"{slot}/{part.value}/{name}": np.asarray(tensor, order="C")
+        f"{slot}/{key}": np.asarray(tensor, order="C")
         for slot, parts in slots.items()
-        for part, tensors in parts.items()
-        for name, tensor in tensors.items()
+        for key, tensor in flatten(parts).items()
     }
     return save_safetensors(dict(sorted(named.items())))
 

@@ -20,7 +20,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -176,8 +176,7 @@ class PrivateStore:
         if kept.get("spec") == spec and kept.get("round") == round_number:
             return Snapshot.decode(kept["snapshot"].encode())
         snapshot = make()
-        body = {"format": 1, "spec": spec, "round": round_number, "snapshot": snapshot.encode().decode()}
-        replace_durably(path, json.dumps(body).encode())
+        _write_json(path, {"spec": spec, "round": round_number, "snapshot": snapshot.encode().decode()})
         return snapshot
 
     def forget_snapshot(self) -> None:
@@ -195,7 +194,7 @@ class PrivateStore:
 
     def save_seen(self, highest: Position) -> None:
         """Remember the highest broadcast admitted."""
-        replace_durably(self.root / "seen.json", json.dumps({"format": 1, "highest": highest}).encode())
+        _write_json(self.root / "seen.json", {"highest": highest})
 
     def pinned_key(self, enrolled: VerifyKey) -> PinnedKey:
         """The coordinator's key that was followed from the enrolled one; that one itself before any replacement."""
@@ -209,8 +208,8 @@ class PrivateStore:
 
     def save_pinned_key(self, enrolled: VerifyKey, pinned: PinnedKey) -> None:
         """Remember the coordinator's key that counts."""
-        values = {"format": 1, "enrolled": enrolled.hex, "key": pinned.key.hex, "serial": pinned.serial}
-        replace_durably(self.root / "coordinator.json", json.dumps(values).encode())
+        values = {"enrolled": enrolled.hex, "key": pinned.key.hex, "serial": pinned.serial}
+        _write_json(self.root / "coordinator.json", values)
 
     def deliveries(self) -> tuple[DeliveryRecord, ...]:
         """Receipts so far, oldest first."""
@@ -219,7 +218,7 @@ class PrivateStore:
     def save_delivery(self, record: DeliveryRecord) -> None:
         """Remember a receipt: this ends the outbox entry."""
         entries = [asdict(entry) for entry in (*self.deliveries(), record)][-RECEIPTS_KEPT:]
-        replace_durably(self.root / "delivered.json", json.dumps({"format": 1, "entries": entries}).encode())
+        _write_json(self.root / "delivered.json", {"entries": entries})
 
     def outbox(self, generation: Generation | None) -> OutboxEntry | None:
         """The update of `generation` that still waits for a receipt."""
@@ -234,13 +233,11 @@ class PrivateStore:
 
     def save_finalised(self, outcome: dict[str, Any]) -> None:
         """Remember what the end of the federation brought."""
-        replace_durably(self.root / "finalised.json", json.dumps({"format": 1, **outcome}).encode())
+        _write_json(self.root / "finalised.json", outcome)
 
     def prune_artifacts(self, kept: set[str]) -> None:
         """Delete downloads that nothing refers to any more."""
-        for artifact in self.artifacts.ids():
-            if artifact not in kept:
-                self.artifacts.delete(artifact)
+        self.artifacts.delete_all(set(self.artifacts.ids()) - kept)
 
 
 def _secret(path: Path) -> bytes | None:
@@ -275,6 +272,10 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise _damaged(path)
     return values
+
+
+def _write_json(path: Path, values: Mapping[str, Any]) -> None:
+    replace_durably(path, json.dumps({"format": 1, **values}))
 
 
 def _damaged(path: Path) -> StoreError:

@@ -103,11 +103,6 @@ def load_spec(store: PrivateStore, digest: str) -> tuple[FederationSpec, Method]
     return spec, method
 
 
-def load_aggregate(store: PrivateStore, spec: FederationSpec, method: Method, artifact: str) -> Aggregate:
-    """The downloaded aggregate as the method takes it; raises what `decode_aggregate` does."""
-    return _as_aggregate(decode_aggregate(store, spec, method, artifact))
-
-
 def decode_aggregate(store: PrivateStore, spec: FederationSpec, method: Method, artifact: str) -> Artifact:
     """The downloaded aggregate, decoded by the spec's layouts and codec.
 
@@ -122,7 +117,8 @@ def decode_aggregate(store: PrivateStore, spec: FederationSpec, method: Method, 
     return decoded
 
 
-def _as_aggregate(decoded: Artifact) -> Aggregate:
+def as_aggregate(decoded: Artifact) -> Aggregate:
+    """A decoded aggregate as a method takes it."""
     return Aggregate(to_weights(decoded.parts), decoded.header.label_distribution)
 
 
@@ -159,7 +155,7 @@ def train_round(work: Workplace, command: TrainRound) -> Generation:
         device=work.place,
         progress=progress,
     )
-    result = method.local_round(start.personal, data.train, _as_aggregate(base), ctx)
+    result = method.local_round(start.personal, data.train, as_aggregate(base), ctx)
     _check_finite(result.private)
     shadow = _train_shadow(work, start, data, ctx, progress)
     return _commit(work, command, spec, _Outcome(data, base, result, shadow, start, ctx, started))

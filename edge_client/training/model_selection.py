@@ -19,7 +19,7 @@ from edge_client.session.events import ChooseModel
 from edge_client.store.generations import StoredState
 from edge_client.training.evaluation import Measured, measure, personal_parts
 from edge_client.training.local_data import RoundData
-from edge_client.training.local_round import Workplace, load_aggregate, load_spec
+from edge_client.training.local_round import Workplace, as_aggregate, decode_aggregate, load_spec
 from edge_client.training.onnx_export import Outcome, common_accuracy, export_model
 from edge_client.training.tensor_conversion import to_weights
 from fedcg.learning.aggregation.averaging import weighted_average
@@ -120,7 +120,7 @@ def _candidates(
         return Candidate(name, parts, measured, loss)
 
     candidates = [weighed("own", to_weights(stored.slots["best"]))]
-    aggregate = load_aggregate(work.store, spec, method, command.aggregate)
+    aggregate = as_aggregate(decode_aggregate(work.store, spec, method, command.aggregate))
     latest = personal_parts(to_weights(stored.slots["personal"]))
     brought = {part: weights for part, weights in aggregate.parts.items() if part in latest}
     if not brought:

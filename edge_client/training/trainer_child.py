@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -23,7 +22,6 @@ from edge_client.training.local_round import Workplace, train_round
 from edge_client.training.messages import Committed, Failed, Ready, TrainerCommand, TrainerReport, Working
 from edge_client.training.model_selection import choose_model
 from edge_client.training.onnx_export import export_best
-from export.build.to_onnx import preload
 from export.errors import ExportError
 from fedcg.disk_errors import advice_for
 from fedcg.event_log import EventLog
@@ -37,7 +35,7 @@ from fedcg.worker_process import requests_of
 
 LOCK_WAIT_S = 30.0
 WORKING_EVERY_S = 1.0
-SKIPPED_TOLD = 20  # by name in the event log; their number is always told
+SKIPPED_NAMED = 20  # in the event log; their number is always there
 _log = logging.getLogger(__name__)
 
 
@@ -55,18 +53,18 @@ def trainer_main(connection: Connection, config: AgentConfig) -> None:
 
 
 class SignsOfLife:
-    """Tells the handle at most once a second that work goes on."""
+    """Reports to the handle at most once a second that work goes on."""
 
     def __init__(self, connection: Connection, clock: Callable[[], float] = time.monotonic) -> None:
         self._connection = connection
         self._clock = clock
-        self._told_at = float("-inf")
+        self._sent_at = float("-inf")
 
     def __call__(self) -> None:
-        """Something was done."""
+        """A step is done."""
         now = self._clock()
-        if now - self._told_at >= WORKING_EVERY_S:
-            self._told_at = now
+        if now - self._sent_at >= WORKING_EVERY_S:
+            self._sent_at = now
             self._connection.send(Working())
 
 
@@ -89,7 +87,6 @@ class Trainer:
     ) -> None:
         self._obstacle: str | None = None
         self._events = events
-        self._is_export_ready = False
         try:
             plan = plan_training(detect(), device=config.training.device, threads=config.training.threads)
         except NotTrainableError as error:
@@ -98,17 +95,16 @@ class Trainer:
         place = "cuda" if plan.device == "cuda" and torch.cuda.is_available() else "cpu"
         torch.set_num_threads(plan.threads)
         events.write("plan", device=place, threads=plan.threads, batch_scale=plan.batch_scale, reason=plan.reason)
-        data = LocalData(config.data.root, config.data.common_test, self._tell_skipped)
-        scale = plan.batch_scale
-        self._work = Workplace(config, store, data, events, place, plan.threads, scale, working=working)
+        data = LocalData(config.data.root, config.data.common_test, self._report_skipped)
+        self._work = Workplace(config, store, data, events, place, plan.threads, plan.batch_scale, working=working)
 
-    def _tell_skipped(self, skipped: tuple[SkippedImage, ...]) -> None:
-        told = [f"{image.file}: {image.reason}" for image in skipped[:SKIPPED_TOLD]]
-        self._events.write("images_skipped", count=len(skipped), images=told)
-        _log.warning("%d image(s) can't be read and are left out; the first: %s", len(skipped), told[0])
+    def _report_skipped(self, skipped: tuple[SkippedImage, ...]) -> None:
+        named = [f"{image.file}: {image.reason}" for image in skipped[:SKIPPED_NAMED]]
+        self._events.write("images_skipped", count=len(skipped), images=named)
+        _log.warning("%d image(s) can't be read and are left out; the first: %s", len(skipped), named[0])
 
     def do(self, command: TrainerCommand) -> TrainerReport:
-        """Carry out one command; every failure becomes a report, and leaves the state before it as it was."""
+        """Carry out one command; a failure becomes a report and leaves the state as it was before."""
         return self._train(command) if isinstance(command, TrainRound) else self._choose(command)
 
     def _train(self, command: TrainRound) -> TrainerReport:
@@ -122,13 +118,11 @@ class Trainer:
             reason = reason_for(error)
             if reason is DeclineReason.TRAINING_FAILED and not isinstance(error, EdgeError | OSError):
                 _log.exception("%s failed on %s", command.cursor, self._work.config.device)
-            advice = f". {advice_for(error, self._work.store.root)}" if isinstance(error, OSError) else ""
-            return Failed(command.cursor, reason, f"{str(error) or type(error).__name__}{advice}")
-        self._prepare_export()
+            return Failed(command.cursor, reason, self._explain(error))
         return Committed(generation.cursor)
 
     def afterwards(self, report: TrainerReport) -> None:
-        """What nobody waits for: after a round that made the personal model better, its export."""
+        """Export the personal model after a round that made it better; the round's report is already sent."""
         export = self._work.config.export
         if not (isinstance(report, Committed) and export.enabled and export.each_best):
             return
@@ -139,27 +133,23 @@ class Trainer:
             self._events.write("export_failed", round=report.cursor.round, detail=str(error))
             _log.warning("the model of round %d is not exported: %s", report.cursor.round, error)
 
-    def _give_up(self, command: TrainRound, error: Exception) -> None:
-        """End the process: in this one every further call of the card fails. The agent starts another."""
-        cursor = command.cursor
-        self._events.write(
-            "card_failed", round=cursor.round, attempt=cursor.attempt, pid=os.getpid(), detail=str(error)
-        )
-        os._exit(BROKEN_EXIT)
+    def _explain(self, error: Exception) -> str:
+        advice = f". {advice_for(error, self._work.store.root)}" if isinstance(error, OSError) else ""
+        return f"{str(error) or type(error).__name__}{advice}"
 
-    def _prepare_export(self) -> None:
-        """Import the exporter while the network is at work, so that the end of the federation does not wait for it."""
-        if self._work.config.export.enabled and not self._is_export_ready:
-            self._is_export_ready = True
-            threading.Thread(target=preload, name="preload-export", daemon=True).start()
+    def _give_up(self, command: TrainRound, error: Exception) -> None:
+        """End the process: in this one every further call of the GPU fails. The agent starts another."""
+        at = command.cursor
+        self._events.write("card_failed", round=at.round, attempt=at.attempt, pid=os.getpid(), detail=str(error))
+        os._exit(BROKEN_EXIT)
 
     def _choose(self, command: ChooseModel) -> TrainerReport:
         try:
             outcome = choose_model(self._work, command)
         except (EdgeError, WireError, ExportError, LearningError, OSError) as error:
-            advice = f". {advice_for(error, self._work.store.root)}" if isinstance(error, OSError) else ""
-            self._events.write("finalise_failed", detail=f"{error}{advice}")
-            _log.error("the personal model can't be chosen or exported: %s%s", error, advice)
+            detail = self._explain(error)
+            self._events.write("finalise_failed", detail=detail)
+            _log.error("the personal model can't be chosen or exported: %s", detail)
             return Chosen(command.aggregate, succeeded=False)
         self._events.write("finalised", **{name: outcome[name] for name in outcome if name != "format"})
         return Chosen(command.aggregate, succeeded=True)

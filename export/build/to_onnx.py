@@ -5,7 +5,6 @@ Preprocessing and the softmax are in the graph; class names, image form and orig
 
 from __future__ import annotations
 
-import importlib
 import json
 import logging
 import tempfile
@@ -117,12 +116,6 @@ def export_personal(
     out_path.write_bytes(content)
     opset = next(one.version for one in proto.opset_import if one.domain == "")
     return Exported(content, opset, exporter)
-
-
-def preload() -> None:
-    """Import what an export needs, so that the first one does not wait for it; safe to call from a background thread."""
-    for name in ("onnx", "onnx.checker", "onnx.compose", "onnx.parser", "torch.onnx", "torch.onnx.utils"):
-        importlib.import_module(name)
 
 
 def _convert(

@@ -26,7 +26,7 @@ from coordinator.members.revocation import revoke
 from coordinator.paths import Home
 from coordinator.rounds.records import AggregateRecord, FederationRecord
 from coordinator.storage.store import Store
-from fedcg.wire.artifacts.artifacts import ArtifactStore
+from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from tests.support.coordinator_support import FEDERATION, aggregate_bytes, tiny_spec
 from tests.support.serving import Server, install_versions
 from tests.support.stack import free_port, wait_for

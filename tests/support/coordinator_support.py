@@ -35,7 +35,8 @@ from coordinator.storage.store import Store
 from coordinator.updates.robustness import Distances
 from fedcg.event_log import EventLog
 from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice
-from fedcg.wire.artifacts.artifacts import ArtifactHeader, ArtifactStore, Base, pack, unpack
+from fedcg.wire.artifacts.artifact_store import ArtifactStore
+from fedcg.wire.artifacts.artifacts import ArtifactHeader, Base, pack, unpack
 from fedcg.wire.artifacts.tensors import Array
 from fedcg.wire.messages.messages import (
     COORDINATOR,

@@ -43,7 +43,8 @@ from edge_client.training.messages import Committed, Ready, TrainerCommand, Trai
 from experiments.bench.transport.peers import NoWorker
 from fedcg.event_log import EventLog
 from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice
-from fedcg.wire.artifacts.artifacts import ArtifactHeader, ArtifactStore, pack
+from fedcg.wire.artifacts.artifact_store import ArtifactStore
+from fedcg.wire.artifacts.artifacts import ArtifactHeader, pack
 from fedcg.wire.messages.enrolment_messages import PresetName
 from fedcg.wire.messages.messages import COORDINATOR, Carrier
 from fedcg.wire.messages.signing import SigningKey

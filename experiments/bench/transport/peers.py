@@ -23,7 +23,7 @@ from coordinator.aggregation.worker_messages import (
     WorkerSettings,
 )
 from coordinator.updates.robustness import Distances
-from fedcg.wire.artifacts.artifacts import ArtifactStore
+from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.messages.messages import (
     COORDINATOR,
     Accept,

@@ -27,7 +27,8 @@ from experiments.bench.transport.broker import FEDERATION, SECONDS_MAX, Bench, b
 from experiments.bench.transport.peers import NoWorker, run_devices
 from fedcg.event_log import EventLog, read_events
 from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice
-from fedcg.wire.artifacts.artifacts import ArtifactHeader, ArtifactStore, pack
+from fedcg.wire.artifacts.artifact_store import ArtifactStore
+from fedcg.wire.artifacts.artifacts import ArtifactHeader, pack
 from fedcg.wire.messages.messages import COORDINATOR
 from fedcg.wire.messages.signing import SigningKey
 from fedcg.wire.parts import Part, Report, ReportField, TensorLayout

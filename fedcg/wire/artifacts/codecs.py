@@ -21,7 +21,7 @@ x, with x' = decode(encode(x)), base b (0 by value), d = x - b, ε = 2^-23:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,27 +58,24 @@ class Stored:
         return ELEMENT_TYPES[self.dtype].itemsize * math.prod(self.shape)
 
 
-@dataclass(frozen=True)
-class Codec:
-    """How numbers are stored.
-
-    Attributes:
-        stored: shape of the tensor -> what is stored of it, by suffix.
-        encode: (key for messages, numbers) -> the pieces.
-        decode: (key for messages, pieces) -> the numbers.
-    """
-
-    stored: Callable[[tuple[int, ...]], dict[str, Stored]]
-    encode: Callable[[str, npt.NDArray[Any]], Pieces]
-    decode: Callable[[str, Pieces], npt.NDArray[Any]]
-
-
 ELEMENT_TYPES: Mapping[str, np.dtype[Any]] = {
     "F32": np.dtype("<f4"),
     "F16": np.dtype("<f2"),
     "I8": np.dtype("i1"),
     "I64": np.dtype("<i8"),
 }
+
+STORED_AS: Mapping[TensorCodec, str] = {
+    "f32": "F32",
+    "i64": "I64",
+    "f16": "F16",
+    "i8": "I8",
+    "f16-delta": "F16",
+    "i8-delta": "I8",
+}
+"""The element type of a codec's payload."""
+_EXACT = frozenset({"f32", "i64"})
+_BY_VALUE: Mapping[UpdateCodec, TensorCodec] = {"f16-delta": "f16", "i8-delta": "i8"}
 
 
 def tensor_codec(layout: TensorLayout, codec: UpdateCodec, *, has_base: bool) -> TensorCodec:
@@ -108,9 +105,10 @@ def fits(layout: TensorLayout, codec: TensorCodec) -> bool:
     return not codec.startswith("i8") or len(layout.shape) > 0
 
 
-def stored_tensors(layout: TensorLayout, codec: TensorCodec) -> dict[str, Stored]:
-    """What a payload holds of a tensor, by the suffix of its key."""
-    return CODECS[codec].stored(layout.shape)
+def stored_tensors(shape: tuple[int, ...], codec: TensorCodec) -> dict[str, Stored]:
+    """What a payload holds of a tensor of this shape, by the suffix of its key."""
+    stored = {"": Stored(STORED_AS[codec], shape)}
+    return stored | {SCALE_SUFFIX: Stored("F32", shape[:1])} if codec.startswith("i8") else stored
 
 
 def encode_tensor(key: str, array: npt.NDArray[Any], codec: TensorCodec, base: npt.NDArray[Any] | None) -> Pieces:
@@ -126,14 +124,14 @@ def encode_tensor(key: str, array: npt.NDArray[Any], codec: TensorCodec, base: n
         CodecError: a number that the codec can't hold.
     """
     if codec in _EXACT:
-        return CODECS[codec].encode(key, array)
+        return {"": array}
     numbers = array.astype(np.float64)
     if not np.isfinite(numbers).all():
         raise CodecError(f"tensor {key} holds NaN or infinity, which {codec} can't hold")
     if is_delta(codec):
         assert base is not None
         numbers -= base
-    return CODECS[codec].encode(key, numbers)
+    return _encode_i8(numbers) if codec.startswith("i8") else {"": _to_f16(key, numbers)}
 
 
 def decode_tensor(key: str, pieces: Pieces, codec: TensorCodec, base: npt.NDArray[Any] | None) -> npt.NDArray[Any]:
@@ -142,9 +140,9 @@ def decode_tensor(key: str, pieces: Pieces, codec: TensorCodec, base: npt.NDArra
     Raises:
         IntegrityError: a scale that no encoder writes.
     """
-    numbers = CODECS[codec].decode(key, pieces)
     if codec in _EXACT:
-        return np.array(numbers)
+        return np.array(pieces[""])
+    numbers = _decode_i8(key, pieces) if codec.startswith("i8") else pieces[""].astype(np.float64)
     if is_delta(codec):
         assert base is not None
         numbers = numbers + base
@@ -154,25 +152,14 @@ def decode_tensor(key: str, pieces: Pieces, codec: TensorCodec, base: npt.NDArra
     return single
 
 
-def _plain(dtype: str) -> Codec:
-    def encode(key: str, array: npt.NDArray[Any]) -> Pieces:
-        return {"": array}
-
-    return Codec(lambda shape: {"": Stored(dtype, shape)}, encode, lambda key, pieces: pieces[""])
-
-
-def _encode_f16(key: str, numbers: Numbers) -> Pieces:
+def _to_f16(key: str, numbers: Numbers) -> npt.NDArray[np.float16]:
     largest = float(np.abs(numbers).max(initial=0.0))
     if largest >= F16_LIMIT:
         raise CodecError(f"tensor {key} holds {largest:.6g}, and float16 ends at 65504: choose another codec")
-    return {"": numbers.astype(np.float16)}
+    return numbers.astype(np.float16)
 
 
-def _decode_f16(key: str, pieces: Pieces) -> Numbers:
-    return pieces[""].astype(np.float64)
-
-
-def _encode_i8(key: str, numbers: Numbers) -> Pieces:
+def _encode_i8(numbers: Numbers) -> Pieces:
     rows = numbers.reshape(len(numbers), -1) if numbers.size else np.zeros((len(numbers), 0))
     exact = np.abs(rows).max(axis=1, initial=0.0) / _LEVELS
     scales = exact.astype(np.float32)
@@ -191,18 +178,3 @@ def _decode_i8(key: str, pieces: Pieces) -> Numbers:
             f"tensor {key}: the scale of channel {at} is {scales[at]}, not a finite number of at least 0"
         )
     return codes * scales.astype(np.float64).reshape(-1, *(1,) * (codes.ndim - 1))
-
-
-_F16 = Codec(lambda shape: {"": Stored("F16", shape)}, _encode_f16, _decode_f16)
-_I8 = Codec(lambda shape: {"": Stored("I8", shape), SCALE_SUFFIX: Stored("F32", shape[:1])}, _encode_i8, _decode_i8)
-
-CODECS: Mapping[TensorCodec, Codec] = {
-    "f32": _plain("F32"),
-    "i64": _plain("I64"),
-    "f16": _F16,
-    "i8": _I8,
-    "f16-delta": _F16,
-    "i8-delta": _I8,
-}
-_EXACT = frozenset({"f32", "i64"})
-_BY_VALUE: Mapping[UpdateCodec, TensorCodec] = {"f16-delta": "f16", "i8-delta": "i8"}

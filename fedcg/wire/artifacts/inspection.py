@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fedcg.wire.artifacts.codecs import CODECS, ELEMENT_TYPES, decode_tensor
+from fedcg.wire.artifacts.codecs import ELEMENT_TYPES, STORED_AS, decode_tensor, stored_tensors
 from fedcg.wire.artifacts.container import decompress_payload, header_fields, split_artifact
 from fedcg.wire.artifacts.tensors import RawTensor, read_payload
 from fedcg.wire.errors import IntegrityError, MalformedError
@@ -59,7 +59,7 @@ class Inspection:
     def codecs(self) -> Mapping[str, TensorCodec]:
         """The codecs that the header names, by key, as far as they are known ones."""
         named = self.header.get("codecs")
-        known: Mapping[str, TensorCodec] = {name: name for name in CODECS}
+        known: Mapping[str, TensorCodec] = {name: name for name in STORED_AS}
         found = named.items() if isinstance(named, dict) else ()
         return {str(key): known[codec] for key, codec in found if isinstance(codec, str) and codec in known}
 
@@ -67,11 +67,8 @@ class Inspection:
     def report_fields(self) -> frozenset[str]:
         """The names of the report's fields that carry a value."""
         report = self.header.get("report")
-        return (
-            frozenset(name for name, value in report.items() if value is not None)
-            if isinstance(report, dict)
-            else frozenset()
-        )
+        carried = report.items() if isinstance(report, dict) else ()
+        return frozenset(name for name, value in carried if value is not None)
 
 
 @dataclass(frozen=True)
@@ -117,7 +114,7 @@ def _pieces(seen: Inspection, key: str, codec: TensorCodec) -> Mapping[str, npt.
     """What is stored of a tensor, by suffix; None where it is not what its codec stores."""
     if key not in seen.tensors or (codec.startswith("i8") and seen.tensors[key].ndim == 0):
         return None
-    expected = CODECS[codec].stored(seen.tensors[key].shape)
+    expected = stored_tensors(seen.tensors[key].shape, codec)
     pieces = {suffix: seen.tensors[key + suffix] for suffix in expected if key + suffix in seen.tensors}
     is_whole = pieces.keys() == expected.keys() and all(
         (piece.dtype, piece.shape) == (ELEMENT_TYPES[expected[suffix].dtype], expected[suffix].shape)

@@ -33,7 +33,7 @@ class RawTensor(TypedDict):
     data: bytes
 
 
-_PLAIN: Mapping[TensorDtype, TensorCodec] = {"float32": "f32", "int64": "i64"}
+_DTYPES: Mapping[TensorDtype, str] = {"float32": "F32", "int64": "I64"}
 _LENGTH_BYTES = 8
 # What the JSON header of a safetensors file says about one tensor besides its name: dtype, up to 8 dimensions, two offsets.
 _ENTRY_BYTES = 200
@@ -66,27 +66,22 @@ def layouts_of(parts: PartArrays) -> dict[Part, tuple[TensorLayout, ...]]:
     }
 
 
-def plain_codecs(layouts: PartLayouts) -> dict[str, TensorCodec]:
-    """Every tensor as it is: `f32` or `i64`."""
-    return {tensor_key(part, layout.name): _PLAIN[layout.dtype] for part, layout in _all(layouts)}
-
-
-def data_bytes(layouts: PartLayouts, codecs: Codecs | None = None) -> int:
-    """Bytes of all elements that a payload of the layouts holds, scales included; as they are without codecs."""
+def data_bytes(layouts: PartLayouts, codecs: Codecs) -> int:
+    """Bytes of all elements that a payload of the layouts holds, scales included."""
     return sum(stored.data_bytes for stored in _stored(layouts, codecs).values())
 
 
-def payload_bounds(layouts: PartLayouts, codecs: Codecs | None = None) -> tuple[int, int]:
+def payload_bounds(layouts: PartLayouts, codecs: Codecs) -> tuple[int, int]:
     """Smallest and largest size in bytes that a payload of these layouts can have, its JSON header included."""
     return _bounds(_stored(layouts, codecs))
 
 
-def encode_tensors(parts: PartArrays, codecs: Codecs | None = None, base: PartArrays | None = None) -> bytes:
+def encode_tensors(parts: PartArrays, codecs: Codecs, base: PartArrays | None = None) -> bytes:
     """Tensors as a safetensors payload; the same tensors, codecs and base always give the same bytes.
 
     Args:
         parts: per part, float32 or int64 arrays by name, any memory order.
-        codecs: of every tensor; as they are when None.
+        codecs: of every tensor.
         base: what deltas are taken to.
 
     Raises:
@@ -97,7 +92,7 @@ def encode_tensors(parts: PartArrays, codecs: Codecs | None = None, base: PartAr
     stored: dict[str, npt.NDArray[Any]] = {}
     for key, array in flatten(parts).items():
         layout = TensorLayout.model_construct(name=key, dtype=_dtype_name(key, array), shape=array.shape)
-        codec = _PLAIN[layout.dtype] if codecs is None else codecs.get(key)
+        codec = codecs.get(key)
         if codec is None or not fits(layout, codec):
             raise MalformedError(f"tensor {key} of element type {layout.dtype} has codec {codec}, which can't hold it")
         pieces = encode_tensor(key, array, codec, _base_of(key, layout, codec, base))
@@ -106,7 +101,7 @@ def encode_tensors(parts: PartArrays, codecs: Codecs | None = None, base: PartAr
 
 
 def decode_tensors(
-    data: bytes, layouts: PartLayouts, codecs: Codecs | None = None, base: PartArrays | None = None
+    data: bytes, layouts: PartLayouts, codecs: Codecs, base: PartArrays | None = None
 ) -> dict[Part, dict[str, Array]]:
     """The tensors of a payload, which must be exactly those of the layouts.
 
@@ -115,7 +110,7 @@ def decode_tensors(
     Args:
         data: the payload.
         layouts: what must be inside.
-        codecs: of every tensor; as they are when None.
+        codecs: of every tensor.
         base: what deltas were taken to.
 
     Returns:
@@ -127,7 +122,6 @@ def decode_tensors(
         IntegrityError: a tensor is missing, unknown, or has another element type or shape; its codec can't hold it; a scale that no
             encoder writes; a delta to a tensor that the base does not hold.
     """
-    codecs = plain_codecs(layouts) if codecs is None else codecs
     stored = _stored(layouts, codecs)
     _check_size(data, stored)
     _check_header(data, stored)
@@ -137,7 +131,7 @@ def decode_tensors(
         key = tensor_key(part, layout.name)
         pieces = {
             suffix: np.frombuffer(found[key + suffix]["data"], dtype=ELEMENT_TYPES[piece.dtype]).reshape(piece.shape)
-            for suffix, piece in stored_tensors(layout, codecs[key]).items()
+            for suffix, piece in stored_tensors(layout.shape, codecs[key]).items()
         }
         decoded[part][layout.name] = decode_tensor(key, pieces, codecs[key], _base_of(key, layout, codecs[key], base))
     return decoded
@@ -168,8 +162,8 @@ def assert_finite(parts: PartArrays) -> None:
 
 
 def _dtype_name(key: str, array: Array) -> TensorDtype:
-    for name, codec in _PLAIN.items():
-        if array.dtype == ELEMENT_TYPES[codec.upper()]:
+    for name, stored in _DTYPES.items():
+        if array.dtype == ELEMENT_TYPES[stored]:
             return name
     raise MalformedError(f"tensor {key} has element type {array.dtype}; only float32 and int64 cross the wire")
 
@@ -178,24 +172,23 @@ def _all(layouts: PartLayouts) -> Iterator[tuple[Part, TensorLayout]]:
     return ((part, layout) for part, tensors in layouts.items() for layout in tensors)
 
 
-def _stored(layouts: PartLayouts, codecs: Codecs | None) -> dict[str, Stored]:
+def _stored(layouts: PartLayouts, codecs: Codecs) -> dict[str, Stored]:
     """What a payload holds, by full key.
 
     Raises:
         IntegrityError: codecs of other tensors, or one that can't hold its tensor.
     """
-    chosen = plain_codecs(layouts) if codecs is None else codecs
     tensors = {tensor_key(part, layout.name): layout for part, layout in _all(layouts)}
-    if chosen.keys() != tensors.keys():
-        unknown, missing = sorted(chosen.keys() - tensors.keys()), sorted(tensors.keys() - chosen.keys())
+    if codecs.keys() != tensors.keys():
+        unknown, missing = sorted(codecs.keys() - tensors.keys()), sorted(tensors.keys() - codecs.keys())
         raise IntegrityError(
             f"codecs of tensors that the layouts do not name: {unknown[:5]}; missing ones: {missing[:5]}"
         )
     stored: dict[str, Stored] = {}
     for key, layout in tensors.items():
-        if not fits(layout, chosen[key]):
-            raise IntegrityError(f"codec {chosen[key]} can't hold tensor {key}, {layout.dtype} {list(layout.shape)}")
-        stored |= {key + suffix: piece for suffix, piece in stored_tensors(layout, chosen[key]).items()}
+        if not fits(layout, codecs[key]):
+            raise IntegrityError(f"codec {codecs[key]} can't hold tensor {key}, {layout.dtype} {list(layout.shape)}")
+        stored |= {key + suffix: piece for suffix, piece in stored_tensors(layout.shape, codecs[key]).items()}
     return stored
 
 

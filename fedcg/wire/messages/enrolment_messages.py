@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedcg.wire.errors import MalformedError
-from fedcg.wire.messages.messages import Identifier, Sha256
+from fedcg.wire.messages.messages import Identifier, Nonce, Sha256, Signature
 
 PresetName = Literal["mosquitto", "aws-iot", "azure-event-grid", "emqx"]
 """Brokers and services with known limits (`transfer.broker_presets`)."""
@@ -37,8 +37,6 @@ _ANSWER_DOMAIN = "fedcg/1 enrolment answer"
 _RENEW_DOMAIN = "fedcg/1 renewal"
 
 TokenId = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
-Signature = Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")]
-Nonce = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 Pem = Annotated[str, Field(min_length=1, max_length=6000)]
 URL_PATTERN = r"^https://[A-Za-z0-9.:\[\]_-]{1,260}/?$"
 Url = Annotated[str, Field(pattern=URL_PATTERN)]

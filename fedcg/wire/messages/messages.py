@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Annotated, Literal, Union
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
@@ -282,28 +282,6 @@ class Receipt(_Message):
     reason: Annotated[str, Field(max_length=300)] = ""
 
 
-Message = Annotated[
-    Union[  # noqa: UP007 - pydantic needs a real Union for the discriminator on 3.10
-        Offer,
-        Finished,
-        CoordinatorStatus,
-        KeyChain,
-        DeviceStatus,
-        Hello,
-        Heartbeat,
-        Welcome,
-        Refusal,
-        Invite,
-        Accept,
-        Decline,
-        Manifest,
-        Need,
-        Leave,
-        Left,
-        Receipt,
-    ],
-    Field(discriminator="kind"),
-]
 AnyMessage = (
     Offer
     | Finished
@@ -323,7 +301,7 @@ AnyMessage = (
     | Left
     | Receipt
 )
-_ADAPTER: TypeAdapter[AnyMessage] = TypeAdapter(Message)
+_ADAPTER: TypeAdapter[AnyMessage] = TypeAdapter(Annotated[AnyMessage, Field(discriminator="kind")])
 
 
 def encode(message: AnyMessage) -> bytes:

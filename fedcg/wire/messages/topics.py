@@ -83,11 +83,15 @@ def check_device_id(identity: str) -> str:
     Raises:
         ValueError: reserved, or not lower-case letters, digits and dashes (1 to 63 of them).
     """
-    if not _IDENTIFIER.fullmatch(identity):
-        raise ValueError(f"device id {identity!r}: use 1 to 63 lower-case letters, digits and dashes, not a dash first")
+    _check_identifier("device id", identity)
     if role_of(identity) is not Role.DEVICE:
         raise ValueError(f"device id {identity!r} is reserved; choose another")
     return identity
+
+
+def _check_identifier(what: str, name: str) -> None:
+    if not _IDENTIFIER.fullmatch(name):
+        raise ValueError(f"{what} {name!r}: use 1 to 63 lower-case letters, digits and dashes, not a dash first")
 
 
 @dataclass(frozen=True)
@@ -97,8 +101,7 @@ class Topics:
     federation: str
 
     def __post_init__(self) -> None:
-        if not _IDENTIFIER.fullmatch(self.federation):
-            raise ValueError(f"federation {self.federation!r}: use 1 to 63 lower-case letters, digits and dashes")
+        _check_identifier("federation", self.federation)
 
     @property
     def prefix(self) -> str:
@@ -204,13 +207,11 @@ class Topics:
         lines += [f"topic read {self._spell(kind, device)}" for kind in _READS[role] if kind not in _WRITES[role]]
         return "\n".join(lines) + "\n"
 
-    def _spell(self, kind: TopicKind, device: str | None = None) -> str:
+    def _spell(self, kind: TopicKind, device: str = "") -> str:
         if kind in BROADCASTS:
             return f"{self.prefix}{kind.value}"
-        if device != _ANY and not _IDENTIFIER.fullmatch(device or ""):
-            raise ValueError(
-                f"device id {device!r}: use 1 to 63 lower-case letters, digits and dashes, not a dash first"
-            )
+        if device != _ANY:
+            _check_identifier("device id", device)
         return f"{self.prefix}devices/{device}/{kind.value}"
 
     def _parse_filter(self, topic: str) -> ParsedTopic | None:

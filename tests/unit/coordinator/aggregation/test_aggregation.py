@@ -29,7 +29,8 @@ from coordinator.aggregation.worker_messages import (
 from coordinator.cli.create_federation import Founded, found, read_plan
 from coordinator.errors import PlanError
 from fedcg.learning.spec import FederationSpec
-from fedcg.wire.artifacts.artifacts import ArtifactStore, read_header, unpack
+from fedcg.wire.artifacts.artifact_store import ArtifactStore
+from fedcg.wire.artifacts.artifacts import read_header, unpack
 from fedcg.wire.messages.messages import Outcome
 from tests.support.coordinator_support import RunningService, World, shared_layouts, wait_until
 from tests.support.driven_worker import DrivenWorker

@@ -28,7 +28,8 @@ from coordinator.cli.create_federation import Founded, found, read_plan
 from coordinator.config import RoundSettings
 from coordinator.updates.robustness import Distances
 from fedcg.learning.spec import FederationSpec
-from fedcg.wire.artifacts.artifacts import ArtifactStore, Base, pack, unpack
+from fedcg.wire.artifacts.artifact_store import ArtifactStore
+from fedcg.wire.artifacts.artifacts import Base, pack, unpack
 from fedcg.wire.artifacts.tensors import Array
 from fedcg.wire.messages.messages import Outcome
 from fedcg.wire.parts import Part, Report

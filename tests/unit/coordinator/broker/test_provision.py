@@ -31,7 +31,7 @@ from coordinator.pki import authority as pki
 from coordinator.pki.authority import create_ca, credential_of, issue, observers_of
 from coordinator.rounds.records import AggregateRecord, FederationRecord
 from coordinator.storage.store import Store
-from fedcg.wire.artifacts.artifacts import ArtifactStore
+from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.messages.signing import SigningKey, VerifyKey
 from fedcg.wire.transfer.broker_presets import limits_for
 from tests.support.coordinator_support import tiny_spec

@@ -24,7 +24,7 @@ from coordinator.paths import Home
 from coordinator.rounds.records import AggregateRecord, DeviceState, FederationRecord
 from coordinator.storage.store import Store
 from fedcg.find_mosquitto import find_mosquitto
-from fedcg.wire.artifacts.artifacts import ArtifactStore
+from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.messages.topics import Topics
 from fedcg.wire.transport.mqtt import MqttTransport
 from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles

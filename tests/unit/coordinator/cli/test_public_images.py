@@ -19,7 +19,8 @@ from coordinator.paths import Home
 from fedcg.learning.data.public_images import read_public, spread
 from fedcg.learning.errors import DataError
 from fedcg.learning.spec import FederationSpec, ImageForm
-from fedcg.wire.artifacts.artifacts import ArtifactStore, unpack
+from fedcg.wire.artifacts.artifact_store import ArtifactStore
+from fedcg.wire.artifacts.artifacts import unpack
 from tests.support.coordinator_support import World
 from tests.unit.coordinator.aggregation.test_aggregation import plan_file, run_to_the_end
 

@@ -11,7 +11,7 @@ import pytest
 from coordinator.rounds.round_engine import Phase
 from coordinator.storage.pruning import Pruner
 from coordinator.updates.published_artifacts import OPEN_FILES
-from fedcg.wire.artifacts.artifacts import ArtifactStore
+from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.messages.messages import Outcome
 from tests.support.coordinator_support import FEDERATION, RunningService, World, aggregate_bytes, tiny_spec, wait_until
 

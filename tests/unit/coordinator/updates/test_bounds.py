@@ -20,7 +20,8 @@ from coordinator.updates.published_artifacts import Library
 from coordinator.updates.receiver import Broken, Receiver
 from coordinator.updates.upload_windows import Grant, Received, Uploads
 from fedcg.refusal_counter import Refusals
-from fedcg.wire.artifacts.artifacts import ArtifactStore, artifact_id
+from fedcg.wire.artifacts.artifact_store import ArtifactStore
+from fedcg.wire.artifacts.artifacts import artifact_id
 from fedcg.wire.errors import IntegrityError, TransportError
 from fedcg.wire.messages.messages import MAX_CHUNK_BYTES, Carrier, Manifest, Outcome
 from fedcg.wire.transfer.chunk_window import Window

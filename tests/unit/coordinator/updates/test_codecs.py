@@ -20,7 +20,8 @@ from fedcg.learning.networks.initial_weights import initial_parts
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import spec_root
 from fedcg.learning.spec import FederationSpec
-from fedcg.wire.artifacts.artifacts import ArtifactStore, Base, artifact_id, pack, read_header
+from fedcg.wire.artifacts.artifact_store import ArtifactStore
+from fedcg.wire.artifacts.artifacts import Base, artifact_id, pack, read_header
 from fedcg.wire.artifacts.codecs import MIN_CHANNEL
 from fedcg.wire.artifacts.container import decompress_payload, join_artifact, split_artifact
 from fedcg.wire.parts import Part, UpdateCodec

@@ -14,7 +14,7 @@ import torch
 
 from export.build import to_onnx, verify
 from export.build.install_model import package_personal
-from export.build.to_onnx import OPSET, Exporter, export_personal, preload
+from export.build.to_onnx import OPSET, Exporter, export_personal
 from export.errors import ConversionError, InputError, ManifestError, TamperedError, VerificationError
 from export.model.manifest import read_manifest, write_manifest
 from export.model.preprocess import Pixels, load_image
@@ -124,11 +124,6 @@ def test_no_weights_of_other_parts_are_in_the_file(tmp_path: Path, spec: Federat
     floats = sum(np.prod(one.dims) for one in onnx.load(tmp_path / "model.onnx").graph.initializer)
     expected = sum(tensor.numel() for part in (Part.EXTRACTOR, Part.CLASSIFIER) for tensor in parts[part].values())
     assert floats <= expected + 2 * spec.image.channels
-
-
-def test_preloading_imports_what_the_export_needs() -> None:
-    preload()
-    assert onnx.checker is not None
 
 
 def test_the_second_exporter_is_used_when_the_first_is_gone_and_gives_the_same_logits(

@@ -3,20 +3,19 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
 from safetensors.numpy import save
 
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
-from fedcg.wire.artifacts.artifacts import ArtifactHeader, artifact_id, inspect, pack, read_header, unpack
+from fedcg.wire.artifacts.artifacts import ArtifactHeader, artifact_id, pack, read_header, unpack
 from fedcg.wire.artifacts.container import MAX_HEADER_BYTES, join_artifact, split_artifact
-from fedcg.wire.artifacts.tensors import Array, encode_tensors, layouts_of
+from fedcg.wire.artifacts.inspection import inspect
+from fedcg.wire.artifacts.tensors import Array, layouts_of
 from fedcg.wire.errors import IntegrityError, MalformedError, TooLargeError, WireError
 from fedcg.wire.parts import Health, Part, Report
 
@@ -58,14 +57,6 @@ def test_an_artifact_survives_the_wire() -> None:
             np.testing.assert_array_equal(artifact.parts[part][name], array)
 
 
-def test_the_header_names_the_codec_of_every_tensor() -> None:
-    assert read_header(PACKED).codecs == {
-        "classifier/weight": "f32",
-        "generator/bias": "f32",
-        "generator/num_batches_tracked": "i64",
-    }
-
-
 def test_the_same_content_has_the_same_bytes_and_so_the_same_id() -> None:
     shuffled = {part: dict(reversed(arrays.items())) for part, arrays in reversed(PARTS.items())}
     assert pack(HEADER, shuffled) == PACKED
@@ -95,7 +86,7 @@ def test_a_part_that_was_not_agreed_on_is_refused_and_named() -> None:
 
 
 def test_a_header_that_hides_a_part_does_not_get_it_through() -> None:
-    planted = encode_tensors({**PARTS, Part.EXTRACTOR: {"weight": np.ones(2, np.float32)}})
+    planted = inspect(pack(HEADER, {**PARTS, Part.EXTRACTOR: {"weight": np.ones(2, np.float32)}})).payload
     with pytest.raises(WireError):
         unpack(join_artifact(split_artifact(PACKED)[0], planted), LAYOUTS)
 
@@ -153,7 +144,7 @@ def test_a_decompression_bomb_is_refused_by_what_it_declares() -> None:
 
 def test_a_frame_that_does_not_declare_its_size_is_refused() -> None:
     stream = zstandard.ZstdCompressor().compressobj()
-    frame = stream.compress(encode_tensors(PARTS)) + stream.flush()
+    frame = stream.compress(inspect(PACKED).payload) + stream.flush()
     with pytest.raises(MalformedError, match="declare"):
         unpack(raw(split_artifact(PACKED)[0], frame), LAYOUTS)
 
@@ -195,23 +186,10 @@ def test_an_observer_sees_every_tensor_whatever_its_type_and_name(dtype: str) ->
     assert planted.tobytes() in seen.payload
 
 
-def test_an_observer_reads_an_honest_artifact_as_the_receiver_does() -> None:
-    seen = inspect(PACKED)
-    assert seen.part_names == {"classifier", "generator"}
-    assert seen.report_fields == {"examples", "accuracy", "health"}
-    np.testing.assert_array_equal(seen.tensors["generator/bias"], PARTS[Part.GENERATOR]["bias"])
-
-
 def test_an_observer_reads_bfloat16() -> None:
     head = json.dumps({"extractor/w": {"dtype": "BF16", "shape": [2], "data_offsets": [0, 4]}}).encode()
     payload = len(head).to_bytes(8, "little") + head + bytes.fromhex("803f00c0")
     np.testing.assert_array_equal(inspect(join_artifact(b"{}", payload)).tensors["extractor/w"], [1.0, -2.0])
-
-
-def test_a_header_in_python_is_checked_too() -> None:
-    values: dict[str, Any] = {**HEADER.model_dump(), "client": "../x"}
-    with pytest.raises(ValidationError):
-        ArtifactHeader(**values)
 
 
 def test_a_store_gives_back_what_was_put_and_keeps_it_once(tmp_path: Path) -> None:
