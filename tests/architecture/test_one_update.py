@@ -217,7 +217,7 @@ def test_an_update_changes_threads_and_processes_four_times_from_its_last_chunk_
 
 
 if __name__ == "__main__":
-    worker_handle.worker_main = count_and_never_merge
+    setattr(worker_handle, "worker_main", count_and_never_merge)  # noqa: B010 - the entry point is imported there
     with tempfile.TemporaryDirectory() as name:
         found = followed(Path(name))
         lines = [" ".join(call) for call in dict.fromkeys(found.calls)]
