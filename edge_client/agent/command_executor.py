@@ -1,4 +1,4 @@
-"""What the agent does when the state machine gives a command: publish, fetch, judge, start training, remember. Never imports torch."""
+"""Carries out the state machine's commands: send, fetch, check, start training, store. Never imports torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from edge_client.agent.event_reporter import describe_end
 from edge_client.config import AgentConfig
 from edge_client.firewall import check_spec
-from edge_client.messaging.publisher import Outgoing
+from edge_client.messaging.coordinator_link import CoordinatorLink
 from edge_client.session.events import (
     ArtifactLost,
     CheckSpec,
@@ -34,7 +34,7 @@ from edge_client.session.events import (
 from edge_client.session.state import SessionState
 from edge_client.store.private_store import DeliveryRecord, PrivateStore
 from edge_client.training.trainer_handle import TrainerHandle
-from edge_client.transfer.downloads import Downloads
+from edge_client.transfer.artifact_transfer import ArtifactTransfer
 from fedcg.event_log import EventLog
 from fedcg.wire.errors import IntegrityError, WireError
 from fedcg.wire.messages.messages import ArtifactRef, DeclineReason, Outcome
@@ -49,9 +49,10 @@ class CommandExecutor:
     Args:
         config: of this device.
         store: its private store.
-        outgoing: publishes.
-        downloads: what is being fetched.
+        link: sends messages to the coordinator.
+        transfer: moves artifacts.
         trainer: the training process.
+        chunk_bytes: asks for the chunk size that fits the link.
         events: the event log.
         clock: monotonic seconds.
     """
@@ -60,17 +61,19 @@ class CommandExecutor:
         self,
         config: AgentConfig,
         store: PrivateStore,
-        outgoing: Outgoing,
-        downloads: Downloads,
+        link: CoordinatorLink,
+        transfer: ArtifactTransfer,
         trainer: TrainerHandle,
+        chunk_bytes: Callable[[], int],
         events: EventLog,
         clock: Callable[[], float],
     ) -> None:
         self._config = config
         self._store = store
-        self._outgoing = outgoing
-        self._downloads = downloads
+        self._link = link
+        self._transfer = transfer
         self._trainer = trainer
+        self._chunk_bytes = chunk_bytes
         self._events = events
         self._clock = clock
         self._update: ChunkFile | None = None
@@ -91,7 +94,7 @@ class CommandExecutor:
         }
 
     def carry_out(self, command: Command, state: SessionState) -> Event | None:
-        """Do what a command says; returns what the state machine has to hear about at once."""
+        """Do what a command says; returns an event that follows at once."""
         return self._handlers[type(command)](command, state)
 
     def _load_update(self, command: LoadUpdate, state: SessionState) -> Event:
@@ -100,7 +103,7 @@ class CommandExecutor:
         assert generation is not None
         assert generation.outbox is not None
         entry, path = generation.outbox, self._store.generations.update_path(generation)
-        ref = ArtifactRef(id=entry.artifact, size=entry.size, chunk_bytes=self._outgoing.chunk_bytes())
+        ref = ArtifactRef(id=entry.artifact, size=entry.size, chunk_bytes=self._chunk_bytes())
         known = None if self._update is None else self._update.ref
         if known is not None and known.id == ref.id and known.chunk_bytes < ref.chunk_bytes:
             ref = known  # an announced chunk size is kept for as long as the link takes it
@@ -109,18 +112,18 @@ class CommandExecutor:
         return OutboxFound(generation.cursor, ref)
 
     def _send_hello(self, command: SendHello, state: SessionState) -> None:
-        self._outgoing.hello(state.epoch)
+        self._link.hello(state.epoch)
 
     def _send(self, command: Send, state: SessionState) -> None:
-        self._outgoing.send(command.message)
+        self._link.send(command.message)
 
     def _send_chunks(self, command: SendChunks, state: SessionState) -> None:
         if self._update is not None and self._update.ref == command.update:
-            self._outgoing.chunks(self._update, command.ranges)
+            self._transfer.send(self._update, command.ranges)
 
     def _want(self, command: Want, state: SessionState) -> Event | None:
         try:
-            self._downloads.want(command.downloads, self._clock())
+            self._transfer.want(command.downloads, self._clock())
         except WireError as error:
             self._events.write("refused", what="offer", detail=str(error))
             _log.warning("%s does not take part: %s", self._config.device, error)
@@ -180,7 +183,7 @@ class CommandExecutor:
             )
         self._events.write(
             "receipt",
-            chunks_sent=self._outgoing.end_chunks(command.artifact),
+            chunks_sent=self._transfer.end_update(command.artifact),
             round=cursor.round,
             attempt=cursor.attempt,
             artifact=command.artifact,

@@ -1,6 +1,7 @@
-"""The agent: a thin loop between transport, training process, private store and the protocol's state machine. Never imports torch.
+"""The agent: one loop between the link to the coordinator, the transfer of artifacts, the training process and the state machine.
 
-Other threads only put into one bounded queue; everything else happens in `Agent.run`, which never waits for training.
+Other threads only put into one bounded queue; everything else happens in `Agent.run`, which never waits for training. Never imports
+torch.
 """
 
 from __future__ import annotations
@@ -19,11 +20,10 @@ from edge_client.config import AgentConfig
 from edge_client.errors import FirewallError
 from edge_client.firewall import check_kept
 from edge_client.identity.keys import AgentKeys
+from edge_client.messaging.coordinator_link import CoordinatorLink
 from edge_client.messaging.coordinator_trust import CoordinatorTrust
 from edge_client.messaging.handshake import Handshake
 from edge_client.messaging.inbox import Inbox, Item
-from edge_client.messaging.message_checks import Incoming
-from edge_client.messaging.publisher import Outgoing
 from edge_client.session.events import (
     Chosen,
     Command,
@@ -45,13 +45,15 @@ from edge_client.store.cohort_secret import mark_in
 from edge_client.store.private_store import DeliveryRecord, PrivateStore
 from edge_client.training.messages import Committed, Failed, Ready, TrainerReport
 from edge_client.training.trainer_handle import TrainerHandle
-from edge_client.transfer.downloads import Downloads
-from edge_client.transfer.fetching import Fetching
-from edge_client.transfer.https_client import carrier_of
+from edge_client.transfer.artifact_transfer import ArtifactCarrier, ArtifactTransfer
+from edge_client.transfer.https_client import https_carrier
+from edge_client.transfer.mqtt_carrier import MqttCarrier
 from fedcg.event_log import EventLog
 from fedcg.wire.messages.key_chain import PinnedKey
-from fedcg.wire.messages.messages import COORDINATOR, Heartbeat, Left
-from fedcg.wire.transfer.chunks import Chunk
+from fedcg.wire.messages.messages import COORDINATOR, ArtifactRef, Heartbeat, Need
+from fedcg.wire.messages.topics import Topics
+from fedcg.wire.transfer.chunk_window import Ranges
+from fedcg.wire.transfer.chunks import Chunk, chunk_bytes_for
 from fedcg.wire.transport.transport import Delivery, Transport
 from fedcg.worker_process import Exited
 
@@ -71,7 +73,7 @@ class Agent:
         config: of this device.
         store: its private store, locked by the caller.
         keys: for signatures.
-        transport: the link to the broker, with the will of `outgoing.offline_will`.
+        transport: the connection to the broker, with the will of `offline_will`.
         make_trainer: builds the handle of the training process around a callback for its reports.
         events: the event log.
         clock: monotonic seconds.
@@ -96,8 +98,8 @@ class Agent:
         self._dropped = 0
         self._stopping = False
         self._trainer = make_trainer(self._inbox.put)
-        self._memory = CoordinatorTrust(store, config.federation, keys.coordinator)
-        self._handshake = Handshake(
+        self._trust = CoordinatorTrust(store, config.federation, keys.coordinator)
+        handshake = Handshake(
             config.federation,
             config.device,
             version("fedcg-edge"),
@@ -105,18 +107,19 @@ class Agent:
             heartbeat_s=config.broker.keepalive_s,
             carrier=config.carrier,
         )
-        https = carrier_of(config, self._put, events)
+        self._link = CoordinatorLink(config.federation, config.device, keys.signing, transport, self._trust, handshake)
         self._beat_at = float("-inf")
-        limits = config.broker.limits
-        window = limits.window if https is None else None  # nothing queues between the ends of a TCP connection
-        self._downloads = Downloads(store.partials, window, config.policy.max_download_mb * 1_000_000)
-        self._outgoing = Outgoing(
-            config.federation, config.device, keys.signing, transport, self._handshake, limits.chunk_bytes, https
-        )
-        self._incoming = Incoming(config.federation, config.device, self._memory, self._handshake, self._downloads)
         self._reporter = EventReporter(config.device, store.root, events)
-        self._fetching = Fetching(config, store, self._downloads, self._outgoing.send, https, self._reporter, events)
-        self._executor = CommandExecutor(config, store, self._outgoing, self._downloads, self._trainer, events, clock)
+        https = https_carrier(config, self._put, events)
+        mqtt = MqttCarrier(transport, Topics(config.federation).up_chunk(config.device), self._ask)
+        carrier: ArtifactCarrier = mqtt if https is None else https
+        self._reads_chunks = https is None
+        window = config.broker.limits.window if https is None else None  # no broker's queue is between the ends
+        max_bytes = config.policy.max_download_mb * 1_000_000
+        self._transfer = ArtifactTransfer(store, carrier, window, max_bytes, self._reporter, events)
+        self._executor = CommandExecutor(
+            config, store, self._link, self._transfer, self._trainer, self._chunk_bytes, events, clock
+        )
         self._events_due: deque[Event] = deque()
         self._state = self._restored()
 
@@ -139,17 +142,16 @@ class Agent:
         )
         try:
             self._handle(Tick())  # starts the training process: it loads torch while the link comes up
-            self._store.partials.collect()
-            self._outgoing.start()
-            self._outgoing.subscribe()
+            self._transfer.start()
+            self._link.subscribe(chunks=self._reads_chunks)
             self._transport.start(self._on_delivery, lambda up: self._put(LinkChanged(up)))
             while not self._stopping and not (until_finished and self._executor.outcome is not None):
                 self._turn()
         finally:
-            self._outgoing.close()
-            self._outgoing.status(online=False)
+            self._transfer.stop_sending()
+            self._link.status(online=False)
             self._transport.close()
-            self._downloads.close()
+            self._transfer.close()
             self._trainer.stop()
             self._events.write(
                 "agent_stopped", pid=os.getpid(), dropped=self._dropped, refused=self._reporter.refusals.counts
@@ -183,10 +185,10 @@ class Agent:
         try:
             if item is not None:
                 self._take(item)
-            self._follow(self._fetching.keep_completed(self._state, self._clock()))
-            self._handle(Sending() if self._outgoing.is_sending else Tick())
-            if self._handshake.is_open:
-                self._follow(self._fetching.ask(self._state, self._clock()))
+            self._follow(self._transfer.keep_completed(self._state, self._clock()))
+            self._handle(Sending() if self._transfer.is_sending else Tick())
+            if self._link.has_session:
+                self._follow(self._transfer.ask(self._clock()))
             self._beat()
         except Exception as error:  # noqa: BLE001 - a run loop: logged with context, and the agent stays up
             self._fail(type(item).__name__, error)
@@ -200,7 +202,7 @@ class Agent:
 
     def _patience(self) -> float:
         due = next_deadline(self._state)
-        longest = DOWNLOADING_S if self._downloads.are_pending else IDLE_S
+        longest = DOWNLOADING_S if self._transfer.is_fetching else IDLE_S
         return longest if due is None else max(0.0, min(longest, due - self._clock()))
 
     def _take(self, item: Item) -> None:
@@ -209,9 +211,9 @@ class Agent:
         elif isinstance(item, LinkChanged):
             self._link_changed(item)
         elif isinstance(item, Chunk):
-            self._fetching.take(item, self._clock())
+            self._take_chunk(item)
         else:
-            self._hear_trainer(item)
+            self._trainer_reported(item)
 
     def _follow(self, event: Event | None) -> None:
         if event is not None:
@@ -237,25 +239,40 @@ class Agent:
         if follows is not None:
             self._events_due.append(follows)
 
+    def _take_chunk(self, chunk: Chunk) -> None:
+        with self._reporter.noting("download"):
+            self._transfer.take(chunk, self._clock())
+
     def _receive(self, delivery: Delivery) -> None:
         meaning = None
         with self._reporter.noting(delivery.topic):
-            meaning = self._incoming.open(delivery, self._clock())
+            meaning = self._link.open(delivery)
+            if isinstance(meaning, Chunk):
+                self._transfer.take(meaning, self._clock())
+                return
         # The message counts also where this fails: a broadcast is not repeated.
         with self._reporter.noting("memory", "what is remembered of the coordinator"):
-            self._memory.save()
+            self._trust.save()
         if isinstance(meaning, PinnedKey):
             self._events.write("coordinator_key", serial=meaning.serial, key=meaning.key.hex)
-            self._outgoing.ask_for_broadcasts()
-        elif not isinstance(meaning, Left):  # only a device that leaves asks for it, and no agent runs then
+            self._link.ask_for_broadcasts()
+        elif not isinstance(meaning, Chunk):
             self._follow(meaning)
 
+    def _ask(self, ref: ArtifactRef, ranges: Ranges) -> None:
+        """Have the coordinator send chunks of an artifact over the broker."""
+        self._link.send(Need(**self._state.addressed(), artifact=ref.id, ranges=ranges))
+
+    def _chunk_bytes(self) -> int:
+        """The chunk size that fits the link."""
+        return chunk_bytes_for(self._transport.max_payload, self._config.broker.limits.chunk_bytes)
+
     def _link_changed(self, event: LinkChanged) -> None:
-        self._handshake.close()
+        self._link.end_session()
         self._reporter.link(up=event.up)
         try:
             if event.up:
-                self._outgoing.status(online=True)
+                self._link.status(online=True)
                 self._find_outbox()
         finally:
             self._handle(event)
@@ -274,7 +291,7 @@ class Agent:
             return
         self._handle(OutboxFound(entry.cursor))
 
-    def _hear_trainer(self, report: TrainerReport) -> None:
+    def _trainer_reported(self, report: TrainerReport) -> None:
         if isinstance(report, Ready):
             self._handle(TrainerReady())
         elif isinstance(report, Committed):
@@ -304,13 +321,12 @@ class Agent:
         self._store.prune_artifacts({target.aggregate.id for target in targets if target is not None})
 
     def _beat(self) -> None:
-        """Be heard now and then: a will is lost when a broker dies with this device."""
+        """Send a heartbeat now and then: a will is lost when a broker dies with this device."""
         now = self._clock()
-        if self._handshake.is_open and now - self._beat_at >= self._config.broker.keepalive_s:
+        if self._link.has_session and now - self._beat_at >= self._config.broker.keepalive_s:
             self._beat_at = now
-            self._outgoing.send(
-                Heartbeat(federation=self._config.federation, sender=self._config.device, recipient=COORDINATOR)
-            )
+            own = self._config
+            self._link.send(Heartbeat(federation=own.federation, sender=own.device, recipient=COORDINATOR))
 
     def _restored(self) -> SessionState:
         generation, problems = self._store.generations.current()
@@ -320,7 +336,7 @@ class Agent:
         return SessionState(
             federation=self._config.federation,
             device=self._config.device,
-            epoch=self._memory.order.highest[0],
+            epoch=self._trust.order.highest[0],
             stored=frozenset(self._store.artifacts.ids()) | self._store.spec_digests(),
             bound_spec=None if generation is None else generation.spec,
             committed=None if generation is None else generation.cursor,

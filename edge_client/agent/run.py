@@ -13,7 +13,7 @@ from edge_client.config import AgentConfig
 from edge_client.identity.credentials import settle_pair
 from edge_client.identity.keys import load_keys, mqtt_config
 from edge_client.identity.renewal import Renewer
-from edge_client.messaging.publisher import offline_will
+from edge_client.messaging.coordinator_link import offline_will
 from edge_client.store.private_store import PrivateStore
 from edge_client.training.trainer_handle import trainer_process
 from fedcg.event_log import EventLog

@@ -24,9 +24,10 @@ from devices.profile import plan_training
 from edge_client.cli.status import is_locked, read_status
 from edge_client.config import AgentConfig
 from edge_client.errors import EdgeError, EnrolError
-from edge_client.identity.conversation import Conversation
+from edge_client.identity.conversation import converse
 from edge_client.identity.credentials import life_of, read_certificate
 from edge_client.identity.keys import load_keys, mqtt_config
+from edge_client.session.state import Purpose
 from edge_client.store.private_store import PrivateStore
 from edge_client.transfer.https_client import check_ready, tls_of
 from fedcg.learning.data.decoding import decode_image
@@ -195,7 +196,7 @@ def _coordinator(config: AgentConfig, now: datetime) -> Result:
             store, keys = PrivateStore(config.store if is_made else Path(empty)), load_keys(config)
             with store.locked():
                 transport = MqttTransport(mqtt_config(config))
-                Conversation(config, keys, store, transport, leaves=False).hold(ANSWER_TIMEOUT_S)
+                converse(config, keys, store, transport, Purpose.GREET, ANSWER_TIMEOUT_S)
     except (EdgeError, WireError, OSError) as error:
         advice = f"ask the operator: `fedcg device show {config.device}`, and that the broker has read its access list"
         return "failed", str(error), advice

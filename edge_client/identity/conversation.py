@@ -1,4 +1,4 @@
-"""One short conversation with the coordinator by a program that is not the agent: hello and welcome, and perhaps a goodbye."""
+"""One short session with the coordinator by a program that is not the agent: to see that it answers, or to leave."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from importlib.metadata import version
 from edge_client.config import AgentConfig
 from edge_client.errors import NoAnswerError
 from edge_client.identity.keys import AgentKeys
+from edge_client.messaging.coordinator_link import CoordinatorLink
 from edge_client.messaging.coordinator_trust import CoordinatorTrust
 from edge_client.messaging.handshake import Handshake
-from edge_client.messaging.message_checks import Incoming
-from edge_client.messaging.publisher import Outgoing
-from edge_client.session.events import CoordinatorSeen, TurnedAway, Welcomed
+from edge_client.session.events import CoordinatorSeen, Done, Event, LinkChanged, Send, SendHello, Tick, TurnedAway
+from edge_client.session.state import Purpose, SessionState
+from edge_client.session.state_machine import step
 from edge_client.store.cohort_secret import mark_in
 from edge_client.store.private_store import PrivateStore
-from edge_client.transfer.downloads import Downloads
 from fedcg.wire.errors import WireError
-from fedcg.wire.messages.messages import COORDINATOR, Leave, Left
+from fedcg.wire.messages.key_chain import PinnedKey
+from fedcg.wire.transfer.chunks import Chunk
 from fedcg.wire.transport.transport import Delivery, Transport
 
-REPEAT_S = 2.0
-INBOX_MAX = 256
+TICK_S = 0.25
+QUEUE_MAX = 256
 UNANSWERED = {  # by what the coordinator's retained status says, None where it does not come
     None: "the broker delivers nothing to this device: it is missing in the access list, or the coordinator has never run",
     False: "the coordinator does not run; its last status says so",
@@ -31,85 +32,66 @@ UNANSWERED = {  # by what the coordinator's retained status says, None where it 
 }
 
 
-class Conversation:
-    """Hello and welcome, which show that the broker delivers in both directions and the coordinator knows this device; then perhaps leave and left.
+def converse(
+    config: AgentConfig, keys: AgentKeys, store: PrivateStore, transport: Transport, purpose: Purpose, timeout_s: float
+) -> None:
+    """Open a session, and fulfil its purpose.
 
     Args:
         config: of a device whose agent does not run.
         keys: its keys.
         store: its private store; nothing is saved in it.
         transport: not started yet.
-        leaves: whether it leaves the federation; else it is counted as offline again at the end.
+        purpose: greet or leave; a device that only greets is counted as offline again at the end.
+        timeout_s: how long to wait.
+
+    Raises:
+        NoAnswerError: the coordinator has not answered in time; says how far the messages came.
     """
+    trust = CoordinatorTrust(store, config.federation, keys.coordinator)
+    handshake = Handshake(config.federation, config.device, version("fedcg-edge"), mark_in(store, config.federation))
+    link = CoordinatorLink(config.federation, config.device, keys.signing, transport, trust, handshake)
+    items: queue.Queue[Delivery | LinkChanged] = queue.Queue(QUEUE_MAX)
 
-    def __init__(
-        self, config: AgentConfig, keys: AgentKeys, store: PrivateStore, transport: Transport, *, leaves: bool
-    ) -> None:
-        self._config, self._transport, self._leaves = config, transport, leaves
-        memory = CoordinatorTrust(store, config.federation, keys.coordinator)
-        self._epoch = memory.order.highest[0]
-        self._is_online: bool | None = None
-        self._inbox: queue.Queue[Delivery | bool] = queue.Queue(INBOX_MAX)
-        mark = mark_in(store, config.federation)
-        self._handshake = Handshake(config.federation, config.device, version("fedcg-edge"), mark)
-        self._outgoing = Outgoing(config.federation, config.device, keys.signing, transport, self._handshake)
-        downloads = Downloads(store.partials)
-        self._incoming = Incoming(config.federation, config.device, memory, self._handshake, downloads)
-
-    def hold(self, timeout_s: float) -> None:
-        """Speak until the coordinator has answered.
-
-        Raises:
-            NoAnswerError: it has not in time; says how far the messages came.
-        """
-        self._outgoing.subscribe(chunks=False)
-        self._transport.start(self._heard, self._heard)
-        deadline, say_at = time.monotonic() + timeout_s, float("inf")
-        try:
-            while time.monotonic() < deadline:
-                item: Delivery | bool | None = None
-                with contextlib.suppress(queue.Empty):
-                    item = self._inbox.get(timeout=max(0.0, min(0.25, deadline - time.monotonic())))
-                if isinstance(item, Delivery):
-                    if self._hear(item):
-                        return
-                    say_at = min(say_at, time.monotonic()) if self._handshake.is_open else say_at
-                elif item is not None:
-                    self._handshake.close()
-                    say_at = time.monotonic() if item else float("inf")
-                if time.monotonic() >= say_at:
-                    self._say()
-                    say_at = time.monotonic() + REPEAT_S
-        finally:
-            if not self._leaves:
-                self._outgoing.status(online=False)
-            self._transport.close()
-        raise NoAnswerError(getattr(self._transport, "last_error", None) or UNANSWERED[self._is_online])
-
-    def _heard(self, item: Delivery | bool) -> None:
+    def put(item: Delivery | LinkChanged) -> None:
         with contextlib.suppress(queue.Full):  # both sides repeat what was not answered
-            self._inbox.put_nowait(item)
+            items.put_nowait(item)
 
-    def _say(self) -> None:
-        """What is to be said now: goodbye in a session, else hello."""
-        if not self._handshake.is_open:
-            self._outgoing.hello(self._epoch)
-            return
-        own = self._config
-        self._outgoing.send(
-            Leave(federation=own.federation, sender=own.device, recipient=COORDINATOR, epoch=self._epoch)
-        )
+    link.subscribe(chunks=False)
+    transport.start(put, lambda up: put(LinkChanged(up)))
+    state = SessionState(config.federation, config.device, purpose, trust.order.highest[0])
+    deadline, is_online = time.monotonic() + timeout_s, None
+    try:
+        while not state.done and time.monotonic() < deadline:
+            event = _next_event(items, link)
+            if isinstance(event, TurnedAway):
+                raise NoAnswerError(event.reason)
+            if isinstance(event, CoordinatorSeen):
+                is_online = event.online
+            state, commands = step(state, event, time.monotonic())
+            for command in commands:
+                if isinstance(command, SendHello):
+                    link.hello(state.epoch)
+                elif isinstance(command, Send):
+                    link.send(command.message)
+                else:
+                    assert isinstance(command, Done)
+    finally:
+        if purpose is Purpose.GREET:
+            link.status(online=False)
+        transport.close()
+    if not state.done:
+        raise NoAnswerError(getattr(transport, "last_error", None) or UNANSWERED[is_online])
 
-    def _hear(self, delivery: Delivery) -> bool:
-        """Whether a delivery ends the conversation; what is not of the coordinator, or of another session, changes nothing."""
-        with contextlib.suppress(WireError):
-            meaning = self._incoming.open(delivery, time.monotonic())
-            if isinstance(meaning, TurnedAway):
-                raise NoAnswerError(meaning.reason)
-            if isinstance(meaning, CoordinatorSeen):
-                self._is_online = meaning.online
-            elif isinstance(meaning, Welcomed):
-                self._epoch = meaning.epoch
-                return not self._leaves
-            return isinstance(meaning, Left)
-        return False
+
+def _next_event(items: queue.Queue[Delivery | LinkChanged], link: CoordinatorLink) -> Event:
+    """What came; a delivery that is refused, or of no use here, is no more than time that went on."""
+    try:
+        item = items.get(timeout=TICK_S)
+        if isinstance(item, LinkChanged):
+            link.end_session()
+            return item
+        meaning = link.open(item)
+    except (queue.Empty, WireError):
+        return Tick()
+    return Tick() if meaning is None or isinstance(meaning, PinnedKey | Chunk) else meaning

@@ -9,9 +9,10 @@ from pathlib import Path
 
 from edge_client.config import AgentConfig
 from edge_client.errors import EnrolError, NoAnswerError, StoreFormatError
-from edge_client.identity.conversation import Conversation
+from edge_client.identity.conversation import converse
 from edge_client.identity.keys import load_keys, mqtt_config
-from edge_client.messaging.publisher import offline_will
+from edge_client.messaging.coordinator_link import offline_will
+from edge_client.session.state import Purpose
 from edge_client.store.private_store import PrivateStore
 from fedcg.files import fsync_path
 from fedcg.wire.transport.mqtt import MqttTransport
@@ -52,17 +53,17 @@ def leave(config: AgentConfig, *, erase: bool, tell: bool, timeout_s: float) -> 
     store = PrivateStore.open(config.store, config.federation, config.device)
     with store.locked("lock"), store.locked("trainer.lock"):
         if tell:
-            _say_goodbye(config, store, timeout_s)
+            _leave_coordinator(config, store, timeout_s)
         erased = _erase(config, store) if erase else ()
     return Departure(tell, erased)
 
 
-def _say_goodbye(config: AgentConfig, store: PrivateStore, timeout_s: float) -> None:
+def _leave_coordinator(config: AgentConfig, store: PrivateStore, timeout_s: float) -> None:
     keys = load_keys(config)
     will = offline_will(config.federation, config.device, keys.signing)
     transport = MqttTransport(mqtt_config(config), will)
     try:
-        Conversation(config, keys, store, transport, leaves=True).hold(timeout_s)
+        converse(config, keys, store, transport, Purpose.LEAVE, timeout_s)
     except NoAnswerError as error:
         raise EnrolError(
             f"the coordinator did not confirm within {timeout_s:g} s ({error}). Nothing was erased. Try again, let the operator "

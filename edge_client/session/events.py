@@ -173,6 +173,11 @@ class Chosen:
     succeeded: bool
 
 
+@dataclass(frozen=True)
+class Left:
+    """The coordinator confirms that this device is no member any more."""
+
+
 Event = (
     Tick
     | Sending
@@ -180,6 +185,7 @@ Event = (
     | CoordinatorSeen
     | Welcomed
     | TurnedAway
+    | Left
     | Offered
     | Ended
     | Invited
@@ -296,7 +302,7 @@ class Note:
 
 @dataclass(frozen=True)
 class Done:
-    """Everything that this federation asked of the device is done."""
+    """The purpose of this session is fulfilled, or can't be."""
 
     succeeded: bool
 

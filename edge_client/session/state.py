@@ -10,6 +10,7 @@ from edge_client.session.events import Wanted
 from fedcg.wire.messages.messages import COORDINATOR, ArtifactRef, DeclineReason, Finished, Offer, RoundAttempt
 
 HELLO_EVERY_S = 2.0
+LEAVE_EVERY_S = 2.0
 TURNED_AWAY_S = 60.0  # until another hello after one that was refused: somebody has to update something
 MANIFEST_FIRST_S = 1.0
 MANIFEST_MAX_S = 30.0
@@ -19,6 +20,14 @@ BROADCAST_PATIENCE_S = 0.5  # a broadcast that pauses for this long is over, or 
 TRAINER_DEATHS = 5  # in one job, before it is given up
 TRAINER_BACKOFF_S = 0.5
 TRAINER_BACKOFF_MAX_S = 30.0
+
+
+class Purpose(str, Enum):
+    """What a device opens a session for."""
+
+    TRAIN = "train"
+    GREET = "greet"  # a hello and its welcome: messages get through in both directions
+    LEAVE = "leave"  # leave the federation for good
 
 
 class Trainer(str, Enum):
@@ -55,10 +64,11 @@ class SessionState:
     Attributes:
         epoch: highest coordinator epoch heard of.
         hello_at: when the next hello is due while there is no session.
+        leave_at: when the next leave is due in a session that is opened to leave.
         live: whether the target's chunks are being broadcast now.
         declined: the last refused attempt and why; repeated when the invite is.
         stored: digests of specs and aggregates at hand.
-        verdict: the firewall's word on a spec: (digest, refusal or None).
+        verdict: the firewall's decision on a spec: (digest, refusal or None).
         bound_spec: the spec that the private state belongs to.
         job: what the trainer works on: a round attempt, or the final aggregate's id; `job_spec` is the round's spec.
         finalised: final aggregate whose personal model is chosen; `succeeded` tells how that went.
@@ -66,10 +76,12 @@ class SessionState:
 
     federation: str
     device: str
+    purpose: Purpose = Purpose.TRAIN
     epoch: int = 0
     up: bool = False
     welcomed: bool = False
     hello_at: float = 0.0
+    leave_at: float = 0.0
     offer: Offer | None = None
     finished: Finished | None = None
     live: bool = False
@@ -96,8 +108,8 @@ class SessionState:
         """The round attempt that is open, as far as we know."""
         return None if self.offer is None else RoundAttempt(self.offer.round, self.offer.attempt)
 
-    def addressed(self, cursor: RoundAttempt) -> dict[str, Any]:
-        """The fields that every message of this device about a round attempt has."""
+    def addressed(self, cursor: RoundAttempt = RoundAttempt(0, 0)) -> dict[str, Any]:
+        """The fields that every message of this device has, about a round attempt or about none."""
         return {
             "federation": self.federation,
             "sender": self.device,
@@ -113,6 +125,8 @@ def next_deadline(state: SessionState) -> float | None:
     times: list[float] = []
     if state.up and not state.welcomed:
         times.append(state.hello_at)
+    if state.purpose is Purpose.LEAVE and state.welcomed:
+        times.append(state.leave_at)
     if state.trainer is Trainer.GONE:
         times.append(state.trainer_at)
     if state.delivery is not None and (state.welcomed or state.delivery.update is None):

@@ -28,6 +28,7 @@ from edge_client.session.events import (
     Event,
     Granted,
     Invited,
+    Left,
     LinkChanged,
     LoadUpdate,
     Note,
@@ -56,6 +57,7 @@ from edge_client.session.state import (
     BROADCAST_PATIENCE_S,
     GRANT_PATIENCE_S,
     HELLO_EVERY_S,
+    LEAVE_EVERY_S,
     MANIFEST_FIRST_S,
     MANIFEST_MAX_S,
     SILENCE_S,
@@ -64,10 +66,11 @@ from edge_client.session.state import (
     TRAINER_DEATHS,
     TURNED_AWAY_S,
     Delivery,
+    Purpose,
     SessionState,
     Trainer,
 )
-from fedcg.wire.messages.messages import Accept, Decline, DeclineReason, Manifest, RoundAttempt
+from fedcg.wire.messages.messages import Accept, Decline, DeclineReason, Leave, Manifest, RoundAttempt
 
 Step = tuple[SessionState, tuple[Command, ...]]
 
@@ -85,7 +88,7 @@ def step(state: SessionState, event: Event, now: float) -> Step:
     """
     handler: Callable[[SessionState, Any, float], Step] = _HANDLERS[type(event)]
     state, commands = handler(state, event, now)
-    for advance in (_advance_hello, _advance_trainer, _advance_round, _advance_end, _advance_delivery, _advance_wanted):
+    for advance in _ADVANCES[state.purpose]:
         state, more = advance(state, now)
         commands += more
     return state, commands
@@ -131,6 +134,10 @@ def _welcomed(state: SessionState, event: Welcomed, now: float) -> Step:
 
 def _turned_away(state: SessionState, event: TurnedAway, now: float) -> Step:
     return replace(state, hello_at=now + TURNED_AWAY_S), ()
+
+
+def _left(state: SessionState, event: Left, now: float) -> Step:
+    return (replace(state, done=True), (Done(succeeded=True),)) if state.purpose is Purpose.LEAVE else (state, ())
 
 
 def _offered(state: SessionState, event: Offered, now: float) -> Step:
@@ -238,6 +245,7 @@ _HANDLERS: dict[type[Any], Callable[[SessionState, Any, float], Step]] = {
     CoordinatorSeen: _coordinator_seen,
     Welcomed: _welcomed,
     TurnedAway: _turned_away,
+    Left: _left,
     Offered: _offered,
     Ended: _ended,
     Invited: _invited,
@@ -263,6 +271,18 @@ def _advance_hello(state: SessionState, now: float) -> Step:
     if not state.up or state.welcomed or now < state.hello_at:
         return state, ()
     return replace(state, hello_at=now + HELLO_EVERY_S), (SendHello(),)
+
+
+def _advance_greeting(state: SessionState, now: float) -> Step:
+    if not state.welcomed or state.done:
+        return state, ()
+    return replace(state, done=True), (Done(succeeded=True),)
+
+
+def _advance_leave(state: SessionState, now: float) -> Step:
+    if not state.welcomed or state.done or now < state.leave_at:
+        return state, ()
+    return replace(state, leave_at=now + LEAVE_EVERY_S), (Send(Leave(**state.addressed())),)
 
 
 def _advance_trainer(state: SessionState, now: float) -> Step:
@@ -334,6 +354,20 @@ def _advance_wanted(state: SessionState, now: float) -> Step:
     if wanted == state.wanted:
         return state, ()
     return replace(state, wanted=wanted), (Want(wanted),)
+
+
+_ADVANCES: dict[Purpose, tuple[Callable[[SessionState, float], Step], ...]] = {
+    Purpose.TRAIN: (
+        _advance_hello,
+        _advance_trainer,
+        _advance_round,
+        _advance_end,
+        _advance_delivery,
+        _advance_wanted,
+    ),
+    Purpose.GREET: (_advance_hello, _advance_greeting),
+    Purpose.LEAVE: (_advance_hello, _advance_leave),
+}
 
 
 def _downloads(state: SessionState) -> tuple[Wanted, ...]:

@@ -51,6 +51,8 @@ class HttpsCarrier:
         events: the event log; gets a line when the carrier fails and when it works again.
     """
 
+    is_answered_in_session = False  # what does not come is asked for again, ever more slowly
+
     def __init__(self, url: str, tls: TlsFiles, deliver: Callable[[Chunk], None], events: EventLog) -> None:
         self._deliver = deliver
         self._events = events
@@ -182,7 +184,7 @@ class Direction(Generic[SourceT]):
                 self._report(error)
 
 
-def carrier_of(config: AgentConfig, deliver: Callable[[Chunk], None], events: EventLog) -> HttpsCarrier | None:
+def https_carrier(config: AgentConfig, deliver: Callable[[Chunk], None], events: EventLog) -> HttpsCarrier | None:
     """The carrier that the configuration names; None when artifacts travel over MQTT."""
     if config.carrier is not Carrier.HTTPS or config.carrier_url is None or config.tls is None:
         return None

@@ -16,7 +16,7 @@ from PIL import Image
 from edge_client.agent.loop import Agent
 from edge_client.config import AgentConfig, BrokerSection, DataSection, ExportSection, PolicySection, TrainingSection
 from edge_client.identity.keys import AgentKeys
-from edge_client.messaging.publisher import offline_will
+from edge_client.messaging.coordinator_link import offline_will
 from edge_client.session.events import ChooseModel, Chosen, TrainRound
 from edge_client.store.data_snapshot import Snapshot, SnapshotFile
 from edge_client.store.generations import NewGeneration

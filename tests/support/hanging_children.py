@@ -67,6 +67,13 @@ def _stop(_connection: Connection) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
+def count_and_never_merge(connection: Connection, _settings: WorkerSettings) -> None:
+    connection.send(WorkerReady(os.getpid(), 1, "cpu"))
+    for request in requests_of(connection):
+        if isinstance(request, AddUpdate):
+            connection.send(UpdateAdded(1, 1, request.client))
+
+
 def hang_once(connection: Connection, settings: WorkerSettings) -> None:
     serve(connection, settings, _stop)
 

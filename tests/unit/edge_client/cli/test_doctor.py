@@ -19,8 +19,9 @@ from edge_client.cli.agent_commands import doctor_command
 from edge_client.cli.doctor import Finding, examine
 from edge_client.config import AgentConfig, BrokerSection, DataSection
 from edge_client.errors import NoAnswerError
-from edge_client.identity.conversation import Conversation
+from edge_client.identity.conversation import converse
 from edge_client.identity.keys import AgentKeys
+from edge_client.session.state import Purpose
 from edge_client.store.private_store import PrivateStore
 from fedcg.event_log import EventLog
 from fedcg.wire.messages.signing import SigningKey
@@ -62,7 +63,7 @@ def ask(world: World, tmp_path: Path, key: SigningKey, timeout_s: float) -> None
     keys = AgentKeys(key, world.key.public)
     config = box(tmp_path)
     store = PrivateStore.open(config.store, FEDERATION, "a")
-    Conversation(config, keys, store, MemoryTransport(world.broker, "a"), leaves=False).hold(timeout_s)
+    converse(config, keys, store, MemoryTransport(world.broker, "a"), Purpose.GREET, timeout_s)
 
 
 def test_a_member_is_answered_and_counts_as_gone_right_afterwards(world: World, tmp_path: Path) -> None:

@@ -15,10 +15,11 @@ from coordinator.rounds.records import DeviceState
 from edge_client.cli.agent_commands import app
 from edge_client.config import AgentConfig, BrokerSection, DataSection, load_config
 from edge_client.errors import EnrolError, NoAnswerError, StoreLockedError
-from edge_client.identity.conversation import Conversation
+from edge_client.identity.conversation import converse
 from edge_client.identity.enrol import enrol
 from edge_client.identity.keys import AgentKeys
 from edge_client.identity.leave import leave
+from edge_client.session.state import Purpose
 from edge_client.store.private_store import PrivateStore
 from fedcg.wire.messages.messages import Leave, Left, decode
 from fedcg.wire.messages.signing import OVERHEAD_BYTES, SigningKey, seal
@@ -54,7 +55,7 @@ def goodbye(world: World, tmp_path: Path, key: SigningKey, timeout_s: float = 20
     keys = AgentKeys(key, world.key.public)
     config = box("a", tmp_path)
     store = PrivateStore.open(config.store, FEDERATION, "a")
-    Conversation(config, keys, store, MemoryTransport(world.broker, "a"), leaves=True).hold(timeout_s)
+    converse(config, keys, store, MemoryTransport(world.broker, "a"), Purpose.LEAVE, timeout_s)
 
 
 def test_a_goodbye_is_confirmed_and_ends_the_membership(world: World, tmp_path: Path) -> None:

@@ -16,10 +16,11 @@ from edge_client import config as edge_config
 from edge_client.cli.doctor import examine
 from edge_client.config import TlsSection
 from edge_client.errors import ConfigError
+from edge_client.messaging.coordinator_link import CoordinatorLink
+from edge_client.messaging.coordinator_trust import CoordinatorTrust
 from edge_client.messaging.handshake import Handshake
-from edge_client.messaging.publisher import Outgoing
-from edge_client.transfer.https_client import Direction, HttpsCarrier, Line
-from fedcg.event_log import EventLog
+from edge_client.store.private_store import PrivateStore
+from edge_client.transfer.https_client import Direction, Line
 from fedcg.provision.agent_config import render_agent_config
 from fedcg.wire.messages.messages import ArtifactRef, Carrier
 from fedcg.wire.messages.signing import SigningKey
@@ -144,21 +145,17 @@ def test_the_coordinators_section_is_read_as_it_is_written(tmp_path: Path) -> No
     assert CoordinatorConfig().carrier_url is None
 
 
-def test_a_device_on_https_hears_no_chunks_from_the_broker(tmp_path: Path, pki: Pki) -> None:
-    heard = {}
-    events = EventLog(tmp_path / "events.jsonl", lambda: 0.0)
-    for https in (None, HttpsCarrier("https://127.0.0.1:1", pki.tls("a"), lambda chunk: None, events)):
-        transport = MemoryTransport(MemoryBroker(lambda *_: True), DEVICE)
-        subscribed: list[str] = []
-        transport.subscribe = lambda topic, qos=1, seen=subscribed: seen.append(topic)  # type: ignore[method-assign, misc]
-        outgoing = Outgoing(
-            FEDERATION, DEVICE, SigningKey.generate(), transport, Handshake(FEDERATION, DEVICE, "1"), https=https
-        )
-        outgoing.subscribe()
-        heard[https is None] = set(subscribed)
-    more = {topic.rsplit("/", 1)[-1] for topic in heard[True] - heard[False]}
-    assert more == {"aggregate", "chunk"}
-    assert heard[False] < heard[True]
+@pytest.mark.parametrize("reads_chunks", [True, False])
+def test_a_device_on_https_subscribes_to_no_chunks(tmp_path: Path, *, reads_chunks: bool) -> None:
+    transport, subscribed = MemoryTransport(MemoryBroker(), DEVICE), list[str]()
+    transport.subscribe = lambda topic, qos=1: subscribed.append(topic)  # type: ignore[method-assign]
+    key = SigningKey.generate()
+    trust = CoordinatorTrust(PrivateStore.open(tmp_path, FEDERATION, DEVICE), FEDERATION, key.public)
+    link = CoordinatorLink(FEDERATION, DEVICE, key, transport, trust, Handshake(FEDERATION, DEVICE, "1"))
+    link.subscribe(chunks=reads_chunks)
+    chunk_topics = {topic for topic in subscribed if topic.rsplit("/", 1)[-1] in ("aggregate", "chunk")}
+    assert len(chunk_topics) == (2 if reads_chunks else 0)
+    assert len(subscribed) == 4 + len(chunk_topics)
 
 
 def test_doctor_says_which_carrier_works(tmp_path: Path, pki: Pki) -> None:

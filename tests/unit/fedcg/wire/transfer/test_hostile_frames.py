@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from coordinator.messaging.message_checks import Ingest, Sessions
 from coordinator.messaging.publisher import Publisher
 from coordinator.updates.receiver import Receiver
+from edge_client.messaging.coordinator_link import CoordinatorLink
 from edge_client.messaging.coordinator_trust import CoordinatorTrust
 from edge_client.messaging.handshake import Handshake
-from edge_client.messaging.message_checks import Incoming
 from edge_client.session.events import Wanted
 from edge_client.store.private_store import PrivateStore
 from edge_client.transfer.downloads import Downloads
@@ -49,8 +49,9 @@ from fedcg.wire.messages.messages import (
 )
 from fedcg.wire.messages.signing import DOMAIN, MAGIC, SigningKey, seal
 from fedcg.wire.messages.topics import Topics
-from fedcg.wire.transfer.chunks import chunk_frame, frames_for, make_ref
+from fedcg.wire.transfer.chunks import Chunk, chunk_frame, frames_for, make_ref
 from fedcg.wire.transfer.partial_files import Partials
+from fedcg.wire.transport.memory import MemoryBroker, MemoryTransport
 from fedcg.wire.transport.transport import Delivery
 from tests.support.coordinator_support import RunningService, World, aggregate_bytes, tiny_spec, wait_until
 from tests.support.edge_worlds import DEVICE as AGENT
@@ -175,15 +176,22 @@ class AgentsDoor:
         memory = CoordinatorTrust(
             PrivateStore.open(root / "store", FEDERATION, DEVICE), FEDERATION, COORDINATORS.public
         )
-        self.incoming = Incoming(FEDERATION, DEVICE, memory, handshake, self.downloads)
+        transport = MemoryTransport(MemoryBroker(), DEVICE)
+        self.link = CoordinatorLink(FEDERATION, DEVICE, KEY, transport, memory, handshake)
 
     def refusal(self, delivery: Delivery) -> WireError | None:
         """Why a delivery is refused; None when it is taken."""
         try:
-            self.incoming.open(delivery, 0.0)
+            self.take(delivery)
         except WireError as error:
             return error
         return None
+
+    def take(self, delivery: Delivery) -> None:
+        """As the agent's loop does."""
+        meaning = self.link.open(delivery)
+        if isinstance(meaning, Chunk):
+            self.downloads.feed(meaning, 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -256,7 +264,7 @@ def test_what_is_too_large_takes_no_memory(doors: Doors, size: int) -> None:
         assert coordinator.refusals.counts["too_large"] == before + 2
         for topic, payload in ((TOPICS.offer, envelope), (TOPICS.aggregate, chunk)):
             with pytest.raises(WireError, match="over the bound"):
-                agent.incoming.open(Delivery(topic, payload, retained=False), 0.0)
+                agent.take(Delivery(topic, payload, retained=False))
 
     refuse()  # what is made once, is made
     tracemalloc.start()

@@ -1,0 +1,202 @@
+"""The link to the coordinator: messages are signed and stamped on their way out, and checked on their way in.
+
+Signature, addressee, topic, session and order are checked here; what fails a check is refused with its reason and changes nothing.
+A link that is down swallows what is sent; the protocol repeats it.
+"""
+
+from __future__ import annotations
+
+from edge_client.messaging.coordinator_trust import CoordinatorTrust
+from edge_client.messaging.handshake import Handshake
+from edge_client.session.events import (
+    CoordinatorSeen,
+    Ended,
+    Event,
+    Granted,
+    Invited,
+    Offered,
+    Receipted,
+    TurnedAway,
+    Welcomed,
+)
+from edge_client.session.events import Left as LeftEvent
+from fedcg.wire.errors import (
+    MalformedError,
+    OldEpochError,
+    OtherDeviceError,
+    OtherFederationError,
+    TransportError,
+)
+from fedcg.wire.messages.key_chain import PinnedKey
+from fedcg.wire.messages.messages import (
+    COORDINATOR,
+    EVERYONE,
+    AnyMessage,
+    CoordinatorStatus,
+    DeviceStatus,
+    Finished,
+    Invite,
+    Left,
+    Need,
+    Offer,
+    Receipt,
+    Refusal,
+    RoundAttempt,
+    Welcome,
+)
+from fedcg.wire.messages.signing import SigningKey, open_envelope, seal
+from fedcg.wire.messages.topics import TopicKind, Topics
+from fedcg.wire.transfer.chunks import Chunk, read_frame
+from fedcg.wire.transport.transport import Delivery, Transport, Will
+
+
+def offline_will(federation: str, device: str, key: SigningKey) -> Will:
+    """What the broker publishes for this device when it vanishes; signed beforehand."""
+    return Will(Topics(federation).status(device), _status(federation, device, key, online=False), retain=True)
+
+
+def _status(federation: str, device: str, key: SigningKey, *, online: bool) -> bytes:
+    return seal(DeviceStatus(federation=federation, sender=device, recipient=COORDINATOR, online=online), key)
+
+
+class CoordinatorLink:
+    """Messages of one device, in both directions.
+
+    Args:
+        federation: the federation's id.
+        device: this device's id.
+        key: signs every message.
+        transport: the connection to the broker.
+        trust: the coordinator's key, and the highest broadcast; the caller makes it durable.
+        handshake: the open session.
+    """
+
+    def __init__(
+        self,
+        federation: str,
+        device: str,
+        key: SigningKey,
+        transport: Transport,
+        trust: CoordinatorTrust,
+        handshake: Handshake,
+    ) -> None:
+        self._federation = federation
+        self._device = device
+        self._key = key
+        self._transport = transport
+        self._trust = trust
+        self._order = trust.order
+        self._handshake = handshake
+        self._topics = Topics(federation)
+
+    # Out
+
+    def subscribe(self, *, chunks: bool) -> None:
+        """Ask for everything that a device reads, with or without the chunks of artifacts."""
+        topics = self._topics
+        for topic in (topics.keys, topics.down_control(self._device)):
+            self._transport.subscribe(topic)
+        self.ask_for_broadcasts()
+        if chunks:
+            self._transport.subscribe(topics.down_chunk(self._device), 0)
+            self._transport.subscribe(topics.aggregate, 0)
+
+    def ask_for_broadcasts(self) -> None:
+        """Have the retained broadcasts sent, again when they were refused for want of the coordinator's new key."""
+        for topic in (self._topics.offer, self._topics.coordinator):
+            self._transport.subscribe(topic)
+
+    @property
+    def has_session(self) -> bool:
+        """Whether a session stands."""
+        return self._handshake.is_open
+
+    def end_session(self) -> None:
+        """Forget the session: the connection was lost."""
+        self._handshake.close()
+
+    def hello(self, epoch: int) -> None:
+        """Open a session."""
+        self._publish(self._topics.up_control(self._device), seal(self._handshake.hello(epoch), self._key))
+
+    def send(self, message: AnyMessage) -> None:
+        """Send a control message inside the session; without one it is dropped, and repeated in the next."""
+        if self._handshake.is_open:
+            stamped = self._handshake.stamp(message)
+            self._publish(self._topics.up_control(self._device), seal(stamped, self._key))
+
+    def status(self, *, online: bool) -> None:
+        """Publish whether this device's agent is connected."""
+        payload = _status(self._federation, self._device, self._key, online=online)
+        self._publish(self._topics.status(self._device), payload, retain=True)
+
+    def _publish(self, topic: str, payload: bytes, *, retain: bool = False) -> None:
+        try:
+            self._transport.publish(topic, payload, retain=retain)
+        except TransportError:
+            return
+
+    # In
+
+    def open(self, delivery: Delivery) -> Event | PinnedKey | Chunk | None:
+        """What a delivery means: an event, another key of the coordinator, or a chunk; None for a key that is known.
+
+        Raises:
+            WireError: it is refused; says why.
+        """
+        parsed = self._topics.parse(delivery.topic)
+        if parsed is None:
+            raise MalformedError(f"{delivery.topic!r} is no topic of this federation")
+        if parsed.kind in (TopicKind.AGGREGATE, TopicKind.DOWN_CHUNK):
+            return read_frame(delivery.payload)
+        if parsed.kind is TopicKind.KEYS:
+            return self._trust.follow(delivery.payload)
+        message = open_envelope(delivery.payload, lambda sender: self._trust.key if sender == COORDINATOR else None)
+        self._check_address(message)
+        if parsed.kind in (TopicKind.OFFER, TopicKind.COORDINATOR):
+            return self._broadcast(message, parsed.kind, live=not delivery.retained)
+        if parsed.kind is TopicKind.DOWN_CONTROL:
+            return self._direct(message)
+        raise MalformedError(f"a {message.kind} message on a topic that a device does not read")
+
+    def _check_address(self, message: AnyMessage) -> None:
+        if message.sender != COORDINATOR:
+            raise OtherDeviceError(
+                f"a {message.kind} message from {message.sender!r}; a device listens to the coordinator only"
+            )
+        if message.federation != self._federation:
+            raise OtherFederationError(f"a {message.kind} message of federation {message.federation!r}")
+        is_broadcast = isinstance(message, Offer | Finished | CoordinatorStatus)
+        if message.recipient != (EVERYONE if is_broadcast else self._device):
+            raise OtherDeviceError(f"a {message.kind} message for {message.recipient!r}")
+
+    def _broadcast(self, message: AnyMessage, kind: TopicKind, *, live: bool) -> Event:
+        if isinstance(message, CoordinatorStatus) != (kind is TopicKind.COORDINATOR):
+            raise MalformedError(f"a {message.kind} message on the topic {kind.value}")
+        self._order.admit(message)
+        if isinstance(message, CoordinatorStatus):
+            return CoordinatorSeen(message.epoch, message.online)
+        if isinstance(message, Offer):
+            return Offered(message, live)
+        if isinstance(message, Finished):
+            return Ended(message)
+        raise MalformedError(f"a {message.kind} message on the topic {kind.value}")
+
+    def _direct(self, message: AnyMessage) -> Event:
+        if isinstance(message, Welcome | Refusal):
+            if message.epoch < self._order.highest[0]:
+                raise OldEpochError(f"a {message.kind} of epoch {message.epoch} after epoch {self._order.highest[0]}")
+            if isinstance(message, Refusal):
+                return TurnedAway(self._handshake.refusal(message))
+            self._handshake.welcome(message)
+            return Welcomed(message.epoch, message.cohort, message.version)
+        self._handshake.admit(message)
+        if isinstance(message, Invite):
+            return Invited(RoundAttempt(message.round, message.attempt), message.cohort)
+        if isinstance(message, Need):
+            return Granted(message)
+        if isinstance(message, Receipt):
+            return Receipted(message)
+        if isinstance(message, Left):
+            return LeftEvent()
+        raise MalformedError(f"a {message.kind} message on a device's own topic")

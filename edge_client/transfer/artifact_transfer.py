@@ -1,0 +1,181 @@
+"""The artifacts of a device on their way: the update up, spec and aggregates down, over the carrier that is configured."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from edge_client.session.events import ArtifactStored, DownloadSilent, Event, Wanted
+from edge_client.session.state import SessionState
+from edge_client.store.private_store import PrivateStore
+from edge_client.transfer.downloads import Downloaded, Downloads
+from fedcg.event_log import EventLog
+from fedcg.wire.messages.messages import ArtifactRef
+from fedcg.wire.transfer.chunk_sender import ChunkFile
+from fedcg.wire.transfer.chunk_window import Ranges, Window
+from fedcg.wire.transfer.chunks import Chunk
+
+
+class Reporter(Protocol):
+    """Writes lines about what is refused, and about errors of the disk."""
+
+    def noting(self, refused: str) -> AbstractContextManager[None]:
+        """Write a line about the error that ends the context."""
+        ...
+
+    def refuse(self, what: str, error: Exception) -> None:
+        """Something that came is not used."""
+        ...
+
+    def stumble(self, what: str, error: OSError) -> None:
+        """The disk failed at something."""
+        ...
+
+
+class ArtifactCarrier(Protocol):
+    """How chunks travel: `MqttCarrier` or `HttpsCarrier`."""
+
+    is_answered_in_session: bool
+    """Whether silence may mean that the coordinator has forgotten the session."""
+
+    def start(self) -> None:
+        """Begin to carry."""
+
+    def close(self) -> None:
+        """Stop."""
+
+    def send(self, update: ChunkFile, ranges: Ranges) -> None:
+        """Send chunks of the update."""
+
+    def fetch(self, ref: ArtifactRef, ranges: Ranges) -> None:
+        """Have chunks of an artifact sent."""
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether chunks of the update have not left yet."""
+
+    def end(self, artifact: str) -> int:
+        """Send nothing more of an update; returns how many chunks of it were sent."""
+
+
+class ArtifactTransfer:
+    """Moves the artifacts of one device.
+
+    Args:
+        store: its private store.
+        carrier: moves chunks.
+        window: what one download may have under way; None for no bound.
+        max_bytes: of the largest artifact that is fetched.
+        reporter: writes down what fails.
+        events: the event log.
+    """
+
+    def __init__(
+        self,
+        store: PrivateStore,
+        carrier: ArtifactCarrier,
+        window: Window | None,
+        max_bytes: int,
+        reporter: Reporter,
+        events: EventLog,
+    ) -> None:
+        self._store = store
+        self._carrier = carrier
+        self._downloads = Downloads(store.partials, window, max_bytes)
+        self._reporter = reporter
+        self._events = events
+
+    def start(self) -> None:
+        """Begin to carry; what was left by transfers of long ago is deleted."""
+        self._store.partials.collect()
+        self._carrier.start()
+
+    def stop_sending(self) -> None:
+        """Carry nothing more."""
+        self._carrier.close()
+
+    def close(self) -> None:
+        """Let go of all files; what came stays on disk."""
+        self._downloads.close()
+
+    # Up
+
+    def send(self, update: ChunkFile, ranges: Ranges) -> None:
+        """Send chunks of the update that the coordinator needs."""
+        self._carrier.send(update, ranges)
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether chunks of the update have not left yet."""
+        return self._carrier.is_sending
+
+    def end_update(self, artifact: str) -> int:
+        """Send nothing more of an update; returns how many chunks of it were sent."""
+        return self._carrier.end(artifact)
+
+    # Down
+
+    @property
+    def is_fetching(self) -> bool:
+        """Whether anything is wanted."""
+        return self._downloads.are_pending
+
+    def want(self, downloads: tuple[Wanted, ...], now: float) -> None:
+        """From now on exactly these are wanted.
+
+        Raises:
+            TooLargeError: one is over its bound; nothing is fetched.
+        """
+        self._downloads.want(downloads, now)
+
+    def take(self, chunk: Chunk, now: float) -> None:
+        """Take a chunk.
+
+        Raises:
+            MalformedError: one that its artifact can't have.
+            OSError: the disk does not take it; the download pauses.
+        """
+        self._downloads.feed(chunk, now)
+
+    def keep_completed(self, state: SessionState, now: float) -> Event | None:
+        """Take over a download that has become complete."""
+        download = None
+        with self._reporter.noting("download"):
+            download = self._downloads.completed(now)
+        return None if download is None else self._keep(download, state, now)
+
+    def ask(self, now: float) -> Event | None:
+        """Ask for what is missing; an event when nothing of it comes."""
+        is_silent = False
+        with self._reporter.noting("download"):
+            for ref, ranges in list(self._downloads.needs(now)):
+                self._carrier.fetch(ref, ranges)
+            is_silent = self._carrier.is_answered_in_session and self._downloads.is_silent(now)
+        return DownloadSilent() if is_silent else None
+
+    def _keep(self, download: Downloaded, state: SessionState, now: float) -> Event | None:
+        try:
+            if download.what == "spec":
+                self._store.save_spec(download.file.read_bytes())
+            else:
+                self._store.artifacts.adopt(download.file, download.artifact)
+        except ValueError as error:  # not a spec: the check that follows refuses it
+            self._reporter.refuse("spec", error)
+        except OSError as error:
+            self._downloads.failed(download.artifact, now)  # a full disk: tried again when there is room
+            self._reporter.stumble("a download", error)
+            return None
+        self._downloads.kept(download.artifact)
+        self._events.write(
+            "artifact_stored",
+            artifact=download.artifact,
+            what=download.what,
+            bytes=download.size,
+            resumed=download.resumed,
+            received=download.fresh,
+            repeated=download.repeated,
+            seconds=round(download.seconds, 3),
+            round=0 if state.offer is None else state.offer.round,
+            final=state.finished is not None,
+        )
+        return ArtifactStored(download.artifact)

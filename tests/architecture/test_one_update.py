@@ -1,0 +1,224 @@
+"""One update is followed from the device's store to the aggregation worker: where its id goes is what docs/architecture.md says.
+
+`python -m tests.architecture.test_one_update` prints the table for the document.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, is_dataclass
+from itertools import groupby
+from pathlib import Path
+from types import FrameType
+
+import pytest
+from pydantic import BaseModel
+
+from coordinator.aggregation import worker_handle
+from coordinator.rounds.records import ParticipantState
+from edge_client.agent.loop import Agent
+from edge_client.identity.keys import AgentKeys
+from edge_client.messaging.coordinator_link import offline_will
+from edge_client.session.events import ChooseModel
+from edge_client.store.private_store import PrivateStore
+from edge_client.training.messages import Committed, Ready, TrainerCommand, TrainerReport
+from fedcg.event_log import EventLog
+from fedcg.wire.artifacts.artifacts import artifact_id
+from fedcg.wire.transfer.chunk_sender import ChunkFile
+from fedcg.wire.transport.memory import MemoryTransport
+from tests.support.coordinator_support import RunningService, World, aggregate_bytes, tiny_spec, wait_until
+from tests.support.edge_worlds import make_config, toy_generation
+from tests.support.hanging_children import count_and_never_merge
+
+ROOT = Path(__file__).parents[2]
+DOCUMENT = ROOT / "docs" / "architecture.md"
+PACKAGES = ("coordinator", "edge_client", "fedcg")
+PLACES = {  # by the beginning of a thread's name
+    "agent": "device: the agent's loop",
+    "memory-a": "device: the link's thread",
+    "memory-coordinator": "coordinator: the link's thread",
+    "receiver": "coordinator: the receiver",
+    "service": "coordinator: the loop",
+}
+STEPS = (  # in the order in which the update first comes to them; the last one has only to come after the receipt
+    "edge_client/store/generations.py: update_path",
+    "edge_client/session/state_machine.py: _advance_delivery",
+    "edge_client/messaging/coordinator_link.py: send",
+    "coordinator/service/service.py: _on_delivery",
+    "coordinator/messaging/message_checks.py: open",
+    "coordinator/updates/receiver.py: announce",
+    "coordinator/updates/receiver.py: _announced",
+    "coordinator/updates/upload_windows.py: begin",
+    "coordinator/messaging/publisher.py: need",
+    "edge_client/agent/loop.py: _on_delivery",
+    "edge_client/messaging/coordinator_link.py: open",
+    "edge_client/session/state_machine.py: _granted",
+    "edge_client/transfer/artifact_transfer.py: send",
+    "fedcg/wire/transfer/chunk_sender.py: serve",
+    "coordinator/updates/receiver.py: frame",
+    "coordinator/updates/upload_windows.py: feed",
+    "fedcg/wire/transfer/partial_files.py: write",
+    "coordinator/updates/receiver.py: _checked",
+    "fedcg/wire/artifacts/artifact_store.py: adopt",
+    "coordinator/storage/store.py: end_update",
+    "coordinator/messaging/publisher.py: receipt",
+    "coordinator/aggregation/worker_handle.py: add",
+    "fedcg/worker_process.py: send",
+    "edge_client/agent/command_executor.py: _record_delivery",
+)
+
+
+@dataclass
+class Trace:
+    """Calls into our packages with an argument in which an artifact is named, in their order, by thread."""
+
+    artifact: str = ""
+    calls: list[tuple[str, str]] = field(default_factory=list)
+
+    def profile(self, frame: FrameType, event: str, _argument: object) -> None:
+        """For `threading.setprofile`: note a call when it is about the artifact."""
+        path = frame.f_code.co_filename
+        if not self.artifact or event != "call" or not path.startswith(str(ROOT)) or "/tests/" in path:
+            return
+        file = os.path.relpath(path, ROOT)
+        if file.split("/")[0] in PACKAGES and any(self.names(value, 4) for value in list(frame.f_locals.values())):
+            self.calls.append((threading.current_thread().name, f"{file}: {frame.f_code.co_name}"))
+
+    def names(self, value: object, depth: int) -> bool:
+        """Whether the artifact's id is somewhere in a value."""
+        if isinstance(value, str):
+            return self.artifact in value
+        if isinstance(value, bytes | memoryview):
+            return bytes.fromhex(self.artifact) in bytes(value) or self.artifact.encode() in bytes(value)
+        if depth == 0:
+            return False
+        if isinstance(value, tuple):
+            return any(self.names(item, depth - 1) for item in value)
+        if isinstance(value, BaseModel):
+            return any(self.names(getattr(value, name), depth - 1) for name in type(value).model_fields)
+        if isinstance(value, ChunkFile):
+            ref = getattr(value, "ref", None)  # not there yet while it is made
+            return ref is not None and self.artifact == ref.id
+        if is_dataclass(value) and not isinstance(value, type):
+            return any(self.names(getattr(value, item.name, None), depth - 1) for item in fields(value))
+        return False
+
+    def first(self, step: str) -> int:
+        """When a step was taken first; ValueError for one that was not."""
+        return [function for _, function in self.calls].index(step)
+
+    def place(self, step: str) -> str:
+        """On which thread, in words."""
+        thread, _ = self.calls[self.first(step)]
+        return next(text for name, text in PLACES.items() if thread.startswith(name))
+
+
+class CommittingTrainer:
+    """Commits one update at once; what the training process does before is a test of its own."""
+
+    def __init__(self, world: World, store: PrivateStore, deliver: Callable[[TrainerReport], None]) -> None:
+        self._world, self._store, self._deliver = world, store, deliver
+        self.may_go = threading.Event()
+        self.update = b""
+
+    def start(self) -> int:
+        self._deliver(Ready(1))
+        return 1
+
+    def send(self, command: TrainerCommand) -> None:
+        assert not isinstance(command, ChooseModel)
+        attempt = command.cursor
+        self.update = self._world.devices["a"].make_update(attempt.round, attempt.attempt, command.aggregate)
+        self._store.generations.commit(toy_generation(self._world.spec, attempt, self.update))
+        threading.Thread(target=self._report, args=(Committed(attempt),), daemon=True).start()
+
+    def _report(self, report: Committed) -> None:
+        self.may_go.wait()
+        self._deliver(report)
+
+    def stop(self) -> None:
+        """Nothing runs."""
+
+
+def followed(folder: Path) -> Trace:
+    """Follow the update of the one device of a federation until the worker has counted it and its receipt is stored."""
+    spec = tiny_spec(rounds=1)
+    base = aggregate_bytes(spec, 0, 0, seed=1)
+    world = World(
+        folder / "home", spec, base, clients=("a",), min_clients=1, make_worker=worker_handle.AggregationWorker
+    )
+    config = make_config(folder).model_copy(update={"federation": spec.federation, "device": "a"})
+    store = PrivateStore.open(config.store, spec.federation, "a")
+    trainers: list[CommittingTrainer] = []
+
+    def make_trainer(deliver: Callable[[TrainerReport], None]) -> CommittingTrainer:
+        trainers.append(CommittingTrainer(world, store, deliver))
+        return trainers[0]
+
+    own = world.devices["a"].key
+    transport = MemoryTransport(world.broker, "a", offline_will(spec.federation, "a", own))
+    events = EventLog(folder / "device.jsonl", time.time)
+    agent = Agent(config, store, AgentKeys(own, world.key.public), transport, make_trainer, events)
+    thread = threading.Thread(target=agent.run, name="agent", daemon=True)
+    trace = Trace()
+    threading.setprofile(trace.profile)
+    try:
+        with RunningService(world):
+            thread.start()
+            wait_until(lambda: bool(trainers and trainers[0].update), "the update is committed")
+            key = (spec.federation, 1, 1)
+            wait_until(lambda: world.store.participants(key)[0].state is ParticipantState.ACCEPTED, "accepted")
+            world.wait_event("worker_ready")
+            trace.artifact = artifact_id(trainers[0].update)
+            trainers[0].may_go.set()
+            world.wait_event("teacher_done")
+            wait_until(lambda: bool(store.deliveries()), "the receipt is stored")
+            agent.stop()
+            thread.join()
+    finally:
+        threading.setprofile(None)
+    world.close()
+    return trace
+
+
+def table(trace: Trace) -> str:
+    """The steps as the document shows them, those on one thread together."""
+    lines = ["| where | file: function |", "|---|---|"]
+    for place, steps in groupby(STEPS, trace.place):
+        lines.append(f"| {place} | {'<br>'.join(f'`{step}`' for step in steps)} |")
+    return "\n".join(lines)
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Trace:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker_handle, "worker_main", count_and_never_merge)
+        return followed(tmp_path_factory.mktemp("followed"))
+
+
+def test_the_document_shows_the_way_that_an_update_takes(trace: Trace) -> None:
+    assert table(trace) in DOCUMENT.read_text(encoding="utf-8")
+    taken = [trace.first(step) for step in STEPS]
+    assert taken[:-1] == sorted(taken[:-1])
+    assert taken[-1] > trace.first("coordinator/messaging/publisher.py: receipt")
+
+
+def test_an_update_changes_threads_and_processes_four_times_from_its_last_chunk_to_the_worker(trace: Trace) -> None:
+    from_last_chunk = STEPS[STEPS.index("coordinator/updates/receiver.py: frame") : -1]
+    threads = [place for place, _ in groupby(from_last_chunk, trace.place)]
+    assert threads == ["coordinator: the link's thread", "coordinator: the receiver", "coordinator: the loop"]
+    # The loop hands the request to the thread of the worker's pipe, which hands it to the worker's process.
+    assert len(threads) - 1 + 2 == 4
+
+
+if __name__ == "__main__":
+    setattr(worker_handle, "worker_main", count_and_never_merge)  # noqa: B010 - the entry point is imported there
+    with tempfile.TemporaryDirectory() as name:
+        found = followed(Path(name))
+        lines = [" ".join(call) for call in dict.fromkeys(found.calls)]
+        sys.stdout.write(table(found) + "\n" if sys.argv[1:] != ["--all"] else "\n".join(lines) + "\n")
