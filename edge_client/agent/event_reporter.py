@@ -72,7 +72,7 @@ class EventReporter:
         self._hellos = 0
 
     def tell(self, event: Event) -> None:
-        """Write down what the state machine is about to hear."""
+        """Record what the state machine is given next."""
         if isinstance(event, Welcomed | Invited):
             self._tell_cohort(event.cohort)
         if isinstance(event, Welcomed | TurnedAway):
@@ -116,11 +116,11 @@ class EventReporter:
 
     def failed(self, report: Failed) -> None:
         """A round is declined because it can't be trained here."""
-        cursor, reason = report.cursor, report.reason.value
+        attempt, reason = report.cursor, report.reason.value
         self._events.write(
-            "round_failed", round=cursor.round, attempt=cursor.attempt, reason=reason, detail=report.detail
+            "round_failed", round=attempt.round, attempt=attempt.attempt, reason=reason, detail=report.detail
         )
-        _log.warning("%s declines %s (%s): %s", self._device, cursor, reason, report.detail)
+        _log.warning("%s declines %s (%s): %s", self._device, attempt, reason, report.detail)
 
     def died(self, report: Exited) -> None:
         """The training process is gone."""

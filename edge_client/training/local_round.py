@@ -139,19 +139,19 @@ def train_round(work: Workplace, command: TrainRound) -> Generation:
     if stored is not None and command.cursor <= stored.generation.cursor:
         return stored.generation  # committed before a crash: never trained twice
     started = work.clock()
-    cursor = command.cursor
-    progress = ProgressEvents(work.events, cursor, os.getpid(), work.clock, work.working)
+    attempt = command.cursor
+    progress = ProgressEvents(work.events, attempt, os.getpid(), work.clock, work.working)
     progress("load", 0, 1)
     store = work.store
-    data = work.data.for_round(spec, cursor.round, store.accept_snapshot, store.forget_snapshot)
+    data = work.data.for_round(spec, attempt.round, store.accept_snapshot, store.forget_snapshot)
     base = decode_aggregate(store, spec, method, command.aggregate)
     start = _start(work, spec, method, stored)
     ctx = RoundContext(
         spec=work.sized(spec),
-        round=cursor.round,
-        attempt=cursor.attempt,
+        round=attempt.round,
+        attempt=attempt.attempt,
         horizon=spec.rounds,
-        streams=work.streams(spec, cursor.round, cursor.attempt),
+        streams=work.streams(spec, attempt.round, attempt.attempt),
         device=work.place,
         progress=progress,
     )
@@ -213,7 +213,7 @@ def _check_finite(state: ClientState) -> None:
 
 
 def _commit(work: Workplace, command: TrainRound, spec: FederationSpec, done: _Outcome) -> Generation:
-    personal, cursor = done.result.private.parts, command.cursor
+    personal, attempt = done.result.private.parts, command.cursor
     done.ctx.progress("evaluate", 0, 1)
     common = work.data.common_test(spec)
     own = measure(spec, personal, done.data, common, work.place)
@@ -223,8 +223,8 @@ def _commit(work: Workplace, command: TrainRound, spec: FederationSpec, done: _O
     report = done.result.report.model_copy(update={"accuracy": own.test, "health": health})
     facts = UpdateFacts(
         device=work.config.device,
-        round=cursor.round,
-        attempt=cursor.attempt,
+        round=attempt.round,
+        attempt=attempt.attempt,
         base=command.aggregate,
         versions={"torch": str(torch.__version__), "fedcg-edge": version("fedcg-edge")},
         determinism=_determinism(work, done.ctx),
@@ -234,12 +234,12 @@ def _commit(work: Workplace, command: TrainRound, spec: FederationSpec, done: _O
     update = build_update(shared, report, spec=spec, policy=policy, facts=facts, base=done.base.parts)
     slots: dict[str, Mapping[Part, Weights]] = {**done.start.best, "personal": personal}
     scores = dict(done.start.scores)
-    _keep_best(slots, scores, "best", personal, own, cursor.round)
+    _keep_best(slots, scores, "best", personal, own, attempt.round)
     if done.shadow is not None and shadow is not None:
         slots["shadow"] = done.shadow.parts
-        _keep_best(slots, scores, "best_shadow", done.shadow.parts, shadow, cursor.round)
+        _keep_best(slots, scores, "best_shadow", done.shadow.parts, shadow, attempt.round)
     new = NewGeneration(
-        cursor=cursor,
+        cursor=attempt,
         spec=spec.digest,
         slots={name: to_arrays(parts) for name, parts in slots.items()},
         snapshot=done.data.snapshot,
@@ -250,8 +250,8 @@ def _commit(work: Workplace, command: TrainRound, spec: FederationSpec, done: _O
     counts = {f"{name}_images": count for name, count in done.data.snapshot.counts().items()}
     work.events.write(
         "committed",
-        round=cursor.round,
-        attempt=cursor.attempt,
+        round=attempt.round,
+        attempt=attempt.attempt,
         pid=os.getpid(),
         **counts,
         accuracy_personal=own.test,

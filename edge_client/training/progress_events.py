@@ -15,37 +15,37 @@ class ProgressEvents:
 
     Args:
         events: where the lines go.
-        cursor: the round attempt.
+        attempt: the round attempt.
         pid: of the process that trains.
         clock: monotonic seconds.
-        working: told of every step, for who watches that there are some.
+        working: called at every step, for the supervision of the process.
     """
 
     def __init__(
         self,
         events: EventLog,
-        cursor: RoundAttempt,
+        attempt: RoundAttempt,
         pid: int,
         clock: Callable[[], float],
         working: Callable[[], None] = lambda: None,
     ) -> None:
         self._events = events
-        self._about = {"round": cursor.round, "attempt": cursor.attempt, "pid": pid}
+        self._about = {"round": attempt.round, "attempt": attempt.attempt, "pid": pid}
         self._clock = clock
         self._working = working
         self._phase = ""
-        self._told_at = 0.0
+        self._written_at = 0.0
 
     def __call__(self, phase: str, step: int, steps: int) -> None:
-        """Take note of a step that is done."""
+        """Record a step that is done."""
         self._working()
         now = self._clock()
         is_new = phase != self._phase
         if is_new:
             self._phase = phase
             self._events.write("phase_started", phase=phase, **self._about)
-        if step > 0 and (is_new or step == steps or now - self._told_at >= EVERY_S):
-            self._told_at = now
+        if step > 0 and (is_new or step == steps or now - self._written_at >= EVERY_S):
+            self._written_at = now
             self._events.write("progress", phase=phase, step=step, steps=steps, **self._about)
 
     def named(self, prefix: str) -> Callable[[str, int, int], None]:

@@ -131,11 +131,11 @@ def toy_snapshot(images: int = 3) -> Snapshot:
 
 
 def toy_generation(
-    spec: FederationSpec, cursor: RoundAttempt, update: bytes | None = b"update", seed: int = 1
+    spec: FederationSpec, attempt: RoundAttempt, update: bytes | None = b"update", seed: int = 1
 ) -> NewGeneration:
     """What a round of the toy spec commits."""
     slots = {"personal": toy_parts(seed), "best": toy_parts(seed, (Part.EXTRACTOR, Part.CLASSIFIER))}
-    return NewGeneration(cursor, spec.digest, slots, toy_snapshot(), {"best.val": 0.5, "best.round": 1.0}, update)
+    return NewGeneration(attempt, spec.digest, slots, toy_snapshot(), {"best.val": 0.5, "best.round": 1.0}, update)
 
 
 def aggregate_of(parts: Mapping[Part, Mapping[str, Array]], spec: FederationSpec, round_number: int) -> bytes:
@@ -151,18 +151,18 @@ def aggregate_of(parts: Mapping[Part, Mapping[str, Array]], spec: FederationSpec
     return pack(header, parts, spec.aggregate_codec)
 
 
-def update_of(spec: FederationSpec, cursor: RoundAttempt) -> bytes:
+def update_of(spec: FederationSpec, attempt: RoundAttempt) -> bytes:
     """The packed update that the fake trainer makes of a round attempt."""
     header = ArtifactHeader(
         kind="update",
         method=spec.method,
         federation=spec.federation,
-        round=cursor.round,
-        attempt=cursor.attempt,
+        round=attempt.round,
+        attempt=attempt.attempt,
         client=DEVICE,
         report=Report(examples=3, accuracy=0.5),
     )
-    return pack(header, toy_parts(cursor.round, (Part.CLASSIFIER, Part.GENERATOR)))
+    return pack(header, toy_parts(attempt.round, (Part.CLASSIFIER, Part.GENERATOR)))
 
 
 def draw_images(root: Path, per_class: int, seed: int) -> None:

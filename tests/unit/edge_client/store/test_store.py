@@ -62,15 +62,6 @@ def test_a_commit_gives_back_exactly_what_was_put_in(store: PrivateStore) -> Non
     assert store.generations.snapshot(generation) == toy_snapshot()
 
 
-def test_the_same_state_gives_the_same_bytes(tmp_path: Path) -> None:
-    files = []
-    for name in ("a", "b"):
-        store = PrivateStore.open(tmp_path / name, FEDERATION, DEVICE)
-        generation = store.generations.commit(toy_generation(SPEC, RoundAttempt(1, 1)))
-        files.append(dict(generation.checksums))
-    assert files[0] == files[1]
-
-
 def test_two_generations_are_kept_and_older_ones_deleted(store: PrivateStore) -> None:
     for round_number in (1, 2, 3):
         store.generations.commit(toy_generation(SPEC, RoundAttempt(round_number, 1)))
@@ -302,12 +293,6 @@ def test_a_snapshot_survives_its_encoding_and_its_digest_tells_any_difference() 
     assert moved.digest != snapshot.digest
     with pytest.raises(ValueError, match="snapshot"):
         Snapshot.decode(b'[{"path": "a"}]')
-
-
-def test_the_highest_broadcast_is_remembered(store: PrivateStore) -> None:
-    assert store.seen() == (0, 0, 0)
-    store.save_seen((2, 7, 1))
-    assert reopened(store).seen() == (2, 7, 1)
 
 
 def test_a_kept_spec_that_was_tampered_with_counts_as_absent(store: PrivateStore) -> None:

@@ -29,6 +29,7 @@ from tests.support.edge_worlds import (
 )
 
 SPEC = toy_spec()
+ENROLLED = SigningKey.generate().public
 STATE_FILES = ("seen.json", "coordinator.json", "delivered.json", "accepted.json", "finalised.json")
 
 
@@ -39,7 +40,7 @@ def store(tmp_path: Path) -> PrivateStore:
 
 def filled(store: PrivateStore) -> None:
     store.save_seen((3, 7, 1))
-    store.save_pinned_key(SigningKey.generate().public, PinnedKey(SigningKey.generate().public, 2))
+    store.save_pinned_key(ENROLLED, PinnedKey(SigningKey.generate().public, 2))
     store.save_delivery(DeliveryRecord("f" * 64, 1, 1, "accepted", ""))
     store.accept_snapshot(SPEC.digest, 1, toy_snapshot)
     store.save_finalised({"aggregate": "a" * 64})
@@ -48,7 +49,7 @@ def filled(store: PrivateStore) -> None:
 def read(store: PrivateStore, name: str) -> object:
     readers = {
         "seen.json": store.seen,
-        "coordinator.json": lambda: store.pinned_key(SigningKey.generate().public),
+        "coordinator.json": lambda: store.pinned_key(ENROLLED),
         "delivered.json": store.deliveries,
         "accepted.json": lambda: store.accept_snapshot(SPEC.digest, 1, toy_snapshot),
         "finalised.json": store.finalised,
@@ -82,24 +83,26 @@ def test_a_damaged_state_file_is_an_error_and_never_an_empty_one(
         read(store, name)
 
 
-@pytest.mark.parametrize("content", ['{"highest": [1, 2]}', '{"highest": "x"}', '{"highest": [1, 2, null]}'])
-def test_an_order_that_is_not_three_numbers_is_no_order_from_zero(store: PrivateStore, content: str) -> None:
-    (store.root / "seen.json").write_text(content)
-    with pytest.raises(StoreError, match=r"seen\.json is damaged"):
-        store.seen()
-
-
-def test_a_followed_key_that_can_not_be_parsed_does_not_bring_back_the_one_before(store: PrivateStore) -> None:
-    enrolled = SigningKey.generate().public
-    (store.root / "coordinator.json").write_text(f'{{"enrolled": "{enrolled.hex}", "key": "zz", "serial": 2}}')
-    with pytest.raises(StoreError, match=r"coordinator\.json is damaged"):
-        store.pinned_key(enrolled)
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("seen.json", '{"highest": [1, 2]}'),
+        ("seen.json", '{"highest": "x"}'),
+        ("seen.json", '{"highest": [1, 2, null]}'),
+        ("coordinator.json", f'{{"enrolled": "{ENROLLED.hex}", "key": "zz", "serial": 2}}'),
+    ],
+)
+def test_an_order_or_key_that_can_not_be_parsed_does_not_bring_back_the_first_one(
+    store: PrivateStore, name: str, content: str
+) -> None:
+    (store.root / name).write_text(content)
+    with pytest.raises(StoreError, match=rf"{name} is damaged"):
+        read(store, name)
 
 
 def test_only_absent_state_files_are_empty(store: PrivateStore) -> None:
-    key = SigningKey.generate().public
     assert store.seen() == (0, 0, 0)
-    assert store.pinned_key(key) == PinnedKey(key)
+    assert store.pinned_key(ENROLLED) == PinnedKey(ENROLLED)
     assert (store.deliveries(), store.finalised()) == ((), {})
 
 

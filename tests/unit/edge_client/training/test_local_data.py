@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 import struct
 from pathlib import Path
 
@@ -14,8 +13,6 @@ from PIL import Image
 from edge_client.errors import RoundError
 from edge_client.store.data_snapshot import Snapshot
 from edge_client.training.local_data import LocalData, RoundData
-from edge_client.training.trainer_child import Trainer
-from fedcg.event_log import EventLog
 from fedcg.learning.image_set import SkippedImage
 from fedcg.learning.networks.initial_weights import complete_spec
 from fedcg.learning.spec import FederationSpec, plan_from_mapping
@@ -78,40 +75,11 @@ def test_a_damaged_image_of_the_common_set_is_in_no_list_of_files(spec: Federati
     assert labels == images.labels.tolist()
 
 
-def test_skipped_images_are_named_and_counted_in_the_event_log(tmp_path: Path) -> None:
-    trainer = Trainer.__new__(Trainer)
-    trainer._events = EventLog(tmp_path / "events.jsonl", lambda: 1.0)
-    trainer._tell_skipped(tuple(SkippedImage(f"cat/{number}.png", "damaged image") for number in range(30)))
-    event = json.loads((tmp_path / "events.jsonl").read_text())
-    assert (event["event"], event["count"], len(event["images"])) == ("images_skipped", 30, 20)
-    assert event["images"][0] == "cat/0.png: damaged image"
-
-
 def test_a_folder_in_which_every_image_is_damaged_is_no_data(spec: FederationSpec, tmp_path: Path) -> None:
     for path in tree(tmp_path / "d", 3).rglob("*.png"):
         path.write_bytes(b"gone")
     with pytest.raises(RoundError, match=r"cat/0\.png: not an image.*none of the 6 images"):
         taken(LocalData(tmp_path / "d", None), spec)
-
-
-def test_one_image_and_a_class_that_the_spec_does_not_name_are_errors_that_say_so(
-    spec: FederationSpec, tmp_path: Path
-) -> None:
-    with pytest.raises(RoundError, match="1 training images after the split; at least 2"):
-        taken(LocalData(tree(tmp_path / "one", 1, ("cat",)), None), spec)
-    with pytest.raises(RoundError, match="no class 'cow'"):
-        taken(LocalData(tree(tmp_path / "cow", 5, ("cat", "cow")), None), spec)
-
-
-def test_a_box_may_lack_classes(spec: FederationSpec, tmp_path: Path) -> None:
-    data = taken(LocalData(tree(tmp_path / "d", 20, ("dog",)), None), spec)
-    assert data.train.label_counts()[0] == 0
-    assert data.train.label_counts()[1] > 10
-
-
-def test_an_empty_class_folder_is_fine(spec: FederationSpec, tmp_path: Path) -> None:
-    (tree(tmp_path / "d", 20, ("dog",)) / "cat").mkdir()
-    assert sum(sizes(taken(LocalData(tmp_path / "d", None), spec))) == 20
 
 
 def test_folders_named_train_val_and_test_are_the_splits(spec: FederationSpec, tmp_path: Path) -> None:
@@ -120,14 +88,6 @@ def test_folders_named_train_val_and_test_are_the_splits(spec: FederationSpec, t
     data = taken(LocalData(tmp_path, None), spec)
     assert sizes(data) == (18, 8, 10)
     assert all(file.path.startswith(f"{file.split}/") for file in data.snapshot.files)
-
-
-def test_grey_and_colour_files_in_one_folder_become_the_specs_mode(spec: FederationSpec, tmp_path: Path) -> None:
-    root = tree(tmp_path / "d", 20)
-    Image.new("RGB", (16, 16), (255, 0, 0)).save(root / "cat" / "red.png")
-    data = taken(LocalData(root, None), spec)
-    assert data.train.images.shape[1] == 1
-    assert sum(sizes(data)) == 41
 
 
 def test_idx_files_are_a_boxes_data_and_their_test_part_is_held_out(spec: FederationSpec, tmp_path: Path) -> None:

@@ -110,6 +110,11 @@ class Site:
     def trainer(self) -> Trainer:
         return Trainer(self.config, self.store, EventLog(self.events_path, time.time))
 
+    def declined(self) -> Failed:
+        report = self.trainer().do(self.round())
+        assert isinstance(report, Failed)
+        return report
+
     def state(self) -> StoredState:
         state = self.store.generations.load()
         assert state is not None
@@ -164,18 +169,14 @@ def test_a_round_commits_private_state_snapshot_scores_and_update_together(tmp_p
     assert all(event["step"] > 0 and event["pid"] == os.getpid() for event in site.events("progress"))
 
 
-def test_no_shadow_is_trained_unless_asked_for(site: Site) -> None:
-    site.trainer().do(site.round())
-    assert set(site.state().slots) == {"personal", "best"}
-    assert site.events("committed")[0]["accuracy_local"] is None
-
-
 def test_the_shadow_trains_as_if_alone_and_leaves_the_update_unchanged(tmp_path: Path) -> None:
     with_shadow, without = Site(tmp_path / "a", real_spec(), shadow=True), Site(tmp_path / "b", real_spec())
     alone = Site(tmp_path / "c", real_spec("local"))
     for site in (with_shadow, without, alone):
         site.trainer().do(site.round())
     assert with_shadow.update() == without.update()
+    assert set(without.state().slots) == {"personal", "best"}
+    assert without.events("committed")[0]["accuracy_local"] is None
     shadow, only = with_shadow.state().slots["shadow"], alone.state().slots["personal"]
     for part in (Part.EXTRACTOR, Part.CLASSIFIER):
         for name, tensor in only[part].items():
@@ -280,10 +281,8 @@ def test_a_store_that_may_not_be_written_fails_the_attempt_with_the_fix_and_no_t
     def forbidden(*_: object, **__: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", "/srv/store/accepted.json")
 
-    with monkeypatch.context() as broken:
-        broken.setattr(PrivateStore, "accept_snapshot", forbidden)
-        report = site.trainer().do(site.round())
-    assert isinstance(report, Failed)
+    monkeypatch.setattr(PrivateStore, "accept_snapshot", forbidden)
+    report = site.declined()
     assert report.reason is DeclineReason.TRAINING_FAILED
     assert "read and write /srv/store/accepted.json (chown, chmod)" in report.detail
     assert "Traceback" not in caplog.text
@@ -304,9 +303,8 @@ def test_an_end_that_finds_the_disk_full_is_told_with_the_fix_and_the_process_li
 
 def test_a_round_that_diverges_changes_nothing(tmp_path: Path) -> None:
     site = Site(tmp_path, real_spec(lr=1e6))
-    report = site.trainer().do(site.round())
-    assert isinstance(report, Failed)
-    assert report.reason is DeclineReason.DIVERGED
+    assert site.declined().reason is DeclineReason.DIVERGED
+    assert reason_for(CodecError("tensor classifier/w holds 70000")) is DeclineReason.DIVERGED
     assert site.store.generations.current() == (None, ())
 
 
@@ -327,9 +325,7 @@ def test_private_weights_that_are_no_numbers_after_the_last_step_count_as_diverg
         return _spoilt(method.local_round(*arguments))
 
     monkeypatch.setattr(training, "get_method", lambda _name: replace(method, local_round=broken))
-    report = site.trainer().do(site.round())
-    assert isinstance(report, Failed)
-    assert report.reason is DeclineReason.DIVERGED
+    assert site.declined().reason is DeclineReason.DIVERGED
     assert site.store.generations.current() == (None, ())
 
 
@@ -354,45 +350,32 @@ def test_a_shadow_that_diverges_stands_still_and_the_round_is_committed(
     assert [event["what"] for event in site.events("refused")] == ["shadow"]
 
 
-def test_a_spec_whose_layouts_are_not_those_of_its_networks_is_refused(tmp_path: Path) -> None:
-    spec = real_spec()
-    wrong = TensorLayout(name="extra", dtype="float32", shape=(2,))
-    layouts = {**spec.layouts, Part.CLASSIFIER: (*spec.layouts[Part.CLASSIFIER], wrong)}
-    site = Site(tmp_path, spec)
-    site.spec = spec.model_copy(update={"layouts": layouts})
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"layouts": {Part.CLASSIFIER: (TensorLayout(name="extra", dtype="float32", shape=(2,)),)}},
+        {"upload": (Part.CLASSIFIER, Part.EXTRACTOR, Part.GENERATOR)},
+        {"with_base": ()},
+        {"codec": "i8"},
+    ],
+)
+def test_a_spec_that_is_not_what_its_method_and_networks_need_is_refused(site: Site, changes: dict[str, Any]) -> None:
+    site.spec = site.spec.model_copy(update={**changes, "layouts": {**site.spec.layouts, **changes.get("layouts", {})}})
     site.store.save_spec(site.spec.canonical())
-    report = site.trainer().do(site.round())
-    assert isinstance(report, Failed)
-    assert report.reason is DeclineReason.SPEC_REFUSED
+    assert site.declined().reason is DeclineReason.SPEC_REFUSED
 
 
-def test_a_spec_that_uploads_more_than_its_method_shares_is_refused(tmp_path: Path) -> None:
-    spec = real_spec()
-    site = Site(tmp_path, spec)
-    site.spec = spec.model_copy(update={"upload": (Part.CLASSIFIER, Part.EXTRACTOR, Part.GENERATOR)})
-    site.store.save_spec(site.spec.canonical())
-    report = site.trainer().do(site.round())
-    assert isinstance(report, Failed)
-    assert report.reason is DeclineReason.SPEC_REFUSED
-
-
-def test_an_aggregate_of_another_federation_is_not_loaded(site: Site) -> None:
-    foreign = site.spec.model_copy(update={"federation": "letters"})
-    parts = unpack(
-        site.store.artifacts.get(site.aggregate), {part: site.spec.layouts[part] for part in site.spec.upload}
-    ).parts
-    site.aggregate = site.store.artifacts.put(aggregate_of(parts, foreign, 0))
-    report = site.trainer().do(site.round())
-    assert isinstance(report, Failed)
-    assert "letters" in report.detail
-
-
-def test_a_device_without_images_says_so(site: Site) -> None:
-    for path in (site.root / "data").rglob("*.png"):
-        path.unlink()
-    report = site.trainer().do(site.round())
-    assert isinstance(report, Failed)
-    assert report.reason is DeclineReason.NO_DATA
+@pytest.mark.parametrize(
+    ("changes", "why"), [({"federation": "letters"}, "letters"), ({"aggregate_codec": "f32"}, "coded")]
+)
+def test_an_aggregate_of_another_federation_or_codec_is_not_loaded(
+    site: Site, changes: dict[str, Any], why: str
+) -> None:
+    shared = {part: site.spec.layouts[part] for part in site.spec.upload}
+    parts = unpack(site.store.artifacts.get(site.aggregate), shared).parts
+    other = site.spec.model_copy(update=changes)
+    site.aggregate = site.store.artifacts.put(aggregate_of(parts, other, 0))
+    assert why in site.declined().detail
 
 
 def test_images_that_come_after_a_round_was_accepted_count_from_the_next_round_on(tmp_path: Path) -> None:
@@ -417,8 +400,7 @@ def test_a_changed_file_of_the_snapshot_fails_the_attempt_and_the_next_takes_a_n
     site.store.accept_snapshot(site.spec.digest, 1, lambda: trainer._work.data._take(site.spec).snapshot)
     victim = next((site.root / "data" / "train" / CLASSES[0]).glob("*.png"))
     victim.write_bytes((site.root / "data" / "test" / CLASSES[1] / "2-000.png").read_bytes())
-    report = site.trainer().do(site.round(1, 1))
-    assert isinstance(report, Failed)
+    report = site.declined()
     assert report.reason is DeclineReason.NO_DATA
     assert victim.name in report.detail
     assert site.trainer().do(site.round(1, 2)) == Committed(RoundAttempt(1, 2))
@@ -468,7 +450,7 @@ def test_each_round_that_made_the_model_better_is_exported(tmp_path: Path) -> No
         trainer.afterwards(trainer.do(site.round(number)))
         best.append(int(site.state().generation.scores["best.round"]))
         assert read_manifest(Slots(models).current()).round == best[-1]
-    exported = [event for event in read_events(site.events_path) if event["event"] == "exported"]
+    exported = site.events("exported")
     assert [event["round"] for event in exported] == sorted(set(best))
     assert [event["model_dir"] for event in exported] == [
         str(models / f"{version:04}") for version in range(1, len(exported) + 1)
@@ -493,9 +475,9 @@ def test_an_export_that_finds_the_disk_full_is_told_and_the_version_in_use_stays
         broken.setattr("export.model.versions.fsync_path", full)
         trainer.afterwards(report)
     assert Slots(models).versions() == before
-    told = [event for event in read_events(site.events_path) if event["event"] == "export_failed"]
-    assert [event["round"] for event in told] == [1]
-    assert "No space left" in str(told[0]["detail"])
+    (failed,) = site.events("export_failed")
+    assert failed["round"] == 1
+    assert "No space left" in str(failed["detail"])
     trainer.afterwards(report)
     assert len(Slots(models).versions()) == len(before) + 1
 
@@ -671,28 +653,3 @@ def test_a_part_that_the_method_does_not_load_from_the_aggregate_goes_by_value(t
     assert codecs["classifier/1.weight"] == "i8-delta"
     assert codecs["generator/body.0.weight"] == "i8"
     assert {codec for codec in codecs.values() if is_delta(codec)} == {"i8-delta"}
-
-
-def test_a_spec_that_takes_other_parts_to_the_aggregate_than_its_method_is_refused(tmp_path: Path) -> None:
-    spec = real_spec()
-    site = Site(tmp_path, spec)
-    for changed in ({"with_base": ()}, {"codec": "i8"}):
-        site.spec = spec.model_copy(update=changed)
-        site.store.save_spec(site.spec.canonical())
-        report = site.trainer().do(site.round())
-        assert isinstance(report, Failed)
-        assert report.reason is DeclineReason.SPEC_REFUSED
-
-
-def test_an_aggregate_coded_otherwise_than_the_spec_says_is_not_loaded(site: Site) -> None:
-    otherwise = site.spec.model_copy(update={"aggregate_codec": "f32"})
-    held = {part: site.spec.layouts[part] for part in site.spec.upload}
-    parts = unpack(site.store.artifacts.get(site.aggregate), held).parts
-    site.aggregate = site.store.artifacts.put(aggregate_of(parts, otherwise, 0))
-    report = site.trainer().do(site.round())
-    assert isinstance(report, Failed)
-    assert "coded" in report.detail
-
-
-def test_numbers_that_the_codec_can_not_hold_are_a_divergence() -> None:
-    assert reason_for(CodecError("tensor classifier/w holds 70000")) is DeclineReason.DIVERGED
