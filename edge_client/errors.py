@@ -7,7 +7,7 @@ EdgeError
 │   ├── StoreFormatError     written by a newer version, or not a private store at all
 │   └── StoreDamagedError    no generation passes its checksums
 ├── CohortError          no cohort code, or the private store can't take its secret
-├── EnrolError           this box could not be enrolled, its certificate not renewed, or its leaving not told
+├── EnrolError           this box could not be enrolled, its certificate not renewed, or it could not leave
 ├── NoAnswerError        the coordinator does not answer this device; says how far a message came
 ├── FirewallError        something that may not leave the box was about to; names device, part and tensor
 └── RoundError           a local round can't be done here; carries the reason that goes into the decline
@@ -58,7 +58,7 @@ class StoreDamagedError(StoreError):
 
 
 class EnrolError(EdgeError):
-    """This box could not be enrolled, its certificate not renewed, or its leaving not told; says what to do."""
+    """This box could not be enrolled, its certificate not renewed, or it could not leave; says what to do."""
 
 
 class NoAnswerError(EdgeError):

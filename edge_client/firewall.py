@@ -26,7 +26,7 @@ from fedcg.wire.errors import WireError
 from fedcg.wire.messages.messages import DeclineReason
 from fedcg.wire.parts import Part, Report, ReportField, TensorLayout
 
-# All that a header may say of the box beside the report, and how: what a repetition with the same bits needs.
+# Everything in a header about the box beside the report, with its form: what a repetition with the same bits needs.
 FACTS = {
     "batch_size": r"\d{0,9}",
     "cpu": r"[ -~]{0,120}",
@@ -39,7 +39,7 @@ FACTS = {
 
 @dataclass(frozen=True)
 class UpdateFacts:
-    """What the header of an update says besides method and federation.
+    """What the header of an update holds besides method and federation.
 
     Attributes:
         base: sha256 of the aggregate that the round started from, or None.

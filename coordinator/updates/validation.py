@@ -11,7 +11,7 @@ from coordinator.errors import ValidationError
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts.artifacts import Artifact, ArtifactHeader, Base, codecs_for, parts_in, read_header, unpack
 from fedcg.wire.artifacts.container import MAX_HEADER_BYTES
-from fedcg.wire.artifacts.tensors import PartArrays, assert_finite, payload_bounds
+from fedcg.wire.artifacts.tensors import PartArrays, assert_finite, max_payload_bytes
 from fedcg.wire.errors import WireError
 from fedcg.wire.parts import PartLayouts, Report, TensorCodec
 
@@ -66,7 +66,7 @@ def unpack_update(data: bytes, spec: FederationSpec, base: Base | None) -> Artif
 
 def max_update_bytes(spec: FederationSpec) -> int:
     """No update of this federation is larger; checked before a byte of it is asked for."""
-    payload = payload_bounds(upload_layouts(spec), upload_codecs(spec))[1]
+    payload = max_payload_bytes(upload_layouts(spec), upload_codecs(spec))
     return payload + payload // 128 + ZSTD_SLACK_BYTES + MAX_HEADER_BYTES
 
 

@@ -1,4 +1,4 @@
-"""Puts an agent together from its configuration and runs it until it is told to stop."""
+"""Puts an agent together from its configuration and runs it until SIGTERM, SIGINT or the federation's end."""
 
 from __future__ import annotations
 

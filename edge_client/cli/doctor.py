@@ -31,7 +31,7 @@ from edge_client.session.state import Purpose
 from edge_client.store.private_store import PrivateStore
 from edge_client.transfer.https_client import check_ready, tls_of
 from fedcg.learning.data.decoding import decode_image
-from fedcg.learning.data.formats import dataset_name, is_array_source, stamp
+from fedcg.learning.data.formats import dataset_name, is_array_source
 from fedcg.learning.errors import DataError
 from fedcg.learning.spec import ImageForm
 from fedcg.wire.clocks import SET_CLOCK, clock_says
@@ -45,8 +45,7 @@ from fedcg.wire.transport.mqtt_config import explain_failure
 LEAST_FREE_BYTES = 1 << 30
 EXPIRES_SOON = timedelta(days=14)
 OVERDUE = 1 / 4  # of its life left: the agent began to renew it at a third, so something keeps it from doing so
-EARLIEST_YEAR = 2025  # no release of this program is older: a clock before it was never set
-# A certificate that ended so long ago speaks rather of a wrong clock than of a box in a cupboard.
+# A certificate that ended so long ago is more likely due to a wrong clock than to a box that was in a cupboard.
 LONG_OFF = timedelta(days=365)
 CONNECT_TIMEOUT_S = 5.0
 ANSWER_TIMEOUT_S = 10.0  # connecting takes five round trips; a satellite link's take 0.6 s each
@@ -91,19 +90,17 @@ def examine(config: AgentConfig, now: datetime) -> tuple[Finding, ...]:
 
 
 def _clock(config: AgentConfig, now: datetime) -> Result:
-    told, advice = f"it says {clock_says(now)}", f"{SET_CLOCK}: TLS needs it"
-    if now.year < EARLIEST_YEAR:
-        return "failed", told, advice
     if config.tls is None:
         return "ok", clock_says(now), ""
+    detail, advice = f"it says {clock_says(now)}", f"{SET_CLOCK}: TLS needs it"
     with contextlib.suppress(EnrolError):  # the check of the certificate reports it
         certificate = read_certificate(config.tls.cert)
         first, last = certificate.not_valid_before_utc, certificate.not_valid_after_utc
         if now < first:
-            return "failed", f"{told}, before this box's certificate was made ({first:%Y-%m-%d %H:%M} UTC)", advice
+            return "failed", f"{detail}, before this box's certificate was made ({first:%Y-%m-%d %H:%M} UTC)", advice
         if now > last + LONG_OFF:
-            told += f", long after this box's certificate ended ({last:%Y-%m-%d})"
-            return "failed", told, f"if it is wrong: {advice}"
+            detail += f", long after this box's certificate ended ({last:%Y-%m-%d})"
+            return "failed", detail, f"if it is wrong: {advice}"
     return "ok", clock_says(now), ""
 
 
@@ -112,10 +109,10 @@ def _disk(config: AgentConfig, now: datetime) -> Result:
     while not place.exists():
         place = place.parent
     free = shutil.disk_usage(place).free
-    told = f"{free / (1 << 30):.1f} GiB free at {place}"
+    detail = f"{free / (1 << 30):.1f} GiB free at {place}"
     if free < LEAST_FREE_BYTES:
-        return "failed", told, f"make room: at least {LEAST_FREE_BYTES >> 30} GiB is needed"
-    return "ok", told, ""
+        return "failed", detail, f"make room: at least {LEAST_FREE_BYTES >> 30} GiB is needed"
+    return "ok", detail, ""
 
 
 def _keys(config: AgentConfig, now: datetime) -> Result:
@@ -139,8 +136,8 @@ def _certificate(config: AgentConfig, now: datetime) -> Result:
         return "failed", str(error), ENROL_AGAIN
     name = common_name(certificate)
     if name != config.device:
-        told = f"it is for {name or 'nobody'}, not for {config.device}"
-        return "failed", told, "use this device's own bundle, or correct `device`"
+        detail = f"it is for {name or 'nobody'}, not for {config.device}"
+        return "failed", detail, "use this device's own bundle, or correct `device`"
     first, last = certificate.not_valid_before_utc, certificate.not_valid_after_utc
     if not first <= now <= last:
         advice = f"if the clock is wrong, {SET_CLOCK}; else enrol again with a token of `fedcg token create --replaces`"
@@ -179,8 +176,8 @@ def _authority(config: AgentConfig, now: datetime) -> Result:
         return "failed", str(error), ENROL_AGAIN
     if name == AUTHORITY_NAME:
         return "ok", f"{name}: the broker must show a certificate that was made for the broker", ""
-    told = f"{name!r} was made by no coordinator: whoever has a certificate of it for {config.broker.host} passes for the broker"
-    return "ok", told, ""
+    detail = f"{name!r} was made by no coordinator: whoever has a certificate of it for {config.broker.host} passes for the broker"
+    return "ok", detail, ""
 
 
 def _coordinator(config: AgentConfig, now: datetime) -> Result:
@@ -219,8 +216,8 @@ def _carrier(config: AgentConfig, now: datetime) -> Result:
     try:
         check_ready(config.carrier_url, tls_of(config))
     except ssl.SSLError as error:
-        told = f"{config.carrier_url}: TLS failed ({error})"
-        return "failed", told, "check carrier_url and the certificate; the port must be the carrier's"
+        detail = f"{config.carrier_url}: TLS failed ({error})"
+        return "failed", detail, "check carrier_url and the certificate; the port must be the carrier's"
     except (WireError, OSError, HTTPException) as error:
         advice = 'ask the operator: `port` under [carrier] in coordinator.toml; `carrier = "mqtt"` does without'
         return "failed", f"{config.carrier_url}: {error}", advice
@@ -233,8 +230,7 @@ def _data(config: AgentConfig, now: datetime) -> Result:
     if dataset_name(root) is not None:
         return "ok", f"{root.name}: a data set of this box's own, read when a round begins", ""
     if root.exists() and is_array_source(root):
-        size = sum(size for _, size, _ in stamp(root))
-        return "ok", f"{root}, {size / (1 << 20):.1f} MiB", ""
+        return "ok", str(root), ""
     if not root.is_dir():
         return "failed", f"{root} is no folder", f"expected {expected}"
     return _images(root, expected)
@@ -260,22 +256,22 @@ def _images(root: Path, expected: str) -> Result:
         decoded += 1
         if time.monotonic() > stop_at:
             break
-    told = f"{len(files)} images in {root}, {decoded} of them opened"
+    detail = f"{len(files)} images in {root}, {decoded} of them opened"
     if unreadable:
-        detail = f"{told}; {len(unreadable)} files or folders can't be read, e.g. {unreadable[0]}"
+        detail = f"{detail}; {len(unreadable)} files or folders can't be read, e.g. {unreadable[0]}"
         return "failed", detail, "let the user that runs the agent read them (chown, chmod)"
     if damaged:
-        detail = f"{told}; {len(damaged)} can't be decoded, e.g. {damaged[0]}"
+        detail = f"{detail}; {len(damaged)} can't be decoded, e.g. {damaged[0]}"
         return "warning", detail, "repair or remove them; training leaves them out"
-    return "ok", told, ""
+    return "ok", detail, ""
 
 
 def _cohort_secret(config: AgentConfig, now: datetime) -> Result:
     path = config.store / "secrets" / "cohort.key"
     if not path.exists():
-        told = "none: private networks start from the public spec seed, so a coordinator knows where they started"
+        detail = "none: private networks start from the public spec seed, so a coordinator knows where they started"
         advice = "`fedcg cohort create` on the first device, `fedcg cohort join` on the others, before the first round"
-        return "warning", told, advice
+        return "warning", detail, advice
     try:
         PrivateStore(config.store).cohort_secret()
     except EdgeError as error:

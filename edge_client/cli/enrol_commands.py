@@ -61,8 +61,8 @@ def enrol_command(
         raise ended(error, FAILED) from error
     until = enrolled.certificate.not_valid_after_utc
     if as_json:
-        told = {"device": enrolled.device, "federation": enrolled.federation, "config": str(enrolled.config)}
-        typer.echo(json.dumps({**told, "certificate_expires": until.isoformat()}))
+        about = {"device": enrolled.device, "federation": enrolled.federation, "config": str(enrolled.config)}
+        typer.echo(json.dumps({**about, "certificate_expires": until.isoformat()}))
         return
     advice = "" if data is not None else f"Set [data] root in {enrolled.config}. "
     typer.echo(
@@ -99,7 +99,8 @@ def leave_command(
         typer.Option("--erase", help="Then erase the private store with its models, the keys and the certificates."),
     ] = False,
     without_coordinator: Annotated[
-        bool, typer.Option("--without-coordinator", help="Tell nobody: for a coordinator that is gone for good.")
+        bool,
+        typer.Option("--without-coordinator", help="Do not inform the coordinator: for one that is gone for good."),
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     timeout_s: Annotated[float, typer.Option(min=1, help="Seconds to wait for the coordinator.")] = 30.0,
@@ -122,12 +123,12 @@ def leave_command(
     except (EdgeError, WireError, OSError) as error:
         raise ended(error, FAILED) from error
     if as_json:
-        told = {"device": settings.device, "confirmed": left.confirmed, "erased": [str(path) for path in left.erased]}
-        typer.echo(json.dumps(told))
+        erased = [str(path) for path in left.erased]
+        typer.echo(json.dumps({"device": settings.device, "confirmed": left.confirmed, "erased": erased}))
         return
-    heard = "the coordinator confirmed" if left.confirmed else "nobody was told"
+    outcome = "the coordinator confirmed" if left.confirmed else "the coordinator was not informed"
     gone = "".join(f"\n  erased {path}" for path in left.erased)
-    typer.echo(f"{settings.device} has left {settings.federation}; {heard}.{gone}")
+    typer.echo(f"{settings.device} has left {settings.federation}; {outcome}.{gone}")
 
 
 def _is_confirmed(device: str, federation: str, erased: Path | None) -> bool:

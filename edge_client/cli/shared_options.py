@@ -1,4 +1,4 @@
-"""What the commands of a device share: options, exit codes, the configuration, how an error is told. Importing this loads no torch."""
+"""What the commands of a device share: options, exit codes, the configuration, how a command ends with an error. Importing this loads no torch."""
 
 from __future__ import annotations
 
@@ -28,6 +28,6 @@ def read_config(path: Path) -> AgentConfig:
 
 
 def ended(error: Exception, code: int) -> typer.Exit:
-    """The end of a command, its reason told on stderr."""
+    """The end of a command, its reason printed on stderr."""
     typer.echo(f"Error: {error}", err=True)
     return typer.Exit(code)

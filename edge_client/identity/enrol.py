@@ -22,7 +22,6 @@ from fedcg.wire.messages.enrolment_messages import (
     Token,
     answer_statement,
     enrolment_statement,
-    load_certificate,
     message_key_digest,
 )
 from fedcg.wire.messages.signing import SigningKey, VerifyKey
@@ -118,7 +117,7 @@ def _wanted(token: Token, url: str | None, device: str | None) -> tuple[str, str
 
 
 def _check_answer(token: Token, request: EnrolRequest, answer: EnrolAnswer) -> None:
-    """That the coordinator of the token, and nobody on the way, answered this very request."""
+    """Check that the coordinator of the token answered this very request."""
     if message_key_digest(answer.coordinator_key) != token.coordinator:
         raise EnrolError(
             "the answer names another message key than the token. Either the coordinator's key was replaced after the token was "
@@ -161,9 +160,6 @@ def _keys(folder: Folder) -> tuple[TlsKey, SigningKey]:
 
 
 def _write(folder: Folder, answer: EnrolAnswer, authority: x509.Certificate, url: str, data: str) -> None:
-    sent = load_certificate(answer.authority)
-    if sent.public_bytes(Encoding.DER) != authority.public_bytes(Encoding.DER):
-        raise EnrolError("the coordinator's answer holds another authority than its connection showed")
     text = render_agent_config(
         answer.federation,
         answer.device,
@@ -174,7 +170,7 @@ def _write(folder: Folder, answer: EnrolAnswer, authority: x509.Certificate, url
         carrier_url=answer.carrier_url,
         data=data,
     )
-    replace_durably(folder.authority, answer.authority.encode())
+    replace_durably(folder.authority, authority.public_bytes(Encoding.PEM))
     replace_durably(folder.certificate, answer.certificate.encode())
     replace_durably(folder.coordinator_key, f"{answer.coordinator_key}\n".encode())
     replace_durably(folder.config, text.encode())

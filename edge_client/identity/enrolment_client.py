@@ -30,8 +30,8 @@ AnswerT = TypeVar("AnswerT", bound=BaseModel)
 def fetch_authority(url: str, digest: str) -> x509.Certificate:
     """The certificate of the authority that is expected behind `url`.
 
-    Nothing is sent but the question, on a connection that trusts nobody; what comes back counts only when its public key is
-    the expected one. Whoever relays the true certificate gains nothing: the next connection is verified against it.
+    Only the request is sent, on a connection that verifies no certificate; the answer counts only when its public key is the
+    expected one. Whoever relays the true certificate gains nothing: the next connection is verified against it.
 
     Raises:
         EnrolError: nobody answers, or another authority is there.

@@ -106,7 +106,7 @@ class Renewer:
         try:
             yield
         finally:
-            self._stopping.set()  # not waited for: a request that nobody answers must not hold up the agent's end
+            self._stopping.set()  # the thread is not joined: a request without an answer must not delay the agent's end
 
     def _run(self, tls: TlsSection) -> None:
         pause_s = 0.0
@@ -138,7 +138,7 @@ class Renewer:
 
 @contextmanager
 def _alone(tls: TlsSection) -> Iterator[None]:
-    """Keep a renewal by hand and the agent's own apart."""
+    """Hold the lock that keeps a renewal by hand and the agent's own apart."""
     with tls.cert.with_name(".renewal.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

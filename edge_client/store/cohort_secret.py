@@ -1,7 +1,7 @@
 """The cohort's secret: 32 random bytes that all devices of a federation have and the coordinator never sees.
 
 The private networks of all devices start from it (design §5). People carry it from the first box to the others as a code, which is the
-secret and a checksum in letters that can be read out; nothing else leaves the box but a mark that tells equal secrets from others.
+secret and a checksum, in letters that can be read aloud; only a mark leaves the box, by which equal secrets are told from others.
 """
 
 from __future__ import annotations

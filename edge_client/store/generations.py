@@ -51,7 +51,7 @@ class OutboxEntry:
 
 @dataclass(frozen=True)
 class Generation:
-    """What one generation says about itself, without its tensors.
+    """The description of one generation, without its tensors.
 
     Attributes:
         number: counts up with every commit.
@@ -120,7 +120,7 @@ class Generations:
             if pointed is not None:
                 return self._described(pointed)
         except _DAMAGE:
-            pass  # `current` tells nothing committed from damage
+            pass  # `current` finds out whether nothing was committed or something is damaged
         return self.current()[0]
 
     def current(self) -> tuple[Generation | None, tuple[str, ...]]:
@@ -128,7 +128,7 @@ class Generations:
 
         Raises:
             StoreDamagedError: something was committed, and no generation is whole.
-            StoreError: the disk does not answer, which says nothing about what is on it.
+            StoreError: the disk does not answer; its content is not known.
         """
         try:
             pointed = self._pointed()

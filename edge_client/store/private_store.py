@@ -130,7 +130,7 @@ class PrivateStore:
         return kept
 
     def cohort_secret(self) -> bytes | None:
-        """The secret shared by all devices of the federation, or None when nobody put one there.
+        """The secret shared by all devices of the federation, or None without one.
 
         Raises:
             StoreError: the file is too short to be a secret.

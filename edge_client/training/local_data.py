@@ -56,7 +56,7 @@ class LocalData:
     Args:
         root: this box's images, in any form that `read_images` takes.
         common: folder with a balanced test set that all clients of a demo share, or None.
-        on_skipped: told what could not be decoded, whenever the source was read for a new snapshot.
+        on_skipped: gets the images that could not be decoded, whenever the source was read for a new snapshot.
     """
 
     def __init__(

@@ -88,7 +88,7 @@ def load_spec(store: PrivateStore, digest: str) -> tuple[FederationSpec, Method]
     """A spec at hand and its method, checked against the networks that this program builds.
 
     Raises:
-        RoundError: it is not at hand, or it means other tensors here than it says.
+        RoundError: it is not at hand, or its networks have other tensors in this program than its layouts list.
     """
     spec = store.spec(digest)
     if spec is None:
@@ -201,7 +201,7 @@ def _train_shadow(
 
 
 def _check_finite(state: ClientState) -> None:
-    """The last step's weights are in no loss that anybody looked at, and private ones never meet the firewall.
+    """Check the weights: no loss is computed after the last step, and private weights never pass the firewall.
 
     Raises:
         DivergedError: a weight is not finite.
@@ -234,10 +234,14 @@ def _commit(work: Workplace, command: TrainRound, spec: FederationSpec, done: _O
     update = build_update(shared, report, spec=spec, policy=policy, facts=facts, base=done.base.parts)
     slots: dict[str, Mapping[Part, Weights]] = {**done.start.best, "personal": personal}
     scores = dict(done.start.scores)
-    _keep_best(slots, scores, "best", personal, own, attempt.round)
+    trained = {"best": (personal, own)}
     if done.shadow is not None and shadow is not None:
         slots["shadow"] = done.shadow.parts
-        _keep_best(slots, scores, "best_shadow", done.shadow.parts, shadow, attempt.round)
+        trained["best_shadow"] = (done.shadow.parts, shadow)
+    for slot, (parts, measured) in trained.items():
+        if measured.beats(Measured.from_scores(scores, slot) if slot in slots else None):
+            slots[slot] = personal_parts(parts)
+            scores |= {**measured.as_scores(slot), f"{slot}.round": float(attempt.round)}
     new = NewGeneration(
         cursor=attempt,
         spec=spec.digest,
@@ -266,20 +270,6 @@ def _commit(work: Workplace, command: TrainRound, spec: FederationSpec, done: _O
         seconds=round(work.clock() - done.started, 3),
     )
     return generation
-
-
-def _keep_best(
-    slots: dict[str, Mapping[Part, Weights]],
-    scores: dict[str, float],
-    slot: str,
-    parts: Mapping[Part, Weights],
-    measured: Measured,
-    round_number: int,
-) -> None:
-    best = Measured.from_scores(scores, slot) if slot in slots else None
-    if measured.beats(best):
-        slots[slot] = personal_parts(parts)
-        scores.update({**measured.as_scores(slot), f"{slot}.round": float(round_number)})
 
 
 def _determinism(work: Workplace, ctx: RoundContext) -> dict[str, str]:

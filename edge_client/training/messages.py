@@ -18,7 +18,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Committed:
-    """Report: the round is durable; the store says the rest."""
+    """Report: the round is durable; the store holds the result."""
 
     cursor: RoundAttempt
 

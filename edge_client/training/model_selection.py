@@ -1,4 +1,4 @@
-"""The end of a federation on one box: choose the personal model by validation, export it, say how good it is. Uses torch.
+"""The end of a federation on one box: choose the personal model by validation, export it, measure it. Uses torch.
 
 Five candidates: `own`, the personal model of the best validation round; `downloaded`, the latest personal model with whatever of it
 the final aggregate brings in its place; `tuned`, the downloaded one after one local pass; `interpolated`, the mean of the latest
@@ -11,7 +11,7 @@ the loss has less noise. Test and common images are measured for the record and 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +23,6 @@ from edge_client.training.local_round import Workplace, as_aggregate, decode_agg
 from edge_client.training.onnx_export import Outcome, common_accuracy, export_model
 from edge_client.training.tensor_conversion import to_weights
 from fedcg.learning.aggregation.averaging import weighted_average
-from fedcg.learning.data.image_folder import ImageSet
 from fedcg.learning.method import ClientState, DivergedError, Method, RoundContext, Weights
 from fedcg.learning.networks.initial_weights import shadow_spec
 from fedcg.learning.registry import get_method
@@ -77,7 +76,11 @@ def _choose(work: Workplace, command: ChooseModel, stored: StoredState) -> Outco
     data = work.data.for_round(spec, spec.rounds + 1, store.accept_snapshot, store.forget_snapshot)
     common = work.data.common_test(spec)
     work.working()
-    candidates = _candidates(work, command, stored, spec, method, data, common)
+    candidates = []
+    for name, parts in _models(work, command, stored, spec, method, data):
+        measured = measure(spec, parts, data, common, work.place)
+        loss = calibrated_loss(logits_of(spec, parts, data.val, work.place), data.val.labels) if len(data.val) else None
+        candidates.append(Candidate(name, parts, measured, loss))
     chosen = choose(candidates)
     scores = stored.generation.scores
     shadow = Measured.from_scores(scores, "best_shadow")
@@ -105,35 +108,26 @@ def _choose(work: Workplace, command: ChooseModel, stored: StoredState) -> Outco
     return outcome
 
 
-def _candidates(
-    work: Workplace,
-    command: ChooseModel,
-    stored: StoredState,
-    spec: FederationSpec,
-    method: Method,
-    data: RoundData,
-    common: ImageSet | None,
-) -> list[Candidate]:
-    def weighed(name: str, parts: Mapping[Part, Weights]) -> Candidate:
-        measured = measure(spec, parts, data, common, work.place)
-        loss = calibrated_loss(logits_of(spec, parts, data.val, work.place), data.val.labels) if len(data.val) else None
-        return Candidate(name, parts, measured, loss)
-
-    candidates = [weighed("own", to_weights(stored.slots["best"]))]
+def _models(
+    work: Workplace, command: ChooseModel, stored: StoredState, spec: FederationSpec, method: Method, data: RoundData
+) -> Iterator[tuple[str, Mapping[Part, Weights]]]:
+    """The candidates' names and weights."""
+    yield "own", to_weights(stored.slots["best"])
     aggregate = as_aggregate(decode_aggregate(work.store, spec, method, command.aggregate))
     latest = personal_parts(to_weights(stored.slots["personal"]))
     brought = {part: weights for part, weights in aggregate.parts.items() if part in latest}
     if not brought:
-        return candidates
+        return
     downloaded = {**latest, **brought}
-    candidates.append(weighed("downloaded", downloaded))
-    candidates.append(weighed("interpolated", _mean(latest, downloaded)))
+    yield "downloaded", downloaded
+    yield "interpolated", _mean(latest, downloaded)
     try:
         tuned = _one_pass(work, spec, downloaded, data)
-        candidates += [weighed("tuned", tuned), weighed("averaged", _mean(latest, tuned))]
     except DivergedError:
         work.events.write("refused", what="tuned", detail="the local pass over the downloaded model diverged")
-    return candidates
+        return
+    yield "tuned", tuned
+    yield "averaged", _mean(latest, tuned)
 
 
 def _mean(one: Mapping[Part, Weights], other: Mapping[Part, Weights]) -> dict[Part, Weights]:

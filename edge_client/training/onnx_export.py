@@ -64,7 +64,7 @@ def export_model(
         last: also try variants, where the configuration asks for them.
 
     Returns:
-        What is in use now, for the events; `gate` says why the new model is not.
+        What is in use now, for the events; `gate` is the reason why the new model is not.
 
     Raises:
         ExportError: it can't be exported; the version in use stays.
@@ -88,10 +88,10 @@ def export_model(
     except GateError as error:
         refused = str(error)
     directory = slots.current()
-    return {"gate": refused, **_told(directory, read_manifest(directory))}
+    return {"gate": refused, **_described(directory, read_manifest(directory))}
 
 
-def _told(directory: Path, manifest: Manifest) -> Outcome:
+def _described(directory: Path, manifest: Manifest) -> Outcome:
     return {
         "model_dir": str(directory),
         "onnx_model": str(directory / manifest.model.name),
@@ -112,7 +112,7 @@ def common_accuracy(work: Workplace, spec: FederationSpec, directory: Path) -> f
 
 
 def _held_out(work: Workplace, spec: FederationSpec, snapshot: Snapshot) -> HeldOut | None:
-    """What variants are tried by: validation images judge, training images calibrate. None where there are no image files."""
+    """Images that variants are compared on (validation) and calibrated with (training). None where there are no image files."""
     files, labels = work.data.files(snapshot, "val")
     seen, _ = work.data.files(snapshot, "train")
     if not files or not seen:

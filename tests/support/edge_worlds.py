@@ -195,6 +195,18 @@ def make_config(
     )
 
 
+def write_device(folder: Path, device: str = DEVICE, port: int = 1) -> Path:
+    """A device's folder with its keys and an agent.toml for a broker without TLS; returns the agent.toml."""
+    folder.mkdir(parents=True, exist_ok=True)
+    SigningKey.generate().save(folder / "signing.key")
+    (folder / "coordinator.pub").write_text(SigningKey.generate().public.hex)
+    (folder / "agent.toml").write_text(
+        f'federation = "{FEDERATION}"\ndevice = "{device}"\n[broker]\nhost = "127.0.0.1"\nport = {port}\ninsecure = true\n'
+        '[data]\nroot = "data"\n[training]\ndevice = "cpu"\nthreads = 1\n'
+    )
+    return folder / "agent.toml"
+
+
 @dataclass
 class ScriptedCoordinator:
     """The coordinator's side of the protocol, moved by the test step by step."""

@@ -27,16 +27,6 @@ from fedcg.worker_process import requests_of
 STALL_S = 1.0
 
 
-def hang_in_the_first_round(connection: Connection, config: AgentConfig) -> None:
-    connection.send(Ready(os.getpid()))
-    for command in requests_of(connection):
-        marker = config.store / "hung"
-        if not marker.exists():
-            marker.touch()
-            os.kill(os.getpid(), signal.SIGSTOP)
-        connection.send(Committed(command.cursor))
-
-
 def work_slowly_then_idle(connection: Connection, _config: AgentConfig) -> None:
     connection.send(Ready(os.getpid()))
     for command in requests_of(connection):  # with nothing to do it may be silent for ever

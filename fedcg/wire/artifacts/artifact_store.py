@@ -8,38 +8,32 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from fedcg.files import fsync_path, replace_durably
+from fedcg.files import file_sha256, fsync_path, replace_durably
 from fedcg.wire.errors import IntegrityError, MalformedError
 
 _ID = re.compile(r"[0-9a-f]{64}")
 
 
 class ArtifactStore:
-    """Artifacts in one directory; what `put` returned survives a power cut."""
+    """Artifacts in one directory, `root`; what `put` returned survives a power cut."""
 
     def __init__(self, root: Path) -> None:
-        self._root = root
+        self.root = root
         root.mkdir(parents=True, exist_ok=True)
 
     def put(self, data: bytes) -> str:
         """Keep an artifact durably and return its id."""
         name = hashlib.sha256(data).hexdigest()
-        target = self._root / name
-        if target.exists() and target.stat().st_size == len(data) and self._is_sound(name):
-            return name
-        replace_durably(target, data)
+        target = self.root / name
+        if not target.exists() or file_sha256(target) != name:
+            replace_durably(target, data)
         return name
-
-    @property
-    def root(self) -> Path:
-        """The directory."""
-        return self._root
 
     def adopt(self, file: Path, artifact: str) -> None:
         """Take over a file of the same file system whose content has the sha256 of its new name, durably."""
         fsync_path(file)
         file.replace(self.path(artifact))
-        fsync_path(self._root)
+        fsync_path(self.root)
 
     def get(self, artifact: str) -> bytes:
         """The bytes of an artifact.
@@ -63,7 +57,7 @@ class ArtifactStore:
         """
         if not _ID.fullmatch(artifact):
             raise MalformedError(f"{artifact!r} is not an artifact id (64 hex digits)")
-        return self._root / artifact
+        return self.root / artifact
 
     def has(self, artifact: str) -> bool:
         """Whether an artifact is here (its content is checked by `get`)."""
@@ -72,7 +66,7 @@ class ArtifactStore:
     def delete(self, artifact: str) -> None:
         """Forget an artifact; nothing happens when it is not here."""
         self.path(artifact).unlink(missing_ok=True)
-        fsync_path(self._root)
+        fsync_path(self.root)
 
     def delete_all(self, artifacts: Iterable[str]) -> tuple[int, int]:
         """Forget several; returns how many files went and their bytes. Those that are not here are passed over."""
@@ -82,16 +76,9 @@ class ArtifactStore:
                 size = self.path(artifact).stat().st_size
                 self.path(artifact).unlink()
                 sizes.append(size)
-        fsync_path(self._root)
+        fsync_path(self.root)
         return len(sizes), sum(sizes)
 
     def ids(self) -> Iterator[str]:
         """The ids of all artifacts here, sorted."""
-        return iter(sorted(entry.name for entry in self._root.iterdir() if _ID.fullmatch(entry.name)))
-
-    def _is_sound(self, artifact: str) -> bool:
-        try:
-            self.get(artifact)
-        except IntegrityError:
-            return False
-        return True
+        return iter(sorted(entry.name for entry in self.root.iterdir() if _ID.fullmatch(entry.name)))

@@ -23,7 +23,7 @@ from fedcg.wire.artifacts.tensors import (
     decode_tensors,
     encode_tensors,
     layouts_of,
-    payload_bounds,
+    max_payload_bytes,
     tensor_key,
 )
 from fedcg.wire.errors import IntegrityError, MalformedError, TooLargeError, UnknownBaseError
@@ -36,7 +36,7 @@ _Lines = Annotated[dict[_Word, _Line], Field(max_length=32)]
 
 
 class ArtifactHeader(BaseModel):
-    """What an artifact says about itself.
+    """The header of an artifact.
 
     Attributes:
         client: who made it; "coordinator" for an aggregate.
@@ -190,7 +190,7 @@ def unpack(
     if len(data) > max_bytes:
         raise TooLargeError(f"an artifact of {len(data)} bytes is over the bound of {max_bytes}")
     header = read_header(data)
-    _, largest = payload_bounds(layouts, header.codecs)
+    largest = max_payload_bytes(layouts, header.codecs)
     if codecs is not None and header.codecs != codecs:
         strange = sorted(set(header.codecs.items()) ^ set(codecs.items()))
         raise IntegrityError(f"its tensors are not coded as they must be here: {strange[:5]}")

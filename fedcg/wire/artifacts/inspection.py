@@ -20,20 +20,9 @@ from fedcg.wire.errors import IntegrityError, MalformedError
 from fedcg.wire.messages.messages import MAX_ARTIFACT_BYTES
 from fedcg.wire.parts import TensorCodec, is_delta
 
-_DTYPES = {
-    "BOOL": "?",
-    "U8": "u1",
-    "I8": "i1",
-    "U16": "<u2",
-    "I16": "<i2",
-    "U32": "<u4",
-    "I32": "<i4",
-    "U64": "<u8",
-    "I64": "<i8",
-    "F16": "<f2",
-    "F32": "<f4",
-    "F64": "<f8",
-}
+# safetensors names an element type by its kind and its bits, numpy by its kind and its bytes.
+_DTYPES = {f"{kind}{8 * size}": f"<{kind.lower()}{size}" for kind in "IU" for size in (1, 2, 4, 8)}
+_DTYPES |= {f"F{8 * size}": f"<f{size}" for size in (2, 4, 8)} | {"BOOL": "?"}
 
 
 @dataclass(frozen=True)
@@ -76,7 +65,7 @@ class Decoded:
     """An artifact's tensors as their receiver has them.
 
     Attributes:
-        tensors: by key; those that the header says nothing true of are as they came, scales and all.
+        tensors: by key; those that the header describes wrongly, or not at all, are as they came, with their scales.
         without_base: keys of differences whose base is not at hand: their numbers are the differences themselves.
     """
 
@@ -104,7 +93,7 @@ def decode(seen: Inspection, base: Inspection | None = None) -> Decoded:
         try:
             tensors[key] = decode_tensor(key, pieces, codec, start)
         except IntegrityError:
-            continue  # a scale that no encoder writes: the pieces speak for themselves
+            continue  # a scale that no encoder writes: the pieces are shown as they came
         for suffix in pieces.keys() - {""}:
             del tensors[key + suffix]
     return Decoded(tensors, frozenset(without_base))
@@ -132,7 +121,7 @@ def inspect(data: bytes, max_bytes: int = MAX_ARTIFACT_BYTES) -> Inspection:
 
     Raises:
         TooLargeError: a bound was passed.
-        MalformedError: bytes that are no artifact, or tensors of an element type that nobody can read.
+        MalformedError: bytes that are no artifact, or tensors of an unknown element type.
     """
     payload = decompress_payload(split_artifact(data)[1], max_bytes)
     tensors = {key: _array(key, entry) for key, entry in sorted(read_payload(payload).items())}

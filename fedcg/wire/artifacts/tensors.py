@@ -71,9 +71,9 @@ def data_bytes(layouts: PartLayouts, codecs: Codecs) -> int:
     return sum(stored.data_bytes for stored in _stored(layouts, codecs).values())
 
 
-def payload_bounds(layouts: PartLayouts, codecs: Codecs) -> tuple[int, int]:
-    """Smallest and largest size in bytes that a payload of these layouts can have, its JSON header included."""
-    return _bounds(_stored(layouts, codecs))
+def max_payload_bytes(layouts: PartLayouts, codecs: Codecs) -> int:
+    """Largest size that a payload of these layouts can have, its JSON header included."""
+    return _max_bytes(_stored(layouts, codecs))
 
 
 def encode_tensors(parts: PartArrays, codecs: Codecs, base: PartArrays | None = None) -> bytes:
@@ -123,8 +123,7 @@ def decode_tensors(
             encoder writes; a delta to a tensor that the base does not hold.
     """
     stored = _stored(layouts, codecs)
-    _check_size(data, stored)
-    _check_header(data, stored)
+    _check(data, stored)
     found = read_payload(data)
     decoded: dict[Part, dict[str, Array]] = {part: {} for part in layouts}
     for part, layout in _all(layouts):
@@ -207,28 +206,19 @@ def _base_of(key: str, layout: TensorLayout, codec: TensorCodec, base: PartArray
     return found[name]
 
 
-def _bounds(stored: Mapping[str, Stored]) -> tuple[int, int]:
-    data = sum(piece.data_bytes for piece in stored.values())
+def _max_bytes(stored: Mapping[str, Stored]) -> int:
     header = sum(len(key) + _ENTRY_BYTES for key in stored) + _HEADER_SLACK_BYTES
-    return _LENGTH_BYTES + 2 + data, _LENGTH_BYTES + header + data
+    return _LENGTH_BYTES + header + sum(piece.data_bytes for piece in stored.values())
 
 
-def _check_size(data: bytes, stored: Mapping[str, Stored]) -> None:
-    smallest, largest = _bounds(stored)
-    if len(data) > largest:
+def _check(data: bytes, stored: Mapping[str, Stored]) -> None:
+    """Check sizes before anything is parsed, then names, element types and shapes."""
+    if len(data) > (largest := _max_bytes(stored)):
         raise TooLargeError(f"a tensor payload of {len(data)} bytes; the layouts allow {largest}")
-    if len(data) < smallest:
-        raise MalformedError(f"a tensor payload of {len(data)} bytes is cut short; the layouts need {smallest}")
-    header = int.from_bytes(data[:_LENGTH_BYTES], "little")
-    elements = sum(piece.data_bytes for piece in stored.values())
-    if _LENGTH_BYTES + header + elements != len(data):
-        raise IntegrityError(
-            f"a tensor payload holds {len(data) - _LENGTH_BYTES - header} bytes of elements; the layouts say {elements}"
-        )
-
-
-def _check_header(data: bytes, stored: Mapping[str, Stored]) -> None:
     length = int.from_bytes(data[:_LENGTH_BYTES], "little")
+    found, expected = len(data) - _LENGTH_BYTES - length, sum(piece.data_bytes for piece in stored.values())
+    if found != expected:
+        raise IntegrityError(f"a tensor payload holds {found} bytes of elements; the layouts say {expected}")
     try:
         header = json.loads(data[_LENGTH_BYTES : _LENGTH_BYTES + length])
     except (ValueError, RecursionError) as error:  # nested too deeply for Python's parser

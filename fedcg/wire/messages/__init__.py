@@ -1,1 +1,1 @@
-"""What is said, signed, in which order, on which topic."""
+"""The messages: their schemas, signatures, order and topics."""

@@ -9,7 +9,6 @@ import base64
 import binascii
 import hashlib
 import json
-from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from cryptography import x509
@@ -47,17 +46,7 @@ class _Strict(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
-class _TokenBody(_Strict):
-    id: TokenId
-    secret: Sha256
-    ca: Sha256
-    key: Sha256
-    url: Url | None = None
-    device: Identifier | None = None
-
-
-@dataclass(frozen=True)
-class Token:
+class Token(_Strict):
     """A one-time permission to enrol.
 
     Attributes:
@@ -69,19 +58,19 @@ class Token:
         device: the only id that it enrols, when it is bound to one.
     """
 
-    id: str
-    secret: bytes = field(repr=False)
-    authority: str
-    coordinator: str
-    url: str | None = None
-    device: str | None = None
+    model_config = ConfigDict(populate_by_name=True, ser_json_bytes="hex", val_json_bytes="hex")
+
+    id: TokenId
+    secret: Annotated[bytes, Field(min_length=SECRET_BYTES, max_length=SECRET_BYTES, repr=False)]
+    authority: Sha256 = Field(alias="ca")
+    coordinator: Sha256 = Field(alias="key")
+    url: Url | None = None
+    device: Identifier | None = None
 
     @property
     def text(self) -> str:
-        """What the operator hands over: one word; a check sum tells a mistyped or cut one."""
-        values = {"id": self.id, "secret": self.secret.hex(), "ca": self.authority, "key": self.coordinator}
-        values |= {name: value for name, value in (("url", self.url), ("device", self.device)) if value is not None}
-        body = json.dumps(values, separators=(",", ":")).encode()
+        """What the operator hands over: one word, with a checksum against typing errors and cut ends."""
+        body = self.model_dump_json(by_alias=True, exclude_none=True).encode()
         return TOKEN_PREFIX + base64.urlsafe_b64encode(_check_sum(body) + body).decode().rstrip("=")
 
     @staticmethod
@@ -109,10 +98,9 @@ class Token:
         if check != _check_sum(body):
             raise MalformedError(damaged)
         try:
-            parsed = _TokenBody.model_validate_json(body)
+            return Token.model_validate_json(body)
         except ValidationError:
             raise MalformedError("the enrolment token is of another version of this program") from None
-        return Token(parsed.id, bytes.fromhex(parsed.secret), parsed.ca, parsed.key, parsed.url, parsed.device)
 
 
 class EnrolRequest(_Strict):
@@ -173,7 +161,7 @@ class Refusal(_Strict):
 
 
 def enrolment_statement(token: str, device: str, tls_key: str, signing_key: str) -> bytes:
-    """What the new message key signs, so that nobody registers a key that is not his.
+    """What the new message key signs, so that a device registers only a key of its own.
 
     Args:
         token: id of the token.
@@ -191,7 +179,7 @@ def answer_statement(request: EnrolRequest, answer: EnrolAnswer) -> bytes:
 
 
 def message_key_digest(key: str) -> str:
-    """The sha256 of a message key, both in hex: what a token says of its coordinator's."""
+    """The sha256 of a message key, both in hex: what a token holds of its coordinator's."""
     return hashlib.sha256(bytes.fromhex(key)).hexdigest()
 
 

@@ -96,7 +96,7 @@ def follow(chain: KeyChain, pinned: PinnedKey) -> PinnedKey:
 
 
 def check_links(chain: KeyChain) -> None:
-    """Check that every link is signed by the key it replaces and follows the one before; what they lead from is not judged.
+    """Check that every link is signed by the key it replaces and follows the one before; what they lead from is not checked.
 
     Raises:
         SignatureError, OrderError: they don't.

@@ -1,6 +1,6 @@
 """Control messages: frozen, strict, discriminated by `kind`, at most 16 KB of JSON inside a signed envelope.
 
-Knows what the messages say; not how they are signed (`signing`), carried (`transport`) or answered.
+Knows the fields of the messages; not how they are signed (`signing`), carried (`transport`) or answered.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class _Strict(BaseModel):
 
 
 class ArtifactRef(_Strict):
-    """Names an artifact by the sha256 of its bytes and tells its exact size."""
+    """Names an artifact by the sha256 of its bytes and gives its exact size."""
 
     id: Sha256
     size: Annotated[int, Field(ge=1, le=MAX_ARTIFACT_BYTES)]
@@ -127,7 +127,7 @@ class Finished(_Message):
 
 
 class CoordinatorStatus(_Message):
-    """Retained broadcast (and will): whether a coordinator speaks, and its epoch."""
+    """Retained broadcast (and will): whether a coordinator runs, and its epoch."""
 
     kind: Literal["coordinator_status"] = "coordinator_status"
     online: bool
@@ -165,12 +165,12 @@ class DeviceStatus(_Message):
 
 
 class Hello(_Message):
-    """A device opens a session. Fields of a later version are read over when its `versions` say that it has one.
+    """A device opens a session. Fields of a later version are ignored when its `versions` name one.
 
     Attributes:
         versions: protocol versions that the device speaks.
         cohort: marks its cohort secret, None where it has none.
-        heartbeat_s: promises that it is never silent for longer.
+        heartbeat_s: the longest time in seconds between two of its messages.
         carrier: how its artifacts travel.
     """
 
@@ -192,7 +192,7 @@ class Hello(_Message):
 
 
 class Heartbeat(_Message):
-    """The device is there; sent when it promised to say something and had nothing to say."""
+    """The device is there; sent when its heartbeat interval passed without another message."""
 
     kind: Literal["heartbeat"] = "heartbeat"
 
@@ -213,7 +213,7 @@ class Refusal(_Message):
 
     Attributes:
         versions: what the coordinator speaks.
-        device_versions: what the hello said.
+        device_versions: those of the hello.
         update: the side that is behind.
     """
 
@@ -268,7 +268,7 @@ class Leave(_Message):
 
 
 class Left(_Message):
-    """The coordinator confirms: the device is no member any more, and nobody waits for it."""
+    """The coordinator confirms: the device is no member any more, and no round waits for it."""
 
     kind: Literal["left"] = "left"
 

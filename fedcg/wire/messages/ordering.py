@@ -21,21 +21,16 @@ MessageT = TypeVar("MessageT", bound=BaseModel)
 
 
 class BroadcastOrder:
-    """The highest (epoch, round, attempt) heard from a coordinator; survives restarts when `highest` is stored."""
+    """The highest (epoch, round, attempt) admitted from a coordinator; survives restarts when `highest` is stored."""
 
     def __init__(self, highest: Position = START) -> None:
-        self._highest = highest
+        self.highest = highest
         self._is_over = False  # the highest is that of a `Finished`
 
-    @property
-    def highest(self) -> Position:
-        """The highest (epoch, round, attempt) admitted so far."""
-        return self._highest
-
     def admit(self, message: AnyMessage) -> None:
-        """Take note of a broadcast; an equal position is admitted, because retained messages repeat.
+        """Admit a broadcast; an equal position is admitted, because retained messages repeat.
 
-        A coordinator's status speaks for its epoch only: its will is signed before any round of the epoch is known. The end
+        A coordinator's status concerns its epoch only: its will is signed before any round of the epoch is known. The end
         comes after the offer of the same position.
 
         Raises:
@@ -43,21 +38,21 @@ class BroadcastOrder:
             ReplayError: it is older than what was admitted before.
         """
         position = (message.epoch, message.round, message.attempt)
-        if message.epoch < self._highest[0]:
+        if message.epoch < self.highest[0]:
             raise OldEpochError(
-                f"a {message.kind} message of epoch {message.epoch} came after epoch {self._highest[0]}: "
+                f"a {message.kind} message of epoch {message.epoch} came after epoch {self.highest[0]}: "
                 "a replay, or a coordinator that lost its lease"
             )
         if isinstance(message, CoordinatorStatus):
-            position = max(self._highest, (message.epoch, 0, 0))
-        is_after_the_end = self._is_over and isinstance(message, Offer) and position == self._highest
-        if position < self._highest or is_after_the_end:
+            position = max(self.highest, (message.epoch, 0, 0))
+        is_after_the_end = self._is_over and isinstance(message, Offer) and position == self.highest
+        if position < self.highest or is_after_the_end:
             raise ReplayError(
-                f"a {message.kind} message of (epoch, round, attempt) {position} came after {self._highest}"
+                f"a {message.kind} message of (epoch, round, attempt) {position} came after {self.highest}"
             )
-        if position > self._highest or isinstance(message, Finished):
+        if position > self.highest or isinstance(message, Finished):
             self._is_over = isinstance(message, Finished)
-        self._highest = position
+        self.highest = position
 
 
 def session_id(device_nonce: str, coordinator_nonce: str) -> str:
@@ -86,7 +81,7 @@ class Session:
         return stamped
 
     def admit(self, message: AnyMessage) -> None:
-        """Take note of a message of the other side.
+        """Admit a message of the other side.
 
         Raises:
             OtherSessionError: another session's.

@@ -1,6 +1,6 @@
 """Signed envelopes: Ed25519 over the exact payload bytes, with a domain prefix.
 
-An envelope is the magic, 64 bytes of signature, then the JSON of one message. Knows nothing of order or freshness (`channel`).
+An envelope is the magic, 64 bytes of signature, then the JSON of one message. Knows nothing of order or freshness (`ordering`).
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ class Topics:
 
     @property
     def coordinator(self) -> str:
-        """Retained broadcast and will: whether a coordinator speaks."""
+        """Retained broadcast and will: whether a coordinator runs."""
         return self._spell(TopicKind.COORDINATOR)
 
     @property

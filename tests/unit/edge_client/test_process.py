@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from fedcg.event_log import read_events
-from fedcg.wire.messages.signing import SigningKey
 from tests.support.brokers import free_port
-from tests.support.edge_worlds import wait_until
+from tests.support.edge_worlds import wait_until, write_device
 
 Start = Callable[[], subprocess.Popen[str]]
 
@@ -21,13 +20,8 @@ Start = Callable[[], subprocess.Popen[str]]
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     """Starts `fedcg agent run` for one device whose broker does not answer."""
-    SigningKey.generate().save(tmp_path / "signing.key")
-    (tmp_path / "coordinator.pub").write_text(SigningKey.generate().public.hex)
-    (tmp_path / "agent.toml").write_text(
-        f'federation = "shapes"\ndevice = "site-1"\n[broker]\nhost = "127.0.0.1"\nport = {free_port()}\ninsecure = true\n'
-        '[data]\nroot = "data"\n[training]\ndevice = "cpu"\nthreads = 1\n'
-    )
-    command = [sys.executable, "-m", "fedcg", "agent", "run", "--config", str(tmp_path / "agent.toml")]
+    config = write_device(tmp_path, port=free_port())
+    command = [sys.executable, "-m", "fedcg", "agent", "run", "--config", str(config)]
     started: list[subprocess.Popen[str]] = []
 
     def run() -> subprocess.Popen[str]:

@@ -167,8 +167,8 @@ def test_an_expired_a_revoked_and_a_guessed_token_are_refused_with_their_reason(
     expired, revoked, known = desk.token("a", hours=1.0), desk.token("b", hours=100.0), desk.token("c", hours=100.0)
     desk.ahead_s = 3601.0
     revoke_token(desk.store, revoked.id, desk.clock())
-    guessed = Token(known.id, b"g" * 32, known.authority, known.coordinator, known.url, "c")
-    nobodys = Token("f" * 16, known.secret, known.authority, known.coordinator, known.url, "c")
+    guessed = known.model_copy(update={"secret": b"g" * 32, "device": "c"})
+    nobodys = known.model_copy(update={"id": "f" * 16, "device": "c"})
     for token, why in (
         (expired, "expired"),
         (revoked, "the operator revoked"),
@@ -233,7 +233,7 @@ def test_keys_must_be_shown_to_be_the_boxs_own(desk: Desk) -> None:
 def test_a_flood_of_guesses_is_slowed_by_address_and_a_good_token_works_again_later(home: Home, tmp_path: Path) -> None:
     with running_desk(home, per_address=Rate(3, 0.5)) as desk:
         good = desk.token("line-4")
-        bad = Token(good.id, b"g" * 32, good.authority, good.coordinator, good.url, "line-4")
+        bad = good.model_copy(update={"secret": b"g" * 32})
         request = request_of(bad, "line-4", TlsKey.generate(), SigningKey.generate())
         answers = [raw(desk, "POST", ENROL_PATH, request.model_dump_json().encode())[0] for _ in range(8)]
         assert answers[:3] == [403] * 3

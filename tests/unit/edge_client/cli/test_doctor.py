@@ -17,27 +17,17 @@ from typer.testing import CliRunner
 
 from edge_client.cli.agent_commands import doctor_command
 from edge_client.cli.doctor import Finding, examine
-from edge_client.config import AgentConfig, BrokerSection, DataSection
+from edge_client.config import AgentConfig
 from edge_client.errors import NoAnswerError
-from edge_client.identity.conversation import converse
-from edge_client.identity.keys import AgentKeys
 from edge_client.session.state import Purpose
 from edge_client.store.private_store import PrivateStore
 from fedcg.event_log import EventLog
 from fedcg.wire.messages.signing import SigningKey
-from fedcg.wire.transport.memory import MemoryTransport
-from tests.support.coordinator_support import FEDERATION, RunningService, World, aggregate_bytes, tiny_spec
+from tests.support.conversations import box_config, talk
+from tests.support.coordinator_support import FEDERATION, RunningService, World
+from tests.support.edge_worlds import write_device
 
 NOBODY = 65534
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    spec = tiny_spec(1)
-    made = World(tmp_path / "home", spec, aggregate_bytes(spec, 0, 0, seed=1), clients=("a", "b"), min_clients=2)
-    made.devices["b"].silent = True
-    yield made
-    made.close()
 
 
 @pytest.fixture
@@ -49,42 +39,25 @@ def open_folder() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-def box(root: Path) -> AgentConfig:
-    return AgentConfig(
-        federation=FEDERATION,
-        device="a",
-        store=root / "store",
-        broker=BrokerSection(host="127.0.0.1", port=1, insecure=True),
-        data=DataSection(root=root / "data"),
-    )
-
-
-def ask(world: World, tmp_path: Path, key: SigningKey, timeout_s: float) -> None:
-    keys = AgentKeys(key, world.key.public)
-    config = box(tmp_path)
-    store = PrivateStore.open(config.store, FEDERATION, "a")
-    converse(config, keys, store, MemoryTransport(world.broker, "a"), Purpose.GREET, timeout_s)
-
-
-def test_a_member_is_answered_and_counts_as_gone_right_afterwards(world: World, tmp_path: Path) -> None:
-    with RunningService(world):
-        ask(world, tmp_path, world.devices["a"].key, 20.0)
-        assert world.wait_event("offline")["client"] == "a"
-    assert world.events("attempt_opened") == []
+def test_a_member_is_answered_and_counts_as_gone_right_afterwards(service_world: World, tmp_path: Path) -> None:
+    with RunningService(service_world):
+        talk(service_world, tmp_path, service_world.devices["a"].key, Purpose.GREET, 20.0)
+        assert service_world.wait_event("offline")["client"] == "a"
+    assert service_world.events("attempt_opened") == []
 
 
 def test_a_device_that_the_coordinator_does_not_know_gets_no_answer_and_the_likely_causes(
-    world: World, tmp_path: Path
+    service_world: World, tmp_path: Path
 ) -> None:
-    with RunningService(world), pytest.raises(NoAnswerError, match="revoked or enrolled anew"):
-        ask(world, tmp_path, SigningKey.generate(), 1.0)
+    with RunningService(service_world), pytest.raises(NoAnswerError, match="revoked or enrolled anew"):
+        talk(service_world, tmp_path, SigningKey.generate(), Purpose.GREET, 1.0)
     with pytest.raises(NoAnswerError, match="the coordinator does not run"):
-        ask(world, tmp_path, world.devices["a"].key, 0.5)
+        talk(service_world, tmp_path, service_world.devices["a"].key, Purpose.GREET, 0.5)
 
 
-def test_a_broker_that_delivers_nothing_to_a_device_is_told_apart(world: World, tmp_path: Path) -> None:
+def test_a_broker_that_delivers_nothing_to_a_device_is_told_apart(service_world: World, tmp_path: Path) -> None:
     with pytest.raises(NoAnswerError, match="missing in the access list"):
-        ask(world, tmp_path, world.devices["a"].key, 0.5)
+        talk(service_world, tmp_path, service_world.devices["a"].key, Purpose.GREET, 0.5)
 
 
 def data_finding(config: AgentConfig) -> Finding:
@@ -99,7 +72,7 @@ def draw(root: Path) -> None:
 
 
 def test_every_image_is_opened_and_a_damaged_one_is_named(tmp_path: Path) -> None:
-    config = box(tmp_path)
+    config = box_config(tmp_path)
     draw(config.data.root)
     assert data_finding(config).detail == f"6 images in {config.data.root}, 6 of them opened"
     (config.data.root / "good" / "1.png").write_bytes(b"\x89PNG\r\n\x1a\n")
@@ -111,7 +84,7 @@ def test_every_image_is_opened_and_a_damaged_one_is_named(tmp_path: Path) -> Non
 @pytest.mark.parametrize("what", ["crack", "crack/1.png"])
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become a user that may not read")
 def test_a_class_folder_or_image_that_cannot_be_read_is_named(open_folder: Path, what: str) -> None:
-    config = box(open_folder)
+    config = box_config(open_folder)
     draw(config.data.root)
     (config.data.root / what).chmod(0)
     os.seteuid(NOBODY)
@@ -127,7 +100,7 @@ def test_a_class_folder_or_image_that_cannot_be_read_is_named(open_folder: Path,
 def test_a_running_agent_is_not_disturbed_but_what_it_knows_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = box(tmp_path)
+    config = box_config(tmp_path)
     monkeypatch.setattr("edge_client.cli.doctor._broker", lambda *_: ("ok", "", ""))
     store = PrivateStore.open(config.store, FEDERATION, "a")
     events = EventLog(config.store / "events.jsonl", lambda: 0.0)
@@ -150,11 +123,7 @@ def test_a_running_agent_is_not_disturbed_but_what_it_knows_is_told(
 
 def test_no_line_of_the_doctor_is_broken(tmp_path: Path) -> None:
     deep = tmp_path / ("a" * 60) / ("b" * 60)
-    deep.mkdir(parents=True)
-    path = deep / "agent.toml"
-    path.write_text(
-        'federation = "shapes"\ndevice = "a"\n[broker]\nhost = "127.0.0.1"\nport = 1\ninsecure = true\n[data]\nroot = "data"\n'
-    )
+    path = write_device(deep)
     single = typer.Typer()
     single.command()(doctor_command)
     told = CliRunner().invoke(single, ["--config", str(path)], env={"COLUMNS": "80"})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import stat
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,11 +12,9 @@ from typer.testing import CliRunner
 
 from coordinator.rounds.records import DeviceState
 from edge_client.cli.agent_commands import app
-from edge_client.config import AgentConfig, BrokerSection, DataSection, load_config
+from edge_client.config import AgentConfig, DataSection, load_config
 from edge_client.errors import EnrolError, NoAnswerError, StoreLockedError
-from edge_client.identity.conversation import converse
 from edge_client.identity.enrol import enrol
-from edge_client.identity.keys import AgentKeys
 from edge_client.identity.leave import leave
 from edge_client.session.state import Purpose
 from edge_client.store.private_store import PrivateStore
@@ -26,72 +23,47 @@ from fedcg.wire.messages.signing import OVERHEAD_BYTES, SigningKey, seal
 from fedcg.wire.messages.topics import Topics
 from fedcg.wire.transport.memory import MemoryTransport
 from fedcg.wire.transport.transport import Delivery
-from tests.support.coordinator_support import FEDERATION, RunningService, World, aggregate_bytes, tiny_spec, wait_until
+from tests.support.conversations import talk
+from tests.support.coordinator_support import FEDERATION, RunningService, World, wait_until
 from tests.support.enrolments import open_home, running_desk
 
 TOPICS = Topics(FEDERATION)
 
 
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    spec = tiny_spec(1)
-    made = World(tmp_path / "home", spec, aggregate_bytes(spec, 0, 0, seed=1), clients=("a", "b"), min_clients=2)
-    made.devices["b"].silent = True
-    yield made
-    made.close()
-
-
-def box(name: str, tmp_path: Path) -> AgentConfig:
-    return AgentConfig(
-        federation=FEDERATION,
-        device=name,
-        store=tmp_path / "store",
-        broker=BrokerSection(host="127.0.0.1", insecure=True),
-        data=DataSection(root=tmp_path / "data"),
-    )
-
-
-def goodbye(world: World, tmp_path: Path, key: SigningKey, timeout_s: float = 20.0) -> None:
-    keys = AgentKeys(key, world.key.public)
-    config = box("a", tmp_path)
-    store = PrivateStore.open(config.store, FEDERATION, "a")
-    converse(config, keys, store, MemoryTransport(world.broker, "a"), Purpose.LEAVE, timeout_s)
-
-
-def test_a_goodbye_is_confirmed_and_ends_the_membership(world: World, tmp_path: Path) -> None:
-    with RunningService(world):
-        goodbye(world, tmp_path, world.devices["a"].key)
-        known = world.store.device("a")
+def test_a_goodbye_is_confirmed_and_ends_the_membership(service_world: World, tmp_path: Path) -> None:
+    with RunningService(service_world):
+        talk(service_world, tmp_path, service_world.devices["a"].key, Purpose.LEAVE, 20.0)
+        known = service_world.store.device("a")
         assert known is not None
         assert known.state is DeviceState.LEFT
-        assert world.wait_event("left")["client"] == "a"
-        assert world.wait_event("departed")["client"] == "a"
+        assert service_world.wait_event("left")["client"] == "a"
+        assert service_world.wait_event("departed")["client"] == "a"
 
 
-def test_a_goodbye_that_the_device_did_not_sign_ends_nothing(world: World, tmp_path: Path) -> None:
-    with RunningService(world) as running:
+def test_a_goodbye_that_the_device_did_not_sign_ends_nothing(service_world: World, tmp_path: Path) -> None:
+    with RunningService(service_world) as running:
         with pytest.raises(NoAnswerError, match="does not know this device"):
-            goodbye(world, tmp_path, SigningKey.generate(), timeout_s=1.5)
+            talk(service_world, tmp_path, SigningKey.generate(), Purpose.LEAVE, 1.5)
         assert running.service.refusals["forged"] > 0
-    assert [device.state for device in world.store.devices()] == [DeviceState.ENROLLED] * 2
+    assert [device.state for device in service_world.store.devices()] == [DeviceState.ENROLLED] * 2
 
 
-def test_a_recorded_goodbye_of_another_session_ends_nothing(world: World, tmp_path: Path) -> None:
+def test_a_recorded_goodbye_of_another_session_ends_nothing(service_world: World, tmp_path: Path) -> None:
     """The device leaves, is enrolled again with the same key, and somebody repeats what was said the first time."""
     heard: list[Delivery] = []
-    spy = MemoryTransport(world.broker, "coordinator-spy")
-    world.broker._rules = lambda *_: True
+    spy = MemoryTransport(service_world.broker, "coordinator-spy")
+    service_world.broker._rules = lambda *_: True
     spy.subscribe(TOPICS.up_control("a"))
     spy.start(heard.append, lambda _up: None)
-    with RunningService(world) as running:
-        goodbye(world, tmp_path, world.devices["a"].key)
-        world.wait_event("departed")
+    with RunningService(service_world) as running:
+        talk(service_world, tmp_path, service_world.devices["a"].key, Purpose.LEAVE, 20.0)
+        service_world.wait_event("departed")
         recorded = [delivery.payload for delivery in heard]
         assert any(isinstance(decode(payload[OVERHEAD_BYTES:]), Leave) for payload in recorded)
-        admit_again(world, "a")
+        admit_again(service_world, "a")
         wait_until(lambda: running.service._ingest.knows("a"), "it is a member again")
-        world.devices["a"].silent = True
-        world.devices["a"].start()
+        service_world.devices["a"].silent = True
+        service_world.devices["a"].start()
         wait_until(lambda: "a" in running.service.state.online, "it is back")
         refused = running.service.refusals.get("other_session", 0)
         for payload in recorded:
@@ -99,7 +71,7 @@ def test_a_recorded_goodbye_of_another_session_ends_nothing(world: World, tmp_pa
                 spy.publish(TOPICS.up_control("a"), payload)
         wait_until(lambda: running.service.refusals.get("other_session", 0) > refused, "the repetition is refused")
     spy.close()
-    known = world.store.device("a")
+    known = service_world.store.device("a")
     assert known is not None
     assert known.state is DeviceState.ENROLLED
 
@@ -109,9 +81,9 @@ def admit_again(world: World, device: str) -> None:
         connection.exec_driver_sql("UPDATE devices SET state = 'enrolled' WHERE id = ?", (device,))
 
 
-def test_a_coordinators_confirmation_that_is_forged_is_not_believed(world: World, tmp_path: Path) -> None:
+def test_a_coordinators_confirmation_that_is_forged_is_not_believed(service_world: World, tmp_path: Path) -> None:
     """Nobody answers but somebody with another key."""
-    forger = MemoryTransport(world.broker, "coordinator")
+    forger = MemoryTransport(service_world.broker, "coordinator")
     forged = Left(federation=FEDERATION, sender="coordinator", recipient="a")
     forger.subscribe(TOPICS.up_control("a"))
     key = SigningKey.generate()
@@ -121,7 +93,7 @@ def test_a_coordinators_confirmation_that_is_forged_is_not_believed(world: World
 
     forger.start(answer, lambda _up: None)
     with pytest.raises(NoAnswerError, match="the broker delivers nothing"):
-        goodbye(world, tmp_path, world.devices["a"].key, timeout_s=1.0)
+        talk(service_world, tmp_path, service_world.devices["a"].key, Purpose.LEAVE, 1.0)
     forger.close()
 
 

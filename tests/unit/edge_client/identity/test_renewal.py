@@ -211,14 +211,6 @@ def test_a_replacement_that_is_cut_off_anywhere_leaves_the_old_or_the_new_pair_w
     }
 
 
-def test_settling_a_sound_pair_changes_nothing(pairs: tuple[Path, Path, bytes, bytes, bytes, bytes]) -> None:
-    certificate, key, *contents = pairs
-    certificate.write_bytes(contents[0])
-    key.write_bytes(contents[1])
-    settle_pair(certificate, key)
-    assert (certificate.read_bytes(), key.read_bytes()) == (contents[0], contents[1])
-
-
 # ------------------------------------------------------------------ in time, by itself
 
 

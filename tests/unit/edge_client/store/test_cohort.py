@@ -16,8 +16,7 @@ from edge_client.store.cohort_secret import code_of, create, join, mark_of, secr
 from edge_client.store.private_store import PrivateStore
 from fedcg.cli import app
 from fedcg.wire.messages.messages import CohortVerdict, Hello, RoundAttempt
-from fedcg.wire.messages.signing import SigningKey
-from tests.support.edge_worlds import DEVICE, FEDERATION, World, toy_generation, toy_spec
+from tests.support.edge_worlds import DEVICE, FEDERATION, World, toy_generation, toy_spec, write_device
 
 SECRETS = st.binary(min_size=32, max_size=32)
 
@@ -104,19 +103,6 @@ def test_devices_without_a_secret_are_alike() -> None:
     assert cohorts.verdict("site-1") is CohortVerdict.SAME
 
 
-def write_device(folder: Path) -> Path:
-    """An agent.toml with all that the configuration asks for."""
-    (folder / "data" / "bar").mkdir(parents=True)
-    SigningKey.generate().save(folder / "signing.key")
-    (folder / "coordinator.pub").write_text(SigningKey.generate().public.hex + "\n")
-    path = folder / "agent.toml"
-    path.write_text(
-        f'federation = "{FEDERATION}"\ndevice = "{folder.name}"\n[broker]\nhost = "127.0.0.1"\ninsecure = true\n'
-        '[data]\nroot = "data"\n'
-    )
-    return path
-
-
 def run(*arguments: str) -> int:
     with pytest.raises(SystemExit) as ended:
         app.main(args=["cohort", *arguments], prog_name="fedcg")
@@ -126,7 +112,7 @@ def run(*arguments: str) -> int:
 def test_the_commands_carry_a_secret_from_the_first_device_to_another(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    first, second = (write_device(tmp_path / name) for name in ("first", "second"))
+    first, second = (write_device(tmp_path / name, name) for name in ("first", "second"))
     assert run("status", "--config", str(first)) == 1
     assert "no cohort secret" in capsys.readouterr().out
     assert run("create", "--config", str(first), "--json") == 0

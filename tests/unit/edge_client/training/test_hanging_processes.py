@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,15 +18,15 @@ from coordinator.aggregation.worker_messages import (
     WorkerReady,
     WorkerSettings,
 )
-from edge_client.config import AgentConfig, BrokerSection, DataSection, TrainingSection
+from edge_client.config import TrainingSection
 from edge_client.session.events import TrainRound
 from edge_client.training.messages import Committed, Ready, TrainerReport
 from edge_client.training.trainer_handle import trainer_process
 from fedcg.learning.training.device_errors import BROKEN_EXIT, is_sticky
 from fedcg.wire.messages.messages import RoundAttempt
-from fedcg.worker_process import Exited
 from tests.support import hanging_children
 from tests.support.driven_worker import DrivenWorker
+from tests.support.edge_worlds import make_config
 from tests.support.hanging_children import STALL_S
 
 JOB = Job("tiny", 1, 1, "0" * 64, "1" * 64, "2" * 64)
@@ -48,46 +47,14 @@ def test_which_errors_break_the_card_for_the_process(error: Exception, sticky: b
     assert is_sticky(error) is sticky
 
 
-# ------------------------------------------------------------------ the trainer
-
-
-def device_config(root: Path) -> AgentConfig:
-    return AgentConfig(
-        federation="shapes",
-        device="site-1",
-        store=root,
-        broker=BrokerSection(host="127.0.0.1", insecure=True),
-        data=DataSection(root=root / "data"),
-        training=TrainingSection(device="cpu", threads=1, stall_s=STALL_S),
-    )
-
-
-def test_a_training_process_that_hangs_is_killed_and_the_next_one_trains(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("edge_client.training.trainer_handle.run_child", hanging_children.hang_in_the_first_round)
-    reports: queue.SimpleQueue[TrainerReport] = queue.SimpleQueue()
-    process = trainer_process(device_config(tmp_path), reports.put)
-    try:
-        first = process.start()
-        assert reports.get(timeout=30) == Ready(first)
-        process.send(TrainRound(RoundAttempt(1, 1), "s", "a"))
-        assert reports.get(timeout=30) == Exited(first, -signal.SIGKILL, "no progress for 1 s")
-        second = process.start()
-        assert reports.get(timeout=30) == Ready(second)
-        process.send(TrainRound(RoundAttempt(1, 1), "s", "a"))
-        assert reports.get(timeout=30) == Committed(RoundAttempt(1, 1))
-    finally:
-        process.stop()
-
-
 @pytest.mark.slow
 def test_a_training_process_that_works_or_has_nothing_to_do_is_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("edge_client.training.trainer_handle.run_child", hanging_children.work_slowly_then_idle)
     reports: queue.SimpleQueue[TrainerReport] = queue.SimpleQueue()
-    process = trainer_process(device_config(tmp_path), reports.put)
+    training = TrainingSection(device="cpu", threads=1, stall_s=STALL_S)
+    process = trainer_process(make_config(tmp_path).model_copy(update={"training": training}), reports.put)
     try:
         pid = process.start()
         assert reports.get(timeout=30) == Ready(pid)
@@ -97,9 +64,6 @@ def test_a_training_process_that_works_or_has_nothing_to_do_is_left_alone(
             reports.get(timeout=3 * STALL_S)
     finally:
         process.stop()
-
-
-# ------------------------------------------------------------------ the aggregation worker
 
 
 def merged_despite(tmp_path: Path, settings: WorkerSettings) -> list[WorkerEvent]:

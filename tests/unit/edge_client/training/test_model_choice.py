@@ -36,8 +36,8 @@ def two_classes(margin: float, right: int, wrong: int) -> tuple[torch.Tensor, to
     return logits, torch.tensor([1] * right + [0] * wrong)
 
 
-def candidate(name: str, loss: float | None, test: float = 0.0) -> Candidate:
-    return Candidate(name, {}, Measured(val=test, test=test, common=test), loss)
+def candidate(name: str, loss: float | None) -> Candidate:
+    return Candidate(name, {}, Measured(), loss)
 
 
 def test_the_calibrated_loss_does_not_depend_on_how_confident_a_model_is() -> None:
@@ -63,10 +63,6 @@ def test_the_least_loss_is_chosen_and_the_first_of_equals() -> None:
     assert choose(some).name == "tuned"
     assert choose([candidate("own", 1.5), candidate("tuned", 1.5)]).name == "own"
     assert choose([candidate("own", None), candidate("tuned", None)]).name == "own"
-
-
-def test_neither_validation_accuracy_nor_test_nor_common_accuracy_outweighs_the_loss() -> None:
-    assert choose([candidate("own", 1.5, test=0.9), candidate("tuned", 1.4, test=0.1)]).name == "tuned"
 
 
 def finished(root: Path) -> tuple[Site, ChooseModel]:

@@ -48,13 +48,6 @@ def test_admitted_broadcasts_never_go_back(positions: list[tuple[int, int, int]]
     assert order.highest == admitted[-1] == max(admitted)
 
 
-def test_a_repeated_offer_is_admitted_because_retained_messages_repeat() -> None:
-    order = BroadcastOrder()
-    order.admit(offer(1, 2, 1))
-    order.admit(offer(1, 2, 1))
-    assert order.highest == (1, 2, 1)
-
-
 def test_the_order_survives_a_restart() -> None:
     order = BroadcastOrder(highest=(2, 1, 1))
     with pytest.raises(OrderError):
@@ -62,13 +55,6 @@ def test_the_order_survives_a_restart() -> None:
     with pytest.raises(OrderError):
         order.admit(offer(2, 1, 0))
     order.admit(offer(2, 1, 2))
-
-
-def test_a_refused_broadcast_changes_nothing() -> None:
-    order = BroadcastOrder(highest=(2, 1, 1))
-    with pytest.raises(OrderError):
-        order.admit(offer(1, 9, 9))
-    assert order.highest == (2, 1, 1)
 
 
 def test_a_coordinators_will_is_admitted_in_the_middle_of_its_epoch_and_sets_nothing_back() -> None:
@@ -121,10 +107,3 @@ def test_a_message_of_another_session_or_of_none_is_refused_and_not_counted() ->
     with pytest.raises(OrderError):
         session.admit(accept())
     assert session.last_in == 0
-
-
-def test_stamping_leaves_the_original_alone() -> None:
-    message = accept()
-    stamped = Session("5" * 64).stamp(message)
-    assert (message.session, message.counter) == ("", 0)
-    assert stamped.session == "5" * 64

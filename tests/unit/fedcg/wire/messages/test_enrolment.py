@@ -24,7 +24,14 @@ TOKENS = st.builds(
     url=st.none() | st.just("https://broker.example:8444"),
     device=st.none() | st.just("line-4"),
 )
-TOKEN = Token("0" * 16, b"s" * 32, "a" * 64, "c" * 64, "https://127.0.0.1:8444", "line-4")
+TOKEN = Token(
+    id="0" * 16,
+    secret=b"s" * 32,
+    authority="a" * 64,
+    coordinator="c" * 64,
+    url="https://127.0.0.1:8444",
+    device="line-4",
+)
 
 
 @given(TOKENS)

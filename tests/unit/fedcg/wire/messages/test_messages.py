@@ -97,24 +97,6 @@ def test_a_hello_of_this_version_is_as_strict_as_everything_else(fields: dict[st
         decode(hello(**fields))
 
 
-@pytest.mark.parametrize(
-    ("spoken", "device", "agreed"),
-    [
-        ((1,), (1,), 1),
-        ((1, 2), (1,), 1),
-        ((1, 2), (2, 3), 2),
-        ((1, 2), (1, 2), 2),
-        ((2, 3), (1,), None),
-        ((1,), (2, 3), None),
-    ],
-)
-def test_the_highest_common_version_is_taken(
-    monkeypatch: pytest.MonkeyPatch, spoken: tuple[int, ...], device: tuple[int, ...], agreed: int | None
-) -> None:
-    monkeypatch.setattr(versions, "SPOKEN", spoken)
-    assert versions.agree(device) == agreed
-
-
 def test_a_refusal_names_both_sides_and_the_one_that_is_behind() -> None:
     assert versions.outdated((1,), (2, 3)) == "device"
     assert versions.outdated((4, 5), (2, 3)) == "coordinator"

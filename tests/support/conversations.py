@@ -1,0 +1,29 @@
+"""A box that greets its coordinator, or leaves it, without its agent, over the in-process broker."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from edge_client.config import AgentConfig, BrokerSection
+from edge_client.identity.conversation import converse
+from edge_client.identity.keys import AgentKeys
+from edge_client.session.state import Purpose
+from edge_client.store.private_store import PrivateStore
+from fedcg.wire.messages.signing import SigningKey
+from fedcg.wire.transport.memory import MemoryTransport
+from tests.support.coordinator_support import FEDERATION, World
+from tests.support.edge_worlds import make_config
+
+
+def box_config(root: Path) -> AgentConfig:
+    """Device `a` of the coordinator's federation, with a broker that does not answer."""
+    broker = BrokerSection(host="127.0.0.1", port=1, insecure=True)
+    return make_config(root).model_copy(update={"federation": FEDERATION, "device": "a", "broker": broker})
+
+
+def talk(world: World, root: Path, key: SigningKey, purpose: Purpose, timeout_s: float) -> None:
+    """Device `a` greets the coordinator or leaves, signing with `key`."""
+    config = box_config(root)
+    store = PrivateStore.open(config.store, config.federation, config.device)
+    keys = AgentKeys(key, world.key.public)
+    converse(config, keys, store, MemoryTransport(world.broker, config.device), purpose, timeout_s)
