@@ -15,15 +15,16 @@ from fedcg.wire.messages.enrolment_messages import (
 )
 
 HEX = st.integers(min_value=0, max_value=2**256 - 1).map(lambda number: f"{number:064x}")
-TOKENS = st.builds(
-    Token,
-    id=st.integers(min_value=0, max_value=2**64 - 1).map(lambda number: f"{number:016x}"),
-    secret=st.binary(min_size=32, max_size=32),
-    authority=HEX,
-    coordinator=HEX,
-    url=st.none() | st.just("https://broker.example:8444"),
-    device=st.none() | st.just("line-4"),
-)
+TOKENS = st.fixed_dictionaries(
+    {
+        "id": st.integers(min_value=0, max_value=2**64 - 1).map(lambda number: f"{number:016x}"),
+        "secret": st.binary(min_size=32, max_size=32),
+        "authority": HEX,
+        "coordinator": HEX,
+        "url": st.none() | st.just("https://broker.example:8444"),
+        "device": st.none() | st.just("line-4"),
+    }
+).map(Token.model_validate)
 TOKEN = Token(
     id="0" * 16,
     secret=b"s" * 32,
