@@ -14,8 +14,8 @@ from audit.check import Check, check_recording
 from fedcg.wire.messages.messages import COORDINATOR, Manifest
 from fedcg.wire.messages.signing import SigningKey, seal
 from fedcg.wire.messages.topics import Topics
-from fedcg.wire.transfer.chunks import frames_for, make_ref
 from fedcg.wire.transport.mqtt import MqttConfig, MqttTransport, TlsFiles
+from tests.support.artifact_chunks import frames_for, make_ref
 from tests.support.plant import as_artifact, ask_for_the_extractor
 from tests.support.stack import Stack, wait_for
 

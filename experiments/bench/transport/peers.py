@@ -96,7 +96,7 @@ class BenchDevice:
         self._key = SigningKey.load(party.signing)
         self._topics = Topics(party.federation)
         self._transport = MqttTransport(party.mqtt)
-        self._sender = ChunkSender(self._transport, f"chunks-{self.name}", at_once=True)
+        self._sender = ChunkSender(self._transport, f"chunks-{self.name}")
         self._store = ArtifactStore(party.folder)
         self._partials = Partials(party.folder / ".partial", 4, 1 << 40)
         self._session: Session | None = None

@@ -23,8 +23,8 @@ from fedcg.wire.messages.messages import Finished, KeyChain, Manifest, Offer
 from fedcg.wire.messages.signing import SigningKey, seal
 from fedcg.wire.messages.topics import Topics
 from fedcg.wire.parts import Part, Report
-from fedcg.wire.transfer.chunks import frames_for, make_ref
 from fedcg.wire.transport.memory import MemoryBroker, MemoryTransport
+from tests.support.artifact_chunks import frames_for, make_ref
 
 TOPICS = Topics("digits")
 KEY = SigningKey.generate()
