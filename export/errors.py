@@ -2,7 +2,6 @@
 
 ExportError
 ├── InputError            a file that cannot be classified: missing, not an image
-│   └── TooLargeError     over the pixel limit
 ├── ModelError            a model directory that cannot be used
 │   ├── ManifestError     no manifest, or one that is not valid
 │   └── TamperedError     the model's bytes are not the ones the manifest names
@@ -33,10 +32,6 @@ class InputError(ExportError):
         super().__init__(f"{file}: {reason}")
         self.file = file
         self.reason = reason
-
-
-class TooLargeError(InputError):
-    """An image over the pixel limit."""
 
 
 class ModelError(ExportError):

@@ -19,7 +19,6 @@ from export.build.verify import verify
 from export.build.verify_variants import verify_variants
 from export.model.manifest import (
     MODEL_NAME,
-    InputForm,
     Manifest,
     ModelFile,
     Takes,
@@ -117,13 +116,12 @@ def _manifest(
     takes: Takes,
     created: datetime,
 ) -> Manifest:
-    form = spec.image
     return Manifest(
         federation=spec.federation,
         round=round_number,
         spec=spec.digest,
         classes=spec.classes,
-        image=InputForm(mode=form.mode, height=form.height, width=form.width, mean=form.mean, std=form.std),
+        image=spec.image,
         takes=takes,
         model=ModelFile(
             name=MODEL_NAME, sha256=digest(exported.content), size=len(exported.content), opset=exported.opset

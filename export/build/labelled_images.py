@@ -7,11 +7,12 @@ from pathlib import Path
 
 from export.errors import InputError
 from export.model.classify import expand
-from export.model.preprocess import PixelForm, Pixels, load_image
+from export.model.preprocess import load_image
+from fedcg.imaging import ImageForm, Pixels
 
 
 def labelled_images(
-    folder: Path, classes: Sequence[str], form: PixelForm, limit: int | None = None
+    folder: Path, classes: Sequence[str], form: ImageForm, limit: int | None = None
 ) -> tuple[list[Pixels], list[int]]:
     """Images under `folder/CLASS/` and the index of their class, in order of class and path.
 

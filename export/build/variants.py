@@ -34,9 +34,10 @@ from export.model.manifest import (
     read_model,
     write_manifest,
 )
-from export.model.preprocess import Pixels, normalise
+from export.model.preprocess import normalise
 from export.model.providers import CPU, TENSORRT, TensorRt, available_providers, machine, told
 from export.model.runtime import NETWORK_INPUT, Floats, Predictor
+from fedcg.imaging import Pixels
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,9 +9,10 @@ import numpy as np
 
 from export.build.variants import BUDGET, best
 from export.model.manifest import Manifest, Variant, VariantCheck, read_manifest, read_model, write_manifest
-from export.model.preprocess import Pixels, load_image
+from export.model.preprocess import load_image
 from export.model.providers import TensorRt
 from export.model.runtime import Floats, Predictor
+from fedcg.imaging import Pixels
 
 
 def verify_variants(

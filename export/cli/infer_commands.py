@@ -16,8 +16,8 @@ import typer
 from typer.core import TyperGroup
 
 from export.errors import ExportError
-from export.model.preprocess import MAX_PIXELS
 from export.model.versions import Slots, Version
+from fedcg.imaging import MAX_PIXELS
 
 if TYPE_CHECKING:
     from export.model.manifest import Verification

@@ -13,8 +13,9 @@ from rich.console import Console
 from rich.progress import Progress
 
 from export.errors import InputError
-from export.model.preprocess import Pixels, load_image
+from export.model.preprocess import load_image
 from export.model.runtime import Guess, Model
+from fedcg.imaging import Pixels
 
 IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm"})
 BAR_FROM = 50  # a bar for fewer images only flickers

@@ -14,10 +14,11 @@ import onnxruntime
 
 from export.errors import ManifestError
 from export.model.manifest import Manifest, Takes, Variant, read_manifest, read_model
-from export.model.preprocess import MAX_PIXELS, PixelForm, Pixels, load_image, normalise
+from export.model.preprocess import load_image, normalise
 from export.model.providers import TensorRt, available_providers, machine, with_options
 from export.model.signature import Accept
 from export.model.versions import engines_of, resolve
+from fedcg.imaging import MAX_PIXELS, ImageForm, Pixels
 
 Floats = npt.NDArray[np.float32]
 
@@ -65,7 +66,7 @@ class Predictor:
     def __init__(
         self,
         content: bytes,
-        form: PixelForm,
+        form: ImageForm,
         class_count: int,
         *,
         takes: Takes = "pixels",
@@ -86,7 +87,7 @@ class Predictor:
         except Exception as error:  # onnxruntime's own exception types are not public
             raise ManifestError(f"{name}: onnxruntime cannot load it ({error})") from error
         self.name = name
-        self.shape = (form.height, form.width, 1 if form.mode == "L" else 3)
+        self.shape = form.shape
         self.class_count = class_count
         self.takes = takes
         self._form = form

@@ -17,8 +17,8 @@ from typing import Protocol
 import numpy as np
 
 from export.errors import ExportError
-from export.model.preprocess import Pixels
 from export.model.runtime import Floats
+from fedcg.imaging import Pixels
 
 
 class Predicts(Protocol):

@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 
 from export.errors import ExportError, ModelError
-from export.model.preprocess import Pixels
 from export.model.providers import told
 from export.model.runtime import Floats, Model
 from export.model.signature import Accept
 from export.model.versions import Slots, resolve
 from export.serving.drift_watch import Verdict
+from fedcg.imaging import Pixels
 
 log = logging.getLogger(__name__)
 Stamp = tuple[tuple[str, int, int, int], ...]

@@ -13,8 +13,8 @@ from email.parser import BytesHeaderParser
 import numpy as np
 from pydantic_core import from_json
 
-from export.errors import InputError, RefusedError, TooLargeError
-from export.model.preprocess import PixelForm, Pixels, load_image
+from export.errors import RefusedError
+from fedcg.imaging import ImageError, ImageForm, Pixels, TooManyPixelsError, decode_image
 
 JSON_TYPE = "application/json"
 MULTIPART_TYPE = "multipart/form-data"
@@ -145,7 +145,7 @@ def check_type(media_type: str) -> None:
     )
 
 
-def read_images(body: Body, form: PixelForm, limits: Limits) -> list[NamedImage]:
+def read_images(body: Body, form: ImageForm, limits: Limits) -> list[NamedImage]:
     """Decode a request's images. Blocks for as long as that takes.
 
     Raises:
@@ -159,16 +159,16 @@ def read_images(body: Body, form: PixelForm, limits: Limits) -> list[NamedImage]
     return [_decode(name, content, form, limits) for name, content in files]
 
 
-def _decode(name: str, content: bytes, form: PixelForm, limits: Limits) -> NamedImage:
+def _decode(name: str, content: bytes, form: ImageForm, limits: Limits) -> NamedImage:
     if not content:
         raise RefusedError(400, "empty_body", f"{name} is empty; send the bytes of an image", field=name)
     try:
-        return NamedImage(name, load_image(content, form, limits.max_pixels, name))
-    except TooLargeError as error:
-        told = f"{error.reason}; make it smaller, or start the server with --max-pixels"
+        return NamedImage(name, decode_image(content, form, limits.max_pixels))
+    except TooManyPixelsError as error:
+        told = f"{error}; make it smaller, or start the server with --max-pixels"
         raise RefusedError(413, "image_too_large", told, field=name) from error
-    except InputError as error:
-        raise RefusedError(422, "bad_image", f"{error.reason}; send a whole image file", field=name) from error
+    except ImageError as error:
+        raise RefusedError(422, "bad_image", f"{error}; send a whole image file", field=name) from error
 
 
 def parse_multipart(body: Body, most: int) -> list[tuple[str, bytes]]:
@@ -216,8 +216,8 @@ def _too_many(most: int) -> RefusedError:
     )
 
 
-def _from_json(content: bytes, form: PixelForm, limits: Limits) -> list[NamedImage]:
-    shape = (form.height, form.width, 1 if form.mode == "L" else 3)
+def _from_json(content: bytes, form: ImageForm, limits: Limits) -> list[NamedImage]:
+    shape = form.shape
     most_bytes = limits.max_images * int(np.prod(shape)) * _JSON_BYTES_PER_VALUE + _JSON_BYTES_BESIDE
     if len(content) > most_bytes:
         told = f"JSON for {limits.max_images} images {shape} has at most {most_bytes} bytes; send fewer images"

@@ -15,7 +15,6 @@ import uvicorn
 from starlette.responses import JSONResponse
 
 from export.errors import RefusedError, ServingError
-from export.model.preprocess import MAX_PIXELS
 from export.model.signature import Accept
 from export.serving.app import Service, create_app
 from export.serving.batcher import Batcher
@@ -23,6 +22,7 @@ from export.serving.drift_watch import WINDOW, Watch
 from export.serving.live_model import ServedModel
 from export.serving.metrics import Metrics
 from export.serving.request_bodies import Limits
+from fedcg.imaging import MAX_PIXELS
 from fedcg.listening import Caps, Connections, Listener, http_config, own_hosts_only
 
 LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")

@@ -20,9 +20,9 @@ from experiments.bench.inference.load import Load, Serving, ask, serving
 from export.build.install_model import package_personal
 from export.build.to_onnx import personal_model
 from export.build.variants import HeldOut, add_variants
-from export.model.preprocess import Pixels
 from export.model.runtime import Model
 from export.model.versions import Slots
+from fedcg.imaging import Pixels
 from fedcg.learning.data.image_folder import normalise
 from fedcg.learning.networks import build_part, weights_of
 from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice

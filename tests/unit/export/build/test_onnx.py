@@ -17,10 +17,11 @@ from export.build.install_model import package_personal
 from export.build.to_onnx import OPSET, Exporter, export_personal, preload
 from export.errors import ConversionError, InputError, ManifestError, TamperedError, VerificationError
 from export.model.manifest import read_manifest, write_manifest
-from export.model.preprocess import Pixels, load_image
+from export.model.preprocess import load_image
 from export.model.providers import available_providers
 from export.model.runtime import Model, Predictor
 from export.model.versions import Slots
+from fedcg.imaging import Pixels
 from fedcg.learning.data.image_folder import load_folder, normalise
 from fedcg.learning.errors import NetworkError
 from fedcg.learning.networks import load_part

@@ -21,17 +21,16 @@ from export.build import verify
 from export.build.preprocess_graph import add_preprocessing, on_network
 from export.build.to_onnx import export_personal
 from export.errors import VerificationError
-from export.model.manifest import InputForm
-from export.model.preprocess import Pixels, load_image, normalise
+from export.model.preprocess import load_image, normalise
+from fedcg.imaging import ImageForm, Pixels
 from fedcg.learning.data import image_folder as data
 from fedcg.learning.data.decoding import fit_pixels
-from fedcg.learning.spec import ImageForm
 from tests.support.export_models import TestImages, encoded, image_form, make_parts, make_spec, picture, write_images
 
 FORMS = {"landscape": (20, 24), "square": (32, 32), "tall": (17, 5), "large": (61, 90)}
 
 
-def _identity(form: ImageForm | InputForm) -> onnx.ModelProto:
+def _identity(form: ImageForm) -> onnx.ModelProto:
     """A network that gives what it takes."""
     shape = f"float[batch, {form.channels}, {form.height}, {form.width}]"
     return parse_model(
@@ -40,7 +39,7 @@ def _identity(form: ImageForm | InputForm) -> onnx.ModelProto:
     )
 
 
-def _session(form: ImageForm | InputForm, options: onnxruntime.SessionOptions | None = None) -> object:
+def _session(form: ImageForm, options: onnxruntime.SessionOptions | None = None) -> object:
     model = add_preprocessing(_identity(form), form)
     onnx.checker.check_model(model, full_check=True)
     return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
@@ -147,18 +146,6 @@ def test_the_width_comes_first_whatever_the_size_and_the_version_of_pillow(size:
     np.testing.assert_array_equal(data.decode_image(file, form, "one").transpose(1, 2, 0), wanted)
     np.testing.assert_array_equal(_seen(session, image[None]), normalise(wanted[None], form))
     assert not np.array_equal(_pass(_pass(image, form.height).swapaxes(0, 1), form.width).swapaxes(0, 1), wanted)
-
-
-@pytest.mark.parametrize("mode", ["L", "RGB"])
-@pytest.mark.parametrize("side", [1, 2])
-def test_a_network_of_a_pixel_or_two_is_fed_as_well(mode: str, side: int) -> None:
-    statistics = image_form(mode)
-    form = InputForm.model_validate(
-        {"mode": mode, "height": side, "width": side, "mean": statistics.mean, "std": statistics.std}
-    )
-    image = _random(300, 200, form.channels, 1, harsh=False)
-    file = encoded(Image.fromarray(image.squeeze(-1) if mode == "L" else image), "PNG")
-    np.testing.assert_array_equal(_seen(_session(form), image[None]), normalise(load_image(file, form)[None], form))
 
 
 def test_told_the_size_onnxruntime_leaves_the_resize_out(tmp_path: Path) -> None:

@@ -20,9 +20,10 @@ from export.build.variants import HeldOut, add_variants
 from export.cli.optimise_command import model_app
 from export.errors import ConversionError, ExportError, InputError, ManifestError, TamperedError
 from export.model.manifest import Manifest, Variant, read_manifest
-from export.model.preprocess import Pixels, load_image
+from export.model.preprocess import load_image
 from export.model.runtime import Floats, Model, Predictor
 from export.model.versions import Slots
+from fedcg.imaging import Pixels
 from tests.support.export_models import CLASSES, encoded, image_form, make_parts, make_spec, picture, write_images
 
 FORM = image_form()

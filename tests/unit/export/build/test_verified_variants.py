@@ -20,9 +20,10 @@ from export.build.variants import HeldOut
 from export.cli.optimise_command import model_app
 from export.errors import VerificationError
 from export.model.manifest import Takes, digest, read_manifest
-from export.model.preprocess import Pixels, load_image
+from export.model.preprocess import load_image
 from export.model.runtime import Model
 from export.model.versions import Slots
+from fedcg.imaging import Pixels
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.parts import Part
 from tests.support.export_models import TestImages, make_parts, make_spec, write_images

@@ -16,10 +16,10 @@ from export.build.install_model import package_personal
 from export.cli.optimise_command import model_app
 from export.errors import SlotError
 from export.model.manifest import read_manifest
-from export.model.preprocess import Pixels
 from export.model.runtime import Predictor
 from export.model.signature import required, sign_manifest, signer_of
 from export.model.versions import Slots
+from fedcg.imaging import Pixels
 from fedcg.wire.messages.signing import SigningKey
 from tests.support.export_models import image_form, make_parts, make_spec, write_images
 

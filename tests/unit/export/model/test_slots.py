@@ -15,7 +15,6 @@ import pytest
 
 from export.errors import ManifestError, ModelError, SlotError, TamperedError
 from export.model.manifest import (
-    InputForm,
     Manifest,
     ModelFile,
     Verification,
@@ -25,6 +24,7 @@ from export.model.manifest import (
     write_manifest,
 )
 from export.model.versions import POINTER_NAME, Slots, resolve
+from fedcg.imaging import ImageForm
 
 
 def _manifest(content: bytes, round_number: int = 1) -> Manifest:
@@ -33,7 +33,7 @@ def _manifest(content: bytes, round_number: int = 1) -> Manifest:
         round=round_number,
         spec="0" * 64,
         classes=("ant", "bee"),
-        image=InputForm(mode="L", height=8, width=8, mean=(0.5,), std=(0.5,)),
+        image=ImageForm(mode="L", height=8, width=8, mean=(0.5,), std=(0.5,)),
         takes="pixels",
         model=ModelFile(sha256=digest(content), size=len(content), opset=18),
         metrics={"accuracy": 0.5},

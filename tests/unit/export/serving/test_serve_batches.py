@@ -10,9 +10,9 @@ from contextlib import asynccontextmanager
 import numpy as np
 import pytest
 
-from export.model.preprocess import Pixels
 from export.model.runtime import Floats
 from export.serving.batcher import Batcher, QueueFullError
+from fedcg.imaging import Pixels
 
 LONG_S = 30.0  # no test waits that long: it stands for "until somebody joins"
 
