@@ -7,8 +7,10 @@ DeviceError
 
 from __future__ import annotations
 
+from fedcg.errors import FedcgError
 
-class DeviceError(Exception):
+
+class DeviceError(FedcgError):
     """Base of everything the devices package raises."""
 
 

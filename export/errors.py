@@ -15,9 +15,13 @@ ExportError
 
 from __future__ import annotations
 
+from fedcg.errors import BAD_INPUT, FedcgError
 
-class ExportError(Exception):
+
+class ExportError(FedcgError):
     """Base of everything this package raises."""
+
+    exit_code = BAD_INPUT
 
 
 class InputError(ExportError):

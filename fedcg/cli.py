@@ -7,14 +7,16 @@ only the `infer` extra has no click.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import EntryPoint, entry_points, version
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 import typer.main
 from rich.console import Console
 from typer.core import TyperCommand, TyperGroup
+
+from fedcg.errors import FAILED, FedcgError
 
 DEBUG_FLAG = "--debug"
 INTERRUPTED = 130
@@ -22,7 +24,7 @@ INTERRUPTED = 130
 _EXTRAS = {"ray": "ray", "infer uvicorn": "serve", "infer fastapi": "serve"}
 
 
-class MissingExtraError(Exception):
+class MissingExtraError(FedcgError):
     """A command that needs a Python package which is not installed on this machine."""
 
     def __init__(self, command: str, missing: ModuleNotFoundError) -> None:
@@ -78,6 +80,27 @@ class LazyGroup(TyperGroup):
         return command
 
 
+class _Fedcg(LazyGroup):
+    """The whole command: the one place where an error becomes a line on stderr and an exit code."""
+
+    def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, **options: Any) -> Any:
+        """Run, and end the process."""
+        given = sys.argv[1:] if args is None else args
+        words = [word for word in given if word != DEBUG_FLAG]
+        try:
+            return super().main(words, prog_name, **options)
+        except SystemExit as stop:
+            if stop.code == INTERRUPTED:
+                Console(stderr=True).print("Interrupted.")
+            raise
+        except Exception as error:  # the outermost boundary: one line for the operator, a traceback with --debug
+            told = MissingExtraError(words[0], error) if isinstance(error, ModuleNotFoundError) else error
+            if DEBUG_FLAG in given:
+                raise told from error
+            Console(stderr=True, highlight=False).print(f"Error: {told}", markup=False, soft_wrap=True)
+            sys.exit(told.exit_code if isinstance(told, FedcgError) else FAILED)
+
+
 def _unavailable(name: str, error: ModuleNotFoundError) -> TyperCommand | TyperGroup:
     def explain() -> None:
         raise MissingExtraError(name, error) from error
@@ -110,38 +133,16 @@ def _describe(
     """
 
 
-def _build() -> TyperCommand | TyperGroup:
-    root = typer.Typer(
-        cls=LazyGroup,
-        no_args_is_help=True,
-        result_callback=_exit_with,
-        context_settings={"help_option_names": ["-h", "--help"]},
-    )
-    root.callback()(_describe)
-    return _as_command(root, "fedcg")
-
-
-app = _build()
+fedcg = typer.Typer(
+    cls=_Fedcg,
+    callback=_describe,
+    no_args_is_help=True,
+    result_callback=_exit_with,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app = _as_command(fedcg, "fedcg")
 
 
 def main() -> None:
     """Entry point of the console script."""
-    debug = DEBUG_FLAG in sys.argv
-    arguments = [argument for argument in sys.argv[1:] if argument != DEBUG_FLAG]
-    try:
-        app.main(args=arguments, prog_name="fedcg")
-    except SystemExit as stop:
-        if stop.code == INTERRUPTED:
-            Console(stderr=True).print("Interrupted.")
-        raise
-    except ModuleNotFoundError as error:
-        _report(MissingExtraError(arguments[0], error), debug)
-    except Exception as error:  # noqa: BLE001 - the outermost boundary: one line for the operator, a traceback with --debug
-        _report(error, debug)
-
-
-def _report(error: Exception, debug: bool) -> NoReturn:
-    if debug:
-        raise error
-    Console(stderr=True, highlight=False).print(f"Error: {error}", markup=False, soft_wrap=True)
-    sys.exit(1)
+    app.main(prog_name="fedcg")

@@ -6,25 +6,22 @@ import gc
 import json
 import logging
 import sys
-from collections.abc import Callable
 from datetime import datetime
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from export.errors import ExportError
 from export.model.versions import Slots, Version
+from fedcg.errors import BAD_INPUT
 from fedcg.imaging import MAX_PIXELS
 
 if TYPE_CHECKING:
     from export.model.manifest import Verification
     from export.model.signature import Accept
-
-BAD_INPUT = 2
-T = TypeVar("T")
 
 model_app = typer.Typer(
     help="Versions of the model on this box: list, check, choose, go back.", no_args_is_help=True, add_completion=False
@@ -46,24 +43,10 @@ Watch = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 
-def _fail(error: Exception) -> NoReturn:
-    typer.echo(f"Error: {error}", err=True)
-    raise typer.Exit(BAD_INPUT)
-
-
-def _or_fail(action: Callable[[], T]) -> T:
-    try:
-        return action()
-    except ExportError as error:
-        _fail(error)
-
-
 def _accept(signed_by: str | None) -> Accept | None:
-    if signed_by is None:
-        return None
     from export.model.signature import required
 
-    return _or_fail(lambda: required(signed_by))
+    return None if signed_by is None else required(signed_by)
 
 
 class _InferGroup(TyperGroup):
@@ -116,9 +99,8 @@ def infer_command(
     from export.model.runtime import Model
 
     if as_json and as_csv:
-        _fail(ExportError("choose one of --json and --csv"))
-    accept = _accept(signed_by)
-    loaded = _or_fail(lambda: Model.load(model, threads=threads, accept=accept))
+        raise ExportError("choose one of --json and --csv")
+    loaded = Model.load(model, threads=threads, accept=_accept(signed_by))
     if sys.stderr.isatty():
         typer.echo(f"{loaded.directory} ({loaded.served.name}) by {told(loaded.predictor.providers)}", err=True)
     results, failures = classify_files(loaded, expand(images), top=top, max_pixels=max_pixels)
@@ -171,13 +153,9 @@ def serve_command(
     finally:
         gc.enable()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    accept = _accept(signed_by)
     bounds = (threads, max_batch, max_wait_ms, queue, max_bytes, max_pixels, watch)
-    settings = Settings(model, host, port, *bounds, names=tuple(allow_host or ()), accept=accept)
-    code = _or_fail(
-        lambda: serve(settings, lambda line: typer.echo(json.dumps({"message": line}) if as_json else line))
-    )
-    raise typer.Exit(code)
+    settings = Settings(model, host, port, *bounds, names=tuple(allow_host or ()), accept=_accept(signed_by))
+    raise typer.Exit(serve(settings, lambda line: typer.echo(json.dumps({"message": line}) if as_json else line)))
 
 
 @infer_app.command("serve-mqtt")
@@ -208,30 +186,27 @@ def serve_mqtt_command(
     from export.serving.mqtt_run import Broker, run
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    broker, accept = Broker(host, port, ca, cert, key, insecure), _accept(signed_by)
-    _or_fail(
-        lambda: run(
-            model,
-            prefix,
-            name,
-            broker,
-            threads=threads,
-            queue=queue,
-            top=top,
-            max_bytes=max_bytes,
-            max_pixels=max_pixels,
-            watch=watch,
-            accept=accept,
-        )
+    run(
+        model,
+        prefix,
+        name,
+        Broker(host, port, ca, cert, key, insecure),
+        threads=threads,
+        queue=queue,
+        top=top,
+        max_bytes=max_bytes,
+        max_pixels=max_pixels,
+        watch=watch,
+        accept=_accept(signed_by),
     )
 
 
 @model_app.command("list")
 def list_versions(root: Root, as_json: AsJson = False) -> None:
     """List the versions under DIR; a star marks the one in use."""
-    versions = _or_fail(Slots(root).versions)
+    versions = Slots(root).versions()
     if not versions:
-        _fail(ExportError(f"{root}: no model is installed there"))
+        raise ExportError(f"{root}: no model is installed there")
     rows = [_version_row(version) for version in versions]
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
@@ -278,9 +253,9 @@ def verify_versions(
 ) -> None:
     """Check that every model is, byte for byte, the one its manifest names. Exit code 2 when one is not."""
     slots = Slots(root, accept=_accept(signed_by))
-    names = [version] if version else [one.name for one in _or_fail(slots.versions)]
+    names = [version] if version else [one.name for one in slots.versions()]
     if not names:
-        _fail(ExportError(f"{root}: no model is installed there"))
+        raise ExportError(f"{root}: no model is installed there")
     faults: dict[str, str | None] = {}
     for name in names:
         try:
@@ -312,7 +287,7 @@ def use_version(
     root: Root, version: Annotated[str, typer.Argument(help="The version, e.g. 0002.")], as_json: AsJson = False
 ) -> None:
     """Put a version in use, after checking it."""
-    _in_use(_or_fail(lambda: Slots(root).use(version)), as_json=as_json)
+    _in_use(Slots(root).use(version), as_json=as_json)
 
 
 def _in_use(model: Path, *, as_json: bool) -> None:
@@ -322,7 +297,7 @@ def _in_use(model: Path, *, as_json: bool) -> None:
 @model_app.command("rollback")
 def roll_back(root: Root, as_json: AsJson = False) -> None:
     """Return to the version that was in use before."""
-    _in_use(_or_fail(Slots(root).rollback), as_json=as_json)
+    _in_use(Slots(root).rollback(), as_json=as_json)
 
 
 def export_command(
@@ -344,29 +319,21 @@ def export_command(
 ) -> None:
     """Write a personal model as ONNX, check it against the trained one, and put it in use."""
     from export.build.checkpoint import labelled_files, read_spec, read_weights
-    from export.build.install_model import Installed, package_personal
-    from fedcg.learning.errors import LearningError
+    from export.build.install_model import package_personal
 
-    def make() -> Installed:
-        read = read_spec(spec)
-        files, labels = labelled_files(images, read.classes) if images else ([], [])
-        parts = read_weights(weights, slot)
-        return package_personal(
-            read,
-            parts,
-            out,
-            test_files=files,
-            test_labels=labels,
-            metrics={},
-            round_number=round_number,
-            takes="normalised" if raw else "pixels",
-            key=sign,
-        )
-
-    try:
-        made = _or_fail(make)
-    except LearningError as error:
-        _fail(error)
+    read = read_spec(spec)
+    files, labels = labelled_files(images, read.classes) if images else ([], [])
+    made = package_personal(
+        read,
+        read_weights(weights, slot),
+        out,
+        test_files=files,
+        test_labels=labels,
+        metrics={},
+        round_number=round_number,
+        takes="normalised" if raw else "pixels",
+        key=sign,
+    )
     checked = made.verification
     if as_json:
         document = {"model": str(made.model_dir), "verification": checked.model_dump(mode="json")}

@@ -11,8 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from export.cli.infer_commands import BAD_INPUT, AsJson, Root, Threads, model_app
-from export.errors import ExportError
+from export.cli.infer_commands import AsJson, Root, Threads, model_app
 from export.model.manifest import Manifest, read_all
 from export.model.signature import MANIFEST_NAME
 from export.model.versions import Slots
@@ -51,12 +50,8 @@ def optimise_command(
     When no form is better than the one in use, nothing is installed. A new version of a signed one needs --sign.
     """
     console = Console(stderr=True)
-    try:
-        with console.status("reading images") as status:
-            made = _optimise(root, images, calibration, budget / 100, threads, sign, status.update)
-    except ExportError as error:
-        typer.echo(f"Error: {error}", err=True)
-        raise typer.Exit(BAD_INPUT) from error
+    with console.status("reading images") as status:
+        made = _optimise(root, images, calibration, budget / 100, threads, sign, status.update)
     from export.model.providers import available_providers, told
 
     (directory, manifest, is_new), providers = made, available_providers()

@@ -14,9 +14,7 @@ from typing import Any, cast
 import pytest
 import tomllib
 from ruamel.yaml import YAML
-from typer.testing import CliRunner
 
-from edge_client.cli.agent_commands import app as agent_app
 from edge_client.cli.units import (
     AGENT_UNIT,
     DEFAULT_CONFIG_ROOT,
@@ -25,6 +23,7 @@ from edge_client.cli.units import (
 )
 from fedcg.learning.spec import plan_from_mapping
 from fedcg.wire.messages.topics import Topics
+from tests.support.commands import run_fedcg
 
 REPOSITORY = Path(__file__).parents[3]
 DEPLOY = REPOSITORY / "deploy"
@@ -118,10 +117,10 @@ def test_a_path_that_systemd_would_interpret_is_refused(path: str) -> None:
 
 
 def test_the_unit_command_prints_the_unit_and_refuses_a_bad_path_with_exit_code_2() -> None:
-    printed = CliRunner().invoke(agent_app, ["unit", "--executable", "/srv/fedcg"])
+    printed = run_fedcg("agent", "unit", "--executable", "/srv/fedcg")
     assert printed.exit_code == 0
     assert printed.stdout == render_agent_unit(PurePosixPath("/srv/fedcg"))
-    assert CliRunner().invoke(agent_app, ["unit", "--executable", "srv/fedcg"]).exit_code == 2
+    assert run_fedcg("agent", "unit", "--executable", "srv/fedcg").exit_code == 2
 
 
 @pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda file: file.name)

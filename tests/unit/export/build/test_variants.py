@@ -11,19 +11,18 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from export.build import variants
 from export.build.install_model import package_personal
 from export.build.labelled_images import labelled_images
 from export.build.variants import HeldOut, add_variants
-from export.cli.optimise_command import model_app
 from export.errors import ConversionError, ExportError, InputError, ManifestError, TamperedError
 from export.model.manifest import Manifest, Variant, read_manifest
 from export.model.preprocess import load_image
 from export.model.runtime import Floats, Model, Predictor
 from export.model.versions import Slots
 from fedcg.imaging import Pixels
+from tests.support.commands import run_fedcg
 from tests.support.export_models import CLASSES, encoded, image_form, make_parts, make_spec, picture, write_images
 
 FORM = image_form()
@@ -259,7 +258,7 @@ def test_the_command_makes_a_new_version_that_can_be_rolled_back(
     package_personal(spec, make_parts(spec), root, test_files=[], test_labels=[], metrics={}, round_number=2)
     monkeypatch.setattr(variants, "_latencies", _clock({"fp16": 10.0}))
     arguments = ["optimise", str(root), "--images", str(folder), "--threads", "1", "--budget", "100"]
-    told = CliRunner().invoke(model_app, [*arguments, "--json"])
+    told = run_fedcg("model", *arguments, "--json")
     assert told.exit_code == 0, told.output
     document = json.loads(told.stdout)
     assert document["model"] == str(root / "0002")
@@ -268,7 +267,7 @@ def test_the_command_makes_a_new_version_that_can_be_rolled_back(
     assert document["serves"] == read_manifest(root / "0002").serves
     assert document["variants"][0]["images"] == 30  # every fourth of the 40 calibrates
     monkeypatch.setattr(variants, "_latencies", _clock({"int8": 10.0}))
-    people = CliRunner().invoke(model_app, [*arguments, "--calibration", str(folder)])
+    people = run_fedcg("model", *arguments, "--calibration", str(folder))
     assert people.exit_code == 0, people.output
     assert f"in use: {root / '0003'}" in people.stdout
     assert "* " in people.stdout
@@ -288,7 +287,7 @@ def test_bad_images_are_named_and_nothing_is_installed(
     images = write_images(tmp_path / "images", 12).files[0].parent.parent
     spoil(images)
     before = Slots(installed.parent).versions()
-    answer = CliRunner().invoke(model_app, ["optimise", str(installed.parent), "--images", str(images)])
+    answer = run_fedcg("model", "optimise", str(installed.parent), "--images", str(images))
     assert answer.exit_code == 2
     assert told in answer.stderr
     assert Slots(installed.parent).versions() == before

@@ -10,14 +10,12 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from export.build import install_model as package
 from export.build import variants
 from export.build.install_model import package_personal
 from export.build.to_onnx import Exported, export_personal
 from export.build.variants import HeldOut
-from export.cli.optimise_command import model_app
 from export.errors import VerificationError
 from export.model.manifest import Takes, digest, read_manifest
 from export.model.preprocess import load_image
@@ -26,6 +24,7 @@ from export.model.versions import Slots
 from fedcg.imaging import Pixels
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.parts import Part
+from tests.support.commands import run_fedcg
 from tests.support.export_models import TestImages, make_parts, make_spec, write_images
 
 
@@ -89,9 +88,9 @@ def test_each_form_that_is_kept_says_what_it_gets_right_of_the_test_files(tmp_pa
     plain = Model.load(tmp_path / "plain", threads=1)
     agreement = (served.predict(pictures).argmax(axis=1) == plain.predict(pictures).argmax(axis=1)).mean()
     assert checks[manifest.serves].top1_agreement == agreement
-    [row] = json.loads(CliRunner().invoke(model_app, ["list", str(root), "--json"]).stdout)
+    [row] = json.loads(run_fedcg("model", "list", str(root), "--json").stdout)
     assert row["verification"] == manifest.verification.model_dump(mode="json")
-    told = CliRunner().invoke(model_app, ["verify", str(root)]).stdout
+    told = run_fedcg("model", "verify", str(root)).stdout
     assert f"accuracy on {len(images.files)} held-out images: torch 100.0%, ONNX 100.0%, ort 100.0%" in told
 
 

@@ -8,30 +8,19 @@ import os
 import pty
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-import typer
 from safetensors.torch import save_file
-from typer.testing import CliRunner, Result
 
 from export.build.install_model import package_personal
-from export.cli.infer_commands import export_command, infer_command, model_app
 from export.model.classify import expand
 from export.model.preprocess import load_image
 from export.model.runtime import Model
 from fedcg.wire.parts import Part
+from tests.support.commands import run_fedcg
 from tests.support.export_models import CLASSES, LOADED_PROBE, TestImages, make_parts, make_spec, write_images
-
-
-def _run(command: Callable[..., None] | typer.Typer, *arguments: str | Path) -> Result:
-    app = command
-    if not isinstance(app, typer.Typer):
-        app = typer.Typer()
-        app.command()(command)
-    return CliRunner().invoke(app, [str(one) for one in arguments])
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +51,7 @@ def slots_root(tmp_path: Path, images: TestImages) -> Path:
 
 
 def test_infer_prints_every_image_with_its_likeliest_classes(slots_root: Path, images: TestImages) -> None:
-    done = _run(infer_command, "--model", slots_root, *images.files[:3])
+    done = run_fedcg("infer", "--model", slots_root, *images.files[:3])
     assert done.exit_code == 0
     model = Model.load(slots_root)
     rows = model.predict([load_image(file, model.manifest.image) for file in images.files[:3]])
@@ -74,7 +63,7 @@ def test_infer_prints_every_image_with_its_likeliest_classes(slots_root: Path, i
 
 
 def test_infer_as_json_gives_classes_probabilities_and_the_model(slots_root: Path, images: TestImages) -> None:
-    done = _run(infer_command, "--model", slots_root / "0001", "--json", "--top", "2", images.files[0])
+    done = run_fedcg("infer", "--model", slots_root / "0001", "--json", "--top", "2", images.files[0])
     assert done.exit_code == 0
     document = json.loads(done.stdout)
     assert (document["federation"], document["round"], document["errors"]) == ("garden", 1, [])
@@ -90,12 +79,12 @@ def test_infer_as_json_gives_classes_probabilities_and_the_model(slots_root: Pat
 def test_infer_as_csv_is_read_by_a_spreadsheet(slots_root: Path, images: TestImages, tmp_path: Path) -> None:
     odd = tmp_path / 'a, "b".png'
     odd.write_bytes(images.files[0].read_bytes())
-    told = _run(infer_command, odd, images.files[1], "--model", slots_root, "--csv", "--top", "2")
+    told = run_fedcg("infer", odd, images.files[1], "--model", slots_root, "--csv", "--top", "2")
     assert told.exit_code == 0
     header, *rows = csv.reader(told.stdout.splitlines())
     assert header == ["file", "class_1", "probability_1", "class_2", "probability_2"]
     assert [row[0] for row in rows] == [str(odd), str(images.files[1])]
-    plain = json.loads(_run(infer_command, odd, "--model", slots_root, "--json", "--top", "2").stdout)["results"][0][
+    plain = json.loads(run_fedcg("infer", odd, "--model", slots_root, "--json", "--top", "2").stdout)["results"][0][
         "top"
     ]
     assert rows[0][1::2] == [one["class"] for one in plain]
@@ -103,7 +92,7 @@ def test_infer_as_csv_is_read_by_a_spreadsheet(slots_root: Path, images: TestIma
 
 
 def test_only_one_machine_format_can_be_chosen(slots_root: Path, images: TestImages) -> None:
-    told = _run(infer_command, images.files[0], "--model", slots_root, "--csv", "--json")
+    told = run_fedcg("infer", images.files[0], "--model", slots_root, "--csv", "--json")
     assert told.exit_code == 2
     assert "one of --json and --csv" in told.stderr
 
@@ -113,8 +102,8 @@ def test_bad_files_are_named_on_stderr_and_the_others_still_done(
 ) -> None:
     text = tmp_path / "notes.png"
     text.write_text("not an image at all")
-    done = _run(
-        infer_command, "--model", slots_root, "--json", images.files[0], tmp_path / "gone.png", text, images.files[1]
+    done = run_fedcg(
+        "infer", "--model", slots_root, "--json", images.files[0], tmp_path / "gone.png", text, images.files[1]
     )
     assert done.exit_code == 2
     document = json.loads(done.stdout)
@@ -125,13 +114,13 @@ def test_bad_files_are_named_on_stderr_and_the_others_still_done(
 
 
 def test_an_image_over_the_pixel_limit_is_refused(slots_root: Path, images: TestImages) -> None:
-    done = _run(infer_command, "--model", slots_root, "--max-pixels", "10", images.files[0])
+    done = run_fedcg("infer", "--model", slots_root, "--max-pixels", "10", images.files[0])
     assert (done.exit_code, done.stdout) == (2, "")
     assert "over the limit of 10" in done.stderr
 
 
 def test_only_bad_files_print_no_table(slots_root: Path, tmp_path: Path) -> None:
-    done = _run(infer_command, "--model", slots_root, tmp_path / "gone.png")
+    done = run_fedcg("infer", "--model", slots_root, tmp_path / "gone.png")
     assert (done.exit_code, done.stdout) == (2, "")
 
 
@@ -146,46 +135,46 @@ def test_a_folder_and_a_pattern_mean_the_images_in_them(folder: Path, images: Te
 
 
 def test_a_folder_is_classified_whole(slots_root: Path, folder: Path) -> None:
-    done = _run(infer_command, "--model", slots_root, "--json", folder)
+    done = run_fedcg("infer", "--model", slots_root, "--json", folder)
     assert len(json.loads(done.stdout)["results"]) == 12
 
 
 def test_a_directory_without_a_model_is_an_error_that_says_what_is_missing(tmp_path: Path, images: TestImages) -> None:
-    done = _run(infer_command, "--model", tmp_path, images.files[0])
+    done = run_fedcg("infer", "--model", tmp_path, images.files[0])
     assert done.exit_code == 2
     assert "holds neither manifest.json" in done.stderr
 
 
 def test_versions_are_listed_chosen_and_rolled_back(slots_root: Path) -> None:
-    listed = _run(model_app, "list", slots_root)
+    listed = run_fedcg("model", "list", slots_root)
     assert listed.exit_code == 0
     first, second = listed.stdout.splitlines()
     assert first.startswith("  0001  garden, round 1, accuracy ")
     assert second.startswith("* 0002  garden, round 2, accuracy ")
-    assert _run(model_app, "use", slots_root, "0001").exit_code == 0
-    rows = json.loads(_run(model_app, "list", slots_root, "--json").stdout)
+    assert run_fedcg("model", "use", slots_root, "0001").exit_code == 0
+    rows = json.loads(run_fedcg("model", "list", slots_root, "--json").stdout)
     assert [(row["version"], row["current"], row["round"]) for row in rows] == [("0001", True, 1), ("0002", False, 2)]
-    assert "0002" in _run(model_app, "rollback", slots_root).stdout
-    again = _run(model_app, "rollback", slots_root)
+    assert "0002" in run_fedcg("model", "rollback", slots_root).stdout
+    again = run_fedcg("model", "rollback", slots_root)
     assert again.exit_code == 2
     assert "no earlier version" in again.stderr
 
 
 def test_a_damaged_version_is_found_and_cannot_be_chosen(slots_root: Path) -> None:
-    assert _run(model_app, "verify", slots_root).exit_code == 0
+    assert run_fedcg("model", "verify", slots_root).exit_code == 0
     path = slots_root / "0001" / "model.onnx"
     path.write_bytes(path.read_bytes() + b"x")
-    done = _run(model_app, "verify", slots_root)
+    done = run_fedcg("model", "verify", slots_root)
     assert done.exit_code == 2
     assert str(path) in done.stderr
     assert "0002" in done.stdout
-    assert _run(model_app, "verify", slots_root, "0002").exit_code == 0
-    assert _run(model_app, "use", slots_root, "0001").exit_code == 2
+    assert run_fedcg("model", "verify", slots_root, "0002").exit_code == 0
+    assert run_fedcg("model", "use", slots_root, "0001").exit_code == 2
 
 
 def test_a_folder_without_versions_is_an_error(tmp_path: Path) -> None:
     for name in ("list", "verify"):
-        done = _run(model_app, name, tmp_path)
+        done = run_fedcg("model", name, tmp_path)
         assert done.exit_code == 2
         assert "no model is installed" in done.stderr
 
@@ -209,13 +198,13 @@ def test_export_makes_a_verified_model_of_a_slot(checkpoint: tuple[Path, Path], 
     spec, weights = checkpoint
     out = tmp_path / "out"
     common = ("--spec", spec, "--weights", weights, "--out", out)
-    done = _run(export_command, *common, "--slot", "best", "--images", folder, "--round", "3", "--json")
+    done = run_fedcg("export", *common, "--slot", "best", "--images", folder, "--round", "3", "--json")
     assert done.exit_code == 0, done.stderr
     document = json.loads(done.stdout)
     assert document["verification"]["source"] == "files"
     manifest = Model.load(out).manifest
     assert (manifest.round, manifest.verification.images) == (3, 12)
-    done = _run(export_command, *common, "--slot", "personal")
+    done = run_fedcg("export", *common, "--slot", "personal")
     assert done.exit_code == 0
     assert "0002: verified on 64 images (noise)" in done.stdout
 
@@ -224,15 +213,15 @@ def test_export_reads_unslotted_weights_too(checkpoint: tuple[Path, Path], tmp_p
     parts = make_parts(make_spec())
     flat = {f"{part.value}/{name}": tensor for part, weights in parts.items() for name, tensor in weights.items()}
     save_file(flat, tmp_path / "flat.safetensors")
-    done = _run(
-        export_command, "--spec", checkpoint[0], "--weights", tmp_path / "flat.safetensors", "--out", tmp_path / "out"
+    done = run_fedcg(
+        "export", "--spec", checkpoint[0], "--weights", tmp_path / "flat.safetensors", "--out", tmp_path / "out"
     )
     assert done.exit_code == 0, done.stderr
 
 
 def test_export_says_which_slots_there_are(checkpoint: tuple[Path, Path], tmp_path: Path) -> None:
     spec, weights = checkpoint
-    done = _run(export_command, "--spec", spec, "--weights", weights, "--out", tmp_path / "out")
+    done = run_fedcg("export", "--spec", spec, "--weights", weights, "--out", tmp_path / "out")
     assert done.exit_code == 2
     assert "--slot: best, personal" in done.stderr
     assert not (tmp_path / "out").exists()
@@ -252,8 +241,8 @@ def test_export_names_the_input_that_is_bad(checkpoint: tuple[Path, Path], tmp_p
         extra = ["--images", tmp_path / "nowhere"]
     else:
         save_file({f"best/{part.value}/x": torch.zeros(1) for part in Part}, weights)
-    done = _run(
-        export_command, "--spec", spec, "--weights", weights, "--slot", "best", "--out", tmp_path / "out", *extra
+    done = run_fedcg(
+        "export", "--spec", spec, "--weights", weights, "--slot", "best", "--out", tmp_path / "out", *extra
     )
     assert done.exit_code == 2, done.output
     named = {"images": "nowhere", "weights": "state.safetensors", "unfitting weights": "do not fit"}

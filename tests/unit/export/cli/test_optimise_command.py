@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 from export.build import variants
 from export.build.install_model import package_personal
-from export.cli.optimise_command import model_app
 from export.errors import SlotError
 from export.model.manifest import read_manifest
 from export.model.runtime import Predictor
@@ -21,6 +20,7 @@ from export.model.signature import required, sign_manifest, signer_of
 from export.model.versions import Slots
 from fedcg.imaging import Pixels
 from fedcg.wire.messages.signing import SigningKey
+from tests.support.commands import run_fedcg
 from tests.support.export_models import image_form, make_parts, make_spec, write_images
 
 SPEC = make_spec(image_form())
@@ -66,7 +66,7 @@ def _clock(monkeypatch: pytest.MonkeyPatch, **milliseconds: float) -> None:
 
 def _optimise(root: Path, images: Path, *more: str) -> Result:
     arguments = ["optimise", str(root), "--images", str(images), "--threads", "1", "--budget", "100", *more]
-    return CliRunner().invoke(model_app, arguments)
+    return run_fedcg("model", *arguments)
 
 
 def test_nothing_is_installed_or_pruned_when_no_form_is_faster(

@@ -15,17 +15,16 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from export.build import variants
 from export.build.variants import HeldOut, add_variants
-from export.cli.optimise_command import model_app
 from export.model import providers
 from export.model.manifest import read_manifest
 from export.model.providers import available_providers, told
 from export.model.runtime import Model
 from export.model.versions import Slots
 from export.serving.live_model import ServedModel
+from tests.support.commands import run_fedcg
 from tests.support.export_models import write_images
 from tests.support.serving import install_versions
 
@@ -186,7 +185,7 @@ def test_the_commands_and_the_log_tell_the_order(
     root: Path, card: Card, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     images = write_images(tmp_path / "images").files[0].parent.parent
-    done = CliRunner().invoke(model_app, ["optimise", str(root), "--images", str(images), "--threads", "1"])
+    done = run_fedcg("model", "optimise", str(root), "--images", str(images), "--threads", "1")
     assert done.exit_code == 0, done.output
     assert "by TensorRT > CUDA > CPU" in done.stdout
     with caplog.at_level(logging.INFO):

@@ -11,19 +11,17 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-import typer
 from safetensors.torch import save_file
-from typer.testing import CliRunner, Result
 
 from export.build.install_model import package_personal
 from export.build.to_onnx import export_personal
-from export.cli.infer_commands import export_command, infer_app, model_app
 from export.errors import ManifestError
 from export.model.manifest import Takes, read_manifest, write_manifest
 from export.model.runtime import Model, Predictor
 from export.serving.live_model import ServedModel
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.parts import Part
+from tests.support.commands import run_fedcg
 from tests.support.export_models import image_form, make_parts, make_spec, write_images
 from tests.support.serving import serving
 
@@ -100,10 +98,6 @@ def test_a_manifest_of_another_normalisation_is_refused(
         Model.load(directory)
 
 
-def _run(command: typer.Typer, *arguments: str | Path) -> Result:
-    return CliRunner().invoke(command, [str(one) for one in arguments])
-
-
 @pytest.fixture(scope="module")
 def roots(tmp_path_factory: pytest.TempPathFactory, spec: FederationSpec, parts: Parts) -> tuple[Path, Path]:
     """The same model twice, exported by the command: with its preprocessing, and without."""
@@ -112,16 +106,14 @@ def roots(tmp_path_factory: pytest.TempPathFactory, spec: FederationSpec, parts:
     tensors = {f"{part.value}/{name}": tensor for part, weights in parts.items() for name, tensor in weights.items()}
     save_file(tensors, home / "weights.safetensors")
     words: list[str | Path] = ["--spec", home / "spec.json", "--weights", home / "weights.safetensors"]
-    exporting = typer.Typer()
-    exporting.command()(export_command)
     for name, options in (("whole", ()), ("raw", ("--raw",))):
-        told = _run(exporting, *words, "--out", home / name, *options)
+        told = run_fedcg("export", *words, "--out", home / name, *options)
         assert told.exit_code == 0, told.output
     return home / "whole", home / "raw"
 
 
 def _answers(root: Path, folder: Path) -> list[dict[str, object]]:
-    told = _run(infer_app, "--model", root, "--json", folder)
+    told = run_fedcg("infer", "--model", root, "--json", folder)
     assert told.exit_code == 0, told.output
     results: list[dict[str, object]] = json.loads(told.stdout)["results"]
     return results
@@ -130,7 +122,7 @@ def _answers(root: Path, folder: Path) -> list[dict[str, object]]:
 def test_the_commands_export_check_and_run_it_with_the_same_answers(roots: tuple[Path, Path], tmp_path: Path) -> None:
     whole, raw = roots
     assert [read_manifest(root / "0001").takes for root in roots] == ["pixels", "normalised"]
-    checked = _run(model_app, "verify", raw)
+    checked = run_fedcg("model", "verify", raw)
     assert checked.exit_code == 0
     assert checked.stdout.startswith("0001  as its manifest says")
     write_images(tmp_path)

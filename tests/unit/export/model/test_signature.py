@@ -8,16 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from export.build.install_model import package_personal
-from export.cli.optimise_command import model_app
 from export.errors import ExportError, InputError, ManifestError, TamperedError
 from export.model import signature
 from export.model.manifest import read_manifest
 from export.model.runtime import Model
 from export.model.signature import required, sign_manifest, signer_of
 from fedcg.wire.messages.signing import SigningKey
+from tests.support.commands import run_fedcg
 from tests.support.export_models import image_form, make_parts, make_spec
 
 
@@ -47,7 +46,7 @@ def directory(tmp_path: Path, key: SigningKey) -> Path:
 def test_a_model_says_which_box_made_it(directory: Path, key: SigningKey) -> None:
     assert signer_of(directory) == key.public.hex
     read_manifest(directory, required(key.public.hex))
-    listed = json.loads(CliRunner().invoke(model_app, ["list", str(directory.parent), "--json"]).stdout)
+    listed = json.loads(run_fedcg("model", "list", str(directory.parent), "--json").stdout)
     assert [row["signed_by"] for row in listed] == [key.public.hex]
 
 
@@ -81,11 +80,11 @@ def test_what_the_box_did_not_sign_is_refused_by_the_command(
     directory: Path, key: SigningKey, alter: Callable[[Path], None], told: str, is_intact: bool
 ) -> None:
     command = ["verify", str(directory.parent), "--signed-by", key.public.hex]
-    assert CliRunner().invoke(model_app, command).exit_code == 0
+    assert run_fedcg("model", *command).exit_code == 0
     alter(directory)
     with pytest.raises(TamperedError, match=told):
         read_manifest(directory, required(key.public.hex))
-    refused = CliRunner().invoke(model_app, command)
+    refused = run_fedcg("model", *command)
     assert refused.exit_code == 2
     assert told in refused.stderr
     if is_intact:  # running asks for no signature

@@ -17,13 +17,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from typer.testing import CliRunner
 
-from export.cli.infer_commands import infer_app
 from export.model.preprocess import load_image
 from export.model.runtime import Model
 from export.serving.server import Settings, _bound
 from fedcg.listening import Caps, Connections
+from tests.support.commands import run_fedcg
 from tests.support.export_models import CLASSES, LOADED_PROBE, encoded, picture
 from tests.support.serving import JSON, PNG, Server, install_versions, multipart, serving
 
@@ -64,7 +63,7 @@ def _infer(root: Path, folder: Path, top: int, *contents: bytes) -> list[dict[st
     for file, content in zip(files, contents, strict=True):
         file.write_bytes(content)
     words = ["--model", root, "--json", "--top", top, *files]
-    done = CliRunner().invoke(infer_app, [str(word) for word in words])
+    done = run_fedcg("infer", *words)
     assert done.exit_code == 0, done.output
     return [{**result, "file": ""} for result in json.loads(done.stdout)["results"]]
 
@@ -273,7 +272,7 @@ def test_an_interrupt_ends_it_with_exit_code_0_too(root: Path) -> None:
 
 
 def test_a_port_that_is_taken_is_an_error_that_says_what_to_do(server: Server, root: Path) -> None:
-    done = CliRunner().invoke(infer_app, ["serve", "--model", str(root), "--port", str(server.port)])
+    done = run_fedcg("infer", "serve", "--model", str(root), "--port", str(server.port))
     assert done.exit_code == 2
     assert f"cannot listen on 127.0.0.1 port {server.port}" in done.stderr
     assert "--port" in done.stderr
