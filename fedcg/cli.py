@@ -21,7 +21,7 @@ from fedcg.errors import FAILED, FedcgError
 DEBUG_FLAG = "--debug"
 INTERRUPTED = 130
 # Packages that one option or sub-command needs, and no kind of machine.
-_EXTRAS = {"ray": "ray", "infer uvicorn": "serve", "infer fastapi": "serve"}
+_EXTRAS = {"ray": "ray", "cryptography": "wire", "onnx": "edge", "infer uvicorn": "serve", "infer fastapi": "serve"}
 
 
 class MissingExtraError(FedcgError):
@@ -83,12 +83,12 @@ class LazyGroup(TyperGroup):
 class _Fedcg(LazyGroup):
     """The whole command: the one place where an error becomes a line on stderr and an exit code."""
 
-    def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, **options: Any) -> Any:
+    def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, *more: Any, **options: Any) -> Any:
         """Run, and end the process."""
         given = sys.argv[1:] if args is None else args
         words = [word for word in given if word != DEBUG_FLAG]
         try:
-            return super().main(words, prog_name, **options)
+            return super().main(words, prog_name, *more, **options)
         except SystemExit as stop:
             if stop.code == INTERRUPTED:
                 Console(stderr=True).print("Interrupted.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import signal
 import sys
 from datetime import datetime
 from difflib import get_close_matches
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from export.errors import ExportError
+from export.errors import ExportError, ServingError
 from export.model.versions import Slots, Version
 from fedcg.errors import BAD_INPUT
 from fedcg.imaging import MAX_PIXELS
@@ -37,7 +38,7 @@ SignedBy = Annotated[
 ]
 Threads = Annotated[int, typer.Option("--threads", min=0, help="Threads of one prediction; 0: the runtime chooses.")]
 MaxPixels = Annotated[int, typer.Option("--max-pixels", min=1, help="Refuse larger images undecoded.")]
-Watch = Annotated[
+WatchWindow = Annotated[
     int, typer.Option(min=0, help="Predictions after which a new version that does badly is taken back; 0: never.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
@@ -136,7 +137,7 @@ def serve_command(
     queue: Annotated[int, typer.Option(min=1, max=4096, help="Images accepted and not answered yet; then 429.")] = 256,
     max_bytes: Annotated[int, typer.Option(min=1, help="Bytes of a request's body.")] = 16 * 1024 * 1024,
     max_pixels: MaxPixels = MAX_PIXELS,
-    watch: Watch = 200,
+    watch: WatchWindow = 200,
     allow_host: Annotated[
         list[str] | None, typer.Option(help="A further name of this box in requests' Host header; may be repeated.")
     ] = None,
@@ -176,29 +177,41 @@ def serve_mqtt_command(
     top: Annotated[int, typer.Option(min=1, help="How many classes to name per image.")] = 3,
     max_bytes: Annotated[int, typer.Option(min=1, help="Bytes of a request.")] = 1024 * 1024,
     max_pixels: MaxPixels = MAX_PIXELS,
-    watch: Watch = 200,
+    watch: WatchWindow = 200,
     signed_by: SignedBy = None,
 ) -> None:
     """Answer predictions over MQTT, by request and response; follows the version in use.
 
     SIGTERM and SIGINT let what waits be answered; the exit code is 0.
     """
-    from export.serving.mqtt_run import Broker, run
+    from export.serving.drift_watch import Watch
+    from export.serving.live_model import ServedModel
+    from export.serving.mqtt_server import INBOUND_FACTOR, MAX_IMAGES, MqttServer, Place
+    from export.serving.request_bodies import Limits
+    from fedcg.wire.errors import TransportError
+    from fedcg.wire.transport.mqtt import MqttConfig, MqttTransport, TlsFiles
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    run(
-        model,
-        prefix,
-        name,
-        Broker(host, port, ca, cert, key, insecure),
-        threads=threads,
-        queue=queue,
-        top=top,
-        max_bytes=max_bytes,
-        max_pixels=max_pixels,
-        watch=watch,
-        accept=_accept(signed_by),
+    files = [path for path in (ca, cert, key) if path is not None]
+    if len(files) not in (0, 3):
+        raise ServingError("TLS needs all of --ca, --cert and --key")
+    place, tls, inbound = Place(prefix, name), TlsFiles(*files) if files else None, INBOUND_FACTOR * max_bytes + 65_536
+    try:
+        config = MqttConfig(host, port, name, tls=tls, insecure=insecure, max_inbound=inbound)
+    except (TransportError, ValueError) as error:
+        raise ServingError(str(error)) from error
+    server = MqttServer(
+        ServedModel(model, threads=threads, warm_up=(1,), accept=_accept(signed_by)),
+        place,
+        lambda will: MqttTransport(config, will),
+        Limits(max_bytes, max_pixels, MAX_IMAGES),
+        queue,
+        top,
+        Watch(watch),
     )
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: server.stop())
+    server.run()
 
 
 @model_app.command("list")
@@ -318,29 +331,30 @@ def export_command(
     as_json: AsJson = False,
 ) -> None:
     """Write a personal model as ONNX, check it against the trained one, and put it in use."""
-    from export.build.checkpoint import labelled_files, read_spec, read_weights
+    from export.build.checkpoint import read_spec, read_weights
     from export.build.install_model import package_personal
+    from export.build.labelled_images import labelled_files
+    from export.model.manifest import read_manifest
 
     read = read_spec(spec)
     files, labels = labelled_files(images, read.classes) if images else ([], [])
-    made = package_personal(
+    directory = package_personal(
         read,
         read_weights(weights, slot),
         out,
+        round_number=round_number,
         test_files=files,
         test_labels=labels,
-        metrics={},
-        round_number=round_number,
         takes="normalised" if raw else "pixels",
         key=sign,
     )
-    checked = made.verification
+    checked = read_manifest(directory).verification
     if as_json:
-        document = {"model": str(made.model_dir), "verification": checked.model_dump(mode="json")}
+        document = {"model": str(directory), "verification": checked.model_dump(mode="json")}
         typer.echo(json.dumps(document, indent=2))
         return
     accuracy = f", accuracy {checked.accuracy_onnx:.1%}" if checked.accuracy_onnx is not None else ""
     typer.echo(
-        f"{made.model_dir}: verified on {checked.images} images ({checked.source}), largest difference of a logit "
+        f"{directory}: verified on {checked.images} images ({checked.source}), largest difference of a logit "
         f"{checked.max_abs_difference:.1e}, same class for {checked.top1_agreement:.1%}{accuracy}"
     )

@@ -55,7 +55,6 @@ class Predictor:
         class_count: C, the number of classes.
         takes: pixels, or what is left of them after preprocessing; that is done here then.
         name: what to call the file in errors.
-        providers: execution providers to use; the best available ones when None.
         threads: threads of one prediction; 0 lets onnxruntime choose.
         tensorrt: how TensorRT makes its engines, where it is among the providers.
 
@@ -71,7 +70,6 @@ class Predictor:
         *,
         takes: Takes = "pixels",
         name: str = "model",
-        providers: Sequence[str] | None = None,
         threads: int = 0,
         tensorrt: TensorRt = TensorRt(),
     ) -> None:
@@ -81,7 +79,7 @@ class Predictor:
         # Images come at the network's size, so that different ones share a batch: told so, onnxruntime leaves the resize out.
         options.add_free_dimension_override_by_name("height", form.height)
         options.add_free_dimension_override_by_name("width", form.width)
-        asked = with_options(providers or available_providers(), tensorrt)
+        asked = with_options(available_providers(), tensorrt)
         try:
             session = onnxruntime.InferenceSession(content, options, providers=asked)
         except Exception as error:  # onnxruntime's own exception types are not public
@@ -147,6 +145,33 @@ class Predictor:
             raise ManifestError(f"{name}: was made for images {told[:300] or 'of no stated form'}; expected {wanted}")
 
 
+def predictor_of(
+    manifest: Manifest, form: Variant, content: bytes, *, name: str = "", threads: int = 0, engines: Path | None = None
+) -> Predictor:
+    """One form of a model in onnxruntime.
+
+    Args:
+        manifest: of the model.
+        form: which form.
+        content: bytes of its file.
+        name: what to call it in errors; the form's name by default.
+        threads: threads of one prediction; 0 lets onnxruntime choose.
+        engines: where TensorRT keeps what it makes of it; None: nothing is kept.
+
+    Raises:
+        ManifestError: onnxruntime refuses it, or it takes or gives something else than the manifest says.
+    """
+    return Predictor(
+        content,
+        manifest.image,
+        len(manifest.classes),
+        takes=manifest.takes,
+        name=name or form.name,
+        threads=threads,
+        tensorrt=TensorRt(engines, form.is_half),
+    )
+
+
 @dataclass(frozen=True)
 class Model:
     """An installed model, ready to run.
@@ -164,16 +189,13 @@ class Model:
     served: Variant
 
     @staticmethod
-    def load(
-        directory: Path, *, providers: Sequence[str] | None = None, threads: int = 0, accept: Accept | None = None
-    ) -> Model:
+    def load(directory: Path, *, threads: int = 0, accept: Accept | None = None) -> Model:
         """Read a model directory, or the version in use under a root of slots, and make it ready.
 
         The bytes that are checked are the bytes that run.
 
         Args:
             directory: holds the manifest and the model, or versions of it.
-            providers: execution providers to use; the best available ones when None.
             threads: threads of one prediction; 0 lets onnxruntime choose.
             accept: what its manifest must pass, e.g. the check of its signature; None for nothing.
 
@@ -193,15 +215,13 @@ class Model:
                 served.name,
             )
         file = served.file or manifest.model
-        predictor = Predictor(
+        predictor = predictor_of(
+            manifest,
+            served,
             read_model(directory, manifest, file),
-            manifest.image,
-            len(manifest.classes),
-            takes=manifest.takes,
             name=str(directory / file.name),
-            providers=providers,
             threads=threads,
-            tensorrt=TensorRt(engines_of(directory) / file.sha256[:16], served.is_half),
+            engines=engines_of(directory) / file.sha256[:16],
         )
         return Model(manifest, directory, predictor, served)
 

@@ -6,8 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -46,11 +45,10 @@ def sign_manifest(directory: Path, key_file: Path) -> None:
 
     Raises:
         InputError: it can't be read, or is no such key.
-        ExportError: `cryptography` is not installed.
     """
-    with _cryptography():
-        from fedcg.wire.errors import MalformedError
-        from fedcg.wire.messages.signing import SigningKey
+    from fedcg.wire.errors import MalformedError
+    from fedcg.wire.messages.signing import SigningKey
+
     try:
         key = SigningKey.load(key_file)
     except OSError as error:
@@ -82,11 +80,11 @@ def required(told: str) -> Accept:
         ManifestError for a signature file that is not valid.
 
     Raises:
-        ExportError: `cryptography` is not installed, or there is no such key.
+        ExportError: there is no such key.
     """
-    with _cryptography():
-        from fedcg.wire.errors import MalformedError
-        from fedcg.wire.messages.signing import SigningKey, VerifyKey
+    from fedcg.wire.errors import MalformedError
+    from fedcg.wire.messages.signing import SigningKey, VerifyKey
+
     path = Path(told)
     try:
         if not path.is_file():
@@ -132,14 +130,6 @@ def _check(directory: Path, manifest: bytes, wanted: VerifyKey) -> None:
         raise TamperedError(f"{path}: signed by {signature.key}, not by {wanted.hex}: the model of another box")
     if not wanted.verifies(bytes.fromhex(signature.signature), DOMAIN + manifest):
         raise TamperedError(f"{path}: the signature is not over this {MANIFEST_NAME}; one of them was altered")
-
-
-@contextmanager
-def _cryptography() -> Iterator[None]:
-    try:
-        yield
-    except ImportError as error:
-        raise ExportError("signatures need the package `cryptography`: pip install cryptography") from error
 
 
 def _read(directory: Path) -> Signature | None:

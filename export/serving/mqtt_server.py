@@ -29,6 +29,8 @@ from fedcg.wire.errors import TransportError
 from fedcg.wire.transport.transport import Delivery, Transport, Will
 
 POLL_S = 0.5
+INBOUND_FACTOR = 4  # a request up to so many times too large is answered, a larger one ends the link
+MAX_IMAGES = 32  # of one request, in JSON
 LEVEL = re.compile(r"[A-Za-z0-9._-]{1,64}")
 """What NAME, CLIENT and ID may be; a prefix is one or more of these."""
 log = logging.getLogger(__name__)

@@ -77,9 +77,7 @@ def box(tmp_path_factory: pytest.TempPathFactory) -> Box:
 def model_root(box: Box) -> Path:
     torch.set_num_threads(1)
     spec = make_spec()
-    package_personal(
-        spec, make_parts(spec), box.home / "models", test_files=[], test_labels=[], metrics={}, round_number=1
-    )
+    package_personal(spec, make_parts(spec), box.home / "models", round_number=1)
     return box.home / "models"
 
 

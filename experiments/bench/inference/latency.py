@@ -73,7 +73,7 @@ def measure(split: str, plan: Plan, tell: Callable[[str], None]) -> dict[str, ob
         root = Path(folder) / "models"
         for number in range(VERSIONS):
             parts = _parts(spec, number)
-            package_personal(spec, parts, root, test_files=[], test_labels=[], metrics={}, round_number=number)
+            package_personal(spec, parts, root, round_number=number)
         tell(f"{split}: {plan.repeats} x {plan.images} images one by one, eager torch and onnxruntime in turn")
         found: dict[str, object] = _single(spec, parts, Model.load(root, threads=1), plan)
         tell(f"{split}: float16 and int8 beside float32")

@@ -25,7 +25,7 @@ from export.model.preprocess import load_image, normalise
 from fedcg.imaging import ImageForm, Pixels
 from fedcg.learning.data import image_folder as data
 from fedcg.learning.data.decoding import fit_pixels
-from tests.support.export_models import TestImages, encoded, image_form, make_parts, make_spec, picture, write_images
+from tests.support.export_models import TestImages, encoded, image_form, make_parts, make_spec, picture
 
 FORMS = {"landscape": (20, 24), "square": (32, 32), "tall": (17, 5), "large": (61, 90)}
 
@@ -183,30 +183,6 @@ def test_a_network_is_converted_without_its_preprocessing() -> None:
     session = onnxruntime.InferenceSession(converted.SerializeToString(), providers=["CPUExecutionProvider"])
     np.testing.assert_array_equal(_seen(session, image[None]), 2 * _of_training(image, form))
     assert on_network(_identity(form), doubled).graph.node[0].op_type == "Add"
-
-
-@pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> TestImages:
-    torch.set_num_threads(1)
-    return write_images(tmp_path_factory.mktemp("images"))
-
-
-@pytest.mark.parametrize("mode", ["L", "RGB"])
-def test_a_decoded_image_of_any_size_gives_the_logits_of_the_image_that_training_loads(
-    tmp_path: Path, images: TestImages, mode: str
-) -> None:
-    spec = make_spec(image_form(mode))
-    path = tmp_path / "model.onnx"
-    export_personal(spec, make_parts(spec), path)
-    session = onnxruntime.InferenceSession(path)
-    for file in images.files:
-        with Image.open(file) as image:  # as in a program that knows nothing of us
-            pixels = np.asarray(image.convert(mode)).reshape(1, image.height, image.width, -1)
-        loaded = data.decode_image(file.read_bytes(), spec.image, file.name).transpose(1, 2, 0)[None]
-        [given] = session.run(["logits"], {"images": pixels})
-        [wanted] = session.run(["logits"], {"images": np.ascontiguousarray(loaded)})
-        np.testing.assert_array_equal(given, wanted)
-    assert {image.shape for image in (pixels, loaded)} == {pixels.shape, (1, 20, 24, spec.image.channels)}
 
 
 @pytest.mark.parametrize(("name", "other"), [("half_i", 0), ("half_d", 0.4)])

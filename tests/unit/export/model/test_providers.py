@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import onnxruntime
 import pytest
-import torch
 
 from export.build import variants
 from export.build.variants import HeldOut, add_variants
@@ -61,7 +60,6 @@ class Card:
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> Card:
     made = Card()
-    torch.set_num_threads(1)
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: made.present)
     monkeypatch.setattr(onnxruntime, "InferenceSession", made.session)
     monkeypatch.setattr(variants, "TIMING_S", 0.02)
@@ -77,7 +75,7 @@ def root(tmp_path: Path) -> Path:
 def _held_out(root: Path, shape: tuple[int, int, int] = (20, 24, 3)) -> HeldOut:
     random = np.random.default_rng(0)
     images = [random.integers(0, 256, shape, dtype=np.uint8) for _ in range(8)]
-    labels = Model.load(root, providers=["CPUExecutionProvider"], threads=1).predict(images).argmax(axis=1)
+    labels = Model.load(root, threads=1).predict(images).argmax(axis=1)
     return HeldOut(images, [int(label) for label in labels], images[:4])
 
 
@@ -150,7 +148,7 @@ def test_float16_in_the_engines_is_switched_on_where_it_was_measured_to_pay(
         variants, "_latencies", lambda forms, _: [half_ms if one.name == "trt_fp16" else 2.0 for one in forms]
     )
     held_out = _held_out(root)
-    manifest = add_variants(root / "0002", held_out, names=("ort", "trt_fp16"), threads=1)
+    manifest = add_variants(root / "0002", held_out, threads=1)
     half = next(one for one in manifest.variants if one.name == "trt_fp16")
     refused = next(one for one in manifest.variants if one.name == "ort")
     assert "such a graph is for the CPU alone, and there is TensorRT > CUDA > CPU" in refused.reason
@@ -169,7 +167,7 @@ def test_what_was_chosen_for_one_machine_is_not_used_on_another(
     monkeypatch.setattr(variants, "_latencies", lambda forms, _: [1.0 if one.name == "ort" else 2.0 for one in forms])
     held_out = _held_out(root)
     directory = root / "0002"
-    assert add_variants(directory, held_out, names=("ort",), threads=1).serves == "ort"
+    assert add_variants(directory, held_out, threads=1).serves == "ort"
     here = Model.load(directory, threads=1)
     assert here.predictor.name == str(directory / "model-ort.onnx")
     assert caplog.text == ""

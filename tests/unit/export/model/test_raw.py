@@ -13,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from export.build.install_model import package_personal
 from export.build.to_onnx import export_personal
 from export.errors import ManifestError
 from export.model.manifest import Takes, read_manifest, write_manifest
@@ -22,21 +21,10 @@ from export.serving.live_model import ServedModel
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.parts import Part
 from tests.support.commands import run_fedcg
-from tests.support.export_models import image_form, make_parts, make_spec, write_images
+from tests.support.export_models import image_form, install_model, make_parts, make_spec, write_images
 from tests.support.serving import serving
 
 Parts = Mapping[Part, Mapping[str, torch.Tensor]]
-
-
-@pytest.fixture(scope="module")
-def spec() -> FederationSpec:
-    torch.set_num_threads(1)
-    return make_spec()
-
-
-@pytest.fixture(scope="module")
-def parts(spec: FederationSpec) -> Parts:
-    return make_parts(spec)
 
 
 def _random_pixels(spec: FederationSpec, count: int) -> np.ndarray:
@@ -69,13 +57,11 @@ def test_a_model_without_preprocessing_takes_normalised_pixels_and_says_so(tmp_p
 
 
 def test_a_manifest_that_says_another_thing_of_the_preprocessing_is_refused(
-    tmp_path: Path, spec: FederationSpec, parts: Parts
+    tmp_path: Path, spec: FederationSpec
 ) -> None:
     kinds: tuple[tuple[Takes, Takes], ...] = (("pixels", "normalised"), ("normalised", "pixels"))
     for takes, other in kinds:
-        directory = package_personal(
-            spec, parts, tmp_path, test_files=[], test_labels=[], metrics={}, round_number=1, takes=takes
-        ).model_dir
+        directory = install_model(tmp_path, takes=takes)
         manifest = read_manifest(directory)
         assert manifest.takes == takes
         assert Model.load(directory).predict(_random_pixels(spec, 2)).shape == (2, 3)
@@ -85,12 +71,8 @@ def test_a_manifest_that_says_another_thing_of_the_preprocessing_is_refused(
 
 
 @pytest.mark.parametrize("takes", ["pixels", "normalised"])
-def test_a_manifest_of_another_normalisation_is_refused(
-    tmp_path: Path, spec: FederationSpec, parts: Parts, takes: Takes
-) -> None:
-    directory = package_personal(
-        spec, parts, tmp_path, test_files=[], test_labels=[], metrics={}, round_number=1, takes=takes
-    ).model_dir
+def test_a_manifest_of_another_normalisation_is_refused(tmp_path: Path, takes: Takes) -> None:
+    directory = install_model(tmp_path, takes=takes)
     manifest = read_manifest(directory)
     other = manifest.image.model_copy(update={"mean": (0.5, 0.4, 0.2)})
     write_manifest(directory, manifest.model_copy(update={"image": other}))

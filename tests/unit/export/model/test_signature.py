@@ -7,9 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
-from export.build.install_model import package_personal
 from export.errors import ExportError, InputError, ManifestError, TamperedError
 from export.model import signature
 from export.model.manifest import read_manifest
@@ -17,7 +15,7 @@ from export.model.runtime import Model
 from export.model.signature import required, sign_manifest, signer_of
 from fedcg.wire.messages.signing import SigningKey
 from tests.support.commands import run_fedcg
-from tests.support.export_models import image_form, make_parts, make_spec
+from tests.support.export_models import install_model
 
 
 @pytest.fixture
@@ -29,18 +27,7 @@ def key(tmp_path: Path) -> SigningKey:
 
 @pytest.fixture
 def directory(tmp_path: Path, key: SigningKey) -> Path:
-    torch.set_num_threads(1)
-    spec = make_spec(image_form())
-    return package_personal(
-        spec,
-        make_parts(spec),
-        tmp_path / "models",
-        test_files=[],
-        test_labels=[],
-        metrics={},
-        round_number=1,
-        key=tmp_path / "signing.key",
-    ).model_dir
+    return install_model(tmp_path / "models", key=tmp_path / "signing.key")
 
 
 def test_a_model_says_which_box_made_it(directory: Path, key: SigningKey) -> None:
@@ -133,10 +120,6 @@ def test_a_key_file_that_cannot_sign_is_named_and_nothing_is_installed(tmp_path:
     path = tmp_path / "bad.key"
     if content is not None:
         path.write_bytes(content)
-    torch.set_num_threads(1)
-    spec, root = make_spec(image_form()), tmp_path / "models"
     with pytest.raises(InputError, match=r"bad\.key"):
-        package_personal(
-            spec, make_parts(spec), root, test_files=[], test_labels=[], metrics={}, round_number=1, key=path
-        )
-    assert list(root.glob("0*")) == []
+        install_model(tmp_path / "models", key=path)
+    assert list((tmp_path / "models").glob("0*")) == []

@@ -131,7 +131,7 @@ def _install_one_that_names_one_class(root: Path) -> None:
     name = next(name for name, tensor in parts[Part.CLASSIFIER].items() if tensor.shape == (spec.class_count,))
     least = _least_likely(root)
     parts[Part.CLASSIFIER][name] = torch.tensor([1e4 if label == least else 0.0 for label in range(spec.class_count)])
-    package_personal(spec, parts, root, test_files=[], test_labels=[], metrics={}, round_number=2)
+    package_personal(spec, parts, root, round_number=2)
 
 
 def _least_likely(root: Path) -> int:
