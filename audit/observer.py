@@ -141,8 +141,8 @@ class Observer:
         if self._frames is not None:
             topic = delivery.topic.encode()
             self._frames.write(_FRAME.pack(len(topic), len(delivery.payload)) + topic + delivery.payload)
-        for completed in self.capture.feed(delivery.topic, delivery.payload):
-            replace_durably(self._out / ARTIFACTS / completed.seen.id, completed.data)
+        for artifact, data in self.capture.feed(delivery.topic, delivery.payload).items():
+            replace_durably(self._out / ARTIFACTS / artifact, data)
         return True
 
     def _write(self) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from devices import files, limits
 from devices.catalogue import KnownJetson, load_catalogue
-from devices.nvidia import GpuProbe, driver_files_gpu, nvml_gpu
+from devices.nvidia import driver_files_gpu, nvml_gpu
 from devices.profile import (
     LEAST_TRAINING_BYTES,
     MIB,
@@ -26,24 +26,23 @@ from devices.profile import (
 LIVE_ROOT = Path("/")
 
 
-def detect(root: Path | str = LIVE_ROOT, *, probe_gpu: GpuProbe | None = None) -> DeviceProfile:
+def detect(root: Path | str = LIVE_ROOT) -> DeviceProfile:
     """Describe the box.
 
     Args:
-        root: Where its files are: "/" for the box itself, or a recorded file tree of another one.
-        probe_gpu: Asks the driver for the first GPU. By default NVML, and only for the box itself: a recorded tree
-            must not be mixed with this machine's GPU.
+        root: Where its files are: "/" for the box itself, or a recorded file tree of another one. Only for the box itself
+            the driver is asked for its GPU.
 
     Returns:
         The profile; fields that the box does not tell are None.
     """
     root = Path(root)
     live = root == LIVE_ROOT
-    probe = probe_gpu or (nvml_gpu if live else _no_probe)
+    asked = nvml_gpu() if live else None
     jetson = load_catalogue().identify(files.compatible(root))
     memory = _least(files.installed_memory(root), limits.memory_limit(root))
     l4t = files.l4t_release(root)
-    gpu = _jetson_gpu(jetson, probe(), memory) if jetson else probe() or driver_files_gpu(root)
+    gpu = _jetson_gpu(jetson, asked, memory) if jetson else asked or driver_files_gpu(root)
     return DeviceProfile(
         kind=_kind(jetson, gpu),
         model=_model(root, jetson),
@@ -55,10 +54,6 @@ def detect(root: Path | str = LIVE_ROOT, *, probe_gpu: GpuProbe | None = None) -
         l4t=l4t if jetson else None,
         trainable=_trainable(jetson, l4t, memory, gpu),
     )
-
-
-def _no_probe() -> Gpu | None:
-    return None
 
 
 def _least(*values: int | None) -> int | None:

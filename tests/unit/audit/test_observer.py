@@ -68,7 +68,7 @@ def test_an_update_is_decoded_and_its_bytes_are_counted_to_its_device_and_round(
     capture, data = Capture("digits"), update()
     capture.feed(TOPICS.up_control("client-1"), manifest(data))
     completed = [capture.feed(TOPICS.up_chunk("client-1"), frame) for frame in frames(data)]
-    assert [[found.data for found in after] for after in completed] == [[]] * (len(completed) - 1) + [[data]]
+    assert completed == [{}] * (len(completed) - 1) + [{artifact_id(data): data}]
     (seen,) = capture.artifacts.values()
     assert (seen.kind, seen.sender, seen.round, seen.parts) == ("update", "client-1", 2, ("classifier",))
     assert seen.report == ("accuracy", "examples")
