@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
+from importlib.resources import files
 from pathlib import Path, PurePosixPath
+from string import Template
 from typing import Any, cast
 
 import pytest
 import tomllib
 from ruamel.yaml import YAML
 
+from coordinator.broker.mosquitto import QueueLimits
 from edge_client.cli.units import (
     AGENT_UNIT,
     DEFAULT_CONFIG_ROOT,
@@ -208,14 +210,22 @@ def test_the_example_access_list_is_what_the_topics_give() -> None:
     assert (DEPLOY / "mosquitto" / "acl.example").read_text() == expected
 
 
-def test_pre_commit_runs_the_commands_of_make_check() -> None:
-    assert_clean(run("pre-commit", "validate-config", REPOSITORY / ".pre-commit-config.yaml"))
-    hooks = YAML(typ="safe").load(REPOSITORY / ".pre-commit-config.yaml")["repos"][0]["hooks"]
-    makefile = (REPOSITORY / "Makefile").read_text()
-    recipe = makefile.partition("\ncheck:")[2].partition("\n\n")[0]
-    commands = {line.strip().lstrip("@").rpartition("$(BIN)/")[2] for line in recipe.splitlines()[1:]}
-    commands = {command.rpartition('" ')[2] if '" ' in command else command for command in commands}
-    assert {shlex.split(hook["entry"])[0] for hook in hooks} == {
-        f".venv/bin/{command.split()[0]}" for command in commands
-    }
-    assert {hook["entry"].removeprefix(".venv/bin/") for hook in hooks} == commands
+def test_the_brokers_configuration_is_what_its_template_gives() -> None:
+    """So what tests/contract tries with the template's configuration holds for this one, but for the folders."""
+    template = files("coordinator.broker").joinpath("mosquitto.conf.template").read_text(encoding="utf-8")
+    rendered = Template(template).substitute(
+        listener="8883",
+        ca="/etc/mosquitto/fedcg/tls/ca.pem",
+        certificate="/etc/mosquitto/fedcg/tls/broker.pem",
+        key="/etc/mosquitto/fedcg/tls/broker.key",
+        acl="/etc/mosquitto/fedcg/acl/acl",
+        crl="/etc/mosquitto/fedcg/acl/crl.pem",
+        persistence="/var/lib/fedcg-broker",
+        limits="\n".join(QueueLimits().lines()),
+        extra="",
+    )
+    own, given = (
+        [line for line in text.splitlines() if line and not line.startswith("#")]
+        for text in ((DEPLOY / "mosquitto" / "mosquitto.conf").read_text(), rendered)
+    )
+    assert own == given
