@@ -21,7 +21,7 @@ from starlette.requests import ClientDisconnect
 from export.errors import RefusedError
 from export.model.classify import Classified
 from export.model.runtime import Floats
-from export.serving.batcher import Batcher, Place, QueueFullError
+from export.serving.batcher import Batcher, Predict, QueueFullError
 from export.serving.drift_watch import Watch
 from export.serving.live_model import Served, ServedModel
 from export.serving.metrics import CONTENT_TYPE, Metrics
@@ -53,7 +53,6 @@ class Service:
         self.models, self.batcher, self.limits, self.metrics = models, batcher, limits, metrics
         self.watch = watch or Watch(0)
         self._bodies = Bodies(limits.max_bytes, limits.body_s)
-        self._decoders = ThreadPoolExecutor(DECODERS, "decode")
         self.in_flight = 0
         self.is_draining = False
 
@@ -61,16 +60,15 @@ class Service:
     async def running(self) -> AsyncIterator[None]:
         """Predict and follow new versions for as long as the context lasts; the first version is looked for before it begins."""
         await asyncio.to_thread(self.models.refresh)
-        self.batcher.start()
-        watch = asyncio.create_task(self._watch())
-        try:
-            yield
-        finally:
-            watch.cancel()
-            with suppress(asyncio.CancelledError):
-                await watch
-            self.batcher.close()
-            self._decoders.shutdown()
+        with ThreadPoolExecutor(DECODERS, "decode") as self._decoders:
+            async with self.batcher.running():
+                watch = asyncio.create_task(self._watch())
+                try:
+                    yield
+                finally:
+                    watch.cancel()
+                    with suppress(asyncio.CancelledError):
+                        await watch
 
     async def _watch(self) -> None:
         while True:
@@ -108,8 +106,8 @@ class Service:
         check_type(Body(b"", content_type).media_type)
         try:
             async with self._bodies.read(request.stream(), _declared(request)) as content:
-                with self.batcher.place() as place:
-                    work = self._answer(place, served, Body(content, content_type))
+                with self.batcher.place() as predict:
+                    work = self._answer(predict, served, Body(content, content_type))
                     images, rows = await _unless_gone(request, work)
         except QueueFullError as error:
             raise busy(str(error)) from error
@@ -119,12 +117,12 @@ class Service:
             self.metrics.classes.labels(one.guesses[0].label).inc()
         return {**served.identity(), "results": [one.as_json() for one in results]}
 
-    async def _answer(self, place: Place, served: Served, body: Body) -> tuple[list[NamedImage], Floats]:
+    async def _answer(self, predict: Predict, served: Served, body: Body) -> tuple[list[NamedImage], Floats]:
         form = served.model.manifest.image
         decode = partial(read_images, body, form, self.limits)
         images = await asyncio.get_running_loop().run_in_executor(self._decoders, decode)
         try:
-            return images, await place.predict(served, [image.pixels for image in images])
+            return images, await predict(served, [image.pixels for image in images])
         except QueueFullError:
             raise
         except Exception:
