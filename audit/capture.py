@@ -37,7 +37,7 @@ class SeenArtifact:
     Attributes:
         kind: update, aggregate, spec, or unknown when it could not be decoded.
         sender: who made it, by its header; `coordinator` for a spec.
-        tensors: shape per tensor key, as it came; codecs: how many of them the header says are coded how; report: names of the report's fields that carry a value.
+        tensors: shape per tensor key, as it came; codecs: how many of them the header lists by codec; report: names of the report's fields that carry a value.
     """
 
     id: str
@@ -108,7 +108,7 @@ def describe(artifact: str, data: bytes) -> SeenArtifact:
 
 
 class Capture:
-    """All that one federation sent over a broker, as far as the frames fed to it tell.
+    """All that one federation sent over a broker, as far as the frames fed to it show.
 
     Args:
         federation: its id; frames of other topics are counted as foreign.
@@ -229,7 +229,7 @@ class Capture:
                 check_links(chain)
                 for link in chain.links:
                     if self._keys.setdefault(link.serial, link.new) != link.new:
-                        raise OrderError(f"key {link.serial} was told twice, and differently")
+                        raise OrderError(f"key {link.serial} was announced twice, and differently")
         except WireError as error:
             if str(error) not in self._key_problems and len(self._key_problems) < MAX_PROBLEMS:
                 self._key_problems.append(str(error))

@@ -104,7 +104,7 @@ def correlation(left: Array, right: Array) -> float:
 def row_correlation(left: Array, right: Array) -> float:
     """Mean absolute correlation over the rows (first axis of the one that has axes), weighted by the rows' elements.
 
-    It finds what per-channel scales hide from the correlation over all. Zero when the rows are too short to tell.
+    It finds what per-channel scales hide from the correlation over all. Zero when the rows are too short.
     """
     shape = left.shape if left.ndim > 1 else right.shape
     if len(shape) < 2 or left.size // shape[0] < MIN_ROW_ELEMENTS:
@@ -204,7 +204,7 @@ def find_bytes(payloads: Mapping[str, bytes], private: Iterable[PrivateTensor]) 
 
     Args:
         payloads: name -> bytes; give the frames as recorded and the decompressed tensors, as compression hides bytes.
-        private: the truth; tensors shorter than 32 bytes (8 float32 numbers) can't be told from chance and are skipped.
+        private: the truth; tensors shorter than 32 bytes (8 float32 numbers) are found by chance and are skipped.
     """
     owners: dict[bytes, list[PrivateTensor]] = {}
     for tensor in private:

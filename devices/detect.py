@@ -34,7 +34,7 @@ def detect(root: Path | str = LIVE_ROOT) -> DeviceProfile:
             the driver is asked for its GPU.
 
     Returns:
-        The profile; fields that the box does not tell are None.
+        The profile; fields that the box does not report are None.
     """
     root = Path(root)
     live = root == LIVE_ROOT
@@ -62,7 +62,7 @@ def _least(*values: int | None) -> int | None:
 
 def _usable_cpus(root: Path, *, live: bool) -> int | None:
     quota = limits.cpu_limit(root)
-    # sched_getaffinity is Linux only; elsewhere the box simply does not say.
+    # sched_getaffinity is Linux only; elsewhere it is unknown.
     affinity = len(os.sched_getaffinity(0)) if live and hasattr(os, "sched_getaffinity") else None
     return _least(files.online_cpus(root), affinity, max(1, int(quota)) if quota is not None else None)
 
@@ -81,13 +81,13 @@ def _model(root: Path, jetson: KnownJetson | None) -> str | None:
     return f"{board} [{jetson.module.name}]" if board else jetson.module.name
 
 
-def _jetson_gpu(jetson: KnownJetson, told: Gpu | None, memory: int | None) -> Gpu:
-    """The integrated GPU: what the driver tells, completed by the catalogue; its memory is the box's memory."""
+def _jetson_gpu(jetson: KnownJetson, reported: Gpu | None, memory: int | None) -> Gpu:
+    """The integrated GPU: what the driver reports, completed by the catalogue; its memory is the box's memory."""
     return Gpu(
-        name=told.name if told else f"{jetson.soc.family} (integrated)",
+        name=reported.name if reported else f"{jetson.soc.family} (integrated)",
         memory_bytes=memory if memory is not None else (jetson.module.memory_bytes if jetson.module else None),
-        compute_capability=(told.compute_capability if told else None) or jetson.soc.compute_capability,
-        driver=told.driver if told else None,
+        compute_capability=(reported.compute_capability if reported else None) or jetson.soc.compute_capability,
+        driver=reported.driver if reported else None,
         shares_memory=True,
     )
 

@@ -94,11 +94,11 @@ class _Fedcg(LazyGroup):
                 Console(stderr=True).print("Interrupted.")
             raise
         except Exception as error:  # the outermost boundary: one line for the operator, a traceback with --debug
-            told = MissingExtraError(words[0], error) if isinstance(error, ModuleNotFoundError) else error
+            shown = MissingExtraError(words[0], error) if isinstance(error, ModuleNotFoundError) else error
             if DEBUG_FLAG in given:
-                raise told from error
-            Console(stderr=True, highlight=False).print(f"Error: {told}", markup=False, soft_wrap=True)
-            sys.exit(told.exit_code if isinstance(told, FedcgError) else FAILED)
+                raise shown from error
+            Console(stderr=True, highlight=False).print(f"Error: {shown}", markup=False, soft_wrap=True)
+            sys.exit(shown.exit_code if isinstance(shown, FedcgError) else FAILED)
 
 
 def _unavailable(name: str, error: ModuleNotFoundError) -> TyperCommand | TyperGroup:

@@ -43,5 +43,5 @@ class Watchdog:
         self._alive_at = None
 
     def is_hanging(self) -> bool:
-        """Whether it should have said something by now."""
+        """Whether it has been silent for too long."""
         return self._alive_at is not None and self._clock() - self._alive_at > self._stall_s

@@ -105,7 +105,7 @@ _RESAMPLE = """
 """
 
 # The size is asked of one image: the batch has no fixed number, and a shape with an unknown in it is not folded when onnxruntime is told
-# height and width. Where it is told the network's, nothing of the resize is left.
+# height and width. Where it is given the network's, nothing of the resize is left.
 _GRAPH = """
 preprocess (uint8[batch, height, width, {channels}] {images}) => (float[batch, {channels}, {height}, {width}] {input})
 {{

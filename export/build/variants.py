@@ -35,7 +35,7 @@ from export.model.manifest import (
     write_manifest,
 )
 from export.model.preprocess import normalise
-from export.model.providers import CPU, TENSORRT, available_providers, machine, told
+from export.model.providers import CPU, TENSORRT, available_providers, in_words, machine
 from export.model.runtime import NETWORK_INPUT, Floats, Predictor, predictor_of
 from fedcg.imaging import Pixels
 
@@ -135,7 +135,7 @@ def _load(name: VariantName, content: bytes, manifest: Manifest, threads: int) -
 
 
 def best(judged: Sequence[Variant]) -> Variant:
-    """The fastest that is kept; of several that the clock can't tell apart, the one that is ready soonest."""
+    """The fastest that is kept; of several whose times do not differ clearly, the one that is ready soonest."""
     kept = [one for one in judged if one.file is not None]
     fastest = min(one.latency_ms or 0.0 for one in kept)
     equal = [one for one in kept if (one.latency_ms or 0.0) < fastest * SPEED_UP]
@@ -215,7 +215,7 @@ def _conversion() -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
-    except Exception as error:  # the converters raise whatever a graph makes them stumble over
+    except Exception as error:  # the converters raise whatever a graph makes them fail at
         raise ConversionError(f"can't be made: {type(error).__name__}: {error}") from error
     finally:
         root.setLevel(level)
@@ -225,7 +225,7 @@ def _to_ort(content: bytes, _calibration: Sequence[Floats]) -> bytes:
     """The graph as onnxruntime optimises it when it loads it on this machine, its layout for this CPU's instructions included."""
     if available_providers() != (CPU,):
         raise ConversionError(
-            f"not tried: such a graph is for the CPU alone, and there is {told(available_providers())}"
+            f"not tried: such a graph is for the CPU alone, and there is {in_words(available_providers())}"
         )
     with _conversion(), tempfile.TemporaryDirectory(prefix="fedcg-ort-") as folder:
         done = Path(folder) / "ort.onnx"
@@ -239,7 +239,7 @@ def _to_ort(content: bytes, _calibration: Sequence[Floats]) -> bytes:
 def _to_trt_fp16(content: bytes, _calibration: Sequence[Floats]) -> bytes:
     """The same file; what differs is what TensorRT may do with it."""
     if TENSORRT not in available_providers():
-        raise ConversionError(f"not tried: no TensorRT here, only {told(available_providers())}")
+        raise ConversionError(f"not tried: no TensorRT here, only {in_words(available_providers())}")
     return content
 
 

@@ -96,14 +96,14 @@ def infer_command(
     Over HTTP: `fedcg infer serve --help`. Over MQTT: `fedcg infer serve-mqtt --help`.
     """
     from export.model.classify import classify_files, csv_text, expand, table_lines
-    from export.model.providers import told
+    from export.model.providers import in_words
     from export.model.runtime import Model
 
     if as_json and as_csv:
         raise ExportError("choose one of --json and --csv")
     loaded = Model.load(model, threads=threads, accept=_accept(signed_by))
     if sys.stderr.isatty():
-        typer.echo(f"{loaded.directory} ({loaded.served.name}) by {told(loaded.predictor.providers)}", err=True)
+        typer.echo(f"{loaded.directory} ({loaded.served.name}) by {in_words(loaded.predictor.providers)}", err=True)
     results, failures = classify_files(loaded, expand(images), top=top, max_pixels=max_pixels)
     if as_json:
         document = {
@@ -239,10 +239,10 @@ def _version_row(version: Version) -> dict[str, object]:
     except ExportError as error:
         return row | {"state": f"damaged: {error}"}
     accuracy = manifest.verification.accuracy_onnx
-    told = f"accuracy {accuracy:.1%}" if accuracy is not None else "accuracy unavailable"
+    share = f"accuracy {accuracy:.1%}" if accuracy is not None else "accuracy unavailable"
     created = _local(manifest.created)
     return row | {
-        "state": f"{manifest.federation}, round {manifest.round}, {told}, {created}",
+        "state": f"{manifest.federation}, round {manifest.round}, {share}, {created}",
         "federation": manifest.federation,
         "round": manifest.round,
         "accuracy": accuracy,

@@ -55,7 +55,7 @@ def optimise_command(
     with Console(stderr=True).status("trying other forms of the model"):
         held_out = _held_out(root, images, calibration)
         directory, manifest, is_new = _optimise(root, held_out, budget / 100, threads, sign)
-    from export.model.providers import available_providers, told
+    from export.model.providers import available_providers, in_words
 
     providers = available_providers()
     if as_json:
@@ -63,7 +63,7 @@ def optimise_command(
         chosen = {"model": str(directory), "installed": is_new, "serves": manifest.serves}
         typer.echo(json.dumps({**chosen, "providers": providers, "variants": tried}, indent=2))
         return
-    typer.echo(f"  by {told(providers)}")
+    typer.echo(f"  by {in_words(providers)}")
     for one in manifest.variants:
         star = "*" if one.name == manifest.serves else " "
         measured = "" if one.latency_ms is None else f"{one.latency_ms:.3f} ms, accuracy {one.accuracy or 0.0:.1%}; "

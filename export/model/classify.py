@@ -24,7 +24,7 @@ _BATCH = 64
 
 @dataclass(frozen=True)
 class Classified:
-    """What the model says of one file, likeliest class first."""
+    """The classes of one file, likeliest class first."""
 
     file: str
     guesses: tuple[Guess, ...]

@@ -1,4 +1,4 @@
-"""The manifest beside a model: what it is, what it takes, what it said when it was verified.
+"""The manifest beside a model: what it is, what it takes, how it was verified.
 
 A file format of its own with a version: a box that only predicts reads it without the learning core.
 """
@@ -167,7 +167,7 @@ class Manifest(_Frozen):
         """The form to run: the chosen one, or the model as exported where that is bound to another machine.
 
         Args:
-            machine: tells what a form that was made here would be bound to; asked only where it matters.
+            machine: gives what a form that was made here would be bound to; called only where it matters.
         """
         for one in self.variants:
             if one.name == self.serves and (one.machine is None or one.machine == machine()):

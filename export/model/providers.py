@@ -42,7 +42,7 @@ def with_options(names: Sequence[str], tensorrt: TensorRt) -> list[Provider]:
     return [(name, _tensorrt_options(tensorrt)) if name == TENSORRT else name for name in names]
 
 
-def told(names: Sequence[str]) -> str:
+def in_words(names: Sequence[str]) -> str:
     """Providers for a person, in the order in which they are asked: "TensorRT > CUDA > CPU"."""
     return " > ".join(name.removesuffix("ExecutionProvider").replace("Tensorrt", "TensorRT") for name in names)
 
@@ -56,7 +56,7 @@ def machine() -> str:
     instructions = hashlib.sha256(" ".join(sorted(features.split())).encode()).hexdigest()[:12]
     return (
         f"{platform.machine()} CPU with instructions {instructions}, "
-        f"onnxruntime {onnxruntime.__version__}, {told(available_providers())}"
+        f"onnxruntime {onnxruntime.__version__}, {in_words(available_providers())}"
     )
 
 

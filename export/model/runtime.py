@@ -40,14 +40,14 @@ class Guess:
 
 @dataclass(frozen=True)
 class Outputs:
-    """What the model says of N images: `logits` and `probabilities`, both [N, C] float32."""
+    """The outputs of the model for N images: `logits` and `probabilities`, both [N, C] float32."""
 
     logits: Floats
     probabilities: Floats
 
 
 class Predictor:
-    """An ONNX model in onnxruntime, checked to take and give what a form and a number of classes say.
+    """An ONNX model in onnxruntime, checked to take and give what fits a form and a number of classes.
 
     Args:
         content: bytes of the ONNX file.
@@ -76,7 +76,7 @@ class Predictor:
         options = onnxruntime.SessionOptions()
         options.log_severity_level = _LOG_ERRORS_ONLY
         options.intra_op_num_threads = threads
-        # Images come at the network's size, so that different ones share a batch: told so, onnxruntime leaves the resize out.
+        # Images come at the network's size, so that different ones share a batch: so onnxruntime leaves the resize out.
         options.add_free_dimension_override_by_name("height", form.height)
         options.add_free_dimension_override_by_name("width", form.width)
         asked = with_options(available_providers(), tensorrt)
@@ -136,13 +136,13 @@ class Predictor:
         form = self._form
         sizes: dict[str, object] = {"mode": form.mode, "height": form.height, "width": form.width}
         wanted = sizes | {"mean": list(form.mean), "std": list(form.std)}
-        told = self._session.get_modelmeta().custom_metadata_map.get("image", "")
+        stated = self._session.get_modelmeta().custom_metadata_map.get("image", "")
         try:
-            is_right = json.loads(told) == wanted
+            is_right = json.loads(stated) == wanted
         except ValueError:
             is_right = False
         if not is_right:
-            raise ManifestError(f"{name}: was made for images {told[:300] or 'of no stated form'}; expected {wanted}")
+            raise ManifestError(f"{name}: was made for images {stated[:300] or 'of no stated form'}; expected {wanted}")
 
 
 def predictor_of(

@@ -1,7 +1,7 @@
 """The signature beside a manifest: which device made a model. The manifest names every file by its sha256, so it vouches for all.
 
 `manifest.sig` holds the device's public key and an Ed25519 signature over the manifest's bytes with a domain prefix. Where there is one and
-`cryptography` is installed, a manifest is believed only if it is the one that was signed; who signed it is asked with `required`.
+`cryptography` is installed, a manifest is accepted only if it is the one that was signed; `required` checks who signed it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def sign_manifest(directory: Path, key_file: Path) -> None:
 
 
 def signer_of(directory: Path) -> str | None:
-    """The public key that a model says it is signed with, unchecked; None for an unsigned one.
+    """The public key that a model names as its signer, unchecked; None for an unsigned one.
 
     Raises:
         ManifestError: the signature file is not valid.
@@ -69,11 +69,11 @@ def signer_of(directory: Path) -> str | None:
     return None if signature is None else signature.key
 
 
-def required(told: str) -> Accept:
+def required(given: str) -> Accept:
     """The check that a device signed a manifest, for `manifest.read_manifest` and what calls it.
 
     Args:
-        told: the device's public key in 64 hex digits, a file that holds them, or the device's own key file.
+        given: the device's public key in 64 hex digits, a file that holds them, or the device's own key file.
 
     Returns:
         Raises TamperedError for a manifest that is not signed, signed by another key, or not the one that was signed, and
@@ -85,23 +85,23 @@ def required(told: str) -> Accept:
     from fedcg.wire.errors import MalformedError
     from fedcg.wire.messages.signing import SigningKey, VerifyKey
 
-    path = Path(told)
+    path = Path(given)
     try:
         if not path.is_file():
-            return partial(_check, wanted=VerifyKey.from_hex(told))
+            return partial(_check, wanted=VerifyKey.from_hex(given))
         content = path.read_bytes()
         if content.startswith(b"-----BEGIN"):
             return partial(_check, wanted=SigningKey.load(path).public)
         return partial(_check, wanted=VerifyKey.from_hex(content.decode("ascii", "replace")))
     except (OSError, MalformedError) as error:
         raise ExportError(
-            f"{told}: {error}; give a device's public key in 64 hex digits, or a file that holds it "
-            "(`fedcg device show` on the coordinator tells it)"
+            f"{given}: {error}; give a device's public key in 64 hex digits, or a file that holds it "
+            "(`fedcg device show` on the coordinator shows it)"
         ) from error
 
 
 def check_intact(directory: Path, manifest: bytes) -> None:
-    """The check of a manifest when nobody said whose it has to be: it is the one that was signed, by whomever.
+    """The check of a manifest that may be of any device: it is the one that was signed, by whomever.
 
     A manifest without a signature passes, and any where `cryptography` is not installed.
 

@@ -278,5 +278,5 @@ def _root_of(directory: Path) -> Path:
 
 
 def engines_of(model_dir: Path) -> Path:
-    """Where what a card's compiler made of a model is kept: beside its directory, whose files are watched for changes."""
+    """The folder of the engines that TensorRT makes of a model: beside its directory, whose files are watched for changes."""
     return model_dir.with_name(model_dir.name + _ENGINES_SUFFIX)

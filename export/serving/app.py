@@ -90,8 +90,8 @@ class Service:
         if self.is_draining:
             raise RefusedError(503, "draining", "the server is ending; ask again when it is back", retry_after_s=5)
         if self.models.current is None:
-            told = f"{self.models.refused}; /readyz tells when there is a model"
-            raise RefusedError(503, "no_model", told, retry_after_s=5)
+            message = f"{self.models.refused}; /readyz shows when there is a model"
+            raise RefusedError(503, "no_model", message, retry_after_s=5)
         return self.models.current
 
     async def predict(self, request: Request, top: int) -> dict[str, object]:
@@ -111,7 +111,7 @@ class Service:
                     images, rows = await _unless_gone(request, work)
         except QueueFullError as error:
             raise busy(str(error)) from error
-        self.watch.heard(served.version, rows)
+        self.watch.answered(served.version, rows)
         results = [Classified(image.name, served.model.top(row, top)) for image, row in zip(images, rows, strict=True)]
         for one in results:
             self.metrics.classes.labels(one.guesses[0].label).inc()
@@ -177,8 +177,8 @@ async def predict(request: Request, service: Running, top: Annotated[int, Query(
         answer, outcome = JSONResponse(None, GONE), "cancelled"
     except Exception:
         log.exception("a prediction failed")
-        told = "the prediction failed; the server's log says why"
-        answer = _refusal(RefusedError(500, "internal", told))
+        message = "the prediction failed; the server's log says why"
+        answer = _refusal(RefusedError(500, "internal", message))
     finally:
         service.in_flight -= 1
         service.metrics.requests.labels(outcome).inc()
@@ -223,8 +223,8 @@ async def metrics(service: Running) -> Response:
     identity = None
     if served is not None:
         file = served.model.served.file or served.model.manifest.model
-        told = {**served.identity(), "sha256": file.sha256}
-        identity = {name: str(value) for name, value in told.items()}
+        labels = {**served.identity(), "sha256": file.sha256}
+        identity = {name: str(value) for name, value in labels.items()}
     is_ready = served is not None and not service.is_draining
     text = service.metrics.text(queue=service.batcher.length, is_ready=is_ready, identity=identity)
     return Response(text, media_type=CONTENT_TYPE)

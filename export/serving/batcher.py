@@ -81,7 +81,7 @@ class Batcher:
 
     @contextmanager
     def place(self) -> Iterator[Predict]:
-        """A place in the queue for as long as the context lasts, for one image until it is said how many there are.
+        """A place in the queue for as long as the context lasts, for one image until it predicts more.
 
         Raises:
             QueueFullError: there is none.

@@ -84,7 +84,7 @@ class _Sample:
 
 
 class Watch:
-    """Compares versions; tell it everything from one thread.
+    """Compares versions; all its methods are called from one thread.
 
     Args:
         window: predictions that are compared; 0 watches nothing.
@@ -96,7 +96,7 @@ class Watch:
         self._now: _Sample | None = None
         self._judged: set[str] = set()
 
-    def heard(self, version: str, probabilities: Floats) -> None:
+    def answered(self, version: str, probabilities: Floats) -> None:
         """Note a request that was answered: probabilities [N, C] of its images."""
         sample = self._sample(version)
         if sample is not None:
@@ -111,7 +111,7 @@ class Watch:
             sample.failures += 1
 
     def verdict(self) -> Verdict | None:
-        """What is wrong with the version in service; told once."""
+        """What is wrong with the version in service; given once."""
         now = self._now
         if now is None or now.version in self._judged:
             return None

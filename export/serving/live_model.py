@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from export.errors import ExportError, ModelError
-from export.model.providers import told
+from export.model.providers import in_words
 from export.model.runtime import Floats, Model
 from export.model.signature import Accept
 from export.model.versions import Slots, resolve
@@ -40,7 +40,7 @@ class Served:
         return self.model.directory.name
 
     def identity(self) -> dict[str, str | int]:
-        """Which model answered, as every answer says."""
+        """Which model answered, as every answer names it."""
         manifest = self.model.manifest
         return {"federation": manifest.federation, "round": manifest.round, "version": self.version}
 
@@ -58,7 +58,7 @@ class ServedModel:
         directory: a model, or the root of its versions.
         threads: threads of one prediction; 0 lets onnxruntime choose.
         warm_up: batch sizes to predict before a version comes into service.
-        observe: told "loaded" or "refused" for every version that was tried.
+        observe: gets "loaded" or "refused" for every version that was tried.
         accept: what a version's manifest must pass, e.g. the check of its signature; None for nothing.
     """
 
@@ -97,7 +97,7 @@ class ServedModel:
             self.current, self.refused = served, ""
             self._observe("loaded")
             manifest = served.model.manifest
-            by = told(served.model.predictor.providers)
+            by = in_words(served.model.predictor.providers)
             form = served.model.served.name
             log.info(
                 "serving %s, round %d, version %s (%s) by %s",

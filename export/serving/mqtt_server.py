@@ -74,7 +74,7 @@ class Place:
         return f"{self.prefix}/{self.name}/response/{levels[0]}/{levels[1]}"
 
     def will(self) -> Will:
-        """What the broker says when the server vanishes."""
+        """What the broker publishes when the server vanishes."""
         return Will(self.status, json.dumps({"online": False}).encode())
 
 
@@ -111,7 +111,7 @@ class MqttServer:
         self._transport = connect(place.will())
         self._waiting: queue.Queue[_Request] = queue.Queue(capacity)
         self._stopping = threading.Event()
-        self._told: dict[str, object] = {}
+        self._published: dict[str, object] = {}
 
     def stop(self) -> None:
         """End `run` once what waits is answered; from any thread or a signal handler."""
@@ -121,7 +121,7 @@ class MqttServer:
         """Answer until stopped."""
         self._models.refresh()
         self._transport.subscribe(self._place.requests)
-        self._transport.start(self._heard, self._link)
+        self._transport.start(self._received, self._link)
         looked_at = time.monotonic()
         try:
             while not (self._stopping.is_set() and self._waiting.empty()):
@@ -134,7 +134,7 @@ class MqttServer:
             self._publish(self._place.status, {"online": False}, retain=True)
             self._transport.close()
 
-    def _heard(self, delivery: Delivery) -> None:
+    def _received(self, delivery: Delivery) -> None:
         """On the transport's thread: enqueue, or refuse."""
         reply_to = self._place.response_to(delivery.topic)
         if reply_to is None or delivery.retained:
@@ -153,12 +153,12 @@ class MqttServer:
         if self._stopping.is_set():
             return RefusedError(503, "draining", "the server is ending; ask again when it is back")
         if len(delivery.payload) > self._limits.max_bytes:
-            told = f"a request may have {self._limits.max_bytes} bytes; send a smaller image, or start the server with --max-bytes"
-            return RefusedError(413, "body_too_large", told)
+            message = f"a request may have {self._limits.max_bytes} bytes; send a smaller image, or start the server with --max-bytes"
+            return RefusedError(413, "body_too_large", message)
         return None
 
     def _link(self, up: bool) -> None:
-        self._told = {}  # the status is said again after a reconnect
+        self._published = {}  # the status is published again after a reconnect
 
     def _look(self) -> None:
         verdict = self._watch.verdict()
@@ -168,8 +168,8 @@ class MqttServer:
         served = self._models.current
         status: dict[str, object] = {"online": served is not None and not self._stopping.is_set()}
         status |= served.identity() if served is not None else {"reason": self._models.refused}
-        if status != self._told and self._publish(self._place.status, status, retain=True):
-            self._told = status
+        if status != self._published and self._publish(self._place.status, status, retain=True):
+            self._published = status
 
     def _answer(self, request: _Request) -> None:
         try:
@@ -178,14 +178,14 @@ class MqttServer:
             document = error.as_json()
         except Exception:
             log.exception("a prediction failed")
-            told = "the prediction failed; the server's log says why"
-            document = RefusedError(500, "internal", told).as_json()
+            message = "the prediction failed; the server's log says why"
+            document = RefusedError(500, "internal", message).as_json()
         self._publish(request.reply_to, document)
 
     def _predict(self, payload: bytes) -> dict[str, object]:
         served = self._models.current
         if served is None:
-            raise RefusedError(503, "no_model", f"{self._models.refused}; the status topic tells when there is one")
+            raise RefusedError(503, "no_model", f"{self._models.refused}; the status topic shows when there is one")
         if not payload:
             raise RefusedError(400, "empty_body", "the payload is empty; send the bytes of an image, or JSON")
         kind = JSON_TYPE if payload[:1] in (b"{", b"[") else "application/octet-stream"
@@ -198,7 +198,7 @@ class MqttServer:
         except Exception:
             self._watch.failed(served.version)
             raise
-        self._watch.heard(served.version, rows)
+        self._watch.answered(served.version, rows)
         return [
             Classified(image.name, served.model.top(row, self._top)) for image, row in zip(images, rows, strict=True)
         ]

@@ -106,8 +106,8 @@ class Bodies:
         try:
             await asyncio.wait_for(collecting, self._seconds)
         except asyncio.TimeoutError:
-            told = f"the body did not arrive within {self._seconds:g} s; send it again over a better link"
-            raise RefusedError(408, "slow_body", told, field="body") from None
+            message = f"the body did not arrive within {self._seconds:g} s; send it again over a better link"
+            raise RefusedError(408, "slow_body", message, field="body") from None
 
     async def _collect(self, pieces: AsyncIterator[bytes], kept: list[bytes]) -> None:
         size = 0
@@ -122,8 +122,8 @@ class Bodies:
                 self._held += len(piece)
 
     def _too_large(self) -> RefusedError:
-        told = f"a body may have {self._max_bytes} bytes; send fewer or smaller images, or start the server with --max-bytes"
-        return RefusedError(413, "body_too_large", told)
+        message = f"a body may have {self._max_bytes} bytes; send fewer or smaller images, or start the server with --max-bytes"
+        return RefusedError(413, "body_too_large", message)
 
 
 def busy(why: str) -> RefusedError:
@@ -165,8 +165,8 @@ def _decode(name: str, content: bytes, form: ImageForm, limits: Limits) -> Named
     try:
         return NamedImage(name, decode_image(content, form, limits.max_pixels))
     except TooManyPixelsError as error:
-        told = f"{error}; make it smaller, or start the server with --max-pixels"
-        raise RefusedError(413, "image_too_large", told, field=name) from error
+        message = f"{error}; make it smaller, or start the server with --max-pixels"
+        raise RefusedError(413, "image_too_large", message, field=name) from error
     except ImageError as error:
         raise RefusedError(422, "bad_image", f"{error}; send a whole image file", field=name) from error
 
@@ -220,8 +220,8 @@ def _from_json(content: bytes, form: ImageForm, limits: Limits) -> list[NamedIma
     shape = form.shape
     most_bytes = limits.max_images * int(np.prod(shape)) * _JSON_BYTES_PER_VALUE + _JSON_BYTES_BESIDE
     if len(content) > most_bytes:
-        told = f"JSON for {limits.max_images} images {shape} has at most {most_bytes} bytes; send fewer images"
-        raise RefusedError(413, "body_too_large", told, field="body")
+        message = f"JSON for {limits.max_images} images {shape} has at most {most_bytes} bytes; send fewer images"
+        raise RefusedError(413, "body_too_large", message, field="body")
     try:
         document = from_json(content)
     except ValueError as error:
@@ -243,13 +243,13 @@ def _pixels(array: object, shape: Sequence[int]) -> Pixels:
         raise RefusedError(422, "bad_values", f"rows of unequal length; send {wanted}", field="images") from None
     images = values[None] if values.ndim == len(shape) else values
     if images.shape[1:] != tuple(shape) or len(images) == 0:
-        told = f"the shape is {list(values.shape)}; send {wanted}; other sizes only as encoded images"
-        raise RefusedError(422, "bad_values", told, field="images")
+        message = f"the shape is {list(values.shape)}; send {wanted}; other sizes only as encoded images"
+        raise RefusedError(422, "bad_values", message, field="images")
     if values.dtype.kind not in "iu":
         raise RefusedError(422, "bad_values", f"not only whole numbers; send {wanted}", field="images")
     wrong = np.argwhere((values < 0) | (values > 255))
     if len(wrong):
         place = "".join(f"[{index}]" for index in wrong[0])
-        told = f"{values[tuple(wrong[0])]} is no pixel; send {wanted}"
-        raise RefusedError(422, "bad_values", told, field=f"images{place}")
+        message = f"{values[tuple(wrong[0])]} is no pixel; send {wanted}"
+        raise RefusedError(422, "bad_values", message, field=f"images{place}")
     return images.astype(np.uint8)

@@ -19,7 +19,6 @@ from ruamel.yaml import YAML
 from coordinator.broker.mosquitto import QueueLimits
 from edge_client.cli.units import (
     AGENT_UNIT,
-    DEFAULT_CONFIG_ROOT,
     DEFAULT_EXECUTABLE,
     render_agent_unit,
 )
@@ -103,13 +102,6 @@ def test_the_agents_unit_survives_the_killing_of_its_trainer_and_does_not_repeat
     assert {"OOMPolicy=continue", "Restart=on-failure", "RestartPreventExitStatus=2", "StartLimitIntervalSec=0"} <= set(
         lines
     )
-
-
-def test_a_unit_for_another_folder_names_it_everywhere() -> None:
-    text = render_agent_unit(PurePosixPath("/srv/fedcg/bin/fedcg"), PurePosixPath("/srv/fedcg/conf"))
-    assert "ExecStart=/srv/fedcg/bin/fedcg agent run --config /srv/fedcg/conf/%i/agent.toml" in text
-    assert str(DEFAULT_EXECUTABLE) not in text
-    assert str(DEFAULT_CONFIG_ROOT) not in text
 
 
 @pytest.mark.parametrize("path", ["relative/fedcg", "/opt/a b/fedcg", "/opt/%i/fedcg", "/opt/$HOME/fedcg"])

@@ -85,12 +85,6 @@ def test_a_mistyped_command_is_refused_with_the_one_that_was_meant(
     assert f"Did you mean '{meant}'?" in capsys.readouterr().err
 
 
-def test_the_help_of_infer_names_both_servers() -> None:
-    told = run_fedcg("infer", "--help").stdout
-    assert "fedcg infer serve --help" in " ".join(told.split())
-    assert "fedcg infer serve-mqtt --help" in " ".join(told.split())
-
-
 def test_a_model_is_found_in_a_device_s_private_store_or_folder(tmp_path: Path) -> None:
     (box := tmp_path / "box").mkdir()
     install_versions(box / "store" / "models", 2)

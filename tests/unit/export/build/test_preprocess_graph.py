@@ -101,18 +101,6 @@ def test_an_image_of_any_size_becomes_the_input_that_training_saw(
     np.testing.assert_array_equal(load_image(file, form, resize=False), image)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["L", "RGB"])
-@pytest.mark.parametrize("name", list(FORMS))
-def test_images_of_hundreds_of_sizes_become_the_input_that_training_saw(mode: str, name: str) -> None:
-    form, session = _kept(mode, name)
-    sizes = np.random.default_rng(7)
-    for number in range(300):
-        height, width = (int(2 ** sizes.uniform(0, 10)) for _ in range(2))
-        image = _random(height, width, form.channels, number, harsh=number % 2 == 0)
-        assert np.array_equal(_seen(session, image[None]), _of_training(image, form)), (height, width)
-
-
 @pytest.mark.parametrize("name", list(FORMS))
 def test_a_batch_is_resized_as_its_images_are(name: str) -> None:
     form, session = _kept("RGB", name)

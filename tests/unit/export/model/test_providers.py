@@ -19,7 +19,7 @@ from export.build import variants
 from export.build.variants import HeldOut, add_variants
 from export.model import providers
 from export.model.manifest import read_manifest
-from export.model.providers import available_providers, told
+from export.model.providers import available_providers, in_words
 from export.model.runtime import Model
 from export.model.versions import Slots
 from export.serving.live_model import ServedModel
@@ -81,7 +81,8 @@ def _held_out(root: Path, shape: tuple[int, int, int] = (20, 24, 3)) -> HeldOut:
 
 def test_a_person_reads_the_order() -> None:
     assert (
-        told(["TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider"]) == "TensorRT > CUDA > CPU"
+        in_words(["TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider"])
+        == "TensorRT > CUDA > CPU"
     )
 
 

@@ -17,12 +17,10 @@ from export.build.to_onnx import export_personal
 from export.errors import ManifestError
 from export.model.manifest import Takes, read_manifest, write_manifest
 from export.model.runtime import Model, Predictor
-from export.serving.live_model import ServedModel
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.parts import Part
 from tests.support.commands import run_fedcg
 from tests.support.export_models import image_form, install_model, make_parts, make_spec, write_images
-from tests.support.serving import serving
 
 Parts = Mapping[Part, Mapping[str, torch.Tensor]]
 
@@ -111,26 +109,3 @@ def test_the_commands_export_check_and_run_it_with_the_same_answers(roots: tuple
     answers = _answers(raw, tmp_path)
     assert len(answers) == 12
     assert answers == _answers(whole, tmp_path)
-
-
-def test_the_server_takes_it_as_any_other(roots: tuple[Path, Path]) -> None:
-    image = [np.full((20, 24, 3), 77, dtype=np.uint8)]
-    rows = []
-    for root in roots:
-        models = ServedModel(root, threads=1, warm_up=(1, 3))
-        models.refresh()
-        assert models.current is not None, models.refused
-        rows.append(models.current.predict(image))
-    np.testing.assert_array_equal(rows[0], rows[1])
-
-
-@pytest.mark.slow
-def test_over_http_it_answers_as_the_model_with_its_preprocessing(roots: tuple[Path, Path], tmp_path: Path) -> None:
-    content = write_images(tmp_path, 1).files[0].read_bytes()
-    answers = []
-    for root in roots:
-        with serving(root, "--threads", 1) as server:
-            answer = server.ask("/predict", content, {"Content-Type": "image/jpeg"})
-            assert answer.status == 200, answer.text
-            answers.append(answer.document["results"])
-    assert answers[0] == answers[1]

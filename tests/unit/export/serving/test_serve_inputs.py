@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from PIL import Image, PngImagePlugin
 
 from export.errors import RefusedError
-from export.model.preprocess import load_image
 from export.serving.request_bodies import BODIES_AT_ONCE, Bodies, Body, Limits, check_type, parse_multipart, read_images
 from tests.support.export_models import encoded, image_form, picture
 from tests.support.serving import multipart
@@ -40,21 +39,6 @@ def _refusal(body: Body) -> RefusedError:
     with pytest.raises(RefusedError) as caught:
         read_images(body, FORM, LIMITS)
     return caught.value
-
-
-def test_the_bytes_of_an_image_are_what_infer_would_see_of_the_file() -> None:
-    content = encoded(picture(1), "PNG")
-    [image] = read_images(Body(content, "image/png"), FORM, LIMITS)
-    assert image.name == "image"
-    np.testing.assert_array_equal(image.pixels, load_image(content, FORM))
-
-
-def test_multipart_gives_its_files_in_order_by_name() -> None:
-    contents = {"a.png": encoded(picture(1), "PNG"), "b.jpg": encoded(picture(2), "JPEG")}
-    images = read_images(_multipart(contents), FORM, LIMITS)
-    assert [image.name for image in images] == ["a.png", "b.jpg"]
-    for image, content in zip(images, contents.values(), strict=True):
-        np.testing.assert_array_equal(image.pixels, load_image(content, FORM))
 
 
 @given(st.lists(st.binary(max_size=60) | st.just(b"\r\n--a boundar\r\n\r\n--"), min_size=1, max_size=3))

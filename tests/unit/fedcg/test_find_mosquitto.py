@@ -1,3 +1,5 @@
+"""Where a Mosquitto is found, and what it is started with."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -17,27 +19,16 @@ def extracted(root: Path) -> Path:
     return binary
 
 
-def test_an_extracted_broker_is_found_with_its_libraries(tmp_path: Path) -> None:
-    binary = extracted(tmp_path)
-    assert find_extracted(tmp_path) == Mosquitto(binary, tmp_path / "usr" / "lib" / "x86_64-linux-gnu")
-
-
-def test_the_environment_names_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    binary = extracted(tmp_path / "elsewhere")
-    monkeypatch.setenv("FEDCG_BROKER_DIR", str(tmp_path / "elsewhere"))
-    found = find_extracted()
-    assert found is not None
-    assert found.binary == binary
-
-
-def test_the_default_folder_is_dot_broker_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_extracted_broker_is_found_with_its_libraries_here_or_where_the_environment_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("FEDCG_BROKER_DIR", raising=False)
     monkeypatch.chdir(tmp_path)
     assert find_extracted() is None
-    binary = extracted(tmp_path / ".broker")
-    found = find_extracted()
-    assert found is not None
-    assert found.binary == binary
+    for folder in (tmp_path / ".broker", tmp_path / "elsewhere"):
+        broker = Mosquitto(extracted(folder), folder / "usr" / "lib" / "x86_64-linux-gnu")
+        assert find_extracted() == find_extracted(folder) == broker
+        monkeypatch.setenv("FEDCG_BROKER_DIR", str(tmp_path / "elsewhere"))
 
 
 def test_a_broker_on_path_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
