@@ -20,8 +20,14 @@ from fedcg.errors import FAILED, FedcgError
 
 DEBUG_FLAG = "--debug"
 INTERRUPTED = 130
-# Packages that one option or sub-command needs, and no kind of machine.
-_EXTRAS = {"ray": "ray", "cryptography": "wire", "onnx": "edge", "infer uvicorn": "serve", "infer fastapi": "serve"}
+# What to install for packages that one option or sub-command needs, and no kind of machine.
+_INSTALLS = {
+    "ray": "'fedcg-edge[ray]'",
+    "cryptography": "cryptography",
+    "onnx": "onnx",
+    "infer uvicorn": "'fedcg-edge[serve]'",
+    "infer fastapi": "'fedcg-edge[serve]'",
+}
 
 
 class MissingExtraError(FedcgError):
@@ -29,12 +35,11 @@ class MissingExtraError(FedcgError):
 
     def __init__(self, command: str, missing: ModuleNotFoundError) -> None:
         name = (missing.name or "").partition(".")[0]
-        extra = _EXTRAS.get(name) or _EXTRAS.get(f"{command} {name}")
-        known = f"Install it with: pip install 'fedcg-edge[{extra}]'."
-        guess = "Install the extra for this kind of machine, e.g. pip install 'fedcg-edge[edge]' (or infer, coordinator, demo)."
+        known = _INSTALLS.get(name) or _INSTALLS.get(f"{command} {name}")
+        extra = "Install the extra for this kind of machine, e.g. pip install 'fedcg-edge[edge]' (or infer, coordinator, demo)."
         super().__init__(
             f"`fedcg {command}` needs the Python package {name!r}, which is not installed here. "
-            f"{known if extra else guess}"
+            f"{f'Install it with: pip install {known}.' if known else extra}"
         )
 
 

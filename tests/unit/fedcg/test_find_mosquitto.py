@@ -42,8 +42,10 @@ def test_a_broker_on_path_comes_first(tmp_path: Path, monkeypatch: pytest.Monkey
     assert find_installed() == find_mosquitto() == Mosquitto(on_path)
 
 
-def test_libraries_go_before_those_of_the_environment(tmp_path: Path) -> None:
+def test_libraries_go_before_those_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broker = Mosquitto(tmp_path / "mosquitto", tmp_path / "lib")
-    assert broker.environment({"LD_LIBRARY_PATH": "/x"})["LD_LIBRARY_PATH"] == f"{tmp_path / 'lib'}:/x"
-    assert broker.environment({})["LD_LIBRARY_PATH"] == str(tmp_path / "lib")
-    assert "LD_LIBRARY_PATH" not in Mosquitto(tmp_path / "mosquitto").environment({})
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/x")
+    assert broker.environment()["LD_LIBRARY_PATH"] == f"{tmp_path / 'lib'}:/x"
+    monkeypatch.delenv("LD_LIBRARY_PATH")
+    assert broker.environment()["LD_LIBRARY_PATH"] == str(tmp_path / "lib")
+    assert "LD_LIBRARY_PATH" not in Mosquitto(tmp_path / "mosquitto").environment()

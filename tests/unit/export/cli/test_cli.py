@@ -222,7 +222,7 @@ def test_export_names_the_input_that_is_bad(checkpoint: tuple[Path, Path], tmp_p
 
 
 def test_many_images_show_a_bar_on_a_terminal_and_none_in_a_pipe(slots_root: Path, images: TestImages) -> None:
-    command = [sys.executable, "-m", "fedcg", "infer", "--model", slots_root, *(images.files * 5)]
+    command = [sys.executable, "-m", "fedcg", "infer", "--model", str(slots_root), *map(str, images.files * 5)]
     piped = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert piped.stderr == ""
     assert len(piped.stdout.splitlines()) == 120

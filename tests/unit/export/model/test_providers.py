@@ -17,7 +17,7 @@ import pytest
 
 from export.build import variants
 from export.build.variants import HeldOut, add_variants
-from export.model import providers
+from export.model import providers, versions
 from export.model.manifest import read_manifest
 from export.model.providers import available_providers, in_words
 from export.model.runtime import Model
@@ -86,7 +86,9 @@ def test_a_person_reads_the_order() -> None:
     )
 
 
-def test_each_model_has_engines_of_its_own_that_go_with_its_version(root: Path, card: Card) -> None:
+def test_each_model_has_engines_of_its_own_that_go_with_its_version(
+    root: Path, card: Card, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen = []
     for version in ("0001", "0002"):
         Slots(root).use(version)
@@ -105,7 +107,8 @@ def test_each_model_has_engines_of_its_own_that_go_with_its_version(root: Path, 
     assert Path(card.tensorrt["trt_engine_cache_path"]) == root / "0001.engines" / seen[0]
     assert sorted(path.name for path in root.glob("*.engines")) == ["0001.engines", "0002.engines"]
     (root / "0099.engines").mkdir()  # of a version that somebody deleted
-    slots = Slots(root, keep=1)
+    monkeypatch.setattr(versions, "KEEP", 1)
+    slots = Slots(root)
     source = root / "0002"
 
     def again(directory: Path) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from export.errors import ManifestError, ModelError, SlotError, TamperedError
+from export.model import versions
 from export.model.manifest import (
     Manifest,
     ModelFile,
@@ -179,8 +180,11 @@ def test_verifying_tells_a_sound_version_from_a_damaged_one(slots: Slots) -> Non
         slots.verify("0001")
 
 
-def test_old_versions_go_but_never_the_one_in_use_or_the_way_back(tmp_path: Path) -> None:
-    slots = Slots(tmp_path, keep=2)
+def test_old_versions_go_but_never_the_one_in_use_or_the_way_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(versions, "KEEP", 2)
+    slots = Slots(tmp_path)
     for content in (b"one", b"two", b"three"):
         slots.install(_filler(content))
     assert _names(slots) == ["0002", "0003"]
@@ -222,8 +226,11 @@ def test_a_folder_that_holds_no_model_is_refused(tmp_path: Path) -> None:
         resolve(tmp_path / "gone")
 
 
-def test_writers_at_the_same_time_each_get_a_version_and_readers_always_see_a_sound_one(tmp_path: Path) -> None:
-    slots = Slots(tmp_path, keep=100)
+def test_writers_at_the_same_time_each_get_a_version_and_readers_always_see_a_sound_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(versions, "KEEP", 100)
+    slots = Slots(tmp_path)
     slots.install(_filler(b"start"))
     done = threading.Event()
     reads = 0
