@@ -156,7 +156,7 @@ def test_a_body_without_a_length_is_refused_while_it_is_read(server: Server) -> 
         assert (response.status, json.loads(response.read())["error"]["code"]) == (413, "body_too_large")
 
 
-def test_metrics_are_lines_that_prometheus_reads_and_count_what_happened(server: Server, root: Path) -> None:
+def test_metrics_count_what_happened(server: Server, root: Path) -> None:
     def figures() -> list[float]:
         names = (OK, "fedcg_serve_request_seconds_count", 'fedcg_serve_request_seconds_bucket{le="+Inf"}')
         images = ("fedcg_serve_batch_images_sum",)
@@ -174,18 +174,6 @@ def test_metrics_are_lines_that_prometheus_reads_and_count_what_happened(server:
     assert [server.metric(one) for one in (info, "fedcg_serve_ready", QUEUE)] == [1, 1, 0]
     page = server.ask("/metrics")
     assert page.headers["content-type"].startswith("text/plain; version=0.0.4")
-    described = {line.split()[2] for line in page.text.splitlines() if line.startswith("# TYPE")}
-    samples = [line for line in page.text.splitlines() if not line.startswith("#")]
-    for line in samples:
-        name = line.partition("{")[0].split()[0]
-        assert {name, name.removesuffix("_bucket"), name.removesuffix("_sum"), name.removesuffix("_count")} & described
-
-
-def test_the_live_process_holds_no_torch(server: Server) -> None:
-    _told(server, ONE, PNG)
-    libraries = Path(f"/proc/{server.process.pid}/maps").read_text()
-    assert "onnxruntime" in libraries
-    assert "torch" not in libraries
 
 
 def test_it_waits_for_a_model_and_at_its_end_has_loaded_neither_torch_nor_paho_nor_the_wire(

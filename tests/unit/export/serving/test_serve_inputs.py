@@ -165,13 +165,6 @@ def test_known_types_pass(known: str) -> None:
     check_type(Body(b"", f" {known.upper()} ; q=1").media_type)
 
 
-@pytest.mark.parametrize("unknown", ["", "text/plain", "application/x-www-form-urlencoded", "images/png"])
-def test_unknown_types_are_refused(unknown: str) -> None:
-    with pytest.raises(RefusedError, match="send one of image") as caught:
-        check_type(unknown)
-    assert (caught.value.status, caught.value.field) == (415, "Content-Type")
-
-
 async def _pieces(count: int, size: int, taken: list[int]) -> AsyncIterator[bytes]:
     for _ in range(count):
         taken.append(size)
