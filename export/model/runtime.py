@@ -15,7 +15,7 @@ import onnxruntime
 from export.errors import ManifestError
 from export.model.manifest import Manifest, Takes, Variant, read_manifest, read_model
 from export.model.preprocess import load_image, normalise
-from export.model.providers import TensorRt, available_providers, machine, with_options
+from export.model.providers import machine, session_providers
 from export.model.signature import Accept
 from export.model.versions import engines_of, resolve
 from fedcg.imaging import MAX_PIXELS, ImageForm, Pixels
@@ -56,7 +56,8 @@ class Predictor:
         takes: pixels, or what is left of them after preprocessing; that is done here then.
         name: what to call the file in errors.
         threads: threads of one prediction; 0 lets onnxruntime choose.
-        tensorrt: how TensorRT makes its engines, where it is among the providers.
+        engines: where TensorRT, if there is one, keeps what it makes of it; None: nothing is kept.
+        is_half: whether TensorRT may use float16.
 
     Raises:
         ManifestError: onnxruntime refuses the model, or it takes or gives something else.
@@ -71,7 +72,8 @@ class Predictor:
         takes: Takes = "pixels",
         name: str = "model",
         threads: int = 0,
-        tensorrt: TensorRt = TensorRt(),
+        engines: Path | None = None,
+        is_half: bool = False,
     ) -> None:
         options = onnxruntime.SessionOptions()
         options.log_severity_level = _LOG_ERRORS_ONLY
@@ -79,7 +81,7 @@ class Predictor:
         # Images come at the network's size, so that different ones share a batch: so onnxruntime leaves the resize out.
         options.add_free_dimension_override_by_name("height", form.height)
         options.add_free_dimension_override_by_name("width", form.width)
-        asked = with_options(available_providers(), tensorrt)
+        asked = session_providers(engines, is_half=is_half)
         try:
             session = onnxruntime.InferenceSession(content, options, providers=asked)
         except Exception as error:  # onnxruntime's own exception types are not public
@@ -168,7 +170,8 @@ def predictor_of(
         takes=manifest.takes,
         name=name or form.name,
         threads=threads,
-        tensorrt=TensorRt(engines, form.is_half),
+        engines=engines,
+        is_half=form.is_half,
     )
 
 
@@ -224,6 +227,15 @@ class Model:
             engines=engines_of(directory) / file.sha256[:16],
         )
         return Model(manifest, directory, predictor, served)
+
+    @property
+    def version(self) -> str:
+        """The version's name, e.g. 0003; that of the folder where there are no versions."""
+        return self.directory.name
+
+    def identity(self) -> dict[str, str | int]:
+        """Which model it is, as every answer of a server names it."""
+        return {"federation": self.manifest.federation, "round": self.manifest.round, "version": self.version}
 
     def predict(self, images: Sequence[Pixels] | Pixels) -> Floats:
         """Probabilities of images, [N, C] float32.

@@ -20,10 +20,10 @@ from starlette.requests import ClientDisconnect
 
 from export.errors import RefusedError
 from export.model.classify import Classified
-from export.model.runtime import Floats
+from export.model.runtime import Floats, Model
 from export.serving.batcher import Batcher, Predict, QueueFullError
 from export.serving.drift_watch import Watch
-from export.serving.live_model import Served, ServedModel
+from export.serving.live_model import ServedModel
 from export.serving.metrics import CONTENT_TYPE, Metrics
 from export.serving.request_bodies import Bodies, Body, Limits, NamedImage, busy, check_type, read_images
 
@@ -81,7 +81,7 @@ class Service:
             except Exception:
                 log.exception("looking for a new version failed; the one in service stays")
 
-    def served(self) -> Served:
+    def served(self) -> Model:
         """The model in service.
 
         Raises:
@@ -112,17 +112,17 @@ class Service:
         except QueueFullError as error:
             raise busy(str(error)) from error
         self.watch.answered(served.version, rows)
-        results = [Classified(image.name, served.model.top(row, top)) for image, row in zip(images, rows, strict=True)]
+        results = [Classified(name, served.top(row, top)) for (name, _), row in zip(images, rows, strict=True)]
         for one in results:
             self.metrics.classes.labels(one.guesses[0].label).inc()
         return {**served.identity(), "results": [one.as_json() for one in results]}
 
-    async def _answer(self, predict: Predict, served: Served, body: Body) -> tuple[list[NamedImage], Floats]:
-        form = served.model.manifest.image
+    async def _answer(self, predict: Predict, served: Model, body: Body) -> tuple[list[NamedImage], Floats]:
+        form = served.manifest.image
         decode = partial(read_images, body, form, self.limits)
         images = await asyncio.get_running_loop().run_in_executor(self._decoders, decode)
         try:
-            return images, await predict(served, [image.pixels for image in images])
+            return images, await predict(served, [pixels for _, pixels in images])
         except QueueFullError:
             raise
         except Exception:
@@ -207,12 +207,12 @@ async def model(service: Running) -> dict[str, object]:
     served = service.served()
     return {
         **served.identity(),
-        "since": served.since.isoformat(),
-        "providers": list(served.model.predictor.providers),
-        "variant": served.model.served.name,
+        "since": service.models.since.isoformat(),
+        "providers": list(served.predictor.providers),
+        "variant": served.served.name,
         "refused": service.models.refused or None,
         "taken_back": service.models.taken_back or None,
-        "manifest": served.model.manifest.model_dump(mode="json"),
+        "manifest": served.manifest.model_dump(mode="json"),
     }
 
 
@@ -222,7 +222,7 @@ async def metrics(service: Running) -> Response:
     served = service.models.current
     identity = None
     if served is not None:
-        file = served.model.served.file or served.model.manifest.model
+        file = served.served.file or served.manifest.model
         labels = {**served.identity(), "sha256": file.sha256}
         identity = {name: str(value) for name, value in labels.items()}
     is_ready = served is not None and not service.is_draining

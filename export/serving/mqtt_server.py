@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from export.errors import ExportError, RefusedError
 from export.model.classify import Classified
 from export.serving.drift_watch import Watch
-from export.serving.live_model import Served, ServedModel
-from export.serving.request_bodies import JSON_TYPE, Body, Limits, NamedImage, busy, read_images
+from export.serving.live_model import ServedModel
+from export.serving.request_bodies import JSON_TYPE, Body, Limits, busy, read_images
 from fedcg.wire.errors import TransportError
 from fedcg.wire.transport.transport import Delivery, Transport, Will
 
@@ -78,12 +78,6 @@ class Place:
         return Will(self.status, json.dumps({"online": False}).encode())
 
 
-@dataclass(frozen=True)
-class _Request:
-    reply_to: str
-    payload: bytes
-
-
 class MqttServer:
     """Answers requests from one broker.
 
@@ -109,7 +103,7 @@ class MqttServer:
     ) -> None:
         self._models, self._place, self._limits, self._top, self._watch = models, place, limits, top, watch
         self._transport = connect(place.will())
-        self._waiting: queue.Queue[_Request] = queue.Queue(capacity)
+        self._waiting: queue.Queue[tuple[str, bytes]] = queue.Queue(capacity)
         self._stopping = threading.Event()
         self._published: dict[str, object] = {}
 
@@ -126,7 +120,7 @@ class MqttServer:
         try:
             while not (self._stopping.is_set() and self._waiting.empty()):
                 with contextlib.suppress(queue.Empty):
-                    self._answer(self._waiting.get(timeout=POLL_S / 5))
+                    self._answer(*self._waiting.get(timeout=POLL_S / 5))
                 if time.monotonic() - looked_at >= POLL_S:
                     looked_at = time.monotonic()
                     self._look()
@@ -142,7 +136,7 @@ class MqttServer:
         refusal = self._objection(delivery)
         if refusal is None:
             try:
-                self._waiting.put_nowait(_Request(reply_to, delivery.payload))
+                self._waiting.put_nowait((reply_to, delivery.payload))
             except queue.Full:
                 refusal = busy(f"{self._waiting.maxsize} requests wait already")
         if refusal is not None:
@@ -171,16 +165,16 @@ class MqttServer:
         if status != self._published and self._publish(self._place.status, status, retain=True):
             self._published = status
 
-    def _answer(self, request: _Request) -> None:
+    def _answer(self, reply_to: str, payload: bytes) -> None:
         try:
-            document = self._predict(request.payload)
+            document = self._predict(payload)
         except RefusedError as error:
             document = error.as_json()
         except Exception:
             log.exception("a prediction failed")
             message = "the prediction failed; the server's log says why"
             document = RefusedError(500, "internal", message).as_json()
-        self._publish(request.reply_to, document)
+        self._publish(reply_to, document)
 
     def _predict(self, payload: bytes) -> dict[str, object]:
         served = self._models.current
@@ -189,19 +183,15 @@ class MqttServer:
         if not payload:
             raise RefusedError(400, "empty_body", "the payload is empty; send the bytes of an image, or JSON")
         kind = JSON_TYPE if payload[:1] in (b"{", b"[") else "application/octet-stream"
-        images = read_images(Body(payload, kind), served.model.manifest.image, self._limits)
-        return {**served.identity(), "results": [one.as_json() for one in self._classified(served, images)]}
-
-    def _classified(self, served: Served, images: list[NamedImage]) -> list[Classified]:
+        images = read_images(Body(payload, kind), served.manifest.image, self._limits)
         try:
-            rows = served.predict([image.pixels for image in images])
+            rows = served.predict([pixels for _, pixels in images])
         except Exception:
             self._watch.failed(served.version)
             raise
         self._watch.answered(served.version, rows)
-        return [
-            Classified(image.name, served.model.top(row, self._top)) for image, row in zip(images, rows, strict=True)
-        ]
+        results = [Classified(name, served.top(row, self._top)) for (name, _), row in zip(images, rows, strict=True)]
+        return {**served.identity(), "results": [one.as_json() for one in results]}
 
     def _publish(self, topic: str, document: dict[str, object], *, retain: bool = False) -> bool:
         try:

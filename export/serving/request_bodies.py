@@ -27,6 +27,10 @@ _MAX_NAME = 200
 _MAX_PART_HEADERS = 16 * 1024
 
 
+NamedImage = tuple[str, Pixels]
+"""What the request calls an image, and the image in the model's form."""
+
+
 @dataclass(frozen=True)
 class Limits:
     """What one request may ask for.
@@ -55,14 +59,6 @@ class Body:
     def media_type(self) -> str:
         """The type without its parameters, in lower case."""
         return self.content_type.partition(";")[0].strip().lower()
-
-
-@dataclass(frozen=True)
-class NamedImage:
-    """An image in the model's form, and what the request calls it."""
-
-    name: str
-    pixels: Pixels
 
 
 class Bodies:
@@ -163,7 +159,7 @@ def _decode(name: str, content: bytes, form: ImageForm, limits: Limits) -> Named
     if not content:
         raise RefusedError(400, "empty_body", f"{name} is empty; send the bytes of an image", field=name)
     try:
-        return NamedImage(name, decode_image(content, form, limits.max_pixels))
+        return name, decode_image(content, form, limits.max_pixels)
     except TooManyPixelsError as error:
         message = f"{error}; make it smaller, or start the server with --max-pixels"
         raise RefusedError(413, "image_too_large", message, field=name) from error
@@ -231,7 +227,7 @@ def _from_json(content: bytes, form: ImageForm, limits: Limits) -> list[NamedIma
     images = _pixels(document["images"], shape)
     if len(images) > limits.max_images:
         raise _too_many(limits.max_images)
-    return [NamedImage(f"images[{number}]", image) for number, image in enumerate(images)]
+    return [(f"images[{number}]", image) for number, image in enumerate(images)]
 
 
 def _pixels(array: object, shape: Sequence[int]) -> Pixels:

@@ -70,12 +70,12 @@ def test_multipart_without_a_usable_boundary_is_refused(content_type: str) -> No
 
 
 def test_arrays_are_one_image_or_a_batch() -> None:
-    [image] = read_images(_json(ONE.tolist()), FORM, LIMITS)
-    np.testing.assert_array_equal(image.pixels, ONE)
-    assert image.pixels.dtype == np.uint8
+    [(_, image)] = read_images(_json(ONE.tolist()), FORM, LIMITS)
+    np.testing.assert_array_equal(image, ONE)
+    assert image.dtype == np.uint8
     images = read_images(_json([ONE.tolist(), (255 - ONE.astype(int)).tolist()]), FORM, LIMITS)
-    assert [one.name for one in images] == ["images[0]", "images[1]"]
-    np.testing.assert_array_equal(images[1].pixels, 255 - ONE)
+    assert [name for name, _ in images] == ["images[0]", "images[1]"]
+    np.testing.assert_array_equal(images[1][1], 255 - ONE)
 
 
 def _with(value: object) -> object:
