@@ -9,6 +9,7 @@ ExportError
 ├── GateError             the new model is worse than the one in service
 ├── ServingError          the server cannot start: its port is taken, its address is not this machine's
 ├── RefusedError          a request that the server does not answer with a prediction
+│   └── QueueFullError    one of more than it takes at a time
 ├── ConversionError       the network could not be written as ONNX
 └── VerificationError     the ONNX model does not do what the trained one does
 """
@@ -84,6 +85,13 @@ class RefusedError(ExportError):
     def as_json(self) -> dict[str, object]:
         """The document that answers the request, over HTTP and over MQTT."""
         return {"error": {"code": self.code, "message": str(self), "field": self.field or None}}
+
+
+class QueueFullError(RefusedError):
+    """As much waits as the server takes; the same request may succeed in a moment."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(429, "queue_full", f"{why}; try again in a second", retry_after_s=1)
 
 
 class ConversionError(ExportError):

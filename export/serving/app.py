@@ -18,14 +18,14 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from export.errors import RefusedError
+from export.errors import QueueFullError, RefusedError
 from export.model.classify import Classified
 from export.model.runtime import Floats, Model
-from export.serving.batcher import Batcher, Predict, QueueFullError
+from export.serving.batcher import Batcher, Predict
 from export.serving.drift_watch import Watch
 from export.serving.live_model import ServedModel
 from export.serving.metrics import CONTENT_TYPE, Metrics
-from export.serving.request_bodies import Bodies, Body, Limits, NamedImage, busy, check_type, read_images
+from export.serving.request_bodies import Bodies, Body, Limits, NamedImage, check_type, read_images
 
 POLL_S = 0.5
 """Seconds between two looks for a new version; a look reads the pointer and the dates of a few files."""
@@ -104,13 +104,10 @@ class Service:
         served = self.served()
         content_type = request.headers.get("content-type", "")
         check_type(Body(b"", content_type).media_type)
-        try:
-            async with self._bodies.read(request.stream(), _declared(request)) as content:
-                with self.batcher.place() as predict:
-                    work = self._answer(predict, served, Body(content, content_type))
-                    images, rows = await _unless_gone(request, work)
-        except QueueFullError as error:
-            raise busy(str(error)) from error
+        async with self._bodies.read(request.stream(), _declared(request)) as content:
+            with self.batcher.place() as predict:
+                work = self._answer(predict, served, Body(content, content_type))
+                images, rows = await _unless_gone(request, work)
         self.watch.answered(served.version, rows)
         results = [Classified(name, served.top(row, top)) for (name, _), row in zip(images, rows, strict=True)]
         for one in results:
@@ -193,12 +190,9 @@ async def healthz() -> dict[str, str]:
 
 
 @router.get("/readyz")
-async def readyz(service: Running) -> JSONResponse:
+async def readyz(service: Running) -> dict[str, object]:
     """Whether predictions are answered; 503 with a reason while there is no usable model, and while the server ends."""
-    try:
-        return JSONResponse({"status": "ok", **service.served().identity()})
-    except RefusedError as error:
-        return _refusal(error)
+    return {"status": "ok", **service.served().identity()}
 
 
 @router.get("/model")

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
-from export.errors import ExportError
+from export.errors import QueueFullError
 from export.model.runtime import Floats
 from fedcg.imaging import Pixels
 
@@ -23,10 +23,6 @@ class Predicts(Protocol):
 
     def predict(self, images: Sequence[Pixels]) -> Floats:
         """Probabilities of images, [N, C] float32."""
-
-
-class QueueFullError(ExportError):
-    """As many images wait as the queue takes."""
 
 
 Predict = Callable[[Predicts, Sequence[Pixels]], Awaitable[Floats]]

@@ -20,11 +20,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from export.errors import ExportError, RefusedError
+from export.errors import ExportError, QueueFullError, RefusedError
 from export.model.classify import Classified
 from export.serving.drift_watch import Watch
 from export.serving.live_model import ServedModel
-from export.serving.request_bodies import JSON_TYPE, Body, Limits, busy, read_images
+from export.serving.request_bodies import JSON_TYPE, Body, Limits, read_images
 from fedcg.wire.errors import TransportError
 from fedcg.wire.transport.transport import Delivery, Transport, Will
 
@@ -138,7 +138,7 @@ class MqttServer:
             try:
                 self._waiting.put_nowait((reply_to, delivery.payload))
             except queue.Full:
-                refusal = busy(f"{self._waiting.maxsize} requests wait already")
+                refusal = QueueFullError(f"{self._waiting.maxsize} requests wait already")
         if refusal is not None:
             self._publish(reply_to, refusal.as_json())
 

@@ -13,7 +13,7 @@ from email.parser import BytesHeaderParser
 import numpy as np
 from pydantic_core import from_json
 
-from export.errors import RefusedError
+from export.errors import QueueFullError, RefusedError
 from fedcg.imaging import ImageError, ImageForm, Pixels, TooManyPixelsError, decode_image
 
 JSON_TYPE = "application/json"
@@ -112,7 +112,7 @@ class Bodies:
             if size > self._max_bytes:
                 raise self._too_large()
             if self._held + len(piece) > BODIES_AT_ONCE * self._max_bytes:
-                raise busy("the bodies of other requests fill the memory set aside for them")
+                raise QueueFullError("the bodies of other requests fill the memory set aside for them")
             if piece:
                 kept.append(piece)
                 self._held += len(piece)
@@ -120,11 +120,6 @@ class Bodies:
     def _too_large(self) -> RefusedError:
         message = f"a body may have {self._max_bytes} bytes; send fewer or smaller images, or start the server with --max-bytes"
         return RefusedError(413, "body_too_large", message)
-
-
-def busy(why: str) -> RefusedError:
-    """The refusal of a request that may succeed in a moment."""
-    return RefusedError(429, "queue_full", f"{why}; try again in a second", retry_after_s=1)
 
 
 def check_type(media_type: str) -> None:

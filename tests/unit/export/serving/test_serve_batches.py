@@ -10,8 +10,9 @@ from contextlib import asynccontextmanager
 import numpy as np
 import pytest
 
+from export.errors import QueueFullError
 from export.model.runtime import Floats
-from export.serving.batcher import Batcher, QueueFullError
+from export.serving.batcher import Batcher
 from fedcg.imaging import Pixels
 
 LONG_S = 30.0  # no test waits that long: it stands for "until somebody joins"
