@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from importlib.metadata import EntryPoint, entry_points, version
+from importlib.metadata import entry_points, version
 from typing import Annotated, Any
 
 import typer
@@ -59,9 +59,6 @@ class LazyGroup(TyperGroup):
 
     entry_point_group = "fedcg.commands"
 
-    def _entry(self, name: str) -> EntryPoint | None:
-        return next((entry for entry in entry_points(group=self.entry_point_group) if entry.name == name), None)
-
     def list_commands(self, ctx: Any) -> list[str]:
         """Names of all registered sub-commands."""
         return sorted(entry.name for entry in entry_points(group=self.entry_point_group))
@@ -73,7 +70,7 @@ class LazyGroup(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> TyperCommand | TyperGroup | None:
         """Load one sub-command."""
-        entry = self._entry(cmd_name)
+        entry = next((one for one in entry_points(group=self.entry_point_group) if one.name == cmd_name), None)
         if entry is None:
             return None
         try:
@@ -122,11 +119,6 @@ def _show_version(asked: bool) -> None:
         raise typer.Exit
 
 
-def _exit_with(code: object, **_options: object) -> None:
-    if isinstance(code, int) and code:
-        raise typer.Exit(code)
-
-
 def _describe(
     show_version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
@@ -142,7 +134,6 @@ fedcg = typer.Typer(
     cls=_Fedcg,
     callback=_describe,
     no_args_is_help=True,
-    result_callback=_exit_with,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app = _as_command(fedcg, "fedcg")
