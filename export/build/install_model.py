@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from export.build.accuracy_gate import pass_gate
-from export.build.to_onnx import export_personal
+from export.build.to_onnx import Exported, export_personal
 from export.build.variants import HeldOut, add_variants
 from export.build.verify import verify
 from export.build.verify_variants import verify_variants
@@ -20,6 +20,7 @@ from export.model.manifest import (
     Manifest,
     ModelFile,
     Takes,
+    Verification,
     digest,
     read_manifest,
     write_manifest,
@@ -75,26 +76,8 @@ def package_personal(
     def fill(directory: Path) -> None:
         model_path = directory / MODEL_NAME
         exported = export_personal(spec, parts, model_path, round_number=round_number, takes=takes)
-        content = exported.content
-        manifest = Manifest(
-            federation=spec.federation,
-            round=round_number,
-            spec=spec.digest,
-            classes=spec.classes,
-            image=spec.image,
-            takes=takes,
-            model=ModelFile(sha256=digest(content), size=len(content), opset=exported.opset),
-            metrics=dict(metrics or {}),
-            verification=verify(model_path, spec, parts, test_files, test_labels, takes=takes),
-            created=datetime.now(timezone.utc),
-            versions={
-                "fedcg-edge": version("fedcg-edge"),
-                "torch": str(torch.__version__),
-                "onnx": version("onnx"),
-                "exporter": exported.exporter,
-            },
-        )
-        write_manifest(directory, manifest)
+        verification = verify(model_path, spec, parts, test_files, test_labels, takes=takes)
+        write_manifest(directory, _manifest(spec, exported, verification, metrics or {}, round_number, takes))
         if variants is not None:
             add_variants(directory, variants, threads=threads)
             verify_variants(directory, test_files, test_labels, threads=threads)
@@ -105,3 +88,32 @@ def package_personal(
             sign_manifest(directory, key)
 
     return slots.install(fill)
+
+
+def _manifest(
+    spec: FederationSpec,
+    exported: Exported,
+    verification: Verification,
+    metrics: Mapping[str, float],
+    round_number: int,
+    takes: Takes,
+) -> Manifest:
+    content = exported.content
+    return Manifest(
+        federation=spec.federation,
+        round=round_number,
+        spec=spec.digest,
+        classes=spec.classes,
+        image=spec.image,
+        takes=takes,
+        model=ModelFile(sha256=digest(content), size=len(content), opset=exported.opset),
+        metrics=dict(metrics),
+        verification=verification,
+        created=datetime.now(timezone.utc),
+        versions={
+            "fedcg-edge": version("fedcg-edge"),
+            "torch": str(torch.__version__),
+            "onnx": version("onnx"),
+            "exporter": exported.exporter,
+        },
+    )

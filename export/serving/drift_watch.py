@@ -79,7 +79,7 @@ class _Sample:
     def independent(self) -> float:
         """For how many independent images one image counts, in (0, 1]: runs of one class over those that chance would make."""
         labels = self.labels
-        changes = np.count_nonzero(labels[1:] != labels[:-1])
+        changes = int(np.count_nonzero(labels[1:] != labels[:-1]))
         by_chance = (len(labels) - 1) * (1 - float((self.shares(0) ** 2).sum()))
         return min(1.0, max(changes, 1) / max(by_chance, 1))
 
