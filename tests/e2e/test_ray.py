@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -43,22 +44,10 @@ pytestmark = [
 
 NAMES = ("a", "b", "c")
 NODE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 80_000_000}
-TINY = [
-    "--clients",
-    "2",
-    "--partition",
-    "iid",
-    "--images-per-client",
-    "40",
-    "--local-epochs",
-    "1",
-    "--image-size",
-    "16",
-    "--set",
-    "fedcg.server_iterations=3",
-    "--no-plot",
-    "--no-tensorboard",
-]
+TINY = shlex.split(
+    "--clients 2 --partition iid --images-per-client 40 --local-epochs 1 --image-size 16 --set fedcg.server_iterations=3 "
+    "--no-plot --no-tensorboard"
+)
 
 
 class TwoNodes:

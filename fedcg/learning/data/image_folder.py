@@ -1,6 +1,6 @@
 """Image data as one uint8 tensor: folders, array files and data sets of one's own in, batched normalisation out.
 
-Decodes every image ONCE, exactly as `export.model.preprocess` does at inference. Knows nothing of rounds, methods or devices of a
+Decodes every image ONCE, exactly as at inference (`fedcg.imaging`). Knows nothing of rounds, methods or devices of a
 federation.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fedcg.learning.data.decoding import MAX_PIXELS, decode_image, fit_pixels
+from fedcg.learning.data.decoding import decode_image, fit_pixels
 from fedcg.learning.data.entry_point_datasets import own_dataset
 from fedcg.learning.data.formats import ArrayData, dataset_name, read_arrays
 from fedcg.learning.errors import DataError
@@ -24,7 +24,6 @@ from fedcg.learning.spec import ImageForm
 
 __all__ = [
     "IMAGE_SUFFIXES",
-    "MAX_PIXELS",
     "FileEntry",
     "ImageSet",
     "LocalImages",

@@ -11,11 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import typer
 from PIL import Image
-from typer.testing import CliRunner
 
-from edge_client.cli.agent_commands import doctor_command
 from edge_client.cli.doctor import Finding, examine
 from edge_client.config import AgentConfig, BrokerSection, DataSection
 from edge_client.errors import NoAnswerError
@@ -26,6 +23,7 @@ from edge_client.store.private_store import PrivateStore
 from fedcg.event_log import EventLog
 from fedcg.wire.messages.signing import SigningKey
 from fedcg.wire.transport.memory import MemoryTransport
+from tests.support.commands import run_fedcg
 from tests.support.coordinator_support import FEDERATION, RunningService, World, aggregate_bytes, tiny_spec
 
 NOBODY = 65534
@@ -155,8 +153,6 @@ def test_no_line_of_the_doctor_is_broken(tmp_path: Path) -> None:
     path.write_text(
         'federation = "shapes"\ndevice = "a"\n[broker]\nhost = "127.0.0.1"\nport = 1\ninsecure = true\n[data]\nroot = "data"\n'
     )
-    single = typer.Typer()
-    single.command()(doctor_command)
-    told = CliRunner().invoke(single, ["--config", str(path)], env={"COLUMNS": "80"})
+    told = run_fedcg("doctor", "--config", path, environment={"COLUMNS": "80"})
     assert told.exit_code == 1
     assert f"failed   data           {deep / 'data'} is no folder" in told.stdout.splitlines()
