@@ -18,21 +18,17 @@ from coordinator.errors import ValidationError
 from coordinator.updates.robustness import Distances, Yardstick, clipped, given_weights, limits_of, medians_of, over
 from coordinator.updates.validation import Expected, validate_update
 from experiments.data.client_datasets import build_cohort
+from experiments.data.deal import DealOptions
 from experiments.data.open import open_source
 from experiments.data.partition_shares import Partition
 from experiments.simulation.wire_codec import arrays_of
 from fedcg.learning.method import Aggregate, LocalResult, SharedResult, Weights
 from fedcg.learning.networks.initial_weights import complete_spec
-from fedcg.learning.simulation.simulation import (
-    LocalOutcome,
-    LocalTask,
-    Party,
-    Roots,
-    Schedule,
-    SerialRunner,
-    Simulation,
-    simulated_rounds,
-)
+from fedcg.learning.simulation.party import Party, Roots
+from fedcg.learning.simulation.runners import SerialRunner
+from fedcg.learning.simulation.simulation import simulated_rounds
+from fedcg.learning.simulation.state import Schedule, Simulation
+from fedcg.learning.simulation.tasks import LocalOutcome, LocalTask
 from fedcg.learning.spec import FederationSpec, plan_from_mapping
 from fedcg.learning.training.evaluation import evaluate
 from fedcg.wire.artifacts.artifacts import ArtifactHeader, Base, pack
@@ -181,7 +177,7 @@ def party(method: str, partition: str, rounds: int, epochs: int, seed: int) -> P
     }
     spec = complete_spec(plan_from_mapping(plan))
     spec = spec.model_copy(update={"report": (ReportField.EXAMPLES,)})
-    cohort = build_cohort(source, spec.image, Partition.parse(partition), 4, seed)
+    cohort = build_cohort(source, spec.image, DealOptions(4, Partition.parse(partition), seed))
     return Party(spec, cohort.clients, Roots.from_seed(seed, tuple(sorted(cohort.clients))), cohort.common)
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from edge_client.training.local_data import RoundData
 from fedcg.learning.choice import is_preferred
-from fedcg.learning.data.image_folder import ImageSet
 from fedcg.learning.errors import DataError
+from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Weights
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationSpec

@@ -23,7 +23,7 @@ from edge_client.training.local_round import Workplace, load_aggregate, load_spe
 from edge_client.training.onnx_export import Outcome, common_accuracy, export_model
 from edge_client.training.tensor_conversion import to_weights
 from fedcg.learning.aggregation.averaging import weighted_average
-from fedcg.learning.data.image_folder import ImageSet
+from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import ClientState, DivergedError, Method, RoundContext, Weights
 from fedcg.learning.networks.initial_weights import shadow_spec
 from fedcg.learning.registry import get_method

@@ -23,7 +23,8 @@ from coordinator.config import AggregationSettings, ApiSettings, BrokerSettings,
 from coordinator.members.bundle_enrolment import enrol
 from coordinator.paths import Home
 from coordinator.storage.store import Store
-from experiments.data.partition_folders import Prepared, client_names, load_prepared, prepare
+from experiments.data.deal import client_names
+from experiments.data.partition_folders import Prepared, load_prepared, prepare
 from experiments.data.source import Source
 from experiments.demo.event_follower import AgentStory, CoordinatorStory, Follower
 from experiments.demo.processes import POLL_S, Child, Children, children, fedcg
@@ -116,18 +117,8 @@ class Demo:
         """Write each client's folder, unless an earlier run did; what a broken one left is removed first."""
         if "data" in self._done:
             return
-        setting = self._run.setting
         await asyncio.to_thread(shutil.rmtree, self._run.data, ignore_errors=True)
-        await asyncio.to_thread(
-            prepare,
-            source,
-            self._run.data,
-            clients=setting.clients,
-            partition=setting.checked_partition(),
-            seed=setting.seed,
-            images_per_client=setting.images_per_client,
-            public_images=setting.public_images,
-        )
+        await asyncio.to_thread(prepare, source, self._run.data, self._run.setting.deal())
         self._complete(frozenset({"data"}))
 
     def _initialise(self, source: Source) -> None:

@@ -20,11 +20,11 @@ import torch
 
 from experiments.errors import RunError
 from fedcg.learning.method import Aggregate, ServerState, Update, Weights
-from fedcg.learning.simulation.simulation import (
+from fedcg.learning.simulation.party import Party
+from fedcg.learning.simulation.tasks import (
     LocalOutcome,
     LocalTask,
     MeasureTask,
-    Party,
     RoundRecord,
     local_task,
     measure_task,

@@ -16,15 +16,13 @@ import torch
 
 from experiments.errors import RunError
 from experiments.parallel.ray_cluster import Build, own_build, own_processor, slots
-from fedcg.learning.data.image_folder import ImageSet
+from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Aggregate, ServerState, Update, Weights
-from fedcg.learning.simulation.simulation import (
-    ClientData,
+from fedcg.learning.simulation.party import ClientData, Party, Roots
+from fedcg.learning.simulation.tasks import (
     LocalOutcome,
     LocalTask,
     MeasureTask,
-    Party,
-    Roots,
     RoundRecord,
     local_task,
     measure_task,

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 from experiments.errors import OptionError, RunError
 from experiments.parallel.ray_cluster import RayCluster
 from experiments.parallel.ray_runner import MAX_RETRIES, Demands, RayRunner, original, resources
-from fedcg.learning.simulation.simulation import Party, Schedule, Simulation, simulated_rounds
+from fedcg.learning.simulation.party import Party
+from fedcg.learning.simulation.simulation import simulated_rounds
+from fedcg.learning.simulation.state import Schedule, Simulation
 
 if TYPE_CHECKING:
     from ray import ObjectRef

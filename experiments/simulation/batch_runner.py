@@ -5,7 +5,6 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -20,7 +19,7 @@ from experiments.simulation.run_slots import Lanes
 from experiments.simulation.simulation_curves import draw_curves, write_tables
 from experiments.simulation.single_run import FailedRun, Runs, write_failures
 from experiments.simulation.tensorboard import EventFiles
-from fedcg.learning.simulation.simulation import Simulation
+from fedcg.learning.simulation.state import Simulation
 
 _COLUMNS = {
     "own test\npersonal": "accuracy_personal",
@@ -31,14 +30,6 @@ _COLUMNS = {
 }
 
 
-@dataclass(frozen=True)
-class Beside:
-    """What is written beside the records and tables."""
-
-    events: bool = True
-    picture: bool = True
-
-
 class BatchRunner:
     """Runs all runs of a batch in its folder.
 
@@ -46,13 +37,16 @@ class BatchRunner:
         folder: of the batch.
         lanes: who runs them, and how many at once.
         console: for progress and lines.
-        beside: what is written beside the records.
+        events: whether event files for TensorBoard are written.
+        picture: whether curves.png is drawn.
     """
 
-    def __init__(self, folder: Path, lanes: Lanes, console: Console, beside: Beside) -> None:
+    def __init__(
+        self, folder: Path, lanes: Lanes, console: Console, *, events: bool = True, picture: bool = True
+    ) -> None:
         self._folder = folder
         self._console = console
-        self._beside = beside
+        self._has_events, self._has_picture = events, picture
         self._lanes = lanes
         self._events: dict[str, EventFiles] = {}
         self._told: dict[str, int] = {}  # rounds of a run that the bar knows of
@@ -119,7 +113,7 @@ class BatchRunner:
         self._bar.update(self._task, description=setting.name)
         events = self._events[setting.name] = EventFiles(self._folder)
         try:
-            if self._beside.events:
+            if self._has_events:
                 events.begin(setting.name, self._runs.done_rounds(planned))
             record = self._runs.run(planned)
         except Exception as error:  # noqa: BLE001 - one run's end, whatever it was, is not the batch's; it is recorded and told
@@ -136,7 +130,7 @@ class BatchRunner:
         self._say(f"{setting.name}: {_figures(record)}")
         with self._writing:
             write_tables(self._folder)
-            if self._beside.picture:
+            if self._has_picture:
                 draw_curves(self._folder)
         return record
 

@@ -24,7 +24,9 @@ from experiments.simulation.checkpoints import Checkpoints
 from experiments.simulation.party_builder import Cohorts, party_of
 from experiments.simulation.simulation_record import Finished, record_of, write_json
 from fedcg.learning.networks.initial_weights import complete_spec
-from fedcg.learning.simulation.simulation import NOBODY_TRAINED, Party, Schedule, Simulation
+from fedcg.learning.simulation.party import Party
+from fedcg.learning.simulation.simulation import NOBODY_TRAINED
+from fedcg.learning.simulation.state import Schedule, Simulation
 from fedcg.learning.spec import plan_from_mapping
 
 FAILURES_FILE = "failures.json"

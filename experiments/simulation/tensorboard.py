@@ -13,7 +13,7 @@ from experiments.errors import OptionError
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-    from fedcg.learning.simulation.simulation import Simulation
+    from fedcg.learning.simulation.state import Simulation
 
 EVENTS_FOLDER = "tensorboard"
 

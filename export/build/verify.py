@@ -14,8 +14,8 @@ from export.errors import InputError, VerificationError
 from export.model.manifest import Takes, Verification
 from export.model.preprocess import Pixels, load_image
 from export.model.runtime import INPUT_NAME, Floats, Predictor
-from fedcg.learning.data.decoding import fit_pixels
-from fedcg.learning.data.image_folder import decode_image, normalise
+from fedcg.learning.data.decoding import decode_image, fit_pixels
+from fedcg.learning.data.image_folder import normalise
 from fedcg.learning.errors import DataError
 from fedcg.learning.networks import load_part
 from fedcg.learning.spec import FederationSpec, ImageForm

@@ -28,7 +28,10 @@ from experiments.parallel.ray_simulator import RaySimulator
 from fedcg.learning.method import DivergedError
 from fedcg.learning.networks.initial_weights import initial_parts
 from fedcg.learning.registry import get_method
-from fedcg.learning.simulation.simulation import ClientData, LocalTask, Party, Roots, Schedule, Simulation, simulate
+from fedcg.learning.simulation.party import ClientData, Party, Roots
+from fedcg.learning.simulation.simulation import simulate
+from fedcg.learning.simulation.state import Schedule, Simulation
+from fedcg.learning.simulation.tasks import LocalTask
 from tests.support import ray_cases
 from tests.support.learning_cases import bright_images, quick_spec, same
 from tests.support.stack import wait_for

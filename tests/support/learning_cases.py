@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from fedcg.learning.data.image_folder import ImageSet
+from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import RoundContext, Weights
 from fedcg.learning.networks.initial_weights import complete_spec
 from fedcg.learning.registry import get_method

@@ -15,30 +15,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fedcg.learning.data.decoding import MAX_PIXELS, decode_image, fit_pixels
+from fedcg.learning.data.decoding import decode_image, fit_pixels
 from fedcg.learning.data.entry_point_datasets import own_dataset
 from fedcg.learning.data.formats import ArrayData, dataset_name, read_arrays
 from fedcg.learning.errors import DataError
 from fedcg.learning.image_set import FileEntry, ImageSet, SkippedImage
 from fedcg.learning.spec import ImageForm
-
-__all__ = [
-    "IMAGE_SUFFIXES",
-    "MAX_PIXELS",
-    "FileEntry",
-    "ImageSet",
-    "LocalImages",
-    "SkippedImage",
-    "batches",
-    "decode_image",
-    "given_split",
-    "list_files",
-    "load_folder",
-    "normalise",
-    "read_images",
-    "split_by_hash",
-    "usable_rows",
-]
 
 IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".webp"})
 SPLITS = ("train", "val", "test")

@@ -14,8 +14,9 @@ from typing import Generic, TypeVar
 from torch import nn
 
 from fedcg.learning.aggregation.averaging import AverageAggregator
-from fedcg.learning.data.image_folder import ImageSet, usable_rows
+from fedcg.learning.data.image_folder import usable_rows
 from fedcg.learning.errors import DataError
+from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import (
     Aggregate,
     Aggregator,

@@ -25,7 +25,7 @@ from torch import nn
 from fedcg.learning.aggregation.averaging import AverageAggregator
 from fedcg.learning.aggregation.crossed_distillation import CrossedAggregator, Crossing
 from fedcg.learning.aggregation.distillation import SHARED, Distillation, EnsembleAggregator
-from fedcg.learning.data.image_folder import ImageSet
+from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import (
     Aggregate,
     Aggregator,

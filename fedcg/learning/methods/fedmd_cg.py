@@ -27,7 +27,7 @@ from torch import nn
 from fedcg.learning.aggregation.averaging import AverageAggregator
 from fedcg.learning.aggregation.crossed_distillation import CrossedAggregator, Crossing, counts_of, label_distribution
 from fedcg.learning.aggregation.distillation import SHARED, Distillation, EnsembleAggregator, uniform
-from fedcg.learning.data.image_folder import ImageSet
+from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import (
     Aggregate,
     Aggregator,

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from fedcg.learning.data.image_folder import ImageSet
+from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Precision, RoundContext, Weights
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationSpec

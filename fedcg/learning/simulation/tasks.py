@@ -13,8 +13,8 @@ from functools import partial
 
 import torch
 
-from fedcg.learning.data.image_folder import ImageSet
 from fedcg.learning.errors import DataError
+from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import (
     Aggregate,
     ClientState,

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 
-from fedcg.learning.data.image_folder import ImageSet, normalise
+from fedcg.learning.data.image_folder import normalise
 from fedcg.learning.errors import DataError
+from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Evaluation, Weights
 from fedcg.learning.networks import load_part
 from fedcg.learning.seeds import Streams

@@ -279,6 +279,8 @@ def test_the_picture_is_a_png(stories: tuple[list[AgentStory], CoordinatorStory]
         (["--clients", "0"], "clients"),
         (["--set", "lr"], "key=value"),
         (["--crop", "32"], "crop: "),
+        (["--network", "resnet18@layer9"], "can't be cut after 'layer9'"),
+        (["--network", "lenet9"], "no split named 'lenet9'"),
     ],
 )
 def test_bad_options_end_with_code_2_before_anything_starts(

@@ -21,16 +21,11 @@ from experiments.simulation.run_slots import default_workers
 from fedcg.learning.method import ClientState
 from fedcg.learning.networks.initial_weights import initial_parts
 from fedcg.learning.registry import get_method
-from fedcg.learning.simulation.simulation import (
-    ClientData,
-    LocalTask,
-    Party,
-    Roots,
-    Schedule,
-    SerialRunner,
-    Simulation,
-    simulate,
-)
+from fedcg.learning.simulation.party import ClientData, Party, Roots
+from fedcg.learning.simulation.runners import SerialRunner
+from fedcg.learning.simulation.simulation import simulate
+from fedcg.learning.simulation.state import Schedule, Simulation
+from fedcg.learning.simulation.tasks import LocalTask
 from tests.support.learning_cases import bright_images, quick_spec, same
 
 NAMES = ("a", "b", "c")

@@ -21,7 +21,7 @@ from experiments.parallel.ray_simulator import MOST_LANES, lanes_for
 from experiments.simulation.run_slots import open_ray_lanes
 from fedcg import cli
 from fedcg.learning.image_set import ImageSet
-from fedcg.learning.simulation.simulation import Roots
+from fedcg.learning.simulation.party import Roots
 from tests.support.stack import free_port
 
 TINY = "--clients 2 --partition iid --images-per-client 20 --rounds 1 --local-epochs 1 --image-size 16 --method local"

@@ -15,7 +15,7 @@ from PIL import Image
 
 from export.errors import InputError
 from export.model.preprocess import load_image
-from fedcg.learning.data.image_folder import decode_image
+from fedcg.learning.data.decoding import decode_image
 from tests.support.export_models import encoded, image_form, picture
 
 

@@ -35,7 +35,7 @@ from fedcg.learning.aggregation.distillation import (
 from fedcg.learning.method import Aggregate, DivergedError, RoundContext, ServerState, Update, Weights
 from fedcg.learning.networks.initial_weights import initial_parts
 from fedcg.learning.seeds import Streams
-from fedcg.learning.simulation.simulation import MemorySpill
+from fedcg.learning.simulation.tasks import MemorySpill
 from fedcg.learning.training.losses import Divergence
 from fedcg.wire.parts import Part
 from tests.support.learning_cases import context, quick_spec

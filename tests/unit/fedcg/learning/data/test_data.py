@@ -11,18 +11,10 @@ import torch
 from PIL import Image
 
 from export.model import preprocess
-from fedcg.learning.data.decoding import FORMATS
-from fedcg.learning.data.image_folder import (
-    FileEntry,
-    ImageSet,
-    batches,
-    decode_image,
-    list_files,
-    load_folder,
-    normalise,
-    split_by_hash,
-)
+from fedcg.learning.data.decoding import FORMATS, decode_image
+from fedcg.learning.data.image_folder import batches, list_files, load_folder, normalise, split_by_hash
 from fedcg.learning.errors import DataError
+from fedcg.learning.image_set import FileEntry, ImageSet
 from fedcg.learning.spec import ImageForm
 
 GREY = ImageForm(mode="L", height=16, width=16, mean=(0.5,), std=(0.25,))

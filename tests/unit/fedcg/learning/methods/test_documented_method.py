@@ -13,7 +13,10 @@ from fedcg.learning import methods, registry
 from fedcg.learning.method import Aggregate, Method, Update
 from fedcg.learning.networks.initial_weights import initial_parts
 from fedcg.learning.registry import get_method, method_names
-from fedcg.learning.simulation.simulation import ClientData, MemorySpill, Party, Roots, Schedule, simulate
+from fedcg.learning.simulation.party import ClientData, Party, Roots
+from fedcg.learning.simulation.simulation import simulate
+from fedcg.learning.simulation.state import Schedule
+from fedcg.learning.simulation.tasks import MemorySpill
 from fedcg.wire.parts import Part
 from tests.support.learning_cases import bright_images, context, quick_spec, same
 

@@ -13,17 +13,11 @@ from fedcg.learning.method import Aggregate, TrainingParams, Weights
 from fedcg.learning.networks import load_part
 from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
 from fedcg.learning.networks.stacked import Stacked, can_stack
-from fedcg.learning.simulation.simulation import (
-    ClientData,
-    LocalOutcome,
-    LocalTask,
-    Party,
-    Roots,
-    Schedule,
-    SerialRunner,
-    Simulation,
-    simulate,
-)
+from fedcg.learning.simulation.party import ClientData, Party, Roots
+from fedcg.learning.simulation.runners import SerialRunner
+from fedcg.learning.simulation.simulation import simulate
+from fedcg.learning.simulation.state import Schedule, Simulation
+from fedcg.learning.simulation.tasks import LocalOutcome, LocalTask
 from fedcg.learning.spec import FederationSpec, NetworkChoice, ParameterValue
 from fedcg.learning.training import cuda_graph
 from fedcg.learning.training import stacked_training as batched_loops

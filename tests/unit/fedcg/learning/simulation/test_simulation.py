@@ -9,13 +9,15 @@ import sys
 import pytest
 import torch
 
-from fedcg.learning.data.image_folder import ImageSet
 from fedcg.learning.errors import DataError
+from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import RoundContext, Weights
 from fedcg.learning.networks.initial_weights import initial_parts
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import Streams
-from fedcg.learning.simulation.simulation import ClientData, Party, Roots, Schedule, Simulation, simulate
+from fedcg.learning.simulation.party import ClientData, Party, Roots
+from fedcg.learning.simulation.simulation import simulate
+from fedcg.learning.simulation.state import Schedule, Simulation
 from fedcg.learning.training.evaluation import consistency, evaluate, generator_spread
 from fedcg.wire.parts import Part
 from tests.support.learning_cases import bright_images, context, quick_spec, same

@@ -8,25 +8,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fedcg.learning.data.image_folder import ImageSet
+from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import ClientState, LocalResult, Method
 from fedcg.learning.networks.initial_weights import initial_parts
 from fedcg.learning.registry import get_method
 from fedcg.learning.simulation import tasks as simulation_tasks
-from fedcg.learning.simulation.simulation import (
-    NOBODY_TRAINED,
-    ClientData,
-    Failure,
-    LocalTask,
-    Party,
-    Roots,
-    RoundRecord,
-    Schedule,
-    Simulation,
-    local_task,
-    participants,
-    simulate,
-)
+from fedcg.learning.simulation.party import ClientData, Party, Roots
+from fedcg.learning.simulation.simulation import NOBODY_TRAINED, participants, simulate
+from fedcg.learning.simulation.state import Failure, Schedule, Simulation
+from fedcg.learning.simulation.tasks import LocalTask, RoundRecord, local_task
 from fedcg.learning.spec import ParameterValue
 from fedcg.wire.parts import Part
 from tests.support.learning_cases import bright_images, quick_spec, same

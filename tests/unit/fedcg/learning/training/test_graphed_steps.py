@@ -12,7 +12,7 @@ from fedcg.learning.method import Aggregate, ClientState, TrainingParams, Update
 from fedcg.learning.networks import load_part
 from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
 from fedcg.learning.registry import get_method
-from fedcg.learning.simulation.simulation import MemorySpill
+from fedcg.learning.simulation.tasks import MemorySpill
 from fedcg.learning.spec import FederationSpec, NetworkChoice, ParameterValue
 from fedcg.learning.training import cuda_graph
 from fedcg.learning.training import training_loop as loops
