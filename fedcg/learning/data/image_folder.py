@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -224,15 +224,3 @@ def usable_rows(count: int, batch_size: int) -> int:
     if count < 2:
         raise DataError(f"{count} training images: at least 2 are needed")
     return count - 1 if count % batch_size == 1 else count
-
-
-def batches(count: int, batch_size: int, generator: torch.Generator) -> Iterator[torch.Tensor]:
-    """Index tensors of one shuffled epoch over `count` rows; a last batch of one is dropped.
-
-    Args:
-        count: number of rows.
-        batch_size: rows per batch, the last may be smaller.
-        generator: the stream of the shuffle.
-    """
-    order = torch.randperm(count, generator=generator)[: usable_rows(count, batch_size)]
-    yield from order.split(batch_size)

@@ -34,16 +34,6 @@ class Roots:
     coordinator: bytes
     devices: Mapping[str, bytes]
 
-    @staticmethod
-    def from_seed(seed: int, clients: tuple[str, ...]) -> Roots:
-        """All roots from one public seed: for simulations and demos, not for a deployment."""
-        streams = Streams(f"fedcg simulation {seed}".encode())
-
-        def secret(*purpose: object) -> bytes:
-            return b"".join(streams.seed(*purpose, part).to_bytes(8, "big") for part in range(4))
-
-        return Roots(secret("cohort"), secret("coordinator"), {name: secret("device", name) for name in clients})
-
 
 class Coding(Protocol):
     """What the wire does to numbers, done without a wire. Laws: it can be pickled; the same parts give the same numbers."""

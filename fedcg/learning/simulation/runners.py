@@ -35,10 +35,10 @@ class Runner(Protocol):
         """`local_task` of every task."""
 
     def teach(self, number: int, server: ServerState, updates: Sequence[Update]) -> Iterator[tuple[str, Weights]]:
-        """(client, `teacher_task`) of every update."""
+        """`teacher_task` of every update."""
 
     def measure(self, tasks: Sequence[MeasureTask], aggregate: Aggregate) -> Iterator[tuple[str, RoundRecord]]:
-        """(client, `measure_task`) of every task."""
+        """`measure_task` of every task."""
 
     def close(self) -> None:
         """Give everything back; the runner can't be used afterwards."""
@@ -75,11 +75,11 @@ class SerialRunner:
 
     def teach(self, number: int, server: ServerState, updates: Sequence[Update]) -> Iterator[tuple[str, Weights]]:
         """Teacher passes in the order given."""
-        return ((update.client, teacher_task(self._started, number, server, update)) for update in updates)
+        return (teacher_task(self._started, number, server, update) for update in updates)
 
     def measure(self, tasks: Sequence[MeasureTask], aggregate: Aggregate) -> Iterator[tuple[str, RoundRecord]]:
         """Figures in the order given."""
-        return ((task.client, measure_task(self._started, task, aggregate)) for task in tasks)
+        return (measure_task(self._started, task, aggregate) for task in tasks)
 
     def close(self) -> None:
         """Forget the party."""

@@ -111,3 +111,17 @@ def generator_spread(
     if not ratios:
         raise DataError("no class has two images with different features: the generator's spread cannot be told")
     return float(torch.stack(ratios).mean())
+
+
+def generator_figures(
+    spec: FederationSpec, parts: Mapping[Part, Weights], images: ImageSet, streams: Streams
+) -> dict[str, float | None]:
+    """Consistency and spread of a client's own generator; empty for a method without one."""
+    if Part.GENERATOR not in parts:
+        return {}
+    agreed = consistency(spec, parts[Part.CLASSIFIER], parts[Part.GENERATOR], streams)
+    try:
+        spread = generator_spread(spec, parts[Part.EXTRACTOR], parts[Part.GENERATOR], images, streams)
+    except DataError:
+        return {"consistency": agreed, "spread": None}
+    return {"consistency": agreed, "spread": spread}

@@ -12,10 +12,11 @@ from PIL import Image
 
 from export.model import preprocess
 from fedcg.learning.data.decoding import FORMATS, decode_image
-from fedcg.learning.data.image_folder import batches, list_files, load_folder, normalise, split_by_hash
+from fedcg.learning.data.image_folder import list_files, load_folder, normalise, split_by_hash, usable_rows
 from fedcg.learning.errors import DataError
 from fedcg.learning.image_set import FileEntry, ImageSet
 from fedcg.learning.spec import ImageForm
+from fedcg.learning.training.training_loop import index_blocks
 
 GREY = ImageForm(mode="L", height=16, width=16, mean=(0.5,), std=(0.25,))
 COLOUR = ImageForm(mode="RGB", height=16, width=12, mean=(0.5, 0.4, 0.3), std=(0.5, 0.25, 0.2))
@@ -173,14 +174,14 @@ def test_normalising_leaves_the_images_as_they_were() -> None:
 
 @pytest.mark.parametrize(("count", "used"), [(32, 32), (33, 32), (34, 34), (5, 5)])
 def test_an_epoch_uses_every_image_once_but_never_a_last_batch_of_one(count: int, used: int) -> None:
-    seen = torch.cat(list(batches(count, 16, torch.Generator().manual_seed(0))))
+    seen = torch.cat(list(index_blocks(count, 16, -(-used // 16), torch.Generator().manual_seed(0))))
     assert len(seen) == used
     assert len(set(seen.tolist())) == used
 
 
 def test_one_image_cannot_be_trained_on() -> None:
     with pytest.raises(DataError, match="at least 2"):
-        list(batches(1, 16, torch.Generator()))
+        usable_rows(1, 16)
 
 
 def test_rows_of_an_image_set_keep_their_labels() -> None:

@@ -15,12 +15,12 @@ from fedcg.learning.method import RoundContext, Weights
 from fedcg.learning.networks.initial_weights import initial_parts
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import Streams
-from fedcg.learning.simulation.party import ClientData, Party, Roots
+from fedcg.learning.simulation.party import ClientData, Party
 from fedcg.learning.simulation.simulation import simulate
 from fedcg.learning.simulation.state import Schedule, Simulation
 from fedcg.learning.training.evaluation import consistency, evaluate, generator_spread
 from fedcg.wire.parts import Part
-from tests.support.learning_cases import bright_images, context, quick_spec, same
+from tests.support.learning_cases import bright_images, context, quick_spec, roots_from_seed, same
 
 NAMES = ("a", "b", "c")
 
@@ -34,7 +34,7 @@ def clients(order: tuple[str, ...] = NAMES) -> dict[str, ClientData]:
 
 
 def run(name: str, order: tuple[str, ...] = NAMES, *, shadow: bool = True) -> Simulation:
-    party = Party(quick_spec(name), clients(order), Roots.from_seed(0, NAMES))
+    party = Party(quick_spec(name), clients(order), roots_from_seed(0, NAMES))
     return simulate(party, Schedule(rounds=2, shadow=shadow))
 
 
@@ -73,7 +73,7 @@ def test_a_record_says_what_there_is_to_say() -> None:
 
 
 def test_roots_of_a_seed_differ_between_parties_and_seeds() -> None:
-    roots, other = Roots.from_seed(0, NAMES), Roots.from_seed(1, NAMES)
+    roots, other = roots_from_seed(0, NAMES), roots_from_seed(1, NAMES)
     secrets = [roots.cohort, roots.coordinator, *roots.devices.values(), other.cohort, other.coordinator]
     assert len(set(secrets)) == len(secrets)
     assert all(len(secret) == 32 for secret in secrets)
