@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from experiments.demo.summary import percent
 from experiments.simulation.batch import STATE_FOLDER, Batch, PlannedRun
 from experiments.simulation.run_slots import Lanes
 from experiments.simulation.simulation_curves import draw_curves, write_tables
@@ -148,7 +149,7 @@ class BatchRunner:
 
 def _figures(record: Mapping[str, Any]) -> str:
     mean, seconds = record["mean"], record["seconds"]["total"]
-    known = [f"{label} {_percent(mean[name])}" for label, name in _told(mean)]
+    known = [f"{label} {percent(mean[name])}" for label, name in _told(mean)]
     told = [f"accuracy in %: {', '.join(known)}", f"{record['rounds']} rounds in {seconds:.0f} s", *_troubles(record)]
     return "; ".join(told)
 
@@ -161,7 +162,7 @@ def _so_far(now: Simulation) -> str:
         "local only": [record.local_accuracy for record in records],
     }
     known = {label: [value for value in values if value is not None] for label, values in figures.items()}
-    told = [f"{label} {_percent(sum(values) / len(values))}" for label, values in known.items() if values]
+    told = [f"{label} {percent(sum(values) / len(values))}" for label, values in known.items() if values]
     return f": accuracy in %: {', '.join(told)}" if told else ""
 
 
@@ -182,10 +183,6 @@ def _told(mean: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(label.replace("\n", " "), name) for label, name in _COLUMNS.items() if mean[name] is not None]
 
 
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.1f}"
-
-
 def table(records: Sequence[Mapping[str, Any]]) -> Table:
     """The runs for a person: means over clients, in percent. 80 columns are enough: only a run's name is broken."""
     result = Table(title="mean over clients; accuracy in %", box=box.SIMPLE_HEAD)
@@ -195,7 +192,7 @@ def table(records: Sequence[Mapping[str, Any]]) -> Table:
     for record in records:
         below = [client["below_local"] for client in record["clients"] if client["below_local"] is not None]
         name = " ".join(filter(None, (record["method"], record["variant"], f"seed {record['seed']}")))
-        figures = (_percent(record["mean"][figure]) for figure in _COLUMNS.values())
+        figures = (percent(record["mean"][figure]) for figure in _COLUMNS.values())
         counted = f"{sum(below)} of {len(below)}" if below else "-"
         result.add_row(name, *figures, counted, f"{record['seconds']['total']:.0f}")
     return result

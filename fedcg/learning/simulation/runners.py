@@ -68,8 +68,8 @@ class SerialRunner:
 
     def local(self, tasks: Sequence[LocalTask], aggregate: Aggregate) -> Iterator[LocalOutcome]:
         """Local rounds in the order given."""
-        on_card = torch.device(self._started.device).type == "cuda"
-        if on_card if self._batched is None else self._batched:
+        on_cuda = torch.device(self._started.device).type == "cuda"
+        if on_cuda if self._batched is None else self._batched:
             return iter(local_tasks(self._started, tasks, aggregate))
         return (local_task(self._started, task, aggregate) for task in tasks)
 

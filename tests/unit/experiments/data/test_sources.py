@@ -170,12 +170,6 @@ def test_a_damaged_image_is_left_out_named_and_counted_and_in_the_demo_by_the_ag
         assert len(read) == len(mine.train) + len(mine.val) + len(mine.test)
 
 
-def test_an_image_over_the_pixel_limit_is_left_out(tmp_path: Path) -> None:
-    tree(tmp_path, 60)
-    Image.new("1", (10_000, 5_001)).save(tmp_path / "cat" / "huge.png")
-    assert "10000x5001 pixels is over the limit" in cohort_of(open_source(str(tmp_path))).skipped[0].reason
-
-
 def test_grey_and_colour_files_together_are_read_as_colour(tmp_path: Path) -> None:
     tree(tmp_path, 60)
     Image.new("L", (6, 6), 200).save(tmp_path / "cat" / "000.png")

@@ -14,7 +14,7 @@ from export.model import preprocess
 from fedcg.learning.data.decoding import FORMATS, decode_image
 from fedcg.learning.data.image_folder import list_files, load_folder, normalise, split_by_hash, usable_rows
 from fedcg.learning.errors import DataError
-from fedcg.learning.image_set import FileEntry, ImageSet
+from fedcg.learning.image_set import FileEntry
 from fedcg.learning.spec import ImageForm
 from fedcg.learning.training.training_loop import index_blocks
 
@@ -43,13 +43,6 @@ def test_an_image_is_converted_then_resized_bilinearly_as_at_inference(tmp_path:
     assert images.images.dtype == torch.uint8
     assert np.array_equal(images.images[0].numpy(), expected)
     assert entries[0].path == "cat/a.png"
-
-
-def test_an_image_of_the_right_size_is_not_resampled() -> None:
-    image = picture(3, (16, 16)).convert("L")
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG")
-    assert np.array_equal(decode_image(buffer.getvalue(), GREY, "x"), np.asarray(image)[None])
 
 
 def test_rows_come_sorted_by_path_with_the_label_of_their_folder(tmp_path: Path) -> None:
@@ -166,12 +159,6 @@ def test_a_pixel_is_scaled_then_normalised_per_channel() -> None:
     assert normalise(raw, COLOUR).flatten().tolist() == pytest.approx([1.0, -1.6, -0.5])
 
 
-def test_normalising_leaves_the_images_as_they_were() -> None:
-    raw = torch.full((1, 1, 2, 2), 100.0)
-    normalise(raw, GREY)
-    assert torch.equal(raw, torch.full((1, 1, 2, 2), 100.0))
-
-
 @pytest.mark.parametrize(("count", "used"), [(32, 32), (33, 32), (34, 34), (5, 5)])
 def test_an_epoch_uses_every_image_once_but_never_a_last_batch_of_one(count: int, used: int) -> None:
     seen = torch.cat(list(index_blocks(count, 16, -(-used // 16), torch.Generator().manual_seed(0))))
@@ -182,10 +169,3 @@ def test_an_epoch_uses_every_image_once_but_never_a_last_batch_of_one(count: int
 def test_one_image_cannot_be_trained_on() -> None:
     with pytest.raises(DataError, match="at least 2"):
         usable_rows(1, 16)
-
-
-def test_rows_of_an_image_set_keep_their_labels() -> None:
-    data = ImageSet(torch.arange(3, dtype=torch.uint8).view(3, 1, 1, 1), torch.tensor([0, 1, 0]), CLASSES)
-    chosen = data.rows([2, 1])
-    assert chosen.images.flatten().tolist() == [2, 1]
-    assert chosen.labels.tolist() == [0, 1]

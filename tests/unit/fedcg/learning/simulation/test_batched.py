@@ -120,7 +120,7 @@ def test_a_stacked_step_can_be_recorded_and_replayed(monkeypatch: pytest.MonkeyP
     plain, replayed = learners(spec), learners(spec)
     losses = train_classifiers(plain, params)
     monkeypatch.setattr(cuda_graph, "LEAST_STEPS", 1)
-    monkeypatch.setattr(cuda_graph, "on_card", lambda _: True)
+    monkeypatch.setattr(cuda_graph, "on_cuda", lambda _: True)
     monkeypatch.setattr(cuda_graph, "GraphedStep", ReplayedStep)
     monkeypatch.setattr(ReplayedStep, "made", 0)
     monkeypatch.setattr(ReplayedStep, "eager", 0)

@@ -72,13 +72,6 @@ def test_a_record_says_what_there_is_to_say() -> None:
         run("fedcg", shadow=False).best_local("a")
 
 
-def test_roots_of_a_seed_differ_between_parties_and_seeds() -> None:
-    roots, other = roots_from_seed(0, NAMES), roots_from_seed(1, NAMES)
-    secrets = [roots.cohort, roots.coordinator, *roots.devices.values(), other.cohort, other.coordinator]
-    assert len(set(secrets)) == len(secrets)
-    assert all(len(secret) == 32 for secret in secrets)
-
-
 def trained() -> tuple[RoundContext, dict[Part, Weights]]:
     spec = quick_spec("fedmd_cg", epochs=20, lr=3e-3, generator_lr=3e-3)
     method, ctx = get_method("fedmd_cg"), context(spec, 1)
