@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ray import ObjectRef
 
 MAX_RETRIES = 3  # a task that kills four workers (out of memory, most likely) would kill the fifth
-GPU_SHARE = 0.25  # of a card per task: networks of this size leave most of it idle
+GPU_SHARE = 0.25  # of a GPU per task: networks of this size leave most of it idle
 
 _Piece = tuple[Callable[..., Any], tuple[Any, ...]]
 

@@ -221,22 +221,3 @@ def load_setting(folder: Path) -> Setting:
         return Setting.model_validate(json.loads((folder / OPTIONS_FILE).read_text())["setting"])
     except (OSError, ValueError, KeyError, TypeError, ValidationError) as error:
         raise OptionError(f"{folder} holds no demo that could be resumed ({OPTIONS_FILE}: {error})") from error
-
-
-def toml_text(values: Mapping[str, object]) -> str:
-    """TOML of plain values: scalars and lists first, then one table per mapping; None is left out."""
-    lines = [f"{key} = {_toml_value(value)}" for key, value in values.items() if _is_plain(value)]
-    for key, table in values.items():
-        if isinstance(table, Mapping):
-            lines += ["", f"[{key}]"]
-            lines += [f"{inner} = {_toml_value(value)}" for inner, value in table.items() if _is_plain(value)]
-    return "\n".join(lines) + "\n"
-
-
-def _is_plain(value: object) -> bool:
-    return value is not None and not isinstance(value, Mapping)
-
-
-def _toml_value(value: object) -> str:
-    """Booleans, numbers, strings and lists of them are written alike in JSON and TOML."""
-    return json.dumps(value)

@@ -13,11 +13,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coordinator.aggregation.worker_messages import Job, JobDone, Updates, WorkerEvent, WorkerReady, WorkerSettings
 from coordinator.messaging.cohort_marks import Cohorts
 from coordinator.messaging.event_queue import Inbox
 from coordinator.messaging.message_checks import Ingest, Sessions
@@ -25,7 +24,6 @@ from coordinator.messaging.publisher import Publisher
 from coordinator.pki.signing_keys import SigningIdentity
 from coordinator.updates.receipts import CHECKS
 from coordinator.updates.receiver import Broken, GivenUp, Intake, IntakeEvent
-from coordinator.updates.robustness import Distances
 from coordinator.updates.upload_windows import Grant, Received, Uploads
 from fedcg.event_log import EventLog
 from fedcg.refusal_counter import Refusals
@@ -379,32 +377,3 @@ class BenchCoordinator:
 
 async def _receive(party: Party, devices: dict[str, str], pipe: Any) -> None:
     await BenchCoordinator(party, devices).run(pipe)
-
-
-@dataclass
-class NoWorker:
-    """An aggregation worker that learns nothing: the aggregate of every round is the one it started from."""
-
-    settings: WorkerSettings
-    notify: Callable[[WorkerEvent], None]
-    job: Job | None = field(default=None)
-
-    def start(self) -> None:
-        """Ready at once."""
-        self.notify(WorkerReady(0, 1, "cpu"))
-
-    def open(self, job: Job) -> None:
-        """Remember the attempt."""
-        self.job = job
-
-    def add(self, client: str, artifact: str) -> None:
-        """No teacher pass."""
-
-    def finish(self, updates: Updates, limits: Distances) -> None:
-        """Hand the base back."""
-        assert self.job is not None
-        size = ArtifactStore(self.settings.artifacts).path(self.job.base).stat().st_size
-        self.notify(JobDone(self.job.round, self.job.attempt, self.job.base, size, self.job.server_state))
-
-    def stop(self) -> None:
-        """Nothing runs."""

@@ -13,15 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from coordinator.aggregation.worker_messages import WorkerSettings
+from coordinator.aggregation.worker_messages import Job, JobDone, Updates, WorkerEvent, WorkerReady, WorkerSettings
 from coordinator.errors import BrokerError
 from coordinator.pki.signing_keys import SigningIdentity
 from coordinator.rounds.records import AggregateRecord, FederationRecord
 from coordinator.service.service import Service, start_service
 from coordinator.service.service_context import Setup
 from coordinator.storage.store import Store
+from coordinator.updates.robustness import Distances
 from experiments.bench.transport.broker import FEDERATION, SECONDS_MAX, Bench, bench, device_name, expect, process_of
-from experiments.bench.transport.peers import NoWorker, run_devices
+from experiments.bench.transport.peers import run_devices
 from fedcg.event_log import EventLog, read_events
 from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice
 from fedcg.wire.artifacts.artifacts import ArtifactHeader, ArtifactStore, pack
@@ -43,6 +44,35 @@ class Round:
     sessions: int
     size: int
     seconds: tuple[float, ...]
+
+
+@dataclass
+class NoWorker:
+    """An aggregation worker that learns nothing: the aggregate of every round is the one it started from."""
+
+    settings: WorkerSettings
+    notify: Callable[[WorkerEvent], None]
+    job: Job | None = None
+
+    def start(self) -> None:
+        """Ready at once."""
+        self.notify(WorkerReady(0, 1, "cpu"))
+
+    def open(self, job: Job) -> None:
+        """Remember the attempt."""
+        self.job = job
+
+    def add(self, client: str, artifact: str) -> None:
+        """No teacher pass."""
+
+    def finish(self, updates: Updates, limits: Distances) -> None:
+        """Hand the base back."""
+        assert self.job is not None
+        size = ArtifactStore(self.settings.artifacts).path(self.job.base).stat().st_size
+        self.notify(JobDone(self.job.round, self.job.attempt, self.job.base, size, self.job.server_state))
+
+    def stop(self) -> None:
+        """Nothing runs."""
 
 
 def round_of(sessions: int, size: int, rounds: int, tell: Callable[[str], None]) -> Round:

@@ -150,6 +150,15 @@ def settled(
     return average
 
 
+def average_updates(updates: Mapping[str, Callable[[], Update]], parts: frozenset[Part]) -> Merged:
+    """Average some parts of all updates by number of examples, in client-id order, one update loaded at a time.
+
+    Raises:
+        ValueError: no update.
+    """
+    return settled(RunningAverage(parts), parts, updates).merged()
+
+
 class AverageAggregator:
     """FedAvg's server half: the average by number of examples, of updates in any order.
 

@@ -211,7 +211,7 @@ def normalise(images: torch.Tensor, form: ImageForm) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=16)
 def _per_channel(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
-    # Kept: a copy to a card would make a step wait, and can't be part of a CUDA graph.
+    # Kept: a copy to a GPU would make a step wait, and can't be part of a CUDA graph.
     return torch.tensor(values, dtype=torch.float32, device=device).view(1, -1, 1, 1)
 
 

@@ -48,8 +48,8 @@ class SerialRunner:
     """Runs everything in this process, one piece after the other.
 
     Args:
-        batched: local rounds of all clients together, where the method can: fast on a card, slower on a CPU, and with other last
-            digits. None: on a card.
+        batched: local rounds of all clients together, where the method can: fast on a GPU, slower on a CPU, and with other last
+            digits. None: on a GPU.
     """
 
     def __init__(self, *, batched: bool | None = False) -> None:

@@ -212,25 +212,6 @@ def test_an_npz_is_a_source_whose_occurring_labels_are_the_classes(tmp_path: Pat
     assert picture.where == "d.npz#1"
 
 
-@pytest.mark.parametrize("validation", ["share", "test-half"])
-def test_arrays_dealt_in_memory_and_written_to_folders_are_the_same_images(
-    tmp_path: Path, validation: Validation
-) -> None:
-    images, labels = arrays(240)
-    np.savez(tmp_path / "d.npz", images=images, labels=labels)
-    source = open_source(str(tmp_path / "d.npz"))
-    cohort = cohort_of(source, validation=validation)
-    prepared = prepare(source, tmp_path / "out", DealOptions(2, Partition.parse("iid"), 0, validation=validation))
-    for client in prepared.clients:
-        mine = cohort.clients[client.id]
-        test, _ = load_folder(client.root / "test", source.classes, source.image_form(8))
-        train, _ = load_folder(client.root / "train", source.classes, source.image_form(8))
-        assert torch.equal(mine.test.images, test.images)
-        assert len(train) == len(mine.train) + (len(mine.val) if validation == "share" else 0)
-        if validation == "test-half":
-            assert torch.equal(mine.train.images, train.images)
-
-
 def test_arrays_with_labels_that_do_not_fit_or_damage_are_named(tmp_path: Path) -> None:
     images, labels = arrays(30)
     np.savez(tmp_path / "a.npz", images=images, labels=np.zeros(30, dtype=np.int64))
@@ -325,18 +306,6 @@ def test_the_digits_in_domains_are_the_same_every_time_and_another_seed_deals_th
         for seed in (0, 1)
     ]
     assert not torch.equal(sets[0][:20], sets[1][:20])
-
-
-def test_the_demos_folders_of_the_digits_in_domains_are_what_a_simulation_trains_on(tmp_path: Path) -> None:
-    source = open_source("digits-domains")
-    form, options = source.image_form(16), DealOptions(5, Partition.parse("domains"), 0)
-    cohort = build_cohort(source, form, options)
-    prepared = prepare(source, tmp_path, options)
-    for client in prepared.clients:
-        test, _ = load_folder(client.root / "test", source.classes, form)
-        assert torch.equal(test.images, cohort.clients[client.id].test.images)
-        assert sum(client.train) == len(cohort.clients[client.id].train) + len(cohort.clients[client.id].val)
-    assert prepared.common_per_class == 15
 
 
 # The decoded copy

@@ -8,7 +8,7 @@ from itertools import permutations
 import pytest
 import torch
 
-from fedcg.learning.aggregation.averaging import AverageAggregator, RunningAverage, settled, weighted_average
+from fedcg.learning.aggregation.averaging import AverageAggregator, average_updates, weighted_average
 from fedcg.learning.method import DivergedError, Update
 from fedcg.learning.simulation.tasks import MemorySpill
 from fedcg.wire.parts import Part
@@ -48,11 +48,9 @@ def test_updates_are_streamed_in_client_id_order_whatever_order_they_came_in() -
         asked.append(name)
         return Update(name, {Part.CLASSIFIER: {"w": torch.tensor([value])}}, 1, (1, 0))
 
-    merged = settled(
-        RunningAverage(frozenset({Part.CLASSIFIER})),
-        frozenset({Part.CLASSIFIER}),
-        {"b": lambda: loader("b", 1.0), "a": lambda: loader("a", 3.0)},
-    ).merged()
+    merged = average_updates(
+        {"b": lambda: loader("b", 1.0), "a": lambda: loader("a", 3.0)}, frozenset({Part.CLASSIFIER})
+    )
     assert asked == ["a", "b"]
     assert merged.parts[Part.CLASSIFIER]["w"].tolist() == [2.0]
     assert merged.label_counts == {"a": (1, 0), "b": (1, 0)}
@@ -64,11 +62,7 @@ def test_an_update_counts_by_the_examples_it_reports() -> None:
         name: Update(name, {Part.CLASSIFIER: {"w": torch.tensor([value])}}, examples)
         for name, value, examples in (("a", 8.0, 1), ("b", 4.0, 3))
     }
-    merged = settled(
-        RunningAverage(frozenset({Part.CLASSIFIER})),
-        frozenset({Part.CLASSIFIER}),
-        {"a": lambda: updates["a"], "b": lambda: updates["b"]},
-    ).merged()
+    merged = average_updates({"a": lambda: updates["a"], "b": lambda: updates["b"]}, frozenset({Part.CLASSIFIER}))
     assert merged.parts[Part.CLASSIFIER]["w"].tolist() == [5.0]
     assert merged.examples == {"a": 1, "b": 3}
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedcg.learning.aggregation.averaging import RunningAverage, settled
+from fedcg.learning.aggregation.averaging import average_updates
 from fedcg.learning.errors import DataError, UnknownMethodError
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Aggregate, DivergedError, LabelCounts, LocalResult, TrainingParams
@@ -257,15 +257,7 @@ def test_gamma_rises_from_zero_on_a_logistic_ramp() -> None:
 def test_the_aggregations_are_the_average_and_two_distillations_of_it(name: str) -> None:
     updates = {f"c{seed}": update_of(f"c{seed}", one_round(name, seed)) for seed in range(2)}
     loaders = {client: (lambda client=client: updates[client]) for client in updates}
-    average = (
-        settled(
-            RunningAverage(frozenset({Part.GENERATOR, Part.CLASSIFIER})),
-            frozenset({Part.GENERATOR, Part.CLASSIFIER}),
-            loaders,
-        )
-        .merged()
-        .parts
-    )
+    average = average_updates(loaders, frozenset({Part.GENERATOR, Part.CLASSIFIER})).parts
     merged = {}
     for kind in ("average", "kd", "crossed_kd"):
         spec, method = quick_spec(name, aggregation=kind), get_method(name)
