@@ -23,6 +23,7 @@ from export.build.to_onnx import export_personal
 from export.errors import VerificationError
 from export.model.preprocess import load_image, normalise
 from fedcg.imaging import ImageForm, Pixels
+from fedcg.learning.data import decoding
 from fedcg.learning.data import image_folder as data
 from fedcg.learning.data.decoding import fit_pixels
 from tests.support.export_models import TestImages, encoded, image_form, make_parts, make_spec, picture
@@ -131,7 +132,7 @@ def test_the_width_comes_first_whatever_the_size_and_the_version_of_pillow(size:
     wanted = _pass(_pass(image.swapaxes(0, 1), form.width).swapaxes(0, 1), form.height)
     file = encoded(Image.fromarray(image), "PNG")
     np.testing.assert_array_equal(load_image(file, form), wanted)
-    np.testing.assert_array_equal(data.decode_image(file, form, "one").transpose(1, 2, 0), wanted)
+    np.testing.assert_array_equal(decoding.decode_image(file, form, "one").transpose(1, 2, 0), wanted)
     np.testing.assert_array_equal(_seen(session, image[None]), normalise(wanted[None], form))
     assert not np.array_equal(_pass(_pass(image, form.height).swapaxes(0, 1), form.width).swapaxes(0, 1), wanted)
 
