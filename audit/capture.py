@@ -37,7 +37,7 @@ class SeenArtifact:
     Attributes:
         kind: update, aggregate, spec, or unknown when it could not be decoded.
         sender: who made it, by its header; `coordinator` for a spec.
-        tensors: shape per tensor key, as it came; codecs: how many of them the header says are coded how; report: names of the report's fields that carry a value.
+        tensors: shape per tensor key, as it came; codecs: how many of them the header lists by codec; report: names of the report's fields that carry a value.
     """
 
     id: str
@@ -52,14 +52,6 @@ class SeenArtifact:
     base: str | None = None
     codecs: Mapping[TensorCodec, int] = field(default_factory=dict)
     problem: str | None = None
-
-
-@dataclass(frozen=True)
-class Completed:
-    """An artifact that became complete, and its bytes."""
-
-    seen: SeenArtifact
-    data: bytes
 
 
 @dataclass
@@ -83,6 +75,11 @@ class _Messages:
 
 def _number(value: object) -> int:
     return value if isinstance(value, int) else 0
+
+
+def _direction(parsed: ParsedTopic) -> tuple[str, str]:
+    """The device whose topic it is (`*` for a broadcast), and `up` or `down`."""
+    return parsed.device or "*", "up" if parsed.kind in _UP_KINDS else "down"
 
 
 def describe(artifact: str, data: bytes) -> SeenArtifact:
@@ -111,7 +108,7 @@ def describe(artifact: str, data: bytes) -> SeenArtifact:
 
 
 class Capture:
-    """All that one federation sent over a broker, as far as the frames fed to it tell.
+    """All that one federation sent over a broker, as far as the frames fed to it show.
 
     Args:
         federation: its id; frames of other topics are counted as foreign.
@@ -126,19 +123,19 @@ class Capture:
         self._held = 0
         self._messages: dict[str, _Messages] = {}
         self._round_of: dict[str, int] = {}
-        self._chunk_bytes: dict[tuple[str, str, str], int] = {}
-        self._control_bytes: dict[tuple[str, str, int], int] = {}
+        self._chunk_bytes: Counter[tuple[str, str, str]] = Counter()
+        self._control_bytes: Counter[tuple[str, str, int]] = Counter()
         self._keys: dict[int, str] = {}
         self._key_problems: list[str] = []
         self._foreign = 0
         self._damaged = 0
 
-    def feed(self, topic: str, payload: bytes) -> list[Completed]:
-        """Take one frame; returns the artifacts that this frame completed."""
+    def feed(self, topic: str, payload: bytes) -> dict[str, bytes]:
+        """Take one frame; returns the bytes of the artifacts that it completed, by their id."""
         parsed = self._topics.parse(topic)
         if parsed is None:
             self._foreign += 1
-            return []
+            return {}
         if parsed.kind in _CHUNK_KINDS:
             return self._feed_chunk(parsed, payload)
         return self._feed_message(parsed, payload)
@@ -150,8 +147,7 @@ class Capture:
         for device, ways in bytes_per_round.items():
             for way, rounds in ways.items():
                 for round_number, size in rounds.items():
-                    key = (device, way, int(round_number))
-                    self._control_bytes[key] = self._control_bytes.get(key, 0) + size
+                    self._control_bytes[device, way, int(round_number)] += size
         for artifact, data in artifacts.items():
             self.artifacts[artifact] = describe(artifact, data)
 
@@ -168,18 +164,16 @@ class Capture:
         deltas = [seen for seen in self.artifacts.values() if any(map(is_delta, seen.codecs))]
         return sorted({str(seen.base) for seen in deltas} - self.artifacts.keys())
 
-    def _feed_chunk(self, parsed: ParsedTopic, payload: bytes) -> list[Completed]:
+    def _feed_chunk(self, parsed: ParsedTopic, payload: bytes) -> dict[str, bytes]:
         try:
             chunk = parse_chunk(payload)
         except WireError:
             self._damaged += 1
-            self._count(parsed, 0, len(payload))
-            return []
-        way = "up" if parsed.kind in _UP_KINDS else "down"
-        key = (parsed.device or "*", way, chunk.artifact)
-        self._chunk_bytes[key] = self._chunk_bytes.get(key, 0) + len(payload)
+            self._control_bytes[(*_direction(parsed), 0)] += len(payload)
+            return {}
+        self._chunk_bytes[(*_direction(parsed), chunk.artifact)] += len(payload)
         if chunk.artifact in self.artifacts:
-            return []
+            return {}
         incoming = self._incoming.setdefault(chunk.artifact, _Incoming())
         if chunk.index not in incoming.chunks and not incoming.given_up:
             incoming.chunks[chunk.index] = chunk.data
@@ -190,28 +184,27 @@ class Capture:
             incoming.given_up = True
         return self._complete(chunk.artifact)
 
-    def _complete(self, artifact: str) -> list[Completed]:
+    def _complete(self, artifact: str) -> dict[str, bytes]:
         incoming = self._incoming.get(artifact)
         if incoming is None or not incoming.is_complete:
-            return []
+            return {}
         data = b"".join(chunk for _, chunk in sorted(incoming.chunks.items()))
         self._held -= len(data)
         incoming.chunks.clear()
         if hashlib.sha256(data).hexdigest() != artifact:
             self._damaged += 1
-            return []
+            return {}
         del self._incoming[artifact]
-        seen = describe(artifact, data)
-        self.artifacts[artifact] = seen
-        return [Completed(seen, data)]
+        self.artifacts[artifact] = describe(artifact, data)
+        return {artifact: data}
 
-    def _feed_message(self, parsed: ParsedTopic, payload: bytes) -> list[Completed]:
+    def _feed_message(self, parsed: ParsedTopic, payload: bytes) -> dict[str, bytes]:
         fields = self._read_message(payload)
-        self._count(parsed, _number(fields.get("round")), len(payload))
+        self._control_bytes[(*_direction(parsed), _number(fields.get("round")))] += len(payload)
         if not fields:
             if payload:  # an empty payload clears a retained message
                 self._damaged += 1
-            return []
+            return {}
         kind = str(fields.get("kind", "unknown"))
         entry = self._messages.setdefault(kind, _Messages())
         entry.count += 1
@@ -219,10 +212,10 @@ class Capture:
         entry.senders.add(str(fields.get("sender", "unknown")))
         if kind == "key_chain":
             self._learn_keys(payload)
-        completed: list[Completed] = []
+        completed: dict[str, bytes] = {}
         for value in fields.values():
             if isinstance(value, dict) and isinstance(value.get("id"), str):
-                completed += self._learn_reference(value, _number(fields.get("round")))
+                completed |= self._learn_reference(value, _number(fields.get("round")))
         final = fields.get("aggregate")
         if kind == "finished" and isinstance(final, dict):
             self.finished_with = str(final.get("id"))
@@ -236,16 +229,16 @@ class Capture:
                 check_links(chain)
                 for link in chain.links:
                     if self._keys.setdefault(link.serial, link.new) != link.new:
-                        raise OrderError(f"key {link.serial} was told twice, and differently")
+                        raise OrderError(f"key {link.serial} was announced twice, and differently")
         except WireError as error:
             if str(error) not in self._key_problems and len(self._key_problems) < MAX_PROBLEMS:
                 self._key_problems.append(str(error))
 
-    def _learn_reference(self, value: Mapping[str, object], round_number: int) -> list[Completed]:
+    def _learn_reference(self, value: Mapping[str, object], round_number: int) -> dict[str, bytes]:
         artifact, size, chunk_bytes = str(value["id"]), _number(value.get("size")), _number(value.get("chunk_bytes"))
         self._round_of.setdefault(artifact, round_number)
         if artifact in self.artifacts or size < 1 or chunk_bytes < 1:
-            return []
+            return {}
         incoming = self._incoming.setdefault(artifact, _Incoming())
         incoming.size, incoming.chunk_bytes = size, chunk_bytes
         return self._complete(artifact)
@@ -260,25 +253,17 @@ class Capture:
             return {}
         return fields if isinstance(fields, dict) else {}
 
-    def _count(self, parsed: ParsedTopic, round_number: int, size: int) -> None:
-        way = "up" if parsed.kind in _UP_KINDS else "down"
-        key = (parsed.device or "*", way, round_number)
-        self._control_bytes[key] = self._control_bytes.get(key, 0) + size
-
     def bytes_per_round(self) -> dict[str, dict[str, dict[str, int]]]:
         """Payload bytes by device (`*`: broadcasts), way (`up`, `down`) and round (`0`: outside of any round)."""
-        totals: dict[str, dict[str, dict[str, int]]] = {}
-
-        def add(device: str, way: str, round_number: int, size: int) -> None:
-            rounds = totals.setdefault(device, {}).setdefault(way, {})
-            rounds[str(round_number)] = rounds.get(str(round_number), 0) + size
-
+        counted = Counter(self._control_bytes)
         for (device, way, artifact), size in self._chunk_bytes.items():
             seen = self.artifacts.get(artifact)
-            known = seen is not None and seen.kind in ("update", "aggregate")
-            add(device, way, seen.round if seen is not None and known else self._round_of.get(artifact, 0), size)
-        for (device, way, round_number), size in self._control_bytes.items():
-            add(device, way, round_number, size)
+            is_of_round = seen is not None and seen.kind in ("update", "aggregate")
+            round_number = seen.round if seen is not None and is_of_round else self._round_of.get(artifact, 0)
+            counted[device, way, round_number] += size
+        totals: dict[str, dict[str, dict[str, int]]] = {}
+        for (device, way, round_number), size in counted.items():
+            totals.setdefault(device, {}).setdefault(way, {})[str(round_number)] = size
         return totals
 
     def record(self) -> dict[str, object]:

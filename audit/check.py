@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -108,14 +109,6 @@ def _without_base(inspections: Mapping[str, Inspection]) -> Counter[str]:
     return +missed
 
 
-def _inspected(data: bytes) -> Inspection | None:
-    """What an artifact holds; None for a spec, or bytes nobody can decode, which are still searched as raw bytes."""
-    try:
-        return inspect(data)
-    except WireError:
-        return None
-
-
 def check_recording(observed: Path, private: Iterable[Path]) -> Check:
     """Compare everything an observer recorded with private weights.
 
@@ -129,8 +122,10 @@ def check_recording(observed: Path, private: Iterable[Path]) -> Check:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CaptureError(f"{observed} is not an observer's folder: {error}") from error
     truth = private_tensors(private)
-    decoded = {artifact: _inspected(data) for artifact, data in blobs.items()}
-    inspections = {artifact: found for artifact, found in decoded.items() if found is not None}
+    inspections: dict[str, Inspection] = {}
+    for artifact, data in blobs.items():
+        with suppress(WireError):  # a spec, or bytes nobody can decode, are still searched as raw bytes
+            inspections[artifact] = inspect(data)
     seen = wire_tensors(inspections)
     payloads = dict(blobs) | {f"{name} (decompressed)": found.payload for name, found in inspections.items()}
     matches = compare(seen, truth) + find_bytes(payloads, truth)

@@ -7,8 +7,10 @@ AuditError
 
 from __future__ import annotations
 
+from fedcg.errors import FedcgError
 
-class AuditError(Exception):
+
+class AuditError(FedcgError):
     """Base of everything the audit raises."""
 
 

@@ -104,7 +104,7 @@ def correlation(left: Array, right: Array) -> float:
 def row_correlation(left: Array, right: Array) -> float:
     """Mean absolute correlation over the rows (first axis of the one that has axes), weighted by the rows' elements.
 
-    It finds what per-channel scales hide from the correlation over all. Zero when the rows are too short to tell.
+    It finds what per-channel scales hide from the correlation over all. Zero when the rows are too short.
     """
     shape = left.shape if left.ndim > 1 else right.shape
     if len(shape) < 2 or left.size // shape[0] < MIN_ROW_ELEMENTS:
@@ -136,11 +136,11 @@ class _SameSize:
         for tensor, overall in zip(self.tensors, self.correlations(value), strict=True):
             yield tensor, max(float(overall), _by_rows(value, tensor.value))
 
-    def by_delta(self, value: Array, base: Array, threshold: float) -> Iterator[tuple[PrivateTensor, float]]:
+    def by_delta(self, value: Array, base: Array) -> Iterator[tuple[PrivateTensor, float]]:
         total = np.asarray(value, dtype=np.float64).ravel() + np.asarray(base, dtype=np.float64).ravel()
         both = zip(self.tensors, self.correlations(base), self.correlations(total), strict=True)
         for tensor, alone, by_sum in both:
-            found = float(by_sum) if alone < threshold else 0.0
+            found = float(by_sum) if alone < THRESHOLD else 0.0
             if alone >= EARLIER_VERSION:
                 change = np.asarray(tensor.value, dtype=np.float64) - np.asarray(base, np.float64).reshape(
                     tensor.value.shape
@@ -149,15 +149,12 @@ class _SameSize:
             yield tensor, found
 
 
-def compare(
-    artifacts: Iterable[WireTensor], private: Sequence[PrivateTensor], threshold: float = THRESHOLD
-) -> list[Match]:
+def compare(artifacts: Iterable[WireTensor], private: Sequence[PrivateTensor]) -> list[Match]:
     """Every pair of a tensor on the wire and a private tensor of the same flattened size that is too much alike.
 
     Args:
         artifacts: the tensors that crossed, with the bases they may be deltas to.
         private: the truth, read on the devices.
-        threshold: smallest absolute correlation that counts.
 
     Returns:
         Matches, in the order of the artifacts; empty when nothing leaked.
@@ -173,13 +170,13 @@ def compare(
         if group is None:
             continue
         for tensor, found in group.by_value(seen.value):
-            if found >= threshold:
+            if found >= THRESHOLD:
                 matches.append(Match(seen.artifact, seen.name, tensor.owner, tensor.name, "value", None, found))
         for name, base in seen.bases.items():
             if np.size(base) != seen.value.size:
                 continue
-            for tensor, found in group.by_delta(seen.value, base, threshold):
-                if found >= threshold:
+            for tensor, found in group.by_delta(seen.value, base):
+                if found >= THRESHOLD:
                     matches.append(Match(seen.artifact, seen.name, tensor.owner, tensor.name, "delta", name, found))
     return matches
 
@@ -204,7 +201,7 @@ def find_bytes(payloads: Mapping[str, bytes], private: Iterable[PrivateTensor]) 
 
     Args:
         payloads: name -> bytes; give the frames as recorded and the decompressed tensors, as compression hides bytes.
-        private: the truth; tensors shorter than 32 bytes (8 float32 numbers) can't be told from chance and are skipped.
+        private: the truth; tensors shorter than 32 bytes (8 float32 numbers) are found by chance and are skipped.
     """
     owners: dict[bytes, list[PrivateTensor]] = {}
     for tensor in private:

@@ -56,22 +56,12 @@ class Observer:
         federation: its id.
         out: folder for the recording; made if it is not there.
         keep_frames: also append every frame to `frames.bin`.
-        clock: seconds that never go back.
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        federation: str,
-        out: Path,
-        *,
-        keep_frames: bool = False,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, transport: Transport, federation: str, out: Path, *, keep_frames: bool = False) -> None:
         self.capture = Capture(federation)
         self._transport = transport
         self._out = out
-        self._clock = clock
         self._queue: queue.Queue[Delivery] = queue.Queue(MAX_QUEUED)
         self._lost = 0
         self._links = 0
@@ -108,15 +98,15 @@ class Observer:
 
     def run(self, stop: threading.Event, *, until_finished: bool, on_ready: Callable[[], None]) -> None:
         """Record until `stop` is set, or until the federation is finished and the wire is quiet."""
-        changed, ready, written_at, heard_at = True, False, -WRITE_EVERY_S, self._clock()
+        changed, ready, written_at, heard_at = True, False, -WRITE_EVERY_S, time.monotonic()
         while not stop.is_set():
             if not ready and self._linked.is_set():
                 self._write()
                 on_ready()
                 ready = True
             if self._take(timeout_s=0.05):
-                changed, heard_at = True, self._clock()
-            now = self._clock()
+                changed, heard_at = True, time.monotonic()
+            now = time.monotonic()
             if changed and ready and now - written_at >= WRITE_EVERY_S:
                 self._write()
                 changed, written_at = False, now
@@ -141,8 +131,8 @@ class Observer:
         if self._frames is not None:
             topic = delivery.topic.encode()
             self._frames.write(_FRAME.pack(len(topic), len(delivery.payload)) + topic + delivery.payload)
-        for completed in self.capture.feed(delivery.topic, delivery.payload):
-            replace_durably(self._out / ARTIFACTS / completed.seen.id, completed.data)
+        for artifact, data in self.capture.feed(delivery.topic, delivery.payload).items():
+            replace_durably(self._out / ARTIFACTS / artifact, data)
         return True
 
     def _write(self) -> None:

@@ -14,9 +14,13 @@ CoordinatorError
 
 from __future__ import annotations
 
+from fedcg.errors import BAD_INPUT, FAILED, FedcgError
 
-class CoordinatorError(Exception):
+
+class CoordinatorError(FedcgError):
     """Base of everything the coordinator raises."""
+
+    exit_code = BAD_INPUT
 
 
 class HomeError(CoordinatorError):
@@ -37,6 +41,8 @@ class EnrolmentError(CoordinatorError):
 
 class StoreError(CoordinatorError):
     """The database refused, or has another version."""
+
+    exit_code = FAILED
 
 
 class AggregationError(CoordinatorError):

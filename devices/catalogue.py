@@ -1,21 +1,15 @@
-"""What is known about each Jetson module: reads `catalogue.toml`, checks it, and looks a module up."""
+"""What is known about each Jetson module: reads `catalogue.toml` and looks a module up."""
 
 from __future__ import annotations
 
 import re
-import sys
 from dataclasses import dataclass
-from importlib.resources import files
+from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from devices.errors import CatalogueError
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from fedcg.config_file import read_toml
 
 GB = 1_000_000_000
 _PART_NUMBER = re.compile(r"p\d{4}-\d{4}")
@@ -86,26 +80,5 @@ class KnownJetson:
 
 
 def load_catalogue() -> Catalogue:
-    """Read the catalogue that is part of the package.
-
-    Raises:
-        CatalogueError: When the file is damaged or a module names an unknown system on chip.
-    """
-    text = files("devices").joinpath("catalogue.toml").read_text(encoding="utf-8")
-    return parse_catalogue(text)
-
-
-def parse_catalogue(text: str) -> Catalogue:
-    """Parse and check the text of a catalogue.
-
-    Raises:
-        CatalogueError: When it is not valid, with the reason.
-    """
-    try:
-        catalogue = Catalogue.model_validate(tomllib.loads(text))
-    except (tomllib.TOMLDecodeError, ValidationError) as error:
-        raise CatalogueError(f"the catalogue of Jetson modules is damaged, reinstall the package: {error}") from error
-    for number, module in catalogue.module.items():
-        if module.soc not in catalogue.soc:
-            raise CatalogueError(f"module {number} names the unknown system on chip {module.soc!r}")
-    return catalogue
+    """Read the catalogue that is part of the package."""
+    return read_toml(Path(__file__).with_name("catalogue.toml"), Catalogue, RuntimeError)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from devices import files, limits
 from devices.catalogue import KnownJetson, load_catalogue
-from devices.nvidia import GpuProbe, driver_files_gpu, nvml_gpu
+from devices.nvidia import driver_files_gpu, nvml_gpu
 from devices.profile import (
     LEAST_TRAINING_BYTES,
     MIB,
@@ -26,24 +26,23 @@ from devices.profile import (
 LIVE_ROOT = Path("/")
 
 
-def detect(root: Path | str = LIVE_ROOT, *, probe_gpu: GpuProbe | None = None) -> DeviceProfile:
+def detect(root: Path | str = LIVE_ROOT) -> DeviceProfile:
     """Describe the box.
 
     Args:
-        root: Where its files are: "/" for the box itself, or a recorded file tree of another one.
-        probe_gpu: Asks the driver for the first GPU. By default NVML, and only for the box itself: a recorded tree
-            must not be mixed with this machine's GPU.
+        root: Where its files are: "/" for the box itself, or a recorded file tree of another one. Only for the box itself
+            the driver is asked for its GPU.
 
     Returns:
-        The profile; fields that the box does not tell are None.
+        The profile; fields that the box does not report are None.
     """
     root = Path(root)
     live = root == LIVE_ROOT
-    probe = probe_gpu or (nvml_gpu if live else _no_probe)
+    asked = nvml_gpu() if live else None
     jetson = load_catalogue().identify(files.compatible(root))
     memory = _least(files.installed_memory(root), limits.memory_limit(root))
     l4t = files.l4t_release(root)
-    gpu = _jetson_gpu(jetson, probe(), memory) if jetson else probe() or driver_files_gpu(root)
+    gpu = _jetson_gpu(jetson, asked, memory) if jetson else asked or driver_files_gpu(root)
     return DeviceProfile(
         kind=_kind(jetson, gpu),
         model=_model(root, jetson),
@@ -57,17 +56,13 @@ def detect(root: Path | str = LIVE_ROOT, *, probe_gpu: GpuProbe | None = None) -
     )
 
 
-def _no_probe() -> Gpu | None:
-    return None
-
-
 def _least(*values: int | None) -> int | None:
     return min((value for value in values if value is not None), default=None)
 
 
 def _usable_cpus(root: Path, *, live: bool) -> int | None:
     quota = limits.cpu_limit(root)
-    # sched_getaffinity is Linux only; elsewhere the box simply does not say.
+    # sched_getaffinity is Linux only; elsewhere it is unknown.
     affinity = len(os.sched_getaffinity(0)) if live and hasattr(os, "sched_getaffinity") else None
     return _least(files.online_cpus(root), affinity, max(1, int(quota)) if quota is not None else None)
 
@@ -86,13 +81,13 @@ def _model(root: Path, jetson: KnownJetson | None) -> str | None:
     return f"{board} [{jetson.module.name}]" if board else jetson.module.name
 
 
-def _jetson_gpu(jetson: KnownJetson, told: Gpu | None, memory: int | None) -> Gpu:
-    """The integrated GPU: what the driver tells, completed by the catalogue; its memory is the box's memory."""
+def _jetson_gpu(jetson: KnownJetson, reported: Gpu | None, memory: int | None) -> Gpu:
+    """The integrated GPU: what the driver reports, completed by the catalogue; its memory is the box's memory."""
     return Gpu(
-        name=told.name if told else f"{jetson.soc.family} (integrated)",
+        name=reported.name if reported else f"{jetson.soc.family} (integrated)",
         memory_bytes=memory if memory is not None else (jetson.module.memory_bytes if jetson.module else None),
-        compute_capability=(told.compute_capability if told else None) or jetson.soc.compute_capability,
-        driver=told.driver if told else None,
+        compute_capability=(reported.compute_capability if reported else None) or jetson.soc.compute_capability,
+        driver=reported.driver if reported else None,
         shares_memory=True,
     )
 

@@ -1,20 +1,9 @@
-"""Errors of the devices package.
-
-DeviceError
-├── CatalogueError     the catalogue of known modules is not what it must be
-└── NotTrainableError  the box cannot train with us; says why and what is possible
-"""
+"""The error of the devices package."""
 
 from __future__ import annotations
 
-
-class DeviceError(Exception):
-    """Base of everything the devices package raises."""
+from fedcg.errors import FedcgError
 
 
-class CatalogueError(DeviceError):
-    """The catalogue of known modules is not what it must be."""
-
-
-class NotTrainableError(DeviceError):
+class NotTrainableError(FedcgError):
     """The box cannot train with us; the message says why and what is possible instead."""

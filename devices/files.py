@@ -1,6 +1,6 @@
 """Reads the files by which Linux describes a machine, below any root, so that a recorded tree reads like a live box.
 
-Every reader returns None when the machine does not say.
+Every reader returns None when the machine does not report it.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ def cpuinfo_field(root: Path, name: str) -> str | None:
 
 def architecture(root: Path) -> str | None:
     """The machine's architecture as `uname -m` names it."""
-    told = read_text(root, "proc/sys/kernel/arch")
-    if told is not None:
-        return told
+    reported = read_text(root, "proc/sys/kernel/arch")
+    if reported is not None:
+        return reported
     if cpuinfo_field(root, "CPU architecture") == "8":
         return "aarch64"
     flags = cpuinfo_field(root, "flags")

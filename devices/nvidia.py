@@ -13,7 +13,6 @@ from devices.files import read_text
 from devices.profile import Gpu
 
 T = TypeVar("T")
-GpuProbe = Callable[[], Gpu | None]
 
 
 def nvml_gpu() -> Gpu | None:
@@ -47,16 +46,11 @@ def _first_gpu(nvml: Any) -> Gpu | None:
     memory = ask(lambda: int(nvml.nvmlDeviceGetMemoryInfo(handle).total))
     capability = ask(lambda: nvml.nvmlDeviceGetCudaComputeCapability(handle))
     return Gpu(
-        name=_text(ask(lambda: nvml.nvmlDeviceGetName(handle))) or "NVIDIA GPU",
+        name=ask(lambda: str(nvml.nvmlDeviceGetName(handle))) or "NVIDIA GPU",
         memory_bytes=memory or None,
         compute_capability=(int(capability[0]), int(capability[1])) if capability else None,
-        driver=_text(ask(nvml.nvmlSystemGetDriverVersion)),
+        driver=ask(lambda: str(nvml.nvmlSystemGetDriverVersion())),
     )
-
-
-def _text(value: str | bytes | None) -> str | None:
-    """Older releases of the binding return bytes."""
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
 
 
 def driver_files_gpu(root: Path) -> Gpu | None:

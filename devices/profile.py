@@ -1,6 +1,6 @@
 """What a box is, as a value, and the plan for training on it. Reads nothing: `detect` fills the values.
 
-A None in any field means "unavailable": the box did not say. It is never replaced by a zero or a guess.
+A None in any field means "unavailable": the box did not report it. It is never replaced by a zero or a guess.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How a box is doing right now: temperatures, power, free disk, and the one word that may be reported about it.
 
-Reads sysfs below any root. What a machine does not say is None, never zero, and does not count against it.
+Reads sysfs below any root. What a machine does not report is None, never zero, and does not count against it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Telemetry:
         is_hot: whether a zone is close to its own critical trip point; None when no zone can be read.
         battery_percent: charge of the emptiest battery; None without one.
         is_discharging: whether a battery is discharging.
-        free_disk_bytes: free for ordinary users where the private store lies; None when that can't be told.
+        free_disk_bytes: free for ordinary users where the private store lies; None when it can't be read.
     """
 
     hottest_c: float | None
@@ -81,7 +81,7 @@ def read_telemetry(disk: Path, root: Path = Path("/")) -> Telemetry:
 
 
 def _zone(root: Path, name: str) -> tuple[float, float] | None:
-    """(temperature, the temperature from which it counts as hot) of a thermal zone; None when it does not say."""
+    """(temperature, the temperature from which it counts as hot) of a thermal zone; None when it does not report it."""
     folder = f"sys/class/thermal/{name}"
     millidegrees = read_int(root, f"{folder}/temp")
     if millidegrees is None:

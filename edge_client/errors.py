@@ -6,7 +6,7 @@ EdgeError
 │   ├── StoreLockedError     another agent (or its trainer) works in this store
 │   ├── StoreFormatError     written by a newer version, or not a private store at all
 │   └── StoreDamagedError    no generation passes its checksums
-├── CohortError          no cohort code, or the private store can't take its secret
+├── CohortError          no cohort code
 ├── EnrolError           this box could not be enrolled, its certificate not renewed, or it could not leave
 ├── NoAnswerError        the coordinator does not answer this device; says how far a message came
 ├── FirewallError        something that may not leave the box was about to; names device, part and tensor
@@ -17,16 +17,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from fedcg.errors import BAD_INPUT, FedcgError
 from fedcg.wire.messages.messages import DeclineReason
 from fedcg.wire.parts import Part
 
 
-class EdgeError(Exception):
+class EdgeError(FedcgError):
     """Base of everything the agent raises."""
 
 
 class ConfigError(EdgeError):
     """The configuration is wrong; lists every problem."""
+
+    exit_code = BAD_INPUT
 
 
 class StoreError(EdgeError):
@@ -34,7 +37,9 @@ class StoreError(EdgeError):
 
 
 class CohortError(EdgeError):
-    """No cohort code, or a store that can't take its secret."""
+    """No cohort code."""
+
+    exit_code = BAD_INPUT
 
 
 def unreadable(path: Path, error: OSError) -> StoreError:

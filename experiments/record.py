@@ -1,8 +1,9 @@
-"""The record of a run that may be published: what was asked, on which machine and day, what came out; no path of that machine."""
+"""Records of runs and measurements that may be published: what was asked, on which machine and day, what came out; no path of it."""
 
 from __future__ import annotations
 
 import json
+import platform
 from collections.abc import Mapping
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
@@ -38,6 +39,17 @@ def _version(name: str) -> str:
         return version(name)
     except PackageNotFoundError:
         return "none"
+
+
+def bench_record(kind: str) -> dict[str, Any]:
+    """What every record of a measurement begins with: its kind, the date, this machine, the versions."""
+    return {
+        "format": RECORD_FORMAT,
+        "kind": kind,
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "machine": machine(),
+        "versions": {"python": platform.python_version(), **versions()},
+    }
 
 
 def record_of_summary(summary: Mapping[str, Any], root: Path) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 ExportError
 ├── InputError            a file that cannot be classified: missing, not an image
-│   └── TooLargeError     over the pixel limit
 ├── ModelError            a model directory that cannot be used
 │   ├── ManifestError     no manifest, or one that is not valid
 │   └── TamperedError     the model's bytes are not the ones the manifest names
@@ -10,15 +9,20 @@ ExportError
 ├── GateError             the new model is worse than the one in service
 ├── ServingError          the server cannot start: its port is taken, its address is not this machine's
 ├── RefusedError          a request that the server does not answer with a prediction
+│   └── QueueFullError    one of more than it takes at a time
 ├── ConversionError       the network could not be written as ONNX
 └── VerificationError     the ONNX model does not do what the trained one does
 """
 
 from __future__ import annotations
 
+from fedcg.errors import BAD_INPUT, FedcgError
 
-class ExportError(Exception):
+
+class ExportError(FedcgError):
     """Base of everything this package raises."""
+
+    exit_code = BAD_INPUT
 
 
 class InputError(ExportError):
@@ -33,10 +37,6 @@ class InputError(ExportError):
         super().__init__(f"{file}: {reason}")
         self.file = file
         self.reason = reason
-
-
-class TooLargeError(InputError):
-    """An image over the pixel limit."""
 
 
 class ModelError(ExportError):
@@ -85,6 +85,13 @@ class RefusedError(ExportError):
     def as_json(self) -> dict[str, object]:
         """The document that answers the request, over HTTP and over MQTT."""
         return {"error": {"code": self.code, "message": str(self), "field": self.field or None}}
+
+
+class QueueFullError(RefusedError):
+    """As much waits as the server takes; the same request may succeed in a moment."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(429, "queue_full", f"{why}; try again in a second", retry_after_s=1)
 
 
 class ConversionError(ExportError):

@@ -7,32 +7,39 @@ only the `infer` extra has no click.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from importlib.metadata import EntryPoint, entry_points, version
-from typing import Annotated, Any, NoReturn
+from collections.abc import Callable, Sequence
+from importlib.metadata import entry_points, version
+from typing import Annotated, Any
 
 import typer
 import typer.main
 from rich.console import Console
 from typer.core import TyperCommand, TyperGroup
 
+from fedcg.errors import FAILED, FedcgError
+
 DEBUG_FLAG = "--debug"
 INTERRUPTED = 130
-# Packages that one option or sub-command needs, and no kind of machine.
-_EXTRAS = {"ray": "ray", "infer uvicorn": "serve", "infer fastapi": "serve"}
+# What to install for packages that one option or sub-command needs, and no kind of machine.
+_INSTALLS = {
+    "ray": "'fedcg-edge[ray]'",
+    "cryptography": "cryptography",
+    "onnx": "onnx",
+    "infer uvicorn": "'fedcg-edge[serve]'",
+    "infer fastapi": "'fedcg-edge[serve]'",
+}
 
 
-class MissingExtraError(Exception):
+class MissingExtraError(FedcgError):
     """A command that needs a Python package which is not installed on this machine."""
 
     def __init__(self, command: str, missing: ModuleNotFoundError) -> None:
         name = (missing.name or "").partition(".")[0]
-        extra = _EXTRAS.get(name) or _EXTRAS.get(f"{command} {name}")
-        known = f"Install it with: pip install 'fedcg-edge[{extra}]'."
-        guess = "Install the extra for this kind of machine, e.g. pip install 'fedcg-edge[edge]' (or infer, coordinator, demo)."
+        known = _INSTALLS.get(name) or _INSTALLS.get(f"{command} {name}")
+        extra = "Install the extra for this kind of machine, e.g. pip install 'fedcg-edge[edge]' (or infer, coordinator, demo)."
         super().__init__(
             f"`fedcg {command}` needs the Python package {name!r}, which is not installed here. "
-            f"{known if extra else guess}"
+            f"{f'Install it with: pip install {known}.' if known else extra}"
         )
 
 
@@ -52,9 +59,6 @@ class LazyGroup(TyperGroup):
 
     entry_point_group = "fedcg.commands"
 
-    def _entry(self, name: str) -> EntryPoint | None:
-        return next((entry for entry in entry_points(group=self.entry_point_group) if entry.name == name), None)
-
     def list_commands(self, ctx: Any) -> list[str]:
         """Names of all registered sub-commands."""
         return sorted(entry.name for entry in entry_points(group=self.entry_point_group))
@@ -66,7 +70,7 @@ class LazyGroup(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> TyperCommand | TyperGroup | None:
         """Load one sub-command."""
-        entry = self._entry(cmd_name)
+        entry = next((one for one in entry_points(group=self.entry_point_group) if one.name == cmd_name), None)
         if entry is None:
             return None
         try:
@@ -76,6 +80,27 @@ class LazyGroup(TyperGroup):
         # Completion is installed for `fedcg` as a whole.
         command.params = [one for one in command.params if one.name not in ("install_completion", "show_completion")]
         return command
+
+
+class _Fedcg(LazyGroup):
+    """The whole command: the one place where an error becomes a line on stderr and an exit code."""
+
+    def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, *more: Any, **options: Any) -> Any:
+        """Run, and end the process."""
+        given = sys.argv[1:] if args is None else args
+        words = [word for word in given if word != DEBUG_FLAG]
+        try:
+            return super().main(words, prog_name, *more, **options)
+        except SystemExit as stop:
+            if stop.code == INTERRUPTED:
+                Console(stderr=True).print("Interrupted.")
+            raise
+        except Exception as error:  # the outermost boundary: one line for the operator, a traceback with --debug
+            shown = MissingExtraError(words[0], error) if isinstance(error, ModuleNotFoundError) else error
+            if DEBUG_FLAG in given:
+                raise shown from error
+            Console(stderr=True, highlight=False).print(f"Error: {shown}", markup=False, soft_wrap=True)
+            sys.exit(shown.exit_code if isinstance(shown, FedcgError) else FAILED)
 
 
 def _unavailable(name: str, error: ModuleNotFoundError) -> TyperCommand | TyperGroup:
@@ -94,11 +119,6 @@ def _show_version(asked: bool) -> None:
         raise typer.Exit
 
 
-def _exit_with(code: object, **_options: object) -> None:
-    if isinstance(code, int) and code:
-        raise typer.Exit(code)
-
-
 def _describe(
     show_version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
@@ -110,38 +130,15 @@ def _describe(
     """
 
 
-def _build() -> TyperCommand | TyperGroup:
-    root = typer.Typer(
-        cls=LazyGroup,
-        no_args_is_help=True,
-        result_callback=_exit_with,
-        context_settings={"help_option_names": ["-h", "--help"]},
-    )
-    root.callback()(_describe)
-    return _as_command(root, "fedcg")
-
-
-app = _build()
+fedcg = typer.Typer(
+    cls=_Fedcg,
+    callback=_describe,
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app = _as_command(fedcg, "fedcg")
 
 
 def main() -> None:
     """Entry point of the console script."""
-    debug = DEBUG_FLAG in sys.argv
-    arguments = [argument for argument in sys.argv[1:] if argument != DEBUG_FLAG]
-    try:
-        app.main(args=arguments, prog_name="fedcg")
-    except SystemExit as stop:
-        if stop.code == INTERRUPTED:
-            Console(stderr=True).print("Interrupted.")
-        raise
-    except ModuleNotFoundError as error:
-        _report(MissingExtraError(arguments[0], error), debug)
-    except Exception as error:  # noqa: BLE001 - the outermost boundary: one line for the operator, a traceback with --debug
-        _report(error, debug)
-
-
-def _report(error: Exception, debug: bool) -> NoReturn:
-    if debug:
-        raise error
-    Console(stderr=True, highlight=False).print(f"Error: {error}", markup=False, soft_wrap=True)
-    sys.exit(1)
+    app.main(prog_name="fedcg")

@@ -11,7 +11,7 @@ def advice_for(error: OSError, place: Path) -> str:
     """The next step after an error of the file system: who may use the file, or which disk to look at.
 
     Args:
-        error: what the system said.
+        error: of the system.
         place: the folder that was worked in, for an error that names no file.
     """
     if error.errno in (errno.EACCES, errno.EPERM):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,9 +23,9 @@ class Mosquitto:
     binary: Path
     library_path: Path | None = None
 
-    def environment(self, base: Mapping[str, str] | None = None) -> dict[str, str]:
-        """The environment to start it in: `base` (default: this process's), plus where its libraries are."""
-        variables = dict(os.environ if base is None else base)
+    def environment(self) -> dict[str, str]:
+        """The environment to start it in: this process's, plus where its libraries are."""
+        variables = dict(os.environ)
         if self.library_path is not None:
             parts = [str(self.library_path), variables.get("LD_LIBRARY_PATH", "")]
             variables["LD_LIBRARY_PATH"] = os.pathsep.join(part for part in parts if part)

@@ -294,10 +294,10 @@ def own_hosts_only(
 
     async def check(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http":
-            told = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"host"), "")
-            found = HOST.fullmatch(told.lower())
+            named = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"host"), "")
+            found = HOST.fullmatch(named.lower())
             if found is None or found["name"].strip("[]") not in own | {scope["server"][0].removeprefix("::ffff:")}:
-                message = f"the Host header names {told[:100]!r}, which is not this server; add that name to {setting}"
+                message = f"the Host header names {named[:100]!r}, which is not this server; add that name to {setting}"
                 await refuse(message)(scope, receive, send)
                 return
         await application(scope, receive, send)

@@ -12,32 +12,28 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from coordinator.aggregation.server_state import tensors_of
 from coordinator.config import RobustnessSettings
 from coordinator.errors import ValidationError
 from coordinator.updates.robustness import Distances, Yardstick, clipped, given_weights, limits_of, medians_of, over
 from coordinator.updates.validation import Expected, validate_update
 from experiments.data.client_datasets import build_cohort
+from experiments.data.deal import DealOptions
 from experiments.data.open import open_source
 from experiments.data.partition_shares import Partition
-from experiments.simulation.wire_codec import arrays_of
 from fedcg.learning.method import Aggregate, LocalResult, SharedResult, Weights
 from fedcg.learning.networks.initial_weights import complete_spec
-from fedcg.learning.simulation.simulation import (
-    LocalOutcome,
-    LocalTask,
-    Party,
-    Roots,
-    Schedule,
-    SerialRunner,
-    Simulation,
-    simulated_rounds,
-)
+from fedcg.learning.simulation.party import Party
+from fedcg.learning.simulation.runners import SerialRunner
+from fedcg.learning.simulation.simulation import simulated_rounds
+from fedcg.learning.simulation.state import Schedule, Simulation
+from fedcg.learning.simulation.tasks import LocalOutcome, LocalTask
 from fedcg.learning.spec import FederationSpec, plan_from_mapping
+from fedcg.learning.tensor_conversion import to_arrays, to_weights
 from fedcg.learning.training.evaluation import evaluate
 from fedcg.wire.artifacts.artifacts import ArtifactHeader, Base, pack
 from fedcg.wire.artifacts.tensors import PartArrays
 from fedcg.wire.parts import Part, Report, ReportField
+from tests.support.learning_cases import roots_from_seed
 
 BASE = "0" * 64
 SETTINGS = RobustnessSettings()
@@ -122,7 +118,7 @@ class AttackedRunner(SerialRunner):
 
     def _defended(self, outcomes: Mapping[str, LocalOutcome], aggregate: Aggregate) -> dict[str, LocalOutcome]:
         spec = self._started.spec
-        yardstick = Yardstick(Base(BASE, arrays_of(aggregate.parts)), self._typical)
+        yardstick = Yardstick(Base(BASE, to_arrays(aggregate.parts)), self._typical)
         passed, decoded, distances = dict(outcomes), {}, {}
         for client, outcome in outcomes.items():
             assert outcome.result is not None
@@ -139,7 +135,7 @@ class AttackedRunner(SerialRunner):
         for client, row in distances.items():
             result = outcomes[client].result
             assert result is not None
-            kept = tensors_of(clipped(decoded[client], yardstick.base.parts, over(row, limits)))
+            kept = to_weights(clipped(decoded[client], yardstick.base.parts, over(row, limits)))
             passed[client] = replace(passed[client], result=_shared(result, kept))
         results = {client: outcome.result for client, outcome in passed.items() if outcome.result is not None}
         weights = given_weights({client: each.report.examples or 1 for client, each in results.items()}, SETTINGS)
@@ -159,7 +155,7 @@ def _validated(spec: FederationSpec, client: str, result: LocalResult, base: Bas
         base=BASE,
         report=result.report,
     )
-    data = pack(header, arrays_of(result.shared.parts), spec.codec)
+    data = pack(header, to_arrays(result.shared.parts), spec.codec)
     return validate_update(data, spec, Expected(spec.federation, 1, 1, client, BASE), base).parts
 
 
@@ -181,8 +177,8 @@ def party(method: str, partition: str, rounds: int, epochs: int, seed: int) -> P
     }
     spec = complete_spec(plan_from_mapping(plan))
     spec = spec.model_copy(update={"report": (ReportField.EXAMPLES,)})
-    cohort = build_cohort(source, spec.image, Partition.parse(partition), 4, seed)
-    return Party(spec, cohort.clients, Roots.from_seed(seed, tuple(sorted(cohort.clients))), cohort.common)
+    cohort = build_cohort(source, spec.image, DealOptions(4, Partition.parse(partition), seed))
+    return Party(spec, cohort.clients, roots_from_seed(seed, tuple(sorted(cohort.clients))), cohort.common)
 
 
 def downloaded(here: Party, now: Simulation) -> float:

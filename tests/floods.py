@@ -44,11 +44,12 @@ from fedcg.wire.messages.messages import (
     Receipt,
 )
 from fedcg.wire.messages.signing import SigningKey, seal
-from fedcg.wire.transfer.chunks import chunk_frame, make_ref
+from fedcg.wire.transfer.chunks import chunk_frame
 from fedcg.wire.transport.mqtt import MqttTransport
 from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles
 from fedcg.wire.transport.transport import Will
 from fedcg.wire.versions import SPOKEN
+from tests.support.artifact_chunks import make_ref
 from tests.support.brokers import free_port
 from tests.support.coordinator_support import (
     FEDERATION,

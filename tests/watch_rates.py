@@ -54,7 +54,7 @@ class Traffic:
 def swap(before: Traffic, after: Traffic, random: np.random.Generator) -> tuple[Verdict | None, int]:
     """One change of versions, looked at twice a second of 50 requests: the verdict, and after how many requests it came."""
     watch, requests = Watch(WINDOW), LONGEST * WINDOW
-    watch.heard("0001", before.rows(requests, random))
+    watch.answered("0001", before.rows(requests, random))
     assert watch.verdict() is None
     rows = after.rows(requests, random)
     failed = random.random(requests) < after.failing
@@ -63,7 +63,7 @@ def swap(before: Traffic, after: Traffic, random: np.random.Generator) -> tuple[
             if failed[number]:
                 watch.failed("0002")
             else:
-                watch.heard("0002", rows[number : number + 1])
+                watch.answered("0002", rows[number : number + 1])
         verdict = watch.verdict()
         if verdict is not None:
             return verdict, start + LOOK

@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import load, save
 
 from coordinator.errors import AggregationError
-from fedcg.learning.method import Aggregate, DivergedError, Method, ServerState, Weights
+from fedcg.learning.method import Aggregate, Method, ServerState, Weights, check_finite
 from fedcg.learning.spec import FederationSpec
+from fedcg.learning.tensor_conversion import to_arrays, to_weights
 from fedcg.wire.artifacts.artifacts import ArtifactHeader, codecs_for, pack, unpack
-from fedcg.wire.artifacts.tensors import PartArrays
 from fedcg.wire.messages.messages import COORDINATOR
 from fedcg.wire.parts import Part, PartLayouts
 
@@ -59,23 +59,14 @@ def pack_aggregate(
         | {"python": platform.python_version()},
         determinism=_determinism(spec, device),
     )
-    arrays: PartArrays = {
-        part: {name: tensor.detach().cpu().contiguous().numpy() for name, tensor in weights.items()}
-        for part, weights in aggregate.parts.items()
-    }
-    return pack(header, arrays, spec.aggregate_codec)
+    return pack(header, to_arrays(aggregate.parts), spec.aggregate_codec)
 
 
 def unpack_aggregate(data: bytes, spec: FederationSpec, method: Method) -> Aggregate:
     """The aggregate in an artifact, as the clients decode it too: both sides go on from the decoded numbers."""
     layouts = aggregate_layouts(spec, method)
     artifact = unpack(data, layouts, codecs=codecs_for(layouts, spec.aggregate_codec))
-    return Aggregate(parts=tensors_of(artifact.parts), label_distribution=artifact.header.label_distribution)
-
-
-def tensors_of(parts: PartArrays) -> dict[Part, Weights]:
-    """Arrays as torch tensors that share their memory."""
-    return {part: {name: torch.from_numpy(array) for name, array in arrays.items()} for part, arrays in parts.items()}
+    return Aggregate(parts=to_weights(artifact.parts), label_distribution=artifact.header.label_distribution)
 
 
 def encode_extras(state: ServerState) -> bytes:
@@ -108,9 +99,7 @@ def check_parts(parts: Mapping[Part, Weights], spec: FederationSpec, method: Met
     if set(parts) != wanted:
         found = sorted(part.value for part in parts)
         raise AggregationError(f"method {spec.method} made parts {found}, not {sorted(part.value for part in wanted)}")
-    for part, weights in parts.items():
-        if not all(bool(tensor.isfinite().all()) for tensor in weights.values()):
-            raise DivergedError(f"the merged {part.value} holds NaN or infinity")
+    check_finite(parts, "after the merge")
 
 
 def _determinism(spec: FederationSpec, device: str) -> dict[str, str]:

@@ -228,8 +228,8 @@ class JobRunner:
 
     def _update(self, client: str, artifact: str, weight: int) -> Update:
         """An update as it is merged: clipped, and with the weight that it is given (its own for 0)."""
-        from coordinator.aggregation.server_state import tensors_of
         from fedcg.learning.method import Update
+        from fedcg.learning.tensor_conversion import to_weights
 
         decoded = unpack_update(self._store.get(artifact), self._spec, self._yardstick.base)
         distances = self._distances[client] = self._yardstick.distances(decoded.parts)
@@ -238,7 +238,7 @@ class JobRunner:
         examples, counts = report.examples or 1, report.label_counts
         if weight and weight != examples and counts is not None:
             counts = tuple(-(-count * weight // examples) for count in counts)
-        return Update(client=client, parts=tensors_of(parts), examples=weight or examples, label_counts=counts)
+        return Update(client=client, parts=to_weights(parts), examples=weight or examples, label_counts=counts)
 
 
 class Throttle:

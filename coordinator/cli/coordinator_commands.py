@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from coordinator.cli.shared_options import AsJson, Directory, explained, sayer, store_of, tell
+from coordinator.cli.shared_options import AsJson, Directory, sayer, store_of, tell
 
 coordinator_app = typer.Typer(help="Create and run a coordinator.", no_args_is_help=True)
 federation_app = typer.Typer(help="Open and look at federations.", no_args_is_help=True)
@@ -71,8 +71,7 @@ def coordinator_init(
         carrier=CarrierSettings(port=carrier_port),
         aggregation=AggregationSettings(public_data=None if public_data is None else str(public_data.resolve())),
     )
-    with explained():
-        home = initialise(directory, config, observers=("observer",) if observer else ())
+    home = initialise(directory, config, observers=("observer",) if observer else ())
     text = f"Created {home.root}. Next: fedcg federation create --dir {home.root} plan.toml (plan --example prints one)"
     tell({"dir": str(home.root), "config": str(home.config_file)}, text, as_json=as_json)
 
@@ -90,8 +89,7 @@ def coordinator_run(
     from coordinator.paths import Home
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    with explained():
-        code = run_coordinator(Home(directory), exit_when_finished=exit_when_finished, say=sayer(as_json=as_json))
+    code = run_coordinator(Home(directory), exit_when_finished=exit_when_finished, say=sayer(as_json=as_json))
     raise typer.Exit(code)
 
 
@@ -105,7 +103,7 @@ def coordinator_rotate_key(directory: Directory, as_json: AsJson = False) -> Non
     from coordinator.pki.signing_keys import key_file, rotate_key
 
     now = time.time()
-    with explained(), store_of(directory) as (home, store):
+    with store_of(directory) as (home, store):
         link = rotate_key(home, store, now)
         void = [token for token in store.register.tokens() if token.revoked_at == now]
     path = key_file(home, link.serial)
@@ -131,13 +129,12 @@ def federation_plan(
     from coordinator.cli.create_federation import example_plan, read_plan
     from coordinator.errors import PlanError
 
-    with explained():
-        if example:
-            print(example_plan(), end="")
-            return
-        if plan is None:
-            raise PlanError("name a file to check, or ask for --example")
-        wanted = read_plan(plan)
+    if example:
+        print(example_plan(), end="")
+        return
+    if plan is None:
+        raise PlanError("name a file to check, or ask for --example")
+    wanted = read_plan(plan)
     tell(wanted.model_dump(mode="json"), f"{plan}: all fields can be used ({wanted.method}).", as_json=as_json)
 
 
@@ -151,7 +148,7 @@ def federation_create(
     from coordinator.cli.create_federation import read_plan
     from coordinator.cli.opening import open_federation
 
-    with explained(), store_of(directory) as (home, store), home.changing_members():
+    with store_of(directory) as (home, store), home.changing_members():
         record, initial = open_federation(home, store, read_plan(plan))
     values: dict[str, object] = {"federation": record.id, "spec": record.spec, "aggregate": initial.artifact}
     tell(values, f"Opened federation {record.id} ({record.method}, {record.rounds} rounds).", as_json=as_json)
@@ -162,7 +159,7 @@ def federation_show(directory: Directory, as_json: AsJson = False) -> None:
     """Say where the federation stands, and how its artifacts are coded."""
     from fedcg.learning.spec import FederationSpec
 
-    with explained(), store_of(directory) as (home, store):
+    with store_of(directory) as (home, store):
         for record in store.federations():
             state = store.round_state(record.id)
             spec = FederationSpec.parse((home.artifacts / record.spec).read_bytes())
@@ -185,7 +182,7 @@ def federation_show(directory: Directory, as_json: AsJson = False) -> None:
 @federation_app.command("resume")
 def federation_resume(directory: Directory, as_json: AsJson = False) -> None:
     """Let a paused federation try its round again; the coordinator must not be running."""
-    with explained(), store_of(directory) as (home, store), home.locked():
+    with store_of(directory) as (home, store), home.locked():
         for record in store.federations():
             store.resume(record.id)
             phase = store.round_state(record.id).phase.value
@@ -207,10 +204,9 @@ def broker_run(
     logging.basicConfig(
         level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
-    with explained():
-        if broker not in BROKERS:
-            raise BrokerError(f"--broker {broker}: choose one of {', '.join(BROKERS)}")
-        code = run_broker(Home(directory).require(), BrokerKind(broker), sayer(as_json=as_json))
+    if broker not in BROKERS:
+        raise BrokerError(f"--broker {broker}: choose one of {', '.join(BROKERS)}")
+    code = run_broker(Home(directory).require(), BrokerKind(broker), sayer(as_json=as_json))
     raise typer.Exit(code)
 
 
@@ -231,7 +227,7 @@ def deploy_mosquitto(
     from coordinator.broker.mosquitto import CONFIG_NAME
     from fedcg.find_mosquitto import find_mosquitto
 
-    with explained(), store_of(directory) as (home, _), home.changing_members():
+    with store_of(directory) as (home, _), home.changing_members():
         refresh_access(home)
         account = deploy(home, out)
         runs = reload_brokers(home)

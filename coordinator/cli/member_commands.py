@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from coordinator.cli.shared_options import AsJson, Directory, explained, store_of, tell
+from coordinator.cli.shared_options import AsJson, Directory, store_of, tell
 
 if TYPE_CHECKING:
     from coordinator.paths import Home
@@ -45,7 +45,7 @@ def token_create(
     from coordinator.errors import EnrolmentError
     from coordinator.members.tokens import Wish, create_token
 
-    with explained(), store_of(directory) as (home, store):
+    with store_of(directory) as (home, store):
         if device is not None and replaces is not None and device != replaces:
             raise EnrolmentError(f"--device {device} contradicts --replaces {replaces}: a new box takes over the id")
         now = time.time()
@@ -74,7 +74,7 @@ def token_create(
 def token_list(directory: Directory, as_json: AsJson = False) -> None:
     """List all tokens; their secrets are not known to the coordinator."""
     now = time.time()
-    with explained(), store_of(directory) as (_, store):
+    with store_of(directory) as (_, store):
         tokens = store.register.tokens()
     lines = [_token_line(token, now) for token in tokens] or ["no tokens yet; make one with `fedcg token create`"]
     tell([_token_values(token, now) for token in tokens], "\n".join(lines), as_json=as_json)
@@ -89,7 +89,7 @@ def token_revoke(
     """Make a token that was not used yet good for nothing."""
     from coordinator.members.tokens import revoke_token
 
-    with explained(), store_of(directory) as (home, store):
+    with store_of(directory) as (home, store):
         revoke_token(store, token, time.time())
         _diary(home).write("token_revoked", token=token)
     tell({"id": token, "state": "revoked"}, f"token {token} is revoked.", as_json=as_json)
@@ -109,7 +109,7 @@ def device_add(
     from coordinator.broker.access_lists import RELOAD_BY_HAND, publish_access
     from coordinator.members.bundle_enrolment import enrol
 
-    with explained(), store_of(directory) as (home, store), home.changing_members():
+    with store_of(directory) as (home, store), home.changing_members():
         bundles = enrol(home, store, ids, out, time.time())
         reloaded = publish_access(home)
     values: dict[str, object] = {
@@ -124,7 +124,7 @@ def device_add(
 @device_app.command("list")
 def device_list(directory: Directory, as_json: AsJson = False) -> None:
     """List all devices, also those that were revoked or left."""
-    with explained(), store_of(directory) as (home, store):
+    with store_of(directory) as (home, store):
         described = [_device_values(home, store, device) for device in store.devices()]
     lines = [_device_line(values) for values in described] or ["no devices yet; see `fedcg token create`"]
     tell(described, "\n".join(lines), as_json=as_json)
@@ -137,7 +137,7 @@ def device_show(
     """Show one device: state, keys, certificates."""
     from coordinator.errors import EnrolmentError
 
-    with explained(), store_of(directory) as (home, store):
+    with store_of(directory) as (home, store):
         record = store.device(device)
         if record is None:
             raise EnrolmentError(f"there is no device {device!r}; `fedcg device list` shows all")
@@ -164,7 +164,7 @@ def device_revoke(
     from coordinator.broker.access_lists import RELOAD_BY_HAND
     from coordinator.members.revocation import revoke
 
-    with explained(), store_of(directory) as (home, store):
+    with store_of(directory) as (home, store):
         done = revoke(home, store, device, reason, time.time())
         _diary(home).write(
             "device_revoked",

@@ -1,9 +1,8 @@
-"""What the coordinator's commands share: options, opening a home, telling results, explaining errors. Heavy imports happen inside."""
+"""What the coordinator's commands share: options, opening a home, telling results. Heavy imports happen inside."""
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,27 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from coordinator.errors import CoordinatorError, StoreError
-
 if TYPE_CHECKING:
     from coordinator.paths import Home
     from coordinator.storage.store import Store
 
 Directory = Annotated[Path, typer.Option("--dir", help="The coordinator's directory.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
-FAILED, BAD_INPUT = 1, 2
-
-
-@contextmanager
-def explained() -> Iterator[None]:
-    """Turn our errors into one line on stderr and an exit code: 1 failed while running, 2 bad input."""
-    from fedcg.wire.errors import WireError
-
-    try:
-        yield
-    except (CoordinatorError, WireError) as error:
-        print(f"Error: {error}", file=sys.stderr)  # noqa: T201 - the commands' output
-        raise typer.Exit(FAILED if isinstance(error, StoreError) else BAD_INPUT) from error
 
 
 @contextmanager

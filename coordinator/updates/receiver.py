@@ -7,7 +7,6 @@ again. The database decides whether an attempt still takes an update, so no answ
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
@@ -17,15 +16,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from coordinator.errors import ValidationError
 from coordinator.messaging.publisher import Publisher
-from coordinator.rounds.records import AttemptRecord, AttemptState, ParticipantState, UpdateRecord
+from coordinator.rounds.records import UpdateRecord
 from coordinator.rounds.round_engine import UpdateRefused, UpdateStored
-from coordinator.storage.store import Key, Store
-from coordinator.updates.robustness import Distances, Yardstick
-from coordinator.updates.track_record import typical_distances
+from coordinator.storage.store import Store
+from coordinator.updates.update_checks import UpdateChecks
 from coordinator.updates.upload_windows import Grant, Received, Uploads
-from coordinator.updates.validation import Expected, base_in, max_update_bytes, validate_update
+from coordinator.updates.validation import max_update_bytes
 from fedcg.event_log import EventLog
 from fedcg.learning.spec import FederationSpec
 from fedcg.refusal_counter import Refusals
@@ -110,16 +107,14 @@ class Receiver:
         refusals: Refusals,
     ) -> None:
         self.dropped = 0
-        self._spec = context.spec
+        self._checks = UpdateChecks(context.spec, context.store, context.artifacts, context.clock)
         self._store = context.store
-        self._artifacts = context.artifacts
         self._events = context.events
         self._clock = context.clock
         self._publisher = publisher
         self._notify = notify
         self._refusals = refusals
         self._max_bytes = max_update_bytes(context.spec)
-        self._yardstick: Yardstick | None = None
         self._partials = Partials(context.artifacts.root / ".partial", MAX_PARTIAL_FILES, MAX_PARTIAL_BYTES)
         self._uploads = Uploads(self._partials, context.limits.window, context.limits.shared)
         self._work: deque[tuple[_Work, int]] = deque()
@@ -251,7 +246,7 @@ class Receiver:
             log.exception("%s is rejected: its check failed", where)
             self._refusals.note("unforeseen", error, device)
             reason = f"its check failed with {type(error).__name__}; the coordinator's log has the details"
-            self._store_end(self._rejected(Received(device, manifest, self._clock(), self._artifacts.root), reason))
+            self._end_with(self._checks.rejected(device, manifest, self._clock(), reason), manifest)
             raise OrderError(f"the update of {device} was given up") from error
 
     def _answer(self, device: str, manifest: Manifest) -> None:
@@ -261,19 +256,17 @@ class Receiver:
             log.warning("the update of %s has to be announced again: %s", device, error)
 
     def _announced(self, device: str, manifest: Manifest) -> None:
-        earlier = self._store.update(self._key(manifest), device)
+        earlier = self._checks.ended(device, manifest)
         if earlier is not None:
             self._repeat(device, manifest, earlier)
             return
-        verdict = self._verdict(device, manifest)
+        verdict = self._checks.verdict(device, manifest)
         if verdict is not None:
             self._finish(device, manifest, *verdict)
             return
         if manifest.artifact.size > self._max_bytes:
-            reason = (
-                f"it has {manifest.artifact.size} bytes; an update of this federation has at most {self._max_bytes}"
-            )
-            self._store_end(self._rejected(Received(device, manifest, self._clock(), self._artifacts.root), reason))
+            limit = f"it has {manifest.artifact.size} bytes; an update of this federation has at most {self._max_bytes}"
+            self._end_with(self._checks.rejected(device, manifest, self._clock(), limit), manifest)
             return
         carrier = self._publisher.carrier(device)
         self._follow(self._uploads.begin(device, manifest, time.monotonic(), self._clock(), carrier))
@@ -322,76 +315,23 @@ class Receiver:
 
     def _follow(self, event: Grant | Received | None) -> None:
         if isinstance(event, Received):
-            self._store_end(self._checked(event))
+            self._end_with(self._checks.check(event), event.manifest, event)
         elif event is not None:
             with self._filled:  # what a grant allows may come as soon as it is published
                 frames = self._frames.get(event.device, SPARE_FRAMES) + sum(count for _, count in event.ranges)
                 self._frames[event.device] = min(frames, MAX_FRAMES)
             self._publisher.need(event.device, event.manifest, event.ranges)
 
-    # What becomes of an update
+    # How an update ends
 
-    def _verdict(self, device: str, manifest: Manifest) -> tuple[Outcome, str] | None:
-        """How an update ends without being looked into; None when its attempt takes it."""
-        key = self._key(manifest)
-        attempt = self._store.attempt(key)
-        if attempt is None or attempt.state is not AttemptState.COLLECTING:
-            return self._too_late(attempt)
-        invited = {person.client: person.state for person in self._store.participants(key)}
-        if device not in invited:
-            return Outcome.REJECTED, "the device was not invited to this attempt"
-        if invited[device] is ParticipantState.DECLINED:
-            return Outcome.REJECTED, "the device declined this attempt"
-        return None
-
-    def _too_late(self, attempt: AttemptRecord | None) -> tuple[Outcome, str]:
-        if attempt is None:
-            return Outcome.REJECTED, "there is no such round and attempt"
-        if attempt.state is AttemptState.FAILED:
-            return Outcome.CLOSED, "the attempt ended without an aggregate"
-        if self._store.aggregate(self._spec.federation, self._spec.rounds) is not None:
-            return Outcome.CLOSED, "the federation is finished"
-        return Outcome.LATE, "the round was closed without this update"
-
-    def _checked(self, received: Received) -> tuple[Received, UpdateRecord]:
-        """Validate a received update and, when it is good, make it durable."""
-        manifest, device = received.manifest, received.device
-        attempt = self._store.attempt(self._key(manifest))
-        assert attempt is not None
-        expected = Expected(self._spec.federation, manifest.round, manifest.attempt, device, attempt.base)
-        try:
-            yardstick = self._yardstick_for(attempt)
-            artifact = validate_update(received.file.read_bytes(), self._spec, expected, yardstick.base)
-            distances = yardstick.distances(artifact.parts)
-            yardstick.check(device, distances)
-        except ValidationError as error:
-            return self._rejected(received, error.reason)
-        self._artifacts.adopt(received.file, manifest.artifact.id)
-        report = artifact.header.report
-        told = None if report is None else report.model_dump_json(exclude_none=True)
-        return received, self._record(received, Outcome.ACCEPTED, report=told, distances=distances)
-
-    def _rejected(self, received: Received, reason: str) -> tuple[Received, UpdateRecord]:
-        return received, self._record(received, Outcome.REJECTED, reason[:300])
-
-    def _yardstick_for(self, attempt: AttemptRecord) -> Yardstick:
-        """What the updates of an attempt are taken to and measured by, made once a round."""
-        if self._yardstick is None or self._yardstick.base.id != attempt.base:
-            base = base_in(self._artifacts.get(attempt.base), self._spec, attempt.base)
-            typical = typical_distances(self._store, self._spec.federation, attempt.round - 1)
-            self._yardstick = Yardstick(base, typical)
-        return self._yardstick
-
-    def _store_end(self, ended: tuple[Received, UpdateRecord]) -> None:
+    def _end_with(self, record: UpdateRecord, manifest: Manifest, received: Received | None = None) -> None:
         """Commit how an update ended, send its receipt, and let the round engine know."""
-        received, record = ended
-        device, manifest = received.device, received.manifest
-        stored = self._store.end_update(record)
+        device, stored = record.client, self._store.end_update(record)
         if stored is None:
-            self._finish(device, manifest, *self._too_late(self._store.attempt(self._key(manifest))))
+            self._finish(device, manifest, *self._checks.why_late(manifest))
         elif stored is not record:
             self._repeat(device, manifest, stored)
-        elif record.outcome is Outcome.REJECTED:
+        elif received is None or record.outcome is Outcome.REJECTED:
             self._finish(device, manifest, record.outcome, record.reason)
             self._notify(UpdateRefused(record.round, record.attempt, device, record.reason))
         else:
@@ -453,28 +393,3 @@ class Receiver:
         self._uploads.clear()
         for device, manifest in abandoned.items():
             self._publisher.receipt(device, manifest, outcome, reason)
-
-    def _record(
-        self,
-        received: Received,
-        outcome: Outcome,
-        reason: str = "",
-        report: str | None = None,
-        distances: Distances | None = None,
-    ) -> UpdateRecord:
-        manifest = received.manifest
-        return UpdateRecord(
-            *self._key(manifest),
-            client=received.device,
-            artifact=manifest.artifact.id,
-            size=manifest.artifact.size,
-            outcome=outcome,
-            reason=reason,
-            report=report,
-            manifest_at=received.manifest_at,
-            stored_at=self._clock(),
-            distances=json.dumps(distances) if distances else None,
-        )
-
-    def _key(self, manifest: Manifest) -> Key:
-        return (self._spec.federation, manifest.round, manifest.attempt)

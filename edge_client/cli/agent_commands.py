@@ -15,8 +15,9 @@ import typer
 from rich.console import Console
 
 from edge_client.cli.enrol_commands import leave_command, renew_command
-from edge_client.cli.shared_options import FAILED, ConfigOption, JsonOption, ended, read_config
+from edge_client.cli.shared_options import ConfigOption, JsonOption, read_config
 from edge_client.cli.units import unit_command
+from fedcg.errors import FAILED
 
 app = typer.Typer(help="Run this device's agent, or look at its private store.", no_args_is_help=True)
 
@@ -39,8 +40,6 @@ def run_command(
     Exit codes: 0 ended in order; 1 failed; 2 the configuration is wrong.
     """
     from edge_client.agent.run import run_agent
-    from edge_client.errors import EdgeError
-    from fedcg.wire.errors import WireError
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     settings = read_config(config)
@@ -49,10 +48,7 @@ def run_command(
     else:
         place = f"{settings.broker.host}:{settings.broker.port}"
         print(f"agent {settings.device} of {settings.federation}, broker {place}, store {settings.store}", flush=True)
-    try:
-        code = run_agent(settings, until_finished=until_finished)
-    except (EdgeError, WireError) as error:
-        raise ended(error, FAILED) from error
+    code = run_agent(settings, until_finished=until_finished)
     if as_json:
         print(json.dumps({"event": "ended", "device": settings.device, "exit_code": code}), flush=True)
     raise typer.Exit(code)
@@ -62,12 +58,8 @@ def run_command(
 def status_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOption = False) -> None:
     """Show where this device stands: link, round, receipts, why it declined last, the model in use, how it ended."""
     from edge_client.cli.status import read_status
-    from edge_client.errors import EdgeError
 
-    try:
-        status = read_status(read_config(config))
-    except EdgeError as error:
-        raise ended(error, FAILED) from error
+    status = read_status(read_config(config))
     if as_json:
         print(json.dumps(status))
         return

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from edge_client.cli.shared_options import BAD_INPUT, FAILED, ConfigOption, JsonOption, ended, read_config
+from edge_client.cli.shared_options import ConfigOption, JsonOption, read_config
+from fedcg.errors import BadInputError
 
 if TYPE_CHECKING:
     from edge_client.store.private_store import PrivateStore
@@ -30,9 +29,9 @@ def create_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOptio
     """
     from edge_client.store.cohort_secret import create, mark_in
 
-    with _store_of(config) as (store, federation):
-        code = create(store)
-        mark = mark_in(store, federation)
+    store, federation = _store_of(config)
+    code = create(store)
+    mark = mark_in(store, federation)
     if as_json:
         typer.echo(json.dumps({"code": code, "mark": mark}))
         return
@@ -53,17 +52,12 @@ def join_command(
 
     Exit codes: 0 done, also when the same secret was there; 1 the private store refuses; 2 a bad code or configuration.
     """
-    from edge_client.errors import CohortError
-    from edge_client.store.cohort_secret import join, mark_in, secret_of
+    from edge_client.store.cohort_secret import join, mark_in
 
     code = _code(code_file)
-    try:
-        secret_of(code)
-    except CohortError as error:
-        raise ended(error, BAD_INPUT) from error
-    with _store_of(config) as (store, federation):
-        joined = join(store, code)
-        mark = mark_in(store, federation)
+    store, federation = _store_of(config)
+    joined = join(store, code)
+    mark = mark_in(store, federation)
     if as_json:
         typer.echo(json.dumps({"joined": joined, "mark": mark}))
     else:
@@ -78,8 +72,8 @@ def status_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOptio
     """
     from edge_client.store.cohort_secret import mark_in
 
-    with _store_of(config) as (store, federation):
-        mark = mark_in(store, federation)
+    store, federation = _store_of(config)
+    mark = mark_in(store, federation)
     if as_json:
         typer.echo(json.dumps({"mark": mark}))
     elif mark is not None:
@@ -98,16 +92,11 @@ def _code(code_file: str | None) -> str:
         with Path(code_file).open(encoding="ascii") as file:
             return file.read(1024)
     except (OSError, ValueError) as error:
-        raise ended(Exception(f"--code-file {code_file} can't be read: {error}"), BAD_INPUT) from error
+        raise BadInputError(f"--code-file {code_file} can't be read: {error}") from error
 
 
-@contextmanager
-def _store_of(config: Path) -> Iterator[tuple[PrivateStore, str]]:
-    from edge_client.errors import EdgeError
+def _store_of(config: Path) -> tuple[PrivateStore, str]:
     from edge_client.store.private_store import PrivateStore
 
     settings = read_config(config)
-    try:
-        yield PrivateStore.open(settings.store, settings.federation, settings.device), settings.federation
-    except EdgeError as error:
-        raise ended(error, FAILED) from error
+    return PrivateStore.open(settings.store, settings.federation, settings.device), settings.federation

@@ -19,7 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from devices.detect import detect
-from devices.errors import DeviceError
+from devices.errors import NotTrainableError
 from devices.profile import plan_training
 from edge_client.cli.status import is_locked, read_status
 from edge_client.config import AgentConfig
@@ -285,6 +285,6 @@ def _training(config: AgentConfig, now: datetime) -> Result:
         return "failed", f"{' and '.join(missing)} not installed", "pip install 'fedcg-edge[edge]'"
     try:
         plan = plan_training(detect(), device=config.training.device, threads=config.training.threads)
-    except DeviceError as error:
+    except NotTrainableError as error:
         return "failed", str(error), "this box can run a model, but not take part"
     return "ok", f"{plan.device}, {plan.threads} threads: {plan.reason}", ""

@@ -9,7 +9,8 @@ from typing import Annotated
 
 import typer
 
-from edge_client.cli.shared_options import BAD_INPUT, FAILED, ConfigOption, JsonOption, ended, read_config
+from edge_client.cli.shared_options import ConfigOption, JsonOption, read_config
+from fedcg.errors import BAD_INPUT, BadInputError
 
 STDIN = "-"
 
@@ -37,28 +38,19 @@ def enrol_command(
 
     Exit codes: 0 enrolled; 1 refused, or nobody answered; 2 bad input. Given again after a lost answer it goes on.
     """
-    from edge_client.errors import EnrolError
     from edge_client.identity.enrol import enrol
     from fedcg.provision.agent_config import DATA
-    from fedcg.wire.errors import WireError
     from fedcg.wire.messages.enrolment_messages import Token
 
     if token == STDIN and sys.stdin.isatty():
         typer.echo("token: ", err=True, nl=False)
-    try:
-        parsed = Token.parse(sys.stdin.readline() if token == STDIN else token)
-    except WireError as error:
-        raise ended(error, BAD_INPUT) from error
+    parsed = Token.parse(sys.stdin.readline() if token == STDIN else token)
     if data is not None and not data.startswith("dataset:") and not Path(data).exists():
-        missing = (
+        raise BadInputError(
             f"--data {data}: there is no such file or folder. The token was not used; correct --data, or leave it out"
         )
-        raise ended(EnrolError(missing), BAD_INPUT)
     where = DATA if data is None else data if data.startswith("dataset:") else str(Path(data).absolute())
-    try:
-        enrolled = enrol(parsed, out, url=url, device=device, data=where)
-    except (EnrolError, OSError) as error:
-        raise ended(error, FAILED) from error
+    enrolled = enrol(parsed, out, url=url, device=device, data=where)
     until = enrolled.certificate.not_valid_after_utc
     if as_json:
         about = {"device": enrolled.device, "federation": enrolled.federation, "config": str(enrolled.config)}
@@ -76,15 +68,11 @@ def renew_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOption
 
     Exit codes: 0 renewed; 1 refused, or nobody answered; 2 the configuration is wrong. A running agent goes on meanwhile.
     """
-    from edge_client.errors import EdgeError
     from edge_client.identity.keys import load_keys
     from edge_client.identity.renewal import renew
 
     settings = read_config(config)
-    try:
-        certificate = renew(settings, load_keys(settings).signing)
-    except (EdgeError, OSError) as error:
-        raise ended(error, FAILED) from error
+    certificate = renew(settings, load_keys(settings).signing)
     until = certificate.not_valid_after_utc
     if as_json:
         typer.echo(json.dumps({"device": settings.device, "certificate_expires": until.isoformat()}))
@@ -111,17 +99,12 @@ def leave_command(
     The images and agent.toml stay. Exit codes: 0 left; 1 the coordinator did not confirm or an agent still runs, and
     nothing was erased; 2 the configuration is wrong, or nobody said yes.
     """
-    from edge_client.errors import EdgeError
     from edge_client.identity.leave import leave
-    from fedcg.wire.errors import WireError
 
     settings = read_config(config)
     if not yes and not _is_confirmed(settings.device, settings.federation, settings.store if erase else None):
         raise typer.Exit(BAD_INPUT)
-    try:
-        left = leave(settings, erase=erase, tell=not without_coordinator, timeout_s=timeout_s)
-    except (EdgeError, WireError, OSError) as error:
-        raise ended(error, FAILED) from error
+    left = leave(settings, erase=erase, tell=not without_coordinator, timeout_s=timeout_s)
     if as_json:
         erased = [str(path) for path in left.erased]
         typer.echo(json.dumps({"device": settings.device, "confirmed": left.confirmed, "erased": erased}))

@@ -12,7 +12,7 @@ import hmac
 import re
 import secrets
 
-from edge_client.errors import CohortError
+from edge_client.errors import CohortError, StoreError
 from edge_client.store.private_store import SECRET_BYTES, PrivateStore
 
 _CHECK_BYTES = 3
@@ -26,7 +26,7 @@ def create(store: PrivateStore) -> str:
     """Make the cohort's secret on its first device; the code to carry to the others.
 
     Raises:
-        CohortError: there is one here, or private networks of this store have started without it.
+        StoreError: there is one here, or private networks of this store have started without it.
     """
     secret = secrets.token_bytes(SECRET_BYTES)
     _keep(store, secret)
@@ -37,7 +37,8 @@ def join(store: PrivateStore, code: str) -> bool:
     """Put the secret that a code holds into the store; False when it was there already.
 
     Raises:
-        CohortError: no such code, another secret is here, or private networks of this store have started without it.
+        CohortError: no such code.
+        StoreError: another secret is here, or private networks of this store have started without it.
     """
     secret = secret_of(code)
     if store.cohort_secret() == secret:
@@ -48,11 +49,11 @@ def join(store: PrivateStore, code: str) -> bool:
 
 def _keep(store: PrivateStore, secret: bytes) -> None:
     if store.cohort_secret() is not None:
-        raise CohortError(
+        raise StoreError(
             f"{store.root} has a cohort secret already; a device has one for as long as its federation runs"
         )
     if store.generations.current()[0] is not None:
-        raise CohortError(
+        raise StoreError(
             f"{store.root}: private networks have started here without a cohort secret, and can't change their start; "
             "set another `store` to begin anew"
         )

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 
 from edge_client.training.local_data import RoundData
 from fedcg.learning.choice import is_preferred
-from fedcg.learning.data.image_folder import ImageSet
-from fedcg.learning.errors import DataError
+from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Weights
-from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationSpec
-from fedcg.learning.training.evaluation import consistency, evaluate, generator_spread
+from fedcg.learning.training.evaluation import evaluate
 from fedcg.wire.parts import Part
 
 PERSONAL = (Part.EXTRACTOR, Part.CLASSIFIER)
@@ -68,17 +66,3 @@ def measure(
         test=None if test is None else test.accuracy,
         common=None if shared is None else shared.accuracy,
     )
-
-
-def generator_figures(
-    spec: FederationSpec, parts: Mapping[Part, Weights], images: ImageSet, streams: Streams
-) -> dict[str, float | None]:
-    """Consistency and spread of a client's own generator; empty for a method without one."""
-    if Part.GENERATOR not in parts:
-        return {}
-    agreed = consistency(spec, parts[Part.CLASSIFIER], parts[Part.GENERATOR], streams)
-    try:
-        spread = generator_spread(spec, parts[Part.EXTRACTOR], parts[Part.GENERATOR], images, streams)
-    except DataError:
-        return {"consistency": agreed, "spread": None}
-    return {"consistency": agreed, "spread": spread}

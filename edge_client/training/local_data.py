@@ -15,8 +15,6 @@ from edge_client.errors import RoundError
 from edge_client.store.data_snapshot import Snapshot, SnapshotFile
 from fedcg.learning.data.formats import is_array_source, stamp
 from fedcg.learning.data.image_folder import (
-    FileEntry,
-    ImageSet,
     LocalImages,
     given_split,
     list_files,
@@ -25,7 +23,7 @@ from fedcg.learning.data.image_folder import (
     split_by_hash,
 )
 from fedcg.learning.errors import DataError
-from fedcg.learning.image_set import SkippedImage
+from fedcg.learning.image_set import FileEntry, ImageSet, SkippedImage
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.messages.messages import DeclineReason
 

@@ -22,19 +22,28 @@ from edge_client.firewall import UpdateFacts, build_update
 from edge_client.session.events import TrainRound
 from edge_client.store.generations import Generation, NewGeneration, StoredState
 from edge_client.store.private_store import PrivateStore
-from edge_client.training.evaluation import Measured, generator_figures, measure, personal_parts
+from edge_client.training.evaluation import Measured, measure, personal_parts
 from edge_client.training.local_data import LocalData, RoundData
 from edge_client.training.progress_events import ProgressEvents
-from edge_client.training.tensor_conversion import to_arrays, to_weights
 from fedcg.event_log import EventLog
-from fedcg.learning.method import Aggregate, ClientState, DivergedError, LocalResult, Method, RoundContext, Weights
+from fedcg.learning.method import (
+    Aggregate,
+    ClientState,
+    DivergedError,
+    LocalResult,
+    Method,
+    RoundContext,
+    Weights,
+    check_finite,
+)
 from fedcg.learning.networks import layouts
 from fedcg.learning.networks.initial_weights import initial_parts, shadow_spec
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import Streams, spec_root
 from fedcg.learning.spec import FederationSpec
+from fedcg.learning.tensor_conversion import to_arrays, to_weights
+from fedcg.learning.training.evaluation import generator_figures
 from fedcg.wire.artifacts.artifacts import Artifact, codecs_for, unpack
-from fedcg.wire.artifacts.tensors import assert_finite
 from fedcg.wire.errors import IntegrityError
 from fedcg.wire.messages.messages import DeclineReason
 from fedcg.wire.parts import Health, Part, is_delta
@@ -156,7 +165,7 @@ def train_round(work: Workplace, command: TrainRound) -> Generation:
         progress=progress,
     )
     result = method.local_round(start.personal, data.train, as_aggregate(base), ctx)
-    _check_finite(result.private)
+    check_finite(result.private.parts, "after the round")
     shadow = _train_shadow(work, start, data, ctx, progress)
     return _commit(work, command, spec, _Outcome(data, base, result, shadow, start, ctx, started))
 
@@ -193,23 +202,11 @@ def _train_shadow(
     beside = replace(ctx, spec=shadow_spec(ctx.spec), progress=progress.named("shadow"))
     try:
         trained = get_method("local").local_round(start.shadow, data.train, None, beside).private
-        _check_finite(trained)
+        check_finite(trained.parts, "after the round")
     except DivergedError as error:
         work.events.write("refused", what="shadow", round=ctx.round, attempt=ctx.attempt, detail=str(error))
         return start.shadow
     return trained
-
-
-def _check_finite(state: ClientState) -> None:
-    """Check the weights: no loss is computed after the last step, and private weights never pass the firewall.
-
-    Raises:
-        DivergedError: a weight is not finite.
-    """
-    try:
-        assert_finite(to_arrays(state.parts))
-    except IntegrityError as error:
-        raise DivergedError(f"{error} after the round; the state before it still stands") from error
 
 
 def _commit(work: Workplace, command: TrainRound, spec: FederationSpec, done: _Outcome) -> Generation:

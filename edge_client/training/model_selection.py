@@ -21,12 +21,12 @@ from edge_client.training.evaluation import Measured, measure, personal_parts
 from edge_client.training.local_data import RoundData
 from edge_client.training.local_round import Workplace, as_aggregate, decode_aggregate, load_spec
 from edge_client.training.onnx_export import Outcome, common_accuracy, export_model
-from edge_client.training.tensor_conversion import to_weights
 from fedcg.learning.aggregation.averaging import weighted_average
 from fedcg.learning.method import ClientState, DivergedError, Method, RoundContext, Weights
 from fedcg.learning.networks.initial_weights import shadow_spec
 from fedcg.learning.registry import get_method
 from fedcg.learning.spec import FederationSpec
+from fedcg.learning.tensor_conversion import to_weights
 from fedcg.learning.training.evaluation import calibrated_loss, logits_of
 from fedcg.wire.parts import Part
 

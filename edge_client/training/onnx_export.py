@@ -8,7 +8,6 @@ from pathlib import Path
 from edge_client.store.data_snapshot import Snapshot
 from edge_client.training.evaluation import Measured
 from edge_client.training.local_round import Workplace, load_spec
-from edge_client.training.tensor_conversion import to_weights
 from export.build.install_model import package_personal
 from export.build.variants import CALIBRATION_IMAGES, HeldOut
 from export.errors import GateError
@@ -19,6 +18,7 @@ from export.model.versions import Slots
 from fedcg.event_log import EventValue
 from fedcg.learning.method import Weights
 from fedcg.learning.spec import FederationSpec
+from fedcg.learning.tensor_conversion import to_weights
 from fedcg.wire.parts import Part
 
 Outcome = dict[str, EventValue]

@@ -23,7 +23,7 @@ class MqttCarrier:
 
     def __init__(self, transport: Transport, topic: str, ask: Callable[[ArtifactRef, Ranges], None]) -> None:
         self._topic = topic
-        self._sender = ChunkSender(transport, "chunks", at_once=True)
+        self._sender = ChunkSender(transport, "chunks")
         self.fetch = ask
 
     def start(self) -> None:

@@ -9,13 +9,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from experiments.data.deal import ClientPictures, DealOptions, Partition, TestDeal, Validation, deal_out
+from experiments.data.deal import ClientPictures, DealOptions, deal_out
 from experiments.data.image_cache import Decoder
 from experiments.data.lazy_images import Picture, PicturesPerClass
 from experiments.data.source import Source
 from experiments.errors import SourceError
-from fedcg.learning.data.image_folder import FileEntry, ImageSet, SkippedImage, split_by_hash
-from fedcg.learning.simulation.simulation import ClientData
+from fedcg.learning.data.image_folder import split_by_hash
+from fedcg.learning.image_set import FileEntry, ImageSet, SkippedImage
+from fedcg.learning.simulation.party import ClientData
 from fedcg.learning.spec import ImageForm
 
 # As the agent splits a folder that has a test part.
@@ -43,36 +44,19 @@ class Cohort:
     domains: Mapping[str, str] | None = None
 
 
-def build_cohort(
-    source: Source,
-    form: ImageForm,
-    partition: Partition,
-    clients: int,
-    seed: int,
-    images_per_client: int | None = None,
-    validation: Validation = "share",
-    test: TestDeal = "proportional",
-    public_images: int = 0,
-    cache: Path | None = None,
-) -> Cohort:
+def build_cohort(source: Source, form: ImageForm, options: DealOptions, cache: Path | None = None) -> Cohort:
     """Deal a source out and decode what was dealt.
 
     Args:
         source: the images.
         form: the spec's image form.
-        partition: how images are spread over clients.
-        clients: number of clients.
-        seed: decides who gets what.
-        images_per_client: see `DealOptions`, as are `validation`, `test` and `public_images`.
-        validation: `share` or `test-half`.
-        test: `proportional` or `even`.
-        public_images: unlabelled images for the server, at most.
+        options: what decides who gets what.
         cache: folder of the decoded copy of a large source; the user's cache folder when None.
 
     Raises:
         SourceError: too few images for so many clients; no client with two that can be decoded; no such domains.
     """
-    deal = deal_out(source, DealOptions(clients, partition, seed, images_per_client, validation, test, public_images))
+    deal = deal_out(source, options)
     decoder = Decoder(form)
     decoder.remember(source, cache)
     reader = _Reader(form, deal.classes, decoder)
@@ -80,9 +64,7 @@ def build_cohort(
     if all(len(data.train) < 2 for data in datasets.values()):
         raise SourceError("no client has the 2 training images that are needed at least")
     common = reader.read(deal.common).images
-    public = None
-    if deal.public:
-        public = reader.unlabelled(deal.public)
+    public = reader.unlabelled(deal.public) if deal.public else None
     domains = {name: one.domain for name, one in deal.clients.items() if one.domain is not None}
     return Cohort(datasets, common, public, deal.classes, reader.skipped, domains)
 

@@ -19,8 +19,6 @@ from experiments.data.partition_shares import Partition, Shares, cut, draw_share
 from experiments.data.source import Source
 from experiments.errors import SourceError
 
-__all__ = ["ClientPictures", "Deal", "DealOptions", "Partition", "TestDeal", "Validation", "client_names", "deal_out"]
-
 MIN_TRAIN_IMAGES = 40  # two batches of 16 after a validation split, and something to learn from
 COMMON_PER_CLASS = 200  # a sampling error of about one point with ten classes
 

@@ -81,7 +81,7 @@ class Decoder:
         files = sorted({picture.where for picture in _pictures(source) if picture.file is not None})
         if len(files) < REMEMBERED_FROM:
             return
-        folder = (cache or default_cache()) / _key(files, self._form)
+        folder = (cache or user_cache("images")) / _key(files, self._form)
         try:
             if not folder.is_dir():
                 self._write(folder, files)
@@ -116,9 +116,9 @@ class Decoder:
             shutil.rmtree(making, ignore_errors=True)
 
 
-def default_cache() -> Path:
-    """The user's cache folder for decoded images."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedcg" / "images"
+def user_cache(name: str) -> Path:
+    """A folder of ours in the user's cache folder: `images` holds decoded ones, `datasets` data sets by name."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedcg" / name
 
 
 def _pictures(source: Source) -> Iterator[Picture]:

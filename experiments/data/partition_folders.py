@@ -12,13 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiments.data.deal import DealOptions, TestDeal, Validation, client_names, deal_out
+from experiments.data.deal import DealOptions, deal_out
 from experiments.data.lazy_images import Picture
-from experiments.data.partition_shares import Partition, cut, limit
 from experiments.data.source import Source
 from experiments.errors import SourceError
-
-__all__ = ["ClientFolder", "Partition", "Prepared", "client_names", "cut", "limit", "load_prepared", "prepare"]
 
 PARTITION_FILE = "partition.json"
 
@@ -67,38 +64,21 @@ def _place(pictures: Sequence[Picture], folder: Path, name: str | None = None) -
             shutil.copyfile(picture.file, target)
 
 
-def prepare(
-    source: Source,
-    out: Path,
-    *,
-    clients: int,
-    partition: Partition,
-    seed: int,
-    images_per_client: int | None = None,
-    validation: Validation = "share",
-    test: TestDeal = "proportional",
-    public_images: int = 0,
-) -> Prepared:
+def prepare(source: Source, out: Path, options: DealOptions) -> Prepared:
     """Write `out/CLIENT/{train,test}/CLASS/*`, `out/common/CLASS/*`, `out/public/*` and `out/partition.json`.
 
     Every client gets every class folder, also an empty one, so that class lists agree. Without a test part in the
     source, a sixth of each class becomes test and another sixth (at most 200, the same in every class) common test.
+    The file names of public images say nothing of their classes.
 
     Args:
         source: the images.
         out: folder to write to; made if it is not there.
-        clients: number of clients.
-        partition: how images are spread over clients.
-        seed: decides everything.
-        images_per_client: at most this many training images per client, class proportions kept; None: no bound.
-        validation: see `DealOptions`.
-        test: see `DealOptions`.
-        public_images: see `DealOptions`; their file names say nothing of their classes.
+        options: what decides who gets what.
 
     Raises:
         SourceError: too few images for so many clients, or a folder that can't be written.
     """
-    options = DealOptions(clients, partition, seed, images_per_client, validation, test, public_images)
     deal = deal_out(source, options)
     folders = []
     for name, dealt in deal.clients.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from experiments.data.array_sources import array_source
+from experiments.data.image_cache import user_cache
 from experiments.data.source import TORCHVISION, Source
 from experiments.errors import SourceError
 from fedcg.learning.data.formats import ArrayData
@@ -53,11 +53,6 @@ _KNOWN = {
 }
 
 
-def default_root() -> Path:
-    """Where data sets by name lie unless a root is given: `fedcg/datasets` in the user's cache folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedcg" / "datasets"
-
-
 def named_source(text: str) -> Source:
     """Open `NAME` or `NAME:ROOT`.
 
@@ -68,7 +63,7 @@ def named_source(text: str) -> Source:
     known = _KNOWN.get(name)
     if known is None:
         raise SourceError(f"{TORCHVISION}{name}: known are {', '.join(_KNOWN)}")
-    root = Path(folder) if folder else default_root()
+    root = Path(folder) if folder else user_cache("datasets")
     try:
         kind = getattr(vision("datasets"), known.type_name)
     except LearningError as error:

@@ -17,13 +17,13 @@ from typing import Any
 from rich.console import Console
 
 from coordinator.broker.access_lists import publish_access
-from coordinator.cli.create_federation import read_plan
 from coordinator.cli.opening import initialise, open_federation
 from coordinator.config import AggregationSettings, ApiSettings, BrokerSettings, CoordinatorConfig
 from coordinator.members.bundle_enrolment import enrol
 from coordinator.paths import Home
 from coordinator.storage.store import Store
-from experiments.data.partition_folders import Prepared, client_names, load_prepared, prepare
+from experiments.data.deal import client_names
+from experiments.data.partition_folders import Prepared, load_prepared, prepare
 from experiments.data.source import Source
 from experiments.demo.event_follower import AgentStory, CoordinatorStory, Follower
 from experiments.demo.processes import POLL_S, Child, Children, children, fedcg
@@ -32,13 +32,13 @@ from experiments.demo.run_folder import LOOPBACK, Run, write_secrets
 from experiments.demo.summary import seconds, summarise
 from experiments.errors import ProcessError
 from experiments.record import versions
-from experiments.settings.options import FEDERATION, root_secret, toml_text
+from experiments.settings.options import FEDERATION, root_secret
 from fedcg.files import READABLE, replace_durably
-from fedcg.learning.spec import FederationSpec
+from fedcg.learning.spec import FederationSpec, plan_from_mapping
 from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, DEFAULT_ALLOW_UPLOAD, Part, ReportField
 
 READY_S = 30.0
-SETTLE_S = 5.0  # for the observer to write what it heard last
+SETTLE_S = 5.0  # for the observer to write what crossed last
 PROVISIONING = frozenset({"init", "federation", "devices"})
 
 
@@ -91,12 +91,12 @@ class Demo:
         data = asyncio.create_task(self._prepare_data(source))
         is_new = not self._done >= PROVISIONING
         if is_new:  # nothing has run yet, so what an interrupted run left of it can simply be made again
-            await asyncio.to_thread(self._initialise, source)
+            await asyncio.to_thread(self._initialise)
         serve = fedcg("broker", "run", "--dir", run.home, "--broker", run.broker)
         broker = await processes.start("broker", serve, outlives_others=True)
         if run.setting.public_images:
             await data  # a federation is opened only when its public images can be read
-        coordinator = await self._start_coordinator(processes, is_new=is_new)
+        coordinator = await self._start_coordinator(processes, source, is_new=is_new)
         observer = await self._start_observer(processes)
         lines = await processes.line(broker, "ready", READY_S)
         self._broker_named = lines[0].removeprefix("broker:").strip()
@@ -116,21 +116,11 @@ class Demo:
         """Write each client's folder, unless an earlier run did; what a broken one left is removed first."""
         if "data" in self._done:
             return
-        setting = self._run.setting
         await asyncio.to_thread(shutil.rmtree, self._run.data, ignore_errors=True)
-        await asyncio.to_thread(
-            prepare,
-            source,
-            self._run.data,
-            clients=setting.clients,
-            partition=setting.checked_partition(),
-            seed=setting.seed,
-            images_per_client=setting.images_per_client,
-            public_images=setting.public_images,
-        )
+        await asyncio.to_thread(prepare, source, self._run.data, self._run.setting.deal())
         self._complete(frozenset({"data"}))
 
-    def _initialise(self, source: Source) -> None:
+    def _initialise(self) -> None:
         run = self._run
         for folder in (run.home, run.root / "devices"):
             shutil.rmtree(folder, ignore_errors=True)
@@ -143,23 +133,22 @@ class Demo:
         )
         home = initialise(run.home, config, observers=("observer",))
         home.secret_file.write_bytes(root_secret(run.setting.seed, "coordinator"))
-        (run.root / "plan.toml").write_text(toml_text(run.setting.plan(source)))
 
-    async def _start_coordinator(self, processes: Children, *, is_new: bool) -> Child:
+    async def _start_coordinator(self, processes: Children, source: Source, *, is_new: bool) -> Child:
         """Start the coordinator; in a new run it loads its packages while the federation is opened, and waits for that."""
         home, command = Home(self._run.home), fedcg("coordinator", "run", "--dir", self._run.home)
         if not is_new:
             return await processes.start("coordinator", command)
         with home.changing_members():
             coordinator = await processes.start("coordinator", command)
-            await asyncio.to_thread(self._provision, home)
+            await asyncio.to_thread(self._provision, home, source)
         self._complete(PROVISIONING)
         return coordinator
 
-    def _provision(self, home: Home) -> None:
+    def _provision(self, home: Home, source: Source) -> None:
         """Open the federation and make every device's bundle."""
         with contextlib.closing(Store(home.database)) as store:
-            open_federation(home, store, read_plan(self._run.root / "plan.toml"))
+            open_federation(home, store, plan_from_mapping(self._run.setting.plan(source)))
             enrol(home, store, self._clients, self._run.root / "devices", time.time())
             publish_access(home)
 

@@ -10,6 +10,7 @@ from rich.live import Live
 from rich.table import Table
 
 from experiments.demo.event_follower import AgentStory, CoordinatorStory, number
+from experiments.demo.summary import mean, percent
 
 BAR = 12
 _WORDS = {
@@ -34,7 +35,7 @@ def _accuracies(agent: AgentStory, prefix: str) -> str:
         return ""
     event = agent.curve[max(agent.curve)]
     values = (number(event, f"accuracy_{prefix}{what}") for what in ("local", "personal"))
-    return " / ".join("-" if value is None else f"{100 * value:.1f}" for value in values)
+    return " / ".join(map(percent, values))
 
 
 class Progress:
@@ -81,8 +82,7 @@ class Progress:
     def _round_line(self, agents: Sequence[AgentStory], round_number: int) -> str:
         def average(name: str) -> str:
             events = [agent.curve[round_number] for agent in agents if round_number in agent.curve]
-            values = [value for value in (number(event, name) for event in events) if value is not None]
-            return f"{100 * sum(values) / len(values):.1f}" if values else "-"
+            return percent(mean([number(event, name) for event in events]))
 
         return (
             f"round {round_number}/{self._rounds}: mean accuracy, % (local / personal): "
@@ -99,12 +99,6 @@ class Progress:
         table.add_row("coordinator", state, _bar(coordinator.step, coordinator.steps), "", "")
         for agent in agents:
             state = _WORDS.get(agent.state, agent.state)
-            row = (
-                agent.id,
-                state,
-                _bar(agent.step, agent.steps),
-                _accuracies(agent, ""),
-                _accuracies(agent, "common_"),
-            )
-            table.add_row(*row)
+            bar = _bar(agent.step, agent.steps)
+            table.add_row(agent.id, state, bar, _accuracies(agent, ""), _accuracies(agent, "common_"))
         return table

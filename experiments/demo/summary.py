@@ -183,7 +183,8 @@ def mean(values: Sequence[float | None]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def _percent(value: float | None) -> str:
+def percent(value: float | None) -> str:
+    """A share of 1 with one decimal; `-` for None."""
     return "-" if value is None else f"{100 * value:.1f}"
 
 
@@ -211,7 +212,7 @@ def table(summary: Mapping[str, Any]) -> Table:
 
 
 def _triple(values: Mapping[str, Any], names: Sequence[str]) -> str:
-    local, personal, onnx = (_percent(values[name]) for name in names)
+    local, personal, onnx = (percent(values[name]) for name in names)
     return f"{local:>5} {personal:>8} {onnx:>5}"
 
 

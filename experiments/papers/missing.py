@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from experiments.papers.catalogue import Preset
-from experiments.papers.plan import TableRun, all_published, plan_runs
+from experiments.papers.catalogue import Preset, presets
+from experiments.papers.plan import printed_runs
 from experiments.papers.records import RunRecord
 
 _LOCAL = "local"
@@ -36,18 +36,9 @@ def missing_runs(runs: Iterable[RunRecord], chosen: Sequence[Preset] | None = No
             # FedCG's table asks of `local` what every run's shadow tells; FedMD-CG's asks for a global accuracy too.
             if run.base.startswith("fedcg:") and run.figure("accuracy_local") is not None:
                 done.add((run.base, _LOCAL, "", run.seed))
-    needed = all_published() if chosen is None else _needed(chosen)
+    published = (preset for preset in presets().values() if preset.stand_in is None)
     seeds: dict[tuple[str, str, str], list[int]] = {}
-    for plan in needed:
+    for plan in printed_runs(published if chosen is None else chosen):
         if (plan.paper, plan.method, plan.variant, plan.seed) not in done:
             seeds.setdefault((plan.paper, plan.method, plan.variant), []).append(plan.seed)
     return tuple(Missing(*key, tuple(numbers)) for key, numbers in seeds.items())
-
-
-def _needed(chosen: Sequence[Preset]) -> list[TableRun]:
-    plans = {}
-    for preset in chosen:
-        printed = [row.key for row in preset.rows.values() if row.figures or preset.stand_in is not None]
-        for plan in plan_runs(preset.base, methods=printed, setting={"data": "brought"} if preset.needs else None):
-            plans[plan.paper, plan.method, plan.variant, plan.seed] = plan
-    return list(plans.values())

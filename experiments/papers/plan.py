@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
 from experiments.data.source import DIGITS
 from experiments.errors import OptionError
-from experiments.papers.catalogue import Preset, Row, find_presets, presets
+from experiments.papers.catalogue import Preset, Row, find_presets
 from experiments.simulation.batch import PARAM_OPTIONS, Batch, PlannedRun, RunSetting, planned_run
 from fedcg.learning.spec import ParameterValue
 
@@ -166,13 +166,11 @@ def _shown(value: ParameterValue) -> str:
     return f"{value:g}" if isinstance(value, (int, float)) else str(value)
 
 
-def all_published() -> tuple[TableRun, ...]:
-    """Every run that the published tables need, each once; stand-ins and rows that we added are none of them."""
+def printed_runs(chosen: Iterable[Preset]) -> list[TableRun]:
+    """Every run that the figures of some presets need, each once; for a stand-in all its rows. Rows that we added are none of them."""
     runs: dict[tuple[str, str, str, int], TableRun] = {}
-    for preset in presets().values():
-        if preset.stand_in is None:
-            needed = {"data": "brought"} if preset.needs else None
-            printed = [row.key for row in preset.rows.values() if row.figures]
-            for run in plan_runs(preset.name, methods=printed, setting=needed):
-                runs.setdefault((run.paper, run.method, run.variant, run.seed), run)
-    return tuple(runs.values())
+    for preset in chosen:
+        printed = [row.key for row in preset.rows.values() if row.figures or preset.stand_in is not None]
+        for run in plan_runs(preset.base, methods=printed, setting={"data": "brought"} if preset.needs else None):
+            runs.setdefault((run.paper, run.method, run.variant, run.seed), run)
+    return list(runs.values())

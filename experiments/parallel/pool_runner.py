@@ -11,7 +11,6 @@ import pickle
 import signal
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any
@@ -20,11 +19,11 @@ import torch
 
 from experiments.errors import RunError
 from fedcg.learning.method import Aggregate, ServerState, Update, Weights
-from fedcg.learning.simulation.simulation import (
+from fedcg.learning.simulation.party import Party
+from fedcg.learning.simulation.tasks import (
     LocalOutcome,
     LocalTask,
     MeasureTask,
-    Party,
     RoundRecord,
     local_task,
     measure_task,
@@ -34,35 +33,8 @@ from fedcg.learning.simulation.simulation import (
 MAX_TRIES = 3  # a task that kills three workers (out of memory, most likely) would kill the fourth
 _JOIN_S = 5.0
 
-_Piece = Callable[[Party], Any]
-
-
-@dataclass(frozen=True)
-class _Local:
-    task: LocalTask
-    aggregate: Aggregate
-
-    def __call__(self, party: Party) -> LocalOutcome:
-        return local_task(party, self.task, self.aggregate)
-
-
-@dataclass(frozen=True)
-class _Teach:
-    number: int
-    server: ServerState
-    update: Update
-
-    def __call__(self, party: Party) -> tuple[str, Weights]:
-        return self.update.client, teacher_task(party, self.number, self.server, self.update)
-
-
-@dataclass(frozen=True)
-class _Measure:
-    task: MeasureTask
-    aggregate: Aggregate
-
-    def __call__(self, party: Party) -> tuple[str, RoundRecord]:
-        return self.task.client, measure_task(party, self.task, self.aggregate)
+_Piece = tuple[Callable[..., Any], tuple[Any, ...]]
+"""A function, and its arguments after the party."""
 
 
 def _work(connection: Connection, threads: int) -> None:
@@ -80,7 +52,8 @@ def _work(connection: Connection, threads: int) -> None:
             continue
         assert party is not None
         try:
-            answer = pickle.dumps(received(party))
+            function, arguments = received
+            answer = pickle.dumps(function(party, *arguments))
         except Exception as error:  # noqa: BLE001 - the boundary of the process: the parent raises it
             answer = _portable(error)
         try:
@@ -169,15 +142,15 @@ class PoolRunner:
 
     def local(self, tasks: Sequence[LocalTask], aggregate: Aggregate) -> Iterator[LocalOutcome]:
         """Local rounds, in the order in which they end."""
-        return self._all([_Local(task, aggregate) for task in tasks])
+        return self._all([(local_task, (task, aggregate)) for task in tasks])
 
     def teach(self, number: int, server: ServerState, updates: Sequence[Update]) -> Iterator[tuple[str, Weights]]:
         """Teacher passes, in the order in which they end."""
-        return self._all([_Teach(number, server, update) for update in updates])
+        return self._all([(teacher_task, (number, server, update)) for update in updates])
 
     def measure(self, tasks: Sequence[MeasureTask], aggregate: Aggregate) -> Iterator[tuple[str, RoundRecord]]:
         """Figures, in the order in which they end."""
-        return self._all([_Measure(task, aggregate) for task in tasks])
+        return self._all([(measure_task, (task, aggregate)) for task in tasks])
 
     def close(self) -> None:
         """Stop the workers."""

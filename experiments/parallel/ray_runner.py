@@ -16,15 +16,13 @@ import torch
 
 from experiments.errors import RunError
 from experiments.parallel.ray_cluster import Build, own_build, own_processor, slots
-from fedcg.learning.data.image_folder import ImageSet
+from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Aggregate, ServerState, Update, Weights
-from fedcg.learning.simulation.simulation import (
-    ClientData,
+from fedcg.learning.simulation.party import ClientData, Party, Roots
+from fedcg.learning.simulation.tasks import (
     LocalOutcome,
     LocalTask,
     MeasureTask,
-    Party,
-    Roots,
     RoundRecord,
     local_task,
     measure_task,
@@ -36,7 +34,7 @@ if TYPE_CHECKING:
     from ray import ObjectRef
 
 MAX_RETRIES = 3  # a task that kills four workers (out of memory, most likely) would kill the fifth
-GPU_SHARE = 0.25  # of a card per task: networks of this size leave most of it idle
+GPU_SHARE = 0.25  # of a GPU per task: networks of this size leave most of it idle
 
 _Piece = tuple[Callable[..., Any], tuple[Any, ...]]
 
@@ -84,14 +82,10 @@ def _work(demands: Demands, function: Callable[..., Any], *arguments: Any) -> tu
     return own_processor(), function(*arguments)
 
 
-def _taught(party: Party, number: int, server: ServerState, update: Update) -> tuple[str, Weights]:
-    return update.client, teacher_task(party, number, server, update)
-
-
 def _measured(
     party: Party, common: ImageSet | None, task: MeasureTask, aggregate: Aggregate
 ) -> tuple[str, RoundRecord]:
-    return task.client, measure_task(replace(party, common=common), task, aggregate)
+    return measure_task(replace(party, common=common), task, aggregate)
 
 
 class RayRunner:
@@ -121,8 +115,7 @@ class RayRunner:
             for name, data in party.datasets.items()
         }
         self._server = ray.put(replace(bare, public=party.public, roots=replace(party.roots, devices={})))
-        common = None if party.common is None else _images(party.common)
-        self._common = ray.put(common)
+        self._common = ray.put(None if party.common is None else _images(party.common))
 
     def local(self, tasks: Sequence[LocalTask], aggregate: Aggregate) -> Iterator[LocalOutcome]:
         """Local rounds, in the order in which they end."""
@@ -136,7 +129,7 @@ class RayRunner:
         import ray
 
         state = ray.put(server)
-        return self._all((_taught, (self._server, number, state, update)) for update in updates)
+        return self._all((teacher_task, (self._server, number, state, update)) for update in updates)
 
     def measure(self, tasks: Sequence[MeasureTask], aggregate: Aggregate) -> Iterator[tuple[str, RoundRecord]]:
         """Figures, in the order in which they end."""

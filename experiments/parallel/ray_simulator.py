@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 from experiments.errors import OptionError, RunError
 from experiments.parallel.ray_cluster import RayCluster
 from experiments.parallel.ray_runner import MAX_RETRIES, Demands, RayRunner, original, resources
-from fedcg.learning.simulation.simulation import Party, Schedule, Simulation, simulated_rounds
+from fedcg.learning.simulation.party import Party
+from fedcg.learning.simulation.simulation import simulated_rounds
+from fedcg.learning.simulation.state import Schedule, Simulation
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -33,7 +35,7 @@ def lanes_for(runs: int, clients: int, slots: int, gpus: int | None) -> int:
         runs: to be done.
         clients: of a run.
         slots: tasks that run at once on the cluster.
-        gpus: cards that runs share; each run's server half keeps a part of one. None for runs on CPUs.
+        gpus: GPUs that runs share; each run's server half keeps a part of one. None for runs on CPUs.
     """
     useful = min(runs, slots // clients + 2, MOST_LANES)
     return max(1, useful if gpus is None else min(useful, gpus))
@@ -83,7 +85,7 @@ class RaySimulator:
         if party.device != "cpu":
             if self._cluster.gpus() == 0:
                 raise OptionError(f"--device {party.device}: no node of the Ray cluster has a GPU")
-            party = replace(party, device="cuda")  # Ray chooses a task's card and shows it that one alone
+            party = replace(party, device="cuda")  # Ray chooses a task's GPU and shows it that one alone
         kept, now, deaths = ray.put(party), resume, 0
         while True:
             try:

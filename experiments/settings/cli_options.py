@@ -1,48 +1,68 @@
-"""Options that `fedcg demo` and `fedcg simulate` share: one definition of each, and how bad input is told. No torch."""
+"""Turns the fields of settings into options of a command: one definition of each, in the settings. Imports no torch."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
 from pydantic import BaseModel, ValidationError
 from rich.console import Console
 
-from experiments.data.source import DIGITS, Source
-from experiments.errors import ExperimentError
+from experiments.data.source import DIGITS
+from experiments.errors import ExperimentError, OptionError
 from experiments.settings.options import Setting
 from fedcg.learning.errors import NetworkError
 from fedcg.learning.registry import method_names
 from fedcg.learning.split_names import allow_here, check_name
 
-_Values = TypeVar("_Values", bound=BaseModel)
+Values = dict[str, Any]
+"""Every option of a command by the name of its field, typed or by default."""
 
-Data = Annotated[
-    str, typer.Option(help="digits, digits-domains, a folder, an .npz or torchvision:NAME; see docs/data.md")
-]
-Clients = Annotated[int, typer.Option(help="number of clients")]
-PartitionText = Annotated[str, typer.Option("--partition", help="iid, dirichlet:OMEGA, or domains[:NAME,...]")]
-ImagesPerClient = Annotated[int | None, typer.Option(help="at most so many training images per client")]
-Rounds = Annotated[int, typer.Option(help="rounds of the federation")]
-LocalEpochs = Annotated[int, typer.Option(help="local epochs per round")]
-Network = Annotated[
-    str,
-    typer.Option(help="split of extractor and classifier: a name that `fedcg network list` prints, or module:function"),
-]
-Generator = Annotated[str, typer.Option(help="conv, mlp, ...")]
-ImageSize = Annotated[int, typer.Option(help="images become SIZE x SIZE pixels")]
-Flip = Annotated[
-    bool, typer.Option("--flip/--no-flip", help="augment by horizontal flips: for photographs, not for digits")
-]
-Crop = Annotated[
-    int,
-    typer.Option(metavar="PIXELS", help="augment by random crops of images padded by PIXELS at every side; 0: off"),
-]
-Quick = Annotated[
-    bool,
-    typer.Option("--quick/--no-quick", help="larger steps and a shorter server loop than the method's own defaults"),
-]
+# Options that are not called `--FIELD`, or have no `--no-FIELD` beside them; and what stands for a value in the help.
+_NAMES = {"params": "--set", "as_json": "--json", "force": "--force"}
+_METAVARS = {"crop": "PIXELS", "ray": "[ADDRESS]"}
+
+
+def options_of(
+    *models: type[BaseModel], defaults: Mapping[str, object] | None = None
+) -> Callable[[Callable[[Values, frozenset[str]], None]], Callable[..., None]]:
+    """Decorator: a command with one option for each field of some models, which is called with (values, typed names).
+
+    Args:
+        models: of a field in two of them the later one counts; a field's description is the option's help.
+        defaults: of the command, where they differ from the fields'.
+    """
+    fields = {name: field for model in models for name, field in model.model_fields.items()}
+    parameters = [inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
+    for name, field in fields.items():
+        names = [_NAMES[name]] if name in _NAMES else []
+        option = typer.Option(*names, help=field.description, metavar=_METAVARS.get(name))
+        default = {**(defaults or {})}.get(name, field.get_default())
+        parameters.append(
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[field.annotation, option]
+            )
+        )
+
+    def decorate(function: Callable[[Values, frozenset[str]], None]) -> Callable[..., None]:
+        def command(ctx: typer.Context, **values: Any) -> None:
+            sources = {name: ctx.get_parameter_source(name) for name in values}
+            function(values, frozenset(name for name, source in sources.items() if _is_typed(source)))
+
+        command.__name__, command.__doc__ = function.__name__, function.__doc__
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return command
+
+    return decorate
+
+
+def _is_typed(source: object) -> bool:
+    return getattr(source, "name", "") == "COMMANDLINE"
 
 
 def bad_input(why: str) -> typer.Exit:
@@ -51,12 +71,15 @@ def bad_input(why: str) -> typer.Exit:
     return typer.Exit(2)
 
 
-def validated(kind: type[_Values], values: dict[str, Any]) -> _Values:
-    """The values as a model; bad ones end the command with exit code 2 and are all named."""
+@contextmanager
+def bad_input_ends() -> Iterator[None]:
+    """Within the block, bad values and data that can't be used end the command with exit code 2 and the reason."""
     try:
-        return kind.model_validate(values)
+        yield
     except ValidationError as error:
         raise bad_input(reasons(error)) from error
+    except (ExperimentError, NetworkError) as error:
+        raise bad_input(str(error)) from error
 
 
 def reasons(error: ValidationError) -> str:
@@ -66,26 +89,20 @@ def reasons(error: ValidationError) -> str:
 
 
 def check(setting: Setting) -> None:
-    """End the command before anything is started when method, network's name or partition can't be used.
+    """Look whether method, network's name and partition can be used.
 
     A `module:function` as network was typed by the person who runs the command: this process and its children may import it.
+
+    Raises:
+        OptionError: no such method.
+        NetworkError: no such network here.
+        SourceError: not a partition.
     """
     if setting.method not in method_names():
-        raise bad_input(f"no method {setting.method!r}; there are {', '.join(method_names())}")
+        raise OptionError(f"no method {setting.method!r}; there are {', '.join(method_names())}")
     allow_here(setting.network)
-    try:
-        check_name(setting.network)
-        setting.checked_partition()
-    except (ExperimentError, NetworkError) as error:
-        raise bad_input(str(error)) from error
-
-
-def open_data(setting: Setting) -> Source:
-    """The images; the command ends with exit code 2 where they can't be used."""
-    try:
-        return setting.source()
-    except ExperimentError as error:
-        raise bad_input(str(error)) from error
+    check_name(setting.network)
+    setting.checked_partition()
 
 
 def data_text(data: str) -> str:

@@ -13,8 +13,9 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
+from experiments.data.deal import DealOptions
 from experiments.data.open import open_source
-from experiments.data.partition_folders import Partition
+from experiments.data.partition_shares import Partition
 from experiments.data.source import DIGITS, Source
 from experiments.errors import OptionError
 from fedcg.learning.spec import CropPixels, ImageForm, NetworkChoice, ParameterValue, check_crop
@@ -45,49 +46,62 @@ NORMALISATIONS: Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
 
 
 class Setting(BaseModel):
-    """The choices that a demo and a simulation share.
+    """The choices that a demo and a simulation share; each is an option of both commands, described by its field.
 
     Attributes:
-        data: `digits`, or a folder of class folders.
-        validation: a `share` of a client's training images, or half of its test images (`test-half`, FedCG's protocol).
-        test: a client's test images follow its training images' classes (`proportional`) or are dealt out `even`ly.
-        public_images: images without labels for the server half, held out of the training images.
-        local_steps: local steps per round instead of epochs; 0: epochs count.
-        batch_size: None: the method's default; `lr` likewise.
-        discriminator: None: the one that goes with the generator; `noise_dim` likewise.
-        normalise: `half` or `imagenet`.
-        image_size: images become image_size x image_size pixels.
-        flip: augment training images by horizontal flips, as FedCG does; wrong for digits.
-        crop: augment them by random windows of the image, padded with so many black pixels at every side; 0: off.
+        validation: `test-half` is FedCG's protocol.
+        public_images: held out of the training images.
+        flip: as FedCG does; wrong for digits.
         quick: put `QUICK_PARAMS` over the method's own defaults.
         params: parameters of the method, over both.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    data: str = DIGITS
-    clients: Annotated[int, Field(ge=1, le=1000)] = 4
-    partition: str = "dirichlet:0.5"
-    images_per_client: Annotated[int, Field(ge=10)] | None = None
-    validation: Literal["share", "test-half"] = "share"
-    test: Literal["proportional", "even"] = "proportional"
-    public_images: Annotated[int, Field(ge=0)] = 0
-    rounds: Annotated[int, Field(ge=1)] = 5
-    local_epochs: Annotated[int, Field(ge=1)] = 4
-    local_steps: Annotated[int, Field(ge=0)] = 0
-    batch_size: Annotated[int, Field(ge=2)] | None = None
-    lr: Annotated[float, Field(gt=0)] | None = None
-    method: str = "fedcg"
-    network: str = "lenet5_relu"
-    generator: str = "mlp"
-    discriminator: str | None = None
-    noise_dim: Annotated[int, Field(ge=1)] | None = None
-    normalise: Literal["half", "imagenet"] = "half"
-    image_size: Annotated[int, Field(ge=4, le=1024)] = 32
-    flip: bool = False
-    crop: CropPixels = 0
-    seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
-    quick: bool = True
+    data: Annotated[
+        str, Field(description="digits, digits-domains, a folder, an .npz or torchvision:NAME; see docs/data.md")
+    ] = DIGITS
+    clients: Annotated[int, Field(ge=1, le=1000, description="number of clients")] = 4
+    partition: Annotated[str, Field(description="iid, dirichlet:OMEGA, or domains[:NAME,...]")] = "dirichlet:0.5"
+    images_per_client: Annotated[int | None, Field(ge=10, description="at most so many training images per client")] = (
+        None
+    )
+    validation: Annotated[
+        Literal["share", "test-half"],
+        Field(description="share: of the training images; test-half: half of a client's test images"),
+    ] = "share"
+    test: Annotated[
+        Literal["proportional", "even"],
+        Field(description="proportional: as a client's training images; even: dealt out evenly"),
+    ] = "proportional"
+    public_images: Annotated[int, Field(ge=0, description="images without labels for the server (feddf)")] = 0
+    rounds: Annotated[int, Field(ge=1, description="rounds of the federation")] = 5
+    local_epochs: Annotated[int, Field(ge=1, description="local epochs per round")] = 4
+    local_steps: Annotated[int, Field(ge=0, description="local steps per round instead of epochs; 0: epochs")] = 0
+    batch_size: Annotated[int | None, Field(ge=2, description="local batch size; default: the method's")] = None
+    lr: Annotated[float | None, Field(gt=0, description="local learning rate; default: the method's")] = None
+    method: Annotated[str, Field(description="fedcg, fedmd_cg, local, ...: see `fedcg method list`")] = "fedcg"
+    network: Annotated[
+        str,
+        Field(description="split of extractor and classifier: a name of `fedcg network list`, or module:function"),
+    ] = "lenet5_relu"
+    generator: Annotated[str, Field(description="conv, mlp, ...")] = "mlp"
+    discriminator: Annotated[str | None, Field(description="default: the one that goes with the generator")] = None
+    noise_dim: Annotated[int | None, Field(ge=1, description="default: the one that goes with the generator")] = None
+    normalise: Annotated[
+        Literal["half", "imagenet"], Field(description="half: to [-1, 1]; imagenet: by ImageNet's mean and deviation")
+    ] = "half"
+    image_size: Annotated[int, Field(ge=4, le=1024, description="images become SIZE x SIZE pixels")] = 32
+    flip: Annotated[bool, Field(description="augment by horizontal flips: for photographs, not for digits")] = False
+    crop: Annotated[
+        CropPixels, Field(description="augment by random crops of images padded by PIXELS at every side; 0: off")
+    ] = 0
+    seed: Annotated[
+        int, Field(ge=0, lt=1 << 63, description="root of all randomness: split, weights, order, noise")
+    ] = 0
+    quick: Annotated[
+        bool, Field(description="larger steps and a shorter server loop than the method's own defaults")
+    ] = True
     params: dict[str, ParameterValue] = {}
 
     @field_validator("crop")
@@ -103,6 +117,22 @@ class Setting(BaseModel):
             SourceError: not a partition.
         """
         return Partition.parse(self.partition)
+
+    def deal(self) -> DealOptions:
+        """What decides who gets which images.
+
+        Raises:
+            SourceError: not a partition.
+        """
+        return DealOptions(
+            self.clients,
+            self.checked_partition(),
+            self.seed,
+            self.images_per_client,
+            self.validation,
+            self.test,
+            self.public_images,
+        )
 
     def source(self) -> Source:
         """The images.
@@ -191,22 +221,3 @@ def load_setting(folder: Path) -> Setting:
         return Setting.model_validate(json.loads((folder / OPTIONS_FILE).read_text())["setting"])
     except (OSError, ValueError, KeyError, TypeError, ValidationError) as error:
         raise OptionError(f"{folder} holds no demo that could be resumed ({OPTIONS_FILE}: {error})") from error
-
-
-def toml_text(values: Mapping[str, object]) -> str:
-    """TOML of plain values: scalars and lists first, then one table per mapping; None is left out."""
-    lines = [f"{key} = {_toml_value(value)}" for key, value in values.items() if _is_plain(value)]
-    for key, table in values.items():
-        if isinstance(table, Mapping):
-            lines += ["", f"[{key}]"]
-            lines += [f"{inner} = {_toml_value(value)}" for inner, value in table.items() if _is_plain(value)]
-    return "\n".join(lines) + "\n"
-
-
-def _is_plain(value: object) -> bool:
-    return value is not None and not isinstance(value, Mapping)
-
-
-def _toml_value(value: object) -> str:
-    """Booleans, numbers, strings and lists of them are written alike in JSON and TOML."""
-    return json.dumps(value)

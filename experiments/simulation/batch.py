@@ -13,7 +13,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from experiments.data.deal import DealOptions
 from experiments.data.source import Source
 from experiments.errors import OptionError
 from experiments.settings.options import Setting, parse_params
@@ -49,34 +48,52 @@ class RunSetting(Setting):
     """Everything that decides the numbers of one run.
 
     Attributes:
-        device: torch device; `threads` of torch in every process.
         precision: of training steps; "bf16" on CUDA devices alone.
-        batched_clients: clients train together, where the method can; None: on a card. Other last digits.
-        evaluate_every: clients are measured after every so many rounds, and after the last.
-        participation: share of the clients that take part in a round.
-        early_stop: end after so many rounds without a better validation of any client.
-        shadow: train local-only shadows too.
+        batched_clients: clients train together, where the method can; None: on a CUDA device. Other last digits.
         codec: how updates are coded, `aggregate_codec` how aggregates are (`fedcg.wire.artifacts.codecs`).
-        variant: a free label that tells an ablation's runs apart.
         paper: the published setting that this run started from.
     """
 
-    quick: bool = False
-    device: Annotated[str, Field(pattern=r"^[a-z]+(:\d+)?$")] = "cpu"
-    precision: Literal["f32", "bf16"] = "f32"
-    batched_clients: bool | None = None
-    threads: Annotated[int, Field(ge=1, le=1024)] = 1
-    evaluate_every: Annotated[int, Field(ge=1)] = 1
-    participation: Annotated[float, Field(gt=0, le=1)] = 1.0
-    early_stop: Annotated[int, Field(ge=1)] | None = None
-    shadow: bool = True
-    codec: UpdateCodec = "f32"
-    aggregate_codec: AggregateCodec = "f32"
-    variant: Annotated[str, Field(pattern=r"^([A-Za-z0-9][A-Za-z0-9._=-]{0,60})?$")] = ""
+    quick: Annotated[bool, Field(description=Setting.model_fields["quick"].description)] = False
+    device: Annotated[str, Field(pattern=r"^[a-z]+(:\d+)?$", description="torch device: cpu, cuda, cuda:1")] = "cpu"
+    precision: Annotated[
+        Literal["f32", "bf16"],
+        Field(description="of training steps: f32; bf16 on cuda, for convolutions and matrix products"),
+    ] = "f32"
+    batched_clients: Annotated[
+        bool | None,
+        Field(
+            description="train clients together in one process, where the method can; default: on cuda (slower on a CPU)"
+        ),
+    ] = None
+    threads: Annotated[
+        int, Field(ge=1, le=1024, description="torch threads of each process; other numbers give other last digits")
+    ] = 1
+    evaluate_every: Annotated[
+        int, Field(ge=1, description="measure after every so many rounds, and after the last")
+    ] = 1
+    participation: Annotated[float, Field(gt=0, le=1, description="share of the clients that take part in a round")] = (
+        1.0
+    )
+    early_stop: Annotated[
+        int | None, Field(ge=1, description="end after so many rounds without a better validation of any client")
+    ] = None
+    shadow: Annotated[bool, Field(description="train local-only shadows beside")] = True
+    codec: Annotated[UpdateCodec, Field(description="of updates; a deployment's default is i8-delta")] = "f32"
+    aggregate_codec: Annotated[AggregateCodec, Field(description="of aggregates; a deployment's default is f16")] = (
+        "f32"
+    )
+    variant: Annotated[
+        str,
+        Field(
+            pattern=r"^([A-Za-z0-9][A-Za-z0-9._=-]{0,60})?$",
+            description="a free label that distinguishes an ablation's runs",
+        ),
+    ] = ""
     paper: str | None = None
 
     @model_validator(mode="after")
-    def _bf16_is_for_cards(self) -> RunSetting:
+    def _bf16_is_for_cuda(self) -> RunSetting:
         if self.precision == "bf16" and not self.device.startswith("cuda"):
             raise ValueError(f"precision bf16 needs --device cuda: on {self.device} it is slower than f32")
         return self
@@ -94,23 +111,6 @@ class RunSetting(Setting):
         codecs = "" if (self.codec, self.aggregate_codec) == ("f32", "f32") else f"{self.codec}-{self.aggregate_codec}"
         parts = (self.paper or self.data_name, self.method, self.variant, codecs, f"seed{self.seed}")
         return "-".join(re.sub(r"[^A-Za-z0-9._=-]+", "-", part).strip("-") for part in parts if part)
-
-    def deal(self) -> DealOptions:
-        """What decides who gets which images.
-
-        Raises:
-            SourceError: not a partition.
-        """
-        partition = self.checked_partition()
-        return DealOptions(
-            self.clients,
-            partition,
-            self.seed,
-            self.images_per_client,
-            self.validation,
-            self.test,
-            self.public_images,
-        )
 
     def plan(self, source: Source) -> dict[str, object]:
         """As a demo's, with the codecs that this run asks for."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -15,12 +14,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from experiments.demo.summary import percent
 from experiments.simulation.batch import STATE_FOLDER, Batch, PlannedRun
 from experiments.simulation.run_slots import Lanes
 from experiments.simulation.simulation_curves import draw_curves, write_tables
 from experiments.simulation.single_run import FailedRun, Runs, write_failures
 from experiments.simulation.tensorboard import EventFiles
-from fedcg.learning.simulation.simulation import Simulation
+from fedcg.learning.simulation.state import Simulation
 
 _COLUMNS = {
     "own test\npersonal": "accuracy_personal",
@@ -31,14 +31,6 @@ _COLUMNS = {
 }
 
 
-@dataclass(frozen=True)
-class Beside:
-    """What is written beside the records and tables."""
-
-    events: bool = True
-    picture: bool = True
-
-
 class BatchRunner:
     """Runs all runs of a batch in its folder.
 
@@ -46,13 +38,16 @@ class BatchRunner:
         folder: of the batch.
         lanes: who runs them, and how many at once.
         console: for progress and lines.
-        beside: what is written beside the records.
+        events: whether event files for TensorBoard are written.
+        picture: whether curves.png is drawn.
     """
 
-    def __init__(self, folder: Path, lanes: Lanes, console: Console, beside: Beside) -> None:
+    def __init__(
+        self, folder: Path, lanes: Lanes, console: Console, *, events: bool = True, picture: bool = True
+    ) -> None:
         self._folder = folder
         self._console = console
-        self._beside = beside
+        self._has_events, self._has_picture = events, picture
         self._lanes = lanes
         self._events: dict[str, EventFiles] = {}
         self._told: dict[str, int] = {}  # rounds of a run that the bar knows of
@@ -119,7 +114,7 @@ class BatchRunner:
         self._bar.update(self._task, description=setting.name)
         events = self._events[setting.name] = EventFiles(self._folder)
         try:
-            if self._beside.events:
+            if self._has_events:
                 events.begin(setting.name, self._runs.done_rounds(planned))
             record = self._runs.run(planned)
         except Exception as error:  # noqa: BLE001 - one run's end, whatever it was, is not the batch's; it is recorded and told
@@ -136,7 +131,7 @@ class BatchRunner:
         self._say(f"{setting.name}: {_figures(record)}")
         with self._writing:
             write_tables(self._folder)
-            if self._beside.picture:
+            if self._has_picture:
                 draw_curves(self._folder)
         return record
 
@@ -154,7 +149,7 @@ class BatchRunner:
 
 def _figures(record: Mapping[str, Any]) -> str:
     mean, seconds = record["mean"], record["seconds"]["total"]
-    known = [f"{label} {_percent(mean[name])}" for label, name in _told(mean)]
+    known = [f"{label} {percent(mean[name])}" for label, name in _told(mean)]
     told = [f"accuracy in %: {', '.join(known)}", f"{record['rounds']} rounds in {seconds:.0f} s", *_troubles(record)]
     return "; ".join(told)
 
@@ -167,7 +162,7 @@ def _so_far(now: Simulation) -> str:
         "local only": [record.local_accuracy for record in records],
     }
     known = {label: [value for value in values if value is not None] for label, values in figures.items()}
-    told = [f"{label} {_percent(sum(values) / len(values))}" for label, values in known.items() if values]
+    told = [f"{label} {percent(sum(values) / len(values))}" for label, values in known.items() if values]
     return f": accuracy in %: {', '.join(told)}" if told else ""
 
 
@@ -188,10 +183,6 @@ def _told(mean: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(label.replace("\n", " "), name) for label, name in _COLUMNS.items() if mean[name] is not None]
 
 
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.1f}"
-
-
 def table(records: Sequence[Mapping[str, Any]]) -> Table:
     """The runs for a person: means over clients, in percent. 80 columns are enough: only a run's name is broken."""
     result = Table(title="mean over clients; accuracy in %", box=box.SIMPLE_HEAD)
@@ -201,7 +192,7 @@ def table(records: Sequence[Mapping[str, Any]]) -> Table:
     for record in records:
         below = [client["below_local"] for client in record["clients"] if client["below_local"] is not None]
         name = " ".join(filter(None, (record["method"], record["variant"], f"seed {record['seed']}")))
-        figures = (_percent(record["mean"][figure]) for figure in _COLUMNS.values())
+        figures = (percent(record["mean"][figure]) for figure in _COLUMNS.values())
         counted = f"{sum(below)} of {len(below)}" if below else "-"
         result.add_row(name, *figures, counted, f"{record['seconds']['total']:.0f}")
     return result

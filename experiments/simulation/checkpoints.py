@@ -19,7 +19,8 @@ from safetensors.torch import load_file, save_file
 from experiments.simulation.batch import RunSetting
 from fedcg.files import fsync_path
 from fedcg.learning.method import Aggregate, ClientState, ServerState, Weights
-from fedcg.learning.simulation.simulation import Failure, RoundRecord, Simulation
+from fedcg.learning.simulation.state import Failure, Simulation
+from fedcg.learning.simulation.tasks import RoundRecord
 from fedcg.wire.parts import Part
 
 CHECKPOINT_FORMAT = 1

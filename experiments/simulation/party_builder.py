@@ -10,7 +10,7 @@ from experiments.settings.options import root_secret
 from experiments.simulation.batch import RunSetting
 from experiments.simulation.wire_codec import coding_of
 from fedcg.learning.registry import get_method
-from fedcg.learning.simulation.simulation import Party, Roots
+from fedcg.learning.simulation.party import Party, Roots
 from fedcg.learning.spec import FederationSpec, ImageForm
 
 
@@ -30,18 +30,7 @@ class Cohorts:
         key = run.data, deal, spec.image
         if self._last is None or self._last[0] != key:
             self._last = None  # two of them need not fit into memory
-            cohort = build_cohort(
-                source,
-                spec.image,
-                deal.partition,
-                deal.clients,
-                deal.seed,
-                deal.images_per_client,
-                deal.validation,
-                deal.test,
-                deal.public_images,
-            )
-            self._last = key, cohort
+            self._last = key, build_cohort(source, spec.image, deal)
         return self._last[1]
 
 

@@ -47,7 +47,7 @@ def open_lanes(workers: int, threads: int, *, batched: bool | None = None) -> It
     Args:
         workers: processes; 1 stays in this one.
         threads: torch threads of each.
-        batched: of one process: whether clients train together, where the method can; None: on a card.
+        batched: of one process: whether clients train together, where the method can; None: on a GPU.
     """
     from experiments.parallel.pool_runner import PoolRunner
     from fedcg.learning.simulation.runners import SerialRunner

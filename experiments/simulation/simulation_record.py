@@ -19,7 +19,9 @@ from experiments.record import machine, versions
 from experiments.simulation.batch import RunSetting
 from fedcg.files import READABLE, replace_durably
 from fedcg.learning.registry import get_method
-from fedcg.learning.simulation.simulation import Failure, Party, RoundRecord, Simulation
+from fedcg.learning.simulation.party import Party
+from fedcg.learning.simulation.state import Failure, Simulation
+from fedcg.learning.simulation.tasks import RoundRecord
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts.artifacts import codecs_for
 from fedcg.wire.artifacts.tensors import data_bytes

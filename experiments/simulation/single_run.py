@@ -24,7 +24,9 @@ from experiments.simulation.checkpoints import Checkpoints
 from experiments.simulation.party_builder import Cohorts, party_of
 from experiments.simulation.simulation_record import Finished, record_of, write_json
 from fedcg.learning.networks.initial_weights import complete_spec
-from fedcg.learning.simulation.simulation import NOBODY_TRAINED, Party, Schedule, Simulation
+from fedcg.learning.simulation.party import Party
+from fedcg.learning.simulation.simulation import NOBODY_TRAINED
+from fedcg.learning.simulation.state import Schedule, Simulation
 from fedcg.learning.spec import plan_from_mapping
 
 FAILURES_FILE = "failures.json"
@@ -119,17 +121,24 @@ class Runs:
         party = party_of(setting, spec, cohort)
         checkpoints = self._checkpoints(planned)
         stood, spent = checkpoints.newest() or (None, 0.0)
-        clock = _Clock(spent)
+        started = time.monotonic() - spent  # what was done before an interruption counts too
+
+        schedule = Schedule(
+            shadow=setting.shadow,
+            evaluate_every=setting.evaluate_every,
+            participation=setting.participation,
+            early_stop=setting.early_stop,
+        )
 
         def keep(now: Simulation) -> None:
-            checkpoints.save(now, clock.seconds())
+            checkpoints.save(now, time.monotonic() - started)
             self._on_round(planned, now)
 
-        result = self._simulator(party, _schedule(setting), resume=stood, on_round=keep)
+        result = self._simulator(party, schedule, resume=stood, on_round=keep)
         if (reason := _worthless(result)) is not None:
             checkpoints.remove()
             raise RunError(reason)
-        done = Finished(setting, party, result, _names(cohort), planned.reduced, clock.seconds())
+        done = Finished(setting, party, result, _names(cohort), planned.reduced, time.monotonic() - started)
         record = record_of(done)
         write_json(record, self.path(planned))
         checkpoints.remove()
@@ -145,31 +154,10 @@ class Runs:
         return Checkpoints(self._folder / STATE_FOLDER / planned.setting.name, planned.setting)
 
 
-class _Clock:
-    """Seconds of a run, those before an interruption included."""
-
-    def __init__(self, before: float) -> None:
-        self._before = before
-        self._started = time.monotonic()
-
-    def seconds(self) -> float:
-        return self._before + time.monotonic() - self._started
-
-
 def _names(cohort: Cohort) -> list[tuple[str, str]]:
     """(file, reason) of what was skipped; of a path only the class folder and the file are told."""
     names = (("/".join(Path(skipped.file).parts[-2:]), skipped) for skipped in cohort.skipped)
     return [(name, skipped.reason.replace(skipped.file, name)) for name, skipped in names]
-
-
-def _schedule(setting: RunSetting) -> Schedule:
-    """How long, and what beside the training."""
-    return Schedule(
-        shadow=setting.shadow,
-        evaluate_every=setting.evaluate_every,
-        participation=setting.participation,
-        early_stop=setting.early_stop,
-    )
 
 
 def _worthless(result: Simulation) -> str | None:

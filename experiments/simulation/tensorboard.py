@@ -13,7 +13,7 @@ from experiments.errors import OptionError
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-    from fedcg.learning.simulation.simulation import Simulation
+    from fedcg.learning.simulation.state import Simulation
 
 EVENTS_FOLDER = "tensorboard"
 
@@ -39,24 +39,22 @@ class EventFiles:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / EVENTS_FOLDER
-        self._writer: tuple[str, SummaryWriter] | None = None
+        self._writer: SummaryWriter | None = None
 
     def begin(self, name: str, done_rounds: int) -> None:
         """Open a run's files; those of rounds that will be done again are cut off."""
-        self.end()
         from torch.utils.tensorboard import SummaryWriter
 
         if done_rounds == 0:
             shutil.rmtree(self._folder / name, ignore_errors=True)
-        writer = SummaryWriter(str(self._folder / name), purge_step=done_rounds + 1 if done_rounds else None)
-        self._writer = name, writer
+        self._writer = SummaryWriter(str(self._folder / name), purge_step=done_rounds + 1 if done_rounds else None)
 
     def add(self, now: Simulation) -> None:
         """Write the figures of the round that just ended, where it was measured."""
         if self._writer is None:
             return
-        writer, records = self._writer[1], {name: curve[-1] for name, curve in now.curves.items() if curve}
-        latest = {name: record for name, record in records.items() if record.round == now.rounds}
+        writer = self._writer
+        latest = {name: curve[-1] for name, curve in now.curves.items() if curve and curve[-1].round == now.rounds}
         for tag, name in (
             ("accuracy", "accuracy"),
             ("accuracy_after", "accuracy_after"),
@@ -79,5 +77,5 @@ class EventFiles:
     def end(self) -> None:
         """Close the run's files."""
         if self._writer is not None:
-            self._writer[1].close()
+            self._writer.close()
             self._writer = None

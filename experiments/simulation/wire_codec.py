@@ -6,12 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-
 from fedcg.learning.method import DivergedError, Weights
 from fedcg.learning.spec import FederationSpec
+from fedcg.learning.tensor_conversion import to_arrays, to_weights
 from fedcg.wire.artifacts.artifacts import ArtifactHeader, Base, codecs_for, pack, unpack
-from fedcg.wire.artifacts.tensors import PartArrays
 from fedcg.wire.errors import WireError
 from fedcg.wire.messages.messages import COORDINATOR
 from fedcg.wire.parts import Part, UpdateCodec
@@ -38,7 +36,7 @@ class WireCoding:
     ) -> tuple[Mapping[Part, Weights], int]:
         """An update as the server decodes it, and the size of its artifact."""
         known = {part: base[part] for part in self.spec.with_base}
-        return self._through("update", client, parts, self.spec.codec, Base(_BASE, arrays_of(known)) if known else None)
+        return self._through("update", client, parts, self.spec.codec, Base(_BASE, to_arrays(known)) if known else None)
 
     def _through(
         self,
@@ -54,25 +52,17 @@ class WireCoding:
         )
         layouts = {part: spec.layouts[part] for part in sorted(parts)}
         try:
-            packed = pack(header, arrays_of(parts), codec, base)
+            packed = pack(header, to_arrays(parts), codec, base)
             codecs = codecs_for(layouts, codec, frozenset() if base is None else frozenset(base.parts))
             decoded = unpack(packed, layouts, codecs=codecs, base=base).parts
         except WireError as error:
             raise DivergedError(f"the {kind} can't be coded: {error}") from error
         return {
-            part: {name: torch.from_numpy(array).to(parts[part][name].device) for name, array in arrays.items()}
-            for part, arrays in decoded.items()
+            part: {name: tensor.to(parts[part][name].device) for name, tensor in weights.items()}
+            for part, weights in to_weights(decoded).items()
         }, len(packed)
 
 
 def coding_of(spec: FederationSpec) -> WireCoding | None:
     """What the wire does to the numbers of a federation; None where it does nothing."""
     return None if (spec.codec, spec.aggregate_codec) == ("f32", "f32") else WireCoding(spec)
-
-
-def arrays_of(parts: Mapping[Part, Weights]) -> PartArrays:
-    """Weights as the wire takes them."""
-    return {
-        part: {name: tensor.detach().cpu().contiguous().numpy() for name, tensor in weights.items()}
-        for part, weights in parts.items()
-    }

@@ -1,8 +1,8 @@
-"""Reads what `fedcg export` is given: a spec, a safetensors file of weights, a folder of labelled test images. Uses torch."""
+"""Reads what `fedcg export` is given: a spec, and a safetensors file of weights. Uses torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,8 +10,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from export.errors import InputError
-from fedcg.learning.data.image_folder import list_files
-from fedcg.learning.errors import DataError
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.parts import Part
 
@@ -61,17 +59,3 @@ def read_weights(path: Path, slot: str | None = None) -> Mapping[Part, Weights]:
         hint = f"; choose one of its slots with --slot: {', '.join(slots)}" if slots else ""
         raise InputError(str(path), f"holds no tensor {prefix}{missing[0]}/…{hint}")
     return parts
-
-
-def labelled_files(folder: Path, classes: Sequence[str]) -> tuple[list[Path], list[int]]:
-    """Image files and labels under `folder/class/*`, or only those under `folder/test/class/*` where there is such a split.
-
-    Raises:
-        InputError: no such folder, an unknown class, or no image.
-    """
-    root = folder / "test" if (folder / "test").is_dir() and "test" not in classes else folder
-    try:
-        listed = list_files(root, classes)
-    except DataError as error:
-        raise InputError(str(folder), str(error)) from error
-    return [root / path for path, _ in listed], [label for _, label in listed]

@@ -7,39 +7,52 @@ from pathlib import Path
 
 from export.errors import InputError
 from export.model.classify import expand
-from export.model.preprocess import PixelForm, Pixels, load_image
+from export.model.preprocess import load_image
+from fedcg.imaging import ImageForm, Pixels
+
+
+def labelled_files(folder: Path, classes: Sequence[str]) -> tuple[list[Path], list[int]]:
+    """Image files under `folder/CLASS/` and the index of their class, in order of class and path.
+
+    Args:
+        folder: one folder per class; a class may be missing. Where there is `folder/test/CLASS/`, only that counts.
+        classes: the model's class names.
+
+    Raises:
+        InputError: no such folder, a folder that is no class, or no image.
+    """
+    if not folder.is_dir():
+        raise InputError(str(folder), "no such folder")
+    root = folder / "test" if (folder / "test").is_dir() and "test" not in classes else folder
+    unknown = sorted(one for one in root.iterdir() if one.is_dir() and one.name not in classes)
+    if unknown:
+        raise InputError(str(unknown[0]), f"the model has no such class; its classes are {', '.join(classes[:20])}")
+    found = [
+        (path, label)
+        for label, name in enumerate(classes)
+        if (root / name).is_dir()
+        for path in expand([str(root / name)])
+        if path.is_file()
+    ]
+    if not found:
+        raise InputError(str(folder), f"no images; expected {folder}/CLASS/*.png or .jpg")
+    return [path for path, _ in found], [label for _, label in found]
 
 
 def labelled_images(
-    folder: Path, classes: Sequence[str], form: PixelForm, limit: int | None = None
+    folder: Path, classes: Sequence[str], form: ImageForm, limit: int | None = None
 ) -> tuple[list[Pixels], list[int]]:
-    """Images under `folder/CLASS/` and the index of their class, in order of class and path.
+    """The images that `labelled_files` finds, decoded, and the index of their class.
 
     Args:
-        folder: one folder per class; a class may be missing.
+        folder: one folder per class.
         classes: the model's class names.
         form: mode and size that the model takes.
         limit: at most so many images, taken evenly from all; None for all of them.
 
     Raises:
-        InputError: no such folder, a folder that is no class, a file that is no image, or no image at all.
+        InputError: as `labelled_files`, or a file that is no image.
     """
-    if not folder.is_dir():
-        raise InputError(str(folder), "no such folder")
-    strange = sorted(one.name for one in folder.iterdir() if one.is_dir() and one.name not in classes)
-    if strange:
-        raise InputError(
-            str(folder / strange[0]), f"the model has no such class; its classes are {', '.join(classes[:20])}"
-        )
-    found = [
-        (path, label)
-        for label, name in enumerate(classes)
-        if (folder / name).is_dir()
-        for path in expand([str(folder / name)])
-        if path.is_file()
-    ]
-    if not found:
-        raise InputError(str(folder), f"no images; expected {folder}/CLASS/*.png or .jpg")
-    step = 1 if limit is None else max(1, -(-len(found) // limit))
-    chosen = found[::step]
-    return [load_image(path, form) for path, _ in chosen], [label for _, label in chosen]
+    files, labels = labelled_files(folder, classes)
+    step = 1 if limit is None else max(1, -(-len(files) // limit))
+    return [load_image(path, form) for path in files[::step]], labels[::step]

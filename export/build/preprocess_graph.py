@@ -1,6 +1,6 @@
 """The way from a decoded image to a network's input as ONNX nodes: any height and width in, resized, normalised. Needs `onnx`; torch-free.
 
-Must stay, bit for bit, the same function as `export.model.preprocess` and the decoder that training uses; tests hold the three together.
+Must stay, bit for bit, the same function as `fedcg.imaging`; tests hold the two together.
 onnxruntime's own Resize differs from Pillow's by up to 16 levels, so Pillow's arithmetic is written out here: a pass over the columns,
 then one over the rows, each rounded to 8 bits, with weights of 22 bits that are computed from the image's size in double.
 Only the pixels that a weight falls on are gathered, and their sums are exact: a weight is three bytes, and MatMulInteger adds up products
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from export.model.preprocess import PixelForm
 from export.model.runtime import INPUT_NAME, NETWORK_INPUT
+from fedcg.imaging import ImageForm
 
 if TYPE_CHECKING:
     import onnx
@@ -105,7 +105,7 @@ _RESAMPLE = """
 """
 
 # The size is asked of one image: the batch has no fixed number, and a shape with an unknown in it is not folded when onnxruntime is told
-# height and width. Where it is told the network's, nothing of the resize is left.
+# height and width. Where it is given the network's, nothing of the resize is left.
 _GRAPH = """
 preprocess (uint8[batch, height, width, {channels}] {images}) => (float[batch, {channels}, {height}, {width}] {input})
 {{
@@ -154,7 +154,7 @@ preprocess (uint8[batch, height, width, {channels}] {images}) => (float[batch, {
 """
 
 
-def add_preprocessing(network: onnx.ModelProto, form: PixelForm) -> onnx.ModelProto:
+def add_preprocessing(network: onnx.ModelProto, form: ImageForm) -> onnx.ModelProto:
     """Put resizing and normalisation in front of a network.
 
     Args:
@@ -212,13 +212,12 @@ def _replace(field: MutableSequence[T], values: Iterable[T]) -> None:
     field.extend(kept)
 
 
-def _text(form: PixelForm) -> str:
-    channels = 1 if form.mode == "L" else 3
+def _text(form: ImageForm) -> str:
     mean, std = (", ".join(repr(float(np.float32(value))) for value in values) for values in (form.mean, form.std))
     return _GRAPH.format(
         images=INPUT_NAME,
         input=NETWORK_INPUT,
-        channels=channels,
+        channels=form.channels,
         height=form.height,
         width=form.width,
         constants=_CONSTANTS,

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -35,9 +35,6 @@ _TRACED_BATCH = 2  # a batch of one would be taken for a constant
 # Unsupported operators, an exporter that this torch no longer has, a package that it needs and that is not installed.
 _EXPORTER_FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, ImportError)
 _log = logging.getLogger(__name__)
-
-Exporter = Literal["torchscript", "dynamo"]
-EXPORTERS: tuple[Exporter, ...] = ("torchscript", "dynamo")
 
 
 class PersonalModel(nn.Module):
@@ -65,7 +62,7 @@ class Exported:
 
     content: bytes
     opset: int
-    exporter: Exporter
+    exporter: str
 
 
 def personal_model(spec: FederationSpec, parts: Mapping[Part, Weights]) -> PersonalModel:
@@ -85,7 +82,6 @@ def export_personal(
     *,
     round_number: int = 0,
     takes: Takes = "pixels",
-    exporters: tuple[Exporter, ...] = EXPORTERS,
 ) -> Exported:
     """Write a personal model as ONNX; the same weights give the same bytes.
 
@@ -98,7 +94,6 @@ def export_personal(
         out_path: file to write.
         round_number: the round the weights come from.
         takes: pixels of any size, or normalised ones at the network's size: then there is no preprocessing in the file.
-        exporters: which of torch's exporters to try, in order.
 
     Raises:
         NetworkError: weights that do not fit the spec's networks.
@@ -107,7 +102,7 @@ def export_personal(
     import onnx
 
     model = personal_model(spec, parts)
-    proto, exporter = _convert(model, spec, exporters)
+    proto, exporter = _convert(model, spec)
     if takes == "pixels":
         proto = add_preprocessing(proto, spec.image)
     _describe(proto, spec, round_number, takes)
@@ -118,19 +113,16 @@ def export_personal(
     return Exported(content, opset, exporter)
 
 
-def _convert(
-    model: PersonalModel, spec: FederationSpec, exporters: tuple[Exporter, ...]
-) -> tuple[onnx.ModelProto, Exporter]:
+def _convert(model: PersonalModel, spec: FederationSpec) -> tuple[onnx.ModelProto, str]:
     form = spec.image
     example = torch.zeros(_TRACED_BATCH, form.channels, form.height, form.width)
     failures = []
-    for name in exporters:
-        convert = _with_torchscript if name == "torchscript" else _with_dynamo
+    for name, convert in (("torchscript", _with_torchscript), ("dynamo", _with_dynamo)):
         try:
             with warnings.catch_warnings(), torch.no_grad():
                 warnings.simplefilter("ignore")  # both exporters warn about torch's own internals
                 return convert(model, example), name
-        except _EXPORTER_FAILURES as error:
+        except _EXPORTER_FAILURES as error:  # noqa: PERF203 - two exporters
             _log.warning("the %s exporter cannot write %s: %s", name, spec.network.split, error)
             failures.append(f"{name}: {error}")
     raise ConversionError(f"{spec.network.split} cannot be written as ONNX; " + "; ".join(failures))

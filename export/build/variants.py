@@ -34,16 +34,16 @@ from export.model.manifest import (
     read_model,
     write_manifest,
 )
-from export.model.preprocess import Pixels, normalise
-from export.model.providers import CPU, TENSORRT, TensorRt, available_providers, machine, told
-from export.model.runtime import NETWORK_INPUT, Floats, Predictor
+from export.model.preprocess import normalise
+from export.model.providers import CPU, TENSORRT, available_providers, in_words, machine
+from export.model.runtime import NETWORK_INPUT, Floats, Predictor, predictor_of
+from fedcg.imaging import Pixels
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     import onnx
 
-NAMES: tuple[VariantName, ...] = ("ort", "fp16", "int8", "trt_fp16")
 BUDGET = 0.005  # accuracy that a variant may lose, as a share
 SPEED_UP = 1.05  # a smaller gain than this one may be the clock's noise
 START_GAIN_MS = 50.0  # sooner by less is not worth a file that is bound to one machine
@@ -79,20 +79,16 @@ def add_variants(
     directory: Path,
     held_out: HeldOut,
     *,
-    names: Sequence[VariantName] = NAMES,
     budget: float = BUDGET,
     threads: int = 0,
-    tell: Callable[[str], None] = lambda _: None,
 ) -> Manifest:
     """Try variants of the model in a directory, write those that pay beside it, and name the one to serve in its manifest.
 
     Args:
         directory: a model and its manifest, not in use yet.
         held_out: images to judge and to calibrate by.
-        names: which variants to try.
         budget: accuracy that a variant may lose against float32, as a share of the held-out images.
         threads: threads of one prediction, as it will be served; 0 lets onnxruntime choose.
-        tell: is told what is tried now.
 
     Returns:
         The manifest as written.
@@ -104,14 +100,11 @@ def add_variants(
     plain = read_model(directory, manifest, manifest.model)
     calibration = [normalise(one[None], manifest.image) for one in held_out.calibration[:CALIBRATION_IMAGES]]
     candidates, refused = [_load("fp32", plain, manifest, threads)], []
-    for name in names:
-        tell(f"{name}: converting")
+    for name, convert in _CONVERSIONS.items():
         try:
-            content = _CONVERSIONS[name](plain, calibration)
-            candidates.append(_load(name, content, manifest, threads))
-        except (ConversionError, ModelError) as error:
+            candidates.append(_load(name, convert(plain, calibration), manifest, threads))
+        except (ConversionError, ModelError) as error:  # noqa: PERF203 - four forms
             refused.append(Variant(name=name, reason=str(error)[:500]))
-    tell("measuring")
     judged = _judge(candidates, held_out, budget, manifest.model)
     for candidate, variant in zip(candidates, judged, strict=True):
         if variant.file is not None and variant.file != manifest.model:
@@ -136,21 +129,13 @@ def _load(name: VariantName, content: bytes, manifest: Manifest, threads: int) -
     taken = []
     for _ in range(STARTS):
         began = time.perf_counter()
-        predictor = Predictor(
-            content,
-            manifest.image,
-            len(manifest.classes),
-            takes=manifest.takes,
-            name=name,
-            threads=threads,
-            tensorrt=TensorRt(is_half=Variant(name=name).is_half),
-        )
+        predictor = predictor_of(manifest, Variant(name=name), content, threads=threads)
         taken.append((time.perf_counter() - began) * 1e3)
     return _Candidate(name, content, predictor, statistics.median(taken))
 
 
 def best(judged: Sequence[Variant]) -> Variant:
-    """The fastest that is kept; of several that the clock can't tell apart, the one that is ready soonest."""
+    """The fastest that is kept; of several whose times do not differ clearly, the one that is ready soonest."""
     kept = [one for one in judged if one.file is not None]
     fastest = min(one.latency_ms or 0.0 for one in kept)
     equal = [one for one in kept if (one.latency_ms or 0.0) < fastest * SPEED_UP]
@@ -221,14 +206,6 @@ def _file(candidate: _Candidate, opset: int) -> ModelFile:
     return ModelFile(name=f"model-{candidate.name}.onnx", sha256=digest(content), size=len(content), opset=opset)
 
 
-def _parsed(content: bytes) -> onnx.ModelProto:
-    try:
-        import onnx
-    except ImportError as error:
-        raise ExportError("variants need the package `onnx`: pip install onnx") from error
-    return onnx.load_model_from_string(content)
-
-
 @contextmanager
 def _conversion() -> Iterator[None]:
     """Whatever a converter dies of becomes a reason; its chatter about the graph is left out."""
@@ -238,7 +215,7 @@ def _conversion() -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
-    except Exception as error:  # the converters raise whatever a graph makes them stumble over
+    except Exception as error:  # the converters raise whatever a graph makes them fail at
         raise ConversionError(f"can't be made: {type(error).__name__}: {error}") from error
     finally:
         root.setLevel(level)
@@ -248,7 +225,7 @@ def _to_ort(content: bytes, _calibration: Sequence[Floats]) -> bytes:
     """The graph as onnxruntime optimises it when it loads it on this machine, its layout for this CPU's instructions included."""
     if available_providers() != (CPU,):
         raise ConversionError(
-            f"not tried: such a graph is for the CPU alone, and there is {told(available_providers())}"
+            f"not tried: such a graph is for the CPU alone, and there is {in_words(available_providers())}"
         )
     with _conversion(), tempfile.TemporaryDirectory(prefix="fedcg-ort-") as folder:
         done = Path(folder) / "ort.onnx"
@@ -262,15 +239,18 @@ def _to_ort(content: bytes, _calibration: Sequence[Floats]) -> bytes:
 def _to_trt_fp16(content: bytes, _calibration: Sequence[Floats]) -> bytes:
     """The same file; what differs is what TensorRT may do with it."""
     if TENSORRT not in available_providers():
-        raise ConversionError(f"not tried: no TensorRT here, only {told(available_providers())}")
+        raise ConversionError(f"not tried: no TensorRT here, only {in_words(available_providers())}")
     return content
 
 
 def _converted(content: bytes, convert: Callable[[onnx.ModelProto], onnx.ModelProto]) -> bytes:
     """Another form of a model's network; the preprocessing in front of it stays exact."""
-    parsed = _parsed(content)
+    import onnx
+
     with _conversion():
-        converted: bytes = on_network(parsed, convert).SerializeToString(deterministic=True)
+        converted: bytes = on_network(onnx.load_model_from_string(content), convert).SerializeToString(
+            deterministic=True
+        )
         return converted
 
 
@@ -292,6 +272,8 @@ def _to_int8(content: bytes, calibration: Sequence[Floats]) -> bytes:
 
 
 def _quantised(network: onnx.ModelProto, calibration: Sequence[Floats]) -> onnx.ModelProto:
+    import onnx
+
     with tempfile.TemporaryDirectory(prefix="fedcg-int8-") as folder:
         from onnxruntime.quantization import QuantFormat, QuantType, quantize_static
         from onnxruntime.quantization.shape_inference import quant_pre_process
@@ -308,7 +290,7 @@ def _quantised(network: onnx.ModelProto, calibration: Sequence[Floats]) -> onnx.
             activation_type=QuantType.QUInt8,
             weight_type=QuantType.QInt8,
         )
-        return _parsed(done.read_bytes())
+        return onnx.load_model_from_string(done.read_bytes())
 
 
 class _Calibration:

@@ -1,4 +1,4 @@
-"""Compares an ONNX model with the trained one on the same images, each by its own way from the encoded file on. Uses torch."""
+"""Compares an ONNX model with the trained one on the same image files. Uses torch."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ import numpy as np
 import onnxruntime
 import torch
 
-from export.errors import InputError, VerificationError
+from export.build.to_onnx import PersonalModel, personal_model
+from export.errors import VerificationError
 from export.model.manifest import Takes, Verification
-from export.model.preprocess import Pixels, load_image
+from export.model.preprocess import load_image
 from export.model.runtime import INPUT_NAME, Floats, Predictor
-from fedcg.learning.data.decoding import fit_pixels
-from fedcg.learning.data.image_folder import decode_image, normalise
-from fedcg.learning.errors import DataError
-from fedcg.learning.networks import load_part
-from fedcg.learning.spec import FederationSpec, ImageForm
+from fedcg.imaging import ImageForm, Pixels, fit_pixels
+from fedcg.learning.data.image_folder import normalise
+from fedcg.learning.spec import FederationSpec
 from fedcg.wire.parts import Part
 
 if TYPE_CHECKING:
@@ -30,22 +29,6 @@ MIN_TOP1_AGREEMENT = 0.995
 NOISE_IMAGES = 64
 OWN_SIZE_IMAGES = 8  # a photograph takes the model's own resize a quarter of a second
 _BATCH = 256
-
-
-class _Reference:
-    """The trained networks, run as training runs them."""
-
-    def __init__(self, spec: FederationSpec, parts: Mapping[Part, Weights]) -> None:
-        self.form: ImageForm = spec.image
-        self.extractor, self.classifier = (
-            load_part(spec, part, parts[part]).eval() for part in (Part.EXTRACTOR, Part.CLASSIFIER)
-        )
-
-    @torch.no_grad()
-    def logits(self, images: np.ndarray) -> Floats:
-        """[B, C, H, W] uint8 to [B, classes] float32."""
-        rows: Floats = self.classifier(self.extractor(normalise(torch.from_numpy(images), self.form))).numpy()
-        return rows
 
 
 def verify(
@@ -82,17 +65,25 @@ def verify(
     predictor = Predictor(content, spec.image, spec.class_count, takes=takes, name=str(model_path), threads=threads)
     if takes == "pixels":
         _check_preprocessing(content, spec.image, files[:OWN_SIZE_IMAGES], model_path)
-    reference = _Reference(spec, parts)
-    batches = _file_batches(files, spec.image) if files else _noise_batch(spec.image)
-    pairs = [(reference.logits(trained), predictor.run(exported).logits) for trained, exported in batches]
+    network = personal_model(spec, parts)
+    pairs = [
+        (_logits(network, images, spec.image), predictor.run(images).logits) for images in _batches(files, spec.image)
+    ]
     trained, exported = (np.concatenate(side) for side in zip(*pairs, strict=True))
     return _compare(trained, exported, np.asarray(labels, dtype=np.int64), model_path)
 
 
+@torch.no_grad()
+def _logits(network: PersonalModel, images: Sequence[Pixels], form: ImageForm) -> Floats:
+    """What training's own network gives for images: [B, classes] float32."""
+    channels_first = torch.from_numpy(np.ascontiguousarray(np.stack(images).transpose(0, 3, 1, 2)))
+    logits: Floats = network(normalise(channels_first, form))[0].numpy()
+    return logits
+
+
 def _check_preprocessing(content: bytes, form: ImageForm, files: Sequence[Path], model_path: Path) -> None:
     session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
-    for name, own_size, trained in _own_sizes(files, form):
-        fitted = np.ascontiguousarray(trained.transpose(1, 2, 0))
+    for name, own_size, fitted in _own_sizes(files, form):
         given, wanted = (session.run(["logits"], {INPUT_NAME: image[None]})[0] for image in (own_size, fitted))
         if not np.array_equal(given, wanted, equal_nan=True):
             raise VerificationError(
@@ -101,32 +92,23 @@ def _check_preprocessing(content: bytes, form: ImageForm, files: Sequence[Path],
             )
 
 
-def _own_sizes(files: Sequence[Path], form: ImageForm) -> Iterator[tuple[str, Pixels, np.ndarray]]:
-    """Images as decoded, [H, W, C], and as training sees them, [C, H, W]; one of random pixels at the end."""
+def _own_sizes(files: Sequence[Path], form: ImageForm) -> Iterator[tuple[str, Pixels, Pixels]]:
+    """Images at their own size and at the form's; one of random pixels at the end."""
     for file in files:
-        yield str(file), load_image(file, form, resize=False), _decode_as_training(file, form)
-    shape = (2 * form.height + 1, form.width // 2 + 1, form.channels)
-    noise = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+        yield str(file), load_image(file, form, resize=False), load_image(file, form)
+    noise = _noise((2 * form.height + 1, form.width // 2 + 1, form.channels))
     yield "an image of random pixels", noise, fit_pixels(noise.squeeze(-1) if form.channels == 1 else noise, form)
 
 
-def _file_batches(files: Sequence[Path], form: ImageForm) -> Iterator[tuple[np.ndarray, list[Pixels]]]:
+def _batches(files: Sequence[Path], form: ImageForm) -> Iterator[Sequence[Pixels]]:
+    if not files:
+        yield list(_noise((NOISE_IMAGES, *form.shape)))
     for start in range(0, len(files), _BATCH):
-        some = files[start : start + _BATCH]
-        yield np.stack([_decode_as_training(file, form) for file in some]), [load_image(file, form) for file in some]
+        yield [load_image(file, form) for file in files[start : start + _BATCH]]
 
 
-def _decode_as_training(file: Path, form: ImageForm) -> np.ndarray:
-    try:
-        return decode_image(file.read_bytes(), form, str(file))
-    except (OSError, DataError) as error:
-        raise InputError(str(file), str(error)) from error
-
-
-def _noise_batch(form: ImageForm) -> Iterator[tuple[np.ndarray, list[Pixels]]]:
-    shape = (NOISE_IMAGES, form.height, form.width, form.channels)
-    images = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
-    yield np.ascontiguousarray(images.transpose(0, 3, 1, 2)), list(images)
+def _noise(shape: tuple[int, ...]) -> Pixels:
+    return np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
 
 
 def _compare(trained: Floats, exported: Floats, labels: np.ndarray, model_path: Path) -> Verification:

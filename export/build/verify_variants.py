@@ -9,9 +9,9 @@ import numpy as np
 
 from export.build.variants import BUDGET, best
 from export.model.manifest import Manifest, Variant, VariantCheck, read_manifest, read_model, write_manifest
-from export.model.preprocess import Pixels, load_image
-from export.model.providers import TensorRt
-from export.model.runtime import Floats, Predictor
+from export.model.preprocess import load_image
+from export.model.runtime import Floats, predictor_of
+from fedcg.imaging import Pixels
 
 
 def verify_variants(
@@ -56,16 +56,8 @@ def verify_variants(
 
 
 def _logits(directory: Path, manifest: Manifest, form: Variant, pictures: Sequence[Pixels], threads: int) -> Floats:
-    predictor = Predictor(
-        read_model(directory, manifest, form.file),
-        manifest.image,
-        len(manifest.classes),
-        takes=manifest.takes,
-        name=form.name,
-        threads=threads,
-        tensorrt=TensorRt(is_half=form.is_half),
-    )
-    return predictor.run(pictures).logits
+    content = read_model(directory, manifest, form.file)
+    return predictor_of(manifest, form, content, threads=threads).run(pictures).logits
 
 
 def _check(form: Variant, logits: Floats, plain: Floats, right: np.ndarray) -> VariantCheck:

@@ -5,26 +5,24 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import signal
 import sys
-from collections.abc import Callable
 from datetime import datetime
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from export.errors import ExportError
-from export.model.preprocess import MAX_PIXELS
+from export.errors import ExportError, ServingError
 from export.model.versions import Slots, Version
+from fedcg.errors import BAD_INPUT
+from fedcg.imaging import MAX_PIXELS
 
 if TYPE_CHECKING:
     from export.model.manifest import Verification
     from export.model.signature import Accept
-
-BAD_INPUT = 2
-T = TypeVar("T")
 
 model_app = typer.Typer(
     help="Versions of the model on this box: list, check, choose, go back.", no_args_is_help=True, add_completion=False
@@ -40,30 +38,16 @@ SignedBy = Annotated[
 ]
 Threads = Annotated[int, typer.Option("--threads", min=0, help="Threads of one prediction; 0: the runtime chooses.")]
 MaxPixels = Annotated[int, typer.Option("--max-pixels", min=1, help="Refuse larger images undecoded.")]
-Watch = Annotated[
+WatchWindow = Annotated[
     int, typer.Option(min=0, help="Predictions after which a new version that does badly is taken back; 0: never.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 
-def _fail(error: Exception) -> NoReturn:
-    typer.echo(f"Error: {error}", err=True)
-    raise typer.Exit(BAD_INPUT)
-
-
-def _or_fail(action: Callable[[], T]) -> T:
-    try:
-        return action()
-    except ExportError as error:
-        _fail(error)
-
-
 def _accept(signed_by: str | None) -> Accept | None:
-    if signed_by is None:
-        return None
     from export.model.signature import required
 
-    return _or_fail(lambda: required(signed_by))
+    return None if signed_by is None else required(signed_by)
 
 
 class _InferGroup(TyperGroup):
@@ -112,15 +96,14 @@ def infer_command(
     Over HTTP: `fedcg infer serve --help`. Over MQTT: `fedcg infer serve-mqtt --help`.
     """
     from export.model.classify import classify_files, csv_text, expand, table_lines
-    from export.model.providers import told
+    from export.model.providers import in_words
     from export.model.runtime import Model
 
     if as_json and as_csv:
-        _fail(ExportError("choose one of --json and --csv"))
-    accept = _accept(signed_by)
-    loaded = _or_fail(lambda: Model.load(model, threads=threads, accept=accept))
+        raise ExportError("choose one of --json and --csv")
+    loaded = Model.load(model, threads=threads, accept=_accept(signed_by))
     if sys.stderr.isatty():
-        typer.echo(f"{loaded.directory} ({loaded.served.name}) by {told(loaded.predictor.providers)}", err=True)
+        typer.echo(f"{loaded.directory} ({loaded.served.name}) by {in_words(loaded.predictor.providers)}", err=True)
     results, failures = classify_files(loaded, expand(images), top=top, max_pixels=max_pixels)
     if as_json:
         document = {
@@ -154,7 +137,7 @@ def serve_command(
     queue: Annotated[int, typer.Option(min=1, max=4096, help="Images accepted and not answered yet; then 429.")] = 256,
     max_bytes: Annotated[int, typer.Option(min=1, help="Bytes of a request's body.")] = 16 * 1024 * 1024,
     max_pixels: MaxPixels = MAX_PIXELS,
-    watch: Watch = 200,
+    watch: WatchWindow = 200,
     allow_host: Annotated[
         list[str] | None, typer.Option(help="A further name of this box in requests' Host header; may be repeated.")
     ] = None,
@@ -171,13 +154,9 @@ def serve_command(
     finally:
         gc.enable()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    accept = _accept(signed_by)
     bounds = (threads, max_batch, max_wait_ms, queue, max_bytes, max_pixels, watch)
-    settings = Settings(model, host, port, *bounds, names=tuple(allow_host or ()), accept=accept)
-    code = _or_fail(
-        lambda: serve(settings, lambda line: typer.echo(json.dumps({"message": line}) if as_json else line))
-    )
-    raise typer.Exit(code)
+    settings = Settings(model, host, port, *bounds, names=tuple(allow_host or ()), accept=_accept(signed_by))
+    raise typer.Exit(serve(settings, lambda line: typer.echo(json.dumps({"message": line}) if as_json else line)))
 
 
 @infer_app.command("serve-mqtt")
@@ -198,40 +177,49 @@ def serve_mqtt_command(
     top: Annotated[int, typer.Option(min=1, help="How many classes to name per image.")] = 3,
     max_bytes: Annotated[int, typer.Option(min=1, help="Bytes of a request.")] = 1024 * 1024,
     max_pixels: MaxPixels = MAX_PIXELS,
-    watch: Watch = 200,
+    watch: WatchWindow = 200,
     signed_by: SignedBy = None,
 ) -> None:
     """Answer predictions over MQTT, by request and response; follows the version in use.
 
     SIGTERM and SIGINT let what waits be answered; the exit code is 0.
     """
-    from export.serving.mqtt_run import Broker, run
+    from export.serving.drift_watch import Watch
+    from export.serving.live_model import ServedModel
+    from export.serving.mqtt_server import INBOUND_FACTOR, MAX_IMAGES, MqttServer, Place
+    from export.serving.request_bodies import Limits
+    from fedcg.wire.errors import TransportError
+    from fedcg.wire.transport.mqtt import MqttConfig, MqttTransport, TlsFiles
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    broker, accept = Broker(host, port, ca, cert, key, insecure), _accept(signed_by)
-    _or_fail(
-        lambda: run(
-            model,
-            prefix,
-            name,
-            broker,
-            threads=threads,
-            queue=queue,
-            top=top,
-            max_bytes=max_bytes,
-            max_pixels=max_pixels,
-            watch=watch,
-            accept=accept,
-        )
+    files = [path for path in (ca, cert, key) if path is not None]
+    if len(files) not in (0, 3):
+        raise ServingError("TLS needs all of --ca, --cert and --key")
+    place, tls, inbound = Place(prefix, name), TlsFiles(*files) if files else None, INBOUND_FACTOR * max_bytes + 65_536
+    try:
+        config = MqttConfig(host, port, name, tls=tls, insecure=insecure, max_inbound=inbound)
+    except (TransportError, ValueError) as error:
+        raise ServingError(str(error)) from error
+    server = MqttServer(
+        ServedModel(model, threads=threads, warm_up=(1,), accept=_accept(signed_by)),
+        place,
+        lambda will: MqttTransport(config, will),
+        Limits(max_bytes, max_pixels, MAX_IMAGES),
+        queue,
+        top,
+        Watch(watch),
     )
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: server.stop())
+    server.run()
 
 
 @model_app.command("list")
 def list_versions(root: Root, as_json: AsJson = False) -> None:
     """List the versions under DIR; a star marks the one in use."""
-    versions = _or_fail(Slots(root).versions)
+    versions = Slots(root).versions()
     if not versions:
-        _fail(ExportError(f"{root}: no model is installed there"))
+        raise ExportError(f"{root}: no model is installed there")
     rows = [_version_row(version) for version in versions]
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
@@ -251,10 +239,10 @@ def _version_row(version: Version) -> dict[str, object]:
     except ExportError as error:
         return row | {"state": f"damaged: {error}"}
     accuracy = manifest.verification.accuracy_onnx
-    told = f"accuracy {accuracy:.1%}" if accuracy is not None else "accuracy unavailable"
+    share = f"accuracy {accuracy:.1%}" if accuracy is not None else "accuracy unavailable"
     created = _local(manifest.created)
     return row | {
-        "state": f"{manifest.federation}, round {manifest.round}, {told}, {created}",
+        "state": f"{manifest.federation}, round {manifest.round}, {share}, {created}",
         "federation": manifest.federation,
         "round": manifest.round,
         "accuracy": accuracy,
@@ -278,9 +266,9 @@ def verify_versions(
 ) -> None:
     """Check that every model is, byte for byte, the one its manifest names. Exit code 2 when one is not."""
     slots = Slots(root, accept=_accept(signed_by))
-    names = [version] if version else [one.name for one in _or_fail(slots.versions)]
+    names = [version] if version else [one.name for one in slots.versions()]
     if not names:
-        _fail(ExportError(f"{root}: no model is installed there"))
+        raise ExportError(f"{root}: no model is installed there")
     faults: dict[str, str | None] = {}
     for name in names:
         try:
@@ -312,7 +300,7 @@ def use_version(
     root: Root, version: Annotated[str, typer.Argument(help="The version, e.g. 0002.")], as_json: AsJson = False
 ) -> None:
     """Put a version in use, after checking it."""
-    _in_use(_or_fail(lambda: Slots(root).use(version)), as_json=as_json)
+    _in_use(Slots(root).use(version), as_json=as_json)
 
 
 def _in_use(model: Path, *, as_json: bool) -> None:
@@ -322,7 +310,7 @@ def _in_use(model: Path, *, as_json: bool) -> None:
 @model_app.command("rollback")
 def roll_back(root: Root, as_json: AsJson = False) -> None:
     """Return to the version that was in use before."""
-    _in_use(_or_fail(Slots(root).rollback), as_json=as_json)
+    _in_use(Slots(root).rollback(), as_json=as_json)
 
 
 def export_command(
@@ -343,37 +331,30 @@ def export_command(
     as_json: AsJson = False,
 ) -> None:
     """Write a personal model as ONNX, check it against the trained one, and put it in use."""
-    from export.build.checkpoint import labelled_files, read_spec, read_weights
-    from export.build.install_model import Installed, package_personal
-    from fedcg.learning.errors import LearningError
+    from export.build.checkpoint import read_spec, read_weights
+    from export.build.install_model import package_personal
+    from export.build.labelled_images import labelled_files
+    from export.model.manifest import read_manifest
 
-    def make() -> Installed:
-        read = read_spec(spec)
-        files, labels = labelled_files(images, read.classes) if images else ([], [])
-        parts = read_weights(weights, slot)
-        return package_personal(
-            read,
-            parts,
-            out,
-            test_files=files,
-            test_labels=labels,
-            metrics={},
-            round_number=round_number,
-            takes="normalised" if raw else "pixels",
-            key=sign,
-        )
-
-    try:
-        made = _or_fail(make)
-    except LearningError as error:
-        _fail(error)
-    checked = made.verification
+    read = read_spec(spec)
+    files, labels = labelled_files(images, read.classes) if images else ([], [])
+    directory = package_personal(
+        read,
+        read_weights(weights, slot),
+        out,
+        round_number=round_number,
+        test_files=files,
+        test_labels=labels,
+        takes="normalised" if raw else "pixels",
+        key=sign,
+    )
+    checked = read_manifest(directory).verification
     if as_json:
-        document = {"model": str(made.model_dir), "verification": checked.model_dump(mode="json")}
+        document = {"model": str(directory), "verification": checked.model_dump(mode="json")}
         typer.echo(json.dumps(document, indent=2))
         return
     accuracy = f", accuracy {checked.accuracy_onnx:.1%}" if checked.accuracy_onnx is not None else ""
     typer.echo(
-        f"{made.model_dir}: verified on {checked.images} images ({checked.source}), largest difference of a logit "
+        f"{directory}: verified on {checked.images} images ({checked.source}), largest difference of a logit "
         f"{checked.max_abs_difference:.1e}, same class for {checked.top1_agreement:.1%}{accuracy}"
     )

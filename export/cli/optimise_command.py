@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from export.cli.infer_commands import BAD_INPUT, AsJson, Root, Threads, model_app
-from export.errors import ExportError
+from export.cli.infer_commands import AsJson, Root, Threads, model_app
 from export.model.manifest import Manifest, read_all
 from export.model.signature import MANIFEST_NAME
 from export.model.versions import Slots
+
+if TYPE_CHECKING:
+    from export.build.variants import HeldOut
 
 __all__ = ["model_app", "optimise_command"]
 
@@ -50,22 +52,18 @@ def optimise_command(
     What was measured and decided is in the new version's manifest. The version before it stays for `fedcg model rollback`.
     When no form is better than the one in use, nothing is installed. A new version of a signed one needs --sign.
     """
-    console = Console(stderr=True)
-    try:
-        with console.status("reading images") as status:
-            made = _optimise(root, images, calibration, budget / 100, threads, sign, status.update)
-    except ExportError as error:
-        typer.echo(f"Error: {error}", err=True)
-        raise typer.Exit(BAD_INPUT) from error
-    from export.model.providers import available_providers, told
+    with Console(stderr=True).status("trying other forms of the model"):
+        held_out = _held_out(root, images, calibration)
+        directory, manifest, is_new = _optimise(root, held_out, budget / 100, threads, sign)
+    from export.model.providers import available_providers, in_words
 
-    (directory, manifest, is_new), providers = made, available_providers()
+    providers = available_providers()
     if as_json:
         tried = [one.model_dump(mode="json") for one in manifest.variants]
         chosen = {"model": str(directory), "installed": is_new, "serves": manifest.serves}
         typer.echo(json.dumps({**chosen, "providers": providers, "variants": tried}, indent=2))
         return
-    typer.echo(f"  by {told(providers)}")
+    typer.echo(f"  by {in_words(providers)}")
     for one in manifest.variants:
         star = "*" if one.name == manifest.serves else " "
         measured = "" if one.latency_ms is None else f"{one.latency_ms:.3f} ms, accuracy {one.accuracy or 0.0:.1%}; "
@@ -73,54 +71,43 @@ def optimise_command(
     typer.echo(f"in use: {directory}" if is_new else f"nothing is faster here: {directory} stays in use")
 
 
-class _NothingBetterError(Exception):
-    """The form in use is still the best one; ends the installation of the new version."""
+def _held_out(root: Path, images: Path, calibration: Path | None) -> HeldOut:
+    """The images that judge the forms, and those that give int8 its ranges: every fourth where there are no others."""
+    from export.build.labelled_images import labelled_images
+    from export.build.variants import CALIBRATION_IMAGES, HeldOut
+
+    manifest = read_all(Slots(root).current())
+    pictures, labels = labelled_images(images, manifest.classes, manifest.image)
+    if calibration is not None:
+        ranges, _ = labelled_images(calibration, manifest.classes, manifest.image, CALIBRATION_IMAGES)
+        return HeldOut(pictures, labels, ranges)
+    judging = [number for number in range(len(pictures)) if number % 4]
+    return HeldOut([pictures[number] for number in judging], [labels[number] for number in judging], pictures[::4])
 
 
 def _optimise(
-    root: Path,
-    images: Path,
-    calibration: Path | None,
-    budget: float,
-    threads: int,
-    sign: Path | None,
-    tell: Callable[[str], None],
+    root: Path, held_out: HeldOut, budget: float, threads: int, sign: Path | None
 ) -> tuple[Path, Manifest, bool]:
     """Directory of the version in use afterwards, the manifest with what was measured, and whether that version is new."""
-    from export.build.labelled_images import labelled_images
-    from export.build.variants import CALIBRATION_IMAGES, HeldOut, add_variants
+    from export.build.variants import add_variants
     from export.model.providers import machine
     from export.model.signature import sign_manifest
 
     slots = Slots(root)
     slots.check_signed(is_signed=sign is not None)
     source = slots.current()
-    manifest = read_all(source)
-    pictures, labels = labelled_images(images, manifest.classes, manifest.image)
-    if calibration is None:
-        held_out = HeldOut(
-            [one for number, one in enumerate(pictures) if number % 4],
-            [one for number, one in enumerate(labels) if number % 4],
-            pictures[::4],
-        )
-    else:
-        ranges, _ = labelled_images(calibration, manifest.classes, manifest.image, CALIBRATION_IMAGES)
-        held_out = HeldOut(pictures, labels, ranges)
+    before = read_all(source)
+    with tempfile.TemporaryDirectory(prefix="fedcg-optimise-") as folder:
+        for name in (MANIFEST_NAME, before.model.name):
+            shutil.copy2(source / name, folder)
+        after = add_variants(Path(folder), held_out, budget=budget, threads=threads)
+        in_use, chosen = before.served_on(machine), after.served_on(machine)
+        if (in_use.name, in_use.file) == (chosen.name, chosen.file):
+            return source, after, False
 
-    measured: list[Manifest] = []
+        def fill(directory: Path) -> None:
+            shutil.copytree(folder, directory, dirs_exist_ok=True)
+            if sign is not None:
+                sign_manifest(directory, sign)
 
-    def fill(directory: Path) -> None:
-        for name in (MANIFEST_NAME, manifest.model.name):
-            shutil.copy2(source / name, directory / name)
-        measured.append(add_variants(directory, held_out, budget=budget, threads=threads, tell=tell))
-        before, after = manifest.served_on(machine), measured[0].served_on(machine)
-        if (before.name, before.file) == (after.name, after.file):
-            raise _NothingBetterError
-        if sign is not None:
-            sign_manifest(directory, sign)
-
-    try:
-        directory = slots.install(fill)
-    except _NothingBetterError:
-        return source, measured[0], False
-    return directory, read_all(directory), True
+        return slots.install(fill), after, True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import glob
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from export.errors import InputError
-from export.model.preprocess import Pixels, load_image
+from export.model.preprocess import load_image
 from export.model.runtime import Guess, Model
 
 IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm"})
@@ -23,7 +23,7 @@ _BATCH = 64
 
 @dataclass(frozen=True)
 class Classified:
-    """What the model says of one file, likeliest class first."""
+    """The classes of one file, likeliest class first."""
 
     file: str
     guesses: tuple[Guess, ...]
@@ -68,10 +68,13 @@ def classify_files(
     hidden = len(files) < BAR_FROM or not console.is_terminal
     with Progress(console=console, disable=hidden, transient=True) as progress:
         task = progress.add_task("classifying", total=len(files))
-        for batch in _batches(files):
-            read = [_load(model, file, max_pixels) for file in batch]
-            failures += [one for one in read if isinstance(one, InputError)]
-            loaded = [one for one in read if not isinstance(one, InputError)]
+        for start in range(0, len(files), _BATCH):
+            batch, loaded = files[start : start + _BATCH], []
+            for file in batch:
+                try:
+                    loaded.append((file, load_image(file, model.manifest.image, max_pixels)))
+                except InputError as error:  # noqa: PERF203 - decoding takes far longer
+                    failures.append(error)
             if loaded:
                 probabilities = model.predict([pixels for _, pixels in loaded])
                 results += [
@@ -102,15 +105,3 @@ def csv_text(results: Sequence[Classified], top: int) -> str:
             [one.file, *(cell for guess in one.guesses for cell in (guess.label, f"{guess.probability:.6f}"))]
         )
     return text.getvalue()
-
-
-def _batches(files: Sequence[Path]) -> Iterator[Sequence[Path]]:
-    for start in range(0, len(files), _BATCH):
-        yield files[start : start + _BATCH]
-
-
-def _load(model: Model, file: Path, max_pixels: int) -> tuple[Path, Pixels] | InputError:
-    try:
-        return file, load_image(file, model.manifest.image, max_pixels)
-    except InputError as error:
-        return error

@@ -1,4 +1,4 @@
-"""The manifest beside a model: what it is, what it takes, what it said when it was verified.
+"""The manifest beside a model: what it is, what it takes, how it was verified.
 
 A file format of its own with a version: a box that only predicts reads it without the learning core.
 """
@@ -14,6 +14,7 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationErro
 
 from export.errors import ManifestError, TamperedError
 from export.model.signature import MANIFEST_NAME, Accept, check_intact
+from fedcg.imaging import ImageForm
 
 MODEL_NAME = "model.onnx"
 MANIFEST_FORMAT = 2
@@ -25,27 +26,6 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class InputForm(_Frozen):
-    """The image that the network was trained with: mode, size, and statistics of values in [0, 1] per channel."""
-
-    mode: Literal["L", "RGB"]
-    height: Annotated[int, Field(ge=1, le=4096)]
-    width: Annotated[int, Field(ge=1, le=4096)]
-    mean: tuple[Finite, ...]
-    std: tuple[Annotated[Finite, Field(gt=0)], ...]
-
-    @property
-    def channels(self) -> int:
-        """1 for grey, 3 for colour."""
-        return 1 if self.mode == "L" else 3
-
-    @model_validator(mode="after")
-    def _one_statistic_per_channel(self) -> InputForm:
-        if len(self.mean) != self.channels or len(self.std) != self.channels:
-            raise ValueError(f"mode {self.mode} needs {self.channels} means and standard deviations")
-        return self
 
 
 class ModelFile(_Frozen):
@@ -166,7 +146,7 @@ class Manifest(_Frozen):
     round: Annotated[int, Field(ge=0)]
     spec: Sha256
     classes: Annotated[tuple[str, ...], Field(min_length=2, max_length=10_000)]
-    image: InputForm
+    image: ImageForm
     takes: Takes
     model: ModelFile
     metrics: dict[str, Finite] = {}
@@ -187,7 +167,7 @@ class Manifest(_Frozen):
         """The form to run: the chosen one, or the model as exported where that is bound to another machine.
 
         Args:
-            machine: tells what a form that was made here would be bound to; asked only where it matters.
+            machine: gives what a form that was made here would be bound to; called only where it matters.
         """
         for one in self.variants:
             if one.name == self.serves and (one.machine is None or one.machine == machine()):

@@ -14,10 +14,11 @@ import onnxruntime
 
 from export.errors import ManifestError
 from export.model.manifest import Manifest, Takes, Variant, read_manifest, read_model
-from export.model.preprocess import MAX_PIXELS, PixelForm, Pixels, load_image, normalise
-from export.model.providers import TensorRt, available_providers, machine, with_options
+from export.model.preprocess import load_image, normalise
+from export.model.providers import machine, session_providers
 from export.model.signature import Accept
 from export.model.versions import engines_of, resolve
+from fedcg.imaging import MAX_PIXELS, ImageForm, Pixels
 
 Floats = npt.NDArray[np.float32]
 
@@ -39,14 +40,14 @@ class Guess:
 
 @dataclass(frozen=True)
 class Outputs:
-    """What the model says of N images: `logits` and `probabilities`, both [N, C] float32."""
+    """The outputs of the model for N images: `logits` and `probabilities`, both [N, C] float32."""
 
     logits: Floats
     probabilities: Floats
 
 
 class Predictor:
-    """An ONNX model in onnxruntime, checked to take and give what a form and a number of classes say.
+    """An ONNX model in onnxruntime, checked to take and give what fits a form and a number of classes.
 
     Args:
         content: bytes of the ONNX file.
@@ -54,9 +55,9 @@ class Predictor:
         class_count: C, the number of classes.
         takes: pixels, or what is left of them after preprocessing; that is done here then.
         name: what to call the file in errors.
-        providers: execution providers to use; the best available ones when None.
         threads: threads of one prediction; 0 lets onnxruntime choose.
-        tensorrt: how TensorRT makes its engines, where it is among the providers.
+        engines: where TensorRT, if there is one, keeps what it makes of it; None: nothing is kept.
+        is_half: whether TensorRT may use float16.
 
     Raises:
         ManifestError: onnxruntime refuses the model, or it takes or gives something else.
@@ -65,28 +66,28 @@ class Predictor:
     def __init__(
         self,
         content: bytes,
-        form: PixelForm,
+        form: ImageForm,
         class_count: int,
         *,
         takes: Takes = "pixels",
         name: str = "model",
-        providers: Sequence[str] | None = None,
         threads: int = 0,
-        tensorrt: TensorRt = TensorRt(),
+        engines: Path | None = None,
+        is_half: bool = False,
     ) -> None:
         options = onnxruntime.SessionOptions()
         options.log_severity_level = _LOG_ERRORS_ONLY
         options.intra_op_num_threads = threads
-        # Images come at the network's size, so that different ones share a batch: told so, onnxruntime leaves the resize out.
+        # Images come at the network's size, so that different ones share a batch: so onnxruntime leaves the resize out.
         options.add_free_dimension_override_by_name("height", form.height)
         options.add_free_dimension_override_by_name("width", form.width)
-        asked = with_options(providers or available_providers(), tensorrt)
+        asked = session_providers(engines, is_half=is_half)
         try:
             session = onnxruntime.InferenceSession(content, options, providers=asked)
         except Exception as error:  # onnxruntime's own exception types are not public
             raise ManifestError(f"{name}: onnxruntime cannot load it ({error})") from error
         self.name = name
-        self.shape = (form.height, form.width, 1 if form.mode == "L" else 3)
+        self.shape = form.shape
         self.class_count = class_count
         self.takes = takes
         self._form = form
@@ -137,13 +138,41 @@ class Predictor:
         form = self._form
         sizes: dict[str, object] = {"mode": form.mode, "height": form.height, "width": form.width}
         wanted = sizes | {"mean": list(form.mean), "std": list(form.std)}
-        told = self._session.get_modelmeta().custom_metadata_map.get("image", "")
+        stated = self._session.get_modelmeta().custom_metadata_map.get("image", "")
         try:
-            is_right = json.loads(told) == wanted
+            is_right = json.loads(stated) == wanted
         except ValueError:
             is_right = False
         if not is_right:
-            raise ManifestError(f"{name}: was made for images {told[:300] or 'of no stated form'}; expected {wanted}")
+            raise ManifestError(f"{name}: was made for images {stated[:300] or 'of no stated form'}; expected {wanted}")
+
+
+def predictor_of(
+    manifest: Manifest, form: Variant, content: bytes, *, name: str = "", threads: int = 0, engines: Path | None = None
+) -> Predictor:
+    """One form of a model in onnxruntime.
+
+    Args:
+        manifest: of the model.
+        form: which form.
+        content: bytes of its file.
+        name: what to call it in errors; the form's name by default.
+        threads: threads of one prediction; 0 lets onnxruntime choose.
+        engines: where TensorRT keeps what it makes of it; None: nothing is kept.
+
+    Raises:
+        ManifestError: onnxruntime refuses it, or it takes or gives something else than the manifest says.
+    """
+    return Predictor(
+        content,
+        manifest.image,
+        len(manifest.classes),
+        takes=manifest.takes,
+        name=name or form.name,
+        threads=threads,
+        engines=engines,
+        is_half=form.is_half,
+    )
 
 
 @dataclass(frozen=True)
@@ -163,16 +192,13 @@ class Model:
     served: Variant
 
     @staticmethod
-    def load(
-        directory: Path, *, providers: Sequence[str] | None = None, threads: int = 0, accept: Accept | None = None
-    ) -> Model:
+    def load(directory: Path, *, threads: int = 0, accept: Accept | None = None) -> Model:
         """Read a model directory, or the version in use under a root of slots, and make it ready.
 
         The bytes that are checked are the bytes that run.
 
         Args:
             directory: holds the manifest and the model, or versions of it.
-            providers: execution providers to use; the best available ones when None.
             threads: threads of one prediction; 0 lets onnxruntime choose.
             accept: what its manifest must pass, e.g. the check of its signature; None for nothing.
 
@@ -192,17 +218,24 @@ class Model:
                 served.name,
             )
         file = served.file or manifest.model
-        predictor = Predictor(
+        predictor = predictor_of(
+            manifest,
+            served,
             read_model(directory, manifest, file),
-            manifest.image,
-            len(manifest.classes),
-            takes=manifest.takes,
             name=str(directory / file.name),
-            providers=providers,
             threads=threads,
-            tensorrt=TensorRt(engines_of(directory) / file.sha256[:16], served.is_half),
+            engines=engines_of(directory) / file.sha256[:16],
         )
         return Model(manifest, directory, predictor, served)
+
+    @property
+    def version(self) -> str:
+        """The version's name, e.g. 0003; that of the folder where there are no versions."""
+        return self.directory.name
+
+    def identity(self) -> dict[str, str | int]:
+        """Which model it is, as every answer of a server names it."""
+        return {"federation": self.manifest.federation, "round": self.manifest.round, "version": self.version}
 
     def predict(self, images: Sequence[Pixels] | Pixels) -> Floats:
         """Probabilities of images, [N, C] float32.

@@ -1,13 +1,12 @@
 """The signature beside a manifest: which device made a model. The manifest names every file by its sha256, so it vouches for all.
 
 `manifest.sig` holds the device's public key and an Ed25519 signature over the manifest's bytes with a domain prefix. Where there is one and
-`cryptography` is installed, a manifest is believed only if it is the one that was signed; who signed it is asked with `required`.
+`cryptography` is installed, a manifest is accepted only if it is the one that was signed; `required` checks who signed it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -46,11 +45,10 @@ def sign_manifest(directory: Path, key_file: Path) -> None:
 
     Raises:
         InputError: it can't be read, or is no such key.
-        ExportError: `cryptography` is not installed.
     """
-    with _cryptography():
-        from fedcg.wire.errors import MalformedError
-        from fedcg.wire.messages.signing import SigningKey
+    from fedcg.wire.errors import MalformedError
+    from fedcg.wire.messages.signing import SigningKey
+
     try:
         key = SigningKey.load(key_file)
     except OSError as error:
@@ -62,7 +60,7 @@ def sign_manifest(directory: Path, key_file: Path) -> None:
 
 
 def signer_of(directory: Path) -> str | None:
-    """The public key that a model says it is signed with, unchecked; None for an unsigned one.
+    """The public key that a model names as its signer, unchecked; None for an unsigned one.
 
     Raises:
         ManifestError: the signature file is not valid.
@@ -71,39 +69,39 @@ def signer_of(directory: Path) -> str | None:
     return None if signature is None else signature.key
 
 
-def required(told: str) -> Accept:
+def required(given: str) -> Accept:
     """The check that a device signed a manifest, for `manifest.read_manifest` and what calls it.
 
     Args:
-        told: the device's public key in 64 hex digits, a file that holds them, or the device's own key file.
+        given: the device's public key in 64 hex digits, a file that holds them, or the device's own key file.
 
     Returns:
         Raises TamperedError for a manifest that is not signed, signed by another key, or not the one that was signed, and
         ManifestError for a signature file that is not valid.
 
     Raises:
-        ExportError: `cryptography` is not installed, or there is no such key.
+        ExportError: there is no such key.
     """
-    with _cryptography():
-        from fedcg.wire.errors import MalformedError
-        from fedcg.wire.messages.signing import SigningKey, VerifyKey
-    path = Path(told)
+    from fedcg.wire.errors import MalformedError
+    from fedcg.wire.messages.signing import SigningKey, VerifyKey
+
+    path = Path(given)
     try:
         if not path.is_file():
-            return partial(_check, wanted=VerifyKey.from_hex(told))
+            return partial(_check, wanted=VerifyKey.from_hex(given))
         content = path.read_bytes()
         if content.startswith(b"-----BEGIN"):
             return partial(_check, wanted=SigningKey.load(path).public)
         return partial(_check, wanted=VerifyKey.from_hex(content.decode("ascii", "replace")))
     except (OSError, MalformedError) as error:
         raise ExportError(
-            f"{told}: {error}; give a device's public key in 64 hex digits, or a file that holds it "
-            "(`fedcg device show` on the coordinator tells it)"
+            f"{given}: {error}; give a device's public key in 64 hex digits, or a file that holds it "
+            "(`fedcg device show` on the coordinator shows it)"
         ) from error
 
 
 def check_intact(directory: Path, manifest: bytes) -> None:
-    """The check of a manifest when nobody said whose it has to be: it is the one that was signed, by whomever.
+    """The check of a manifest that may be of any device: it is the one that was signed, by whomever.
 
     A manifest without a signature passes, and any where `cryptography` is not installed.
 
@@ -132,14 +130,6 @@ def _check(directory: Path, manifest: bytes, wanted: VerifyKey) -> None:
         raise TamperedError(f"{path}: signed by {signature.key}, not by {wanted.hex}: the model of another box")
     if not wanted.verifies(bytes.fromhex(signature.signature), DOMAIN + manifest):
         raise TamperedError(f"{path}: the signature is not over this {MANIFEST_NAME}; one of them was altered")
-
-
-@contextmanager
-def _cryptography() -> Iterator[None]:
-    try:
-        yield
-    except ImportError as error:
-        raise ExportError("signatures need the package `cryptography`: pip install cryptography") from error
 
 
 def _read(directory: Path) -> Signature | None:

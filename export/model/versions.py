@@ -23,7 +23,7 @@ from export.model.signature import MANIFEST_NAME, SIGNATURE_NAME, Accept
 from fedcg.files import READABLE, fsync_path, replace_durably
 
 POINTER_NAME = "CURRENT"
-KEEP = 3
+KEEP = 3  # newest versions that stay, beside the one in use and the one that a rollback returns to
 HISTORY = 16
 _LOCK_NAME = ".lock"
 _STAGING_PREFIX = ".staging-"
@@ -54,13 +54,11 @@ class Slots:
 
     Args:
         root: directory of the versions; made on the first install.
-        keep: how many of the newest versions stay. The one in use and the one a rollback would return to stay in any case.
         accept: what a version must pass beside the check of its bytes, to be put in use again; None for nothing.
     """
 
-    def __init__(self, root: Path, keep: int = KEEP, accept: Accept | None = None) -> None:
+    def __init__(self, root: Path, accept: Accept | None = None) -> None:
         self.root = _root_of(root)
-        self.keep = keep
         self.accept = accept
 
     def versions(self) -> tuple[Version, ...]:
@@ -223,7 +221,7 @@ class Slots:
     def _prune(self) -> None:
         pointer = self._required_pointer()
         names = self._names()
-        kept = {pointer.current, *pointer.previous[:1], *names[len(names) - self.keep :]}
+        kept = {pointer.current, *pointer.previous[:1], *names[-KEEP:]}
         for name in names:
             if name not in kept:
                 shutil.rmtree(self.root / name, ignore_errors=True)
@@ -278,5 +276,5 @@ def _root_of(directory: Path) -> Path:
 
 
 def engines_of(model_dir: Path) -> Path:
-    """Where what a card's compiler made of a model is kept: beside its directory, whose files are watched for changes."""
+    """The folder of the engines that TensorRT makes of a model: beside its directory, whose files are watched for changes."""
     return model_dir.with_name(model_dir.name + _ENGINES_SUFFIX)

@@ -18,14 +18,14 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from export.errors import RefusedError
+from export.errors import QueueFullError, RefusedError
 from export.model.classify import Classified
-from export.model.runtime import Floats
-from export.serving.batcher import Batcher, Place, QueueFullError
+from export.model.runtime import Floats, Model
+from export.serving.batcher import Batcher, Predict
 from export.serving.drift_watch import Watch
-from export.serving.live_model import Served, ServedModel
+from export.serving.live_model import ServedModel
 from export.serving.metrics import CONTENT_TYPE, Metrics
-from export.serving.request_bodies import Bodies, Body, Limits, NamedImage, busy, check_type, read_images
+from export.serving.request_bodies import Bodies, Body, Limits, NamedImage, check_type, read_images
 
 POLL_S = 0.5
 """Seconds between two looks for a new version; a look reads the pointer and the dates of a few files."""
@@ -53,7 +53,6 @@ class Service:
         self.models, self.batcher, self.limits, self.metrics = models, batcher, limits, metrics
         self.watch = watch or Watch(0)
         self._bodies = Bodies(limits.max_bytes, limits.body_s)
-        self._decoders = ThreadPoolExecutor(DECODERS, "decode")
         self.in_flight = 0
         self.is_draining = False
 
@@ -61,16 +60,15 @@ class Service:
     async def running(self) -> AsyncIterator[None]:
         """Predict and follow new versions for as long as the context lasts; the first version is looked for before it begins."""
         await asyncio.to_thread(self.models.refresh)
-        self.batcher.start()
-        watch = asyncio.create_task(self._watch())
-        try:
-            yield
-        finally:
-            watch.cancel()
-            with suppress(asyncio.CancelledError):
-                await watch
-            self.batcher.close()
-            self._decoders.shutdown()
+        with ThreadPoolExecutor(DECODERS, "decode") as self._decoders:
+            async with self.batcher.running():
+                watch = asyncio.create_task(self._watch())
+                try:
+                    yield
+                finally:
+                    watch.cancel()
+                    with suppress(asyncio.CancelledError):
+                        await watch
 
     async def _watch(self) -> None:
         while True:
@@ -83,7 +81,7 @@ class Service:
             except Exception:
                 log.exception("looking for a new version failed; the one in service stays")
 
-    def served(self) -> Served:
+    def served(self) -> Model:
         """The model in service.
 
         Raises:
@@ -92,8 +90,8 @@ class Service:
         if self.is_draining:
             raise RefusedError(503, "draining", "the server is ending; ask again when it is back", retry_after_s=5)
         if self.models.current is None:
-            told = f"{self.models.refused}; /readyz tells when there is a model"
-            raise RefusedError(503, "no_model", told, retry_after_s=5)
+            message = f"{self.models.refused}; /readyz shows when there is a model"
+            raise RefusedError(503, "no_model", message, retry_after_s=5)
         return self.models.current
 
     async def predict(self, request: Request, top: int) -> dict[str, object]:
@@ -106,25 +104,22 @@ class Service:
         served = self.served()
         content_type = request.headers.get("content-type", "")
         check_type(Body(b"", content_type).media_type)
-        try:
-            async with self._bodies.read(request.stream(), _declared(request)) as content:
-                with self.batcher.place() as place:
-                    work = self._answer(place, served, Body(content, content_type))
-                    images, rows = await _unless_gone(request, work)
-        except QueueFullError as error:
-            raise busy(str(error)) from error
-        self.watch.heard(served.version, rows)
-        results = [Classified(image.name, served.model.top(row, top)) for image, row in zip(images, rows, strict=True)]
+        async with self._bodies.read(request.stream(), _declared(request)) as content:
+            with self.batcher.place() as predict:
+                work = self._answer(predict, served, Body(content, content_type))
+                images, rows = await _unless_gone(request, work)
+        self.watch.answered(served.version, rows)
+        results = [Classified(name, served.top(row, top)) for (name, _), row in zip(images, rows, strict=True)]
         for one in results:
             self.metrics.classes.labels(one.guesses[0].label).inc()
         return {**served.identity(), "results": [one.as_json() for one in results]}
 
-    async def _answer(self, place: Place, served: Served, body: Body) -> tuple[list[NamedImage], Floats]:
-        form = served.model.manifest.image
+    async def _answer(self, predict: Predict, served: Model, body: Body) -> tuple[list[NamedImage], Floats]:
+        form = served.manifest.image
         decode = partial(read_images, body, form, self.limits)
         images = await asyncio.get_running_loop().run_in_executor(self._decoders, decode)
         try:
-            return images, await place.predict(served, [image.pixels for image in images])
+            return images, await predict(served, [pixels for _, pixels in images])
         except QueueFullError:
             raise
         except Exception:
@@ -179,8 +174,8 @@ async def predict(request: Request, service: Running, top: Annotated[int, Query(
         answer, outcome = JSONResponse(None, GONE), "cancelled"
     except Exception:
         log.exception("a prediction failed")
-        told = "the prediction failed; the server's log says why"
-        answer = _refusal(RefusedError(500, "internal", told))
+        message = "the prediction failed; the server's log says why"
+        answer = _refusal(RefusedError(500, "internal", message))
     finally:
         service.in_flight -= 1
         service.metrics.requests.labels(outcome).inc()
@@ -195,12 +190,9 @@ async def healthz() -> dict[str, str]:
 
 
 @router.get("/readyz")
-async def readyz(service: Running) -> JSONResponse:
+async def readyz(service: Running) -> dict[str, object]:
     """Whether predictions are answered; 503 with a reason while there is no usable model, and while the server ends."""
-    try:
-        return JSONResponse({"status": "ok", **service.served().identity()})
-    except RefusedError as error:
-        return _refusal(error)
+    return {"status": "ok", **service.served().identity()}
 
 
 @router.get("/model")
@@ -209,12 +201,12 @@ async def model(service: Running) -> dict[str, object]:
     served = service.served()
     return {
         **served.identity(),
-        "since": served.since.isoformat(),
-        "providers": list(served.model.predictor.providers),
-        "variant": served.model.served.name,
+        "since": service.models.since.isoformat(),
+        "providers": list(served.predictor.providers),
+        "variant": served.served.name,
         "refused": service.models.refused or None,
         "taken_back": service.models.taken_back or None,
-        "manifest": served.model.manifest.model_dump(mode="json"),
+        "manifest": served.manifest.model_dump(mode="json"),
     }
 
 
@@ -224,9 +216,9 @@ async def metrics(service: Running) -> Response:
     served = service.models.current
     identity = None
     if served is not None:
-        file = served.model.served.file or served.model.manifest.model
-        told = {**served.identity(), "sha256": file.sha256}
-        identity = {name: str(value) for name, value in told.items()}
+        file = served.served.file or served.manifest.model
+        labels = {**served.identity(), "sha256": file.sha256}
+        identity = {name: str(value) for name, value in labels.items()}
     is_ready = served is not None and not service.is_draining
     text = service.metrics.text(queue=service.batcher.length, is_ready=is_ready, identity=identity)
     return Response(text, media_type=CONTENT_TYPE)

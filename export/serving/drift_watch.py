@@ -21,10 +21,12 @@ docs/serving.md.
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import deque
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
 
 from export.model.runtime import Floats
 
@@ -65,26 +67,29 @@ class _Sample:
         return self.failures / max(self.requests, 1)
 
     @property
-    def shares(self) -> dict[int, float]:
+    def labels(self) -> npt.NDArray[np.int64]:
+        """The predicted class of each image."""
+        return np.array([label for label, _ in self.predictions], dtype=np.int64)
+
+    def shares(self, classes: int) -> npt.NDArray[np.float64]:
         """Share of each predicted class."""
-        counted = Counter(label for label, _ in self.predictions)
-        return {label: count / len(self.predictions) for label, count in counted.items()}
+        return np.bincount(self.labels, minlength=classes) / len(self.predictions)
 
     @property
     def independent(self) -> float:
         """For how many independent images one image counts, in (0, 1]: runs of one class over those that chance would make."""
-        labels = [label for label, _ in self.predictions]
-        changes = sum(one != other for one, other in pairwise(labels))
-        by_chance = (len(labels) - 1) * (1 - sum(share**2 for share in self.shares.values()))
+        labels = self.labels
+        changes = int(np.count_nonzero(labels[1:] != labels[:-1]))
+        by_chance = (len(labels) - 1) * (1 - float((self.shares(0) ** 2).sum()))
         return min(1.0, max(changes, 1) / max(by_chance, 1))
 
     @property
     def confidence(self) -> float:
-        return sum(one for _, one in self.predictions) / len(self.predictions)
+        return float(np.mean([one for _, one in self.predictions]))
 
 
 class Watch:
-    """Compares versions; tell it everything from one thread.
+    """Compares versions; all its methods are called from one thread.
 
     Args:
         window: predictions that are compared; 0 watches nothing.
@@ -96,7 +101,7 @@ class Watch:
         self._now: _Sample | None = None
         self._judged: set[str] = set()
 
-    def heard(self, version: str, probabilities: Floats) -> None:
+    def answered(self, version: str, probabilities: Floats) -> None:
         """Note a request that was answered: probabilities [N, C] of its images."""
         sample = self._sample(version)
         if sample is not None:
@@ -111,7 +116,7 @@ class Watch:
             sample.failures += 1
 
     def verdict(self) -> Verdict | None:
-        """What is wrong with the version in service; told once."""
+        """What is wrong with the version in service; given once."""
         now = self._now
         if now is None or now.version in self._judged:
             return None
@@ -139,27 +144,20 @@ class Watch:
         return self._now
 
 
-def _by_chance(now: _Sample, before: _Sample) -> float:
-    """How far apart chance alone moves the class shares of two samples of the same images, on average."""
-    counts = [len(one.predictions) for one in (now, before)]
-    ours, theirs = now.shares, before.shares
-    both = {
-        label: (ours.get(label, 0.0) * counts[0] + theirs.get(label, 0.0) * counts[1]) / sum(counts)
-        for label in ours.keys() | theirs.keys()
-    }
-    spread = sum(1 / count for count in counts) / before.independent
-    # A difference is nearly normal, and half its mean absolute value is 1 / sqrt(2 pi) of its deviation.
-    return sum(math.sqrt(share * (1 - share) * spread) for share in both.values()) / math.sqrt(2 * math.pi)
-
-
 def _drift(now: _Sample, before: _Sample) -> str:
     """Why two samples are too different; empty when they are not."""
-    ours, theirs = now.shares, before.shares
-    shift = sum(abs(ours.get(label, 0.0) - theirs.get(label, 0.0)) for label in ours.keys() | theirs.keys()) / 2
-    allowed = CLASS_SHIFT + CHANCE * _by_chance(now, before)
-    drop = before.confidence - now.confidence
+    classes = 1 + int(max(now.labels.max(), before.labels.max()))
+    ours, theirs = now.shares(classes), before.shares(classes)
+    shift = float(np.abs(ours - theirs).sum()) / 2
+    counts = [len(one.predictions) for one in (now, before)]
+    both = (ours * counts[0] + theirs * counts[1]) / sum(counts)
+    spread = sum(1 / count for count in counts) / before.independent
+    # How far apart chance alone moves the shares: a difference is nearly normal, and half its mean absolute value is
+    # 1 / sqrt(2 pi) of its deviation.
+    by_chance = float(np.sqrt(both * (1 - both) * spread).sum()) / math.sqrt(2 * math.pi)
+    allowed = CLASS_SHIFT + CHANCE * by_chance
     if shift > allowed:
         return f"its predicted classes are {shift:.0%} apart from those of version {before.version} (allowed {allowed:.0%})"
-    if drop > CONFIDENCE_DROP:
+    if before.confidence - now.confidence > CONFIDENCE_DROP:
         return f"its confidence is {now.confidence:.0%} on average where version {before.version} had {before.confidence:.0%}"
     return ""

@@ -4,49 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
 import numpy as np
 
 from export.errors import ExportError, ModelError
-from export.model.preprocess import Pixels
-from export.model.providers import told
-from export.model.runtime import Floats, Model
+from export.model.providers import in_words
+from export.model.runtime import Model
 from export.model.signature import Accept
 from export.model.versions import Slots, resolve
 from export.serving.drift_watch import Verdict
 
 log = logging.getLogger(__name__)
 Stamp = tuple[tuple[str, int, int, int], ...]
-
-
-@dataclass(frozen=True, eq=False)
-class Served:
-    """A model that answers requests.
-
-    Attributes:
-        model: in onnxruntime, and warm.
-        since: when it came into service.
-    """
-
-    model: Model
-    since: datetime
-
-    @property
-    def version(self) -> str:
-        """The version's name, e.g. 0003; that of the folder where there are no versions."""
-        return self.model.directory.name
-
-    def identity(self) -> dict[str, str | int]:
-        """Which model answered, as every answer says."""
-        manifest = self.model.manifest
-        return {"federation": manifest.federation, "round": manifest.round, "version": self.version}
-
-    def predict(self, images: Sequence[Pixels]) -> Floats:
-        """Probabilities of images, [N, C] float32."""
-        return self.model.predict(images)
 
 
 class ServedModel:
@@ -58,7 +29,7 @@ class ServedModel:
         directory: a model, or the root of its versions.
         threads: threads of one prediction; 0 lets onnxruntime choose.
         warm_up: batch sizes to predict before a version comes into service.
-        observe: told "loaded" or "refused" for every version that was tried.
+        observe: gets "loaded" or "refused" for every version that was tried.
         accept: what a version's manifest must pass, e.g. the check of its signature; None for nothing.
     """
 
@@ -74,7 +45,9 @@ class ServedModel:
         self._directory, self._threads, self._warm_up, self._observe = directory, threads, warm_up, observe
         self._accept = accept
         self._seen: tuple[Path, Stamp] | str | None = None
-        self.current: Served | None = None
+        self.current: Model | None = None
+        self.since = datetime.now(timezone.utc)
+        """When the version in service came into it."""
         self.refused = f"{directory}: no model was looked for yet"
         """Why the version that was chosen last is not the one in service; "" when it is."""
         self.taken_back = ""
@@ -90,22 +63,20 @@ class ServedModel:
             return
         self._seen = seen
         try:
-            served = self._load()
+            model = self._load()
         except (ExportError, OSError, MemoryError) as error:
             self._refuse(str(error) or "not enough memory for it beside the one in service")
         else:
-            self.current, self.refused = served, ""
+            self.current, self.refused, self.since = model, "", datetime.now(timezone.utc)
             self._observe("loaded")
-            manifest = served.model.manifest
-            by = told(served.model.predictor.providers)
-            form = served.model.served.name
+            manifest = model.manifest
             log.info(
                 "serving %s, round %d, version %s (%s) by %s",
                 manifest.federation,
                 manifest.round,
-                served.version,
-                form,
-                by,
+                model.version,
+                model.served.name,
+                in_words(model.predictor.providers),
             )
 
     def take_back(self, verdict: Verdict) -> bool:
@@ -134,17 +105,17 @@ class ServedModel:
         except (ExportError, OSError) as error:
             return str(error)
 
-    def _load(self) -> Served:
+    def _load(self) -> Model:
         model = Model.load(self._directory, threads=self._threads, accept=self._accept)
         before = self.current
-        if before is not None and before.model.manifest.federation != model.manifest.federation:
+        if before is not None and before.manifest.federation != model.manifest.federation:
             raise ModelError(
                 f"{model.directory}: a model of federation {model.manifest.federation}, and this server serves "
-                f"{before.model.manifest.federation}; start a server of its own for it"
+                f"{before.manifest.federation}; start a server of its own for it"
             )
         for images in self._warm_up:
             _try(model, images)
-        return Served(model, datetime.now(timezone.utc))
+        return model
 
     def _refuse(self, reason: str) -> None:
         self.refused = reason

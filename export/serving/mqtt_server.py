@@ -20,15 +20,17 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from export.errors import ExportError, RefusedError
+from export.errors import ExportError, QueueFullError, RefusedError
 from export.model.classify import Classified
 from export.serving.drift_watch import Watch
-from export.serving.live_model import Served, ServedModel
-from export.serving.request_bodies import JSON_TYPE, Body, Limits, NamedImage, busy, read_images
+from export.serving.live_model import ServedModel
+from export.serving.request_bodies import JSON_TYPE, Body, Limits, read_images
 from fedcg.wire.errors import TransportError
 from fedcg.wire.transport.transport import Delivery, Transport, Will
 
 POLL_S = 0.5
+INBOUND_FACTOR = 4  # a request up to so many times too large is answered, a larger one ends the link
+MAX_IMAGES = 32  # of one request, in JSON
 LEVEL = re.compile(r"[A-Za-z0-9._-]{1,64}")
 """What NAME, CLIENT and ID may be; a prefix is one or more of these."""
 log = logging.getLogger(__name__)
@@ -72,14 +74,8 @@ class Place:
         return f"{self.prefix}/{self.name}/response/{levels[0]}/{levels[1]}"
 
     def will(self) -> Will:
-        """What the broker says when the server vanishes."""
+        """What the broker publishes when the server vanishes."""
         return Will(self.status, json.dumps({"online": False}).encode())
-
-
-@dataclass(frozen=True)
-class _Request:
-    reply_to: str
-    payload: bytes
 
 
 class MqttServer:
@@ -107,9 +103,9 @@ class MqttServer:
     ) -> None:
         self._models, self._place, self._limits, self._top, self._watch = models, place, limits, top, watch
         self._transport = connect(place.will())
-        self._waiting: queue.Queue[_Request] = queue.Queue(capacity)
+        self._waiting: queue.Queue[tuple[str, bytes]] = queue.Queue(capacity)
         self._stopping = threading.Event()
-        self._told: dict[str, object] = {}
+        self._published: dict[str, object] = {}
 
     def stop(self) -> None:
         """End `run` once what waits is answered; from any thread or a signal handler."""
@@ -119,12 +115,12 @@ class MqttServer:
         """Answer until stopped."""
         self._models.refresh()
         self._transport.subscribe(self._place.requests)
-        self._transport.start(self._heard, self._link)
+        self._transport.start(self._received, self._link)
         looked_at = time.monotonic()
         try:
             while not (self._stopping.is_set() and self._waiting.empty()):
                 with contextlib.suppress(queue.Empty):
-                    self._answer(self._waiting.get(timeout=POLL_S / 5))
+                    self._answer(*self._waiting.get(timeout=POLL_S / 5))
                 if time.monotonic() - looked_at >= POLL_S:
                     looked_at = time.monotonic()
                     self._look()
@@ -132,7 +128,7 @@ class MqttServer:
             self._publish(self._place.status, {"online": False}, retain=True)
             self._transport.close()
 
-    def _heard(self, delivery: Delivery) -> None:
+    def _received(self, delivery: Delivery) -> None:
         """On the transport's thread: enqueue, or refuse."""
         reply_to = self._place.response_to(delivery.topic)
         if reply_to is None or delivery.retained:
@@ -140,9 +136,9 @@ class MqttServer:
         refusal = self._objection(delivery)
         if refusal is None:
             try:
-                self._waiting.put_nowait(_Request(reply_to, delivery.payload))
+                self._waiting.put_nowait((reply_to, delivery.payload))
             except queue.Full:
-                refusal = busy(f"{self._waiting.maxsize} requests wait already")
+                refusal = QueueFullError(f"{self._waiting.maxsize} requests wait already")
         if refusal is not None:
             self._publish(reply_to, refusal.as_json())
 
@@ -151,12 +147,12 @@ class MqttServer:
         if self._stopping.is_set():
             return RefusedError(503, "draining", "the server is ending; ask again when it is back")
         if len(delivery.payload) > self._limits.max_bytes:
-            told = f"a request may have {self._limits.max_bytes} bytes; send a smaller image, or start the server with --max-bytes"
-            return RefusedError(413, "body_too_large", told)
+            message = f"a request may have {self._limits.max_bytes} bytes; send a smaller image, or start the server with --max-bytes"
+            return RefusedError(413, "body_too_large", message)
         return None
 
     def _link(self, up: bool) -> None:
-        self._told = {}  # the status is said again after a reconnect
+        self._published = {}  # the status is published again after a reconnect
 
     def _look(self) -> None:
         verdict = self._watch.verdict()
@@ -166,40 +162,36 @@ class MqttServer:
         served = self._models.current
         status: dict[str, object] = {"online": served is not None and not self._stopping.is_set()}
         status |= served.identity() if served is not None else {"reason": self._models.refused}
-        if status != self._told and self._publish(self._place.status, status, retain=True):
-            self._told = status
+        if status != self._published and self._publish(self._place.status, status, retain=True):
+            self._published = status
 
-    def _answer(self, request: _Request) -> None:
+    def _answer(self, reply_to: str, payload: bytes) -> None:
         try:
-            document = self._predict(request.payload)
+            document = self._predict(payload)
         except RefusedError as error:
             document = error.as_json()
         except Exception:
             log.exception("a prediction failed")
-            told = "the prediction failed; the server's log says why"
-            document = RefusedError(500, "internal", told).as_json()
-        self._publish(request.reply_to, document)
+            message = "the prediction failed; the server's log says why"
+            document = RefusedError(500, "internal", message).as_json()
+        self._publish(reply_to, document)
 
     def _predict(self, payload: bytes) -> dict[str, object]:
         served = self._models.current
         if served is None:
-            raise RefusedError(503, "no_model", f"{self._models.refused}; the status topic tells when there is one")
+            raise RefusedError(503, "no_model", f"{self._models.refused}; the status topic shows when there is one")
         if not payload:
             raise RefusedError(400, "empty_body", "the payload is empty; send the bytes of an image, or JSON")
         kind = JSON_TYPE if payload[:1] in (b"{", b"[") else "application/octet-stream"
-        images = read_images(Body(payload, kind), served.model.manifest.image, self._limits)
-        return {**served.identity(), "results": [one.as_json() for one in self._classified(served, images)]}
-
-    def _classified(self, served: Served, images: list[NamedImage]) -> list[Classified]:
+        images = read_images(Body(payload, kind), served.manifest.image, self._limits)
         try:
-            rows = served.predict([image.pixels for image in images])
+            rows = served.predict([pixels for _, pixels in images])
         except Exception:
             self._watch.failed(served.version)
             raise
-        self._watch.heard(served.version, rows)
-        return [
-            Classified(image.name, served.model.top(row, self._top)) for image, row in zip(images, rows, strict=True)
-        ]
+        self._watch.answered(served.version, rows)
+        results = [Classified(name, served.top(row, self._top)) for (name, _), row in zip(images, rows, strict=True)]
+        return {**served.identity(), "results": [one.as_json() for one in results]}
 
     def _publish(self, topic: str, document: dict[str, object], *, retain: bool = False) -> bool:
         try:

@@ -13,8 +13,8 @@ from email.parser import BytesHeaderParser
 import numpy as np
 from pydantic_core import from_json
 
-from export.errors import InputError, RefusedError, TooLargeError
-from export.model.preprocess import PixelForm, Pixels, load_image
+from export.errors import QueueFullError, RefusedError
+from fedcg.imaging import ImageError, ImageForm, Pixels, TooManyPixelsError, decode_image
 
 JSON_TYPE = "application/json"
 MULTIPART_TYPE = "multipart/form-data"
@@ -25,6 +25,10 @@ _JSON_BYTES_PER_VALUE = 16  # "255," and the indentation of a printed document
 _JSON_BYTES_BESIDE = 4096
 _MAX_NAME = 200
 _MAX_PART_HEADERS = 16 * 1024
+
+
+NamedImage = tuple[str, Pixels]
+"""What the request calls an image, and the image in the model's form."""
 
 
 @dataclass(frozen=True)
@@ -55,14 +59,6 @@ class Body:
     def media_type(self) -> str:
         """The type without its parameters, in lower case."""
         return self.content_type.partition(";")[0].strip().lower()
-
-
-@dataclass(frozen=True)
-class NamedImage:
-    """An image in the model's form, and what the request calls it."""
-
-    name: str
-    pixels: Pixels
 
 
 class Bodies:
@@ -106,8 +102,8 @@ class Bodies:
         try:
             await asyncio.wait_for(collecting, self._seconds)
         except asyncio.TimeoutError:
-            told = f"the body did not arrive within {self._seconds:g} s; send it again over a better link"
-            raise RefusedError(408, "slow_body", told, field="body") from None
+            message = f"the body did not arrive within {self._seconds:g} s; send it again over a better link"
+            raise RefusedError(408, "slow_body", message, field="body") from None
 
     async def _collect(self, pieces: AsyncIterator[bytes], kept: list[bytes]) -> None:
         size = 0
@@ -116,19 +112,14 @@ class Bodies:
             if size > self._max_bytes:
                 raise self._too_large()
             if self._held + len(piece) > BODIES_AT_ONCE * self._max_bytes:
-                raise busy("the bodies of other requests fill the memory set aside for them")
+                raise QueueFullError("the bodies of other requests fill the memory set aside for them")
             if piece:
                 kept.append(piece)
                 self._held += len(piece)
 
     def _too_large(self) -> RefusedError:
-        told = f"a body may have {self._max_bytes} bytes; send fewer or smaller images, or start the server with --max-bytes"
-        return RefusedError(413, "body_too_large", told)
-
-
-def busy(why: str) -> RefusedError:
-    """The refusal of a request that may succeed in a moment."""
-    return RefusedError(429, "queue_full", f"{why}; try again in a second", retry_after_s=1)
+        message = f"a body may have {self._max_bytes} bytes; send fewer or smaller images, or start the server with --max-bytes"
+        return RefusedError(413, "body_too_large", message)
 
 
 def check_type(media_type: str) -> None:
@@ -145,7 +136,7 @@ def check_type(media_type: str) -> None:
     )
 
 
-def read_images(body: Body, form: PixelForm, limits: Limits) -> list[NamedImage]:
+def read_images(body: Body, form: ImageForm, limits: Limits) -> list[NamedImage]:
     """Decode a request's images. Blocks for as long as that takes.
 
     Raises:
@@ -159,16 +150,16 @@ def read_images(body: Body, form: PixelForm, limits: Limits) -> list[NamedImage]
     return [_decode(name, content, form, limits) for name, content in files]
 
 
-def _decode(name: str, content: bytes, form: PixelForm, limits: Limits) -> NamedImage:
+def _decode(name: str, content: bytes, form: ImageForm, limits: Limits) -> NamedImage:
     if not content:
         raise RefusedError(400, "empty_body", f"{name} is empty; send the bytes of an image", field=name)
     try:
-        return NamedImage(name, load_image(content, form, limits.max_pixels, name))
-    except TooLargeError as error:
-        told = f"{error.reason}; make it smaller, or start the server with --max-pixels"
-        raise RefusedError(413, "image_too_large", told, field=name) from error
-    except InputError as error:
-        raise RefusedError(422, "bad_image", f"{error.reason}; send a whole image file", field=name) from error
+        return name, decode_image(content, form, limits.max_pixels)
+    except TooManyPixelsError as error:
+        message = f"{error}; make it smaller, or start the server with --max-pixels"
+        raise RefusedError(413, "image_too_large", message, field=name) from error
+    except ImageError as error:
+        raise RefusedError(422, "bad_image", f"{error}; send a whole image file", field=name) from error
 
 
 def parse_multipart(body: Body, most: int) -> list[tuple[str, bytes]]:
@@ -216,12 +207,12 @@ def _too_many(most: int) -> RefusedError:
     )
 
 
-def _from_json(content: bytes, form: PixelForm, limits: Limits) -> list[NamedImage]:
-    shape = (form.height, form.width, 1 if form.mode == "L" else 3)
+def _from_json(content: bytes, form: ImageForm, limits: Limits) -> list[NamedImage]:
+    shape = form.shape
     most_bytes = limits.max_images * int(np.prod(shape)) * _JSON_BYTES_PER_VALUE + _JSON_BYTES_BESIDE
     if len(content) > most_bytes:
-        told = f"JSON for {limits.max_images} images {shape} has at most {most_bytes} bytes; send fewer images"
-        raise RefusedError(413, "body_too_large", told, field="body")
+        message = f"JSON for {limits.max_images} images {shape} has at most {most_bytes} bytes; send fewer images"
+        raise RefusedError(413, "body_too_large", message, field="body")
     try:
         document = from_json(content)
     except ValueError as error:
@@ -231,7 +222,7 @@ def _from_json(content: bytes, form: PixelForm, limits: Limits) -> list[NamedIma
     images = _pixels(document["images"], shape)
     if len(images) > limits.max_images:
         raise _too_many(limits.max_images)
-    return [NamedImage(f"images[{number}]", image) for number, image in enumerate(images)]
+    return [(f"images[{number}]", image) for number, image in enumerate(images)]
 
 
 def _pixels(array: object, shape: Sequence[int]) -> Pixels:
@@ -243,13 +234,13 @@ def _pixels(array: object, shape: Sequence[int]) -> Pixels:
         raise RefusedError(422, "bad_values", f"rows of unequal length; send {wanted}", field="images") from None
     images = values[None] if values.ndim == len(shape) else values
     if images.shape[1:] != tuple(shape) or len(images) == 0:
-        told = f"the shape is {list(values.shape)}; send {wanted}; other sizes only as encoded images"
-        raise RefusedError(422, "bad_values", told, field="images")
+        message = f"the shape is {list(values.shape)}; send {wanted}; other sizes only as encoded images"
+        raise RefusedError(422, "bad_values", message, field="images")
     if values.dtype.kind not in "iu":
         raise RefusedError(422, "bad_values", f"not only whole numbers; send {wanted}", field="images")
     wrong = np.argwhere((values < 0) | (values > 255))
     if len(wrong):
         place = "".join(f"[{index}]" for index in wrong[0])
-        told = f"{values[tuple(wrong[0])]} is no pixel; send {wanted}"
-        raise RefusedError(422, "bad_values", told, field=f"images{place}")
+        message = f"{values[tuple(wrong[0])]} is no pixel; send {wanted}"
+        raise RefusedError(422, "bad_values", message, field=f"images{place}")
     return images.astype(np.uint8)

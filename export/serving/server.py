@@ -1,4 +1,4 @@
-"""`fedcg infer serve`: answers predictions over HTTP until it is told to end. Imports no torch."""
+"""`fedcg infer serve`: answers predictions over HTTP until a signal ends it. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import uvicorn
 from starlette.responses import JSONResponse
 
 from export.errors import RefusedError, ServingError
-from export.model.preprocess import MAX_PIXELS
 from export.model.signature import Accept
 from export.serving.app import Service, create_app
 from export.serving.batcher import Batcher
@@ -23,11 +22,12 @@ from export.serving.drift_watch import WINDOW, Watch
 from export.serving.live_model import ServedModel
 from export.serving.metrics import Metrics
 from export.serving.request_bodies import Limits
+from fedcg.imaging import MAX_PIXELS
 from fedcg.listening import Caps, Connections, Listener, http_config, own_hosts_only
 
 LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
 DRAIN_S = 30.0
-"""Longest time that accepted requests may take after the server was told to end; a body has 20 s to arrive."""
+"""Longest time that accepted requests may take after the signal to end; a body has 20 s to arrive."""
 _FLUSH_S = 5
 log = logging.getLogger(__name__)
 
@@ -99,12 +99,12 @@ class _Server(uvicorn.Server):
         self.should_exit = self.left_unanswered == 0 or now > self._ends_at
 
 
-def serve(settings: Settings, say: Callable[[str], None]) -> int:
+def serve(settings: Settings, announce: Callable[[str], None]) -> int:
     """Serve until SIGTERM or SIGINT.
 
     Args:
         settings: how.
-        say: gets one line once requests are answered, or are refused for lack of a model.
+        announce: gets one line once requests are answered, or are refused for lack of a model.
 
     Returns:
         The exit code: 0 when everything accepted was answered, 1 when not.
@@ -132,14 +132,14 @@ def serve(settings: Settings, say: Callable[[str], None]) -> int:
         accept=settings.accept,
     )
     service = Service(models, batcher, limits, metrics, Watch(settings.watch))
-    # Those in between get an answer that says why; of the address with most ends the oldest.
+    # Those in between get an answer with the reason; of the address with most ends the oldest.
     room = 2 * _concurrency(settings)
     with _bound(settings, Connections(Caps(room, room))) as listener:
         if settings.host not in LOOPBACK_HOSTS:
             log.warning("%s is no loopback address: whoever reaches it may ask, there are no accounts", settings.host)
         host, port = listener.getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        server = _Server(_config(service, settings, listener), service, lambda: say(f"listening on {url}"))
+        server = _Server(_config(service, settings, listener), service, lambda: announce(f"listening on {url}"))
         asyncio.run(server.serve(sockets=[listener]))
     if server.left_unanswered:
         log.error("%d requests were not answered within %g s", server.left_unanswered, DRAIN_S)
@@ -158,7 +158,7 @@ def _config(service: Service, settings: Settings, listener: Listener) -> uvicorn
 
 
 def _concurrency(settings: Settings) -> int:
-    return 2 * settings.queue + 64  # beyond the queue, so that those get an answer that says why
+    return 2 * settings.queue + 64  # beyond the queue, so that those get an answer with the reason
 
 
 def _bound(settings: Settings, connections: Connections) -> Listener:

@@ -10,9 +10,13 @@ LearningError
 
 from __future__ import annotations
 
+from fedcg.errors import BAD_INPUT, FedcgError
 
-class LearningError(Exception):
+
+class LearningError(FedcgError):
     """Base of what the learning core raises for bad input."""
+
+    exit_code = BAD_INPUT
 
 
 class DataError(LearningError):

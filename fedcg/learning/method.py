@@ -38,6 +38,18 @@ class DivergedError(Exception):
     """A local round or a distillation produced NaN or an exploding loss; the state before it still stands."""
 
 
+def check_finite(parts: Mapping[Part, Weights], what: str) -> None:
+    """Check weights that no loss has been computed with, such as those after the last step.
+
+    Raises:
+        DivergedError: a number is not finite; names `what` and the tensor.
+    """
+    for part, weights in parts.items():
+        for name, tensor in weights.items():
+            if not bool(tensor.isfinite().all()):
+                raise DivergedError(f"{what}: {part.value}/{name} is not finite; the state before still stands")
+
+
 class TrainingParams(BaseModel):
     """Parameters that every method has; each method's own params extend these. Unknown keys are errors."""
 

@@ -9,8 +9,9 @@ import hashlib
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
+from fedcg.imaging import ImageForm as ImageForm
 from fedcg.wire.parts import (
     DEFAULT_AGGREGATE_CODEC,
     DEFAULT_UPDATE_CODEC,
@@ -49,27 +50,6 @@ class _Frozen(BaseModel):
 
 # Fields that came later, and what a spec without them means.
 _ALWAYS_SO: dict[str, object] = {"augment_crop": 0, "aggregate_codec": "f32", "with_base": []}
-
-
-class ImageForm(_Frozen):
-    """How an image becomes a tensor: decoded, converted to `mode`, resized to height x width, scaled to [0, 1], normalised."""
-
-    mode: Annotated[Literal["L", "RGB"], Field(description="L is grey, RGB is colour")]
-    height: Annotated[int, Field(ge=4, le=1024, description="pixels; every image is resized")]
-    width: Annotated[int, Field(ge=4, le=1024, description="pixels; every image is resized")]
-    mean: Annotated[tuple[float, ...], Field(description="one per channel, of pixels between 0 and 1")]
-    std: Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(description="one per channel, above 0")]
-
-    @property
-    def channels(self) -> int:
-        """1 for grey, 3 for colour."""
-        return 1 if self.mode == "L" else 3
-
-    @model_validator(mode="after")
-    def _one_statistic_per_channel(self) -> ImageForm:
-        if len(self.mean) != self.channels or len(self.std) != self.channels:
-            raise ValueError(f"mode {self.mode} needs {self.channels} means and standard deviations")
-        return self
 
 
 _NetworkName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:@-]{1,200}$")]

@@ -22,8 +22,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from fedcg.errors import BAD_INPUT, FedcgError
 
-class WireError(Exception):
+
+class WireError(FedcgError):
     """Base of everything the wire raises.
 
     Attributes:
@@ -37,6 +39,7 @@ class MalformedError(WireError):
     """Bytes that are not what the protocol allows."""
 
     reason = "malformed"
+    exit_code = BAD_INPUT
 
 
 class TooLargeError(MalformedError):

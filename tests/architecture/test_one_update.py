@@ -63,7 +63,7 @@ STEPS = (  # in the order in which the update first comes to them; the last one 
     "coordinator/updates/receiver.py: frame",
     "coordinator/updates/upload_windows.py: feed",
     "fedcg/wire/transfer/partial_files.py: write",
-    "coordinator/updates/receiver.py: _checked",
+    "coordinator/updates/update_checks.py: check",
     "fedcg/wire/artifacts/artifact_store.py: adopt",
     "coordinator/storage/store.py: end_update",
     "coordinator/messaging/publisher.py: receipt",

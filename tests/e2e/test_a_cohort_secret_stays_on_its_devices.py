@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.stack import Stack, wait_for
+from tests.support.stack import Stack
 
 pytestmark = [pytest.mark.broker, pytest.mark.slow, pytest.mark.timeout(200)]
 
@@ -29,18 +29,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Stack, 
     stack.command("cohort", "join", "--config", config["site-2"], "--code-file", str(carried))
     stack.command("cohort", "create", "--config", config["site-3"])
     carried.unlink()
-    wire = ["--out", str(stack.root / "wire"), "--port", str(stack.broker_port), "--tls", str(stack.home / "pki")]
-    try:
-        stack.start_broker()
-        stack.start("observer", "audit", "observe", "--federation", "shapes", "--frames", *wire)
-        wait_for(lambda: b"ready" in (stack.root / "observer.log").read_bytes(), "the observer listens", 30)
-        stack.start_coordinator()
-        for device in stack.devices:
-            stack.start_agent(device)
+    with stack.up(agents=True, observer=("--frames",)):
         stack.wait_finished()
         yield stack, code
-    finally:
-        stack.stop()
 
 
 def spellings(secret: bytes, code: str) -> list[bytes]:

@@ -29,19 +29,9 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         rounds=1,
         allow_upload={WILLING: EVERYTHING_SHARED},
     )
-    stack.prepare()
-    try:
-        stack.start_broker()
-        observe = ["audit", "observe", "--federation", "shapes", "--out", str(stack.root / "wire")]
-        stack.start("observer", *observe, "--port", str(stack.broker_port), "--tls", str(stack.home / "pki"))
-        wait_for(lambda: b"ready" in (stack.root / "observer.log").read_bytes(), "the observer listens", 30)
-        stack.start_coordinator()
-        for device in stack.devices:
-            stack.start_agent(device)
+    with stack.up(agents=True, observer=()):
         stack.wait_event("coordinator", lambda event: event["event"] == "paused", "the federation pauses")
         yield stack
-    finally:
-        stack.stop()
 
 
 def senders(stack: Stack) -> dict[str, set[str]]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,25 +27,8 @@ class Patient(Stack):
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     made = Patient(tmp_path_factory.mktemp("stack"), devices=(DEVICE, "site-2"), method="fedsplit", broker="mosquitto")
     made.params, made.rounds, made.min_clients = {"epochs": 1}, 1, 1
-    made.prepare()
-    made.start_broker()
-    made.start_coordinator()
-    made.wait_event("coordinator", lambda event: event["event"] == "link", "the coordinator is connected")
-    yield made
-    made.stop()
-
-
-def fedcg(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "fedcg", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
-
-
-def coordinator_finding(stack: Stack, device: str) -> dict[str, Any]:
-    told = fedcg("doctor", "--config", str(stack.config(device)), "--json")
-    findings: dict[str, dict[str, Any]] = {one["check"]: one for one in json.loads(told.stdout)["findings"]}
-    assert told.returncode == (findings["coordinator"]["state"] == "failed"), findings
-    assert told.stderr == ""
-    return findings["coordinator"]
+    with made.up():
+        yield made
 
 
 def status(stack: Stack, device: str = DEVICE) -> dict[str, Any]:
@@ -60,24 +41,24 @@ def access_list(stack: Stack) -> Path:
 
 
 def test_the_doctor_is_green_for_a_member_and_red_for_one_outside_the_access_list_or_revoked(stack: Stack) -> None:
-    assert coordinator_finding(stack, "site-2")["state"] == "ok"
+    assert stack.doctor("site-2")["coordinator"]["state"] == "ok"
     acl = access_list(stack)
     whole = acl.read_text()
     start = whole.index("user site-2")
     acl.write_text(whole[:start])
     stack.running["broker"].send_signal(signal.SIGHUP)
-    missing = coordinator_finding(stack, "site-2")  # by the time it connects, the broker has read the list
+    missing = stack.doctor("site-2")["coordinator"]  # by the time it connects, the broker has read the list
     assert missing["state"] == "failed"
     assert "missing in the access list" in missing["detail"]
     stack.command("device", "revoke", "site-2", "--dir", str(stack.home))
-    revoked = coordinator_finding(stack, "site-2")
+    revoked = stack.doctor("site-2")["coordinator"]
     assert revoked["state"] == "failed"
     assert "revoked" in revoked["detail"]
     assert "fedcg device show site-2" in revoked["advice"]
     stack.start_agent("site-2")
     stack.wait_event("site-2", lambda event: event["event"] == "link_problem", "the refusal")
     assert "revoked" in status(stack, "site-2")["link_problem"]
-    assert coordinator_finding(stack, "site-2")["detail"].startswith("the agent runs, without an answer: ")
+    assert stack.doctor("site-2")["coordinator"]["detail"].startswith("the agent runs, without an answer: ")
     stack.kill("site-2")
 
 
@@ -90,7 +71,7 @@ def test_a_class_that_the_spec_does_not_have_is_told_then_the_device_finishes_an
     assert "no_data" in status(stack)["last_declined"]
     assert "the spec has no class 'dog'" in status(stack)["last_declined"]
     assert "the spec has no class 'dog'" in stack.tail(DEVICE)
-    assert coordinator_finding(stack, DEVICE)["detail"] == "the agent runs, and the coordinator answered it"
+    assert stack.doctor(DEVICE)["coordinator"]["detail"] == "the agent runs, and the coordinator answered it"
     assert len([event for event in stack.events(DEVICE) if event["event"] == "link"]) == 1  # not disturbed
     for path in dog.iterdir():
         path.unlink()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,30 +19,14 @@ THIEF = "site-3"
 @pytest.fixture
 def stack(tmp_path: Path) -> Any:
     made = Stack(root=tmp_path, params=PARAMS, rounds=2, min_clients=2, enrol=True, broker="mosquitto")
-    made.prepare()
-    made.start_broker()
-    made.start_coordinator()
-    made.wait_event("coordinator", lambda event: event["event"] == "link" and event["up"], "the coordinator is up")
-    yield made
-    made.stop()
-
-
-def doctor(stack: Stack, device: str) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-m", "fedcg", "doctor", "--config", str(stack.config(device)), "--json"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    told = json.loads(done.stdout)
-    return {finding["check"]: finding for finding in told["findings"]}
+    with made.up():
+        yield made
 
 
 def test_boxes_enrol_learn_and_go_on_without_one_that_is_revoked_in_an_open_round(stack: Stack) -> None:
     for device in stack.devices:
         stack.enrol_device(device)
-    found = doctor(stack, THIEF)
+    found = stack.doctor(THIEF)
     assert {check: found[check]["state"] for check in ("keys", "certificate", "broker", "data")} == dict.fromkeys(
         ("keys", "certificate", "broker", "data"), "ok"
     )

@@ -11,12 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 
-from export.build.install_model import package_personal
 from export.model.preprocess import load_image
 from export.model.runtime import Model
-from tests.support.export_models import CLASSES, make_parts, make_spec, write_images
+from tests.support.export_models import CLASSES, install_model, write_images
 from tests.support.serving import serving
 
 pytestmark = (
@@ -75,11 +73,7 @@ def box(tmp_path_factory: pytest.TempPathFactory) -> Box:
 
 @pytest.fixture(scope="module")
 def model_root(box: Box) -> Path:
-    torch.set_num_threads(1)
-    spec = make_spec()
-    package_personal(
-        spec, make_parts(spec), box.home / "models", test_files=[], test_labels=[], metrics={}, round_number=1
-    )
+    install_model(box.home / "models")
     return box.home / "models"
 
 
@@ -89,13 +83,8 @@ def test_a_box_with_only_the_infer_extra_classifies_images_as_the_trained_model_
     images = write_images(box.home / "images")
     document = json.loads(box.fedcg("infer", "--model", model_root, "--json", "--top", "3", box.home / "images").stdout)
     model = Model.load(model_root)
-    here = dict(
-        zip(
-            map(str, images.files),
-            model.predict([load_image(f, model.manifest.image) for f in images.files]),
-            strict=True,
-        )
-    )
+    rows = model.predict([load_image(file, model.manifest.image) for file in images.files])
+    here = dict(zip(map(str, images.files), rows, strict=True))
     assert len(document["results"]) == len(images.files)
     for result in document["results"]:
         told = {one["class"]: one["probability"] for one in result["top"]}
@@ -112,11 +101,6 @@ def test_the_box_has_none_of_what_only_training_or_the_wire_need(box: Box, name:
 def test_the_versions_of_a_model_can_be_looked_after_there(box: Box, model_root: Path) -> None:
     assert "0001" in box.fedcg("model", "list", model_root).stdout
     assert box.fedcg("model", "verify", model_root).returncode == 0
-
-
-def test_a_missing_image_ends_with_exit_code_2_there(box: Box, model_root: Path) -> None:
-    done = box.fedcg("infer", "--model", model_root, "gone.png", check=False)
-    assert (done.returncode, done.stderr.strip()) == (2, "Error: gone.png: no such file")
 
 
 def test_the_help_shows_every_command_and_says_which_are_not_installed(box: Box) -> None:

@@ -32,15 +32,8 @@ def rotate(stack: Stack) -> str:
 def stack(tmp_path: Path) -> Any:
     params = {"epochs": 2, "server_iterations": 100, "server_batch": 16}
     made = Stack(root=tmp_path, params=params, rounds=3, broker="mosquitto")
-    made.prepare()
-    made.start_broker()
-    observe = ["audit", "observe", "--federation", "shapes", "--out", str(made.root / "wire")]
-    made.start("observer", *observe, "--port", str(made.broker_port), "--tls", str(made.home / "pki"))
-    made.start_coordinator()
-    for device in made.devices:
-        made.start_agent(device)
-    yield made
-    made.stop()
+    with made.up(agents=True, observer=()):
+        yield made
 
 
 def test_all_boxes_follow_two_rotations_and_the_aggregate_is_counted_from_all(stack: Stack) -> None:

@@ -14,8 +14,8 @@ from audit.check import Check, check_recording
 from fedcg.wire.messages.messages import COORDINATOR, Manifest
 from fedcg.wire.messages.signing import SigningKey, seal
 from fedcg.wire.messages.topics import Topics
-from fedcg.wire.transfer.chunks import frames_for, make_ref
 from fedcg.wire.transport.mqtt import MqttConfig, MqttTransport, TlsFiles
+from tests.support.artifact_chunks import frames_for, make_ref
 from tests.support.plant import as_artifact, ask_for_the_extractor
 from tests.support.stack import Stack, wait_for
 
@@ -28,29 +28,10 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """A finished two-round federation whose observer still listens."""
     params = {"epochs": 2, "server_iterations": 50, "ramp_rounds": 2}
     stack = Stack(root=tmp_path_factory.mktemp("recorded"), params=params)
-    stack.prepare()
-    try:
-        stack.start_broker()
-        observe = [
-            "audit",
-            "observe",
-            "--federation",
-            "shapes",
-            "--out",
-            str(stack.root / "wire"),
-            "--port",
-            str(stack.broker_port),
-        ]
-        stack.start("observer", *observe, "--tls", str(stack.home / "pki"))
-        wait_for(lambda: b"ready" in (stack.root / "observer.log").read_bytes(), "the observer listens", 30)
-        stack.start_coordinator()
-        for device in stack.devices:
-            stack.start_agent(device)
+    with stack.up(agents=True, observer=()):
         stack.wait_finished()
         wait_for(lambda: _recorded(stack) >= 1 + 3 + 2 * 3, "spec, three aggregates and six updates are recorded", 20)
         yield stack
-    finally:
-        stack.stop()
 
 
 def _recorded(stack: Stack) -> int:

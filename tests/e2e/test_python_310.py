@@ -25,8 +25,7 @@ from tests.support.serving import PNG, install_versions, serving
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # installs packages
 REPOSITORY = Path(__file__).resolve().parents[2]
 EXTRAS = "serve,wire"
-TESTS = ("test_wire_*.py", "test_devices_*.py", "test_edge_session.py", "test_edge_config.py", "test_export_slots.py",
-         "test_event_log.py")  # fmt: skip
+TESTS = ("fedcg/wire/**/test_*.py", "devices/test_*.py", "edge_client/session/test_*.py", "fedcg/test_event_log.py")
 TORCH = ("torch", "safetensors.torch", "sklearn", "torchvision")
 IMPORTS = f"""
 import importlib, pkgutil
@@ -101,10 +100,8 @@ def test_what_a_box_installs_has_a_wheel_for_a_jetsons_python(tmp_path: Path) ->
     without_torch = sorted(one for one in needed if not one.startswith("torch"))  # hundreds of MB; NVIDIA has its own
     assert len(without_torch) >= 10
     target = ("--python-version", "3.10", "--implementation", "cp", "--only-binary=:all:", "--target", tmp_path / "box")
-    platforms = [word for one in ("2_17", "2_27", "2_28") for word in ("--platform", f"manylinux_{one}_aarch64")] + [
-        "--platform",
-        "manylinux2014_aarch64",
-    ]
+    names = ("manylinux_2_17", "manylinux_2_27", "manylinux_2_28", "manylinux2014")
+    platforms = [word for one in names for word in ("--platform", f"{one}_aarch64")]
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--no-deps", "--ignore-installed"]
     done = subprocess.run(
         [str(one) for one in (*command, *target, *platforms, *without_torch)],
@@ -135,9 +132,5 @@ def test_a_model_is_classified_optimised_and_served_as_here(python: Path, tmp_pa
     for number in range(4):
         (images / f"{number}.png").write_bytes(content)
     tried = _run(*fedcg, "model", "optimise", tmp_path / "models", "--images", images.parent, "--json")
-    assert [one["name"] for one in json.loads(tried)["variants"] if one["latency_ms"]] == [
-        "fp32",
-        "ort",
-        "fp16",
-        "int8",
-    ]
+    names = [one["name"] for one in json.loads(tried)["variants"] if one["latency_ms"]]
+    assert names == ["fp32", "ort", "fp16", "int8"]

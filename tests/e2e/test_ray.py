@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -28,9 +29,12 @@ from experiments.parallel.ray_simulator import RaySimulator
 from fedcg.learning.method import DivergedError
 from fedcg.learning.networks.initial_weights import initial_parts
 from fedcg.learning.registry import get_method
-from fedcg.learning.simulation.simulation import ClientData, LocalTask, Party, Roots, Schedule, Simulation, simulate
+from fedcg.learning.simulation.party import ClientData, Party
+from fedcg.learning.simulation.simulation import simulate
+from fedcg.learning.simulation.state import Schedule, Simulation
+from fedcg.learning.simulation.tasks import LocalTask
 from tests.support import ray_cases
-from tests.support.learning_cases import bright_images, quick_spec, same
+from tests.support.learning_cases import bright_images, quick_spec, roots_from_seed, same
 from tests.support.stack import wait_for
 
 pytestmark = [
@@ -43,22 +47,10 @@ pytestmark = [
 
 NAMES = ("a", "b", "c")
 NODE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 80_000_000}
-TINY = [
-    "--clients",
-    "2",
-    "--partition",
-    "iid",
-    "--images-per-client",
-    "40",
-    "--local-epochs",
-    "1",
-    "--image-size",
-    "16",
-    "--set",
-    "fedcg.server_iterations=3",
-    "--no-plot",
-    "--no-tensorboard",
-]
+TINY = shlex.split(
+    "--clients 2 --partition iid --images-per-client 40 --local-epochs 1 --image-size 16 --set fedcg.server_iterations=3 "
+    "--no-plot --no-tensorboard"
+)
 
 
 class TwoNodes:
@@ -120,7 +112,7 @@ def party(method: str) -> Party:
         for number, name in enumerate(NAMES)
     }
     public = bright_images(10, 77).images if get_method(method).needs_public else None
-    return Party(quick_spec(method), data, Roots.from_seed(0, NAMES), common=bright_images(6, 99), public=public)
+    return Party(quick_spec(method), data, roots_from_seed(0, NAMES), common=bright_images(6, 99), public=public)
 
 
 def assert_equal(one: Simulation, other: Simulation) -> None:

@@ -22,12 +22,8 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """Nothing is learnt here: a round would need more devices than there are."""
     root = tmp_path_factory.mktemp("plant")
     made = Stack(root=root, devices=("site-1", "site-2"), min_clients=9, enrol=True, broker="mosquitto")
-    made.prepare()
-    made.start_broker()
-    made.start_coordinator()
-    made.wait_event("coordinator", lambda event: event["event"] == "link" and event["up"], "the coordinator is up")
-    yield made
-    made.stop()
+    with made.up():
+        yield made
 
 
 def devices(stack: Stack) -> dict[str, dict[str, Any]]:

@@ -122,23 +122,3 @@ def test_the_documented_requests_are_answered(server: Server, home: Path) -> Non
     assert counts == [1, 2, 1]
     code = _snippet("urllib").replace(ADDRESS, f"http://127.0.0.1:{server.port}")
     assert _python(code, home).splitlines() == [best.label, "[]"]
-
-
-@pytest.mark.slow
-def test_every_series_code_and_option_is_on_the_page(server: Server) -> None:
-    described = re.findall(r"^# TYPE (\S+)", server.ask("/metrics").text, re.MULTILINE)
-    assert len(described) == 9
-    sources = "".join(path.read_text() for path in (Path(__file__).parents[2] / "export" / "serving").glob("*.py"))
-    codes = re.findall(r'RefusedError\(\s*\d{3}, "(\w+)"', sources)
-    assert {"queue_full", "no_model", "bad_values"} <= set(codes)
-    for word in (*described, *codes):
-        assert f"`{word}" in PAGE, word
-    shown = subprocess.run(
-        [sys.executable, "-m", "fedcg", "infer", "serve", "--help"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    for option in set(re.findall(r"--[a-z][a-z-]+", shown.stdout)) - {"--help"}:
-        assert f"`{option}`" in PAGE, option

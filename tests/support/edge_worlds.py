@@ -52,10 +52,11 @@ from fedcg.wire.messages.ordering import Session, session_id
 from fedcg.wire.messages.signing import SigningKey, open_envelope, seal
 from fedcg.wire.messages.topics import Topics
 from fedcg.wire.parts import Part, Report, ReportField, TensorLayout
-from fedcg.wire.transfer.chunks import frames_for, make_ref, parse_chunk
+from fedcg.wire.transfer.chunks import parse_chunk
 from fedcg.wire.transport.memory import MemoryBroker, MemoryTransport
 from fedcg.wire.transport.transport import Delivery
 from fedcg.wire.versions import PROTOCOL_VERSION
+from tests.support.artifact_chunks import frames_for, make_ref
 from tests.support.receivers import Receiver
 
 FEDERATION = "shapes"

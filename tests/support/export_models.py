@@ -6,11 +6,13 @@ import io
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 
+from export.build.install_model import package_personal
 from fedcg.learning.networks import build_part, weights_of
 from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice
 from fedcg.wire.parts import Part, ReportField
@@ -61,6 +63,16 @@ def make_parts(spec: FederationSpec, seed: int = 1) -> Mapping[Part, Mapping[str
     stream = torch.Generator().manual_seed(seed)
     parts = {part: weights_of(build_part(spec, part, stream)) for part in (Part.EXTRACTOR, Part.CLASSIFIER)}
     return {part: {name: tensor * scale for name, tensor in weights.items()} for part, weights in parts.items()}
+
+
+def install_model(
+    root: Path, *, seed: int = 1, spec: FederationSpec | None = None, images: TestImages | None = None, **options: Any
+) -> Path:
+    """A new version under `root`, put in use, of a model whose weights come from `seed`; options as of `package_personal`."""
+    torch.set_num_threads(1)
+    spec = spec or make_spec()
+    tested = {} if images is None else {"test_files": images.files, "test_labels": images.labels}
+    return package_personal(spec, make_parts(spec, seed), root, **{"round_number": seed, **tested, **options})
 
 
 def picture(seed: int, height: int = 33, width: int = 47) -> Image.Image:

@@ -56,8 +56,8 @@ from fedcg.wire.messages.messages import (
 )
 from fedcg.wire.messages.signing import SigningKey, seal
 from fedcg.wire.parts import Part, Report
-from fedcg.wire.transfer.chunks import frames_for, make_ref
 from fedcg.wire.versions import PROTOCOL_VERSION
+from tests.support.artifact_chunks import frames_for, make_ref
 from tests.support.edge_worlds import toy_generation, toy_parts, toy_spec
 
 GOLDEN = Path(__file__).parents[1] / "golden"

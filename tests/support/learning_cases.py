@@ -6,11 +6,12 @@ from collections.abc import Mapping
 
 import torch
 
-from fedcg.learning.data.image_folder import ImageSet
+from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import RoundContext, Weights
 from fedcg.learning.networks.initial_weights import complete_spec
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import Streams
+from fedcg.learning.simulation.party import Roots
 from fedcg.learning.spec import FederationPlan, FederationSpec, ImageForm, NetworkChoice, ParameterValue
 
 torch.set_num_threads(1)  # several test processes share the cores, and idle threads spin
@@ -75,3 +76,13 @@ def context(spec: FederationSpec, round_number: int = 2, root: bytes = b"device"
 def same(first: Weights, second: Weights) -> bool:
     """Whether two parts are equal bit for bit."""
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def roots_from_seed(seed: int, clients: tuple[str, ...]) -> Roots:
+    """All roots of randomness from one public seed."""
+    streams = Streams(f"fedcg simulation {seed}".encode())
+
+    def secret(*purpose: object) -> bytes:
+        return b"".join(streams.seed(*purpose, part).to_bytes(8, "big") for part in range(4))
+
+    return Roots(secret("cohort"), secret("coordinator"), {name: secret("device", name) for name in clients})

@@ -11,7 +11,9 @@ from pathlib import Path
 from experiments.parallel.ray_runner import Demands
 from experiments.parallel.ray_simulator import Reported, host
 from fedcg.learning.method import Aggregate
-from fedcg.learning.simulation.simulation import LocalOutcome, LocalTask, Party, Schedule, Simulation, local_task
+from fedcg.learning.simulation.party import Party
+from fedcg.learning.simulation.state import Schedule, Simulation
+from fedcg.learning.simulation.tasks import LocalOutcome, LocalTask, local_task
 
 UNTIL_KILLED_S = 120.0
 

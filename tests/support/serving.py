@@ -14,11 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from export.build.install_model import package_personal
 from export.model.manifest import Takes
-from tests.support.export_models import TestImages, make_parts, make_spec
+from tests.support.export_models import TestImages, install_model
 from tests.support.stack import wait_for
 
 PNG = {"Content-Type": "image/png"}
@@ -115,11 +112,5 @@ def multipart(files: Mapping[str, bytes], boundary: str = BOUNDARY) -> tuple[byt
 
 def install_versions(root: Path, count: int, images: TestImages | None = None, *, takes: Takes = "pixels") -> None:
     """Versions 0001, 0002, … of rounds 1, 2, … whose answers differ; the last is in use."""
-    torch.set_num_threads(1)
-    spec = make_spec()
     for number in range(1, count + 1):
-        files, labels = (images.files, images.labels) if images else ([], [])
-        parts = make_parts(spec, seed=number)
-        package_personal(
-            spec, parts, root, test_files=files, test_labels=labels, metrics={}, round_number=number, takes=takes
-        )
+        install_model(root, seed=number, images=images, takes=takes)

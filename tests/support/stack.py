@@ -9,7 +9,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -196,6 +197,38 @@ class Stack:
         self.start_coordinator()
         for device in self.devices:
             self.start_agent(device)
+
+    def start_observer(self, *options: str) -> None:
+        """An observer of the federation, which writes to `<root>/wire` and listens when this returns."""
+        where = ["--out", str(self.root / "wire"), "--port", str(self.broker_port), "--tls", str(self.home / "pki")]
+        self.start("observer", "audit", "observe", "--federation", "shapes", *where, *options)
+        wait_for(lambda: b"ready" in (self.root / "observer.log").read_bytes(), "the observer listens", 30)
+
+    @contextmanager
+    def up(self, *, agents: bool = False, observer: Sequence[str] | None = None) -> Iterator[Stack]:
+        """Broker and coordinator with its link, and on request an observer and all agents, for as long as the context lasts."""
+        if not self.home.exists():
+            self.prepare()
+        try:
+            self.start_broker()
+            if observer is not None:
+                self.start_observer(*observer)
+            self.start_coordinator()
+            self.wait_event("coordinator", lambda event: event["event"] == "link" and event["up"], "it has its link")
+            for device in self.devices if agents else ():
+                self.start_agent(device)
+            yield self
+        finally:
+            self.stop()
+
+    def doctor(self, device: str) -> dict[str, dict[str, Any]]:
+        """What `fedcg doctor` finds on a device, by what it checked; its exit code says whether anything failed."""
+        command = [sys.executable, "-m", "fedcg", "doctor", "--config", str(self.config(device)), "--json"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+        findings = {one["check"]: one for one in json.loads(done.stdout)["findings"]}
+        assert done.returncode == any(one["state"] == "failed" for one in findings.values()), findings
+        assert done.stderr == ""
+        return findings
 
     def events(self, of: str) -> list[dict[str, Any]]:
         """The event log of a device or of "coordinator"; a torn last line is left out."""

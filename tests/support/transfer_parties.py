@@ -40,7 +40,7 @@ from edge_client.messaging.coordinator_link import offline_will
 from edge_client.session.events import ChooseModel, Chosen
 from edge_client.store.private_store import PrivateStore
 from edge_client.training.messages import Committed, Ready, TrainerCommand, TrainerReport
-from experiments.bench.transport.peers import NoWorker
+from experiments.bench.transport.rounds import NoWorker
 from fedcg.event_log import EventLog
 from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice
 from fedcg.wire.artifacts.artifact_store import ArtifactStore

@@ -20,7 +20,9 @@ from fedcg.learning.data.image_folder import normalise
 from fedcg.learning.method import Aggregate, Weights
 from fedcg.learning.networks import load_part
 from fedcg.learning.networks.initial_weights import complete_spec
-from fedcg.learning.simulation.simulation import Party, Schedule, simulated_rounds
+from fedcg.learning.simulation.party import Party
+from fedcg.learning.simulation.simulation import simulated_rounds
+from fedcg.learning.simulation.state import Schedule
 from fedcg.learning.spec import FederationSpec, plan_from_mapping
 from fedcg.learning.training.training_loop import generate
 from fedcg.wire.parts import AggregateCodec, Part, UpdateCodec

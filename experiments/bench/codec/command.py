@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from datetime import datetime, timezone
 from typing import Annotated
 
 import typer
@@ -32,18 +31,14 @@ def codec_command(
     import torch
 
     from experiments.bench.codec.codec import Teachers, cases
-    from experiments.record import machine, versions
+    from experiments.record import bench_record
 
     torch.set_num_threads(threads)
     teachers = Teachers(clients, rounds, epochs, seed)
     found = cases(teachers, list(generator or GENERATORS), lambda line: typer.echo(line, err=True))
     if as_json:
         record = {
-            "format": 1,
-            "kind": "bench codec",
-            "date": datetime.now(timezone.utc).date().isoformat(),
-            "machine": machine(),
-            "versions": versions(),
+            **bench_record("bench codec"),
             "setting": vars(teachers),
             "defaults": {"codec": DEFAULT_UPDATE_CODEC, "aggregate_codec": DEFAULT_AGGREGATE_CODEC},
             "cases": [asdict(case) for case in found],

@@ -27,7 +27,7 @@ def infer_command(
     from importlib.metadata import version
 
     from experiments.bench.inference.latency import BARS, Plan, measure
-    from experiments.bench.learning.training_command import header
+    from experiments.record import bench_record
     from export.errors import ExportError
     from fedcg.learning.errors import LearningError
 
@@ -42,11 +42,9 @@ def infer_command(
         typer.echo(f"Error: {error}", err=True)
         raise typer.Exit(1) from error
     if as_json:
-        told = header("bench infer")
-        versions = told["versions"]
-        assert isinstance(versions, dict)
-        versions |= {name: version(name) for name in ("onnxruntime", "fastapi", "uvicorn")}
-        typer.echo(json.dumps({**told, "setting": asdict(plan), **found}, indent=1))
+        record = bench_record("bench infer")
+        record["versions"] |= {name: version(name) for name in ("fastapi", "uvicorn")}
+        typer.echo(json.dumps({**record, "setting": asdict(plan), **found}, indent=1))
         return
     for name, figures in found.items():
         for figure, value in figures.items():

@@ -20,9 +20,9 @@ from experiments.bench.inference.load import Load, Serving, ask, serving
 from export.build.install_model import package_personal
 from export.build.to_onnx import personal_model
 from export.build.variants import HeldOut, add_variants
-from export.model.preprocess import Pixels
 from export.model.runtime import Model
 from export.model.versions import Slots
+from fedcg.imaging import Pixels
 from fedcg.learning.data.image_folder import normalise
 from fedcg.learning.networks import build_part, weights_of
 from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice
@@ -73,7 +73,7 @@ def measure(split: str, plan: Plan, tell: Callable[[str], None]) -> dict[str, ob
         root = Path(folder) / "models"
         for number in range(VERSIONS):
             parts = _parts(spec, number)
-            package_personal(spec, parts, root, test_files=[], test_labels=[], metrics={}, round_number=number)
+            package_personal(spec, parts, root, round_number=number)
         tell(f"{split}: {plan.repeats} x {plan.images} images one by one, eager torch and onnxruntime in turn")
         found: dict[str, object] = _single(spec, parts, Model.load(root, threads=1), plan)
         tell(f"{split}: float16 and int8 beside float32")

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import platform
-from datetime import datetime, timezone
-from importlib.metadata import version
 from typing import Annotated
 
 import typer
@@ -29,9 +26,9 @@ def aggregate_command(
 
     Updates arrive no faster than a teacher pass takes; every case runs in a process of its own. The split is lenet5.
     """
-    from devices.detect import detect
     from experiments.bench.learning.aggregate import Case, measure, ratios
     from experiments.bench.learning.aggregate import as_json as figures
+    from experiments.record import bench_record
 
     cases = [
         Case(name, count, generator, iterations, teachers, threads)
@@ -39,19 +36,10 @@ def aggregate_command(
         for count in sorted(clients or [4, 32, 256])
     ]
     measured = measure(cases, repeats, lambda case: typer.echo(f"{case.method}, {case.clients} clients ...", err=True))
-    profile, found = detect(), ratios(measured)
+    found = ratios(measured)
     if as_json:
         record = {
-            "format": 1,
-            "kind": "bench aggregate",
-            "date": datetime.now(timezone.utc).date().isoformat(),
-            "machine": {
-                "processor": profile.cpu_model,
-                "cpus": profile.cpus,
-                "memory_bytes": profile.memory_bytes,
-                "gpu": None if profile.gpu is None else profile.gpu.name,
-            },
-            "versions": {"python": platform.python_version(), "torch": version("torch")},
+            **bench_record("bench aggregate"),
             "repeats": repeats,
             "cases": [figures(one) for one in measured],
             "ratios": found,

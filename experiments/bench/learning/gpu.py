@@ -33,7 +33,7 @@ _PEAKS: Mapping[frozenset[str], float] = {
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Float32 operations per second of a card, by its name as the driver tells it; None for one that is not listed."""
+    """Float32 operations per second of a GPU, by its name as the driver tells it; None for one that is not listed."""
     words = frozenset(device_name.replace("-", " ").split())
     known = [listed for listed in _PEAKS if listed <= words]
     return _PEAKS[max(known, key=len)] if known else None
@@ -64,7 +64,7 @@ def measure(plan: Steps, tell: Callable[[str], None]) -> list[dict[str, str | in
         for batch in plan.batches:
             setting = Setting(False, network, "joint", batch, IMAGES, plan.steps, 1, "cuda")  # noqa: FBT003 - `plain`
             for stage in STAGES:
-                tell(f"{generator}/{discriminator}, batch {batch}, on the card: {stage.value}")
+                tell(f"{generator}/{discriminator}, batch {batch}, on the GPU: {stage.value}")
                 where: dict[str, str | int | float | None] = {
                     "generator": generator,
                     "discriminator": discriminator,
@@ -96,7 +96,7 @@ def case(setting: Setting, stage: Stage, repeats: int) -> dict[str, int | float 
 
 
 def achieved(flops: float, seconds: float, peak: float | None) -> dict[str, float | None]:
-    """What a step of so many operations in so many seconds makes of a card whose peak is known, or is not."""
+    """What a step of so many operations in so many seconds makes of a GPU whose peak is known, or is not."""
     rate = flops / seconds
     return {
         "flops": flops,

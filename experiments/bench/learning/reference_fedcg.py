@@ -21,7 +21,8 @@ from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from fedcg.learning.aggregation.distillation import Bank, Distillation, Pair
-from fedcg.learning.data.image_folder import ImageSet, normalise
+from fedcg.learning.data.image_folder import normalise
+from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import RoundContext, TrainingParams
 from fedcg.learning.methods.fedcg import FedcgParams, gamma
 from fedcg.learning.networks import Networks

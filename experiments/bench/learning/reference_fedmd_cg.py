@@ -13,7 +13,7 @@ import torch
 
 from experiments.bench.learning.reference_fedcg import Batch, batches
 from fedcg.learning.aggregation.distillation import Bank, Distillation, Pair
-from fedcg.learning.data.image_folder import ImageSet
+from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import RoundContext
 from fedcg.learning.methods.fedmd_cg import FedmdCgParams, class_scale, ramp
 from fedcg.learning.networks import Networks

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import platform
 from collections.abc import Callable, Mapping
-from datetime import datetime, timezone
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from experiments.record import bench_record
 
 if TYPE_CHECKING:
     from experiments.bench.learning.steps import Steps
@@ -53,7 +52,7 @@ def round_command(
             "server_iterations": [plan.measured_iterations, plan.server_iterations],
         }
         record = {"setting": asdict(plan), "extrapolated": extrapolated if plan.is_extrapolated else None, **result}
-        typer.echo(json.dumps({**header("bench round"), **record}, indent=1))
+        typer.echo(json.dumps({**bench_record("bench round"), **record}, indent=1))
         return
     _print_round(result)
     if plan.is_extrapolated:
@@ -104,45 +103,26 @@ def train_command(
     def tell(line: str) -> None:
         typer.echo(line, err=True)
 
-    cases, on_card = measure(plan, tell), _on_card(plan, tell)
+    cases, on_gpu = measure(plan, tell), _on_gpu(plan, tell)
     if as_json:
         setting = {"split": split, "steps": plan.steps, "threads": threads, "repeats": plan.repeats}
-        typer.echo(json.dumps({**header("bench train"), "setting": setting, "cases": cases, **on_card}, indent=1))
+        typer.echo(json.dumps({**bench_record("bench train"), "setting": setting, "cases": cases, **on_gpu}, indent=1))
         return
     for case in cases:
         typer.echo(
             f"{case['generator']}/{case['discriminator']} batch {case['batch']} {case['stage']:<9} "
             f"reference {case['reference_ms']:7.2f} ms, ours {case['ours_ms']:7.2f} ms: {case['speedup']:.2f}x"
         )
-    if on_card:
-        typer.echo(json.dumps(on_card, indent=1))
+    if on_gpu:
+        typer.echo(json.dumps(on_gpu, indent=1))
 
 
-def _on_card(plan: Steps, tell: Callable[[str], None]) -> dict[str, object]:
+def _on_gpu(plan: Steps, tell: Callable[[str], None]) -> dict[str, object]:
     """The same stages of ours on a CUDA device; no key at all without one."""
     import torch
 
     if not torch.cuda.is_available():
         return {}
-    from experiments.bench.learning import gpu as bench_card
+    from experiments.bench.learning import gpu
 
-    return {"cuda_device": torch.cuda.get_device_name(), "cuda": bench_card.measure(plan, tell)}
-
-
-def header(kind: str) -> dict[str, object]:
-    """What every record of a measurement begins with: its kind, the date, this machine, the versions."""
-    from devices.detect import detect
-
-    profile = detect()
-    return {
-        "format": 1,
-        "kind": kind,
-        "date": datetime.now(timezone.utc).date().isoformat(),
-        "machine": {
-            "processor": profile.cpu_model,
-            "cpus": profile.cpus,
-            "memory_bytes": profile.memory_bytes,
-            "gpu": None if profile.gpu is None else profile.gpu.name,
-        },
-        "versions": {"python": platform.python_version(), "torch": version("torch")},
-    }
+    return {"cuda_device": torch.cuda.get_device_name(), "cuda": gpu.measure(plan, tell)}

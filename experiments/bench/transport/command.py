@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
-from datetime import datetime, timezone
 from importlib.metadata import version
 from typing import Annotated
 
@@ -36,16 +34,12 @@ def transport_command(
     from experiments.bench.transport.rounds import round_of
     from experiments.bench.transport.transfers import LARGE, SMALL, filled, measure
     from experiments.bench.transport.transfers import as_json as figures
+    from experiments.record import bench_record
     from fedcg.wire.transfer.broker_presets import limits_for
 
     sizes = size or [SMALL, LARGE]
-    record: dict[str, object] = {
-        "format": 1,
-        "kind": "bench transport",
-        "date": datetime.now(timezone.utc).date().isoformat(),
-        "machine": {"cpus": os.cpu_count(), "load": [round(value, 1) for value in os.getloadavg()]},
-        "versions": {"python": platform.python_version(), "paho-mqtt": version("paho-mqtt")},
-    }
+    record = bench_record("bench transport") | {"load": [round(value, 1) for value in os.getloadavg()]}
+    record["versions"]["paho-mqtt"] = version("paho-mqtt")
 
     def tell(text: str) -> None:
         typer.echo(text, err=True)

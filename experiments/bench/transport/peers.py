@@ -10,19 +10,10 @@ import queue
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coordinator.aggregation.worker_messages import (
-    Job,
-    JobDone,
-    Updates,
-    WorkerEvent,
-    WorkerReady,
-    WorkerSettings,
-)
-from coordinator.updates.robustness import Distances
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.messages.messages import (
     COORDINATOR,
@@ -96,7 +87,7 @@ class BenchDevice:
         self._key = SigningKey.load(party.signing)
         self._topics = Topics(party.federation)
         self._transport = MqttTransport(party.mqtt)
-        self._sender = ChunkSender(self._transport, f"chunks-{self.name}", at_once=True)
+        self._sender = ChunkSender(self._transport, f"chunks-{self.name}")
         self._store = ArtifactStore(party.folder)
         self._partials = Partials(party.folder / ".partial", 4, 1 << 40)
         self._session: Session | None = None
@@ -224,39 +215,3 @@ def run_devices(parties: tuple[Party, ...], coordinator: str, make_update: MakeU
                 device.look_after(now)
     for device in devices:
         device.close()
-
-
-@dataclass
-class NoWorker:
-    """An aggregation worker that learns nothing: the aggregate of every round is the one it started from."""
-
-    settings: WorkerSettings
-    notify: Callable[[WorkerReady | JobDone], None]
-    job: Job | None = field(default=None)
-
-    def start(self) -> None:
-        """Ready at once."""
-        self.notify(WorkerReady(0, 1, "cpu"))
-
-    def open(self, job: Job) -> None:
-        """Remember the attempt."""
-        self.job = job
-
-    def add(self, client: str, artifact: str) -> None:
-        """No teacher pass."""
-
-    def finish(self, updates: Updates, limits: Distances) -> None:
-        """Hand the base back."""
-        assert self.job is not None
-        size = ArtifactStore(self.settings.artifacts).path(self.job.base).stat().st_size
-        self.notify(JobDone(self.job.round, self.job.attempt, self.job.base, size, self.job.server_state))
-
-    def follow(self, reply: Any) -> tuple[WorkerEvent, ...]:
-        """What it notified of."""
-        return (reply,)
-
-    def tick(self) -> None:
-        """Nothing is to be started again."""
-
-    def stop(self) -> None:
-        """Nothing runs."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from coordinator.aggregation.worker_messages import WorkerSettings
+from coordinator.aggregation.worker_messages import Job, JobDone, Updates, WorkerEvent, WorkerReady, WorkerSettings
 from coordinator.errors import BrokerError
 from coordinator.pki.signing_keys import SigningIdentity
 from coordinator.rounds.records import AggregateRecord, FederationRecord
@@ -23,8 +23,9 @@ from coordinator.rounds.round_engine import Phase
 from coordinator.service.service import Service
 from coordinator.service.service_context import Setup
 from coordinator.storage.store import Store
+from coordinator.updates.robustness import Distances
 from experiments.bench.transport.broker import FEDERATION, SECONDS_MAX, Bench, bench, device_name, expect, process_of
-from experiments.bench.transport.peers import NoWorker, run_devices
+from experiments.bench.transport.peers import run_devices
 from fedcg.event_log import EventLog, read_events
 from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
@@ -49,6 +50,42 @@ class Round:
     size: int
     seconds: tuple[float, ...]
     transfer_s: tuple[float, ...]
+
+
+@dataclass
+class NoWorker:
+    """An aggregation worker that learns nothing: the aggregate of every round is the one it started from."""
+
+    settings: WorkerSettings
+    notify: Callable[[WorkerReady | JobDone], None]
+    job: Job | None = None
+
+    def start(self) -> None:
+        """Ready at once."""
+        self.notify(WorkerReady(0, 1, "cpu"))
+
+    def open(self, job: Job) -> None:
+        """Remember the attempt."""
+        self.job = job
+
+    def add(self, client: str, artifact: str) -> None:
+        """No teacher pass."""
+
+    def finish(self, updates: Updates, limits: Distances) -> None:
+        """Hand the base back."""
+        assert self.job is not None
+        size = ArtifactStore(self.settings.artifacts).path(self.job.base).stat().st_size
+        self.notify(JobDone(self.job.round, self.job.attempt, self.job.base, size, self.job.server_state))
+
+    def follow(self, reply: Any) -> tuple[WorkerEvent, ...]:
+        """What it notified of."""
+        return (reply,)
+
+    def tick(self) -> None:
+        """Nothing is to be started again."""
+
+    def stop(self) -> None:
+        """Nothing runs."""
 
 
 def round_of(sessions: int, size: int, rounds: int, limits: LinkLimits, tell: Callable[[str], None]) -> Round:

@@ -16,15 +16,15 @@ from collections.abc import Callable
 
 import torch
 
-from fedcg.learning.aggregation.crossed_teachers import Opinion
+from fedcg.learning.aggregation.crossed_teachers import TeacherRows
 from fedcg.learning.aggregation.distillation import Bank
 from fedcg.learning.seeds import Streams
 
-HEATS = 4  # classifiers that a batch needs where clients are alike; fewer would make a step one client's opinion
+HEATS = 4  # classifiers that a batch needs where clients are alike; fewer would make a step one client's output
 ClassifierOf = Callable[[str], Callable[[torch.Tensor], torch.Tensor]]
 
 
-class Lots:
+class ClientSampling:
     """The races of one bank, and the rows of whoever leads them.
 
     Args:
@@ -84,8 +84,8 @@ class Lots:
         leader = int(self._leader[self._race[row]])
         return self._clients[leader] if leader >= 0 else None
 
-    def opinions(self, rows: slice, classifier_of: ClassifierOf, device: str) -> list[Opinion]:
-        """The winners' opinions on one batch, in client-id order, each of weight 1."""
+    def outputs(self, rows: slice, classifier_of: ClassifierOf, device: str) -> list[TeacherRows]:
+        """The winners' outputs on one batch, in client-id order, each of weight 1."""
         if self._features is None or self._log_teacher is None:
             return []
         leaders = self._leader[self._race[rows]]
@@ -95,7 +95,7 @@ class Lots:
             position = (leaders == number).nonzero().squeeze(1)
             index = position + rows.start
             found.append(
-                Opinion(
+                TeacherRows(
                     classify=classifier_of(client),
                     position=position.to(device),
                     features=self._features[index].to(device),

@@ -2,20 +2,21 @@
 
 What can be summed or drawn is summed or drawn while updates arrive: the average of weights, eq. 10's mean teacher (a row's
 label is known, and so is n_i^y of an update), and the one client per batch and label that speaks in eq. 11. Order of
-arrival never shows: sums are exact (`exact_sum`), draws are races (`lots`).
+arrival never shows: sums are exact (`exact_sum`), draws are races (`client_sampling`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.func import functional_call
 
 from fedcg.learning.aggregation.averaging import Merged, RunningAverage
-from fedcg.learning.aggregation.client_sampling import Lots
-from fedcg.learning.aggregation.crossed_teachers import EveryOpinion, FrozenTeacher, Opinion, crossed_loss
+from fedcg.learning.aggregation.client_sampling import ClientSampling
+from fedcg.learning.aggregation.crossed_teachers import FrozenTeacher, TeacherRows, crossed_loss, outputs_of
 from fedcg.learning.aggregation.distillation import (
     SHARED,
     Bank,
@@ -82,7 +83,7 @@ class Crossing:
     divergence: Divergence
 
 
-class Lessons:
+class TaughtBank:
     """A bank drawn from q(y), and what the clients added so far say on it.
 
     Args:
@@ -91,11 +92,11 @@ class Lessons:
         batch: rows of a student step.
         ctx: streams, spec, device.
         divergence: what of a teacher is averaged, and at which temperature.
-        lots: whether to draw who speaks in eq. 11; not needed where everybody does.
+        sampling: whether to draw who speaks in eq. 11; not needed where everybody does.
     """
 
     def __init__(
-        self, bank: Bank, q: torch.Tensor, batch: int, ctx: RoundContext, divergence: Divergence, *, lots: bool
+        self, bank: Bank, q: torch.Tensor, batch: int, ctx: RoundContext, divergence: Divergence, *, sampling: bool
     ) -> None:
         self.bank = bank
         self.q = q
@@ -104,11 +105,11 @@ class Lessons:
         self._divergence = divergence
         self._sum = ExactSum()
         self._totals = torch.zeros(ctx.spec.class_count, dtype=torch.float64)
-        self._lots = Lots(bank, batch, ctx.spec.class_count, ctx.streams) if lots else None
+        self._sampling = ClientSampling(bank, batch, ctx.spec.class_count, ctx.streams) if sampling else None
         self._skeleton: torch.nn.Module | None = None
 
     def add(self, update: Update, logits: torch.Tensor | None = None) -> torch.Tensor:
-        """Hear one client: count its opinion for eq. 10, let it run for the rows of eq. 11.
+        """Count one client: its output for eq. 10, and let it run for the rows of eq. 11.
 
         Args:
             update: with label counts.
@@ -124,7 +125,7 @@ class Lessons:
         if update.label_counts is None:
             raise ValueError(f"FedMD-CG needs every client's label counts; none from {update.client}")
         counts = torch.tensor(update.label_counts, dtype=torch.float64)
-        led = self._lots.enter(update.client, counts) if self._lots else torch.zeros(0, dtype=torch.int64)
+        led = self._sampling.enter(update.client, counts) if self._sampling else torch.zeros(0, dtype=torch.int64)
         led_features: list[torch.Tensor] = []
 
         def watch(rows: slice, features: torch.Tensor) -> None:
@@ -135,15 +136,15 @@ class Lessons:
             logits = teacher_logits(load_pair(update.parts, self._ctx), self.bank, self._ctx, watch)
         elif len(
             led
-        ):  # heard before by a worker that is gone: the rows it leads are made again, block for block the same
+        ):  # taught before by a worker that is gone: the rows it leads are made again, block for block the same
             teacher = load_pair(update.parts, self._ctx)
             for rows, features in generator_blocks(teacher, self.bank, self._ctx):
                 watch(rows, features)
         log_teacher = self._divergence.log_softmax(logits)
         self._sum.add(self._divergence.summand(log_teacher), counts[self.bank.labels].unsqueeze(1))
         self._totals += counts
-        if self._lots and len(led):
-            self._lots.keep(led, torch.cat(led_features), log_teacher[led])
+        if self._sampling and len(led):
+            self._sampling.keep(led, torch.cat(led_features), log_teacher[led])
         self.clients.add(update.client)
         return logits
 
@@ -152,7 +153,7 @@ class Lessons:
         totals = self._totals[self.bank.labels].clamp(min=1.0).unsqueeze(1)
         return (self._sum.value() / totals).to(torch.float32)
 
-    def drawn(self, rows: slice, spill: Spill) -> list[Opinion]:
+    def drawn(self, rows: slice, spill: Spill) -> list[TeacherRows]:
         """Opinions of the clients drawn for one batch; their classifiers come from the spill, one batch's at a time."""
 
         def classifier_of(client: str) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -173,7 +174,7 @@ class Lessons:
 
             return classify
 
-        return self._lots.opinions(rows, classifier_of, self._ctx.device) if self._lots else []
+        return self._sampling.outputs(rows, classifier_of, self._ctx.device) if self._sampling else []
 
 
 class CrossedAggregator:
@@ -184,8 +185,8 @@ class CrossedAggregator:
     update arrives, and weights every row by p(y) / q(y) at `finish`: the same expectation. `bank="auto"` is exact up to
     `exact_clients` clients and of arrival above; it does not know in advance, and runs teachers on arrival.
 
-    Eq. 11 is exact up to `exact_clients` clients; above, each label of a batch draws ONE client i ~ τ(·, y) (see `lots`): the
-    same expectation, at a cost per row that does not depend on the number of clients.
+    Eq. 11 is exact up to `exact_clients` clients; above, each label of a batch draws ONE client i ~ τ(·, y)
+    (see `client_sampling`): the same expectation, at a cost per row that does not depend on the number of clients.
     """
 
     def __init__(
@@ -199,26 +200,26 @@ class CrossedAggregator:
         last = even if known is None else torch.tensor(known, dtype=torch.float64)
         self._q = (1.0 - EXPLORE) * last / last.sum() + EXPLORE * even
         self._average = RunningAverage(SHARED)
-        self._arrival = None if crossing.bank == "exact" else self._open(self._q, lots=True)
+        self._arrival = None if crossing.bank == "exact" else self._open(self._q, sampling=True)
 
-    def _open(self, q: torch.Tensor, *, lots: bool) -> Lessons:
+    def _open(self, q: torch.Tensor, *, sampling: bool) -> TaughtBank:
         bank = draw_bank(self._ctx.streams, self._settings.rows, self._ctx.spec.network.noise_dim, q)
-        return Lessons(bank, q, self._settings.batch, self._ctx, self._crossing.divergence, lots=lots)
+        return TaughtBank(bank, q, self._settings.batch, self._ctx, self._crossing.divergence, sampling=sampling)
 
     def add(self, update: Update) -> None:
         """Average one update in, and run its teacher over the arrival bank, where there is one."""
         if self._arrival is not None:
-            self._hear(update, self._arrival)
+            self._teach(update, self._arrival)
         elif not self._spill.has(update.client):
             self._spill.put(update.client, {"examples": torch.tensor(update.examples)})
         self._average.add(update)
 
-    def _hear(self, update: Update, lessons: Lessons) -> None:
-        """Lessons of one client on the arrival bank; kept in the spill, so that another worker can go on."""
-        if update.client in lessons.clients:
+    def _teach(self, update: Update, taught_bank: TaughtBank) -> None:
+        """One client's logits over the arrival bank; kept in the spill, so that another worker can go on."""
+        if update.client in taught_bank.clients:
             return
         known = self._spill.get(update.client) if self._spill.has(update.client) else None
-        logits = lessons.add(update, None if known is None else known["logits"])
+        logits = taught_bank.add(update, None if known is None else known["logits"])
         if known is None:
             self._keep(update, logits)
 
@@ -234,62 +235,62 @@ class CrossedAggregator:
         """
         few = len(updates) <= self._crossing.exact_clients
         on_arrival = self._arrival is not None and not (few and self._crossing.bank == "auto")
-        lessons = self._settle(updates, on_arrival=on_arrival)
+        taught_bank = self._settle(updates, on_arrival=on_arrival)
         merged = self._average.merged()
         counts = counts_of(merged)
         p, shares = label_distribution(counts), label_shares(counts)
-        if lessons is None:
-            lessons = self._open(p, lots=not few)
-        opinions = self._opinions(updates, lessons, shares, few=few, taught=on_arrival)
-        divergence, mean = self._crossing.divergence, lessons.mean().to(self._ctx.device)
-        row_weights = importance(p, lessons.q, lessons.bank.labels).to(self._ctx.device)
+        if taught_bank is None:
+            taught_bank = self._open(p, sampling=not few)
+        outputs = self._outputs(updates, taught_bank, shares, few=few, taught=on_arrival)
+        divergence, mean = self._crossing.divergence, taught_bank.mean().to(self._ctx.device)
+        row_weights = importance(p, taught_bank.q, taught_bank.bank.labels).to(self._ctx.device)
         student = load_pair(merged.parts, self._ctx)
 
         def loss_of(rows: slice, features: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-            losses = crossed_loss(features, logits, mean[rows], opinions(rows), student.classifier, divergence)
+            losses = crossed_loss(features, logits, mean[rows], outputs(rows), student.classifier, divergence)
             return (row_weights[rows] * losses).mean()
 
-        parts = train_student(student, lessons.bank, self._settings, self._ctx, loss_of)
+        parts = train_student(student, taught_bank.bank, self._settings, self._ctx, loss_of)
         aggregate = Aggregate(parts, tuple(p.tolist()))
         return aggregate, ServerState(aggregate)
 
-    def _settle(self, updates: Mapping[str, Callable[[], Update]], *, on_arrival: bool) -> Lessons | None:
-        """Count exactly these updates; the lessons on the arrival bank, where it is the one to use."""
-        lessons = self._arrival if on_arrival else None
+    def _settle(self, updates: Mapping[str, Callable[[], Update]], *, on_arrival: bool) -> TaughtBank | None:
+        """Count exactly these updates; the arrival bank as it was taught, where it is the one to use."""
+        taught_bank = self._arrival if on_arrival else None
         if not self._average.clients <= updates.keys():
             self._average = RunningAverage(SHARED)
-        if lessons is not None and not lessons.clients <= updates.keys():
-            lessons = self._arrival = self._open(self._q, lots=True)
+        if taught_bank is not None and not taught_bank.clients <= updates.keys():
+            taught_bank = self._arrival = self._open(self._q, sampling=True)
         for client in sorted(updates):
-            if client in self._average.clients and (lessons is None or client in lessons.clients):
+            if client in self._average.clients and (taught_bank is None or client in taught_bank.clients):
                 continue
             update = updates[client]()
-            if lessons is not None:
-                self._hear(update, lessons)
+            if taught_bank is not None:
+                self._teach(update, taught_bank)
             self._average.add(update)
-        return lessons
+        return taught_bank
 
-    def _opinions(
+    def _outputs(
         self,
         updates: Mapping[str, Callable[[], Update]],
-        lessons: Lessons,
+        taught_bank: TaughtBank,
         shares: torch.Tensor,
         *,
         few: bool,
         taught: bool,
-    ) -> Callable[[slice], list[Opinion]]:
-        """Eq. 11's opinions, batch by batch: of every client up to the bound, of drawn ones above it."""
+    ) -> Callable[[slice], list[TeacherRows]]:
+        """Eq. 11's outputs, batch by batch: of every client up to the bound, of drawn ones above it."""
         teachers = []
         for number, client in enumerate(sorted(updates) if few or not taught else ()):
             update = updates[client]()
-            logits = self._spill.get(client)["logits"] if taught else lessons.add(update)
+            logits = self._spill.get(client)["logits"] if taught else taught_bank.add(update)
             if not few:
                 self._keep(update, logits)
                 continue
-            weight = shares[number][lessons.bank.labels]
+            weight = shares[number][taught_bank.bank.labels]
             block_rows = max(self._settings.batch, BLOCK_ROWS // len(updates))
             teacher, log_teacher = load_pair(update.parts, self._ctx), self._crossing.divergence.log_softmax(logits)
-            teachers.append(FrozenTeacher(teacher, lessons.bank, log_teacher, weight, block_rows, self._ctx.device))
+            teachers.append(FrozenTeacher(teacher, taught_bank.bank, log_teacher, weight, block_rows, self._ctx.device))
         if few:
-            return EveryOpinion(teachers).on
-        return lambda rows: lessons.drawn(rows, self._spill)
+            return partial(outputs_of, teachers)
+        return lambda rows: taught_bank.drawn(rows, self._spill)

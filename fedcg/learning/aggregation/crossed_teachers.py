@@ -1,4 +1,4 @@
-"""What frozen teachers say about one batch of FedMD-CG's crossed distillation (eq. 11), and crossed losses made of it.
+"""What frozen teachers give on one batch of FedMD-CG's crossed distillation (eq. 11), and crossed losses made of it.
 
 Notation: ρ_g = D(G), ρ_i = D_i(G_i), ρ_ig = D(G_i), ρ_gi = D_i(G), each a softmax (at the divergence's temperature) over logits at one bank row (z, y). Teachers
 (D_i, G_i) are frozen and in eval mode: ρ_i is a constant row, G_i(z, y) a constant input; in KL_3 the gradient passes THROUGH the
@@ -19,15 +19,15 @@ from fedcg.learning.training.training_loop import generate
 
 
 @dataclass(frozen=True)
-class Opinion:
-    """One client's say in eq. 11 on n rows of a batch.
+class TeacherRows:
+    """One client's part in eq. 11 on n rows of a batch.
 
     Attributes:
         classify: D_i, frozen: features [n, *shape] -> logits [n, C]; lets gradients through to its input.
         position: [n] int64, which rows of the batch.
         features: [n, *shape] G_i(z, y) at these rows.
         log_teacher: [n, C] log ρ_i.
-        weight: [n] τ_iy where every client speaks, 1 where one was drawn by τ.
+        weight: [n] τ_iy where every client counts, 1 where one was drawn by τ.
     """
 
     classify: Callable[[torch.Tensor], torch.Tensor]
@@ -41,7 +41,7 @@ def crossed_loss(
     features: torch.Tensor,
     logits: torch.Tensor,
     mean: torch.Tensor,
-    opinions: Sequence[Opinion],
+    outputs: Sequence[TeacherRows],
     student: nn.Module,
     divergence: Divergence,
 ) -> torch.Tensor:
@@ -51,30 +51,30 @@ def crossed_loss(
         features: G(z, y), with gradient.
         logits: D(G(z, y)).
         mean: [B, C] Σ_i τ_iy times the divergence's summand of ρ_i, for eq. 10.
-        opinions: of the clients that take part in eq. 11.
+        outputs: of the clients that take part in eq. 11.
         student: D; runs once over the features of all teachers for KL_2 (classifiers treat rows independently).
         divergence: of student and teacher.
     """
     loss = divergence.rows_of_mean(logits, mean)
-    if not opinions:
+    if not outputs:
         return loss
-    position = torch.cat([opinion.position for opinion in opinions])
-    target = torch.cat([opinion.log_teacher for opinion in opinions])
-    weight = torch.cat([opinion.weight for opinion in opinions])
-    ours = student(torch.cat([opinion.features for opinion in opinions]))
-    theirs = torch.cat([opinion.classify(features[opinion.position]) for opinion in opinions])
+    position = torch.cat([output.position for output in outputs])
+    target = torch.cat([output.log_teacher for output in outputs])
+    weight = torch.cat([output.weight for output in outputs])
+    ours = student(torch.cat([output.features for output in outputs]))
+    theirs = torch.cat([output.classify(features[output.position]) for output in outputs])
     second, third = (divergence.rows(both, target) for both in (ours, theirs))
     return loss.index_add(0, position, weight * (second + third))
 
 
 class FrozenTeacher:
-    """One client that speaks on every row of a label it has; its features are made a block of the bank ahead.
+    """One client that counts on every row of a label it has; its features are made a block of the bank ahead.
 
     Args:
         teacher: frozen here.
         bank: shared with all other teachers.
         log_teacher: [rows, C] log ρ_i over the bank.
-        weight: [rows] τ_iy; 0 where the client has no say.
+        weight: [rows] τ_iy; 0 where the client has no part.
         block_rows: rows of the bank to make features for at once, so that memory does not grow with the bank.
         device: of the teacher.
     """
@@ -94,15 +94,15 @@ class FrozenTeacher:
         self._index = torch.zeros(0, dtype=torch.int64)
         self._features = torch.zeros(0)
 
-    def on(self, rows: slice) -> Opinion | None:
-        """Its opinion on some rows of the bank; None where it has no say."""
+    def on(self, rows: slice) -> TeacherRows | None:
+        """Its output on some rows of the bank; None where it has no part."""
         if not self._block.start <= rows.start <= rows.stop <= self._block.stop:
             self._make(slice(rows.start, max(rows.stop, rows.start + self._block_rows)))
         first, last = torch.searchsorted(self._index, torch.tensor([rows.start, rows.stop])).tolist()
         if first == last:
             return None
         index = self._index[first:last]
-        return Opinion(
+        return TeacherRows(
             classify=self._teacher.classifier,
             position=(index - rows.start).to(self._device),
             features=self._features[first:last],
@@ -118,12 +118,6 @@ class FrozenTeacher:
             self._features = generate(self._teacher.generator, noise.to(self._device), labels.to(self._device))
 
 
-@dataclass(frozen=True)
-class EveryOpinion:
-    """Eq. 11 as printed: every client speaks, weighted by τ_iy."""
-
-    teachers: Sequence[FrozenTeacher]
-
-    def on(self, rows: slice) -> list[Opinion]:
-        """The opinions on some rows of the bank, in client-id order."""
-        return [opinion for teacher in self.teachers if (opinion := teacher.on(rows)) is not None]
+def outputs_of(teachers: Sequence[FrozenTeacher], rows: slice) -> list[TeacherRows]:
+    """Eq. 11 as printed: every client, weighted by τ_iy; on some rows of the bank, in client-id order."""
+    return [output for teacher in teachers if (output := teacher.on(rows)) is not None]

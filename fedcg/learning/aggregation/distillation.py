@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from fedcg.learning.method import Aggregate, RoundContext, ServerState, Spill, U
 from fedcg.learning.networks import load_part, weights_of
 from fedcg.learning.networks.layer_randomness import seeded_layers
 from fedcg.learning.seeds import Streams
-from fedcg.learning.training.cuda_graph import graphed, on_card
+from fedcg.learning.training.cuda_graph import graphed, on_cuda
 from fedcg.learning.training.losses import kl_rows
 from fedcg.learning.training.precision import in_precision
 from fedcg.learning.training.training_loop import LossMeter, adam, frozen_rows, slices
@@ -174,7 +175,7 @@ def distil(
 
     with seeded_layers(ctx, "distil"):
         order = torch.arange(rows if by_index else 0, device=ctx.device)
-        on_graph = by_index and ctx.graphs and on_card([order])
+        on_graph = by_index and ctx.graphs and on_cuda([order])
         step_at = graphed(take_step, modules, [optimiser], settings.iterations) if on_graph else take_step
         for step, some in enumerate(slices(rows, settings.batch), start=1):
             meter.add(step_at(order[some] if on_graph else some))
@@ -241,31 +242,20 @@ class Ensemble:
         return (self._logits.value() / self._examples).to(torch.float32)
 
 
-class EnsembleAggregator:
-    """FedCG alg. 2: average by data size, then minimise KL(ensemble ‖ student) over the bank.
+class TaughtAverage:
+    """The average of updates and the ensemble of their teachers' logits, kept up as updates arrive.
 
-    When all clients told their label counts, rows of a label that none of them has weigh nothing (`known_labels`).
-    Weights and logits are summed as updates arrive, so that after the last one nothing is left to do but the student's loop.
+    Args:
+        parts: what to average.
+        teach: an update's logits over the rows that the student will learn from; asked for once, then they are spilled.
+        spill: keeps the logits.
     """
 
-    def __init__(self, settings: Distillation, ctx: RoundContext, spill: Spill) -> None:
-        self._settings = settings
-        self._ctx = ctx
+    def __init__(self, parts: frozenset[Part], teach: Callable[[Update], torch.Tensor], spill: Spill) -> None:
+        self._parts = parts
+        self._teach = teach
         self._spill = spill
-        self._bank: Bank | None = None
-        self._forget()
-
-    def _forget(self) -> None:
-        self._average, self._ensemble = RunningAverage(SHARED), Ensemble()
-
-    @property
-    def bank(self) -> Bank:
-        """The round's bank, drawn when first asked for."""
-        if self._bank is None:
-            spec = self._ctx.spec
-            probabilities = uniform(spec.class_count)
-            self._bank = draw_bank(self._ctx.streams, self._settings.rows, spec.network.noise_dim, probabilities)
-        return self._bank
+        self._average, self._ensemble = RunningAverage(parts), Ensemble()
 
     @property
     def merged(self) -> Merged:
@@ -273,29 +263,64 @@ class EnsembleAggregator:
         return self._average.merged()
 
     def add(self, update: Update) -> None:
-        """Teacher pass of one update over the bank; its logits are spilled and counted."""
+        """Count an update; a second time it counts for nothing."""
         if update.client in self._average.clients:
             return
         if not self._spill.has(update.client):
-            logits = teacher_logits(load_pair(update.parts, self._ctx), self.bank, self._ctx)
-            self._spill.put(update.client, {"logits": logits})
+            self._spill.put(update.client, {"logits": self._teach(update)})
         self._ensemble.add(update.examples, self._spill.get(update.client)["logits"])
         self._average.add(update)
 
-    def finish(self, updates: Mapping[str, Callable[[], Update]]) -> tuple[Aggregate, ServerState]:
-        """Distil the ensemble of all updates into their average. What was counted and has no part in this round is left out."""
+    def settle(self, updates: Mapping[str, Callable[[], Update]]) -> torch.Tensor:
+        """Count exactly these updates; the ensemble's logits. What was counted and has no part in this round is left out."""
         if not self._average.clients <= updates.keys():
-            self._forget()
+            self._average, self._ensemble = RunningAverage(self._parts), Ensemble()
         for client in sorted(updates.keys() - self._average.clients):
             self.add(updates[client]())
-        merged, target = self.merged, self._ensemble.logits().log_softmax(1).to(self._ctx.device)
+        return self._ensemble.logits()
+
+
+class EnsembleAggregator:
+    """FedCG alg. 2: average by data size, then minimise KL(ensemble ‖ student) over the bank.
+
+    When all clients told their label counts, rows of a label that none of them has weigh nothing (`label_distribution`).
+    Weights and logits are summed as updates arrive, so that after the last one nothing is left to do but the student's loop.
+    """
+
+    def __init__(self, settings: Distillation, ctx: RoundContext, spill: Spill) -> None:
+        self._settings = settings
+        self._ctx = ctx
+        self._taught = TaughtAverage(SHARED, self._teacher_pass, spill)
+
+    @cached_property
+    def bank(self) -> Bank:
+        """The round's bank, drawn when first asked for."""
+        spec = self._ctx.spec
+        return draw_bank(self._ctx.streams, self._settings.rows, spec.network.noise_dim, uniform(spec.class_count))
+
+    @property
+    def merged(self) -> Merged:
+        """The average of the updates added so far, and what they reported."""
+        return self._taught.merged
+
+    def _teacher_pass(self, update: Update) -> torch.Tensor:
+        return teacher_logits(load_pair(update.parts, self._ctx), self.bank, self._ctx)
+
+    def add(self, update: Update) -> None:
+        """Teacher pass of one update over the bank; its logits are spilled and counted."""
+        self._taught.add(update)
+
+    def finish(self, updates: Mapping[str, Callable[[], Update]]) -> tuple[Aggregate, ServerState]:
+        """Distil the ensemble of exactly these updates into their average."""
+        target = self._taught.settle(updates).log_softmax(1).to(self._ctx.device)
+        merged, bank = self.merged, self.bank
         told = [merged.label_counts.get(client) for client in merged.examples]
-        weights = row_weights(told, self._ctx.spec.class_count, self.bank.labels).to(self._ctx.device)
+        weights = row_weights(told, self._ctx.spec.class_count, bank.labels).to(self._ctx.device)
 
         def loss_of(rows: Rows, features: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
             return (weights[rows] * kl_rows(target[rows], logits.log_softmax(1))).mean()
 
         student = load_pair(merged.parts, self._ctx)
-        parts = train_student(student, self.bank, self._settings, self._ctx, loss_of, by_index=True)
+        parts = train_student(student, bank, self._settings, self._ctx, loss_of, by_index=True)
         aggregate = Aggregate(parts)
         return aggregate, ServerState(aggregate)

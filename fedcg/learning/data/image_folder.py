@@ -1,6 +1,6 @@
 """Image data as one uint8 tensor: folders, array files and data sets of one's own in, batched normalisation out.
 
-Decodes every image ONCE, exactly as `export.model.preprocess` does at inference. Knows nothing of rounds, methods or devices of a
+Decodes every image ONCE, exactly as at inference (`fedcg.imaging`). Knows nothing of rounds, methods or devices of a
 federation.
 """
 
@@ -8,37 +8,19 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from fedcg.learning.data.decoding import MAX_PIXELS, decode_image, fit_pixels
+from fedcg.learning.data.decoding import decode_image, fit_pixels
 from fedcg.learning.data.entry_point_datasets import own_dataset
 from fedcg.learning.data.formats import ArrayData, dataset_name, read_arrays
 from fedcg.learning.errors import DataError
 from fedcg.learning.image_set import FileEntry, ImageSet, SkippedImage
 from fedcg.learning.spec import ImageForm
-
-__all__ = [
-    "IMAGE_SUFFIXES",
-    "MAX_PIXELS",
-    "FileEntry",
-    "ImageSet",
-    "LocalImages",
-    "SkippedImage",
-    "batches",
-    "decode_image",
-    "given_split",
-    "list_files",
-    "load_folder",
-    "normalise",
-    "read_images",
-    "split_by_hash",
-    "usable_rows",
-]
 
 IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".webp"})
 SPLITS = ("train", "val", "test")
@@ -229,7 +211,7 @@ def normalise(images: torch.Tensor, form: ImageForm) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=16)
 def _per_channel(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
-    # Kept: a copy to a card would make a step wait, and can't be part of a CUDA graph.
+    # Kept: a copy to a GPU would make a step wait, and can't be part of a CUDA graph.
     return torch.tensor(values, dtype=torch.float32, device=device).view(1, -1, 1, 1)
 
 
@@ -242,15 +224,3 @@ def usable_rows(count: int, batch_size: int) -> int:
     if count < 2:
         raise DataError(f"{count} training images: at least 2 are needed")
     return count - 1 if count % batch_size == 1 else count
-
-
-def batches(count: int, batch_size: int, generator: torch.Generator) -> Iterator[torch.Tensor]:
-    """Index tensors of one shuffled epoch over `count` rows; a last batch of one is dropped.
-
-    Args:
-        count: number of rows.
-        batch_size: rows per batch, the last may be smaller.
-        generator: the stream of the shuffle.
-    """
-    order = torch.randperm(count, generator=generator)[: usable_rows(count, batch_size)]
-    yield from order.split(batch_size)

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedcg.learning.data.decoding import fit_pixels
+from fedcg.learning.data.decoding import decode_image, fit_pixels
 from fedcg.learning.data.formats import read_arrays
 from fedcg.learning.data.formats.npz import read_unlabelled
-from fedcg.learning.data.image_folder import IMAGE_SUFFIXES, decode_image
+from fedcg.learning.data.image_folder import IMAGE_SUFFIXES
 from fedcg.learning.errors import DataError
 from fedcg.learning.image_set import SkippedImage
 from fedcg.learning.spec import ImageForm

@@ -14,8 +14,9 @@ from typing import Generic, TypeVar
 from torch import nn
 
 from fedcg.learning.aggregation.averaging import AverageAggregator
-from fedcg.learning.data.image_folder import ImageSet, usable_rows
+from fedcg.learning.data.image_folder import usable_rows
 from fedcg.learning.errors import DataError
+from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import (
     Aggregate,
     Aggregator,
@@ -86,20 +87,22 @@ def averaging_method(
         shared_down=shared | downloads,
         private_parts=PERSONAL - shared,
         label_counts=label_counts,
-        init_client=partial(_init_client, PERSONAL | downloads),
+        init_client=partial(init_client_of, PERSONAL | downloads),
         local_round=half.round_of,
-        init_server=partial(_init_server, shared | downloads),
+        init_server=partial(init_server_of, shared | downloads),
         aggregator=aggregator or (lambda state, ctx, spill: AverageAggregator(shared, spill)),
         needs_public=needs_public,
         local_rounds=half.rounds_of if penalty_of is unpenalised else None,
     )
 
 
-def _init_client(parts: frozenset[Part], spec: FederationSpec, initial: Mapping[Part, Weights]) -> ClientState:
+def init_client_of(parts: frozenset[Part], spec: FederationSpec, initial: Mapping[Part, Weights]) -> ClientState:
+    """A client starts with the initial weights of these parts."""
     return ClientState({part: initial[part] for part in sorted(parts)})
 
 
-def _init_server(parts: frozenset[Part], spec: FederationSpec, initial: Mapping[Part, Weights]) -> ServerState:
+def init_server_of(parts: frozenset[Part], spec: FederationSpec, initial: Mapping[Part, Weights]) -> ServerState:
+    """The first aggregate is the initial weights of these parts: everyone starts from the same."""
     return ServerState(Aggregate({part: initial[part] for part in sorted(parts)}))
 
 

@@ -10,9 +10,4 @@ from __future__ import annotations
 from fedcg.learning.method import TrainingParams
 from fedcg.learning.methods._averaging import PERSONAL, averaging_method
 
-
-class FedavgParams(TrainingParams):
-    """Nothing beyond what every method has."""
-
-
-METHOD = averaging_method("fedavg", "FedAvg: extractor and classifier averaged by data size", FedavgParams, PERSONAL)
+METHOD = averaging_method("fedavg", "FedAvg: extractor and classifier averaged by data size", TrainingParams, PERSONAL)

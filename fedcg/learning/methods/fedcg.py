@@ -14,7 +14,6 @@ Local round = algorithm 1 (eq. 1-4), server = algorithm 2 (eq. 5-6). Readings, w
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from functools import partial
 from typing import Literal
 
@@ -25,7 +24,7 @@ from torch import nn
 from fedcg.learning.aggregation.averaging import AverageAggregator
 from fedcg.learning.aggregation.crossed_distillation import CrossedAggregator, Crossing
 from fedcg.learning.aggregation.distillation import SHARED, Distillation, EnsembleAggregator
-from fedcg.learning.data.image_folder import ImageSet
+from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import (
     Aggregate,
     Aggregator,
@@ -38,12 +37,11 @@ from fedcg.learning.method import (
     SharedResult,
     Spill,
     TrainingParams,
-    Weights,
 )
+from fedcg.learning.methods._averaging import init_client_of, init_server_of
 from fedcg.learning.networks import load_part, weights_of
 from fedcg.learning.networks.discriminators import rows_are_independent
 from fedcg.learning.networks.layer_randomness import seeded_layers
-from fedcg.learning.spec import FederationSpec
 from fedcg.learning.training.augmentation import Augmenter
 from fedcg.learning.training.cuda_graph import Step, graphed
 from fedcg.learning.training.losses import (
@@ -107,11 +105,6 @@ def gamma(round_number: int, params: FedcgParams) -> float:
     """Weight γ of eq. 3 in a round counted from 1: 0 in the first, `gamma_max` times a logistic ramp afterwards."""
     progress = min((round_number - 1) / params.ramp_rounds, 1.0)
     return params.gamma_max * (2.0 / (1.0 + math.exp(-10.0 * progress)) - 1.0)
-
-
-def init_client(spec: FederationSpec, initial: Mapping[Part, Weights]) -> ClientState:
-    """A client starts with the initial weights of all four parts."""
-    return ClientState({part: initial[part] for part in Part})
 
 
 def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None, ctx: RoundContext) -> LocalResult:
@@ -218,11 +211,6 @@ def gan_step(
     return step
 
 
-def init_server(spec: FederationSpec, initial: Mapping[Part, Weights]) -> ServerState:
-    """The first aggregate is the initial generator and classifier: everyone starts from the same weights."""
-    return ServerState(Aggregate({part: initial[part] for part in sorted(SHARED)}))
-
-
 def aggregator(state: ServerState, ctx: RoundContext, spill: Spill) -> Aggregator:
     """Algorithm 2, or an aggregation that FedMD-CG compares it with."""
     params = FedcgParams.model_validate(ctx.spec.params)
@@ -242,8 +230,8 @@ METHOD = Method(
     shared_down=SHARED,
     private_parts=PRIVATE,
     label_counts=LabelCounts.OPTIONAL,
-    init_client=init_client,
+    init_client=partial(init_client_of, frozenset(Part)),
     local_round=local_round,
-    init_server=init_server,
+    init_server=partial(init_server_of, SHARED),
     aggregator=aggregator,
 )

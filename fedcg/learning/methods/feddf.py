@@ -19,8 +19,7 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from fedcg.learning.aggregation.averaging import RunningAverage
-from fedcg.learning.aggregation.distillation import Distillation, Ensemble, Rows, distil
+from fedcg.learning.aggregation.distillation import Distillation, Rows, TaughtAverage, distil
 from fedcg.learning.data.image_folder import normalise
 from fedcg.learning.errors import DataError
 from fedcg.learning.method import (
@@ -82,12 +81,8 @@ class PublicEnsembleAggregator:
     def __init__(self, settings: Distillation, ctx: RoundContext, spill: Spill) -> None:
         self._settings = settings
         self._ctx = ctx
-        self._spill = spill
         self._public = public_of(ctx)
-        self._forget()
-
-    def _forget(self) -> None:
-        self._average, self._ensemble = RunningAverage(PERSONAL), Ensemble()
+        self._taught = TaughtAverage(PERSONAL, self._teacher_logits, spill)
 
     @cached_property
     def _batches(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -98,21 +93,12 @@ class PublicEnsembleAggregator:
 
     def add(self, update: Update) -> None:
         """Teacher pass of one update over the public images in use; its logits [D, C] are spilled and counted."""
-        if update.client in self._average.clients:
-            return
-        if not self._spill.has(update.client):
-            self._spill.put(update.client, {"logits": self._teacher_logits(update.parts)})
-        self._ensemble.add(update.examples, self._spill.get(update.client)["logits"])
-        self._average.add(update)
+        self._taught.add(update)
 
     def finish(self, updates: Mapping[str, Callable[[], Update]]) -> tuple[Aggregate, ServerState]:
         """Minimise KL(ensemble ‖ student) over the public batches, in order, from the average of exactly these updates."""
-        if not self._average.clients <= updates.keys():
-            self._forget()
-        for client in sorted(updates.keys() - self._average.clients):
-            self.add(updates[client]())
-        target = self._ensemble.logits().to(self._ctx.device)
-        aggregate = Aggregate(self._student(self._average.merged().parts, target))
+        target = self._taught.settle(updates).to(self._ctx.device)
+        aggregate = Aggregate(self._student(self._taught.merged.parts, target))
         return aggregate, ServerState(aggregate)
 
     def _student(self, parts: Mapping[Part, Weights], target: torch.Tensor) -> dict[Part, Weights]:
@@ -129,8 +115,8 @@ class PublicEnsembleAggregator:
         return {Part.CLASSIFIER: weights_of(classifier), Part.EXTRACTOR: weights_of(extractor)}
 
     @torch.no_grad()
-    def _teacher_logits(self, parts: Mapping[Part, Weights]) -> torch.Tensor:
-        extractor, classifier = (net.eval() for net in self._load(parts))
+    def _teacher_logits(self, update: Update) -> torch.Tensor:
+        extractor, classifier = (net.eval() for net in self._load(update.parts))
         used, logits = self._batches[0], []
         for some in used.split(_TEACHER_ROWS):
             images = normalise(self._public[some].to(self._ctx.device), self._ctx.spec.image)

@@ -135,7 +135,7 @@ class GeneratorAggregator:
         self._average = AverageAggregator(SHARED, spill)
 
     def add(self, update: Update) -> None:
-        """Count the classifier in the average; its opinion is asked for while the generator trains."""
+        """Count the classifier in the average; it judges while the generator trains."""
         self._average.add(update)
 
     def finish(self, updates: Mapping[str, Callable[[], Update]]) -> tuple[Aggregate, ServerState]:

@@ -18,6 +18,7 @@ The published set-up trains 20 steps of 64 images a round with SGD; here both `e
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Literal
 
 import torch
@@ -27,7 +28,7 @@ from torch import nn
 from fedcg.learning.aggregation.averaging import AverageAggregator
 from fedcg.learning.aggregation.crossed_distillation import CrossedAggregator, Crossing, counts_of, label_distribution
 from fedcg.learning.aggregation.distillation import SHARED, Distillation, EnsembleAggregator, uniform
-from fedcg.learning.data.image_folder import ImageSet
+from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import (
     Aggregate,
     Aggregator,
@@ -43,6 +44,7 @@ from fedcg.learning.method import (
     Update,
     Weights,
 )
+from fedcg.learning.methods._averaging import init_client_of
 from fedcg.learning.networks import load_part, weights_of
 from fedcg.learning.networks.layer_randomness import seeded_layers
 from fedcg.learning.spec import FederationSpec
@@ -109,11 +111,6 @@ def divergence_of(params: FedmdCgParams) -> Divergence:
 def ramp(round_number: int, horizon: int, power: float) -> float:
     """((r - 1) / R)^d: what λ1, λ2, λ3 are multiplied by in round r of R, counted from 1."""
     return float(min(max((round_number - 1) / horizon, 0.0), 1.0) ** power)
-
-
-def init_client(spec: FederationSpec, initial: Mapping[Part, Weights]) -> ClientState:
-    """A client starts with the initial extractor, classifier and generator."""
-    return ClientState({part: initial[part] for part in sorted(_PARTS)})
 
 
 def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None, ctx: RoundContext) -> LocalResult:
@@ -296,7 +293,7 @@ METHOD = Method(
     continued=frozenset({Part.CLASSIFIER}),
     private_parts=PRIVATE,
     label_counts=LabelCounts.REQUIRED,
-    init_client=init_client,
+    init_client=partial(init_client_of, _PARTS),
     local_round=local_round,
     init_server=init_server,
     aggregator=aggregator,

@@ -10,11 +10,6 @@ from fedcg.learning.method import TrainingParams
 from fedcg.learning.methods._averaging import averaging_method
 from fedcg.wire.parts import Part
 
-
-class FedperParams(TrainingParams):
-    """Nothing beyond what every method has."""
-
-
 METHOD = averaging_method(
-    "fedper", "FedPer: extractor averaged by data size, private classifier", FedperParams, frozenset({Part.EXTRACTOR})
+    "fedper", "FedPer: extractor averaged by data size, private classifier", TrainingParams, frozenset({Part.EXTRACTOR})
 )

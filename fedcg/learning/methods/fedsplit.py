@@ -10,14 +10,9 @@ from fedcg.learning.method import TrainingParams
 from fedcg.learning.methods._averaging import averaging_method
 from fedcg.wire.parts import Part
 
-
-class FedsplitParams(TrainingParams):
-    """Nothing beyond what every method has."""
-
-
 METHOD = averaging_method(
     "fedsplit",
     "FedSplit: classifier averaged by data size, private extractor",
-    FedsplitParams,
+    TrainingParams,
     frozenset({Part.CLASSIFIER}),
 )

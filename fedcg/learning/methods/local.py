@@ -8,9 +8,4 @@ from __future__ import annotations
 from fedcg.learning.method import TrainingParams
 from fedcg.learning.methods._averaging import averaging_method
 
-
-class LocalParams(TrainingParams):
-    """Nothing beyond what every method has."""
-
-
-METHOD = averaging_method("local", "Local training only (nothing is shared)", LocalParams, frozenset())
+METHOD = averaging_method("local", "Local training only (nothing is shared)", TrainingParams, frozenset())

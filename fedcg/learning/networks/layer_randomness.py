@@ -35,7 +35,7 @@ def lent_generators(seed: int, device: str = "cpu") -> Iterator[None]:
     place = torch.device(device)
     lent = [torch.cuda.current_device() if place.index is None else place.index] if place.type == "cuda" else []
     with torch.random.fork_rng(devices=lent):
-        # Not torch.manual_seed: it would seed every card, lent or not.
+        # Not torch.manual_seed: it would seed every GPU, lent or not.
         torch.default_generator.manual_seed(seed)
         for index in lent:
             torch.cuda.default_generators[index].manual_seed(seed)

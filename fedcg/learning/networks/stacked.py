@@ -1,6 +1,6 @@
 """Several networks of one architecture as one: their weights stacked, each on rows of its own, in one pass.
 
-Convolutions become grouped convolutions, linear layers batched matrix products: on a card a step of ten small networks costs about as
+Convolutions become grouped convolutions, linear layers batched matrix products: on a GPU a step of ten small networks costs about as
 many kernels as one. (On a CPU grouped convolutions are slower than one network after the other.) Networks never see each other's
 rows, so that one which diverges leaves the others alone.
 """

@@ -20,11 +20,6 @@ from fedcg.learning.split_names import INSTALL_VISION
 _SCHEMAS = tuple(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor" for name in ("nms", "qnms"))
 
 
-def is_installed() -> bool:
-    """Whether torchvision is there; does not import it."""
-    return importlib.util.find_spec("torchvision") is not None
-
-
 @functools.cache
 def vision(submodule: str) -> ModuleType:
     """`torchvision.<submodule>`, e.g. "models" or "datasets".
@@ -32,7 +27,7 @@ def vision(submodule: str) -> ModuleType:
     Raises:
         LearningError: torchvision is not installed, or does not fit this torch; says what to install.
     """
-    if not is_installed():
+    if importlib.util.find_spec("torchvision") is None:
         raise LearningError(f"this needs torchvision, which is not installed here; {INSTALL_VISION}")
     try:
         return importlib.import_module(f"torchvision.{submodule}")

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from fedcg.learning.data.image_folder import ImageSet
+from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Precision, RoundContext, Weights
 from fedcg.learning.seeds import Streams
 from fedcg.learning.spec import FederationSpec
@@ -33,16 +33,6 @@ class Roots:
     cohort: bytes
     coordinator: bytes
     devices: Mapping[str, bytes]
-
-    @staticmethod
-    def from_seed(seed: int, clients: tuple[str, ...]) -> Roots:
-        """All roots from one public seed: for simulations and demos, not for a deployment."""
-        streams = Streams(f"fedcg simulation {seed}".encode())
-
-        def secret(*purpose: object) -> bytes:
-            return b"".join(streams.seed(*purpose, part).to_bytes(8, "big") for part in range(4))
-
-        return Roots(secret("cohort"), secret("coordinator"), {name: secret("device", name) for name in clients})
 
 
 class Coding(Protocol):

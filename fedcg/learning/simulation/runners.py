@@ -35,10 +35,10 @@ class Runner(Protocol):
         """`local_task` of every task."""
 
     def teach(self, number: int, server: ServerState, updates: Sequence[Update]) -> Iterator[tuple[str, Weights]]:
-        """(client, `teacher_task`) of every update."""
+        """`teacher_task` of every update."""
 
     def measure(self, tasks: Sequence[MeasureTask], aggregate: Aggregate) -> Iterator[tuple[str, RoundRecord]]:
-        """(client, `measure_task`) of every task."""
+        """`measure_task` of every task."""
 
     def close(self) -> None:
         """Give everything back; the runner can't be used afterwards."""
@@ -48,8 +48,8 @@ class SerialRunner:
     """Runs everything in this process, one piece after the other.
 
     Args:
-        batched: local rounds of all clients together, where the method can: fast on a card, slower on a CPU, and with other last
-            digits. None: on a card.
+        batched: local rounds of all clients together, where the method can: fast on a GPU, slower on a CPU, and with other last
+            digits. None: on a GPU.
     """
 
     def __init__(self, *, batched: bool | None = False) -> None:
@@ -68,18 +68,18 @@ class SerialRunner:
 
     def local(self, tasks: Sequence[LocalTask], aggregate: Aggregate) -> Iterator[LocalOutcome]:
         """Local rounds in the order given."""
-        on_card = torch.device(self._started.device).type == "cuda"
-        if on_card if self._batched is None else self._batched:
+        on_cuda = torch.device(self._started.device).type == "cuda"
+        if on_cuda if self._batched is None else self._batched:
             return iter(local_tasks(self._started, tasks, aggregate))
         return (local_task(self._started, task, aggregate) for task in tasks)
 
     def teach(self, number: int, server: ServerState, updates: Sequence[Update]) -> Iterator[tuple[str, Weights]]:
         """Teacher passes in the order given."""
-        return ((update.client, teacher_task(self._started, number, server, update)) for update in updates)
+        return (teacher_task(self._started, number, server, update) for update in updates)
 
     def measure(self, tasks: Sequence[MeasureTask], aggregate: Aggregate) -> Iterator[tuple[str, RoundRecord]]:
         """Figures in the order given."""
-        return ((task.client, measure_task(self._started, task, aggregate)) for task in tasks)
+        return (measure_task(self._started, task, aggregate) for task in tasks)
 
     def close(self) -> None:
         """Forget the party."""

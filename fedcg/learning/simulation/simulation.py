@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from fedcg.learning.aggregation.averaging import weighted_average
-from fedcg.learning.data.image_folder import ImageSet
+from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import (
     Aggregate,
     ClientState,
@@ -27,7 +27,7 @@ from fedcg.learning.method import (
 )
 from fedcg.learning.networks.initial_weights import initial_parts, shadow_spec
 from fedcg.learning.registry import get_method
-from fedcg.learning.simulation.party import ATTEMPT, ClientData, Coding, Party, Roots
+from fedcg.learning.simulation.party import Party
 from fedcg.learning.simulation.runners import Runner, SerialRunner
 from fedcg.learning.simulation.state import Failure, Schedule, Simulation
 from fedcg.learning.simulation.tasks import (
@@ -35,39 +35,9 @@ from fedcg.learning.simulation.tasks import (
     LocalTask,
     MeasureTask,
     MemorySpill,
-    RoundRecord,
-    local_task,
-    measure_task,
-    teacher_task,
 )
 from fedcg.learning.training.evaluation import evaluate
 from fedcg.wire.parts import Part
-
-__all__ = [
-    "ATTEMPT",
-    "NOBODY_TRAINED",
-    "ClientData",
-    "Coding",
-    "Failure",
-    "LocalOutcome",
-    "LocalTask",
-    "MeasureTask",
-    "MemorySpill",
-    "Party",
-    "Roots",
-    "RoundRecord",
-    "Runner",
-    "Schedule",
-    "SerialRunner",
-    "Simulation",
-    "local_task",
-    "measure_task",
-    "participants",
-    "simulate",
-    "simulated_rounds",
-    "teacher_task",
-    "update_of",
-]
 
 NOBODY_TRAINED = "no client of this round could train"
 _PERSONAL = (Part.EXTRACTOR, Part.CLASSIFIER)

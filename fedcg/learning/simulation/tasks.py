@@ -7,14 +7,12 @@ never changes a result. Knows nothing of the order of rounds, of files or of pro
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-import torch
-
-from fedcg.learning.data.image_folder import ImageSet
 from fedcg.learning.errors import DataError
+from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import (
     Aggregate,
     ClientState,
@@ -26,11 +24,12 @@ from fedcg.learning.method import (
     Turn,
     Update,
     Weights,
+    check_finite,
 )
 from fedcg.learning.networks.initial_weights import shadow_spec
 from fedcg.learning.registry import get_method
 from fedcg.learning.simulation.party import Party
-from fedcg.learning.training.evaluation import consistency, evaluate, generator_spread
+from fedcg.learning.training.evaluation import evaluate, generator_figures
 from fedcg.wire.parts import Part
 
 
@@ -185,33 +184,21 @@ def _attempt(train: Callable[[], LocalResult], seconds: float | None = None) -> 
     result, failure = None, None
     try:
         result = train()
-        _check_finite(result.private.parts.values())
+        check_finite(result.private.parts, "after the round")
     except (DivergedError, DataError) as error:
         result, failure = None, str(error)
     return _Attempt(result, failure, time.perf_counter() - started if seconds is None else seconds)
 
 
-def _check_finite(parts: Iterable[Weights]) -> None:
-    """The last step's weights are in no loss that anybody looked at.
-
-    Raises:
-        DivergedError: a weight is not finite.
-    """
-    for weights in parts:
-        for name, tensor in weights.items():
-            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-                raise DivergedError(f"{name} is not finite after the round; the state before it still stands")
-
-
-def teacher_task(party: Party, number: int, server: ServerState, update: Update) -> Weights:
-    """The rows that `aggregator.add(update)` spills; empty where the method's server half spills nothing."""
+def teacher_task(party: Party, number: int, server: ServerState, update: Update) -> tuple[str, Weights]:
+    """(client, the rows that `aggregator.add(update)` spills); no rows where the method's server half spills nothing."""
     spill = MemorySpill()
     get_method(party.spec.method).aggregator(server, party.server_context(number), spill).add(update)
-    return spill.get(update.client) if spill.has(update.client) else {}
+    return update.client, spill.get(update.client) if spill.has(update.client) else {}
 
 
-def measure_task(party: Party, task: MeasureTask, aggregate: Aggregate) -> RoundRecord:
-    """A client's figures after a round, without what only the local round knows (loss, seconds)."""
+def measure_task(party: Party, task: MeasureTask, aggregate: Aggregate) -> tuple[str, RoundRecord]:
+    """(client, its figures) after a round, without what only the local round knows (loss, seconds)."""
     spec, data, parts = party.spec, party.datasets[task.client], task.parts
 
     def measured(weights: Mapping[Part, Weights] | None, images: ImageSet | None) -> Evaluation | None:
@@ -224,8 +211,9 @@ def measure_task(party: Party, task: MeasureTask, aggregate: Aggregate) -> Round
         return None if found is None else found.accuracy
 
     val, local_val = measured(parts, data.val), measured(task.shadow, data.val)
-    agreed, spread = _generator_figures(party, task)
-    return RoundRecord(
+    streams = party.client_context(task.client, task.number).streams.at("measure")
+    figures = generator_figures(spec, parts, data.train, streams)
+    return task.client, RoundRecord(
         round=task.number,
         accuracy=accuracy(parts, data.test),
         validation=None if val is None else val.accuracy,
@@ -236,21 +224,6 @@ def measure_task(party: Party, task: MeasureTask, aggregate: Aggregate) -> Round
         local_validation=None if local_val is None else local_val.accuracy,
         local_validation_loss=None if local_val is None else local_val.loss,
         local_common=accuracy(task.shadow, party.common),
-        consistency=agreed,
-        spread=spread,
+        consistency=figures.get("consistency"),
+        spread=figures.get("spread"),
     )
-
-
-def _generator_figures(party: Party, task: MeasureTask) -> tuple[float | None, float | None]:
-    """(consistency, spread) of a client's own generator; None for a method without one, or where it can't be told."""
-    generator = task.parts.get(Part.GENERATOR)
-    if generator is None:
-        return None, None
-    streams = party.client_context(task.client, task.number).streams.at("measure")
-    agreed = consistency(party.spec, task.parts[Part.CLASSIFIER], generator, streams)
-    train = party.datasets[task.client].train
-    try:
-        spread = generator_spread(party.spec, task.parts[Part.EXTRACTOR], generator, train, streams)
-    except DataError:
-        return agreed, None
-    return agreed, spread

@@ -38,7 +38,7 @@ def graphed(
     return _OnFirstCall(step, modules, optimisers) if steps >= LEAST_STEPS else step
 
 
-def on_card(inputs: Sequence[torch.Tensor]) -> bool:
+def on_cuda(inputs: Sequence[torch.Tensor]) -> bool:
     """Whether all tensors are on a CUDA device."""
     return all(tensor.is_cuda for tensor in inputs)
 
@@ -54,7 +54,7 @@ class _OnFirstCall:
 
     def __call__(self, *inputs: torch.Tensor) -> torch.Tensor:
         if self._run is None:
-            self._run = self._captured(inputs) if on_card(inputs) else self._step
+            self._run = self._captured(inputs) if on_cuda(inputs) else self._step
         return self._run(*inputs)
 
     def _captured(self, inputs: Sequence[torch.Tensor]) -> Step:

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 
-from fedcg.learning.data.image_folder import ImageSet, normalise
+from fedcg.learning.data.image_folder import normalise
 from fedcg.learning.errors import DataError
+from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Evaluation, Weights
 from fedcg.learning.networks import load_part
 from fedcg.learning.seeds import Streams
@@ -110,3 +111,17 @@ def generator_spread(
     if not ratios:
         raise DataError("no class has two images with different features: the generator's spread cannot be told")
     return float(torch.stack(ratios).mean())
+
+
+def generator_figures(
+    spec: FederationSpec, parts: Mapping[Part, Weights], images: ImageSet, streams: Streams
+) -> dict[str, float | None]:
+    """Consistency and spread of a client's own generator; empty for a method without one."""
+    if Part.GENERATOR not in parts:
+        return {}
+    agreed = consistency(spec, parts[Part.CLASSIFIER], parts[Part.GENERATOR], streams)
+    try:
+        spread = generator_spread(spec, parts[Part.EXTRACTOR], parts[Part.GENERATOR], images, streams)
+    except DataError:
+        return {"consistency": agreed, "spread": None}
+    return {"consistency": agreed, "spread": spread}

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import nn
 
-from fedcg.learning.data.image_folder import ImageSet, normalise
+from fedcg.learning.data.image_folder import normalise
+from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import DivergedError, RoundContext, TrainingParams
 from fedcg.learning.networks.stacked import Stacked
 from fedcg.learning.training.augmentation import Augmentation, Augmenter

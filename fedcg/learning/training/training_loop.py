@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fedcg.learning.data.image_folder import ImageSet, normalise, usable_rows
+from fedcg.learning.data.image_folder import normalise, usable_rows
+from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import DivergedError, RoundContext, TrainingParams
 from fedcg.learning.networks.layer_randomness import seeded_layers
 from fedcg.learning.seeds import Streams

@@ -122,18 +122,13 @@ class ChunkSender:
         transport: the link.
         name: of the thread.
         clock: monotonic seconds.
-        at_once: read and publish on the thread that calls `serve` for as long as the link takes it, and only the rest on the own
-            one; for who may wait for the disk. It saves two changes of threads a chunk.
 
     Attributes:
         sent: chunks published so far, per artifact.
     """
 
-    def __init__(
-        self, transport: Transport, name: str, clock: Callable[[], float] = time.monotonic, *, at_once: bool = False
-    ) -> None:
+    def __init__(self, transport: Transport, name: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.sent: Counter[str] = Counter()
-        self._at_once = at_once
         self._transport = transport
         self._name = name
         self._clock = clock
@@ -177,8 +172,6 @@ class ChunkSender:
                 self._jobs[key] = job
                 if known is None:
                     self._turns.append(key)
-        if not self._at_once or self._send_some():
-            with self._filled:
                 self._filled.notify()
 
     def broadcast(

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from fedcg.wire.errors import MalformedError, TooLargeError, TransportError
-from fedcg.wire.messages.messages import MAX_ARTIFACT_BYTES, MAX_CHUNK_BYTES, ArtifactRef
+from fedcg.wire.messages.messages import MAX_CHUNK_BYTES, ArtifactRef
 from fedcg.wire.transfer.chunk_window import Ranges, Window
 
 __all__ = [
@@ -27,9 +26,6 @@ __all__ = [
     "chunk_check",
     "chunk_frame",
     "chunk_length",
-    "cut",
-    "frames_for",
-    "make_ref",
     "parse_chunk",
     "read_frame",
 ]
@@ -64,22 +60,6 @@ def chunk_bytes_for(max_payload: int, configured: int = MAX_CHUNK_BYTES) -> int:
             "raise the broker's maximum packet size or the configured chunk size"
         )
     return size
-
-
-def make_ref(data: bytes, chunk_bytes: int) -> ArtifactRef:
-    """The reference that announces an artifact.
-
-    Raises:
-        TooLargeError: the artifact is over the bound of the protocol.
-    """
-    if len(data) > MAX_ARTIFACT_BYTES:
-        raise TooLargeError(f"an artifact of {len(data)} bytes is over the bound of {MAX_ARTIFACT_BYTES}")
-    return ArtifactRef(id=hashlib.sha256(data).hexdigest(), size=len(data), chunk_bytes=chunk_bytes)
-
-
-def cut(data: bytes, chunk_bytes: int) -> list[bytes]:
-    """The pieces of an artifact, in order; only the last one may be shorter."""
-    return [data[start : start + chunk_bytes] for start in range(0, len(data), chunk_bytes)]
 
 
 def chunk_length(ref: ArtifactRef, index: int) -> int:
@@ -151,13 +131,3 @@ def check_chunk(ref: ArtifactRef, chunk: Chunk) -> bool:
     if len(chunk.data) != expected:
         raise MalformedError(f"chunk {chunk.index} has {len(chunk.data)} bytes instead of {expected}")
     return True
-
-
-def frames_for(data: bytes, ref: ArtifactRef, ranges: Iterable[tuple[int, int]] | None = None) -> Iterator[bytes]:
-    """The frames of the granted chunks, in the order of the grants; of all chunks when `ranges` is None.
-
-    Indices behind the last chunk are left out: a grant comes from the other side and is not to be trusted.
-    """
-    for first, count in [(0, ref.chunks)] if ranges is None else ranges:
-        for index in range(first, min(first + count, ref.chunks)):
-            yield chunk_frame(ref.id, index, data[index * ref.chunk_bytes : (index + 1) * ref.chunk_bytes])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +22,9 @@ from fedcg.wire.messages.messages import Finished, KeyChain, Manifest, Offer
 from fedcg.wire.messages.signing import SigningKey, seal
 from fedcg.wire.messages.topics import Topics
 from fedcg.wire.parts import Part, Report
-from fedcg.wire.transfer.chunks import frames_for, make_ref
 from fedcg.wire.transport.memory import MemoryBroker, MemoryTransport
+from tests.support.artifact_chunks import frames_for, make_ref
+from tests.support.stack import wait_for
 
 TOPICS = Topics("digits")
 KEY = SigningKey.generate()
@@ -68,7 +68,7 @@ def test_an_update_is_decoded_and_its_bytes_are_counted_to_its_device_and_round(
     capture, data = Capture("digits"), update()
     capture.feed(TOPICS.up_control("client-1"), manifest(data))
     completed = [capture.feed(TOPICS.up_chunk("client-1"), frame) for frame in frames(data)]
-    assert [[found.data for found in after] for after in completed] == [[]] * (len(completed) - 1) + [[data]]
+    assert completed == [{}] * (len(completed) - 1) + [{artifact_id(data): data}]
     (seen,) = capture.artifacts.values()
     assert (seen.kind, seen.sender, seen.round, seen.parts) == ("update", "client-1", 2, ("classifier",))
     assert seen.report == ("accuracy", "examples")
@@ -134,14 +134,7 @@ def test_the_coordinators_keys_are_written_down_and_one_that_is_told_twice_diffe
     assert capture.record()["coordinator_keys"] == {"1": keys[1].public.hex}
     assert capture.record()["key_problems"] == []
     tell(keys[0], keys[2])
-    assert capture.record()["key_problems"] == ["key 1 was told twice, and differently"]
-
-
-def until(condition: Callable[[], bool], deadline_s: float = 10.0) -> None:
-    end = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < end, "the condition did not come true in time"
-        threading.Event().wait(0.01)
+    assert capture.record()["key_problems"] == ["key 1 was announced twice, and differently"]
 
 
 @dataclass
@@ -235,7 +228,7 @@ def test_a_recording_is_continued_where_an_earlier_one_stopped(wire: Recording, 
         target=first.run, args=(stop,), kwargs={"until_finished": False, "on_ready": lambda: None}
     )
     thread.start()
-    until(lambda: len(list((tmp_path / "artifacts").iterdir())) == 1)
+    wait_for(lambda: len(list((tmp_path / "artifacts").iterdir())) == 1, "the first update is recorded")
     stop.set()
     thread.join(10)
     before = json.loads((tmp_path / "wire.json").read_text())["bytes"]["client-1"]["up"]["2"]

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
+from importlib.resources import files
 from pathlib import Path, PurePosixPath
+from string import Template
 from typing import Any, cast
 
 import pytest
 import tomllib
 from ruamel.yaml import YAML
-from typer.testing import CliRunner
 
-from edge_client.cli.agent_commands import app as agent_app
+from coordinator.broker.mosquitto import QueueLimits
 from edge_client.cli.units import (
     AGENT_UNIT,
-    DEFAULT_CONFIG_ROOT,
     DEFAULT_EXECUTABLE,
     render_agent_unit,
 )
 from fedcg.learning.spec import plan_from_mapping
 from fedcg.wire.messages.topics import Topics
+from tests.support.commands import run_fedcg
 
 REPOSITORY = Path(__file__).parents[3]
 DEPLOY = REPOSITORY / "deploy"
@@ -104,13 +104,6 @@ def test_the_agents_unit_survives_the_killing_of_its_trainer_and_does_not_repeat
     )
 
 
-def test_a_unit_for_another_folder_names_it_everywhere() -> None:
-    text = render_agent_unit(PurePosixPath("/srv/fedcg/bin/fedcg"), PurePosixPath("/srv/fedcg/conf"))
-    assert "ExecStart=/srv/fedcg/bin/fedcg agent run --config /srv/fedcg/conf/%i/agent.toml" in text
-    assert str(DEFAULT_EXECUTABLE) not in text
-    assert str(DEFAULT_CONFIG_ROOT) not in text
-
-
 @pytest.mark.parametrize("path", ["relative/fedcg", "/opt/a b/fedcg", "/opt/%i/fedcg", "/opt/$HOME/fedcg"])
 def test_a_path_that_systemd_would_interpret_is_refused(path: str) -> None:
     with pytest.raises(ValueError, match="absolute path"):
@@ -118,10 +111,10 @@ def test_a_path_that_systemd_would_interpret_is_refused(path: str) -> None:
 
 
 def test_the_unit_command_prints_the_unit_and_refuses_a_bad_path_with_exit_code_2() -> None:
-    printed = CliRunner().invoke(agent_app, ["unit", "--executable", "/srv/fedcg"])
+    printed = run_fedcg("agent", "unit", "--executable", "/srv/fedcg")
     assert printed.exit_code == 0
     assert printed.stdout == render_agent_unit(PurePosixPath("/srv/fedcg"))
-    assert CliRunner().invoke(agent_app, ["unit", "--executable", "srv/fedcg"]).exit_code == 2
+    assert run_fedcg("agent", "unit", "--executable", "srv/fedcg").exit_code == 2
 
 
 @pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda file: file.name)
@@ -209,14 +202,22 @@ def test_the_example_access_list_is_what_the_topics_give() -> None:
     assert (DEPLOY / "mosquitto" / "acl.example").read_text() == expected
 
 
-def test_pre_commit_runs_the_commands_of_make_check() -> None:
-    assert_clean(run("pre-commit", "validate-config", REPOSITORY / ".pre-commit-config.yaml"))
-    hooks = YAML(typ="safe").load(REPOSITORY / ".pre-commit-config.yaml")["repos"][0]["hooks"]
-    makefile = (REPOSITORY / "Makefile").read_text()
-    recipe = makefile.partition("\ncheck:")[2].partition("\n\n")[0]
-    commands = {line.strip().lstrip("@").rpartition("$(BIN)/")[2] for line in recipe.splitlines()[1:]}
-    commands = {command.rpartition('" ')[2] if '" ' in command else command for command in commands}
-    assert {shlex.split(hook["entry"])[0] for hook in hooks} == {
-        f".venv/bin/{command.split()[0]}" for command in commands
-    }
-    assert {hook["entry"].removeprefix(".venv/bin/") for hook in hooks} == commands
+def test_the_brokers_configuration_is_what_its_template_gives() -> None:
+    """So what tests/contract tries with the template's configuration holds for this one, but for the folders."""
+    template = files("coordinator.broker").joinpath("mosquitto.conf.template").read_text(encoding="utf-8")
+    rendered = Template(template).substitute(
+        listener="8883",
+        ca="/etc/mosquitto/fedcg/tls/ca.pem",
+        certificate="/etc/mosquitto/fedcg/tls/broker.pem",
+        key="/etc/mosquitto/fedcg/tls/broker.key",
+        acl="/etc/mosquitto/fedcg/acl/acl",
+        crl="/etc/mosquitto/fedcg/acl/crl.pem",
+        persistence="/var/lib/fedcg-broker",
+        limits="\n".join(QueueLimits().lines()),
+        extra="",
+    )
+    own, given = (
+        [line for line in text.splitlines() if line and not line.startswith("#")]
+        for text in ((DEPLOY / "mosquitto" / "mosquitto.conf").read_text(), rendered)
+    )
+    assert own == given

@@ -8,15 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
-import typer
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
-from devices.cli import profile_command
 from devices.detect import detect
 from devices.errors import NotTrainableError
 from devices.profile import GIB, MIB, DeviceKind, DeviceProfile, Gpu, Trainable, plan_training
+from tests.support.commands import run_fedcg
 
 TREES = Path(__file__).parents[2] / "golden" / "devices"
 
@@ -110,9 +108,7 @@ def test_every_plan_has_a_thread_and_a_share_of_the_batch(
 
 
 def run_profile(*arguments: str) -> str:
-    app = typer.Typer()
-    app.command()(profile_command)
-    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+    result = run_fedcg("profile", *arguments, environment={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
     return result.stdout
 

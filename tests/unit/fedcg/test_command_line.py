@@ -10,6 +10,7 @@ import pytest
 import typer
 
 from fedcg import cli
+from fedcg.errors import BadInputError
 
 GROUP = typer.Typer(help="A group of things.")
 
@@ -24,15 +25,19 @@ def _two() -> None:
     typer.echo("two done")
 
 
-def plain_command(word: str, code: int = 0) -> int:
+def plain_command(word: str) -> None:
     """Say a word."""
     typer.echo(word)
-    return code
 
 
 def failing_command() -> None:
     """Fail."""
     raise ValueError("the disk is full [bold]")
+
+
+def refusing_command() -> None:
+    """Refuse its input."""
+    raise BadInputError("there is no such folder")
 
 
 def stopping_command() -> None:
@@ -56,6 +61,7 @@ class _Entry(EntryPoint):
             "group": GROUP,
             "plain": plain_command,
             "failing": failing_command,
+            "refusing": refusing_command,
             "stopping": stopping_command,
             "interrupted": interrupted_command,
             "lacking": lacking_command,
@@ -67,7 +73,7 @@ class _Entry(EntryPoint):
 
 @pytest.fixture(autouse=True)
 def _commands(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("group", "plain", "failing", "stopping", "interrupted", "lacking", "absent")
+    names = ("group", "plain", "failing", "refusing", "stopping", "interrupted", "lacking", "absent")
     entries = [_Entry(name, "somewhere:command", "fedcg.commands") for name in names]
     monkeypatch.setattr(cli, "entry_points", lambda **_: entries)
 
@@ -84,7 +90,6 @@ def _run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> object:
     [
         (("group", "two"), 0, "two done"),
         (("plain", "hello"), 0, "hello"),
-        (("plain", "hello", "--code", "4"), 4, "hello"),
         (("stopping",), 3, ""),
         (("--version",), 0, "fedcg, version"),
     ],
@@ -115,6 +120,8 @@ def test_an_error_is_one_line_on_stderr_and_a_traceback_with_debug(
 ) -> None:
     assert _run(monkeypatch, "failing") == 1
     assert capsys.readouterr().err == "Error: the disk is full [bold]\n"
+    assert _run(monkeypatch, "refusing") == 2
+    assert capsys.readouterr().err == "Error: there is no such folder\n"
     monkeypatch.setattr(sys, "argv", ["fedcg", "--debug", "failing"])
     with pytest.raises(ValueError, match="the disk is full"):
         cli.main()

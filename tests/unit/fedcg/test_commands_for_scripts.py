@@ -13,12 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from coordinator.cli.coordinator_commands import coordinator_app, deploy_app
-from export.cli.infer_commands import infer_app
-from export.cli.optimise_command import model_app
 from fedcg.cli import app, main
+from tests.support.commands import run_fedcg
 from tests.support.export_models import picture
 from tests.support.serving import install_versions
 
@@ -88,27 +85,21 @@ def test_a_mistyped_command_is_refused_with_the_one_that_was_meant(
     assert f"Did you mean '{meant}'?" in capsys.readouterr().err
 
 
-def test_the_help_of_infer_names_both_servers() -> None:
-    told = CliRunner().invoke(infer_app, ["--help"]).stdout
-    assert "fedcg infer serve --help" in " ".join(told.split())
-    assert "fedcg infer serve-mqtt --help" in " ".join(told.split())
-
-
 def test_a_model_is_found_in_a_device_s_private_store_or_folder(tmp_path: Path) -> None:
     (box := tmp_path / "box").mkdir()
     install_versions(box / "store" / "models", 2)
     (box / "store" / "CURRENT").write_text("the store's own pointer, to its generations")
     picture(1).save(tmp_path / "image.png")
     for place in (box, box / "store", box / "store" / "models"):
-        told = CliRunner().invoke(infer_app, [str(tmp_path / "image.png"), "--model", str(place), "--json"])
+        told = run_fedcg("infer", str(tmp_path / "image.png"), "--model", str(place), "--json")
         assert json.loads(told.stdout)["model"] == str(box / "store" / "models" / "0002"), told.output
-    listed = CliRunner().invoke(model_app, ["list", str(box / "store"), "--json"])
+    listed = run_fedcg("model", "list", str(box / "store"), "--json")
     assert [row["version"] for row in json.loads(listed.stdout)] == ["0001", "0002"]
-    checked = json.loads(CliRunner().invoke(model_app, ["verify", str(box), "--json"]).stdout)
+    checked = json.loads(run_fedcg("model", "verify", str(box), "--json").stdout)
     assert checked == [{"version": "0001", "error": None}, {"version": "0002", "error": None}]
-    back = CliRunner().invoke(model_app, ["rollback", str(box), "--json"])
+    back = run_fedcg("model", "rollback", str(box), "--json")
     assert json.loads(back.stdout) == {"model": str(box / "store" / "models" / "0001")}
-    used = CliRunner().invoke(model_app, ["use", str(box), "0002", "--json"])
+    used = run_fedcg("model", "use", str(box), "0002", "--json")
     assert json.loads(used.stdout) == {"model": str(box / "store" / "models" / "0002")}
 
 
@@ -116,8 +107,8 @@ def test_the_operator_s_commands_tell_scripts_what_they_did(tmp_path: Path) -> N
     home, folder = tmp_path / "home", Path(tempfile.mkdtemp(prefix="fedcg-deploy-test-"))
     folder.chmod(0o755)  # the broker's user may enter it, unlike pytest's own
     try:
-        assert CliRunner().invoke(coordinator_app, ["init", "--dir", str(home)]).exit_code == 0
-        wrote = CliRunner().invoke(deploy_app, ["mosquitto", "--dir", str(home), "--out", str(folder / "m"), "--json"])
+        assert run_fedcg("coordinator", "init", "--dir", str(home)).exit_code == 0
+        wrote = run_fedcg("deploy", "mosquitto", "--dir", str(home), "--out", str(folder / "m"), "--json")
         assert json.loads(wrote.stdout)["dir"] == str(folder / "m"), wrote.output
     finally:
         shutil.rmtree(folder)

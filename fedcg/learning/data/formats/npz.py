@@ -65,7 +65,10 @@ def read_unlabelled(path: Path) -> NDArray[np.uint8]:
             name = next((name for name in names if name in there), None)
             if name is None:
                 raise DataError(f"{path}: an .npz without `{'`, `'.join(names)}`")
-            return _pixels(archive, path, name)
+            pixels = _pixels(archive, path, name)
+            if pixels.ndim < 3:
+                raise DataError(f"{path}: `{name}` must be [N, H, W] or [N, H, W, 1 or 3], not {list(pixels.shape)}")
+            return pixels[..., 0] if pixels.ndim == 4 and pixels.shape[3] == 1 else pixels
     except (OSError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, KeyError) as error:
         raise DataError(f"{path}: not an .npz, or damaged ({error})") from error
 
@@ -74,21 +77,14 @@ def _pixels(archive: zipfile.ZipFile, path: Path, name: str) -> NDArray[np.uint8
     pixels = _array(archive, path, name)
     if pixels.dtype != np.uint8:
         raise DataError(f"{path}: `{name}` must be uint8, not {pixels.dtype}")
-    if pixels.ndim < 3:
-        raise DataError(f"{path}: `{name}` must be [N, H, W] or [N, H, W, 1 or 3], not {list(pixels.shape)}")
-    if pixels.ndim == 4 and pixels.shape[3] == 1:
-        pixels = pixels[..., 0]
     return pixels.astype(np.uint8, copy=False)
 
 
 def _labelled(archive: zipfile.ZipFile, path: Path, images: str, labels: str) -> LabelledImages:
-    pixels = _array(archive, path, images)
-    if pixels.dtype != np.uint8:
-        raise DataError(f"{path}: `{images}` must be uint8, not {pixels.dtype}")
-    numbers = _array(archive, path, labels)
+    pixels, numbers = _pixels(archive, path, images), _array(archive, path, labels)
     if numbers.dtype.kind not in "iu":
         raise DataError(f"{path}: `{labels}` must be integers, not {numbers.dtype}")
-    return labelled(pixels.astype(np.uint8, copy=False), numbers.astype(np.int64), path, path)
+    return labelled(pixels, numbers.astype(np.int64), path, path)
 
 
 def _array(archive: zipfile.ZipFile, path: Path, name: str) -> NDArray[np.generic]:

@@ -12,17 +12,13 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
-import typer
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID
-from typer.testing import CliRunner
 
 from coordinator.broker import deployed_mosquitto as own_broker
 from coordinator.broker.access_lists import RELOAD_BY_HAND
 from coordinator.broker.mosquitto import QueueLimits, access_list, mosquitto_config
-from coordinator.cli.coordinator_commands import coordinator_app, deploy_app, federation_app
-from coordinator.cli.member_commands import device_app
 from coordinator.cli.opening import create_home
 from coordinator.config import BrokerSettings, CoordinatorConfig, check_api_host, load_config, render_config
 from coordinator.errors import ConfigError, HomeError
@@ -34,6 +30,7 @@ from coordinator.storage.store import Store
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.messages.signing import SigningKey, VerifyKey
 from fedcg.wire.transfer.broker_presets import limits_for
+from tests.support.commands import run_fedcg
 from tests.support.coordinator_support import tiny_spec
 
 
@@ -124,7 +121,7 @@ def test_a_brokers_certificate_that_names_too_much_is_replaced_at_the_next_deplo
 ) -> None:
     monkeypatch.setattr(own_broker, "ACCOUNT", "no-such-user")
     home.config_file.write_text(render_config(CoordinatorConfig(broker=BrokerSettings(host="broker.example"))))
-    assert call(deploy_app, "mosquitto", "--dir", home.root, "--out", tmp_path / "broker")[0] == 0
+    assert call("deploy", "mosquitto", "--dir", home.root, "--out", tmp_path / "broker")[0] == 0
     found = certificate(tmp_path / "broker", "broker").extensions.get_extension_for_class(x509.SubjectAlternativeName)
     assert [str(name.value) for name in found.value] == ["broker.example"]
 
@@ -219,24 +216,24 @@ def test_the_access_list_has_a_section_per_device_and_nothing_without_a_federati
     assert "topic" not in access_list([], ["a"], [])
 
 
-def call(app: typer.Typer, *arguments: object) -> tuple[int, str]:
-    done = CliRunner().invoke(app, [str(argument) for argument in arguments])
+def call(*words: object) -> tuple[int, str]:
+    done = run_fedcg(*words)
     return done.exit_code, done.output
 
 
 def test_init_refuses_a_directory_in_use_with_exit_code_2(tmp_path: Path) -> None:
-    code, output = call(coordinator_app, "init", "--dir", tmp_path / "home", "--broker-port", 18884, "--json")
+    code, output = call("coordinator", "init", "--dir", tmp_path / "home", "--broker-port", 18884, "--json")
     assert code == 0
     assert json.loads(output)["dir"] == str(tmp_path / "home")
     assert load_config(tmp_path / "home" / "coordinator.toml").broker.port == 18884
-    code, output = call(coordinator_app, "init", "--dir", tmp_path / "home")
+    code, output = call("coordinator", "init", "--dir", tmp_path / "home")
     assert code == 2
     assert "not an empty directory" in output
 
 
 def test_devices_are_added_with_bundles_that_fit_together(home: Home, tmp_path: Path) -> None:
     with_federation(home)
-    code, output = call(device_app, "add", "line4", "line5", "--dir", home.root, "--out", tmp_path / "out", "--json")
+    code, output = call("device", "add", "line4", "line5", "--dir", home.root, "--out", tmp_path / "out", "--json")
     assert code == 0
     assert json.loads(output)["broker_reloaded"] is False
     bundle = tmp_path / "out" / "line4"
@@ -254,14 +251,14 @@ def test_devices_are_added_with_bundles_that_fit_together(home: Home, tmp_path: 
     assert keys["line4"] == SigningKey.load(bundle / "signing.key").public.hex
     assert not credential_of(home.pki, "line4").key.exists()
     assert "user line4" in (home.broker / "acl").read_text()
-    assert json.loads(call(device_app, "list", "--dir", home.root, "--json")[1])[1]["id"] == "line5"
+    assert json.loads(call("device", "list", "--dir", home.root, "--json")[1])[1]["id"] == "line5"
 
 
 def test_a_bundles_agent_toml_is_one_that_the_agent_reads(home: Home, tmp_path: Path) -> None:
     from edge_client.config import load_config as load_agent_config
 
     with_federation(home)
-    call(device_app, "add", "line4", "--dir", home.root, "--out", tmp_path)
+    call("device", "add", "line4", "--dir", home.root, "--out", tmp_path)
     config = load_agent_config(tmp_path / "line4" / "agent.toml", {})
     assert (config.federation, config.device) == ("casting", "line4")
     assert (config.broker.host, config.broker.port) == ("127.0.0.1", 8883)
@@ -285,15 +282,15 @@ def test_ids_that_cannot_be_are_refused_before_anything_is_written(
     home: Home, tmp_path: Path, ids: list[str], why: str
 ) -> None:
     with_federation(home)
-    call(device_app, "add", "taken", "--dir", home.root, "--out", tmp_path / "first")
-    code, output = call(device_app, "add", "good", *ids, "--dir", home.root, "--out", tmp_path / "out")
+    call("device", "add", "taken", "--dir", home.root, "--out", tmp_path / "first")
+    code, output = call("device", "add", "good", *ids, "--dir", home.root, "--out", tmp_path / "out")
     assert code == 2
     assert why in output
     assert not (tmp_path / "out").exists()
 
 
 def test_a_device_needs_a_federation_to_join(home: Home, tmp_path: Path) -> None:
-    code, output = call(device_app, "add", "a", "--dir", home.root, "--out", tmp_path)
+    code, output = call("device", "add", "a", "--dir", home.root, "--out", tmp_path)
     assert code == 2
     assert "federation create" in output
 
@@ -305,13 +302,13 @@ def test_a_home_serves_one_federation_and_shows_where_it_stands(home: Home, tmp_
         'federation = "second"\nclasses = ["x", "y"]\nmethod = "fedcg"\nrounds = 1\n'
         '[image]\nmode = "L"\nheight = 28\nwidth = 28\nmean = [0.5]\nstd = [0.5]\n'
     )
-    code, output = call(federation_app, "create", plan, "--dir", home.root)
+    code, output = call("federation", "create", plan, "--dir", home.root)
     assert code == 2
     assert "casting" in output
-    shown = json.loads(call(federation_app, "show", "--dir", home.root, "--json")[1])
+    shown = json.loads(call("federation", "show", "--dir", home.root, "--json")[1])
     assert (shown["federation"], shown["phase"], shown["round"]) == ("casting", "waiting", 1)
     assert (shown["codec"], shown["aggregate_codec"]) == ("i8-delta", "f32")
-    assert "updates coded i8-delta, aggregates f32" in call(federation_app, "show", "--dir", home.root)[1]
+    assert "updates coded i8-delta, aggregates f32" in call("federation", "show", "--dir", home.root)[1]
 
 
 def test_a_paused_federation_is_resumed_only_while_no_coordinator_runs(home: Home) -> None:
@@ -323,10 +320,10 @@ def test_a_paused_federation_is_resumed_only_while_no_coordinator_runs(home: Hom
         store.fail_attempt(("casting", 1, attempt), "nobody came", 3.0)
     assert store.round_state("casting").phase.value == "paused"
     with home.locked():
-        code, output = call(federation_app, "resume", "--dir", home.root)
+        code, output = call("federation", "resume", "--dir", home.root)
         assert code == 2
         assert "stop it first" in output
-    assert call(federation_app, "resume", "--dir", home.root)[0] == 0
+    assert call("federation", "resume", "--dir", home.root)[0] == 0
     assert store.round_state("casting").phase.value == "waiting"
     store.close()
 
@@ -336,9 +333,9 @@ def test_configuration_for_a_broker_of_others_is_written_where_it_is_asked_for(
 ) -> None:
     monkeypatch.setattr(own_broker, "ACCOUNT", "no-such-user")  # which could not enter pytest's own folders
     with_federation(home)
-    call(device_app, "add", "line4", "--dir", home.root, "--out", tmp_path / "out")
+    call("device", "add", "line4", "--dir", home.root, "--out", tmp_path / "out")
     folder = (tmp_path / "broker").resolve()
-    code, told = call(deploy_app, "mosquitto", "--dir", home.root, "--out", folder)
+    code, told = call("deploy", "mosquitto", "--dir", home.root, "--out", folder)
     assert code == 0
     assert f"mosquitto -c {folder / 'mosquitto.conf'}" in told
     lines = (folder / "mosquitto.conf").read_text().splitlines()
@@ -348,7 +345,7 @@ def test_configuration_for_a_broker_of_others_is_written_where_it_is_asked_for(
     x509.load_pem_x509_crl((folder / "crl.pem").read_bytes())
     assert mode(folder / "broker.key") == 0o600
     assert (folder / "data").is_dir()
-    assert RELOAD_BY_HAND in call(device_app, "add", "late", "--dir", home.root, "--out", tmp_path / "out")[1]
+    assert RELOAD_BY_HAND in call("device", "add", "late", "--dir", home.root, "--out", tmp_path / "out")[1]
     assert "user late" in (folder / "acl").read_text()
 
 
@@ -358,19 +355,19 @@ def test_a_broker_of_others_gets_its_lists_and_a_signal_after_every_change(
     monkeypatch.setattr(own_broker, "ACCOUNT", "no-such-user")  # which could not enter pytest's own folders
     with_federation(home)
     lists = tmp_path / "lists"
-    assert call(deploy_app, "mosquitto", "--dir", home.root, "--out", lists)[0] == 0
+    assert call("deploy", "mosquitto", "--dir", home.root, "--out", lists)[0] == 0
     shutil.copy(shutil.which("sleep") or "", tmp_path / "mosquitto")
     broker = subprocess.Popen([tmp_path / "mosquitto", "600"])
     try:
         (lists / "data" / "mosquitto.pid").write_text(f"{broker.pid}\n")
-        code, output = call(device_app, "add", "line4", "--dir", home.root, "--out", tmp_path / "out", "--json")
+        code, output = call("device", "add", "line4", "--dir", home.root, "--out", tmp_path / "out", "--json")
         assert (code, json.loads(output)["broker_reloaded"]) == (0, True)
         assert broker.wait(timeout=20) == -signal.SIGHUP  # a stand-in, which does not know what SIGHUP asks for
     finally:
         broker.kill()
         broker.wait()
     assert "user line4" in (lists / "acl").read_text()
-    assert json.loads(call(device_app, "revoke", "line4", "--dir", home.root, "--json")[1])["broker_reloaded"] is False
+    assert json.loads(call("device", "revoke", "line4", "--dir", home.root, "--json")[1])["broker_reloaded"] is False
     assert "user line4" not in (lists / "acl").read_text()
     assert len(list(x509.load_pem_x509_crl((lists / "crl.pem").read_bytes()))) == 1
 
@@ -378,5 +375,5 @@ def test_a_broker_of_others_gets_its_lists_and_a_signal_after_every_change(
 def test_a_device_may_have_the_name_of_a_server_without_touching_its_certificate(home: Home, tmp_path: Path) -> None:
     with_federation(home)
     before = credential_of(home.pki, "broker").certificate.read_bytes()
-    assert call(device_app, "add", "broker", "--dir", home.root, "--out", tmp_path / "out")[0] == 0
+    assert call("device", "add", "broker", "--dir", home.root, "--out", tmp_path / "out")[0] == 0
     assert credential_of(home.pki, "broker").certificate.read_bytes() == before

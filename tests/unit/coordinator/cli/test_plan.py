@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 import tomllib
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from coordinator.cli.coordinator_commands import coordinator_app, federation_app
 from fedcg.learning.spec import FederationPlan
+from tests.support.commands import run_fedcg
 
 DOCUMENT = Path(__file__).parents[4] / "docs" / "plan.md"
 
 
 def _run(*arguments: str) -> Result:
-    return CliRunner().invoke(federation_app, arguments)
+    return run_fedcg("federation", *arguments)
 
 
 def _form(schema: dict[str, Any]) -> str:
@@ -72,7 +72,7 @@ def test_the_example_has_every_field_with_its_default_and_makes_a_federation(tmp
     assert FederationPlan.model_validate(full) == FederationPlan.model_validate(short)
     assert _run("plan", str(plan)).exit_code == 0
     home = tmp_path / "home"
-    assert CliRunner().invoke(coordinator_app, ["init", "--dir", str(home)]).exit_code == 0
+    assert run_fedcg("coordinator", "init", "--dir", str(home)).exit_code == 0
     created = _run("create", str(plan), "--dir", str(home))
     assert created.exit_code == 0, created.output
     assert "Opened federation casting" in created.stdout
@@ -81,7 +81,7 @@ def test_the_example_has_every_field_with_its_default_and_makes_a_federation(tmp
 @pytest.mark.parametrize("command", ["plan", "create"])
 def test_everything_that_is_wrong_with_a_plan_is_told_at_once_with_its_line(tmp_path: Path, command: str) -> None:
     home = tmp_path / "home"
-    CliRunner().invoke(coordinator_app, ["init", "--dir", str(home)])
+    run_fedcg("coordinator", "init", "--dir", str(home))
     plan = tmp_path / "plan.toml"
     plan.write_text(
         'federation = "Shapes One"\nclasses = ["a"]\nmethod = "fedgc"\nrounds = 0\nmin_client = 3\ncodec = "f8"\n'
@@ -108,7 +108,7 @@ def test_everything_that_is_wrong_with_a_plan_is_told_at_once_with_its_line(tmp_
 @pytest.mark.slow
 def test_a_parameter_that_the_method_does_not_have_is_told_in_words(tmp_path: Path) -> None:
     home, plan = tmp_path / "home", tmp_path / "plan.toml"
-    CliRunner().invoke(coordinator_app, ["init", "--dir", str(home)])
+    run_fedcg("coordinator", "init", "--dir", str(home))
     plan.write_text(f"{_run('plan', '--example').stdout}ephocs = 3\nlr = -1.0\n")
     told = _run("create", str(plan), "--dir", str(home))
     assert told.exit_code == 2
@@ -119,11 +119,11 @@ def test_a_parameter_that_the_method_does_not_have_is_told_in_words(tmp_path: Pa
 
 def test_a_coordinator_toml_that_is_wrong_names_lines_and_nearest_settings(tmp_path: Path) -> None:
     home = tmp_path / "home"
-    CliRunner().invoke(coordinator_app, ["init", "--dir", str(home)])
+    run_fedcg("coordinator", "init", "--dir", str(home))
     path = home / "coordinator.toml"
     path.write_text(path.read_text().replace("certificate_days", "certificate_dais"))
     number = 1 + next(n for n, line in enumerate(path.read_text().splitlines()) if "certificate_dais" in line)
-    told = CliRunner().invoke(coordinator_app, ["run", "--dir", str(home)])
+    told = run_fedcg("coordinator", "run", "--dir", str(home))
     assert told.exit_code == 2
     assert f"line {number}: enrolment.certificate_dais" in told.stderr
     assert "did you mean `certificate_days`?" in told.stderr

@@ -22,8 +22,8 @@ from fedcg.wire.errors import TransportError
 from fedcg.wire.messages.enrolment_messages import load_certificate
 from fedcg.wire.messages.messages import Carrier, Manifest, Outcome
 from fedcg.wire.server_role import ServerRole
-from fedcg.wire.transfer.chunks import frames_for
 from fedcg.wire.transfer.http_ranges import ARTIFACTS_PATH, READY_PATH, UPDATES_PATH, span_of
+from tests.support.artifact_chunks import frames_for
 from tests.support.brokers import HOST, Pki, free_port
 from tests.support.carriers import Answer, ask, carrying, connect
 from tests.support.coordinator_support import FakeDevice, RunningService, World, aggregate_bytes, tiny_spec, wait_until

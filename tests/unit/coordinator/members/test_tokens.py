@@ -8,11 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
-from coordinator.cli.coordinator_commands import coordinator_app
-from coordinator.cli.member_commands import device_app, token_app
 from coordinator.cli.opening import create_home
 from coordinator.config import (
     EVERY_ADDRESS,
@@ -28,6 +24,7 @@ from coordinator.pki.authority import CA_NAME, credential_of, server_credential
 from coordinator.rounds.records import DeviceState, TokenState
 from coordinator.storage.store import Store
 from fedcg.wire.messages.enrolment_messages import Token, certificate_key_digest, common_name, load_certificate
+from tests.support.commands import run_fedcg
 from tests.support.enrolments import open_home
 
 
@@ -43,13 +40,13 @@ def store(home: Home) -> Iterator[Store]:
     opened.close()
 
 
-def call(app: typer.Typer, *arguments: object) -> tuple[int, str]:
-    done = CliRunner().invoke(app, [str(argument) for argument in arguments])
+def call(*words: object) -> tuple[int, str]:
+    done = run_fedcg(*words)
     return done.exit_code, done.output
 
 
 def created(home: Home, *arguments: object) -> dict[str, object]:
-    code, output = call(token_app, "create", "--dir", home.root, "--json", *arguments)
+    code, output = call("token", "create", "--dir", home.root, "--json", *arguments)
     assert code == 0, output
     values: dict[str, object] = json.loads(output)
     return values
@@ -68,23 +65,23 @@ def test_a_token_names_the_authority_the_place_and_its_end(home: Home, store: St
 
 
 def test_the_text_for_people_shows_the_token_once_and_what_to_type_on_the_box(home: Home) -> None:
-    code, output = call(token_app, "create", "--dir", home.root)
+    code, output = call("token", "create", "--dir", home.root)
     assert code == 0
     text = output.split()[0]
     assert Token.parse(text).device is None
     assert "fedcg enrol --token - --device ID" in output
-    assert text not in call(token_app, "list", "--dir", home.root)[1]
+    assert text not in call("token", "list", "--dir", home.root)[1]
 
 
 def test_tokens_are_listed_with_what_they_are_still_good_for_and_an_open_one_can_be_revoked(
     home: Home, store: Store
 ) -> None:
     first, second = created(home, "--device", "a"), created(home, "--hours", 0.000001)
-    code, output = call(token_app, "revoke", first["id"], "--dir", home.root, "--json")
+    code, output = call("token", "revoke", first["id"], "--dir", home.root, "--json")
     assert (code, json.loads(output)) == (0, {"id": first["id"], "state": "revoked"})
-    listed = json.loads(call(token_app, "list", "--dir", home.root, "--json")[1])
+    listed = json.loads(call("token", "list", "--dir", home.root, "--json")[1])
     assert {entry["id"]: entry["state"] for entry in listed} == {first["id"]: "revoked", second["id"]: "expired"}
-    code, output = call(token_app, "revoke", "nobody", "--dir", home.root)
+    code, output = call("token", "revoke", "nobody", "--dir", home.root)
     assert code == 2
     assert "fedcg token list" in output
     assert store.register.tokens()[0].state(0.0) in (TokenState.REVOKED, TokenState.OPEN)
@@ -104,7 +101,7 @@ def test_tokens_are_listed_with_what_they_are_still_good_for_and_an_open_one_can
 )
 def test_a_token_that_could_not_be_used_is_not_made(home: Home, store: Store, arguments: list[str], why: str) -> None:
     store.add_device("taken", "a" * 64, 1.0)
-    code, output = call(token_app, "create", "--dir", home.root, *arguments)
+    code, output = call("token", "create", "--dir", home.root, *arguments)
     assert code == 2
     assert why in output
     assert store.register.tokens() == []
@@ -112,7 +109,7 @@ def test_a_token_that_could_not_be_used_is_not_made(home: Home, store: Store, ar
 
 def test_where_nothing_listens_a_token_is_refused_with_the_next_step(tmp_path: Path) -> None:
     home = create_home(tmp_path / "home", CoordinatorConfig())
-    code, output = call(token_app, "create", "--dir", home.root)
+    code, output = call("token", "create", "--dir", home.root)
     assert code == 2
     assert "[enrolment]" in output
     assert "fedcg device add" in output
@@ -121,26 +118,26 @@ def test_where_nothing_listens_a_token_is_refused_with_the_next_step(tmp_path: P
 def test_devices_are_shown_with_state_and_certificate_and_revoked_by_a_command(
     home: Home, store: Store, tmp_path: Path
 ) -> None:
-    assert call(device_app, "add", "a", "--dir", home.root, "--out", tmp_path / "out")[0] == 0
-    shown = json.loads(call(device_app, "show", "a", "--dir", home.root, "--json")[1])
+    assert call("device", "add", "a", "--dir", home.root, "--out", tmp_path / "out")[0] == 0
+    shown = json.loads(call("device", "show", "a", "--dir", home.root, "--json")[1])
     leaf = load_certificate((tmp_path / "out" / "a" / "tls" / "device.pem").read_bytes())
     assert [entry["serial"] for entry in shown["certificates"]] == [f"{leaf.serial_number:x}"]
     assert shown["state"] == "enrolled"
-    code, output = call(device_app, "revoke", "a", "--dir", home.root, "--reason", "stolen")
+    code, output = call("device", "revoke", "a", "--dir", home.root, "--reason", "stolen")
     assert code == 0
     assert "SIGHUP" in output  # no broker of ours runs
     for _ in range(2):  # again does no harm
-        told = json.loads(call(device_app, "revoke", "a", "--dir", home.root, "--json")[1])
+        told = json.loads(call("device", "revoke", "a", "--dir", home.root, "--json")[1])
         assert (told["was_member"], told["certificates"]) == (False, 1)
-    (listed,) = json.loads(call(device_app, "list", "--dir", home.root, "--json")[1])
+    (listed,) = json.loads(call("device", "list", "--dir", home.root, "--json")[1])
     assert (listed["state"], listed["reason"]) == ("revoked", "stolen")
     assert "user a" not in (home.broker / "acl").read_text()
     assert store.members() == []
     for command in ("show", "revoke"):
-        code, output = call(device_app, command, "nobody", "--dir", home.root)
+        code, output = call("device", command, "nobody", "--dir", home.root)
         assert code == 2
         assert "fedcg device list" in output
-    code, output = call(token_app, "create", "--dir", home.root, "--device", "a")
+    code, output = call("token", "create", "--dir", home.root, "--device", "a")
     assert code == 2
     assert f"it is {DeviceState.REVOKED.value}" in output
 
@@ -148,7 +145,7 @@ def test_devices_are_shown_with_state_and_certificate_and_revoked_by_a_command(
 def test_enrolment_is_off_unless_a_port_is_configured(tmp_path: Path) -> None:
     config = CoordinatorConfig()
     assert config.enrolment_url is None
-    code, _ = call(coordinator_app, "init", "--dir", tmp_path / "home", "--enrol-port", 18444, "--host", "10.1.2.3")
+    code, _ = call("coordinator", "init", "--dir", tmp_path / "home", "--enrol-port", 18444, "--host", "10.1.2.3")
     assert code == 0
     config = load_config(tmp_path / "home" / "coordinator.toml")
     assert config.enrolment_url == "https://10.1.2.3:18444"

@@ -9,11 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from coordinator.broker.access_lists import Members, publish_access, refresh_access, silence
 from coordinator.broker.mosquitto import ACL_NAME
-from coordinator.cli.member_commands import device_app
 from coordinator.cli.opening import create_home
 from coordinator.config import CoordinatorConfig
 from coordinator.members.bundle_enrolment import enrol
@@ -29,6 +27,7 @@ from fedcg.refusal_counter import ALWAYS_TOLD, MAX_TEXT, Refusals
 from fedcg.wire.errors import MalformedError, SignatureError
 from fedcg.wire.messages.messages import Heartbeat, Need
 from fedcg.wire.messages.topics import TopicKind, Topics
+from tests.support.commands import run_fedcg
 from tests.support.coordinator_support import RunningService, World, aggregate_bytes, tiny_spec, wait_until
 
 
@@ -164,11 +163,11 @@ def test_a_silenced_device_stays_off_every_access_list_that_is_written_meanwhile
 
 def test_an_operator_sees_who_is_silenced(home: Home) -> None:
     silence(home, ["a"])
-    listed_devices = json.loads(CliRunner().invoke(device_app, ["list", "--dir", str(home.root), "--json"]).stdout)
+    listed_devices = json.loads(run_fedcg("device", "list", "--dir", str(home.root), "--json").stdout)
     assert {one["id"]: one["silenced"] for one in listed_devices} == {"a": True, "b": False}
-    lines = CliRunner().invoke(device_app, ["list", "--dir", str(home.root)]).stdout.splitlines()
+    lines = run_fedcg("device", "list", "--dir", str(home.root)).stdout.splitlines()
     assert ["silenced" in line for line in lines] == [True, False]
-    assert "silenced" in CliRunner().invoke(device_app, ["show", "a", "--dir", str(home.root)]).stdout
+    assert "silenced" in run_fedcg("device", "show", "a", "--dir", str(home.root)).stdout
 
 
 def test_a_list_of_silenced_devices_that_can_not_be_read_keeps_nobody_out(home: Home) -> None:

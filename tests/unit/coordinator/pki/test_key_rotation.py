@@ -8,9 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from coordinator.cli.coordinator_commands import coordinator_app
 from coordinator.cli.opening import create_home
 from coordinator.config import CoordinatorConfig
 from coordinator.errors import HomeError, PlanError
@@ -25,6 +23,7 @@ from fedcg.wire.messages.signing import SigningKey, open_envelope
 from fedcg.wire.messages.topics import Topics
 from fedcg.wire.transport.memory import MemoryTransport
 from fedcg.wire.transport.transport import Delivery
+from tests.support.commands import run_fedcg
 from tests.support.coordinator_support import FEDERATION, RunningService, World, aggregate_bytes, tiny_spec, wait_until
 from tests.support.enrolments import open_home, running_desk
 
@@ -116,12 +115,12 @@ def test_the_command_tells_what_it_did_and_refuses_where_nobody_knows_the_key(
     opened: tuple[Home, Store], tmp_path: Path
 ) -> None:
     home, store = opened
-    result = CliRunner().invoke(coordinator_app, ["rotate-key", "--dir", str(home.root), "--json"])
+    result = run_fedcg("coordinator", "rotate-key", "--dir", str(home.root), "--json")
     assert result.exit_code == 0, result.output
     told = json.loads(result.stdout)
     assert (told["serial"], told["key"]) == (1, voice_of(home, store).key.public.hex)
     empty = create_home(tmp_path / "empty", CoordinatorConfig())
-    result = CliRunner().invoke(coordinator_app, ["rotate-key", "--dir", str(empty.root)])
+    result = run_fedcg("coordinator", "rotate-key", "--dir", str(empty.root))
     assert result.exit_code == 2
     fresh = Store(empty.database)
     with pytest.raises(PlanError, match="no federation yet"):

@@ -31,9 +31,9 @@ from fedcg.wire.messages.messages import (
 )
 from fedcg.wire.messages.signing import SigningKey, open_envelope, seal
 from fedcg.wire.parts import Part, Report
-from fedcg.wire.transfer.chunks import make_ref
 from fedcg.wire.transport.transport import Publication
 from fedcg.wire.versions import SPOKEN
+from tests.support.artifact_chunks import make_ref
 from tests.support.coordinator_support import (
     FakeDevice,
     RunningService,

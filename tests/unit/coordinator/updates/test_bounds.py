@@ -25,9 +25,10 @@ from fedcg.wire.artifacts.artifacts import artifact_id
 from fedcg.wire.errors import IntegrityError, TransportError
 from fedcg.wire.messages.messages import MAX_CHUNK_BYTES, Carrier, Manifest, Outcome
 from fedcg.wire.transfer.chunk_window import Window
-from fedcg.wire.transfer.chunks import frames_for, make_ref, parse_chunk
+from fedcg.wire.transfer.chunks import parse_chunk
 from fedcg.wire.transfer.partial_files import Partials
 from fedcg.wire.transport.memory import MemoryTransport
+from tests.support.artifact_chunks import frames_for, make_ref
 from tests.support.coordinator_support import RunningService, World, aggregate_bytes, tiny_spec, wait_until
 from tests.support.published import Published
 

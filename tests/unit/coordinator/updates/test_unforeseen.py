@@ -60,7 +60,7 @@ def test_an_update_whose_check_fails_in_an_unforeseen_way_is_rejected_alone(
             raise error
         return validate_update(data, spec, expected, base)
 
-    monkeypatch.setattr("coordinator.updates.receiver.validate_update", breaks_on_a)
+    monkeypatch.setattr("coordinator.updates.update_checks.validate_update", breaks_on_a)
     with caplog.at_level(logging.ERROR):
         is_refused_alone(world, type(error).__name__)
     [first, *_] = [record for record in caplog.records if record.levelno == logging.ERROR]

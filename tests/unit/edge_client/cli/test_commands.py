@@ -8,11 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import typer
 from PIL import Image
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from edge_client.cli.agent_commands import app, doctor_command
 from edge_client.cli.doctor import Finding, examine
 from edge_client.config import AgentConfig, load_config
 from edge_client.store.private_store import DeliveryRecord, PrivateStore
@@ -20,6 +18,7 @@ from fedcg.wire.messages.messages import RoundAttempt
 from fedcg.wire.messages.signing import SigningKey
 from tests.conftest import StartMosquitto
 from tests.support.brokers import Pki, RunningMosquitto, acl_for
+from tests.support.commands import run_fedcg
 from tests.support.edge_worlds import toy_generation, toy_spec
 
 NOW = datetime.now(timezone.utc)
@@ -44,13 +43,11 @@ def device(tmp_path: Path, pki: Pki) -> Path:
 
 
 def run(*arguments: str) -> Result:
-    return CliRunner().invoke(app, arguments)
+    return run_fedcg("agent", *arguments)
 
 
 def doctor(*arguments: str) -> Result:
-    single = typer.Typer()
-    single.command()(doctor_command)
-    return CliRunner().invoke(single, arguments)
+    return run_fedcg("doctor", *arguments)
 
 
 def findings(config: Path, now: datetime = NOW) -> dict[str, Finding]:

@@ -11,11 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import typer
 from PIL import Image
-from typer.testing import CliRunner
 
-from edge_client.cli.agent_commands import doctor_command
 from edge_client.cli.doctor import Finding, examine
 from edge_client.config import AgentConfig
 from edge_client.errors import NoAnswerError
@@ -23,6 +20,7 @@ from edge_client.session.state import Purpose
 from edge_client.store.private_store import PrivateStore
 from fedcg.event_log import EventLog
 from fedcg.wire.messages.signing import SigningKey
+from tests.support.commands import run_fedcg
 from tests.support.conversations import box_config, talk
 from tests.support.coordinator_support import FEDERATION, RunningService, World
 from tests.support.edge_worlds import write_device
@@ -124,8 +122,6 @@ def test_a_running_agent_is_not_disturbed_but_what_it_knows_is_told(
 def test_no_line_of_the_doctor_is_broken(tmp_path: Path) -> None:
     deep = tmp_path / ("a" * 60) / ("b" * 60)
     path = write_device(deep)
-    single = typer.Typer()
-    single.command()(doctor_command)
-    told = CliRunner().invoke(single, ["--config", str(path)], env={"COLUMNS": "80"})
+    told = run_fedcg("doctor", "--config", path, environment={"COLUMNS": "80"})
     assert told.exit_code == 1
     assert f"failed   data           {deep / 'data'} is no folder" in told.stdout.splitlines()

@@ -7,12 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import typer
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from edge_client.cli.agent_commands import app
-from edge_client.cli.enrol_commands import enrol_command
 from edge_client.config import load_config
+from tests.support.commands import run_fedcg
 from tests.support.enrolments import Desk, open_home, running_desk
 
 
@@ -23,9 +21,7 @@ def desk(tmp_path: Path) -> Iterator[Desk]:
 
 
 def enrol(*arguments: object, typed: str = "", environment: dict[str, str] | None = None) -> Result:
-    single = typer.Typer()
-    single.command()(enrol_command)
-    return CliRunner().invoke(single, [str(argument) for argument in arguments], input=typed, env=environment)
+    return run_fedcg("enrol", *arguments, typed=typed, environment=environment)
 
 
 def test_the_token_comes_from_standard_input_and_is_not_repeated_to_anybody(desk: Desk, tmp_path: Path) -> None:
@@ -97,12 +93,12 @@ def test_a_damaged_token_is_bad_input_and_a_refusal_is_a_failure(desk: Desk, tmp
 def test_renewing_by_hand_says_until_when_and_a_refusal_is_a_failure(desk: Desk, tmp_path: Path) -> None:
     enrol("--token", desk.token("line-4").text, "--out", tmp_path / "box")
     config = str(tmp_path / "box" / "agent.toml")
-    done = CliRunner().invoke(app, ["renew", "--config", config, "--json"])
+    done = run_fedcg("agent", "renew", "--config", config, "--json")
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["device"] == "line-4"
-    assert "is valid until" in CliRunner().invoke(app, ["renew", "--config", config]).stdout
+    assert "is valid until" in run_fedcg("agent", "renew", "--config", config).stdout
     (tmp_path / "box" / "tls" / "device.key").unlink()
-    broken = CliRunner().invoke(app, ["renew", "--config", config])
+    broken = run_fedcg("agent", "renew", "--config", config)
     assert broken.exit_code == 1
     assert "device.key" in broken.stderr
-    assert CliRunner().invoke(app, ["renew", "--config", str(tmp_path / "nothing.toml")]).exit_code == 2
+    assert run_fedcg("agent", "renew", "--config", tmp_path / "nothing.toml").exit_code == 2

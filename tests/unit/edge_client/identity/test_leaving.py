@@ -8,10 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from coordinator.rounds.records import DeviceState
-from edge_client.cli.agent_commands import app
 from edge_client.config import AgentConfig, DataSection, load_config
 from edge_client.errors import EnrolError, NoAnswerError, StoreLockedError
 from edge_client.identity.enrol import enrol
@@ -23,6 +21,7 @@ from fedcg.wire.messages.signing import OVERHEAD_BYTES, SigningKey, seal
 from fedcg.wire.messages.topics import Topics
 from fedcg.wire.transport.memory import MemoryTransport
 from fedcg.wire.transport.transport import Delivery
+from tests.support.commands import run_fedcg
 from tests.support.conversations import talk
 from tests.support.coordinator_support import FEDERATION, RunningService, World, wait_until
 from tests.support.enrolments import open_home, running_desk
@@ -163,21 +162,21 @@ def test_the_command_asks_first_and_says_what_happened(enrolled: AgentConfig, tm
     config = str(tmp_path / "box" / "agent.toml")
     arguments = ["leave", "--config", config, "--erase", "--without-coordinator"]
     before = files_of(tmp_path / "box")
-    refused = CliRunner().invoke(app, arguments, input="n\n")
+    refused = run_fedcg("agent", *arguments, typed="n\n")
     assert refused.exit_code == 2
     assert "personal models" in refused.output
-    assert CliRunner().invoke(app, arguments, input="").exit_code == 2
+    assert run_fedcg("agent", *arguments, typed="").exit_code == 2
     assert files_of(tmp_path / "box") == before
     waited = time.monotonic()
-    unheard = CliRunner().invoke(app, ["leave", "--config", config, "--erase", "--yes", "--timeout-s", "1"])
+    unheard = run_fedcg("agent", "leave", "--config", config, "--erase", "--yes", "--timeout-s", "1")
     assert unheard.exit_code == 1
     assert "--without-coordinator" in unheard.output
     assert time.monotonic() - waited < 30
-    done = CliRunner().invoke(app, [*arguments, "--yes", "--json"])
+    done = run_fedcg("agent", *arguments, "--yes", "--json")
     assert done.exit_code == 0
     told = json.loads(done.stdout)
     assert (told["device"], told["confirmed"]) == ("line-4", False)
     assert str(enrolled.store) in told["erased"]
-    again = CliRunner().invoke(app, [*arguments, "--yes"])
+    again = run_fedcg("agent", *arguments, "--yes")
     assert again.exit_code == 1
     assert "nothing to leave behind" in again.output

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.messaging.cohort_marks import Cohorts
-from edge_client.errors import CohortError
+from edge_client.errors import CohortError, StoreError
 from edge_client.store.cohort_secret import code_of, create, join, mark_of, secret_of
 from edge_client.store.private_store import PrivateStore
 from fedcg.cli import app
@@ -64,7 +64,7 @@ def test_the_secret_is_its_owners_alone_and_is_never_replaced(tmp_path: Path) ->
         assert stat.S_IMODE((store.root / "secrets" / "cohort.key").stat().st_mode) == 0o600
     assert not join(second, code)
     for again in (lambda: create(first), lambda: join(second, code_of(bytes(32)))):
-        with pytest.raises(CohortError, match="has a cohort secret already"):
+        with pytest.raises(StoreError, match="has a cohort secret already"):
             again()
     assert second.cohort_secret() == secret_of(code)
 
@@ -72,7 +72,7 @@ def test_the_secret_is_its_owners_alone_and_is_never_replaced(tmp_path: Path) ->
 def test_a_store_whose_private_networks_have_started_takes_no_secret(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     store.generations.commit(toy_generation(toy_spec(), RoundAttempt(1, 1)))
-    with pytest.raises(CohortError, match="have started here without a cohort secret"):
+    with pytest.raises(StoreError, match="have started here without a cohort secret"):
         create(store)
     assert store.cohort_secret() is None
 

@@ -18,8 +18,8 @@ from audit.leakage import Match, PrivateTensor, compare, find_bytes
 from edge_client.config import PolicySection
 from edge_client.errors import FirewallError
 from edge_client.firewall import UpdateFacts, build_update
-from edge_client.training.tensor_conversion import to_arrays
 from fedcg.learning.spec import FederationSpec
+from fedcg.learning.tensor_conversion import to_arrays
 from fedcg.wire.artifacts.artifacts import ArtifactHeader, artifact_id, pack, unpack
 from fedcg.wire.artifacts.inspection import inspect
 from fedcg.wire.messages.messages import COORDINATOR

@@ -14,10 +14,10 @@ from edge_client.training import model_selection as finalise
 from edge_client.training.evaluation import Measured, measure
 from edge_client.training.local_data import RoundData
 from edge_client.training.model_selection import Candidate, choose
-from edge_client.training.tensor_conversion import to_weights
-from fedcg.learning.data.image_folder import ImageSet
+from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Weights
 from fedcg.learning.spec import FederationSpec
+from fedcg.learning.tensor_conversion import to_weights
 from fedcg.learning.training.evaluation import calibrated_loss
 from fedcg.wire.parts import Part
 from tests.unit.edge_client.training.test_trainer import Site, real_spec

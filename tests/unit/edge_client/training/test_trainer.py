@@ -24,7 +24,6 @@ from edge_client.training import local_round as training
 from edge_client.training import model_selection as finalise
 from edge_client.training.evaluation import Measured, measure
 from edge_client.training.messages import Committed, Failed
-from edge_client.training.tensor_conversion import to_arrays
 from edge_client.training.trainer_child import Trainer, reason_for
 from export.errors import GateError
 from export.model.manifest import read_manifest
@@ -36,6 +35,7 @@ from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import spec_root
 from fedcg.learning.spec import FederationPlan, FederationSpec, NetworkChoice, ParameterValue
+from fedcg.learning.tensor_conversion import to_arrays
 from fedcg.wire.artifacts.artifacts import Base, codecs_for, unpack
 from fedcg.wire.artifacts.inspection import inspect
 from fedcg.wire.errors import CodecError

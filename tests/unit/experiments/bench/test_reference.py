@@ -25,7 +25,7 @@ from fedcg.learning.aggregation.distillation import (
     train_student,
     uniform,
 )
-from fedcg.learning.data.image_folder import ImageSet
+from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import RoundContext
 from fedcg.learning.methods import fedcg
 from fedcg.learning.networks import Networks, load_part, weights_of

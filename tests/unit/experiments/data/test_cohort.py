@@ -8,12 +8,14 @@ import pytest
 import torch
 
 from experiments.data.client_datasets import Cohort, build_cohort
-from experiments.data.deal import Partition, TestDeal, Validation
+from experiments.data.deal import DealOptions, TestDeal, Validation
 from experiments.data.open import open_source
 from experiments.data.partition_folders import prepare
+from experiments.data.partition_shares import Partition
 from experiments.data.source import Source
 from experiments.errors import SourceError
-from fedcg.learning.data.image_folder import ImageSet, load_folder, split_by_hash
+from fedcg.learning.data.image_folder import load_folder, split_by_hash
+from fedcg.learning.image_set import ImageSet
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +33,7 @@ def cohort_of(
     public: int = 0,
 ) -> Cohort:
     form = source.image_form(8)
-    return build_cohort(source, form, Partition.parse(partition), 4, seed, most, validation, test, public)
+    return build_cohort(source, form, DealOptions(4, Partition.parse(partition), seed, most, validation, test, public))
 
 
 def same(left: ImageSet, right: ImageSet) -> bool:
@@ -48,10 +50,8 @@ def test_a_cohort_in_memory_is_what_an_agent_reads_from_the_demos_folders(
     digits: Source, tmp_path: Path, validation: Validation
 ) -> None:
     cohort = cohort_of(digits, most=100, validation=validation)
-    prepared = prepare(
-        digits, tmp_path, clients=4, partition=Partition.parse("dirichlet:0.5"), seed=0, images_per_client=100,
-        validation=validation,
-    )  # fmt: skip
+    options = DealOptions(4, Partition.parse("dirichlet:0.5"), 0, images_per_client=100, validation=validation)
+    prepared = prepare(digits, tmp_path, options)
     form = digits.image_form(8)
     for client in prepared.clients:
         mine = cohort.clients[client.id]

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from experiments.data.deal import DealOptions
 from experiments.data.folder_sources import folder_source
 from experiments.data.open import open_source
-from experiments.data.partition_folders import Partition, Prepared, cut, limit, load_prepared, prepare
+from experiments.data.partition_folders import Prepared, load_prepared, prepare
+from experiments.data.partition_shares import Partition, cut, limit
 from experiments.data.source import Source
 from experiments.errors import SourceError
 
@@ -36,7 +38,7 @@ def names(root: Path) -> set[str]:
 
 
 def split(digits: Source, out: Path, seed: int = 0, kind: str = "dirichlet:0.5", most: int | None = None) -> Prepared:
-    return prepare(digits, out, clients=4, partition=Partition.parse(kind), seed=seed, images_per_client=most)
+    return prepare(digits, out, DealOptions(4, Partition.parse(kind), seed, most))
 
 
 def test_the_digits_are_all_1797_real_images_and_grey(digits: Source) -> None:
@@ -116,7 +118,7 @@ def test_a_source_with_a_test_part_keeps_it_apart(tmp_path: Path) -> None:
     fake_tree(tmp_path / "s" / "test", 20, mode="RGB")
     source = folder_source(tmp_path / "s")
     assert source.image_form(32).mode == "RGB"
-    prepared = prepare(source, tmp_path / "out", clients=2, partition=Partition.parse("iid"), seed=0)
+    prepared = prepare(source, tmp_path / "out", DealOptions(2, Partition.parse("iid"), 0))
     assert [sum(client.train) for client in prepared.clients] == [80, 80]
     assert prepared.common_per_class == 4
     assert [sum(client.test) for client in prepared.clients] == [32, 32]
@@ -141,7 +143,7 @@ def test_an_unknown_partition_is_refused_by_name(text: str) -> None:
 def test_too_few_images_and_odd_folders_are_refused(tmp_path: Path) -> None:
     source = folder_source(fake_tree(tmp_path / "few", 10))
     with pytest.raises(SourceError, match="fewer clients"):
-        prepare(source, tmp_path / "out", clients=4, partition=Partition.parse("iid"), seed=0)
+        prepare(source, tmp_path / "out", DealOptions(4, Partition.parse("iid"), 0))
     with pytest.raises(SourceError, match="not a folder"):
         folder_source(tmp_path / "missing")
     (tmp_path / "few" / "empty").mkdir()

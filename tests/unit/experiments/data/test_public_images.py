@@ -12,9 +12,10 @@ from typer.testing import CliRunner
 
 from experiments.cli.demo_command import demo_command
 from experiments.data.client_datasets import build_cohort
-from experiments.data.deal import Partition
+from experiments.data.deal import DealOptions
 from experiments.data.open import open_source
 from experiments.data.partition_folders import prepare
+from experiments.data.partition_shares import Partition
 from experiments.errors import SourceError
 from experiments.settings.options import DEMO_PUBLIC_IMAGES
 from experiments.simulation.batch import RunSetting
@@ -42,8 +43,9 @@ def test_a_demo_writes_the_public_images_that_a_simulation_of_the_same_seed_hold
     folder: Path, tmp_path: Path
 ) -> None:
     source, partition = open_source(str(folder)), Partition.parse("iid")
-    prepare(source, tmp_path / "out", clients=2, partition=partition, seed=3, public_images=12)
-    cohort = build_cohort(source, FORM, partition, 2, 3, public_images=12)
+    options = DealOptions(2, partition, 3, public_images=12)
+    prepare(source, tmp_path / "out", options)
+    cohort = build_cohort(source, FORM, options)
     assert cohort.public is not None
     assert len(cohort.public) == 12
     assert torch.equal(read_public(tmp_path / "out" / "public", FORM, 100).images, cohort.public)
@@ -54,7 +56,7 @@ def test_a_demo_writes_the_public_images_that_a_simulation_of_the_same_seed_hold
 
 
 def test_a_simulation_without_public_images_is_refused_when_its_method_needs_some(folder: Path) -> None:
-    cohort = build_cohort(open_source(str(folder)), FORM, Partition.parse("iid"), 2, 3)
+    cohort = build_cohort(open_source(str(folder)), FORM, DealOptions(2, Partition.parse("iid"), 3))
     with pytest.raises(SourceError, match="--public-images"):
         party_of(RunSetting(method="feddf"), quick_spec("feddf"), cohort)
     assert party_of(RunSetting(method="fedavg"), quick_spec("fedavg"), cohort).public is None

@@ -15,10 +15,11 @@ from PIL import Image
 
 from experiments.data import image_cache as decoded
 from experiments.data.client_datasets import Cohort, build_cohort
-from experiments.data.deal import Partition, Validation
+from experiments.data.deal import DealOptions, Validation
 from experiments.data.lazy_images import FilePicture, RowPicture
 from experiments.data.open import open_source
 from experiments.data.partition_folders import prepare
+from experiments.data.partition_shares import Partition
 from experiments.data.source import Source, read_digits
 from experiments.errors import SourceError
 from fedcg.learning.data.image_folder import load_folder
@@ -40,9 +41,8 @@ def cohort_of(
     source: Source, partition: str = "iid", clients: int = 2, validation: Validation = "test-half", public: int = 0
 ) -> Cohort:
     form = source.image_form(8)
-    return build_cohort(
-        source, form, Partition.parse(partition), clients, 0, validation=validation, public_images=public
-    )
+    options = DealOptions(clients, Partition.parse(partition), 0, validation=validation, public_images=public)
+    return build_cohort(source, form, options)
 
 
 def per_class(source: Source) -> list[int]:
@@ -101,7 +101,7 @@ def test_domains_that_are_no_clients_give_the_public_images(tmp_path: Path) -> N
 def test_domains_may_also_be_mixed_and_dealt_without_losing_a_file_to_another_of_its_name(tmp_path: Path) -> None:
     source = open_source(str(domain_tree(tmp_path / "in")))
     assert per_class(source) == [80, 80 + 30 + 12]
-    prepared = prepare(source, tmp_path / "out", clients=2, partition=Partition.parse("iid"), seed=0)
+    prepared = prepare(source, tmp_path / "out", DealOptions(2, Partition.parse("iid"), 0))
     assert len(list((tmp_path / "out").rglob("*.png"))) == 202
     assert sum(sum(client.train) for client in prepared.clients) > 100
 
@@ -163,17 +163,11 @@ def test_a_damaged_image_is_left_out_named_and_counted_and_in_the_demo_by_the_ag
     assert all("not an image" in image.reason for image in cohort.skipped)
     sets = [part for one in cohort.clients.values() for part in (one.train, one.val, one.test)]
     assert sum(map(len, sets)) + len(cohort.common) == 118
-    prepared = prepare(source, tmp_path / "out", clients=2, partition=Partition.parse("iid"), seed=0)
+    prepared = prepare(source, tmp_path / "out", DealOptions(2, Partition.parse("iid"), 0))
     for client in prepared.clients:
         mine = cohort.clients[client.id]
         read, _ = load_folder(client.root, source.classes, source.image_form(8))
         assert len(read) == len(mine.train) + len(mine.val) + len(mine.test)
-
-
-def test_an_image_over_the_pixel_limit_is_left_out(tmp_path: Path) -> None:
-    tree(tmp_path, 60)
-    Image.new("1", (10_000, 5_001)).save(tmp_path / "cat" / "huge.png")
-    assert "10000x5001 pixels is over the limit" in cohort_of(open_source(str(tmp_path))).skipped[0].reason
 
 
 def test_grey_and_colour_files_together_are_read_as_colour(tmp_path: Path) -> None:
@@ -216,27 +210,6 @@ def test_an_npz_is_a_source_whose_occurring_labels_are_the_classes(tmp_path: Pat
     picture = source.train[1][0]
     assert isinstance(picture, RowPicture)
     assert picture.where == "d.npz#1"
-
-
-@pytest.mark.parametrize("validation", ["share", "test-half"])
-def test_arrays_dealt_in_memory_and_written_to_folders_are_the_same_images(
-    tmp_path: Path, validation: Validation
-) -> None:
-    images, labels = arrays(240)
-    np.savez(tmp_path / "d.npz", images=images, labels=labels)
-    source = open_source(str(tmp_path / "d.npz"))
-    cohort = cohort_of(source, validation=validation)
-    prepared = prepare(
-        source, tmp_path / "out", clients=2, partition=Partition.parse("iid"), seed=0, validation=validation
-    )
-    for client in prepared.clients:
-        mine = cohort.clients[client.id]
-        test, _ = load_folder(client.root / "test", source.classes, source.image_form(8))
-        train, _ = load_folder(client.root / "train", source.classes, source.image_form(8))
-        assert torch.equal(mine.test.images, test.images)
-        assert len(train) == len(mine.train) + (len(mine.val) if validation == "share" else 0)
-        if validation == "test-half":
-            assert torch.equal(mine.train.images, train.images)
 
 
 def test_arrays_with_labels_that_do_not_fit_or_damage_are_named(tmp_path: Path) -> None:
@@ -327,22 +300,12 @@ def test_the_digits_in_domains_are_the_same_every_time_and_another_seed_deals_th
     assert one.domains[2].train[4][7].content() == again.domains[2].train[4][7].content()
     assert [picture.name for picture in one.train[0]] == [picture.name for picture in again.train[0]]
     sets = [
-        build_cohort(one, one.image_form(16), Partition.parse("domains"), 5, seed).clients["client-3"].train.images
+        build_cohort(one, one.image_form(16), DealOptions(5, Partition.parse("domains"), seed))
+        .clients["client-3"]
+        .train.images
         for seed in (0, 1)
     ]
     assert not torch.equal(sets[0][:20], sets[1][:20])
-
-
-def test_the_demos_folders_of_the_digits_in_domains_are_what_a_simulation_trains_on(tmp_path: Path) -> None:
-    source = open_source("digits-domains")
-    form, partition = source.image_form(16), Partition.parse("domains")
-    cohort = build_cohort(source, form, partition, 5, 0)
-    prepared = prepare(source, tmp_path, clients=5, partition=partition, seed=0)
-    for client in prepared.clients:
-        test, _ = load_folder(client.root / "test", source.classes, form)
-        assert torch.equal(test.images, cohort.clients[client.id].test.images)
-        assert sum(client.train) == len(cohort.clients[client.id].train) + len(cohort.clients[client.id].val)
-    assert prepared.common_per_class == 15
 
 
 # The decoded copy
@@ -358,7 +321,7 @@ def test_a_large_source_is_decoded_once_and_read_from_its_copy_until_a_file_chan
 
     def cohort() -> Cohort:
         form = source.image_form(8)
-        return build_cohort(source, form, Partition.parse("iid"), 2, 0, cache=tmp_path / "cache")
+        return build_cohort(source, form, DealOptions(2, Partition.parse("iid"), 0), tmp_path / "cache")
 
     first = cohort()
     content = FilePicture.content
@@ -384,7 +347,7 @@ def test_a_damaged_copy_or_a_folder_that_cannot_be_written_only_costs_time(
     monkeypatch.setattr(decoded, "REMEMBERED_FROM", 100)
     (tmp_path / "file").write_text("in the way")
     for cache in (tmp_path / "cache", tmp_path / "cache", tmp_path / "file"):
-        found = build_cohort(source, form, Partition.parse("iid"), 2, 0, validation="test-half", cache=cache)
+        found = build_cohort(source, form, DealOptions(2, Partition.parse("iid"), 0, validation="test-half"), cache)
         assert torch.equal(found.clients["client-1"].train.images, plain.clients["client-1"].train.images)
         for copy in (tmp_path / "cache").glob("*/pixels.npy"):
             copy.write_bytes(copy.read_bytes()[:200])

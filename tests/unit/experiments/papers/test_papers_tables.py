@@ -19,7 +19,6 @@ from experiments.papers.records import RunRecord, read_folder
 from experiments.papers.sheets import (
     comparison_sheet,
     gains_sheet,
-    markdown,
     missing_sheet,
     orders_sheet,
     traffic_sheet,
@@ -249,20 +248,6 @@ def test_what_nobody_has_run_at_published_settings_is_missing() -> None:
     assert sheet.title.endswith(f"{5 * (6 + 4) - 3} runs")
 
 
-def test_generators_of_one_setting_are_ordered_by_their_bytes() -> None:
-    runs = _runs(
-        record("fedcg", 0, 0.50, up=3_799_432),
-        record("fedcg", 0, 0.48, up=482_248, generator="mlp", reduced={"generator": ["conv", "mlp"]}),
-        record("fedcg", 1, 0.50, up=482_248, generator="mlp", reduced={"generator": ["conv", "mlp"]}),
-        record("fedcg", 0, 0.30, up=1, generator="mlp", setting={"rounds": 6}, reduced={"rounds": [100, 6]}),
-    )
-    (group,) = traffic(runs)
-    assert [(item.generator, item.up) for item in group] == [("mlp", 482_248), ("conv", 3_799_432)]
-    assert group[0].accuracy is not None
-    assert group[0].accuracy.mean == pytest.approx(49.0)
-    assert group[0].accuracy.seeds == 2
-
-
 def test_older_records_are_counted_and_damaged_ones_named(tmp_path: Path) -> None:
     folder = write(tmp_path, record("fedcg", 0, 0.5), {"format": 1}, {**record("fedcg", 1, 0.5), "clients": 3})
     (folder / "torn.json").write_text('{"format": 2, "kind"')
@@ -314,13 +299,6 @@ def test_an_unknown_table_or_folder_is_bad_input(tmp_path: Path) -> None:
         assert done.stderr.startswith("Error: ")
 
 
-def test_a_cell_with_a_bar_stays_one_cell_of_markdown() -> None:
-    found = _only(record("fedcg", 0, 0.5))
-    assert all(
-        line.count(" | ") == 7 for line in markdown(comparison_sheet(found)).splitlines() if line.startswith("|")
-    )
-
-
 def test_a_run_of_local_says_which_clients_of_the_same_seed_are_better_off_alone() -> None:
     alone = [record("local", seed, 0.40) for seed in (0, 1)]  # clients at 0.39 and 0.41
     shared = [record("fedsplit", 0, 0.395), record("fedsplit", 1, 0.42), record("fedsplit", 2, 0.30)]
@@ -363,10 +341,3 @@ def test_codecs_of_one_setting_are_ordered_by_their_bytes_too() -> None:
     assert group[2].accuracy.seeds == 2
     cells = traffic_sheet([group]).rows[0]
     assert cells[3:6] == ("i8-delta up, f16 down", "130,000", "129,000")
-
-
-def test_another_codec_is_a_line_of_its_own_in_the_same_table() -> None:
-    coded: dict[str, object] = {"codec": ["f32", "i8-delta"]}
-    found = _only(record("fedcg", 0, 0.5), record("fedcg", 0, 0.6, reduced=coded))
-    published, other = (line for line in found.lines if line.row.key == "fedcg")
-    assert (published.reduced, other.reduced) == ({}, {"codec": ("f32", "i8-delta")})

@@ -6,7 +6,7 @@ import os
 import pickle
 import signal
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,17 +21,12 @@ from experiments.simulation.run_slots import default_workers
 from fedcg.learning.method import ClientState
 from fedcg.learning.networks.initial_weights import initial_parts
 from fedcg.learning.registry import get_method
-from fedcg.learning.simulation.simulation import (
-    ClientData,
-    LocalTask,
-    Party,
-    Roots,
-    Schedule,
-    SerialRunner,
-    Simulation,
-    simulate,
-)
-from tests.support.learning_cases import bright_images, quick_spec, same
+from fedcg.learning.simulation.party import ClientData, Party
+from fedcg.learning.simulation.runners import SerialRunner
+from fedcg.learning.simulation.simulation import simulate
+from fedcg.learning.simulation.state import Schedule, Simulation
+from fedcg.learning.simulation.tasks import LocalTask
+from tests.support.learning_cases import bright_images, quick_spec, roots_from_seed, same
 
 NAMES = ("a", "b", "c")
 
@@ -41,7 +36,7 @@ def party(method: str) -> Party:
         name: ClientData(*(bright_images(count, 10 * number + count) for count in (24, 9, 9)))
         for number, name in enumerate(NAMES)
     }
-    return Party(quick_spec(method), data, Roots.from_seed(0, NAMES), common=bright_images(6, 99))
+    return Party(quick_spec(method), data, roots_from_seed(0, NAMES), common=bright_images(6, 99))
 
 
 @pytest.fixture(scope="module")
@@ -93,34 +88,28 @@ def test_killed_workers_are_replaced_and_their_tasks_repeated(pool: PoolRunner) 
         assert all(same(outcome.result.private.parts[part], some) for part, some in wanted.private.parts.items())
 
 
-@dataclass(frozen=True)
-class Deadly:
+def deadly(_party: Party) -> None:
     """A piece of work that ends whoever does it."""
-
-    def __call__(self, _party: Party) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
-@dataclass(frozen=True)
-class Faulty:
+def faulty(_party: Party) -> None:
     """A piece of work with a mistake in it."""
-
-    def __call__(self, _party: Party) -> None:
-        raise KeyError("what is not there")
+    raise KeyError("what is not there")
 
 
 @pytest.mark.slow
 def test_a_task_that_kills_every_worker_is_given_up(pool: PoolRunner) -> None:
     pool.start(party("fedavg"))
     with pytest.raises(RunError, match="worker processes died over one task"):
-        list(pool._all([Deadly()]))
+        list(pool._all([(deadly, ())]))
 
 
 def test_an_exception_in_a_worker_is_raised_here_and_the_pool_goes_on(pool: PoolRunner) -> None:
     one = party("fedavg")
     pool.start(one)
     with pytest.raises(KeyError, match="what is not there"):
-        list(pool._all([Faulty(), Faulty()]))
+        list(pool._all([(faulty, ()), (faulty, ())]))
     assert simulate(one, Schedule(rounds=1, shadow=False), runner=pool).rounds == 1
 
 

@@ -16,12 +16,12 @@ from experiments.cli.simulate_command import with_address
 from experiments.errors import OptionError
 from experiments.parallel import ray_cluster
 from experiments.parallel.ray_cluster import Build, RayCluster, open_cluster, own_build
-from experiments.parallel.ray_runner import _images, _roots_for, resources
+from experiments.parallel.ray_runner import _images, _roots_for
 from experiments.parallel.ray_simulator import MOST_LANES, lanes_for
 from experiments.simulation.run_slots import open_ray_lanes
 from fedcg import cli
 from fedcg.learning.image_set import ImageSet
-from fedcg.learning.simulation.simulation import Roots
+from fedcg.learning.simulation.party import Roots
 from tests.support.stack import free_port
 
 TINY = "--clients 2 --partition iid --images-per-client 20 --rounds 1 --local-epochs 1 --image-size 16 --method local"
@@ -106,11 +106,6 @@ def test_enough_runs_side_by_side_to_keep_every_slot_busy_and_no_more() -> None:
     assert lanes_for(runs=1000, clients=1, slots=1000, gpus=None) == MOST_LANES
     assert lanes_for(runs=30, clients=4, slots=64, gpus=2) == 2  # each run's server half holds a part of a card
     assert lanes_for(runs=30, clients=4, slots=64, gpus=0) == 1  # it is told that there is none
-
-
-def test_a_task_takes_its_threads_cpus_and_a_part_of_a_card_only_where_it_wants_one() -> None:
-    assert resources(1, "cpu") == {"num_cpus": 1, "num_gpus": 0}
-    assert resources(2, "cuda") == {"num_cpus": 2, "num_gpus": 0.25}
 
 
 def test_more_threads_than_cpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,21 +5,10 @@ from __future__ import annotations
 import os
 
 import pytest
-import typer
 
 from experiments.settings.cli_options import check
 from experiments.settings.options import Setting
 from fedcg.learning.split_names import ALLOW_VARIABLE
-
-
-def test_a_network_that_cannot_be_built_ends_the_command_before_anything_starts(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    for name, said in (("resnet18@layer9", "can't be cut after 'layer9'"), ("lenet9", "no split named 'lenet9'")):
-        with pytest.raises(typer.Exit) as ended:
-            check(Setting(network=name))
-        assert ended.value.exit_code == 2
-        assert said in capsys.readouterr().err
 
 
 def test_a_function_that_a_person_typed_may_be_imported_by_the_processes_of_the_experiment(

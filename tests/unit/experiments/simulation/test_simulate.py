@@ -12,7 +12,7 @@ from PIL import Image
 
 from edge_client.store.data_snapshot import Snapshot
 from edge_client.training.local_data import LocalData
-from experiments.data.partition_folders import Partition, prepare
+from experiments.data.partition_folders import prepare
 from experiments.errors import OptionError, RunError
 from experiments.settings.options import discriminator_for
 from experiments.simulation.batch import PlannedRun, RunSetting
@@ -22,7 +22,8 @@ from experiments.simulation.single_run import FAILURES_FILE, FailedRun, Runs, wr
 from fedcg.cli import app
 from fedcg.learning.networks.generators import GENERATORS
 from fedcg.learning.networks.initial_weights import complete_spec
-from fedcg.learning.simulation.simulation import Simulation, simulate
+from fedcg.learning.simulation.simulation import simulate
+from fedcg.learning.simulation.state import Simulation
 from fedcg.learning.spec import plan_from_mapping
 
 SMALL = RunSetting(
@@ -111,7 +112,7 @@ def test_a_run_in_which_nobody_can_train_is_an_error_and_leaves_no_record(tmp_pa
 def test_a_simulation_splits_a_clients_images_exactly_as_its_agent_does(tmp_path: Path) -> None:
     setting = SMALL.model_copy(update={"clients": 4, "images_per_client": 100})
     source = setting.source()
-    prepared = prepare(source, tmp_path, clients=4, partition=Partition.parse("iid"), seed=0, images_per_client=100)
+    prepared = prepare(source, tmp_path, setting.deal())
     spec = complete_spec(plan_from_mapping(setting.plan(source)))
     mine = Cohorts().get(setting, source, spec).clients["client-1"]
 

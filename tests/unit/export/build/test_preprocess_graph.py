@@ -21,17 +21,17 @@ from export.build import verify
 from export.build.preprocess_graph import add_preprocessing, on_network
 from export.build.to_onnx import export_personal
 from export.errors import VerificationError
-from export.model.manifest import InputForm
-from export.model.preprocess import Pixels, load_image, normalise
+from export.model.preprocess import load_image, normalise
+from fedcg.imaging import ImageForm, Pixels
+from fedcg.learning.data import decoding
 from fedcg.learning.data import image_folder as data
 from fedcg.learning.data.decoding import fit_pixels
-from fedcg.learning.spec import ImageForm
-from tests.support.export_models import TestImages, encoded, image_form, make_parts, make_spec, picture, write_images
+from tests.support.export_models import TestImages, encoded, image_form, make_parts, make_spec, picture
 
 FORMS = {"landscape": (20, 24), "square": (32, 32), "tall": (17, 5), "large": (61, 90)}
 
 
-def _identity(form: ImageForm | InputForm) -> onnx.ModelProto:
+def _identity(form: ImageForm) -> onnx.ModelProto:
     """A network that gives what it takes."""
     shape = f"float[batch, {form.channels}, {form.height}, {form.width}]"
     return parse_model(
@@ -40,7 +40,7 @@ def _identity(form: ImageForm | InputForm) -> onnx.ModelProto:
     )
 
 
-def _session(form: ImageForm | InputForm, options: onnxruntime.SessionOptions | None = None) -> object:
+def _session(form: ImageForm, options: onnxruntime.SessionOptions | None = None) -> object:
     model = add_preprocessing(_identity(form), form)
     onnx.checker.check_model(model, full_check=True)
     return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
@@ -102,18 +102,6 @@ def test_an_image_of_any_size_becomes_the_input_that_training_saw(
     np.testing.assert_array_equal(load_image(file, form, resize=False), image)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["L", "RGB"])
-@pytest.mark.parametrize("name", list(FORMS))
-def test_images_of_hundreds_of_sizes_become_the_input_that_training_saw(mode: str, name: str) -> None:
-    form, session = _kept(mode, name)
-    sizes = np.random.default_rng(7)
-    for number in range(300):
-        height, width = (int(2 ** sizes.uniform(0, 10)) for _ in range(2))
-        image = _random(height, width, form.channels, number, harsh=number % 2 == 0)
-        assert np.array_equal(_seen(session, image[None]), _of_training(image, form)), (height, width)
-
-
 @pytest.mark.parametrize("name", list(FORMS))
 def test_a_batch_is_resized_as_its_images_are(name: str) -> None:
     form, session = _kept("RGB", name)
@@ -144,21 +132,9 @@ def test_the_width_comes_first_whatever_the_size_and_the_version_of_pillow(size:
     wanted = _pass(_pass(image.swapaxes(0, 1), form.width).swapaxes(0, 1), form.height)
     file = encoded(Image.fromarray(image), "PNG")
     np.testing.assert_array_equal(load_image(file, form), wanted)
-    np.testing.assert_array_equal(data.decode_image(file, form, "one").transpose(1, 2, 0), wanted)
+    np.testing.assert_array_equal(decoding.decode_image(file, form, "one").transpose(1, 2, 0), wanted)
     np.testing.assert_array_equal(_seen(session, image[None]), normalise(wanted[None], form))
     assert not np.array_equal(_pass(_pass(image, form.height).swapaxes(0, 1), form.width).swapaxes(0, 1), wanted)
-
-
-@pytest.mark.parametrize("mode", ["L", "RGB"])
-@pytest.mark.parametrize("side", [1, 2])
-def test_a_network_of_a_pixel_or_two_is_fed_as_well(mode: str, side: int) -> None:
-    statistics = image_form(mode)
-    form = InputForm.model_validate(
-        {"mode": mode, "height": side, "width": side, "mean": statistics.mean, "std": statistics.std}
-    )
-    image = _random(300, 200, form.channels, 1, harsh=False)
-    file = encoded(Image.fromarray(image.squeeze(-1) if mode == "L" else image), "PNG")
-    np.testing.assert_array_equal(_seen(_session(form), image[None]), normalise(load_image(file, form)[None], form))
 
 
 def test_told_the_size_onnxruntime_leaves_the_resize_out(tmp_path: Path) -> None:
@@ -196,30 +172,6 @@ def test_a_network_is_converted_without_its_preprocessing() -> None:
     session = onnxruntime.InferenceSession(converted.SerializeToString(), providers=["CPUExecutionProvider"])
     np.testing.assert_array_equal(_seen(session, image[None]), 2 * _of_training(image, form))
     assert on_network(_identity(form), doubled).graph.node[0].op_type == "Add"
-
-
-@pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> TestImages:
-    torch.set_num_threads(1)
-    return write_images(tmp_path_factory.mktemp("images"))
-
-
-@pytest.mark.parametrize("mode", ["L", "RGB"])
-def test_a_decoded_image_of_any_size_gives_the_logits_of_the_image_that_training_loads(
-    tmp_path: Path, images: TestImages, mode: str
-) -> None:
-    spec = make_spec(image_form(mode))
-    path = tmp_path / "model.onnx"
-    export_personal(spec, make_parts(spec), path)
-    session = onnxruntime.InferenceSession(path)
-    for file in images.files:
-        with Image.open(file) as image:  # as in a program that knows nothing of us
-            pixels = np.asarray(image.convert(mode)).reshape(1, image.height, image.width, -1)
-        loaded = data.decode_image(file.read_bytes(), spec.image, file.name).transpose(1, 2, 0)[None]
-        [given] = session.run(["logits"], {"images": pixels})
-        [wanted] = session.run(["logits"], {"images": np.ascontiguousarray(loaded)})
-        np.testing.assert_array_equal(given, wanted)
-    assert {image.shape for image in (pixels, loaded)} == {pixels.shape, (1, 20, 24, spec.image.channels)}
 
 
 @pytest.mark.parametrize(("name", "other"), [("half_i", 0), ("half_d", 0.4)])

@@ -10,52 +10,25 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-import torch
-from typer.testing import CliRunner
 
 from export.build import variants
-from export.build.install_model import package_personal
 from export.build.labelled_images import labelled_images
 from export.build.variants import HeldOut, add_variants
-from export.cli.optimise_command import model_app
 from export.errors import ConversionError, ExportError, InputError, ManifestError, TamperedError
 from export.model.manifest import Manifest, Variant, read_manifest
-from export.model.preprocess import Pixels, load_image
-from export.model.runtime import Floats, Model, Predictor
+from export.model.preprocess import load_image
+from export.model.runtime import Floats, Model
 from export.model.versions import Slots
-from tests.support.export_models import CLASSES, encoded, image_form, make_parts, make_spec, picture, write_images
+from tests.support.commands import run_fedcg
+from tests.support.export_models import CLASSES, encoded, image_form, install_model, picture, write_images
 
 FORM = image_form()
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.set_num_threads(1)
-    monkeypatch.setattr(variants, "TIMING_S", 0.02)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_images(tmp_path_factory.mktemp("images"), 40).files[0].parent.parent
-
-
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    root = tmp_path_factory.mktemp("models")
-    spec = make_spec(FORM)
-    return package_personal(
-        spec, make_parts(spec), root, test_files=[], test_labels=[], metrics={}, round_number=2
-    ).model_dir
+Clock = Callable[..., None]
 
 
 @pytest.fixture
-def directory(installed: Path, tmp_path: Path) -> Path:
-    copy = tmp_path / "model"
-    copy.mkdir()
-    for path in installed.iterdir():
-        (copy / path.name).write_bytes(path.read_bytes())
-    return copy
+def directory(tmp_path: Path) -> Path:
+    return install_model(tmp_path / "models")
 
 
 @pytest.fixture
@@ -70,16 +43,10 @@ def _by_name(manifest: Manifest) -> Mapping[str, Variant]:
     return {one.name: one for one in manifest.variants}
 
 
-def _clock(milliseconds: Mapping[str, float]) -> Callable[..., list[float]]:
-    """A stopwatch that says so many milliseconds of each form by its name, and 100 of those that are not named."""
-
-    def latencies(predictors: Sequence[Predictor], _images: Sequence[Pixels]) -> list[float]:
-        return [milliseconds.get(one.name, 100.0) for one in predictors]
-
-    return latencies
-
-
-def test_each_variant_is_measured_and_the_decision_recorded(directory: Path, held_out: HeldOut) -> None:
+def test_each_variant_is_measured_and_the_decision_recorded(
+    directory: Path, held_out: HeldOut, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(variants, "TIMING_S", 0.02)
     manifest = add_variants(directory, held_out, threads=1)
     assert manifest == read_manifest(directory)
     tried = _by_name(manifest)
@@ -109,9 +76,9 @@ def test_each_variant_is_measured_and_the_decision_recorded(directory: Path, hel
     ],
 )
 def test_the_fastest_that_is_clearly_faster_is_served(
-    directory: Path, held_out: HeldOut, monkeypatch: pytest.MonkeyPatch, milliseconds: Mapping[str, float], serves: str
+    directory: Path, held_out: HeldOut, clock: Clock, milliseconds: Mapping[str, float], serves: str
 ) -> None:
-    monkeypatch.setattr(variants, "_latencies", _clock(milliseconds))
+    clock(**milliseconds)
     manifest = add_variants(directory, held_out, budget=0.2, threads=1)
     assert manifest.serves == serves
     model = Model.load(directory, threads=1)
@@ -126,9 +93,9 @@ def test_the_fastest_that_is_clearly_faster_is_served(
 
 
 def test_a_variant_that_loses_too_much_is_not_kept(
-    directory: Path, held_out: HeldOut, monkeypatch: pytest.MonkeyPatch
+    directory: Path, held_out: HeldOut, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(variants, "_latencies", _clock({"fp32": 3.0, "fp16": 2.0, "int8": 1.0}))
+    clock(fp32=3.0, fp16=2.0, int8=1.0)
     plain = variants._CONVERSIONS["int8"]
 
     def spoilt(content: bytes, calibration: Sequence[Floats]) -> bytes:
@@ -149,13 +116,14 @@ def test_a_variant_that_loses_too_much_is_not_kept(
 
 
 def test_a_conversion_that_fails_is_recorded_and_harms_nothing(
-    directory: Path, held_out: HeldOut, monkeypatch: pytest.MonkeyPatch
+    directory: Path, held_out: HeldOut, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(_content: bytes, _calibration: Sequence[Floats]) -> bytes:
         raise ConversionError("can't be made: no such operator")
 
     monkeypatch.setitem(variants._CONVERSIONS, "fp16", broken)
     monkeypatch.setitem(variants._CONVERSIONS, "int8", lambda *_: b"no model")
+    clock()
     manifest = add_variants(directory, held_out, threads=1)
     assert manifest.serves == "fp32"
     assert _by_name(manifest)["fp16"].reason == "can't be made: no such operator"
@@ -163,31 +131,14 @@ def test_a_conversion_that_fails_is_recorded_and_harms_nothing(
     assert Model.load(directory, threads=1).predict(held_out.images).shape == (len(held_out.images), len(CLASSES))
 
 
-def test_a_variant_keeps_what_the_model_says_of_itself(
-    directory: Path, held_out: HeldOut, monkeypatch: pytest.MonkeyPatch
+def test_variants_convert_the_network_and_keep_the_preprocessing_and_what_the_model_says_of_itself(
+    directory: Path, held_out: HeldOut, clock: Clock
 ) -> None:
-    monkeypatch.setattr(variants, "_latencies", _clock({"fp32": 3.0, "fp16": 2.0, "int8": 1.0}))
-    manifest = add_variants(directory, held_out, budget=1.0, threads=1)
-    told = [
-        onnxruntime.InferenceSession(directory / file.name).get_modelmeta().custom_metadata_map
-        for file in manifest.files
-    ]
-    assert len(told) == 3
-    for one in told:
-        assert json.loads(one["classes"]) == list(CLASSES)
-        assert {name: one[name] for name in ("federation", "round", "spec")} == {
-            name: told[0][name] for name in ("federation", "round", "spec")
-        }
-
-
-def test_variants_convert_the_network_and_leave_the_preprocessing_exact(
-    directory: Path, held_out: HeldOut, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(variants, "_latencies", _clock({"fp32": 3.0, "fp16": 2.0, "int8": 1.0}))
+    clock(fp32=3.0, fp16=2.0, int8=1.0)
     manifest = add_variants(directory, held_out, budget=1.0, threads=1)
     image = np.asarray(picture(5, 61, 50))
     fitted = load_image(encoded(picture(5, 61, 50), "PNG"), FORM)
-    fronts, answers = [], []
+    fronts, answers, told = [], [], []
     for file in manifest.files:
         nodes = onnx.load(directory / file.name).graph.node
         fronts.append([node for node in nodes if node.name.startswith("preprocess/")])
@@ -195,20 +146,18 @@ def test_variants_convert_the_network_and_leave_the_preprocessing_exact(
         given, wanted = (session.run(["logits"], {"images": one[None]})[0] for one in (image, fitted))
         np.testing.assert_array_equal(given, wanted)
         answers.append(wanted)
+        told.append(session.get_modelmeta().custom_metadata_map)
+    assert all(told[0].items() <= one.items() for one in told)
+    assert json.loads(told[0]["classes"]) == list(CLASSES)
     assert len(fronts[0]) > 5
     assert fronts[0] == fronts[1] == fronts[2]
     assert not np.array_equal(answers[0], answers[1])
     assert not np.array_equal(answers[0], answers[2])
 
 
-def test_a_model_without_preprocessing_has_variants_without(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(variants, "_latencies", _clock({"fp32": 3.0, "fp16": 2.0, "int8": 1.0}))
-    spec = make_spec(FORM)
-    directory = package_personal(
-        spec, make_parts(spec), tmp_path, test_files=[], test_labels=[], metrics={}, round_number=2, takes="normalised"
-    ).model_dir
+def test_a_model_without_preprocessing_has_variants_without(folder: Path, tmp_path: Path, clock: Clock) -> None:
+    clock(fp32=3.0, fp16=2.0, int8=1.0)
+    directory = install_model(tmp_path, takes="normalised")
     pictures, _ = labelled_images(folder, CLASSES, FORM)
     labels = Model.load(directory, threads=1).predict(pictures).argmax(axis=1).tolist()
     manifest = add_variants(directory, HeldOut(pictures, labels, pictures[:8]), budget=0.2, threads=1)
@@ -221,9 +170,9 @@ def test_a_model_without_preprocessing_has_variants_without(
 
 
 def test_an_altered_variant_is_found_although_it_is_not_the_one_in_use(
-    directory: Path, held_out: HeldOut, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    directory: Path, held_out: HeldOut, tmp_path: Path, clock: Clock
 ) -> None:
-    monkeypatch.setattr(variants, "_latencies", _clock({"fp32": 3.0, "fp16": 2.0, "int8": 1.0}))
+    clock(fp32=3.0, fp16=2.0, int8=1.0)
     slots = Slots(tmp_path / "slots")
 
     def fill(staging: Path) -> None:
@@ -251,27 +200,24 @@ def test_without_images_there_is_nothing_to_judge_by() -> None:
         HeldOut([], [], [])
 
 
-def test_the_command_makes_a_new_version_that_can_be_rolled_back(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spec, root = make_spec(FORM), tmp_path / "models"
-    package_personal(spec, make_parts(spec), root, test_files=[], test_labels=[], metrics={}, round_number=2)
-    monkeypatch.setattr(variants, "_latencies", _clock({"fp16": 10.0}))
-    arguments = ["optimise", str(root), "--images", str(folder), "--threads", "1", "--budget", "100"]
-    told = CliRunner().invoke(model_app, [*arguments, "--json"])
+def test_the_command_makes_a_new_version_that_can_be_rolled_back(folder: Path, tmp_path: Path, clock: Clock) -> None:
+    install_model(tmp_path)
+    clock(fp16=10.0)
+    arguments = ["optimise", tmp_path, "--images", folder, "--threads", "1", "--budget", "100"]
+    told = run_fedcg("model", *arguments, "--json")
     assert told.exit_code == 0, told.output
     document = json.loads(told.stdout)
-    assert document["model"] == str(root / "0002")
+    assert document["model"] == str(tmp_path / "0002")
     assert [one["name"] for one in document["variants"]] == ["fp32", "ort", "fp16", "int8", "trt_fp16"]
     assert document["providers"] == ["CPUExecutionProvider"]
-    assert document["serves"] == read_manifest(root / "0002").serves
-    assert document["variants"][0]["images"] == 30  # every fourth of the 40 calibrates
-    monkeypatch.setattr(variants, "_latencies", _clock({"int8": 10.0}))
-    people = CliRunner().invoke(model_app, [*arguments, "--calibration", str(folder)])
+    assert document["serves"] == read_manifest(tmp_path / "0002").serves
+    assert document["variants"][0]["images"] == 18  # every fourth of the 24 calibrates
+    clock(int8=10.0)
+    people = run_fedcg("model", *arguments, "--calibration", folder)
     assert people.exit_code == 0, people.output
-    assert f"in use: {root / '0003'}" in people.stdout
+    assert f"in use: {tmp_path / '0003'}" in people.stdout
     assert "* " in people.stdout
-    assert Slots(root).rollback() == root / "0002"
+    assert Slots(tmp_path).rollback() == tmp_path / "0002"
 
 
 @pytest.mark.parametrize(
@@ -282,15 +228,15 @@ def test_the_command_makes_a_new_version_that_can_be_rolled_back(
     ],
 )
 def test_bad_images_are_named_and_nothing_is_installed(
-    installed: Path, tmp_path: Path, spoil: Callable[[Path], object], told: str
+    tmp_path: Path, spoil: Callable[[Path], object], told: str
 ) -> None:
+    root = install_model(tmp_path / "models").parent
     images = write_images(tmp_path / "images", 12).files[0].parent.parent
     spoil(images)
-    before = Slots(installed.parent).versions()
-    answer = CliRunner().invoke(model_app, ["optimise", str(installed.parent), "--images", str(images)])
+    answer = run_fedcg("model", "optimise", root, "--images", images)
     assert answer.exit_code == 2
     assert told in answer.stderr
-    assert Slots(installed.parent).versions() == before
+    assert [version.name for version in Slots(root).versions()] == ["0001"]
 
 
 def test_an_empty_folder_says_what_was_expected(tmp_path: Path) -> None:

@@ -8,61 +8,29 @@ import os
 import pty
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-import typer
 from safetensors.torch import save_file
-from typer.testing import CliRunner, Result
 
-from export.build.install_model import package_personal
-from export.cli.infer_commands import export_command, infer_command, model_app
 from export.model.classify import expand
 from export.model.preprocess import load_image
 from export.model.runtime import Model
 from fedcg.wire.parts import Part
-from tests.support.export_models import CLASSES, LOADED_PROBE, TestImages, make_parts, make_spec, write_images
-
-
-def _run(command: Callable[..., None] | typer.Typer, *arguments: str | Path) -> Result:
-    app = command
-    if not isinstance(app, typer.Typer):
-        app = typer.Typer()
-        app.command()(command)
-    return CliRunner().invoke(app, [str(one) for one in arguments])
-
-
-@pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> TestImages:
-    return write_images(tmp_path_factory.mktemp("images"))
-
-
-@pytest.fixture(scope="module")
-def folder(images: TestImages) -> Path:
-    return images.files[0].parent.parent
+from tests.support.commands import run_fedcg
+from tests.support.export_models import CLASSES, LOADED_PROBE, TestImages, install_model, make_parts, make_spec
 
 
 @pytest.fixture
 def slots_root(tmp_path: Path, images: TestImages) -> Path:
-    torch.set_num_threads(1)
-    spec, root = make_spec(), tmp_path / "models"
-    for round_number in (1, 2):
-        package_personal(
-            spec,
-            make_parts(spec, seed=round_number),
-            root,
-            test_files=images.files,
-            test_labels=images.labels,
-            metrics={},
-            round_number=round_number,
-        )
-    return root
+    for number in (1, 2):
+        install_model(tmp_path / "models", seed=number, images=images)
+    return tmp_path / "models"
 
 
 def test_infer_prints_every_image_with_its_likeliest_classes(slots_root: Path, images: TestImages) -> None:
-    done = _run(infer_command, "--model", slots_root, *images.files[:3])
+    done = run_fedcg("infer", "--model", slots_root, *images.files[:3])
     assert done.exit_code == 0
     model = Model.load(slots_root)
     rows = model.predict([load_image(file, model.manifest.image) for file in images.files[:3]])
@@ -74,7 +42,7 @@ def test_infer_prints_every_image_with_its_likeliest_classes(slots_root: Path, i
 
 
 def test_infer_as_json_gives_classes_probabilities_and_the_model(slots_root: Path, images: TestImages) -> None:
-    done = _run(infer_command, "--model", slots_root / "0001", "--json", "--top", "2", images.files[0])
+    done = run_fedcg("infer", "--model", slots_root / "0001", "--json", "--top", "2", images.files[0])
     assert done.exit_code == 0
     document = json.loads(done.stdout)
     assert (document["federation"], document["round"], document["errors"]) == ("garden", 1, [])
@@ -90,12 +58,12 @@ def test_infer_as_json_gives_classes_probabilities_and_the_model(slots_root: Pat
 def test_infer_as_csv_is_read_by_a_spreadsheet(slots_root: Path, images: TestImages, tmp_path: Path) -> None:
     odd = tmp_path / 'a, "b".png'
     odd.write_bytes(images.files[0].read_bytes())
-    told = _run(infer_command, odd, images.files[1], "--model", slots_root, "--csv", "--top", "2")
+    told = run_fedcg("infer", odd, images.files[1], "--model", slots_root, "--csv", "--top", "2")
     assert told.exit_code == 0
     header, *rows = csv.reader(told.stdout.splitlines())
     assert header == ["file", "class_1", "probability_1", "class_2", "probability_2"]
     assert [row[0] for row in rows] == [str(odd), str(images.files[1])]
-    plain = json.loads(_run(infer_command, odd, "--model", slots_root, "--json", "--top", "2").stdout)["results"][0][
+    plain = json.loads(run_fedcg("infer", odd, "--model", slots_root, "--json", "--top", "2").stdout)["results"][0][
         "top"
     ]
     assert rows[0][1::2] == [one["class"] for one in plain]
@@ -103,7 +71,7 @@ def test_infer_as_csv_is_read_by_a_spreadsheet(slots_root: Path, images: TestIma
 
 
 def test_only_one_machine_format_can_be_chosen(slots_root: Path, images: TestImages) -> None:
-    told = _run(infer_command, images.files[0], "--model", slots_root, "--csv", "--json")
+    told = run_fedcg("infer", images.files[0], "--model", slots_root, "--csv", "--json")
     assert told.exit_code == 2
     assert "one of --json and --csv" in told.stderr
 
@@ -113,8 +81,8 @@ def test_bad_files_are_named_on_stderr_and_the_others_still_done(
 ) -> None:
     text = tmp_path / "notes.png"
     text.write_text("not an image at all")
-    done = _run(
-        infer_command, "--model", slots_root, "--json", images.files[0], tmp_path / "gone.png", text, images.files[1]
+    done = run_fedcg(
+        "infer", "--model", slots_root, "--json", images.files[0], tmp_path / "gone.png", text, images.files[1]
     )
     assert done.exit_code == 2
     document = json.loads(done.stdout)
@@ -124,68 +92,60 @@ def test_bad_files_are_named_on_stderr_and_the_others_still_done(
     assert f"{text}: not an image" in done.stderr
 
 
-def test_an_image_over_the_pixel_limit_is_refused(slots_root: Path, images: TestImages) -> None:
-    done = _run(infer_command, "--model", slots_root, "--max-pixels", "10", images.files[0])
+def test_an_image_over_the_pixel_limit_is_refused_and_no_empty_table_printed(
+    slots_root: Path, images: TestImages
+) -> None:
+    done = run_fedcg("infer", "--model", slots_root, "--max-pixels", "10", images.files[0])
     assert (done.exit_code, done.stdout) == (2, "")
     assert "over the limit of 10" in done.stderr
-
-
-def test_only_bad_files_print_no_table(slots_root: Path, tmp_path: Path) -> None:
-    done = _run(infer_command, "--model", slots_root, tmp_path / "gone.png")
-    assert (done.exit_code, done.stdout) == (2, "")
 
 
 def test_a_folder_and_a_pattern_mean_the_images_in_them(folder: Path, images: TestImages, tmp_path: Path) -> None:
     (folder / "ant" / "notes.txt").write_text("no image")
     assert sorted(expand([str(folder)])) == sorted(images.files)
     assert expand([f"{folder}/bee/*.png"]) == sorted((folder / "bee").glob("*.png"))
-    assert len(expand([f"{folder}/**/*.jpg"])) == 6
+    assert len(expand([f"{folder}/**/*.jpg"])) == 12
     odd = tmp_path / "a[1].png"
     odd.write_bytes(images.files[1].read_bytes())
     assert expand([str(odd), str(tmp_path / "*.tif")]) == [odd, tmp_path / "*.tif"]
 
 
-def test_a_folder_is_classified_whole(slots_root: Path, folder: Path) -> None:
-    done = _run(infer_command, "--model", slots_root, "--json", folder)
-    assert len(json.loads(done.stdout)["results"]) == 12
-
-
 def test_a_directory_without_a_model_is_an_error_that_says_what_is_missing(tmp_path: Path, images: TestImages) -> None:
-    done = _run(infer_command, "--model", tmp_path, images.files[0])
+    done = run_fedcg("infer", "--model", tmp_path, images.files[0])
     assert done.exit_code == 2
     assert "holds neither manifest.json" in done.stderr
 
 
 def test_versions_are_listed_chosen_and_rolled_back(slots_root: Path) -> None:
-    listed = _run(model_app, "list", slots_root)
+    listed = run_fedcg("model", "list", slots_root)
     assert listed.exit_code == 0
     first, second = listed.stdout.splitlines()
     assert first.startswith("  0001  garden, round 1, accuracy ")
     assert second.startswith("* 0002  garden, round 2, accuracy ")
-    assert _run(model_app, "use", slots_root, "0001").exit_code == 0
-    rows = json.loads(_run(model_app, "list", slots_root, "--json").stdout)
+    assert run_fedcg("model", "use", slots_root, "0001").exit_code == 0
+    rows = json.loads(run_fedcg("model", "list", slots_root, "--json").stdout)
     assert [(row["version"], row["current"], row["round"]) for row in rows] == [("0001", True, 1), ("0002", False, 2)]
-    assert "0002" in _run(model_app, "rollback", slots_root).stdout
-    again = _run(model_app, "rollback", slots_root)
+    assert "0002" in run_fedcg("model", "rollback", slots_root).stdout
+    again = run_fedcg("model", "rollback", slots_root)
     assert again.exit_code == 2
     assert "no earlier version" in again.stderr
 
 
 def test_a_damaged_version_is_found_and_cannot_be_chosen(slots_root: Path) -> None:
-    assert _run(model_app, "verify", slots_root).exit_code == 0
+    assert run_fedcg("model", "verify", slots_root).exit_code == 0
     path = slots_root / "0001" / "model.onnx"
     path.write_bytes(path.read_bytes() + b"x")
-    done = _run(model_app, "verify", slots_root)
+    done = run_fedcg("model", "verify", slots_root)
     assert done.exit_code == 2
     assert str(path) in done.stderr
     assert "0002" in done.stdout
-    assert _run(model_app, "verify", slots_root, "0002").exit_code == 0
-    assert _run(model_app, "use", slots_root, "0001").exit_code == 2
+    assert run_fedcg("model", "verify", slots_root, "0002").exit_code == 0
+    assert run_fedcg("model", "use", slots_root, "0001").exit_code == 2
 
 
 def test_a_folder_without_versions_is_an_error(tmp_path: Path) -> None:
     for name in ("list", "verify"):
-        done = _run(model_app, name, tmp_path)
+        done = run_fedcg("model", name, tmp_path)
         assert done.exit_code == 2
         assert "no model is installed" in done.stderr
 
@@ -209,13 +169,13 @@ def test_export_makes_a_verified_model_of_a_slot(checkpoint: tuple[Path, Path], 
     spec, weights = checkpoint
     out = tmp_path / "out"
     common = ("--spec", spec, "--weights", weights, "--out", out)
-    done = _run(export_command, *common, "--slot", "best", "--images", folder, "--round", "3", "--json")
+    done = run_fedcg("export", *common, "--slot", "best", "--images", folder, "--round", "3", "--json")
     assert done.exit_code == 0, done.stderr
     document = json.loads(done.stdout)
     assert document["verification"]["source"] == "files"
     manifest = Model.load(out).manifest
-    assert (manifest.round, manifest.verification.images) == (3, 12)
-    done = _run(export_command, *common, "--slot", "personal")
+    assert (manifest.round, manifest.verification.images) == (3, 24)
+    done = run_fedcg("export", *common, "--slot", "personal")
     assert done.exit_code == 0
     assert "0002: verified on 64 images (noise)" in done.stdout
 
@@ -224,15 +184,15 @@ def test_export_reads_unslotted_weights_too(checkpoint: tuple[Path, Path], tmp_p
     parts = make_parts(make_spec())
     flat = {f"{part.value}/{name}": tensor for part, weights in parts.items() for name, tensor in weights.items()}
     save_file(flat, tmp_path / "flat.safetensors")
-    done = _run(
-        export_command, "--spec", checkpoint[0], "--weights", tmp_path / "flat.safetensors", "--out", tmp_path / "out"
+    done = run_fedcg(
+        "export", "--spec", checkpoint[0], "--weights", tmp_path / "flat.safetensors", "--out", tmp_path / "out"
     )
     assert done.exit_code == 0, done.stderr
 
 
 def test_export_says_which_slots_there_are(checkpoint: tuple[Path, Path], tmp_path: Path) -> None:
     spec, weights = checkpoint
-    done = _run(export_command, "--spec", spec, "--weights", weights, "--out", tmp_path / "out")
+    done = run_fedcg("export", "--spec", spec, "--weights", weights, "--out", tmp_path / "out")
     assert done.exit_code == 2
     assert "--slot: best, personal" in done.stderr
     assert not (tmp_path / "out").exists()
@@ -252,8 +212,8 @@ def test_export_names_the_input_that_is_bad(checkpoint: tuple[Path, Path], tmp_p
         extra = ["--images", tmp_path / "nowhere"]
     else:
         save_file({f"best/{part.value}/x": torch.zeros(1) for part in Part}, weights)
-    done = _run(
-        export_command, "--spec", spec, "--weights", weights, "--slot", "best", "--out", tmp_path / "out", *extra
+    done = run_fedcg(
+        "export", "--spec", spec, "--weights", weights, "--slot", "best", "--out", tmp_path / "out", *extra
     )
     assert done.exit_code == 2, done.output
     named = {"images": "nowhere", "weights": "state.safetensors", "unfitting weights": "do not fit"}
@@ -261,23 +221,11 @@ def test_export_names_the_input_that_is_bad(checkpoint: tuple[Path, Path], tmp_p
     assert "Traceback" not in done.output
 
 
-def _fedcg(*arguments: str | Path) -> list[str]:
-    return [sys.executable, "-m", "fedcg", *map(str, arguments)]
-
-
-def test_the_command_itself_exits_with_2_for_a_bad_image(slots_root: Path, images: TestImages, tmp_path: Path) -> None:
-    command = _fedcg("infer", "--model", slots_root, images.files[0], tmp_path / "gone.png")
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2
-    assert done.stdout.startswith(str(images.files[0]))
-    assert done.stderr.strip() == f"Error: {tmp_path / 'gone.png'}: no such file"
-
-
 def test_many_images_show_a_bar_on_a_terminal_and_none_in_a_pipe(slots_root: Path, images: TestImages) -> None:
-    command = _fedcg("infer", "--model", slots_root, *(images.files * 5))
+    command = [sys.executable, "-m", "fedcg", "infer", "--model", str(slots_root), *map(str, images.files * 5)]
     piped = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert piped.stderr == ""
-    assert len(piped.stdout.splitlines()) == 60
+    assert len(piped.stdout.splitlines()) == 120
     ours, theirs = pty.openpty()
     done = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=theirs, timeout=60, check=True, env={**os.environ, "TERM": "xterm"}
@@ -289,45 +237,32 @@ def test_many_images_show_a_bar_on_a_terminal_and_none_in_a_pipe(slots_root: Pat
     assert done.stdout.decode() == piped.stdout
 
 
+def _loaded(*arguments: str | Path) -> str:
+    """What of the learning core and the wire `fedcg` with these arguments loads."""
+    command = [sys.executable, "-c", LOADED_PROBE, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stderr.splitlines()[-1]
+
+
 @pytest.mark.parametrize("command", ["infer", "model list", "model verify", "model use", "model rollback"])
 def test_inference_and_versions_load_neither_torch_nor_paho_nor_the_wire(
     slots_root: Path, images: TestImages, command: str
 ) -> None:
-    arguments = {
-        "infer": ["infer", "--model", str(slots_root), str(images.files[0]), "--json"],
-        "model use": ["model", "use", str(slots_root), "0001"],
-    }.get(command, [*command.split(), str(slots_root)])
-    done = subprocess.run(
-        [sys.executable, "-c", LOADED_PROBE, *arguments], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.splitlines()[-1] == "LOADED []"
+    arguments: list[str | Path] = [*command.split(), slots_root]
+    if command == "infer":
+        arguments = ["infer", "--model", slots_root, images.files[0], "--json"]
+    elif command == "model use":
+        arguments.append("0001")
+    assert _loaded(*arguments) == "LOADED []"
 
 
 def test_variants_need_onnx_and_nothing_that_trains(slots_root: Path, folder: Path) -> None:
-    arguments = ["model", "optimise", str(slots_root), "--images", str(folder), "--threads", "1"]
-    done = subprocess.run(
-        [sys.executable, "-c", LOADED_PROBE, *arguments], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.splitlines()[-1] == "LOADED ['onnx']"
+    assert _loaded("model", "optimise", slots_root, "--images", folder, "--threads", "1") == "LOADED ['onnx']"
 
 
 def test_the_probe_sees_what_an_export_loads(checkpoint: tuple[Path, Path], tmp_path: Path) -> None:
     spec, weights = checkpoint
-    arguments = [
-        "export",
-        "--spec",
-        str(spec),
-        "--weights",
-        str(weights),
-        "--slot",
-        "best",
-        "--out",
-        str(tmp_path / "o"),
-    ]
-    done = subprocess.run(
-        [sys.executable, "-c", LOADED_PROBE, *arguments], capture_output=True, text=True, timeout=60, check=False
+    assert "'torch'" in _loaded(
+        "export", "--spec", spec, "--weights", weights, "--slot", "best", "--out", tmp_path / "o"
     )
-    assert done.returncode == 0, done.stderr
-    assert "'torch'" in done.stderr.splitlines()[-1]

@@ -14,18 +14,16 @@ from typing import Any
 import numpy as np
 import onnxruntime
 import pytest
-import torch
-from typer.testing import CliRunner
 
 from export.build import variants
 from export.build.variants import HeldOut, add_variants
-from export.cli.optimise_command import model_app
-from export.model import providers
+from export.model import providers, versions
 from export.model.manifest import read_manifest
-from export.model.providers import available_providers, told
+from export.model.providers import available_providers, in_words
 from export.model.runtime import Model
 from export.model.versions import Slots
 from export.serving.live_model import ServedModel
+from tests.support.commands import run_fedcg
 from tests.support.export_models import write_images
 from tests.support.serving import install_versions
 
@@ -62,7 +60,6 @@ class Card:
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> Card:
     made = Card()
-    torch.set_num_threads(1)
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: made.present)
     monkeypatch.setattr(onnxruntime, "InferenceSession", made.session)
     monkeypatch.setattr(variants, "TIMING_S", 0.02)
@@ -78,17 +75,20 @@ def root(tmp_path: Path) -> Path:
 def _held_out(root: Path, shape: tuple[int, int, int] = (20, 24, 3)) -> HeldOut:
     random = np.random.default_rng(0)
     images = [random.integers(0, 256, shape, dtype=np.uint8) for _ in range(8)]
-    labels = Model.load(root, providers=["CPUExecutionProvider"], threads=1).predict(images).argmax(axis=1)
+    labels = Model.load(root, threads=1).predict(images).argmax(axis=1)
     return HeldOut(images, [int(label) for label in labels], images[:4])
 
 
 def test_a_person_reads_the_order() -> None:
     assert (
-        told(["TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider"]) == "TensorRT > CUDA > CPU"
+        in_words(["TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider"])
+        == "TensorRT > CUDA > CPU"
     )
 
 
-def test_each_model_has_engines_of_its_own_that_go_with_its_version(root: Path, card: Card) -> None:
+def test_each_model_has_engines_of_its_own_that_go_with_its_version(
+    root: Path, card: Card, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen = []
     for version in ("0001", "0002"):
         Slots(root).use(version)
@@ -107,7 +107,8 @@ def test_each_model_has_engines_of_its_own_that_go_with_its_version(root: Path, 
     assert Path(card.tensorrt["trt_engine_cache_path"]) == root / "0001.engines" / seen[0]
     assert sorted(path.name for path in root.glob("*.engines")) == ["0001.engines", "0002.engines"]
     (root / "0099.engines").mkdir()  # of a version that somebody deleted
-    slots = Slots(root, keep=1)
+    monkeypatch.setattr(versions, "KEEP", 1)
+    slots = Slots(root)
     source = root / "0002"
 
     def again(directory: Path) -> None:
@@ -151,7 +152,7 @@ def test_float16_in_the_engines_is_switched_on_where_it_was_measured_to_pay(
         variants, "_latencies", lambda forms, _: [half_ms if one.name == "trt_fp16" else 2.0 for one in forms]
     )
     held_out = _held_out(root)
-    manifest = add_variants(root / "0002", held_out, names=("ort", "trt_fp16"), threads=1)
+    manifest = add_variants(root / "0002", held_out, threads=1)
     half = next(one for one in manifest.variants if one.name == "trt_fp16")
     refused = next(one for one in manifest.variants if one.name == "ort")
     assert "such a graph is for the CPU alone, and there is TensorRT > CUDA > CPU" in refused.reason
@@ -170,7 +171,7 @@ def test_what_was_chosen_for_one_machine_is_not_used_on_another(
     monkeypatch.setattr(variants, "_latencies", lambda forms, _: [1.0 if one.name == "ort" else 2.0 for one in forms])
     held_out = _held_out(root)
     directory = root / "0002"
-    assert add_variants(directory, held_out, names=("ort",), threads=1).serves == "ort"
+    assert add_variants(directory, held_out, threads=1).serves == "ort"
     here = Model.load(directory, threads=1)
     assert here.predictor.name == str(directory / "model-ort.onnx")
     assert caplog.text == ""
@@ -186,7 +187,7 @@ def test_the_commands_and_the_log_tell_the_order(
     root: Path, card: Card, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     images = write_images(tmp_path / "images").files[0].parent.parent
-    done = CliRunner().invoke(model_app, ["optimise", str(root), "--images", str(images), "--threads", "1"])
+    done = run_fedcg("model", "optimise", str(root), "--images", str(images), "--threads", "1")
     assert done.exit_code == 0, done.output
     assert "by TensorRT > CUDA > CPU" in done.stdout
     with caplog.at_level(logging.INFO):

@@ -11,34 +11,18 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-import typer
 from safetensors.torch import save_file
-from typer.testing import CliRunner, Result
 
-from export.build.install_model import package_personal
 from export.build.to_onnx import export_personal
-from export.cli.infer_commands import export_command, infer_app, model_app
 from export.errors import ManifestError
 from export.model.manifest import Takes, read_manifest, write_manifest
 from export.model.runtime import Model, Predictor
-from export.serving.live_model import ServedModel
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.parts import Part
-from tests.support.export_models import image_form, make_parts, make_spec, write_images
-from tests.support.serving import serving
+from tests.support.commands import run_fedcg
+from tests.support.export_models import image_form, install_model, make_parts, make_spec, write_images
 
 Parts = Mapping[Part, Mapping[str, torch.Tensor]]
-
-
-@pytest.fixture(scope="module")
-def spec() -> FederationSpec:
-    torch.set_num_threads(1)
-    return make_spec()
-
-
-@pytest.fixture(scope="module")
-def parts(spec: FederationSpec) -> Parts:
-    return make_parts(spec)
 
 
 def _random_pixels(spec: FederationSpec, count: int) -> np.ndarray:
@@ -71,13 +55,11 @@ def test_a_model_without_preprocessing_takes_normalised_pixels_and_says_so(tmp_p
 
 
 def test_a_manifest_that_says_another_thing_of_the_preprocessing_is_refused(
-    tmp_path: Path, spec: FederationSpec, parts: Parts
+    tmp_path: Path, spec: FederationSpec
 ) -> None:
     kinds: tuple[tuple[Takes, Takes], ...] = (("pixels", "normalised"), ("normalised", "pixels"))
     for takes, other in kinds:
-        directory = package_personal(
-            spec, parts, tmp_path, test_files=[], test_labels=[], metrics={}, round_number=1, takes=takes
-        ).model_dir
+        directory = install_model(tmp_path, takes=takes)
         manifest = read_manifest(directory)
         assert manifest.takes == takes
         assert Model.load(directory).predict(_random_pixels(spec, 2)).shape == (2, 3)
@@ -87,21 +69,13 @@ def test_a_manifest_that_says_another_thing_of_the_preprocessing_is_refused(
 
 
 @pytest.mark.parametrize("takes", ["pixels", "normalised"])
-def test_a_manifest_of_another_normalisation_is_refused(
-    tmp_path: Path, spec: FederationSpec, parts: Parts, takes: Takes
-) -> None:
-    directory = package_personal(
-        spec, parts, tmp_path, test_files=[], test_labels=[], metrics={}, round_number=1, takes=takes
-    ).model_dir
+def test_a_manifest_of_another_normalisation_is_refused(tmp_path: Path, takes: Takes) -> None:
+    directory = install_model(tmp_path, takes=takes)
     manifest = read_manifest(directory)
     other = manifest.image.model_copy(update={"mean": (0.5, 0.4, 0.2)})
     write_manifest(directory, manifest.model_copy(update={"image": other}))
     with pytest.raises(ManifestError, match=r"was made for images .*0\.3\].*expected"):
         Model.load(directory)
-
-
-def _run(command: typer.Typer, *arguments: str | Path) -> Result:
-    return CliRunner().invoke(command, [str(one) for one in arguments])
 
 
 @pytest.fixture(scope="module")
@@ -112,16 +86,14 @@ def roots(tmp_path_factory: pytest.TempPathFactory, spec: FederationSpec, parts:
     tensors = {f"{part.value}/{name}": tensor for part, weights in parts.items() for name, tensor in weights.items()}
     save_file(tensors, home / "weights.safetensors")
     words: list[str | Path] = ["--spec", home / "spec.json", "--weights", home / "weights.safetensors"]
-    exporting = typer.Typer()
-    exporting.command()(export_command)
     for name, options in (("whole", ()), ("raw", ("--raw",))):
-        told = _run(exporting, *words, "--out", home / name, *options)
+        told = run_fedcg("export", *words, "--out", home / name, *options)
         assert told.exit_code == 0, told.output
     return home / "whole", home / "raw"
 
 
 def _answers(root: Path, folder: Path) -> list[dict[str, object]]:
-    told = _run(infer_app, "--model", root, "--json", folder)
+    told = run_fedcg("infer", "--model", root, "--json", folder)
     assert told.exit_code == 0, told.output
     results: list[dict[str, object]] = json.loads(told.stdout)["results"]
     return results
@@ -130,33 +102,10 @@ def _answers(root: Path, folder: Path) -> list[dict[str, object]]:
 def test_the_commands_export_check_and_run_it_with_the_same_answers(roots: tuple[Path, Path], tmp_path: Path) -> None:
     whole, raw = roots
     assert [read_manifest(root / "0001").takes for root in roots] == ["pixels", "normalised"]
-    checked = _run(model_app, "verify", raw)
+    checked = run_fedcg("model", "verify", raw)
     assert checked.exit_code == 0
     assert checked.stdout.startswith("0001  as its manifest says")
     write_images(tmp_path)
     answers = _answers(raw, tmp_path)
     assert len(answers) == 12
     assert answers == _answers(whole, tmp_path)
-
-
-def test_the_server_takes_it_as_any_other(roots: tuple[Path, Path]) -> None:
-    image = [np.full((20, 24, 3), 77, dtype=np.uint8)]
-    rows = []
-    for root in roots:
-        models = ServedModel(root, threads=1, warm_up=(1, 3))
-        models.refresh()
-        assert models.current is not None, models.refused
-        rows.append(models.current.predict(image))
-    np.testing.assert_array_equal(rows[0], rows[1])
-
-
-@pytest.mark.slow
-def test_over_http_it_answers_as_the_model_with_its_preprocessing(roots: tuple[Path, Path], tmp_path: Path) -> None:
-    content = write_images(tmp_path, 1).files[0].read_bytes()
-    answers = []
-    for root in roots:
-        with serving(root, "--threads", 1) as server:
-            answer = server.ask("/predict", content, {"Content-Type": "image/jpeg"})
-            assert answer.status == 200, answer.text
-            answers.append(answer.document["results"])
-    assert answers[0] == answers[1]

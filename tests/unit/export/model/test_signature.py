@@ -7,18 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from typer.testing import CliRunner
 
-from export.build.install_model import package_personal
-from export.cli.optimise_command import model_app
 from export.errors import ExportError, InputError, ManifestError, TamperedError
 from export.model import signature
 from export.model.manifest import read_manifest
 from export.model.runtime import Model
 from export.model.signature import required, sign_manifest, signer_of
 from fedcg.wire.messages.signing import SigningKey
-from tests.support.export_models import image_form, make_parts, make_spec
+from tests.support.commands import run_fedcg
+from tests.support.export_models import install_model
 
 
 @pytest.fixture
@@ -30,24 +27,13 @@ def key(tmp_path: Path) -> SigningKey:
 
 @pytest.fixture
 def directory(tmp_path: Path, key: SigningKey) -> Path:
-    torch.set_num_threads(1)
-    spec = make_spec(image_form())
-    return package_personal(
-        spec,
-        make_parts(spec),
-        tmp_path / "models",
-        test_files=[],
-        test_labels=[],
-        metrics={},
-        round_number=1,
-        key=tmp_path / "signing.key",
-    ).model_dir
+    return install_model(tmp_path / "models", key=tmp_path / "signing.key")
 
 
 def test_a_model_says_which_box_made_it(directory: Path, key: SigningKey) -> None:
     assert signer_of(directory) == key.public.hex
     read_manifest(directory, required(key.public.hex))
-    listed = json.loads(CliRunner().invoke(model_app, ["list", str(directory.parent), "--json"]).stdout)
+    listed = json.loads(run_fedcg("model", "list", str(directory.parent), "--json").stdout)
     assert [row["signed_by"] for row in listed] == [key.public.hex]
 
 
@@ -81,11 +67,11 @@ def test_what_the_box_did_not_sign_is_refused_by_the_command(
     directory: Path, key: SigningKey, alter: Callable[[Path], None], told: str, is_intact: bool
 ) -> None:
     command = ["verify", str(directory.parent), "--signed-by", key.public.hex]
-    assert CliRunner().invoke(model_app, command).exit_code == 0
+    assert run_fedcg("model", *command).exit_code == 0
     alter(directory)
     with pytest.raises(TamperedError, match=told):
         read_manifest(directory, required(key.public.hex))
-    refused = CliRunner().invoke(model_app, command)
+    refused = run_fedcg("model", *command)
     assert refused.exit_code == 2
     assert told in refused.stderr
     if is_intact:  # running asks for no signature
@@ -116,17 +102,12 @@ def test_a_key_is_given_as_digits_or_as_a_file_of_either_half(directory: Path, k
         assert read_manifest(directory, required(told)).federation == "garden"
 
 
-@pytest.mark.parametrize("told", ["abc", "gone.key", "."])
-def test_what_is_no_key_says_where_to_find_one(told: str) -> None:
-    with pytest.raises(ExportError, match="fedcg device show"):
-        required(told)
-
-
-def test_a_file_that_holds_no_key_is_named(tmp_path: Path) -> None:
-    for content in (b"-----BEGIN RUBBISH", b"\xff\x00", b"abc"):
+@pytest.mark.parametrize("content", [None, b"-----BEGIN RUBBISH", b"\xff\x00", b"abc"])
+def test_what_is_no_key_is_named_with_where_to_find_one(tmp_path: Path, content: bytes | None) -> None:
+    if content is not None:
         (tmp_path / "odd.key").write_bytes(content)
-        with pytest.raises(ExportError, match=r"odd\.key: .*64 hex digits"):
-            required(str(tmp_path / "odd.key"))
+    with pytest.raises(ExportError, match=r"odd\.key: .*64 hex digits.*fedcg device show"):
+        required(str(tmp_path / "odd.key"))
 
 
 @pytest.mark.parametrize("content", [None, b"no key"])
@@ -134,10 +115,6 @@ def test_a_key_file_that_cannot_sign_is_named_and_nothing_is_installed(tmp_path:
     path = tmp_path / "bad.key"
     if content is not None:
         path.write_bytes(content)
-    torch.set_num_threads(1)
-    spec, root = make_spec(image_form()), tmp_path / "models"
     with pytest.raises(InputError, match=r"bad\.key"):
-        package_personal(
-            spec, make_parts(spec), root, test_files=[], test_labels=[], metrics={}, round_number=1, key=path
-        )
-    assert list(root.glob("0*")) == []
+        install_model(tmp_path / "models", key=path)
+    assert list((tmp_path / "models").glob("0*")) == []

@@ -10,9 +10,10 @@ from contextlib import asynccontextmanager
 import numpy as np
 import pytest
 
-from export.model.preprocess import Pixels
+from export.errors import QueueFullError
 from export.model.runtime import Floats
-from export.serving.batcher import Batcher, QueueFullError
+from export.serving.batcher import Batcher
+from fedcg.imaging import Pixels
 
 LONG_S = 30.0  # no test waits that long: it stands for "until somebody joins"
 
@@ -46,17 +47,14 @@ async def _running(
 ) -> AsyncIterator[tuple[Batcher, list[int]]]:
     sizes: list[int] = []
     batcher = Batcher(max_batch=max_batch, max_wait_s=max_wait_s, capacity=capacity, observe=sizes.append)
-    batcher.start()
-    try:
+    async with batcher.running():
         yield batcher, sizes
-    finally:
-        await asyncio.to_thread(batcher.close)
 
 
 async def _ask(batcher: Batcher, model: Gate, *numbers: int) -> list[int]:
-    with batcher.place() as place:
+    with batcher.place() as predict:
         await asyncio.sleep(0)  # as a request that is still being decoded
-        return [int(row[0]) for row in await place.predict(model, _images(*numbers))]
+        return [int(row[0]) for row in await predict(model, _images(*numbers))]
 
 
 async def _a_few_steps() -> None:
@@ -97,7 +95,7 @@ def test_the_first_request_of_a_batch_waits_for_one_that_is_coming_but_not_for_e
                     assert await first == [1]
                 else:
                     await _a_few_steps()
-                await coming.predict(model, _images(2))
+                await coming(model, _images(2))
                 await first
             return model.batches
 
@@ -143,14 +141,14 @@ def test_beyond_the_queue_a_request_is_refused_and_what_it_took_is_free_again() 
             model = Gate(is_open=False)
             first = asyncio.create_task(_ask(batcher, model, 1, 2))
             await asyncio.to_thread(model.begun.wait, LONG_S)
-            with batcher.place() as place:
+            with batcher.place() as predict:
                 with (
                     pytest.raises(QueueFullError, match="3 images wait already, and the queue takes 3"),
                     batcher.place(),
                 ):
                     pass
                 with pytest.raises(QueueFullError):
-                    await place.predict(model, _images(3, 4))
+                    await predict(model, _images(3, 4))
             assert batcher.length == 2
             model.opened.set()
             assert await first == [1, 2]
@@ -194,9 +192,7 @@ def test_what_waits_is_still_answered_when_the_batcher_is_closed() -> None:
             model = Gate(is_open=False)
             asked = [asyncio.create_task(_ask(batcher, model, number)) for number in (1, 2, 3)]
             await asyncio.to_thread(model.begun.wait, LONG_S)
-            closing = asyncio.create_task(asyncio.to_thread(batcher.close))
             model.opened.set()
-            assert await asyncio.gather(*asked) == [[1], [2], [3]]
-            await closing
+        assert await asyncio.gather(*asked) == [[1], [2], [3]]
 
     asyncio.run(run())

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from export.model.manifest import read_manifest, write_manifest
-from export.model.preprocess import Pixels
 from export.model.runtime import Floats, Model
 from export.model.versions import Slots
 from export.serving.live_model import ServedModel
+from fedcg.imaging import Pixels
 from tests.support.serving import install_versions
 
 

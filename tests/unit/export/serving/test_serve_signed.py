@@ -7,15 +7,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from export.cli.infer_commands import infer_app
 from export.model.manifest import read_manifest, write_manifest
 from export.model.signature import required, sign_manifest
 from export.model.versions import Slots
 from export.serving.drift_watch import Verdict
 from export.serving.live_model import ServedModel
 from fedcg.wire.messages.signing import SigningKey
+from tests.support.commands import run_fedcg
 from tests.support.export_models import encoded, picture
 from tests.support.serving import PNG, install_versions, serving
 
@@ -106,7 +105,7 @@ def test_a_version_is_not_taken_back_to_one_that_the_box_did_not_sign(home: Path
 def test_the_command_classifies_with_a_signed_model_only(home: Path, root: Path, tmp_path: Path) -> None:
     (tmp_path / "image.png").write_bytes(encoded(picture(1), "PNG"))
     command = [str(tmp_path / "image.png"), "--model", str(root), "--signed-by"]
-    assert CliRunner().invoke(infer_app, [*command, str(home / "own.key")]).exit_code == 0
-    refused = CliRunner().invoke(infer_app, [*command, str(home / "other.key")])
+    assert run_fedcg("infer", *command, str(home / "own.key")).exit_code == 0
+    refused = run_fedcg("infer", *command, str(home / "other.key"))
     assert (refused.exit_code, refused.stdout) == (2, "")
     assert "the model of another box" in refused.stderr

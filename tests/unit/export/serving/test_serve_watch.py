@@ -31,7 +31,7 @@ def _rows(classes: list[int], confidence: float = 0.9, count: int = 4) -> Floats
 
 def _even(watch: Watch, version: str, confidence: float = 0.9) -> None:
     for _ in range(WINDOW // 4):
-        watch.heard(version, _rows([0, 1, 2, 3], confidence))
+        watch.answered(version, _rows([0, 1, 2, 3], confidence))
 
 
 def _watch() -> Watch:
@@ -49,9 +49,9 @@ def test_a_version_like_the_one_before_it_stays() -> None:
 
 def test_a_version_that_names_one_class_for_nearly_everything_goes_once() -> None:
     watch = _watch()
-    watch.heard("0002", _rows([0] * (WINDOW - 1)))
+    watch.answered("0002", _rows([0] * (WINDOW - 1)))
     assert watch.verdict() is None  # too few to judge it
-    watch.heard("0002", _rows([1]))
+    watch.answered("0002", _rows([1]))
     verdict = watch.verdict()
     assert verdict is not None
     assert (verdict.version, verdict.kind) == ("0002", "drift")
@@ -79,7 +79,7 @@ def test_a_version_that_fails_goes_before_it_has_predicted_much() -> None:
 def test_few_failures_among_many_requests_are_borne() -> None:
     watch = _watch()
     for number in range(200):
-        watch.heard("0002", _rows([number % 4]))
+        watch.answered("0002", _rows([number % 4]))
     for _ in range(FAILURES):
         watch.failed("0002")
     assert watch.verdict() is None
@@ -87,19 +87,19 @@ def test_few_failures_among_many_requests_are_borne() -> None:
 
 def test_what_was_taken_back_is_no_measure_for_the_next_version() -> None:
     watch = _watch()
-    watch.heard("0002", _rows([0] * WINDOW))
+    watch.answered("0002", _rows([0] * WINDOW))
     assert watch.verdict() is not None
     _even(watch, "0001")
     assert watch.verdict() is None
     _even(watch, "0003")
     assert watch.verdict() is None  # like 0001, although 0002 was between
-    watch.heard("0004", _rows([0] * WINDOW))
+    watch.answered("0004", _rows([0] * WINDOW))
     assert watch.verdict() is not None
 
 
 def test_a_window_of_0_watches_nothing() -> None:
     watch = Watch(0)
-    watch.heard("0001", _rows([0]))
+    watch.answered("0001", _rows([0]))
     watch.failed("0001")
     assert watch.verdict() is None
 
@@ -131,7 +131,7 @@ def _install_one_that_names_one_class(root: Path) -> None:
     name = next(name for name, tensor in parts[Part.CLASSIFIER].items() if tensor.shape == (spec.class_count,))
     least = _least_likely(root)
     parts[Part.CLASSIFIER][name] = torch.tensor([1e4 if label == least else 0.0 for label in range(spec.class_count)])
-    package_personal(spec, parts, root, test_files=[], test_labels=[], metrics={}, round_number=2)
+    package_personal(spec, parts, root, round_number=2)
 
 
 def _least_likely(root: Path) -> int:
@@ -167,7 +167,7 @@ def test_failures_that_the_version_before_had_as_well_are_no_reason() -> None:
     watch = Watch(WINDOW)
     for version in ("0001", "0002"):
         for number in range(100):
-            watch.heard(version, _rows([number % 4]))
+            watch.answered(version, _rows([number % 4]))
             if number % 10 == 0:
                 watch.failed(version)
             assert watch.verdict() is None

@@ -10,7 +10,7 @@ import torch
 
 from fedcg.learning.aggregation.averaging import AverageAggregator, average_updates, weighted_average
 from fedcg.learning.method import DivergedError, Update
-from fedcg.learning.simulation.simulation import MemorySpill
+from fedcg.learning.simulation.tasks import MemorySpill
 from fedcg.wire.parts import Part
 
 

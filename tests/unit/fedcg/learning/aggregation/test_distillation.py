@@ -20,7 +20,7 @@ from fedcg.learning.aggregation.crossed_distillation import (
     label_distribution,
     label_shares,
 )
-from fedcg.learning.aggregation.crossed_teachers import EveryOpinion, FrozenTeacher, crossed_loss
+from fedcg.learning.aggregation.crossed_teachers import FrozenTeacher, crossed_loss, outputs_of
 from fedcg.learning.aggregation.distillation import (
     Bank,
     Distillation,
@@ -35,7 +35,7 @@ from fedcg.learning.aggregation.distillation import (
 from fedcg.learning.method import Aggregate, DivergedError, RoundContext, ServerState, Update, Weights
 from fedcg.learning.networks.initial_weights import initial_parts
 from fedcg.learning.seeds import Streams
-from fedcg.learning.simulation.simulation import MemorySpill
+from fedcg.learning.simulation.tasks import MemorySpill
 from fedcg.learning.training.losses import Divergence
 from fedcg.wire.parts import Part
 from tests.support.learning_cases import context, quick_spec
@@ -200,16 +200,14 @@ def real_pairs(count: int) -> tuple[RoundContext, list[Pair]]:
     return ctx, pairs
 
 
-def every_opinion(
+def every_teacher(
     teachers: Sequence[Pair], bank: Bank, weights: torch.Tensor, ctx: RoundContext, block_rows: int = 2048
-) -> EveryOpinion:
+) -> list[FrozenTeacher]:
     logs = [teacher_logits(teacher, bank, ctx).log_softmax(1) for teacher in teachers]
-    return EveryOpinion(
-        [
-            FrozenTeacher(teacher, bank, log, weight, block_rows, "cpu")
-            for teacher, log, weight in zip(teachers, logs, weights, strict=True)
-        ]
-    )
+    return [
+        FrozenTeacher(teacher, bank, log, weight, block_rows, "cpu")
+        for teacher, log, weight in zip(teachers, logs, weights, strict=True)
+    ]
 
 
 def test_the_crossed_loss_equals_the_papers_sums_row_by_row() -> None:
@@ -221,12 +219,12 @@ def test_the_crossed_loss_equals_the_papers_sums_row_by_row() -> None:
         for i, teacher in enumerate(teachers)
     )
     assert isinstance(mean_log, torch.Tensor)
-    everybody = every_opinion(teachers, bank, shares[:, bank.labels], ctx)
+    everybody = every_teacher(teachers, bank, shares[:, bank.labels], ctx)
     got = []
     for rows in (slice(0, 6), slice(6, 12)):
         features = student.generator(bank.noise[rows], bank.labels[rows])
         logits = student.classifier(features)
-        said = everybody.on(rows)
+        said = outputs_of(everybody, rows)
         got += crossed_loss(features, logits, mean_log.float()[rows], said, student.classifier, Divergence()).tolist()
     assert got == pytest.approx(crossed_by_hand(student, teachers, bank, shares), rel=1e-3, abs=1e-6)
 
@@ -241,12 +239,13 @@ def test_in_the_authors_direction_two_students_differ_by_the_sums_of_their_diver
     shares = label_shares([(1, 3, 0), (3, 0, 2)])[:, bank.labels]
     logs = [divergence.log_softmax(teacher_logits(teacher, bank, ctx)) for teacher in teachers]
     mean = (shares.unsqueeze(2) * torch.stack(logs).exp()).sum(0).float()
-    said = EveryOpinion(
+    said = outputs_of(
         [
             FrozenTeacher(teacher, bank, log, tau, 6, "cpu")
             for teacher, log, tau in zip(teachers, logs, shares, strict=True)
-        ]
-    ).on(slice(0, 6))
+        ],
+        slice(0, 6),
+    )
     got, expected = [], []
     for student in students:
         features = student.generator(bank.noise, bank.labels)
@@ -266,7 +265,7 @@ def test_the_third_crossed_term_moves_the_generator_through_the_frozen_teacher()
     teacher = Pair(Constant(2), Shift((0.5, 0.0)))
     bank = Bank(torch.zeros(1, 1), torch.zeros(1, dtype=torch.int64))
     log_teacher = torch.tensor([[0.9, 0.1]]).log()
-    said = EveryOpinion([FrozenTeacher(teacher, bank, log_teacher, torch.ones(1), 1, "cpu")]).on(slice(0, 1))
+    said = outputs_of([FrozenTeacher(teacher, bank, log_teacher, torch.ones(1), 1, "cpu")], slice(0, 1))
     features = torch.zeros(1, 2, requires_grad=True)
     student = Identity()
     loss = crossed_loss(features, torch.zeros(1, 2), log_teacher, said, student, Divergence())
@@ -283,8 +282,8 @@ def test_a_teachers_features_are_made_a_block_ahead_and_equal_those_made_at_once
     ctx, (pair,) = real_pairs(1)
     bank = draw_bank(Streams(b"c"), 10, 8, uniform(3))
     weight = torch.tensor([1.0, 0.0, 0.5, 1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 1.0])
-    everybody = every_opinion([pair], bank, weight.unsqueeze(0), ctx, block_rows=4)
-    pieces = [everybody.on(slice(start, min(start + 3, 10))) for start in range(0, 10, 3)]
+    everybody = every_teacher([pair], bank, weight.unsqueeze(0), ctx, block_rows=4)
+    pieces = [outputs_of(everybody, slice(start, min(start + 3, 10))) for start in range(0, 10, 3)]
     with torch.no_grad():
         expected = pair.generator(bank.noise, bank.labels)[weight > 0]
     made = torch.cat([said[0].features for said in pieces if said])

@@ -13,9 +13,12 @@ from fedcg.learning import methods, registry
 from fedcg.learning.method import Aggregate, Method, Update
 from fedcg.learning.networks.initial_weights import initial_parts
 from fedcg.learning.registry import get_method, method_names
-from fedcg.learning.simulation.simulation import ClientData, MemorySpill, Party, Roots, Schedule, simulate
+from fedcg.learning.simulation.party import ClientData, Party
+from fedcg.learning.simulation.simulation import simulate
+from fedcg.learning.simulation.state import Schedule
+from fedcg.learning.simulation.tasks import MemorySpill
 from fedcg.wire.parts import Part
-from tests.support.learning_cases import bright_images, context, quick_spec, same
+from tests.support.learning_cases import bright_images, context, quick_spec, roots_from_seed, same
 
 PAGE = Path(__file__).parents[5] / "docs" / "adding-a-method.md"
 NAME = "shared_classifier"
@@ -69,6 +72,6 @@ def test_the_documented_method_runs_a_federation(documented: Method) -> None:
         name: ClientData(*(bright_images(count, 10 * number + count) for count in (24, 9, 9)))
         for number, name in enumerate(clients)
     }
-    done = simulate(Party(quick_spec(NAME), data, Roots.from_seed(0, clients)), Schedule(rounds=2))
+    done = simulate(Party(quick_spec(NAME), data, roots_from_seed(0, clients)), Schedule(rounds=2))
     assert set(done.aggregate.parts) == {Part.CLASSIFIER}
     assert done.curves["a"][-1].accuracy_after is not None

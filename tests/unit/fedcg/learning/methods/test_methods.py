@@ -12,15 +12,16 @@ import torch
 from torch import nn
 
 from fedcg.learning.aggregation.averaging import average_updates
-from fedcg.learning.data.image_folder import ImageSet
 from fedcg.learning.errors import DataError, UnknownMethodError
+from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Aggregate, DivergedError, LabelCounts, LocalResult, TrainingParams
 from fedcg.learning.methods import fedcg, fedmd_cg
 from fedcg.learning.networks import build_part, load_part
 from fedcg.learning.networks.initial_weights import initial_parts, shadow_spec
 from fedcg.learning.registry import get_method, method_names
 from fedcg.learning.seeds import Streams
-from fedcg.learning.simulation.simulation import MemorySpill, update_of
+from fedcg.learning.simulation.simulation import update_of
+from fedcg.learning.simulation.tasks import MemorySpill
 from fedcg.learning.spec import ParameterValue
 from fedcg.learning.training.augmentation import Augmenter
 from fedcg.learning.training.losses import paired_labels

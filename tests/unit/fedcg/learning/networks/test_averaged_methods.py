@@ -19,7 +19,7 @@ from fedcg.learning.networks import load_part
 from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
 from fedcg.learning.registry import get_method, method_names
 from fedcg.learning.seeds import Streams
-from fedcg.learning.simulation.simulation import MemorySpill
+from fedcg.learning.simulation.tasks import MemorySpill
 from fedcg.learning.spec import FederationPlan, ImageForm, NetworkChoice, ParameterValue
 from fedcg.learning.training.training_loop import Block
 from fedcg.wire.parts import Part

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from coordinator.updates.validation import Expected, max_update_bytes, validate_update
-from fedcg.learning.data.image_folder import ImageSet
 from fedcg.learning.errors import NetworkError
+from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Aggregate
 from fedcg.learning.networks import FeatureRange, build_part, feature_shape, load_part, weights_of
 from fedcg.learning.networks.assembly import allocated, skeleton, split_of

@@ -6,20 +6,19 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from fedcg.learning.cli.network_commands import network_app
 from fedcg.learning.networks import own_splits
 from fedcg.learning.networks.discriminators import DISCRIMINATORS
 from fedcg.learning.networks.generators import GENERATORS
 from fedcg.learning.registry import method_names
 from fedcg.learning.split_names import ALLOW_VARIABLE
+from tests.support.commands import run_fedcg
 
 PAGE = Path(__file__).parents[5] / "docs" / "adding-a-network.md"
 
 
 def told(*arguments: str) -> str:
-    done = CliRunner().invoke(network_app, arguments)
+    done = run_fedcg("network", *arguments)
     assert done.exit_code == 0, done.output
     return done.output
 
@@ -66,7 +65,7 @@ def test_the_text_says_features_parts_and_methods() -> None:
     ],
 )
 def test_what_cannot_be_shown_is_explained(arguments: tuple[str, ...], said: str) -> None:
-    done = CliRunner().invoke(network_app, ["show", *arguments])
+    done = run_fedcg("network", "show", *arguments)
     assert done.exit_code == 2
     assert said in " ".join(done.output.replace("│", " ").split())
 

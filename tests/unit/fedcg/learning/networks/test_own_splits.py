@@ -223,13 +223,6 @@ def test_what_is_wrong_with_a_split_is_said_with_its_name(
         complete_spec(plan("fedcg", choice("wrong_split:make")))
 
 
-def test_the_prelude_of_the_wrong_splits_is_itself_a_good_split(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = "def make(): return Split(extractor, classifier, FeatureRange.NON_NEGATIVE)\n"
-    (folder / "right_split.py").write_text(PRELUDE + code)
-    monkeypatch.setenv(ALLOW_VARIABLE, "right_split:make")
-    assert feature_shape(plan("fedcg", choice("right_split:make"))) == (6,)
-
-
 def test_values_that_a_module_computes_for_itself_survive_loading(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

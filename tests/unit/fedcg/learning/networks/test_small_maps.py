@@ -18,8 +18,7 @@ from fedcg.learning.networks.small_maps import (
     form_of,
     is_small,
 )
-from fedcg.learning.training.fused_adam import FusedAdam, block_of
-from tests.support.learning_cases import context, quick_spec
+from fedcg.learning.training.fused_adam import FusedAdam
 
 SHAPES = [
     ((1, 1), (2, 2)),
@@ -187,24 +186,3 @@ def test_adam_takes_torchs_steps_in_any_memory_order() -> None:
         for one, other in zip(ours, theirs, strict=True):
             assert torch.allclose(one, other, atol=1e-6)
     assert not torch.allclose(ours[0], start[0], atol=0.05)
-
-
-def test_the_block_of_a_tensor_is_its_own_memory() -> None:
-    tensor = torch.arange(24.0).view(2, 3, 4).permute(1, 2, 0)
-    block = block_of(tensor)
-    assert block.is_contiguous()
-    block.zero_()
-    assert not tensor.any()
-
-
-def test_an_optimiser_is_not_given_a_closure() -> None:
-    with pytest.raises(ValueError, match="takes no closure"):
-        FusedAdam([torch.zeros(2, requires_grad=True)], 0.1, (0.9, 0.999), 0.0).step(lambda: 0.0)
-
-
-def test_the_parameter_that_separates_passes_is_checked() -> None:
-    assert (
-        context(quick_spec("fedcg", discriminator_passes="separate")).spec.params["discriminator_passes"] == "separate"
-    )
-    with pytest.raises(ValueError, match="discriminator_passes"):
-        quick_spec("fedcg", discriminator_passes="both")

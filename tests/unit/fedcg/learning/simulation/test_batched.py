@@ -13,17 +13,11 @@ from fedcg.learning.method import Aggregate, TrainingParams, Weights
 from fedcg.learning.networks import load_part
 from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
 from fedcg.learning.networks.stacked import Stacked, can_stack
-from fedcg.learning.simulation.simulation import (
-    ClientData,
-    LocalOutcome,
-    LocalTask,
-    Party,
-    Roots,
-    Schedule,
-    SerialRunner,
-    Simulation,
-    simulate,
-)
+from fedcg.learning.simulation.party import ClientData, Party
+from fedcg.learning.simulation.runners import SerialRunner
+from fedcg.learning.simulation.simulation import simulate
+from fedcg.learning.simulation.state import Schedule, Simulation
+from fedcg.learning.simulation.tasks import LocalOutcome, LocalTask
 from fedcg.learning.spec import FederationSpec, NetworkChoice, ParameterValue
 from fedcg.learning.training import cuda_graph
 from fedcg.learning.training import stacked_training as batched_loops
@@ -31,7 +25,7 @@ from fedcg.learning.training import training_loop as loops
 from fedcg.learning.training.stacked_training import Learner, train_classifiers
 from fedcg.learning.training.training_loop import train_classifier
 from fedcg.wire.parts import Part
-from tests.support.learning_cases import GREY, bright_images, context, plan_of, quick_spec, same
+from tests.support.learning_cases import GREY, bright_images, context, plan_of, quick_spec, roots_from_seed, same
 from tests.support.replayed_steps import ReplayedStep
 
 SIZES = {"a": 44, "b": 30, "c": 9}  # six steps an epoch, four, and one: 9 images leave one over
@@ -126,7 +120,7 @@ def test_a_stacked_step_can_be_recorded_and_replayed(monkeypatch: pytest.MonkeyP
     plain, replayed = learners(spec), learners(spec)
     losses = train_classifiers(plain, params)
     monkeypatch.setattr(cuda_graph, "LEAST_STEPS", 1)
-    monkeypatch.setattr(cuda_graph, "on_card", lambda _: True)
+    monkeypatch.setattr(cuda_graph, "on_cuda", lambda _: True)
     monkeypatch.setattr(cuda_graph, "GraphedStep", ReplayedStep)
     monkeypatch.setattr(ReplayedStep, "made", 0)
     monkeypatch.setattr(ReplayedStep, "eager", 0)
@@ -143,7 +137,7 @@ def party(method: str, **params: ParameterValue) -> Party:
         for number, (name, count) in enumerate(SIZES.items())
     }
     datasets["tiny"] = replace(datasets["c"], train=bright_images(1, 5))
-    return Party(spec, datasets, Roots.from_seed(3, tuple(datasets)))
+    return Party(spec, datasets, roots_from_seed(3, tuple(datasets)))
 
 
 def run(method: str, *, batched: bool, **params: ParameterValue) -> Simulation:

@@ -9,16 +9,18 @@ import sys
 import pytest
 import torch
 
-from fedcg.learning.data.image_folder import ImageSet
 from fedcg.learning.errors import DataError
+from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import RoundContext, Weights
 from fedcg.learning.networks.initial_weights import initial_parts
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import Streams
-from fedcg.learning.simulation.simulation import ClientData, Party, Roots, Schedule, Simulation, simulate
+from fedcg.learning.simulation.party import ClientData, Party
+from fedcg.learning.simulation.simulation import simulate
+from fedcg.learning.simulation.state import Schedule, Simulation
 from fedcg.learning.training.evaluation import consistency, evaluate, generator_spread
 from fedcg.wire.parts import Part
-from tests.support.learning_cases import bright_images, context, quick_spec, same
+from tests.support.learning_cases import bright_images, context, quick_spec, roots_from_seed, same
 
 NAMES = ("a", "b", "c")
 
@@ -32,7 +34,7 @@ def clients(order: tuple[str, ...] = NAMES) -> dict[str, ClientData]:
 
 
 def run(name: str, order: tuple[str, ...] = NAMES, *, shadow: bool = True) -> Simulation:
-    party = Party(quick_spec(name), clients(order), Roots.from_seed(0, NAMES))
+    party = Party(quick_spec(name), clients(order), roots_from_seed(0, NAMES))
     return simulate(party, Schedule(rounds=2, shadow=shadow))
 
 
@@ -68,13 +70,6 @@ def test_a_record_says_what_there_is_to_say() -> None:
     assert len(shadowed.aggregate_seconds) == 2
     with pytest.raises(ValueError, match="without shadows"):
         run("fedcg", shadow=False).best_local("a")
-
-
-def test_roots_of_a_seed_differ_between_parties_and_seeds() -> None:
-    roots, other = Roots.from_seed(0, NAMES), Roots.from_seed(1, NAMES)
-    secrets = [roots.cohort, roots.coordinator, *roots.devices.values(), other.cohort, other.coordinator]
-    assert len(set(secrets)) == len(secrets)
-    assert all(len(secret) == 32 for secret in secrets)
 
 
 def trained() -> tuple[RoundContext, dict[Part, Weights]]:

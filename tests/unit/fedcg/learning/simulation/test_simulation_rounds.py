@@ -8,28 +8,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fedcg.learning.data.image_folder import ImageSet
+from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import ClientState, LocalResult, Method
 from fedcg.learning.networks.initial_weights import initial_parts
 from fedcg.learning.registry import get_method
 from fedcg.learning.simulation import tasks as simulation_tasks
-from fedcg.learning.simulation.simulation import (
-    NOBODY_TRAINED,
-    ClientData,
-    Failure,
-    LocalTask,
-    Party,
-    Roots,
-    RoundRecord,
-    Schedule,
-    Simulation,
-    local_task,
-    participants,
-    simulate,
-)
+from fedcg.learning.simulation.party import ClientData, Party
+from fedcg.learning.simulation.simulation import NOBODY_TRAINED, participants, simulate
+from fedcg.learning.simulation.state import Failure, Schedule, Simulation
+from fedcg.learning.simulation.tasks import LocalTask, RoundRecord, local_task
 from fedcg.learning.spec import ParameterValue
 from fedcg.wire.parts import Part
-from tests.support.learning_cases import bright_images, quick_spec, same
+from tests.support.learning_cases import bright_images, quick_spec, roots_from_seed, same
 
 NAMES = ("a", "b", "c")
 
@@ -40,7 +30,7 @@ def data_of(name: str, train: int = 24) -> ClientData:
 
 
 def party(method: str, names: tuple[str, ...] = NAMES, **params: ParameterValue) -> Party:
-    return Party(quick_spec(method, **params), {name: data_of(name) for name in names}, Roots.from_seed(0, NAMES))
+    return Party(quick_spec(method, **params), {name: data_of(name) for name in names}, roots_from_seed(0, NAMES))
 
 
 def with_data(one: Party, **datasets: ClientData) -> Party:

@@ -27,12 +27,14 @@ TRAINS = """
 import sys
 import coordinator.aggregation.worker, coordinator.aggregation.server_state, edge_client.training.trainer_child
 from fedcg.learning.registry import method_names
-from fedcg.learning.simulation.simulation import ClientData, Party, Roots, Schedule, simulate
-from tests.support.learning_cases import bright_images, quick_spec
+from fedcg.learning.simulation.party import ClientData, Party
+from fedcg.learning.simulation.simulation import simulate
+from fedcg.learning.simulation.state import Schedule
+from tests.support.learning_cases import bright_images, quick_spec, roots_from_seed
 data = {name: ClientData(*(bright_images(12, seed) for seed in (1, 2, 3))) for name in "ab"}
 for method, optimiser in [*((name, "adam") for name in method_names()), ("fedmd_cg", "sgd")]:
     spec, public = quick_spec(method, optimiser=optimiser, epochs=1), bright_images(10, 77).images
-    simulate(Party(spec, data, Roots.from_seed(0, tuple("ab")), public=public), Schedule(rounds=1, shadow=False))
+    simulate(Party(spec, data, roots_from_seed(0, tuple("ab")), public=public), Schedule(rounds=1, shadow=False))
 print(*sorted({"torch._dynamo", "sympy"} & sys.modules.keys()))
 """
 

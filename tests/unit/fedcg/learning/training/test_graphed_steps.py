@@ -8,16 +8,13 @@ import pytest
 import torch
 
 from fedcg.learning.aggregation import distillation
-from fedcg.learning.method import Aggregate, ClientState, TrainingParams, Update
-from fedcg.learning.networks import load_part
+from fedcg.learning.method import Aggregate, ClientState, Update
 from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
 from fedcg.learning.registry import get_method
-from fedcg.learning.simulation.simulation import MemorySpill
+from fedcg.learning.simulation.tasks import MemorySpill
 from fedcg.learning.spec import FederationSpec, NetworkChoice, ParameterValue
 from fedcg.learning.training import cuda_graph
 from fedcg.learning.training import training_loop as loops
-from fedcg.learning.training.training_loop import Block, Penalty, train_classifier
-from fedcg.wire.parts import Part
 from tests.support.learning_cases import GREY, bright_images, context, plan_of, same
 from tests.support.replayed_steps import ReplayedStep
 
@@ -65,7 +62,7 @@ def test_replayed_steps_train_as_plain_ones_do(
     state, aggregate = round_of(spec)
     with monkeypatch.context() as patch:
         for module in (cuda_graph, distillation):
-            patch.setattr(module, "on_card", lambda _: True)
+            patch.setattr(module, "on_cuda", lambda _: True)
         patch.setattr(cuda_graph, "GraphedStep", ReplayedStep)
         patch.setattr(ReplayedStep, "made", 0)
         patch.setattr(ReplayedStep, "eager", 0)
@@ -80,49 +77,12 @@ def test_replayed_steps_train_as_plain_ones_do(
 def test_a_round_that_wants_no_graphs_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_graph, "LEAST_STEPS", 1)
     for module in (cuda_graph, distillation):
-        monkeypatch.setattr(module, "on_card", lambda _: True)
+        monkeypatch.setattr(module, "on_cuda", lambda _: True)
     monkeypatch.setattr(cuda_graph, "GraphedStep", ReplayedStep)
     for graphs in (True, False):
         monkeypatch.setattr(ReplayedStep, "made", 0)
         round_of(spec_of("fedcg", {}, {}), graphs=graphs)
         assert (ReplayedStep.made > 0) is graphs
-
-
-def test_replaying_sees_a_tensor_that_is_no_input_as_it_was_when_recorded() -> None:
-    box = [torch.tensor(1.0)]
-    step = ReplayedStep(lambda inputs: inputs + box[0], [torch.zeros(())], lambda: None)
-    box[0] = torch.tensor(5.0)
-    assert float(step(torch.tensor(2.0))) == 3.0
-
-
-def test_replaying_refuses_a_step_that_waits_for_the_device() -> None:
-    with pytest.raises(RuntimeError, match="capturing"):
-        ReplayedStep(lambda inputs: inputs * inputs.item(), [torch.ones(())], lambda: None)
-
-
-def test_replaying_finds_out_a_penalty_that_reads_its_block_past_the_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loops, "BLOCK_ROWS", 16)
-    monkeypatch.setattr(cuda_graph, "LEAST_STEPS", 1)
-    latest: list[torch.Tensor] = []
-
-    def make(block: Block) -> Penalty:
-        latest.append(block.images.mean())
-        return Penalty(lambda features, logits: (features.mean() - latest[-1]).square())
-
-    def trained() -> dict[str, torch.Tensor]:
-        spec = spec_of("local", {}, {})
-        parts = initial_parts(spec, b"cohort")
-        extractor, classifier = (load_part(spec, part, parts[part]) for part in (Part.EXTRACTOR, Part.CLASSIFIER))
-        train_classifier(
-            extractor, classifier, bright_images(IMAGES, 0), TrainingParams(batch_size=8), context(spec), make
-        )
-        return extractor.state_dict()
-
-    plain = trained()
-    assert same(trained(), plain)
-    monkeypatch.setattr(cuda_graph, "on_card", lambda _: True)
-    monkeypatch.setattr(cuda_graph, "GraphedStep", ReplayedStep)
-    assert not same(trained(), plain)
 
 
 @needs_cuda

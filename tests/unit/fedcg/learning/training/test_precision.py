@@ -16,7 +16,7 @@ from experiments.cli.simulate_command import simulate_command
 from fedcg.learning.method import Precision, RoundContext, Update, Weights
 from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
 from fedcg.learning.registry import get_method
-from fedcg.learning.simulation.simulation import MemorySpill
+from fedcg.learning.simulation.tasks import MemorySpill
 from fedcg.learning.spec import NetworkChoice
 from fedcg.learning.training.precision import in_precision
 from tests.support.learning_cases import GREY, bright_images, context, plan_of, quick_spec, same

@@ -49,10 +49,11 @@ from fedcg.wire.messages.messages import (
 )
 from fedcg.wire.messages.signing import DOMAIN, MAGIC, SigningKey, seal
 from fedcg.wire.messages.topics import Topics
-from fedcg.wire.transfer.chunks import Chunk, chunk_frame, frames_for, make_ref
+from fedcg.wire.transfer.chunks import Chunk, chunk_frame
 from fedcg.wire.transfer.partial_files import Partials
 from fedcg.wire.transport.memory import MemoryBroker, MemoryTransport
 from fedcg.wire.transport.transport import Delivery
+from tests.support.artifact_chunks import frames_for, make_ref
 from tests.support.coordinator_support import RunningService, World, aggregate_bytes, tiny_spec, wait_until
 from tests.support.edge_worlds import DEVICE as AGENT
 from tests.support.edge_worlds import FEDERATION, aggregate_of, toy_parts, toy_spec

@@ -15,9 +15,10 @@ import pytest
 
 from fedcg.wire.errors import TransportError
 from fedcg.wire.transfer.chunk_sender import HIGH_WATER_BYTES, MAX_GRANTED, ChunkFile, ChunkSender, file_ref
-from fedcg.wire.transfer.chunks import cut, make_ref, parse_chunk
+from fedcg.wire.transfer.chunks import parse_chunk
 from fedcg.wire.transport.send_queue import Outgoing, OutgoingQueue
 from fedcg.wire.transport.transport import Backlog
+from tests.support.artifact_chunks import cut, make_ref
 from tests.support.brokers import wait_until
 
 DATA = random.Random(3).randbytes(100 * 50_000 + 3)
@@ -105,35 +106,6 @@ def test_no_more_is_read_than_the_link_takes(sender: ChunkSender, link: SlowLink
     assert link.indices("t") == list(range(101))
     assert link.most_bytes < HIGH_WATER_BYTES + 60_000
     assert sender.sent[source.ref.id] == 101
-
-
-def test_who_sends_at_once_does_so_on_his_own_thread_and_leaves_the_rest_to_the_senders(
-    link: SlowLink, source: ChunkFile
-) -> None:
-    sender = ChunkSender(link, "sending", at_once=True)  # type: ignore[arg-type]
-    sender.serve("t", source, ((0, 3),))  # nobody has started its thread
-    assert link.indices("t") == [0, 1, 2]
-    sender.serve("t", source, ((3, 98),))
-    sent = len(link.sent)
-    assert HIGH_WATER_BYTES <= link.backlog.bytes < HIGH_WATER_BYTES + 60_000
-    sender.start()
-    while len(link.sent) < 101:
-        link.drain()
-        threading.Event().wait(0.002)
-    assert sent < 101
-    assert link.indices("t") == list(range(101))
-    sender.close()
-
-
-def test_who_sends_at_once_wakes_the_senders_thread_for_the_rest(link: SlowLink, source: ChunkFile) -> None:
-    sender = ChunkSender(link, "sending", at_once=True)  # type: ignore[arg-type]
-    sender.start()
-    sender.serve("t", source, ((0, 101),))
-    while len(link.sent) < 101:
-        link.drain()
-        threading.Event().wait(0.002)
-    assert link.indices("t") == list(range(101))
-    sender.close()
 
 
 def test_a_chunk_that_still_waits_is_not_sent_twice_and_a_lost_one_is(
@@ -244,9 +216,11 @@ class AcknowledgingLink:
 
 def test_what_the_broker_has_acknowledged_is_not_kept_however_many_receivers_there_are(source: ChunkFile) -> None:
     link = AcknowledgingLink()
-    sender = ChunkSender(link, "sending", at_once=True)  # type: ignore[arg-type]
+    sender = ChunkSender(link, "sending")  # type: ignore[arg-type]
+    sender.start()
     for receiver in range(40):
         sender.serve(f"device-{receiver}", source, ((0, source.ref.chunks),))
-    assert len(link.published) == 40 * source.ref.chunks
+    wait_until(lambda: len(link.published) == 40 * source.ref.chunks, "all are sent")
+    sender.close()
     assert link.held_bytes <= HIGH_WATER_BYTES
     assert not sender.is_busy

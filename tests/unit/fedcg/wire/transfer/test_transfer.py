@@ -16,12 +16,10 @@ from fedcg.wire.transfer.chunks import (
     Window,
     chunk_bytes_for,
     chunk_frame,
-    cut,
-    frames_for,
-    make_ref,
     parse_chunk,
     read_frame,
 )
+from tests.support.artifact_chunks import cut, frames_for, make_ref
 from tests.support.receivers import Receiver
 
 DATA = random.Random(1).randbytes(256 * 9 + 17)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from fedcg.learning.method import Weights
-from fedcg.wire.artifacts.tensors import Array, PartArrays
 from fedcg.wire.parts import Part
+
+Array = NDArray[np.float32] | NDArray[np.int64]
 
 
 def to_arrays(parts: Mapping[Part, Weights]) -> dict[Part, dict[str, Array]]:
@@ -29,8 +31,8 @@ def to_arrays(parts: Mapping[Part, Weights]) -> dict[Part, dict[str, Array]]:
     }
 
 
-def to_weights(parts: PartArrays) -> dict[Part, Weights]:
-    """Numpy arrays as torch tensors, in memory of their own."""
+def to_weights(parts: Mapping[Part, Mapping[str, NDArray[Any]]]) -> dict[Part, Weights]:
+    """Numpy arrays as torch tensors on the CPU, in memory of their own."""
     return {
         part: {name: torch.from_numpy(np.array(array, order="C", copy=True)) for name, array in arrays.items()}
         for part, arrays in parts.items()

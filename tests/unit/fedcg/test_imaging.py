@@ -1,11 +1,10 @@
-"""An image file becomes the same pixels at inference as in training, and a bad file a clear error."""
+"""An image file becomes pixels in a form, the same in training and at inference, and a bad file a clear error."""
 
 from __future__ import annotations
 
 import io
 import struct
 import zlib
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from export.errors import InputError
-from export.model.preprocess import load_image
-from fedcg.learning.data.image_folder import decode_image
+from fedcg.imaging import ImageError, TooManyPixelsError, decode_image
+from fedcg.learning.data import decoding
+from fedcg.learning.errors import DataError
 from tests.support.export_models import encoded, image_form, picture
 
 
@@ -41,26 +40,27 @@ FILES = {
 
 @pytest.mark.parametrize("mode", ["L", "RGB"])
 @pytest.mark.parametrize("content", FILES.values(), ids=list(FILES))
-def test_inference_sees_the_same_pixels_as_training(content: bytes, mode: str) -> None:
+def test_training_sees_the_same_pixels_with_the_channels_first(content: bytes, mode: str) -> None:
     form = image_form(mode)
-    pixels = load_image(content, form)
+    pixels = decode_image(content, form)
     assert pixels.dtype == np.uint8
-    assert pixels.shape == (20, 24, form.channels)
-    np.testing.assert_array_equal(pixels.transpose(2, 0, 1), decode_image(content, form, "one"))
+    assert pixels.shape == form.shape == (20, 24, form.channels)
+    assert pixels.flags.writeable  # in memory of its own
+    np.testing.assert_array_equal(pixels.transpose(2, 0, 1), decoding.decode_image(content, form, "one"))
 
 
-def test_a_path_and_its_bytes_give_the_same_pixels_in_memory_of_their_own(tmp_path: Path) -> None:
-    path = tmp_path / "one.png"
-    path.write_bytes(FILES["a colour png"])
-    pixels = load_image(path, image_form())
-    np.testing.assert_array_equal(pixels, load_image(path.read_bytes(), image_form()))
-    assert pixels.flags.writeable
+def test_an_image_is_converted_then_resized_bilinearly_and_not_resampled_at_the_right_size() -> None:
+    form = image_form()
+    resized = picture(1).convert("RGB").resize((24, 20), Image.Resampling.BILINEAR)
+    np.testing.assert_array_equal(decode_image(FILES["a colour png"], form), np.asarray(resized))
+    fitting = decode_image(FILES["a png of exactly the size"], form)
+    np.testing.assert_array_equal(fitting, np.asarray(picture(1, 20, 24)))
 
 
 def test_resizing_is_bilinear_and_not_the_nearest_pixel() -> None:
     half = np.zeros((40, 48, 3), dtype=np.uint8)
     half[:, 25:] = 200
-    pixels = load_image(encoded(Image.fromarray(half), "PNG"), image_form())
+    pixels = decode_image(encoded(Image.fromarray(half), "PNG"), image_form())
     # The edge lies inside column 12 of the resized image: it must be a mixture, and only it and its neighbours.
     assert 0 < pixels[10, 12, 0] < 200
     assert pixels[10, 5, 0] == 0
@@ -74,24 +74,16 @@ def test_resizing_is_bilinear_and_not_the_nearest_pixel() -> None:
         (b"", "not an image"),
         (FILES["a large jpeg"][:3000], "damaged"),
         (FILES["a colour png"][:200], "damaged"),
+        (encoded(picture(1), "TGA"), "not an image"),
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\n", "not an image"),
     ],
-    ids=["text", "nothing", "half a jpeg", "half a png", "a program in PostScript"],
+    ids=["text", "nothing", "half a jpeg", "half a png", "a format that is not read", "a program in PostScript"],
 )
-def test_a_file_that_is_no_sound_image_is_named_with_its_reason(tmp_path: Path, content: bytes, reason: str) -> None:
-    path = tmp_path / "broken.png"
-    path.write_bytes(content)
-    with pytest.raises(InputError, match=reason) as caught:
-        load_image(path, image_form())
-    assert caught.value.file == str(path)
-    assert str(path) in str(caught.value)
-
-
-def test_a_missing_file_and_a_folder_are_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="no such file"):
-        load_image(tmp_path / "gone.png", image_form())
-    with pytest.raises(InputError, match="folder"):
-        load_image(tmp_path, image_form())
+def test_a_file_that_is_no_sound_image_is_an_error_with_its_reason(content: bytes, reason: str) -> None:
+    with pytest.raises(ImageError, match=reason):
+        decode_image(content, image_form())
+    with pytest.raises(DataError, match=rf"^cat/a\.png: .*{reason}"):
+        decoding.decode_image(content, image_form(), "cat/a.png")
 
 
 def _png_header(width: int, height: int) -> bytes:
@@ -103,15 +95,15 @@ def _png_header(width: int, height: int) -> bytes:
 
 @pytest.mark.parametrize("side", [8_000, 11_000, 60_000])
 def test_a_decompression_bomb_is_refused_from_its_header(side: int) -> None:
-    with pytest.raises(InputError, match="limit of 50000000"):
-        load_image(_png_header(side, side), image_form())
+    with pytest.raises(TooManyPixelsError, match="limit of 50000000"):
+        decode_image(_png_header(side, side), image_form())
 
 
 def test_the_pixel_limit_is_the_callers() -> None:
     content = FILES["a colour png"]  # 33 x 47 = 1,551 pixels
-    assert load_image(content, image_form(), max_pixels=1551).shape == (20, 24, 3)
-    with pytest.raises(InputError, match="47x33 pixels is over the limit of 1550"):
-        load_image(content, image_form(), max_pixels=1550, name="upload 7")
+    assert decode_image(content, image_form(), max_pixels=1551).shape == (20, 24, 3)
+    with pytest.raises(TooManyPixelsError, match="47x33 pixels is over the limit of 1550"):
+        decode_image(content, image_form(), max_pixels=1550)
 
 
 @settings(max_examples=150, deadline=None)
@@ -120,15 +112,15 @@ def test_the_pixel_limit_is_the_callers() -> None:
     changes=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1, max_size=12),
     keep=st.floats(0.05, 1),
 )
-def test_whatever_happens_to_a_file_it_is_an_image_or_an_input_error(
+def test_whatever_happens_to_a_file_it_is_an_image_or_an_image_error(
     name: str, changes: list[tuple[float, int]], keep: float
 ) -> None:
     content = bytearray(FILES[name])
     for position, value in changes:
         content[int(position * len(content))] = value
     try:
-        pixels = load_image(bytes(content[: int(keep * len(content))]), image_form())
-    except InputError:
+        pixels = decode_image(bytes(content[: int(keep * len(content))]), image_form())
+    except ImageError:
         return
     assert pixels.shape == (20, 24, 3)
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from fedcg.learning.aggregation import distillation
-from fedcg.learning.aggregation.client_sampling import HEATS, Lots
-from fedcg.learning.aggregation.crossed_distillation import CrossedAggregator, Crossing, Lessons, label_shares
-from fedcg.learning.aggregation.crossed_teachers import EveryOpinion, FrozenTeacher, Opinion, crossed_loss
+from fedcg.learning.aggregation.client_sampling import HEATS, ClientSampling
+from fedcg.learning.aggregation.crossed_distillation import CrossedAggregator, Crossing, TaughtBank, label_shares
+from fedcg.learning.aggregation.crossed_teachers import FrozenTeacher, TeacherRows, crossed_loss, outputs_of
 from fedcg.learning.aggregation.distillation import Bank, Distillation, Pair, draw_bank, teacher_logits, uniform
 from fedcg.learning.method import Aggregate, RoundContext, ServerState, Update
 from fedcg.learning.networks.initial_weights import initial_parts
 from fedcg.learning.seeds import Streams
-from fedcg.learning.simulation.simulation import MemorySpill
+from fedcg.learning.simulation.tasks import MemorySpill
 from fedcg.learning.training.losses import Divergence
 from fedcg.wire.parts import Part
 from tests.support.learning_cases import context, quick_spec, same
@@ -34,10 +34,12 @@ def labelled(labels: torch.Tensor) -> Bank:
 
 
 def test_a_client_wins_a_label_as_often_as_its_share_of_it_says() -> None:
-    lots = Lots(labelled(torch.arange(30_000) % 3), 3, 3, Streams(b"c"))  # 10,000 batches of one row per label
+    sampling = ClientSampling(
+        labelled(torch.arange(30_000) % 3), 3, 3, Streams(b"c")
+    )  # 10,000 batches of one row per label
     for client, counts in COUNTS.items():
-        lots.enter(client, tensor(counts))
-    winners = [lots.winner(row) for row in range(30_000)]
+        sampling.enter(client, tensor(counts))
+    winners = [sampling.winner(row) for row in range(30_000)]
     for label, shares in enumerate(label_shares(list(COUNTS.values())).t().tolist()):
         wins = [winners[label::3].count(client) / 10_000 for client in COUNTS]
         assert wins == pytest.approx(shares, abs=0.015)
@@ -45,40 +47,40 @@ def test_a_client_wins_a_label_as_often_as_its_share_of_it_says() -> None:
 
 
 def test_rows_of_one_label_in_one_batch_have_one_winner_and_other_batches_draw_anew() -> None:
-    lots = Lots(labelled(torch.zeros(400, dtype=torch.int64)), 4, 3, Streams(b"c"))
+    sampling = ClientSampling(labelled(torch.zeros(400, dtype=torch.int64)), 4, 3, Streams(b"c"))
     for client, counts in COUNTS.items():
-        lots.enter(client, tensor(counts))
-    batches = [{lots.winner(row) for row in range(start, start + 4)} for start in range(0, 400, 4)]
+        sampling.enter(client, tensor(counts))
+    batches = [{sampling.winner(row) for row in range(start, start + 4)} for start in range(0, 400, 4)]
     assert {len(winners) for winners in batches} == {1}
     assert len(set.union(*batches)) == 3
 
 
 def test_clients_with_like_labels_win_few_at_a_time_however_many_labels_there_are() -> None:
-    lots = Lots(labelled(torch.arange(400) % 40), 40, 40, Streams(b"c"))
+    sampling = ClientSampling(labelled(torch.arange(400) % 40), 40, 40, Streams(b"c"))
     for number in range(64):
-        lots.enter(f"c{number}", torch.full((40,), 7.0, dtype=torch.float64))
+        sampling.enter(f"c{number}", torch.full((40,), 7.0, dtype=torch.float64))
     for start in range(0, 400, 40):
-        assert len({lots.winner(row) for row in range(start, start + 40)}) <= HEATS
+        assert len({sampling.winner(row) for row in range(start, start + 40)}) <= HEATS
 
 
 def test_the_order_of_arrival_changes_no_winner() -> None:
     bank = labelled(torch.randint(0, 3, (120,), generator=torch.Generator().manual_seed(0)))
     outcomes = []
     for order in permutations(COUNTS):
-        lots = Lots(bank, 6, 3, Streams(b"c"))
+        sampling = ClientSampling(bank, 6, 3, Streams(b"c"))
         for client in order:
-            lots.enter(client, tensor(COUNTS[client]))
-        outcomes.append([lots.winner(row) for row in range(120)])
+            sampling.enter(client, tensor(COUNTS[client]))
+        outcomes.append([sampling.winner(row) for row in range(120)])
     assert all(outcome == outcomes[0] for outcome in outcomes)
 
 
 def test_a_dead_heat_goes_to_the_first_in_id_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Streams, "generator", lambda self, *purpose: torch.Generator().manual_seed(0))
     for order in permutations(("x", "y")):
-        lots = Lots(labelled(torch.zeros(4, dtype=torch.int64)), 2, 3, Streams(b"c"))
+        sampling = ClientSampling(labelled(torch.zeros(4, dtype=torch.int64)), 2, 3, Streams(b"c"))
         for client in order:
-            lots.enter(client, tensor((1, 1, 1)))
-        assert {lots.winner(row) for row in range(4)} == {"x"}
+            sampling.enter(client, tensor((1, 1, 1)))
+        assert {sampling.winner(row) for row in range(4)} == {"x"}
 
 
 def pairs(count: int) -> tuple[RoundContext, list[Pair], list[Update]]:
@@ -110,9 +112,10 @@ def test_the_expectation_over_all_draws_of_a_batch_is_equation_11() -> None:
     ours = judge.classifier(made)
 
     def loss_with(weights: torch.Tensor) -> torch.Tensor:
-        said = EveryOpinion(
-            [FrozenTeacher(*each, 6, "cpu") for each in zip(teachers, [bank] * 3, logs, weights, strict=True)]
-        ).on(slice(0, 6))
+        said = outputs_of(
+            [FrozenTeacher(*each, 6, "cpu") for each in zip(teachers, [bank] * 3, logs, weights, strict=True)],
+            slice(0, 6),
+        )
         return crossed_loss(made, ours, mean_log, said, judge.classifier, Divergence())
 
     expected = torch.zeros(6)
@@ -124,38 +127,44 @@ def test_the_expectation_over_all_draws_of_a_batch_is_equation_11() -> None:
     assert not torch.allclose(loss_with(shares[:, bank.labels]), loss_with(torch.zeros(3, 6)), atol=1e-5)
 
 
-def heard(order: tuple[int, ...], *, again: bool = False) -> tuple[Lessons, MemorySpill, list[Opinion], list[Pair]]:
+def counted(
+    order: tuple[int, ...], *, again: bool = False
+) -> tuple[TaughtBank, MemorySpill, list[TeacherRows], list[Pair]]:
     ctx, made, updates = pairs(3)
     bank = draw_bank(Streams(b"c"), 12, 8, uniform(3))
     spill = MemorySpill()
-    lessons = Lessons(bank, uniform(3), 6, ctx, Divergence(), lots=True)
+    taught_bank = TaughtBank(bank, uniform(3), 6, ctx, Divergence(), sampling=True)
     for number in order:
         update = updates[number]
         logits = teacher_logits(made[number], bank, ctx) if again else None
         kept = {f"classifier/{name}": weight for name, weight in update.parts[Part.CLASSIFIER].items()}
-        spill.put(update.client, {"logits": lessons.add(update, logits), **kept})
-    return lessons, spill, lessons.drawn(slice(6, 12), spill), made
+        spill.put(update.client, {"logits": taught_bank.add(update, logits), **kept})
+    return taught_bank, spill, taught_bank.drawn(slice(6, 12), spill), made
 
 
 def test_the_winners_own_features_log_probabilities_and_classifier_are_what_a_batch_gets() -> None:
-    lessons, _, said, made = heard((0, 1, 2))
-    bank = lessons.bank
-    assert sorted(row for opinion in said for row in opinion.position.tolist()) == list(range(6))
-    clients = [{lessons._lots.winner(6 + int(row)) for row in opinion.position} for opinion in said if lessons._lots]
+    taught_bank, _, said, made = counted((0, 1, 2))
+    bank = taught_bank.bank
+    assert sorted(row for output in said for row in output.position.tolist()) == list(range(6))
+    clients = [
+        {taught_bank._sampling.winner(6 + int(row)) for row in output.position}
+        for output in said
+        if taught_bank._sampling
+    ]
     assert clients == sorted(clients, key=str)
-    for names, opinion in zip(clients, said, strict=True):
+    for names, output in zip(clients, said, strict=True):
         (name,) = names
-        pair, rows = made["abc".index(str(name))], opinion.position + 6
+        pair, rows = made["abc".index(str(name))], output.position + 6
         with torch.no_grad():
             features = pair.generator(bank.noise[rows], bank.labels[rows])
-            assert torch.allclose(opinion.features, features, atol=1e-6)
-            assert torch.allclose(opinion.classify(features), pair.classifier(features), atol=1e-6)
-            assert torch.allclose(opinion.log_teacher, pair.classifier(features).log_softmax(1), atol=1e-5)
-        assert opinion.weight.tolist() == [1.0] * len(rows)
+            assert torch.allclose(output.features, features, atol=1e-6)
+            assert torch.allclose(output.classify(features), pair.classifier(features), atol=1e-6)
+            assert torch.allclose(output.log_teacher, pair.classifier(features).log_softmax(1), atol=1e-5)
+        assert output.weight.tolist() == [1.0] * len(rows)
 
 
 def test_a_worker_that_goes_on_where_another_one_died_hears_the_same() -> None:
-    first, second = heard((0, 1, 2)), heard((2, 0, 1), again=True)
+    first, second = counted((0, 1, 2)), counted((2, 0, 1), again=True)
     assert torch.equal(first[0].mean(), second[0].mean())
     for one, other in zip(first[2], second[2], strict=True):
         assert torch.equal(one.position, other.position)
@@ -164,14 +173,14 @@ def test_a_worker_that_goes_on_where_another_one_died_hears_the_same() -> None:
 
 
 def test_eq_10s_mean_is_weighted_by_shares_of_the_rows_label() -> None:
-    lessons, spill, _, _ = heard((0, 1, 2))
+    taught_bank, spill, _, _ = counted((0, 1, 2))
     shares = label_shares([(1, 3, 1), (2, 2, 1), (3, 1, 1)])
     expected = sum(
-        shares[number][lessons.bank.labels].unsqueeze(1) * spill.get(client)["logits"].log_softmax(1).double()
+        shares[number][taught_bank.bank.labels].unsqueeze(1) * spill.get(client)["logits"].log_softmax(1).double()
         for number, client in enumerate("abc")
     )
     assert isinstance(expected, torch.Tensor)
-    assert torch.allclose(lessons.mean().double(), expected, atol=1e-6)
+    assert torch.allclose(taught_bank.mean().double(), expected, atol=1e-6)
 
 
 def aggregated(exact_clients: int, added: str, present: str = "abc", bank: str = "auto") -> Aggregate:

@@ -10,7 +10,7 @@ from fedcg.learning.aggregation import distillation
 from fedcg.learning.aggregation.distillation import Distillation, EnsembleAggregator, Pair
 from fedcg.learning.aggregation.label_distribution import label_probabilities, row_weights
 from fedcg.learning.method import Update
-from fedcg.learning.simulation.simulation import MemorySpill
+from fedcg.learning.simulation.tasks import MemorySpill
 from fedcg.wire.parts import Part
 from tests.support.learning_cases import context, quick_spec
 

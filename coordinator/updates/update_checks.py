@@ -1,0 +1,125 @@
+"""What becomes of an update: by its manifest and the database before it comes, by its content when it is here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+from coordinator.errors import ValidationError
+from coordinator.rounds.records import AttemptRecord, AttemptState, ParticipantState, UpdateRecord
+from coordinator.storage.store import Key, Store
+from coordinator.updates.robustness import Distances, Yardstick
+from coordinator.updates.track_record import typical_distances
+from coordinator.updates.upload_windows import Received
+from coordinator.updates.validation import Expected, base_in, validate_update
+from fedcg.learning.spec import FederationSpec
+from fedcg.wire.artifacts.artifact_store import ArtifactStore
+from fedcg.wire.messages.messages import Manifest, Outcome
+
+
+class UpdateChecks:
+    """Decides about the updates of one federation; used by one thread.
+
+    Args:
+        spec: of the federation.
+        store: the database.
+        artifacts: where accepted updates go.
+        clock: unix time.
+    """
+
+    def __init__(
+        self, spec: FederationSpec, store: Store, artifacts: ArtifactStore, clock: Callable[[], float]
+    ) -> None:
+        self._spec = spec
+        self._store = store
+        self._artifacts = artifacts
+        self._clock = clock
+        self._yardstick: Yardstick | None = None
+
+    def ended(self, device: str, manifest: Manifest) -> UpdateRecord | None:
+        """How an update of this device and attempt ended before, if one did."""
+        return self._store.update(self._key(manifest), device)
+
+    def verdict(self, device: str, manifest: Manifest) -> tuple[Outcome, str] | None:
+        """How an update ends without being looked into; None when its attempt takes it."""
+        key = self._key(manifest)
+        attempt = self._store.attempt(key)
+        if attempt is None or attempt.state is not AttemptState.COLLECTING:
+            return self.why_late(manifest)
+        invited = {person.client: person.state for person in self._store.participants(key)}
+        if device not in invited:
+            return Outcome.REJECTED, "the device was not invited to this attempt"
+        if invited[device] is ParticipantState.DECLINED:
+            return Outcome.REJECTED, "the device declined this attempt"
+        return None
+
+    def why_late(self, manifest: Manifest) -> tuple[Outcome, str]:
+        """How an update ends whose attempt does not collect."""
+        attempt = self._store.attempt(self._key(manifest))
+        if attempt is None:
+            return Outcome.REJECTED, "there is no such round and attempt"
+        if attempt.state is AttemptState.FAILED:
+            return Outcome.CLOSED, "the attempt ended without an aggregate"
+        if self._store.aggregate(self._spec.federation, self._spec.rounds) is not None:
+            return Outcome.CLOSED, "the federation is finished"
+        return Outcome.LATE, "the round was closed without this update"
+
+    def check(self, received: Received) -> UpdateRecord:
+        """Validate a received update and, when it is good, make it durable.
+
+        Raises:
+            OSError: of our disk, and no fault of the update.
+        """
+        manifest, device = received.manifest, received.device
+        attempt = self._store.attempt(self._key(manifest))
+        assert attempt is not None
+        expected = Expected(self._spec.federation, manifest.round, manifest.attempt, device, attempt.base)
+        try:
+            yardstick = self._yardstick_for(attempt)
+            artifact = validate_update(received.file.read_bytes(), self._spec, expected, yardstick.base)
+            distances = yardstick.distances(artifact.parts)
+            yardstick.check(device, distances)
+        except ValidationError as error:
+            return self.rejected(device, manifest, received.manifest_at, error.reason)
+        self._artifacts.adopt(received.file, manifest.artifact.id)
+        report = artifact.header.report
+        told = None if report is None else report.model_dump_json(exclude_none=True)
+        return self._record(device, manifest, received.manifest_at, Outcome.ACCEPTED, "", told, distances)
+
+    def rejected(self, device: str, manifest: Manifest, manifest_at: float, reason: str) -> UpdateRecord:
+        """The record of an update that is not merged."""
+        return self._record(device, manifest, manifest_at, Outcome.REJECTED, reason[:300])
+
+    def _yardstick_for(self, attempt: AttemptRecord) -> Yardstick:
+        """What the updates of an attempt are taken to and measured by, made once a round."""
+        if self._yardstick is None or self._yardstick.base.id != attempt.base:
+            base = base_in(self._artifacts.get(attempt.base), self._spec, attempt.base)
+            typical = typical_distances(self._store, self._spec.federation, attempt.round - 1)
+            self._yardstick = Yardstick(base, typical)
+        return self._yardstick
+
+    def _record(
+        self,
+        device: str,
+        manifest: Manifest,
+        manifest_at: float,
+        outcome: Outcome,
+        reason: str,
+        report: str | None = None,
+        distances: Distances | None = None,
+    ) -> UpdateRecord:
+        return UpdateRecord(
+            *self._key(manifest),
+            client=device,
+            artifact=manifest.artifact.id,
+            size=manifest.artifact.size,
+            outcome=outcome,
+            reason=reason,
+            report=report,
+            manifest_at=manifest_at,
+            stored_at=self._clock(),
+            distances=json.dumps(distances) if distances else None,
+        )
+
+    def _key(self, manifest: Manifest) -> Key:
+        return (self._spec.federation, manifest.round, manifest.attempt)

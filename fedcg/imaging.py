@@ -1,0 +1,108 @@
+"""An image file to pixels in the form that a network takes: the one decoder and resize of training, experiments and serving.
+
+`convert(mode)`, then a bilinear resize of the width and after it of the height; of an animation the first frame, EXIF orientation
+ignored. A model does the same inside (`export.build.preprocess_graph`). Needs numpy and Pillow, no torch.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+import warnings
+import zlib
+from typing import Annotated, Literal
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image, UnidentifiedImageError
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+MAX_PIXELS = 50_000_000
+# Raster formats with a decoder inside Pillow. Others are refused before they are parsed: EPS, for one, starts Ghostscript.
+FORMATS = ("PNG", "JPEG", "BMP", "GIF", "TIFF", "WEBP", "PPM")
+
+Pixels = npt.NDArray[np.uint8]
+_Side = Annotated[int, Field(ge=4, le=1024, description="pixels; every image is resized")]
+
+
+class ImageForm(BaseModel):
+    """How an image becomes a tensor: decoded, converted to `mode`, resized to height x width, scaled to [0, 1], normalised."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    mode: Annotated[Literal["L", "RGB"], Field(description="L is grey, RGB is colour")]
+    height: _Side
+    width: _Side
+    mean: Annotated[tuple[float, ...], Field(description="one per channel, of pixels between 0 and 1")]
+    std: Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(description="one per channel, above 0")]
+
+    @property
+    def channels(self) -> int:
+        """1 for grey, 3 for colour."""
+        return 1 if self.mode == "L" else 3
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Height, width and channels of an image's pixels."""
+        return self.height, self.width, self.channels
+
+    @model_validator(mode="after")
+    def _one_statistic_per_channel(self) -> ImageForm:
+        if len(self.mean) != self.channels or len(self.std) != self.channels:
+            raise ValueError(f"mode {self.mode} needs {self.channels} means and standard deviations")
+        return self
+
+
+class ImageError(Exception):
+    """Bytes that are no image of a supported format, or a damaged one; the message says why and names no file."""
+
+
+class TooManyPixelsError(ImageError):
+    """An image over the pixel limit."""
+
+
+def decode_image(content: bytes, form: ImageForm, max_pixels: int = MAX_PIXELS, *, resize: bool = True) -> Pixels:
+    """Decode one image and bring it to a form.
+
+    Args:
+        content: the bytes of an image file.
+        form: mode and size.
+        max_pixels: larger images are refused from their header, before anything is decoded.
+        resize: to the form's size; otherwise the image keeps its own, and a model that has its preprocessing inside does the rest.
+
+    Returns:
+        [height, width, channels] uint8, in memory of its own.
+
+    Raises:
+        ImageError: not an image of a supported format, or damaged.
+        TooManyPixelsError: over the pixel limit.
+    """
+    try:
+        with warnings.catch_warnings():
+            # Pillow warns about sizes that the limit below refuses, and about odd metadata.
+            warnings.simplefilter("ignore")
+            with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+                if image.width * image.height > max_pixels:
+                    raise TooManyPixelsError(f"{image.width}x{image.height} pixels is over the limit of {max_pixels}")
+                return _fit(image, form, resize=resize)
+    except UnidentifiedImageError as error:
+        raise ImageError(f"not an image ({', '.join(FORMATS)} are read)") from error
+    except Image.DecompressionBombError as error:
+        raise TooManyPixelsError(f"over the limit of {max_pixels} pixels") from error
+    # What Pillow's decoders raise for bytes that break off or contradict themselves.
+    except (OSError, ValueError, SyntaxError, EOFError, LookupError, TypeError, struct.error, zlib.error) as error:
+        raise ImageError(f"damaged image ({error})") from error
+
+
+def fit_pixels(pixels: Pixels, form: ImageForm) -> Pixels:
+    """[H, W] or [H, W, 3] uint8 to [height, width, channels] in a form, as if it came from a file without loss."""
+    return _fit(Image.fromarray(np.ascontiguousarray(pixels)), form, resize=True)
+
+
+def _fit(image: Image.Image, form: ImageForm, *, resize: bool) -> Pixels:
+    fitted = image.convert(form.mode)
+    if resize:  # in two steps: which side Pillow takes first when it is left to it changes with its version, and pixels with that
+        fitted = fitted.resize((form.width, fitted.height), Image.Resampling.BILINEAR)
+        fitted = fitted.resize((form.width, form.height), Image.Resampling.BILINEAR)
+    pixels = np.array(fitted, dtype=np.uint8)
+    return pixels[..., None] if pixels.ndim == 2 else pixels
