@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import stat
@@ -99,30 +100,18 @@ def test_a_store_without_any_whole_generation_says_what_to_do(store: PrivateStor
 STEPS = ("write_durably", "fsync_path", "replace_durably")
 
 
-class Saboteur:
-    """Counts the durable steps of a commit and cuts the power before the chosen one."""
-
-    def __init__(self, cut_before: int) -> None:
-        self.cut_before = cut_before
-        self.done = 0
-
-    def step(self) -> None:
-        if self.done == self.cut_before:
-            raise PowerCutError
-        self.done += 1
-
-
 def sabotaged_commit(
     monkeypatch: pytest.MonkeyPatch, store: PrivateStore, cut_before: int, cursor: RoundAttempt
 ) -> bool:
     """Commit with the power cut before one durable step; whether the commit got through."""
-    saboteur = Saboteur(cut_before)
+    steps = itertools.count()
     with monkeypatch.context() as patch:
         for name in STEPS:
             real = getattr(files, name)
 
             def wrapped(*args: object, real: object = real) -> object:
-                saboteur.step()
+                if next(steps) == cut_before:
+                    raise PowerCutError
                 return real(*args)  # type: ignore[operator]
 
             patch.setattr(f"edge_client.store.generations.{name}", wrapped)

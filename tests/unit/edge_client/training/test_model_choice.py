@@ -5,20 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from edge_client.session.events import ChooseModel
+from edge_client.config import PolicySection
+from edge_client.session.events import ChooseModel, Chosen
 from edge_client.training import model_selection as finalise
 from edge_client.training.evaluation import Measured, measure
-from edge_client.training.local_data import RoundData
 from edge_client.training.model_selection import Candidate, choose
-from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Weights
+from fedcg.learning.registry import get_method
 from fedcg.learning.spec import FederationSpec
 from fedcg.learning.tensor_conversion import to_weights
 from fedcg.learning.training.evaluation import calibrated_loss
+from fedcg.wire.artifacts.artifacts import unpack
 from fedcg.wire.parts import Part
 from tests.unit.edge_client.training.test_trainer import Site, real_spec
 
@@ -73,20 +76,23 @@ def finished(root: Path) -> tuple[Site, ChooseModel]:
     return site, ChooseModel(site.spec.digest, site.aggregate)
 
 
+def watch(monkeypatch: pytest.MonkeyPatch) -> list[Mapping[Part, Weights]]:
+    """The models that are measured from now on."""
+    seen: list[Mapping[Part, Weights]] = []
+
+    def noted(spec: FederationSpec, parts: Mapping[Part, Weights], *rest: Any) -> Measured:
+        seen.append(parts)
+        return measure(spec, parts, *rest)
+
+    monkeypatch.setattr(finalise, "measure", noted)
+    return seen
+
+
 def test_the_five_candidates_are_measured_alike_and_two_are_means_of_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site, command = finished(tmp_path)
-    seen: list[Mapping[Part, Weights]] = []
-    honest = measure
-
-    def noted(
-        spec: FederationSpec, parts: Mapping[Part, Weights], data: RoundData, common: ImageSet | None, place: str
-    ) -> Measured:
-        seen.append(parts)
-        return honest(spec, parts, data, common, place)
-
-    monkeypatch.setattr(finalise, "measure", noted)
+    seen = watch(monkeypatch)
     site.trainer().do(command)
     outcome, latest = site.store.finalised(), to_weights(site.state().slots["personal"])
     losses = {name: outcome[f"loss_val_{name}"] for name in NAMES}
@@ -102,18 +108,42 @@ def test_the_five_candidates_are_measured_alike_and_two_are_means_of_weights(
     assert any(not torch.equal(changed[0][name], changed[1][name]) for name in changed[0])
 
 
+@pytest.mark.parametrize(
+    ("method", "brought"),
+    [
+        ("fedavg", {Part.EXTRACTOR, Part.CLASSIFIER}),
+        ("fedper", {Part.EXTRACTOR}),
+        ("fedcg", {Part.CLASSIFIER}),
+        ("local", set()),
+    ],
+)
+def test_the_downloaded_candidate_has_every_part_that_the_last_aggregate_brings(
+    method: str, brought: set[Part], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = Site(tmp_path, real_spec(method))
+    policy = PolicySection(allow_upload=frozenset({Part.EXTRACTOR, Part.CLASSIFIER, Part.GENERATOR}))
+    site.config = site.config.model_copy(update={"policy": policy})
+    site.trainer().do(site.round())
+    seen = watch(monkeypatch)
+    command = ChooseModel(site.spec.digest, site.aggregate)
+    assert site.trainer().do(command) == Chosen(site.aggregate, succeeded=True)
+    assert len(seen) == (5 if brought else 1)
+    held = {part: site.spec.layouts[part] for part in get_method(method).shared_down}
+    first, latest = unpack(site.store.artifacts.get(site.aggregate), held).parts, site.state().slots["personal"]
+    for part in (Part.EXTRACTOR, Part.CLASSIFIER) if brought else ():
+        wanted = first[part] if part in brought else latest[part]
+        assert all(np.array_equal(seen[1][part][name].numpy(), wanted[name]) for name in wanted)
+
+
 def test_test_and_common_images_have_no_part_in_the_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     site, command = finished(tmp_path)
-    honest = measure
     chosen, told = [], []
     for favourite in range(len(NAMES)):
         turns = iter(range(len(NAMES)))
 
-        def flattered(
-            spec: FederationSpec, parts: Mapping[Part, Weights], data: RoundData, common: ImageSet | None, place: str
-        ) -> Measured:
+        def flattered(*arguments: Any) -> Measured:
             score = 1.0 if next(turns) == favourite else 0.0  # noqa: B023 - called within the turn
-            true = honest(spec, parts, data, common, place)
+            true = measure(*arguments)
             return Measured(val=true.val, val_loss=true.val_loss, test=score, common=score)
 
         monkeypatch.setattr(finalise, "measure", flattered)

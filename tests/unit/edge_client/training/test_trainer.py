@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,7 @@ from edge_client.session.events import ChooseModel, Chosen, TrainRound
 from edge_client.store.generations import StoredState
 from edge_client.store.private_store import PrivateStore
 from edge_client.training import local_round as training
-from edge_client.training import model_selection as finalise
-from edge_client.training.evaluation import Measured, measure
+from edge_client.training.evaluation import Measured
 from edge_client.training.messages import Committed, Failed
 from edge_client.training.trainer_child import Trainer, reason_for
 from export.errors import GateError
@@ -30,7 +28,7 @@ from export.model.manifest import read_manifest
 from export.model.signature import required
 from export.model.versions import Slots
 from fedcg.event_log import EventLog, read_events
-from fedcg.learning.method import ClientState, LocalResult, Method, Weights
+from fedcg.learning.method import ClientState, LocalResult, Method
 from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import spec_root
@@ -488,43 +486,6 @@ def test_variants_of_the_chosen_model_are_judged_by_validation_images(
     assert {one.images for one in manifest.verification.variants} <= {manifest.verification.images}
     assert set(checked) <= {one.name for one in manifest.verification.variants}
     assert outcome["served_variant"] == manifest.serves
-
-
-@pytest.mark.parametrize(
-    ("method", "brought"),
-    [
-        ("fedavg", {Part.EXTRACTOR, Part.CLASSIFIER}),
-        ("fedper", {Part.EXTRACTOR}),
-        ("fedcg", {Part.CLASSIFIER}),
-        ("local", set()),
-    ],
-)
-def test_the_downloaded_candidate_has_every_part_that_the_last_aggregate_brings(
-    method: str, brought: set[Part], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    site = Site(tmp_path, real_spec(method))
-    anything = frozenset({Part.EXTRACTOR, Part.CLASSIFIER, Part.GENERATOR})
-    policy = site.config.policy.model_copy(update={"allow_upload": anything})
-    site.config = site.config.model_copy(update={"policy": policy})
-    trainer = site.trainer()
-    trainer.do(site.round())
-    seen: list[Mapping[Part, Weights]] = []
-
-    def watched(spec: FederationSpec, parts: Mapping[Part, Weights], *rest: Any) -> Measured:
-        seen.append(parts)
-        return measure(spec, parts, *rest)
-
-    monkeypatch.setattr(finalise, "measure", watched)
-    assert trainer.do(ChooseModel(site.spec.digest, site.aggregate)) == Chosen(site.aggregate, succeeded=True)
-    assert len(seen) == (5 if brought else 1)
-    if not brought:
-        return
-    held = {part: site.spec.layouts[part] for part in get_method(method).shared_down}
-    first = unpack(site.store.artifacts.get(site.aggregate), held).parts
-    latest = site.state().slots["personal"]
-    for part in (Part.EXTRACTOR, Part.CLASSIFIER):
-        wanted = first[part] if part in brought else latest[part]
-        assert all(np.array_equal(seen[1][part][name].numpy(), wanted[name]) for name in wanted)
 
 
 def test_a_device_that_never_trained_has_no_model_and_says_so(site: Site) -> None:
