@@ -42,14 +42,12 @@ class UpdateFacts:
     """What the header of an update holds besides method and federation.
 
     Attributes:
-        base: sha256 of the aggregate that the round started from, or None.
         versions, determinism: what a repetition with the same bits needs.
     """
 
     device: str
     round: int
     attempt: int
-    base: str | None
     versions: dict[str, str] = field(default_factory=dict)
     determinism: dict[str, str] = field(default_factory=dict)
 
@@ -99,7 +97,7 @@ def build_update(
     spec: FederationSpec,
     policy: PolicySection,
     facts: UpdateFacts,
-    base: PartArrays | None = None,
+    base: Base,
 ) -> bytes:
     """The packed update of one local round.
 
@@ -109,7 +107,7 @@ def build_update(
         spec: what the federation asks for.
         policy: what this device allows.
         facts: the rest of the header.
-        base: decoded tensors of the aggregate that `facts` names; a delta codec needs those of `spec.with_base`.
+        base: the aggregate that the round started from; a delta codec needs the parts of `spec.with_base`.
 
     Raises:
         FirewallError: a part or tensor that may not leave, is missing, of another element type or shape, or not finite;
@@ -126,12 +124,13 @@ def build_update(
         round=facts.round,
         attempt=facts.attempt,
         client=facts.device,
-        base=facts.base,
+        base=base.id,
         report=_allowed_report(report, spec, policy, facts.device),
         versions=facts.versions,
         determinism=facts.determinism,
     )
-    return pack(header, parts, spec.codec, _base_of(spec, facts, base))
+    delta_base = Base(base.id, {part: base.parts[part] for part in spec.with_base}) if spec.with_base else None
+    return pack(header, parts, spec.codec, delta_base)
 
 
 def _check_facts(facts: UpdateFacts) -> None:
@@ -140,22 +139,6 @@ def _check_facts(facts: UpdateFacts) -> None:
             raise FirewallError(facts.device, "the header of an update has no place for it", tensor=name)
         if not re.fullmatch(FACTS[name], value):
             raise FirewallError(facts.device, f"its value is not of the form {FACTS[name]}", tensor=name)
-
-
-def _base_of(spec: FederationSpec, facts: UpdateFacts, base: PartArrays | None) -> Base | None:
-    """What a delta codec takes differences to; None where everything goes by value.
-
-    Raises:
-        FirewallError: the aggregate that the round started from is not at hand.
-    """
-    if not spec.with_base:
-        return None
-    if facts.base is None or base is None or not base.keys() >= set(spec.with_base):
-        problem = (
-            f"codec {spec.codec} needs the aggregate that the round started from ({facts.base}), and it is not at hand"
-        )
-        raise FirewallError(facts.device, problem)
-    return Base(facts.base, {part: base[part] for part in spec.with_base})
 
 
 def check_kept(data: bytes, policy: PolicySection, device: str) -> None:

@@ -43,7 +43,7 @@ from fedcg.learning.seeds import Streams, spec_root
 from fedcg.learning.spec import FederationSpec
 from fedcg.learning.tensor_conversion import to_arrays, to_weights
 from fedcg.learning.training.evaluation import generator_figures
-from fedcg.wire.artifacts.artifacts import Artifact, codecs_for, unpack
+from fedcg.wire.artifacts.artifacts import Artifact, Base, codecs_for, unpack
 from fedcg.wire.errors import IntegrityError
 from fedcg.wire.messages.messages import DeclineReason
 from fedcg.wire.parts import Health, Part, is_delta
@@ -222,13 +222,14 @@ def _commit(work: Workplace, command: TrainRound, spec: FederationSpec, done: _O
         device=work.config.device,
         round=attempt.round,
         attempt=attempt.attempt,
-        base=command.aggregate,
         versions={"torch": str(torch.__version__), "fedcg-edge": version("fedcg-edge")},
         determinism=_determinism(work, done.ctx),
     )
     shared = to_arrays(done.result.shared.parts)
     policy = work.config.policy
-    update = build_update(shared, report, spec=spec, policy=policy, facts=facts, base=done.base.parts)
+    update = build_update(
+        shared, report, spec=spec, policy=policy, facts=facts, base=Base(command.aggregate, done.base.parts)
+    )
     slots: dict[str, Mapping[Part, Weights]] = {**done.start.best, "personal": personal}
     scores = dict(done.start.scores)
     trained = {"best": (personal, own)}

@@ -42,7 +42,7 @@ class ArtifactHeader(BaseModel):
         client: who made it; "coordinator" for an aggregate.
         base: sha256 of the aggregate that the local round started from, or None; deltas are taken to its decoded tensors.
         label_distribution: the published p(y), one number per class.
-        codecs: how each tensor ("part/name") is coded; `pack` fills it in when it is left empty.
+        codecs: how each tensor ("part/name") is coded; `pack` fills it in.
         versions, determinism: what a repetition with the same bits needs; given by the caller.
     """
 
@@ -123,23 +123,19 @@ def pack(header: ArtifactHeader, parts: PartArrays, codec: UpdateCodec = "f32", 
     """The bytes of an artifact; the same arguments always give the same bytes.
 
     Args:
-        header: its codecs may be left empty.
+        header: its codecs are filled in.
         parts: the tensors.
         codec: how they are coded.
         base: for a delta codec; its parts are coded as the difference to it, all others by value.
 
     Raises:
-        MalformedError: an element type that the wire does not carry, or codecs that are not those of the tensors.
+        MalformedError: an element type that the wire does not carry.
         CodecError: a number that the codec can't hold.
         IntegrityError: a part of the base lacks a tensor.
         UnknownBaseError: the header names another base.
         TooLargeError: the header or the artifact is over its bound.
     """
     codecs = codecs_for(layouts_of(parts), codec, frozenset() if base is None else frozenset(base.parts))
-    if header.codecs and header.codecs != codecs:
-        raise MalformedError(
-            "the header's codecs are not those of the tensors; leave them empty to have them filled in"
-        )
     payload = encode_tensors(parts, codecs, _known_base(header, codecs, base))
     head = header.model_copy(update={"codecs": codecs}).canonical()
     return join_artifact(head, payload)

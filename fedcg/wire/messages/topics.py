@@ -171,16 +171,13 @@ class Topics:
 
     def may_publish(self, identity: str, topic: str) -> bool:
         """Whether an identity may publish on a concrete topic."""
-        parsed = self.parse(topic)
-        return parsed is not None and self._allowed(_WRITES, identity, parsed)
+        return self._allowed(_WRITES, identity, self.parse(topic))
 
     def may_read(self, identity: str, topic: str) -> bool:
         """Whether an identity may receive a topic, or subscribe to a filter all of whose topics it may receive."""
-        role = role_of(identity)
         if topic == self.everything():
-            return role is Role.OBSERVER
-        parsed = self._parse_filter(topic)
-        return parsed is not None and self._allowed(_READS, identity, parsed)
+            return role_of(identity) is Role.OBSERVER
+        return self._allowed(_READS, identity, self._parse_filter(topic))
 
     def mosquitto_acl(self, device_ids: Iterable[str], observers: Iterable[str] = ()) -> str:
         """Mosquitto's access list: one `user` section per identity, nothing for anybody else.
@@ -228,8 +225,8 @@ class Topics:
         return ParsedTopic(kind, device)
 
     @staticmethod
-    def _allowed(rights: dict[Role, tuple[TopicKind, ...]], identity: str, parsed: ParsedTopic) -> bool:
+    def _allowed(rights: dict[Role, tuple[TopicKind, ...]], identity: str, parsed: ParsedTopic | None) -> bool:
         role = role_of(identity)
-        if parsed.kind not in rights[role]:
+        if parsed is None or parsed.kind not in rights[role]:
             return False
         return role is not Role.DEVICE or parsed.device is None or parsed.device == identity

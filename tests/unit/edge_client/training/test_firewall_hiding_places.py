@@ -20,7 +20,7 @@ from edge_client.errors import FirewallError
 from edge_client.firewall import UpdateFacts, build_update
 from fedcg.learning.spec import FederationSpec
 from fedcg.learning.tensor_conversion import to_arrays
-from fedcg.wire.artifacts.artifacts import ArtifactHeader, artifact_id, pack, unpack
+from fedcg.wire.artifacts.artifacts import ArtifactHeader, Base, artifact_id, pack, unpack
 from fedcg.wire.artifacts.inspection import inspect
 from fedcg.wire.messages.messages import COORDINATOR
 from fedcg.wire.parts import Part, Report, ReportField, TensorLayout, UpdateCodec
@@ -231,8 +231,8 @@ def leave(trying: Attempt, codec: UpdateCodec) -> tuple[bytes, bytes]:
     """The update as the training process makes it from what a method returned, and its base."""
     spec = spec_for(codec)
     base = base_bytes(spec)
-    facts = UpdateFacts(DEVICE, 3, 2, artifact_id(base), trying.versions, trying.determinism)
-    known = unpack(base, {part: LAYOUTS[part] for part in SHARED}).parts
+    facts = UpdateFacts(DEVICE, 3, 2, trying.versions, trying.determinism)
+    known = Base(artifact_id(base), unpack(base, {part: LAYOUTS[part] for part in SHARED}).parts)
     arrays = to_arrays(trying.parts)
     return build_update(arrays, trying.report, spec=spec, policy=POLICY, facts=facts, base=known), base
 
