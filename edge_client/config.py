@@ -146,7 +146,6 @@ class AgentConfig(_Section):
     carrier_url: Annotated[
         str | None, Field(pattern=URL_PATTERN, description="https://HOST:PORT of the coordinator's carrier")
     ] = None
-    exit_when_finished: bool = False
     broker: BrokerSection
     tls: TlsSection | None = None
     enrolment: EnrolmentSection = EnrolmentSection()

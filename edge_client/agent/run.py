@@ -52,4 +52,4 @@ def run_agent(config: AgentConfig, *, until_finished: bool) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, end)
         with renewer.running():
-            return agent.run(until_finished=until_finished or config.exit_when_finished)
+            return agent.run(until_finished=until_finished)

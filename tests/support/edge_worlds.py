@@ -411,6 +411,10 @@ class FakeTrainer:
         return [command.cursor for command in self.commands if isinstance(command, TrainRound)]
 
 
+MakeWorld = Callable[..., "World"]
+"""Makes a world of given fields, which ends with the test (fixture `make_world`)."""
+
+
 @dataclass
 class World:
     """One agent in a thread, a scripted coordinator, and the broker between them."""
@@ -459,6 +463,12 @@ class World:
         self._thread = threading.Thread(target=run, daemon=True)
         self._thread.start()
         return agent
+
+    def connect(self) -> None:
+        """Bring coordinator and agent up, until the device's hello."""
+        self.coordinator.come_online()
+        self.start_agent()
+        self.coordinator.wait(Hello)
 
     def stop_agent(self) -> None:
         self.agent.stop()

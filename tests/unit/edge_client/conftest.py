@@ -1,4 +1,4 @@
-"""A coordinator's service with two devices, one of them silent, for tests of a box that connects to it."""
+"""Worlds that end with the test: a box's agent with a scripted coordinator, a coordinator's service with two devices."""
 
 from __future__ import annotations
 
@@ -7,13 +7,29 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.coordinator_support import World, aggregate_bytes, tiny_spec
+from tests.support.coordinator_support import World as ServiceWorld
+from tests.support.coordinator_support import aggregate_bytes, tiny_spec
+from tests.support.edge_worlds import MakeWorld, World
 
 
 @pytest.fixture
-def service_world(tmp_path: Path) -> Iterator[World]:
-    spec = tiny_spec(1)
-    world = World(tmp_path / "home", spec, aggregate_bytes(spec, 0, 0, seed=1), clients=("a", "b"), min_clients=2)
+def make_world(tmp_path: Path) -> Iterator[MakeWorld]:
+    worlds: list[World] = []
+
+    def make(**changes: object) -> World:
+        worlds.append(World(tmp_path, **changes))  # type: ignore[arg-type]
+        return worlds[-1]
+
+    yield make
+    for world in worlds:
+        world.close()
+
+
+@pytest.fixture
+def service_world(tmp_path: Path) -> Iterator[ServiceWorld]:
+    """Device `b` is silent."""
+    spec, home = tiny_spec(1), tmp_path / "home"
+    world = ServiceWorld(home, spec, aggregate_bytes(spec, 0, 0, seed=1), clients=("a", "b"), min_clients=2)
     world.devices["b"].silent = True
     yield world
     world.close()

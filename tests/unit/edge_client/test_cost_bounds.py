@@ -2,35 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
-
 import pytest
 
 from edge_client.config import PolicySection
 from edge_client.firewall import check_spec
-from fedcg.wire.messages.messages import EVERYONE, Accept, ArtifactRef, Decline, DeclineReason, Hello, Need, Offer
+from fedcg.wire.messages.messages import EVERYONE, Accept, ArtifactRef, Decline, DeclineReason, Need, Offer
 from fedcg.wire.parts import Part
-from tests.support.edge_worlds import World, aggregate_of, toy_parts, toy_spec, wait_until
-
-MakeWorld = Callable[..., World]
-
-
-@pytest.fixture
-def make_world(tmp_path: Path) -> Iterator[MakeWorld]:
-    worlds: list[World] = []
-
-    def make(**changes: object) -> World:
-        world = World(tmp_path, **changes)  # type: ignore[arg-type]
-        worlds.append(world)
-        world.coordinator.come_online()
-        world.start_agent()
-        world.coordinator.wait(Hello)
-        return world
-
-    yield make
-    for world in worlds:
-        world.close()
+from tests.support.edge_worlds import MakeWorld, aggregate_of, toy_parts, toy_spec, wait_until
 
 
 @pytest.mark.parametrize(
@@ -46,6 +24,7 @@ def test_a_spec_that_asks_for_more_work_than_the_policy_allows_is_declined_befor
     make_world: MakeWorld, params: dict[str, float], said: str
 ) -> None:
     world = make_world(spec=toy_spec(params=params))
+    world.connect()
     aggregate = aggregate_of(toy_parts(50, (Part.CLASSIFIER, Part.GENERATOR)), world.spec, 0)
     world.coordinator.offer(world.spec, aggregate, 1)
     world.coordinator.invite(1)
@@ -73,6 +52,7 @@ def test_the_owner_sets_the_bounds() -> None:
 
 def test_an_aggregate_above_the_bound_is_declined_and_no_byte_of_it_asked_for(make_world: MakeWorld) -> None:
     world = make_world()
+    world.connect()
     coordinator = world.coordinator
     coordinator.publish(
         coordinator.topics.offer,

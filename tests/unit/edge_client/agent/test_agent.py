@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -31,6 +29,7 @@ from fedcg.worker_process import Exited
 from tests.support.edge_worlds import (
     DEVICE,
     FakeTrainer,
+    MakeWorld,
     World,
     aggregate_of,
     make_config,
@@ -41,21 +40,6 @@ from tests.support.edge_worlds import (
 )
 
 SHARED = (Part.CLASSIFIER, Part.GENERATOR)
-MakeWorld = Callable[..., World]
-
-
-@pytest.fixture
-def make_world(tmp_path: Path) -> Iterator[MakeWorld]:
-    worlds: list[World] = []
-
-    def make(**changes: object) -> World:
-        world = World(tmp_path, **changes)  # type: ignore[arg-type]
-        worlds.append(world)
-        return world
-
-    yield make
-    for world in worlds:
-        world.close()
 
 
 def aggregate(world: World, round_number: int = 0) -> bytes:
@@ -65,12 +49,6 @@ def aggregate(world: World, round_number: int = 0) -> bytes:
 def open_round(world: World, round_number: int = 1, attempt: int = 1) -> None:
     world.coordinator.offer(world.spec, aggregate(world), round_number, attempt)
     world.coordinator.invite(round_number, attempt)
-
-
-def welcomed(world: World) -> None:
-    world.coordinator.come_online()
-    world.start_agent()
-    world.coordinator.wait(Hello)
 
 
 def test_a_whole_federation_of_two_rounds_ends_with_a_chosen_model(make_world: MakeWorld) -> None:
@@ -97,7 +75,7 @@ def test_a_whole_federation_of_two_rounds_ends_with_a_chosen_model(make_world: M
 
 def test_a_live_offer_is_received_from_the_broadcast_without_asking(make_world: MakeWorld) -> None:
     world = make_world()
-    welcomed(world)
+    world.connect()
     open_round(world)
     world.coordinator.broadcast(aggregate(world))
     world.coordinator.wait(Manifest)
@@ -109,7 +87,7 @@ def test_a_live_offer_is_received_from_the_broadcast_without_asking(make_world: 
 
 def test_chunks_that_the_broadcast_lost_are_asked_for(make_world: MakeWorld) -> None:
     world = make_world()
-    welcomed(world)
+    world.connect()
     open_round(world)  # nothing is broadcast at all
     needs: list[str] = []
     while world.coordinator.serve(aggregate(world)).id not in needs:
@@ -119,7 +97,7 @@ def test_chunks_that_the_broadcast_lost_are_asked_for(make_world: MakeWorld) -> 
 
 def test_a_device_that_is_not_invited_trains_nothing_and_asks_for_nothing(make_world: MakeWorld) -> None:
     world = make_world()
-    welcomed(world)
+    world.connect()
     world.coordinator.offer(world.spec, aggregate(world), 1)
     wait_until(lambda: len(world.events("offer")) == 1, "the offer arrives")
     world.coordinator.invite(7)  # of another round than the open one
@@ -134,7 +112,7 @@ def test_a_device_that_is_not_invited_trains_nothing_and_asks_for_nothing(make_w
 def test_an_agent_told_to_upload_its_extractor_refuses_says_why_and_stays_up(make_world: MakeWorld) -> None:
     greedy = toy_spec(upload=(Part.CLASSIFIER, Part.EXTRACTOR, Part.GENERATOR))
     world = make_world(spec=greedy)
-    welcomed(world)
+    world.connect()
     open_round(world)
     decline = world.coordinator.wait(Decline)
     assert decline.reason is DeclineReason.UPLOAD_NOT_ALLOWED
@@ -148,14 +126,14 @@ def test_an_agent_told_to_upload_its_extractor_refuses_says_why_and_stays_up(mak
 def test_the_extractor_goes_only_where_the_owner_of_the_device_allows_it(make_world: MakeWorld) -> None:
     greedy = toy_spec(upload=(Part.CLASSIFIER, Part.EXTRACTOR, Part.GENERATOR))
     world = make_world(spec=greedy, policy=PolicySection(allow_upload=frozenset(Part)))
-    welcomed(world)
+    world.connect()
     open_round(world)
     world.coordinator.wait(Accept)
 
 
 def test_a_manifest_is_repeated_until_a_receipt_comes_and_then_never_again(make_world: MakeWorld) -> None:
     world = make_world()
-    welcomed(world)
+    world.connect()
     open_round(world)
     first, second = world.coordinator.wait(Manifest), world.coordinator.wait(Manifest)
     assert first.artifact == second.artifact
@@ -174,7 +152,7 @@ def test_a_manifest_is_repeated_until_a_receipt_comes_and_then_never_again(make_
 
 def test_a_restarted_agent_delivers_its_outbox_and_does_not_train_again(make_world: MakeWorld) -> None:
     world = make_world()
-    welcomed(world)
+    world.connect()
     open_round(world)
     before = world.coordinator.wait(Manifest)
     world.stop_agent()
@@ -191,7 +169,7 @@ def test_a_restarted_agent_delivers_its_outbox_and_does_not_train_again(make_wor
 
 def test_a_trainer_that_dies_after_its_commit_is_not_asked_to_train_again(make_world: MakeWorld) -> None:
     world = make_world(is_automatic=False)
-    welcomed(world)
+    world.connect()
     open_round(world)
     world.coordinator.wait(Accept)
     world.coordinator.work_until(lambda: bool(world.trainer.rounds()), "training starts")
@@ -207,7 +185,7 @@ def test_a_trainer_that_dies_after_its_commit_is_not_asked_to_train_again(make_w
 
 def test_a_trainer_that_dies_before_its_commit_repeats_the_round(make_world: MakeWorld) -> None:
     world = make_world(is_automatic=False)
-    welcomed(world)
+    world.connect()
     open_round(world)
     world.coordinator.work_until(lambda: bool(world.trainer.rounds()), "training starts")
     world.trainer.deliver(Exited(1001, -9))
@@ -218,7 +196,7 @@ def test_a_trainer_that_dies_before_its_commit_repeats_the_round(make_world: Mak
 
 def test_the_network_is_served_while_training_runs(make_world: MakeWorld) -> None:
     world = make_world(is_automatic=False)
-    welcomed(world)
+    world.connect()
     open_round(world)
     world.coordinator.work_until(lambda: bool(world.trainer.rounds()), "training starts")
     world.coordinator.invite(1)
@@ -232,7 +210,7 @@ def test_the_network_is_served_while_training_runs(make_world: MakeWorld) -> Non
 
 def test_a_round_that_diverges_is_declined_and_the_next_attempt_is_trained(make_world: MakeWorld) -> None:
     world = make_world(is_automatic=False)
-    welcomed(world)
+    world.connect()
     open_round(world)
     world.coordinator.work_until(lambda: bool(world.trainer.rounds()), "training starts")
     world.trainer.deliver(Failed(RoundAttempt(1, 1), DeclineReason.DIVERGED, "mean loss nan"))
@@ -244,7 +222,7 @@ def test_a_round_that_diverges_is_declined_and_the_next_attempt_is_trained(make_
 
 def test_a_lost_link_is_found_again_with_a_new_session_and_the_will_told_of_it(make_world: MakeWorld) -> None:
     world = make_world()
-    welcomed(world)
+    world.connect()
     first = world.coordinator.session
     world.broker.drop(DEVICE)
     while True:
@@ -261,7 +239,7 @@ def test_a_lost_link_is_found_again_with_a_new_session_and_the_will_told_of_it(m
 
 def test_a_session_that_the_coordinator_forgot_is_opened_anew_after_silence(make_world: MakeWorld) -> None:
     world = make_world(clock_speed=8.0)
-    welcomed(world)
+    world.connect()
     open_round(world)
     world.coordinator.wait(Manifest)
     world.coordinator.session = None  # it forgets without a new epoch
@@ -271,7 +249,7 @@ def test_a_session_that_the_coordinator_forgot_is_opened_anew_after_silence(make
 
 def test_what_the_coordinators_key_did_not_sign_changes_nothing(make_world: MakeWorld) -> None:
     world = make_world()
-    welcomed(world)
+    world.connect()
     coordinator = world.coordinator
     assert coordinator.session is not None
     forger = SigningKey.generate()
@@ -288,7 +266,7 @@ def test_what_the_coordinators_key_did_not_sign_changes_nothing(make_world: Make
 
 def test_an_older_offer_and_a_repeated_receipt_are_refused(make_world: MakeWorld) -> None:
     world = make_world()
-    welcomed(world)
+    world.connect()
     coordinator = world.coordinator
     open_round(world, 2)
     manifest = coordinator.wait(Manifest)
@@ -306,7 +284,7 @@ def test_an_older_offer_and_a_repeated_receipt_are_refused(make_world: MakeWorld
 
 def test_a_damaged_download_is_fetched_again(make_world: MakeWorld) -> None:
     world = make_world(is_automatic=False)
-    welcomed(world)
+    world.connect()
     open_round(world)
     world.coordinator.work_until(lambda: bool(world.trainer.rounds()), "training starts")
     command = world.trainer.commands[0]
@@ -330,7 +308,7 @@ def test_an_update_that_its_owner_forbade_after_it_was_made_never_leaves(
     make_world: MakeWorld, stricter: PolicySection, told: str
 ) -> None:
     world = make_world()
-    welcomed(world)
+    world.connect()
     open_round(world)
     world.coordinator.wait(Manifest)
     world.stop_agent()
@@ -352,7 +330,7 @@ def test_a_disk_that_is_full_when_the_receipt_comes_does_not_lose_the_next_round
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = make_world(is_automatic=False)
-    welcomed(world)
+    world.connect()
     open_round(world)
     world.coordinator.work_until(lambda: len(world.trainer.rounds()) == 1, "training starts")
     world.trainer.work(world.trainer.commands[-1])
@@ -369,7 +347,7 @@ def test_a_disk_that_is_full_when_the_offer_comes_does_not_lose_the_round(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = make_world()
-    welcomed(world)
+    world.connect()
     monkeypatch.setattr(PrivateStore, "save_seen", full_disk)
     open_round(world)
     assert world.coordinator.wait(Accept).round == 1
@@ -387,7 +365,7 @@ def test_a_training_process_that_cannot_be_started_is_tried_again(
 
     monkeypatch.setattr(FakeTrainer, "start", scarce)
     world = make_world(clock_speed=8.0)
-    welcomed(world)
+    world.connect()
     open_round(world)
     world.coordinator.wait(Manifest)
 

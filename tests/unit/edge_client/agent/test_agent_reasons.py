@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -22,32 +21,19 @@ from fedcg.event_log import EventLog, read_events
 from fedcg.wire.messages.messages import Accept, Decline, DeclineReason, Hello, Manifest, RoundAttempt
 from fedcg.wire.parts import Part
 from fedcg.worker_process import Exited
-from tests.support.edge_worlds import DEVICE, FakeTrainer, World, aggregate_of, toy_parts
+from tests.support.edge_worlds import DEVICE, FakeTrainer, MakeWorld, World, aggregate_of, toy_parts
 
-MakeWorld = Callable[..., World]
 NO_DOG = "/srv/images/dog: the spec has no class 'dog'; its classes are bar, dot"
 
 
-@pytest.fixture
-def make_world(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[MakeWorld]:
+@pytest.fixture(autouse=True)
+def log_everything(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    worlds: list[World] = []
-
-    def make(**changes: object) -> World:
-        world = World(tmp_path, **changes)  # type: ignore[arg-type]
-        worlds.append(world)
-        return world
-
-    yield make
-    for world in worlds:
-        world.close()
 
 
 def begin(world: World, round_number: int = 1) -> None:
     if round_number == 1:
-        world.coordinator.come_online()
-        world.start_agent()
-        world.coordinator.wait(Hello)
+        world.connect()
     data = aggregate_of(toy_parts(50, (Part.CLASSIFIER, Part.GENERATOR)), world.spec, 0)
     world.coordinator.offer(world.spec, data, round_number)
     world.coordinator.invite(round_number)

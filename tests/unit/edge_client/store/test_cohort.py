@@ -16,7 +16,7 @@ from edge_client.store.cohort_secret import code_of, create, join, mark_of, secr
 from edge_client.store.private_store import PrivateStore
 from fedcg.cli import app
 from fedcg.wire.messages.messages import CohortVerdict, Hello, RoundAttempt
-from tests.support.edge_worlds import DEVICE, FEDERATION, World, toy_generation, toy_spec, write_device
+from tests.support.edge_worlds import DEVICE, FEDERATION, MakeWorld, toy_generation, toy_spec, write_device
 
 SECRETS = st.binary(min_size=32, max_size=32)
 
@@ -132,19 +132,13 @@ def test_the_commands_carry_a_secret_from_the_first_device_to_another(
     assert "nowhere" in capsys.readouterr().err
 
 
-def test_an_agent_tells_its_mark_and_says_so_when_others_have_another_secret(tmp_path: Path) -> None:
-    world = World(tmp_path)
+def test_an_agent_sends_its_mark_and_records_when_others_have_another_secret(make_world: MakeWorld) -> None:
+    world = make_world()
     secret = secret_of(create(PrivateStore.open(world.config.store, FEDERATION, DEVICE)))
     world.coordinator.cohort = CohortVerdict.DIFFERENT
-    try:
-        world.coordinator.come_online()
-        world.start_agent()
-        hello = world.coordinator.wait(Hello)
-        assert hello.cohort == mark_of(secret, FEDERATION)
-
-        def told() -> list[object]:
-            return [event["others"] for event in world.events("cohort")]
-
-        world.coordinator.work_until(lambda: told() == ["different"], "the agent tells of the other secret")
-    finally:
-        world.close()
+    world.coordinator.come_online()
+    world.start_agent()
+    assert world.coordinator.wait(Hello).cohort == mark_of(secret, FEDERATION)
+    world.coordinator.work_until(
+        lambda: [event["others"] for event in world.events("cohort")] == ["different"], "the other secret is recorded"
+    )

@@ -15,12 +15,12 @@ from edge_client.store.generations import Generations
 from edge_client.store.private_store import DeliveryRecord, PrivateStore
 from fedcg.files import file_sha256
 from fedcg.wire.messages.key_chain import PinnedKey
-from fedcg.wire.messages.messages import Hello, Manifest, RoundAttempt
+from fedcg.wire.messages.messages import Manifest, RoundAttempt
 from fedcg.wire.messages.signing import SigningKey
 from tests.support.edge_worlds import (
     DEVICE,
     FEDERATION,
-    World,
+    MakeWorld,
     toy_generation,
     toy_snapshot,
     toy_spec,
@@ -167,27 +167,22 @@ def test_the_newest_generation_is_that_of_another_process_and_falls_back_like_th
 
 
 def test_no_state_file_is_hashed_on_the_loop_of_an_agent_at_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = World(tmp_path)
+    world = make_world()
+    world.connect()
     coordinator = world.coordinator
-    try:
-        coordinator.come_online()
-        world.start_agent()
-        coordinator.wait(Hello)
-        hashed: list[str] = []
+    hashed: list[str] = []
 
-        def counted(path: Path) -> str:
-            hashed.append(f"{path.name} on {threading.current_thread().name}")
-            return file_sha256(path)
+    def counted(path: Path) -> str:
+        hashed.append(f"{path.name} on {threading.current_thread().name}")
+        return file_sha256(path)
 
-        monkeypatch.setattr(generations_module, "file_sha256", counted)
-        coordinator.offer(world.spec, update_of(world.spec, RoundAttempt(0, 1)), 1)
-        coordinator.invite(1)
-        manifest = coordinator.wait(Manifest)
-        assert coordinator.collect(manifest) == update_of(world.spec, RoundAttempt(1, 1))
-        coordinator.receipt(manifest)
-        wait_until(lambda: bool(world.events("receipt")), "the receipt is recorded")
-        assert hashed == []
-    finally:
-        world.close()
+    monkeypatch.setattr(generations_module, "file_sha256", counted)
+    coordinator.offer(world.spec, update_of(world.spec, RoundAttempt(0, 1)), 1)
+    coordinator.invite(1)
+    manifest = coordinator.wait(Manifest)
+    assert coordinator.collect(manifest) == update_of(world.spec, RoundAttempt(1, 1))
+    coordinator.receipt(manifest)
+    wait_until(lambda: bool(world.events("receipt")), "the receipt is recorded")
+    assert hashed == []

@@ -218,19 +218,6 @@ def test_a_store_forgets_and_then_has_nothing(tmp_path: Path) -> None:
         store.get(name)
 
 
-def test_a_half_written_file_is_no_artifact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = ArtifactStore(tmp_path)
-
-    def cut_power(_descriptor: int) -> None:
-        raise OSError("power cut")
-
-    monkeypatch.setattr("os.fsync", cut_power)
-    with pytest.raises(OSError, match="power cut"):
-        store.put(PACKED)
-    assert list(store.ids()) == []
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("name", ["", "..", "../" * 20 + "etc/passwd", "A" * 64, "0" * 63, "0" * 64 + "\n"])
 def test_a_name_that_is_no_id_never_becomes_a_path(tmp_path: Path, name: str) -> None:
     with pytest.raises(MalformedError):

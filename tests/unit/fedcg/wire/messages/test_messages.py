@@ -18,10 +18,6 @@ def changed(**fields: object) -> bytes:
     return json.dumps({**json.loads(encode(DECLINE)), **fields}).encode()
 
 
-def test_a_message_survives_the_wire() -> None:
-    assert decode(encode(DECLINE)) == DECLINE
-
-
 def test_the_longest_need_fits_into_a_message() -> None:
     ranges = tuple((index * 2**30, 2**20) for index in range(256))
     need = Need(federation="f" * 63, sender="a" * 63, recipient="b" * 63, artifact="0" * 64, ranges=ranges)
