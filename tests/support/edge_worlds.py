@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 from PIL import Image
@@ -28,43 +26,19 @@ from fedcg.wire.artifacts.artifacts import ArtifactHeader, pack
 from fedcg.wire.artifacts.tensors import Array
 from fedcg.wire.messages.messages import (
     COORDINATOR,
-    EVERYONE,
-    Accept,
-    AnyMessage,
-    ArtifactRef,
-    CohortVerdict,
-    CoordinatorStatus,
-    Decline,
-    DeviceStatus,
-    Finished,
-    Heartbeat,
     Hello,
-    Invite,
-    Manifest,
-    Need,
-    Offer,
-    Outcome,
-    Receipt,
     RoundAttempt,
-    Welcome,
 )
-from fedcg.wire.messages.ordering import Session, session_id
-from fedcg.wire.messages.signing import SigningKey, open_envelope, seal
-from fedcg.wire.messages.topics import Topics
+from fedcg.wire.messages.signing import SigningKey
 from fedcg.wire.parts import Part, Report, ReportField, TensorLayout
-from fedcg.wire.transfer.chunks import parse_chunk
 from fedcg.wire.transport.memory import MemoryBroker, MemoryTransport
-from fedcg.wire.transport.transport import Delivery
-from fedcg.wire.versions import PROTOCOL_VERSION
-from tests.support.artifact_chunks import frames_for, make_ref
-from tests.support.receivers import Receiver
+from tests.support.scripted_coordinator import ScriptedCoordinator
 
 FEDERATION = "shapes"
 DEVICE = "site-1"
 CLASSES = ("bar", "dot", "ring")
 FORM = ImageForm(mode="L", height=32, width=32, mean=(0.5,), std=(0.5,))
 DEADLINE_S = 20.0
-MessageT = TypeVar("MessageT", bound=AnyMessage)
 LAYOUTS = {
     Part.CLASSIFIER: (
         TensorLayout(name="bias", dtype="float32", shape=(3,)),
@@ -208,169 +182,6 @@ def write_device(folder: Path, device: str = DEVICE, port: int = 1) -> Path:
     return folder / "agent.toml"
 
 
-@dataclass
-class ScriptedCoordinator:
-    """The coordinator's side of the protocol, moved by the test step by step."""
-
-    broker: MemoryBroker
-    key: SigningKey
-    device_key: SigningKey
-    epoch: int = 1
-    session: Session | None = None
-    answers_hello: bool = True
-    cohort: CohortVerdict = CohortVerdict.ALONE
-    heard: list[AnyMessage] = field(default_factory=list)
-    frames: list[bytes] = field(default_factory=list)
-    served: dict[str, tuple[ArtifactRef, bytes]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.topics = Topics(FEDERATION)
-        self._inbox: queue.SimpleQueue[Delivery] = queue.SimpleQueue()
-        self._nonces = 0
-        self._transport = MemoryTransport(self.broker, COORDINATOR)
-        for topic in (self.topics.all_up_control(), self.topics.all_up_chunk(), self.topics.all_status()):
-            self._transport.subscribe(topic)
-        self._transport.start(self._inbox.put, lambda up: None)
-
-    def close(self) -> None:
-        self._transport.close()
-
-    def address(self, recipient: str, round_number: int = 0, attempt: int = 0) -> dict[str, object]:
-        return {
-            "federation": FEDERATION,
-            "sender": COORDINATOR,
-            "recipient": recipient,
-            "epoch": self.epoch,
-            "round": round_number,
-            "attempt": attempt,
-        }
-
-    def publish(self, topic: str, message: AnyMessage, *, retain: bool = False, key: SigningKey | None = None) -> None:
-        self._transport.publish(topic, seal(message, key or self.key), retain=retain)
-
-    def tell(self, message: AnyMessage) -> None:
-        """A control message to the device, in the session."""
-        assert self.session is not None
-        self.publish(self.topics.down_control(DEVICE), self.session.stamp(message))
-
-    def come_online(self) -> None:
-        status = CoordinatorStatus(**self.address(EVERYONE), online=True)
-        self.publish(self.topics.coordinator, status, retain=True)
-
-    def restart(self) -> None:
-        """As a new process with a new lease: sessions are forgotten."""
-        self.epoch += 1
-        self.session = None
-        self.come_online()
-
-    def serve(self, data: bytes) -> ArtifactRef:
-        """Make an artifact available to Needs."""
-        ref = make_ref(data, 300)
-        self.served[ref.id] = (ref, data)
-        return ref
-
-    def offer(self, spec: FederationSpec, aggregate: bytes, round_number: int, attempt: int = 1) -> None:
-        message = Offer(
-            **self.address(EVERYONE, round_number, attempt),
-            spec=self.serve(spec.canonical()),
-            aggregate=self.serve(aggregate),
-            rounds=spec.rounds,
-            deadline_at=0.0,
-        )
-        self.publish(self.topics.offer, message, retain=True)
-
-    def finish(self, spec: FederationSpec, aggregate: bytes, round_number: int) -> None:
-        address = self.address(EVERYONE, round_number, 1)
-        message = Finished(**address, spec=self.serve(spec.canonical()), aggregate=self.serve(aggregate))
-        self.publish(self.topics.offer, message, retain=True)
-
-    def broadcast(self, data: bytes) -> None:
-        ref = self.serve(data)
-        for frame in frames_for(data, ref):
-            self._transport.publish(self.topics.aggregate, frame, qos=0)
-
-    def invite(self, round_number: int, attempt: int = 1) -> None:
-        self.tell(Invite(**self.address(DEVICE, round_number, attempt)))
-
-    def grant(self, manifest: Manifest, ranges: tuple[tuple[int, int], ...]) -> None:
-        address = self.address(DEVICE, manifest.round, manifest.attempt)
-        self.tell(Need(**address, artifact=manifest.artifact.id, ranges=ranges))
-
-    def receipt(self, manifest: Manifest, outcome: Outcome = Outcome.ACCEPTED) -> None:
-        address = self.address(DEVICE, manifest.round, manifest.attempt)
-        self.tell(Receipt(**address, artifact=manifest.artifact.id, outcome=outcome))
-
-    def wait(self, kind: type[MessageT], what: str = "", deadline_s: float = DEADLINE_S) -> MessageT:
-        """Work until the device sends a message of a kind; returns it."""
-        end = time.monotonic() + deadline_s
-        while time.monotonic() < end:
-            message = self.step()
-            if isinstance(message, kind):
-                return message
-        raise AssertionError(f"no {kind.__name__} within {deadline_s} s {what}; heard {[m.kind for m in self.heard]}")
-
-    def collect(self, manifest: Manifest) -> bytes:
-        """Grant and receive a whole update."""
-        receiver = Receiver(manifest.artifact)
-        end = time.monotonic() + DEADLINE_S
-        while not receiver.complete:
-            assert time.monotonic() < end, "the update did not come"
-            ranges = receiver.next_need(time.monotonic())
-            if ranges is not None:
-                self.grant(manifest, ranges)
-            self.step()
-            while self.frames:
-                receiver.feed(parse_chunk(self.frames.pop(0)), time.monotonic())
-        return receiver.data()
-
-    def work_until(self, condition: Callable[[], bool], what: str) -> None:
-        """Answer the device until a condition holds."""
-        end = time.monotonic() + DEADLINE_S
-        while not condition():
-            assert time.monotonic() < end, f"not within {DEADLINE_S} s: {what}"
-            self.step()
-
-    def step(self) -> AnyMessage | None:
-        """Take one delivery; hellos and needs are answered as the real one does."""
-        try:
-            delivery = self._inbox.get(timeout=0.02)
-        except queue.Empty:
-            return None
-        if delivery.topic == self.topics.up_chunk(DEVICE):
-            self.frames.append(delivery.payload)
-            return None
-        message = open_envelope(delivery.payload, lambda sender: self.device_key.public if sender == DEVICE else None)
-        self.heard.append(message)
-        if isinstance(message, Hello):
-            if self.answers_hello:
-                self._welcome(message)
-        elif isinstance(message, Accept | Decline | Heartbeat | Manifest | Need):
-            if self.session is None or message.session != self.session.session_id:
-                return None  # as the real one: an unknown session is ignored
-            self.session.admit(message)
-            if isinstance(message, Need) and message.artifact in self.served:
-                ref, data = self.served[message.artifact]
-                for frame in frames_for(data, ref, message.ranges):
-                    self._transport.publish(self.topics.down_chunk(DEVICE), frame, qos=0)
-        else:
-            assert isinstance(message, DeviceStatus)
-        return message
-
-    def _welcome(self, hello: Hello) -> None:
-        self._nonces += 1
-        nonce = f"{self._nonces:032x}"
-        self.session = Session(session_id(hello.nonce, nonce))
-        welcome = Welcome(
-            **self.address(DEVICE),
-            version=PROTOCOL_VERSION,
-            device_nonce=hello.nonce,
-            nonce=nonce,
-            server_time=0.0,
-            cohort=self.cohort,
-        )
-        self.publish(self.topics.down_control(DEVICE), welcome)
-
-
 class FakeTrainer:
     """A training process without torch: commits toy generations when the test lets it."""
 
@@ -429,7 +240,7 @@ class World:
     exit_code: int | None = None
 
     def __post_init__(self) -> None:
-        self.coordinator = ScriptedCoordinator(self.broker, SigningKey.generate(), self.device_key)
+        self.coordinator = ScriptedCoordinator(FEDERATION, DEVICE, self.broker, SigningKey.generate(), self.device_key)
         self.enrolled_key = self.coordinator.key.public
         self.config = make_config(self.root, policy=self.policy)
         self.trainers: list[FakeTrainer] = []

@@ -23,14 +23,9 @@ from fedcg.learning.tensor_conversion import to_weights
 from fedcg.learning.training.evaluation import calibrated_loss
 from fedcg.wire.artifacts.artifacts import unpack
 from fedcg.wire.parts import Part
-from tests.unit.edge_client.training.test_trainer import Site, real_spec
+from tests.support.training_site import Site, real_spec
 
 NAMES = ["own", "downloaded", "interpolated", "tuned", "averaged"]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def two_classes(margin: float, right: int, wrong: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from edge_client.config import PolicySection
@@ -16,12 +15,7 @@ from edge_client.training.messages import Committed, Failed
 from fedcg.wire.messages.messages import DeclineReason, RoundAttempt
 from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, ReportField
 from tests.support.edge_worlds import CLASSES
-from tests.unit.edge_client.training.test_trainer import Site, real_spec
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
+from tests.support.training_site import Site, real_spec
 
 
 @pytest.mark.parametrize(

@@ -6,128 +6,37 @@ import errno
 import os
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from edge_client.config import DataSection, ExportSection, KeysSection
-from edge_client.session.events import ChooseModel, Chosen, TrainRound
-from edge_client.store.generations import StoredState
 from edge_client.store.private_store import PrivateStore
 from edge_client.training import local_round as training
 from edge_client.training.evaluation import Measured
-from edge_client.training.messages import Committed, Failed
-from edge_client.training.trainer_child import Trainer, reason_for
-from export.errors import GateError
-from export.model.manifest import read_manifest
-from export.model.signature import required
-from export.model.versions import Slots
-from fedcg.event_log import EventLog, read_events
+from edge_client.training.messages import Committed
+from edge_client.training.trainer_child import reason_for
 from fedcg.learning.method import ClientState, LocalResult, Method
-from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
+from fedcg.learning.networks.initial_weights import initial_parts
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import spec_root
-from fedcg.learning.spec import FederationPlan, FederationSpec, NetworkChoice, ParameterValue
 from fedcg.learning.tensor_conversion import to_arrays
 from fedcg.wire.artifacts.artifacts import Base, codecs_for, unpack
 from fedcg.wire.artifacts.inspection import inspect
 from fedcg.wire.errors import CodecError
 from fedcg.wire.messages.messages import DeclineReason, RoundAttempt
-from fedcg.wire.messages.signing import SigningKey
 from fedcg.wire.parts import Part, ReportField, TensorLayout, is_delta
 from tests.support.edge_worlds import (
     CLASSES,
-    DEVICE,
-    FEDERATION,
-    FORM,
     aggregate_of,
     draw_images,
-    make_config,
     wait_until,
 )
+from tests.support.training_site import Site, real_spec
 
-DEVICE_KEY, COHORT_KEY = b"d" * 32, b"c" * 32
-FAST: dict[str, ParameterValue] = {"epochs": 1, "server_iterations": 2, "ramp_rounds": 1}
-
-
-def real_spec(method: str = "fedcg", **params: ParameterValue) -> FederationSpec:
-    known = FAST if method == "fedcg" else {"epochs": 1}
-    return complete_spec(
-        FederationPlan(
-            federation=FEDERATION,
-            classes=CLASSES,
-            image=FORM,
-            network=NetworkChoice(noise_dim=8),
-            method=method,
-            params={**known, **params},
-            rounds=3,
-            seed=7,
-        )
-    )
-
-
-class Site:
-    """A device's folder with images, secrets, a spec and the first aggregate, and a trainer in this process."""
-
-    def __init__(self, root: Path, spec: FederationSpec, *, shadow: bool = False, export: bool = False) -> None:
-        self.root, self.spec = root, spec
-        draw_images(root / "data" / "train", 12, seed=1)
-        draw_images(root / "data" / "test", 5, seed=2)
-        draw_images(root / "common", 4, seed=3)
-        self.key = SigningKey.generate()
-        self.key.save(root / "signing.key")
-        config = make_config(root, shadow=shadow, export=export)
-        self.config = config.model_copy(
-            update={
-                "data": DataSection(root=root / "data", common_test=root / "common"),
-                "keys": KeysSection(signing=root / "signing.key"),
-            }
-        )
-        (root / "store" / "secrets").mkdir(parents=True)
-        (root / "store" / "secrets" / "device.key").write_bytes(DEVICE_KEY)
-        self.store = PrivateStore.open(root / "store", FEDERATION, DEVICE)
-        self.store.save_spec(spec.canonical())
-        method = get_method(spec.method)
-        first = method.init_server(spec, initial_parts(spec, spec_root(spec.seed))).aggregate
-        self.aggregate = self.store.artifacts.put(aggregate_of(to_arrays(first.parts), spec, 0))
-        self.events_path = root / "store" / "events.jsonl"
-
-    def round(self, number: int = 1, attempt: int = 1) -> TrainRound:
-        return TrainRound(RoundAttempt(number, attempt), self.spec.digest, self.aggregate)
-
-    def trainer(self) -> Trainer:
-        return Trainer(self.config, self.store, EventLog(self.events_path, time.time))
-
-    def declined(self) -> Failed:
-        report = self.trainer().do(self.round())
-        assert isinstance(report, Failed)
-        return report
-
-    def state(self) -> StoredState:
-        state = self.store.generations.load()
-        assert state is not None
-        return state
-
-    def update(self) -> bytes:
-        return self.store.generations.update_bytes(self.state().generation)
-
-    def events(self, name: str) -> list[dict[str, Any]]:
-        return [dict(event) for event in read_events(self.events_path) if event["event"] == name]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-@pytest.fixture
-def site(tmp_path: Path) -> Site:
-    return Site(tmp_path, real_spec())
+COHORT_KEY = b"c" * 32
 
 
 def test_a_round_commits_private_state_snapshot_scores_and_update_together(tmp_path: Path) -> None:
@@ -262,19 +171,6 @@ def test_a_store_that_may_not_be_written_fails_the_attempt_with_the_fix_and_no_t
     assert "Traceback" not in caplog.text
 
 
-def test_an_end_that_finds_the_disk_full_is_told_with_the_fix_and_the_process_lives(
-    site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def full(*_: object, **__: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(PrivateStore, "save_finalised", full)
-    chosen = site.trainer().do(ChooseModel(site.spec.digest, site.aggregate))
-    assert chosen == Chosen(site.aggregate, succeeded=False)
-    assert f"Free space on, or repair, {site.store.root}" in site.events("finalise_failed")[0]["detail"]
-    assert f"Free space on, or repair, {site.store.root}" in caplog.text
-
-
 def test_a_round_that_diverges_changes_nothing(tmp_path: Path) -> None:
     site = Site(tmp_path, real_spec(lr=1e6))
     assert site.declined().reason is DeclineReason.DIVERGED
@@ -389,108 +285,6 @@ def test_the_best_model_by_validation_is_kept_with_the_loss_deciding_between_equ
     assert Measured(test=0.1).beats(best)  # without validation images the newer one counts
     assert best.beats(None)
     assert Measured.from_scores(best.as_scores("best"), "best") == best
-
-
-def test_at_the_end_the_best_candidate_is_exported_and_described_once(tmp_path: Path) -> None:
-    site = Site(tmp_path, real_spec(), shadow=True, export=True)
-    trainer = site.trainer()
-    for number in (1, 2):
-        trainer.do(site.round(number))
-    command = ChooseModel(site.spec.digest, site.aggregate)
-    assert trainer.do(command) == Chosen(site.aggregate, succeeded=True)
-    outcome = site.store.finalised()
-    assert outcome["accuracy_personal"] == outcome[f"accuracy_{outcome['candidate']}"]
-    assert outcome["accuracy_common_personal"] == outcome[f"accuracy_common_{outcome['candidate']}"]
-    assert outcome["accuracy_onnx"] == pytest.approx(outcome["accuracy_personal"])
-    assert outcome["accuracy_common_onnx"] == pytest.approx(outcome["accuracy_common_personal"])
-    scores = site.state().generation.scores
-    assert outcome["accuracy_local"] == scores["best_shadow.test"]
-    assert outcome["accuracy_own"] == scores["best.test"]
-    assert (outcome["test_images"], Path(outcome["onnx_model"]).is_file()) == (15, True)
-    assert read_manifest(Path(outcome["model_dir"]), required(site.key.public.hex))
-    assert site.trainer().do(command) == Chosen(site.aggregate, succeeded=True)
-    assert [path.name for path in sorted((site.store.root / "models").glob("0*"))] == ["0001"]
-
-
-def test_each_round_that_made_the_model_better_is_exported(tmp_path: Path) -> None:
-    site = Site(tmp_path, real_spec(), export=True)
-    site.config = site.config.model_copy(update={"export": ExportSection(variants=False, gate_points=100.0)})
-    trainer, models = site.trainer(), site.store.root / "models"
-    best = []
-    for number in (1, 2, 3):
-        trainer.afterwards(trainer.do(site.round(number)))
-        best.append(int(site.state().generation.scores["best.round"]))
-        assert read_manifest(Slots(models).current()).round == best[-1]
-    exported = site.events("exported")
-    assert [event["round"] for event in exported] == sorted(set(best))
-    assert [event["model_dir"] for event in exported] == [
-        str(models / f"{version:04}") for version in range(1, len(exported) + 1)
-    ]
-    assert trainer.do(ChooseModel(site.spec.digest, site.aggregate)) == Chosen(site.aggregate, succeeded=True)
-    assert site.store.finalised()["model_dir"] == str(models / f"{len(exported) + 1:04}")
-
-
-def test_an_export_that_finds_the_disk_full_is_told_and_the_version_in_use_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    site = Site(tmp_path, real_spec(), export=True)
-    trainer, models = site.trainer(), site.store.root / "models"
-    report = trainer.do(site.round(1))
-    trainer.afterwards(report)
-    before = Slots(models).versions()
-
-    def full(_: Path) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as broken:
-        broken.setattr("export.model.versions.fsync_path", full)
-        trainer.afterwards(report)
-    assert Slots(models).versions() == before
-    (failed,) = site.events("export_failed")
-    assert failed["round"] == 1
-    assert "No space left" in str(failed["detail"])
-    trainer.afterwards(report)
-    assert len(Slots(models).versions()) == len(before) + 1
-
-
-def test_a_model_that_the_gate_refuses_leaves_the_one_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    site = Site(tmp_path, real_spec(), export=True)
-    trainer = site.trainer()
-    trainer.afterwards(trainer.do(site.round(1)))
-
-    def refuse(*_: object, **__: object) -> None:
-        raise GateError("worse than version 0001")
-
-    monkeypatch.setattr("export.build.install_model.pass_gate", refuse)
-    assert trainer.do(ChooseModel(site.spec.digest, site.aggregate)) == Chosen(site.aggregate, succeeded=True)
-    outcome = site.store.finalised()
-    assert outcome["gate"] == "worse than version 0001"
-    assert outcome["model_dir"] == str(site.store.root / "models" / "0001")
-    assert outcome["accuracy_onnx"] == read_manifest(Path(str(outcome["model_dir"]))).verification.accuracy_onnx
-
-
-def test_variants_of_the_chosen_model_are_judged_by_validation_images(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    site = Site(tmp_path, real_spec(), export=True)
-    site.config = site.config.model_copy(update={"export": ExportSection()})
-    monkeypatch.setattr("export.build.variants.TIMING_S", 0.02)
-    trainer = site.trainer()
-    trainer.do(site.round(1))
-    assert trainer.do(ChooseModel(site.spec.digest, site.aggregate)) == Chosen(site.aggregate, succeeded=True)
-    outcome = site.store.finalised()
-    manifest = read_manifest(Path(str(outcome["model_dir"])))
-    assert sorted(one.name for one in manifest.variants) == ["fp16", "fp32", "int8", "ort", "trt_fp16"]
-    assert {one.images for one in manifest.variants if one.accuracy is not None} == {outcome["val_images"]}
-    checked = [one.name for one in manifest.variants if one.file is not None and one.name != "fp32"]
-    assert {one.images for one in manifest.verification.variants} <= {manifest.verification.images}
-    assert set(checked) <= {one.name for one in manifest.verification.variants}
-    assert outcome["served_variant"] == manifest.serves
-
-
-def test_a_device_that_never_trained_has_no_model_and_says_so(site: Site) -> None:
-    assert site.trainer().do(ChooseModel(site.spec.digest, site.aggregate)) == Chosen(site.aggregate, succeeded=True)
-    assert site.events("finalised")[0]["candidate"] is None
 
 
 @pytest.fixture

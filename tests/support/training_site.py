@@ -1,0 +1,99 @@
+"""A device's folder with everything that a trainer needs, for tests that train for real."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from edge_client.config import DataSection, KeysSection
+from edge_client.session.events import TrainRound
+from edge_client.store.generations import StoredState
+from edge_client.store.private_store import PrivateStore
+from edge_client.training.messages import Failed
+from edge_client.training.trainer_child import Trainer
+from fedcg.event_log import EventLog, read_events
+from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
+from fedcg.learning.registry import get_method
+from fedcg.learning.seeds import spec_root
+from fedcg.learning.spec import FederationPlan, FederationSpec, NetworkChoice, ParameterValue
+from fedcg.learning.tensor_conversion import to_arrays
+from fedcg.wire.messages.messages import RoundAttempt
+from fedcg.wire.messages.signing import SigningKey
+from tests.support.edge_worlds import (
+    CLASSES,
+    DEVICE,
+    FEDERATION,
+    FORM,
+    aggregate_of,
+    draw_images,
+    make_config,
+)
+
+DEVICE_KEY = b"d" * 32
+FAST: dict[str, ParameterValue] = {"epochs": 1, "server_iterations": 2, "ramp_rounds": 1}
+
+
+def real_spec(method: str = "fedcg", **params: ParameterValue) -> FederationSpec:
+    known = FAST if method == "fedcg" else {"epochs": 1}
+    return complete_spec(
+        FederationPlan(
+            federation=FEDERATION,
+            classes=CLASSES,
+            image=FORM,
+            network=NetworkChoice(noise_dim=8),
+            method=method,
+            params={**known, **params},
+            rounds=3,
+            seed=7,
+        )
+    )
+
+
+class Site:
+    """A device's folder with images, secrets, a spec and the first aggregate, and a trainer in this process."""
+
+    def __init__(self, root: Path, spec: FederationSpec, *, shadow: bool = False, export: bool = False) -> None:
+        self.root, self.spec = root, spec
+        draw_images(root / "data" / "train", 12, seed=1)
+        draw_images(root / "data" / "test", 5, seed=2)
+        draw_images(root / "common", 4, seed=3)
+        self.key = SigningKey.generate()
+        self.key.save(root / "signing.key")
+        config = make_config(root, shadow=shadow, export=export)
+        self.config = config.model_copy(
+            update={
+                "data": DataSection(root=root / "data", common_test=root / "common"),
+                "keys": KeysSection(signing=root / "signing.key"),
+            }
+        )
+        (root / "store" / "secrets").mkdir(parents=True)
+        (root / "store" / "secrets" / "device.key").write_bytes(DEVICE_KEY)
+        self.store = PrivateStore.open(root / "store", FEDERATION, DEVICE)
+        self.store.save_spec(spec.canonical())
+        method = get_method(spec.method)
+        first = method.init_server(spec, initial_parts(spec, spec_root(spec.seed))).aggregate
+        self.aggregate = self.store.artifacts.put(aggregate_of(to_arrays(first.parts), spec, 0))
+        self.events_path = root / "store" / "events.jsonl"
+
+    def round(self, number: int = 1, attempt: int = 1) -> TrainRound:
+        return TrainRound(RoundAttempt(number, attempt), self.spec.digest, self.aggregate)
+
+    def trainer(self) -> Trainer:
+        return Trainer(self.config, self.store, EventLog(self.events_path, time.time))
+
+    def declined(self) -> Failed:
+        report = self.trainer().do(self.round())
+        assert isinstance(report, Failed)
+        return report
+
+    def state(self) -> StoredState:
+        state = self.store.generations.load()
+        assert state is not None
+        return state
+
+    def update(self) -> bytes:
+        return self.store.generations.update_bytes(self.state().generation)
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        return [dict(event) for event in read_events(self.events_path) if event["event"] == name]
