@@ -216,7 +216,7 @@ class Service:
         elif isinstance(item, LinkChanged):
             self._link_changed(item)
         elif isinstance(item, UpdateStored):
-            if self.state.is_open(item.round, item.attempt):
+            if self.state.is_open(item.at):
                 self._worker.add(item.client, item.artifact)
             self._round_driver.apply(item)
         elif isinstance(item, UpdateRefused):
