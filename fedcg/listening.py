@@ -185,7 +185,11 @@ def _no_certificate(_: asyncio.Transport) -> tuple[str | None, dict[str, object]
 
 
 class GuardedProtocol(H11Protocol):
-    """HTTP/1.1 whose headers, bodies and answers may not stand still; for the arguments see `http_config`."""
+    """HTTP/1.1 whose headers, bodies and answers may not stand still; for the arguments see `http_config`.
+
+    uvicorn has no such bounds, and this class is not part of its interface: pyproject.toml holds uvicorn to one minor version, and
+    tests/unit/fedcg/test_listening.py fails when a later one moves what is used here.
+    """
 
     def __init__(self, connections: Connections, identify: Identify, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from coordinator.updates.robustness import Distances
+from fedcg.wire.messages.messages import OfAttempt
 from fedcg.worker_process import STALL_S
 
 
@@ -105,41 +106,33 @@ class Progressed:
 
 
 @dataclass(frozen=True)
-class UpdateAdded:
+class UpdateAdded(OfAttempt):
     """The teacher pass of a client is durable."""
 
-    round: int
-    attempt: int
     client: str
 
 
 @dataclass(frozen=True)
-class UpdateFailed:
+class UpdateFailed(OfAttempt):
     """One client's update can't be merged. The job goes on: a merge without it has to be asked for."""
 
-    round: int
-    attempt: int
     client: str
     reason: str
 
 
 @dataclass(frozen=True)
-class JobDone:
+class JobDone(OfAttempt):
     """Aggregate and server state are in the artifact store."""
 
-    round: int
-    attempt: int
     aggregate: str
     size: int
     server_state: str
 
 
 @dataclass(frozen=True)
-class JobFailed:
+class JobFailed(OfAttempt):
     """The updates can't be merged; another try would fail the same way."""
 
-    round: int
-    attempt: int
     reason: str
 
 

@@ -20,6 +20,7 @@ from fedcg.wire.messages.messages import (
     COORDINATOR,
     EVERYONE,
     MAX_KEY_LINKS,
+    NO_ATTEMPT,
     AnyMessage,
     ArtifactRef,
     Carrier,
@@ -35,6 +36,7 @@ from fedcg.wire.messages.messages import (
     Outcome,
     Receipt,
     Refusal,
+    RoundAttempt,
     Welcome,
 )
 from fedcg.wire.messages.signing import SigningKey, seal
@@ -46,9 +48,6 @@ from fedcg.wire.transport.transport import Transport, Will
 
 log = logging.getLogger(__name__)
 
-Position = tuple[int, int]
-"""(round, attempt)."""
-
 
 class _Envelope(TypedDict):
     federation: str
@@ -59,14 +58,14 @@ class _Envelope(TypedDict):
     attempt: int
 
 
-def _envelope(federation: str, epoch: int, recipient: str = EVERYONE, position: Position = (0, 0)) -> _Envelope:
+def _envelope(federation: str, epoch: int, recipient: str = EVERYONE, at: RoundAttempt = NO_ATTEMPT) -> _Envelope:
     return {
         "federation": federation,
         "sender": COORDINATOR,
         "recipient": recipient,
         "epoch": epoch,
-        "round": position[0],
-        "attempt": position[1],
+        "round": at.round,
+        "attempt": at.attempt,
     }
 
 
@@ -142,17 +141,17 @@ class Publisher:
         return self._publish(self._topics.keys, self._seal(message), retain=True)
 
     def offer(
-        self, position: Position, spec: ArtifactRef, aggregate: ArtifactRef, rounds: int, deadline_at: float
+        self, at: RoundAttempt, spec: ArtifactRef, aggregate: ArtifactRef, rounds: int, deadline_at: float
     ) -> bool:
         """Retained: the open (round, attempt)."""
         message = Offer(
-            **self._to(EVERYONE, position), spec=spec, aggregate=aggregate, rounds=rounds, deadline_at=deadline_at
+            **self._to(EVERYONE, at), spec=spec, aggregate=aggregate, rounds=rounds, deadline_at=deadline_at
         )
         return self._publish(self._topics.offer, self._seal(message), retain=True)
 
-    def finished(self, position: Position, spec: ArtifactRef, aggregate: ArtifactRef) -> bool:
+    def finished(self, at: RoundAttempt, spec: ArtifactRef, aggregate: ArtifactRef) -> bool:
         """Retained: the federation is over."""
-        message = Finished(**self._to(EVERYONE, position), spec=spec, aggregate=aggregate)
+        message = Finished(**self._to(EVERYONE, at), spec=spec, aggregate=aggregate)
         return self._publish(self._topics.offer, self._seal(message), retain=True)
 
     def welcome(self, device: str, device_nonce: str, nonce: str, server_time: float, version: int) -> bool:
@@ -178,9 +177,9 @@ class Publisher:
         )
         return self._publish(self._topics.down_control(device), self._seal(message))
 
-    def invite(self, device: str, position: Position) -> bool:
+    def invite(self, device: str, at: RoundAttempt) -> bool:
         """Ask a device to take part in (round, attempt)."""
-        return self._send(device, Invite(**self._to(device, position), cohort=self._cohorts.verdict(device)))
+        return self._send(device, Invite(**self._to(device, at), cohort=self._cohorts.verdict(device)))
 
     def left(self, device: str) -> bool:
         """Confirm that a device is no member any more."""
@@ -190,7 +189,7 @@ class Publisher:
         """Grant chunks of an announced update."""
         return self._send(
             device,
-            Need(**self._to(device, (manifest.round, manifest.attempt)), artifact=manifest.artifact.id, ranges=ranges),
+            Need(**self._to(device, manifest.at), artifact=manifest.artifact.id, ranges=ranges),
         )
 
     def receipt(self, device: str, manifest: Manifest, outcome: Outcome, reason: str) -> bool:
@@ -198,7 +197,7 @@ class Publisher:
         return self._send(
             device,
             Receipt(
-                **self._to(device, (manifest.round, manifest.attempt)),
+                **self._to(device, manifest.at),
                 artifact=manifest.artifact.id,
                 outcome=outcome,
                 reason=reason[:300],
@@ -236,8 +235,8 @@ class Publisher:
         """Stop sending chunks."""
         self._sender.close()
 
-    def _to(self, recipient: str, position: Position = (0, 0)) -> _Envelope:
-        return _envelope(self._topics.federation, self._epoch, recipient, position)
+    def _to(self, recipient: str, at: RoundAttempt = NO_ATTEMPT) -> _Envelope:
+        return _envelope(self._topics.federation, self._epoch, recipient, at)
 
     def _seal(self, message: AnyMessage) -> bytes:
         return seal(message, self._signing_identity.key)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from fedcg.wire.messages.messages import OfAttempt
+
 RETRY_MAX_S = 600.0
 """At most, however many attempts have failed."""
 MAX_DOUBLINGS = 16  # of `retry_s`, so that no exponent overflows; the bound above is reached long before
@@ -52,11 +54,9 @@ class LinkChanged:
 
 
 @dataclass(frozen=True)
-class Accepted:
+class Accepted(OfAttempt):
     """A participant works on an update."""
 
-    round: int
-    attempt: int
     client: str
 
 

@@ -1,67 +1,57 @@
-"""What the round engine commands; `conductor` does it. Values only."""
+"""The commands of the round engine, which `round_driver` carries out. Values only."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fedcg.wire.messages.messages import OfAttempt
+
 
 @dataclass(frozen=True)
-class OpenAttempt:
+class OpenAttempt(OfAttempt):
     """Store the attempt, publish its offer, broadcast the aggregate."""
 
-    round: int
-    attempt: int
     participants: frozenset[str]
     deadline_at: float
 
 
 @dataclass(frozen=True)
-class ResumeAttempt:
+class ResumeAttempt(OfAttempt):
     """Publish the offer of an attempt that is stored already; its deadline may have moved."""
 
-    round: int
-    attempt: int
     deadline_at: float
 
 
 @dataclass(frozen=True)
-class MoveDeadline:
+class MoveDeadline(OfAttempt):
     """Store another deadline of the open attempt; `reason` is for the operator, "" when there is nothing to look at."""
 
-    round: int
-    attempt: int
     deadline_at: float
     reason: str = ""
 
 
 @dataclass(frozen=True)
-class Invite:
+class Invite(OfAttempt):
     """Ask a participant (again) for its update."""
 
-    round: int
-    attempt: int
     client: str
 
 
 @dataclass(frozen=True)
-class Distil:
-    """Merge the updates of exactly these clients."""
+class Distil(OfAttempt):
+    """Merge the updates that are stored; these clients' at least."""
 
-    round: int
-    attempt: int
     clients: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class FailAttempt:
+class FailAttempt(OfAttempt):
     """Store that the attempt failed; the next one gets the next number.
 
     Attributes:
         first_attempt: the attempt that `max_attempts` is counted from now; one later when this one does not count.
     """
 
-    round: int
-    attempt: int
     reason: str
     first_attempt: int = 1
 

@@ -1,4 +1,4 @@
-"""The round engine: a pure state machine. It knows no clock, no database and no network; all three are told or commanded.
+"""The round engine: a pure state machine. It knows no clock, no database and no network.
 
 Phases: waiting (for enough clients) -> collecting (updates) -> distilling -> the next round, or finished.
 A failed attempt goes back to waiting as the next attempt, up to `max_attempts`, then the federation is paused. An attempt that
@@ -25,6 +25,7 @@ from coordinator.rounds.round_commands import (
     Pause,
     ResumeAttempt,
 )
+from fedcg.wire.messages.messages import OfAttempt, RoundAttempt
 
 NAMED_CLIENTS = 5
 """So many clients a failed attempt's reason names; the API and the event log have all of them."""
@@ -91,9 +92,14 @@ class RoundState:
         """Participants that have neither delivered nor declined."""
         return self.participants - self.updates - self.declined
 
-    def is_open(self, round_number: int, attempt: int) -> bool:
+    @property
+    def at(self) -> RoundAttempt:
+        """The round attempt that is open, or open next."""
+        return RoundAttempt(self.round, self.attempt)
+
+    def is_open(self, attempt: RoundAttempt) -> bool:
         """Whether this attempt takes updates now."""
-        return self.phase is Phase.COLLECTING and (self.round, self.attempt) == (round_number, attempt)
+        return self.phase is Phase.COLLECTING and self.at == attempt
 
 
 @dataclass(frozen=True)
@@ -118,21 +124,17 @@ class Departed:
 
 
 @dataclass(frozen=True)
-class UpdateStored:
+class UpdateStored(OfAttempt):
     """A valid update of a participant is durable; `artifact` is what the aggregation worker reads."""
 
-    round: int
-    attempt: int
     client: str
     artifact: str = ""
 
 
 @dataclass(frozen=True)
-class UpdateRefused:
+class UpdateRefused(OfAttempt):
     """A participant delivers nothing usable: it declined, or its update was rejected (`reason`), also after it was stored."""
 
-    round: int
-    attempt: int
     client: str
     reason: str = ""
 
@@ -148,19 +150,14 @@ class Restarted:
 
 
 @dataclass(frozen=True)
-class AggregateStored:
+class AggregateStored(OfAttempt):
     """The attempt's aggregate is durable and the attempt is closed in the database."""
-
-    round: int
-    attempt: int
 
 
 @dataclass(frozen=True)
-class AggregationFailed:
+class AggregationFailed(OfAttempt):
     """The attempt's updates could not be merged."""
 
-    round: int
-    attempt: int
     reason: str
 
 
@@ -243,7 +240,7 @@ def _link_changed(state: RoundState, event: LinkChanged, now: float) -> Step:
 
 def _accepted(state: RoundState, event: Accepted, now: float) -> Step:
     is_known = event.client in state.accepted or event.client not in state.outstanding
-    if not state.is_open(event.round, event.attempt) or is_known:
+    if not state.is_open(event.at) or is_known:
         return state, ()
     state = replace(state, accepted=state.accepted | {event.client})
     if len(state.answered) != state.policy.min_clients:
@@ -252,14 +249,14 @@ def _accepted(state: RoundState, event: Accepted, now: float) -> Step:
 
 
 def _update_stored(state: RoundState, event: UpdateStored, now: float) -> Step:
-    if not state.is_open(event.round, event.attempt) or event.client not in state.outstanding:
+    if not state.is_open(event.at) or event.client not in state.outstanding:
         return state, ()
     return _judge(replace(state, updates=state.updates | {event.client}), now)
 
 
 def _update_refused(state: RoundState, event: UpdateRefused, now: float) -> Step:
-    is_open = state.is_open(event.round, event.attempt)
-    is_merging = state.phase is Phase.DISTILLING and (event.round, event.attempt) == (state.round, state.attempt)
+    is_open = state.is_open(event.at)
+    is_merging = state.phase is Phase.DISTILLING and event.at == state.at
     if event.client not in (state.updates if is_merging else state.updates | state.outstanding if is_open else ()):
         return state, ()
     state = replace(state, updates=state.updates - {event.client}, declined=state.declined | {event.client})
@@ -291,7 +288,7 @@ def _restarted(state: RoundState, event: Restarted, now: float) -> Step:
 
 
 def _aggregate_stored(state: RoundState, event: AggregateStored, now: float) -> Step:
-    if state.phase is not Phase.DISTILLING or (event.round, event.attempt) != (state.round, state.attempt):
+    if state.phase is not Phase.DISTILLING or event.at != state.at:
         return state, ()
     if state.round >= state.policy.rounds:
         return replace(state, phase=Phase.FINISHED), (Finish(),)
@@ -300,7 +297,7 @@ def _aggregate_stored(state: RoundState, event: AggregateStored, now: float) -> 
 
 def _aggregation_failed(state: RoundState, event: AggregationFailed, now: float) -> Step:
     is_under_way = state.phase in (Phase.COLLECTING, Phase.DISTILLING)  # teacher passes run while updates still come
-    if not is_under_way or (event.round, event.attempt) != (state.round, state.attempt):
+    if not is_under_way or event.at != state.at:
         return state, ()
     return _fail(state, event.reason, now)
 

@@ -11,7 +11,7 @@ from coordinator.rounds.round_engine import Phase, UpdateRefused
 from coordinator.service.round_driver import RoundDriver
 from coordinator.service.service_context import Setup
 from coordinator.updates.receiver import Receiver
-from fedcg.wire.messages.messages import Accept, Decline
+from fedcg.wire.messages.messages import Accept, Decline, RoundAttempt
 
 REMIND_S = 5.0
 
@@ -31,7 +31,7 @@ class Invitations:
         self._round_driver = round_driver
         self._publisher = publisher
         self._receiver = receiver
-        self._accepted: set[tuple[str, int, int]] = set()
+        self._accepted: set[tuple[str, RoundAttempt]] = set()
         self._reminded_at = 0.0
 
     def forget(self, device: str) -> None:
@@ -40,8 +40,8 @@ class Invitations:
 
     def answered(self, device: str, answer: Accept | Decline) -> None:
         """Take a device's answer, once."""
-        state, entry = self._round_driver.state, (device, answer.round, answer.attempt)
-        if not state.is_open(answer.round, answer.attempt) or device not in state.outstanding:
+        state, entry = self._round_driver.state, (device, answer.at)
+        if not state.is_open(answer.at) or device not in state.outstanding:
             return
         if entry in self._accepted and isinstance(answer, Accept):
             return
@@ -66,7 +66,7 @@ class Invitations:
         return [
             device
             for device in sorted(state.outstanding & state.online)
-            if (device, state.round, state.attempt) not in self._accepted and not self._receiver.is_busy(device)
+            if (device, state.at) not in self._accepted and not self._receiver.is_busy(device)
         ]
 
     def remind(self, every_s: float = 0.0) -> None:
@@ -78,4 +78,4 @@ class Invitations:
         if state.phase is not Phase.COLLECTING:
             return
         for device in self.unanswered:
-            self._publisher.invite(device, (state.round, state.attempt))
+            self._publisher.invite(device, state.at)

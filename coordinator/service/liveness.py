@@ -1,16 +1,28 @@
-"""Which devices are online, for the round engine: one comes with a hello, goes with its status or will, or falls silent."""
+"""Which devices are online, for the round engine: one comes with a hello, goes with its status or will, or falls silent.
+
+A will usually comes first; it is lost when the device dies together with a broker that keeps nothing.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from coordinator.rounds.round_engine import CameOnline, WentOffline
-from coordinator.service.presence import Presence
 from coordinator.service.round_driver import RoundDriver
 from coordinator.updates.receiver import Receiver
 from fedcg.event_log import EventLog
 
+MISSED = 3.0  # so many heartbeats may be late: a slow link delays them behind chunks, which count as well
 
-class Attendance:
-    """Keeps the round engine's list of who is there.
+
+@dataclass
+class _Promise:
+    every_s: float
+    heard_at: float
+
+
+class Liveness:
+    """Keeps the round engine's list of devices that are online. Times are monotonic seconds.
 
     Args:
         round_driver: holds the list.
@@ -22,27 +34,46 @@ class Attendance:
         self._round_driver = round_driver
         self._receiver = receiver
         self._events = events
-        self.presence = Presence()
+        self._promises: dict[str, _Promise] = {}
 
     def is_online(self, device: str) -> bool:
-        """Whether a device counts as there."""
+        """Whether a device counts as online."""
         return device in self._round_driver.state.online
 
     def came(self, device: str) -> None:
-        """A device is there, and may be invited."""
+        """A device is online, and may be invited."""
         if not self.is_online(device):
             self._events.write("online", client=device)
         self._round_driver.apply(CameOnline(device))
 
     def went(self, device: str, reason: str) -> None:
-        """A device is gone, if it was there."""
+        """A device is offline, if it was online."""
         if self.is_online(device):
             self._events.write("offline", client=device, reason=reason)
             self._round_driver.apply(WentOffline(device))
 
+    def expect(self, device: str, every_s: float | None, now: float) -> None:
+        """A device promised a heartbeat so often; None for one that promised none."""
+        if every_s is None:
+            self._promises.pop(device, None)
+        else:
+            self._promises[device] = _Promise(every_s, now)
+
+    def heard(self, device: str, now: float) -> None:
+        """Anything valid came from a device."""
+        known = self._promises.get(device)
+        if known is not None:
+            known.heard_at = max(known.heard_at, now)
+
+    def pardon(self, now: float) -> None:
+        """Our own link was down: no device could be heard, and no silence counts."""
+        for known in self._promises.values():
+            known.heard_at = now
+
     def miss_silent(self, now: float) -> None:
         """Count devices as offline that died without a will: together with their broker, for example."""
-        for device in self._round_driver.state.online:
-            self.presence.heard(device, self._receiver.heard_at(device))
-        for device in self.presence.silent(now):
-            self.went(device, "it missed its heartbeats")
+        for device in sorted(self._round_driver.state.online & self._promises.keys()):
+            self.heard(device, self._receiver.heard_at(device))
+            promise = self._promises[device]
+            if now - promise.heard_at > MISSED * promise.every_s:
+                self.went(device, "it missed its heartbeats")

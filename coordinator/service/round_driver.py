@@ -166,7 +166,7 @@ class RoundDriver:
     def _update_failed(self, failed: UpdateFailed) -> None:
         """Reject an update that was accepted and can't be merged; its round goes on without it."""
         state, client = self._state, failed.client
-        if (state.round, state.attempt) != (failed.round, failed.attempt) or client not in state.updates:
+        if state.at != failed.at or client not in state.updates:
             return
         key, reason = (self._id, state.round, state.attempt), failed.reason[:300]
         self._store.reject_update(key, client, reason)
@@ -186,11 +186,10 @@ class RoundDriver:
 
     def _job_done(self, done: JobDone) -> None:
         """Close the attempt with the aggregate that the worker stored."""
-        current = (self._state.round, self._state.attempt)
-        if self._state.phase is not Phase.DISTILLING or current != (done.round, done.attempt):
+        if self._state.phase is not Phase.DISTILLING or self._state.at != done.at:
             return
         now = self._setup.clock()
-        record = AggregateRecord(self._id, *current, done.aggregate, done.size, done.server_state, now)
+        record = AggregateRecord(self._id, done.round, done.attempt, done.aggregate, done.size, done.server_state, now)
         self._store.close_attempt(record)
         self._library.allow(done.aggregate)
         self._events.write(
@@ -224,12 +223,11 @@ class RoundDriver:
         aggregate = (self._aggregate(state.round)).artifact if finished else self._base
         spec_ref = self._library.ref(self._setup.federation.spec)
         aggregate_ref = self._library.ref(aggregate)
-        position = (state.round, state.attempt)
         if finished:
-            self.is_announced = self._publisher.finished(position, spec_ref, aggregate_ref)
+            self.is_announced = self._publisher.finished(state.at, spec_ref, aggregate_ref)
         else:
             rounds, deadline_at = state.policy.rounds, state.deadline_at
-            self.is_announced = self._publisher.offer(position, spec_ref, aggregate_ref, rounds, deadline_at)
+            self.is_announced = self._publisher.offer(state.at, spec_ref, aggregate_ref, rounds, deadline_at)
 
     def _do(self, command: Command) -> None:
         self._do_what[type(command)](command)
@@ -250,7 +248,7 @@ class RoundDriver:
         self._worker.open(self._job(command, base))
         self.announce()
         source = self._library.source(base.artifact)
-        self._publisher.broadcast(source, lambda: self._state.is_open(command.round, command.attempt))
+        self._publisher.broadcast(source, lambda: self._state.is_open(command.at))
 
     def _resume_attempt(self, command: ResumeAttempt) -> None:
         base = self._aggregate(command.round - 1)
@@ -277,7 +275,7 @@ class RoundDriver:
             self._events.write("deadline_moved", round=round_number, attempt=attempt, reason=reason)
 
     def _invite(self, command: Invite) -> None:
-        self._publisher.invite(command.client, (command.round, command.attempt))
+        self._publisher.invite(command.client, command.at)
 
     def _distil(self, command: Distil) -> None:
         key = self._key(command)

@@ -22,13 +22,14 @@ from coordinator.messaging.publisher import Publisher, status_will
 from coordinator.rounds.pacing import LinkChanged
 from coordinator.rounds.round_engine import Phase, RoundState, Tick, UpdateRefused, UpdateStored
 from coordinator.service.invitations import REMIND_S, Invitations
-from coordinator.service.liveness import Attendance
+from coordinator.service.liveness import Liveness
 from coordinator.service.member_refresh import REFRESH_S, Membership
 from coordinator.service.round_driver import RoundDriver
 from coordinator.service.service_context import Setup
 from coordinator.storage.store import Store
 from coordinator.updates.published_artifacts import Library
 from coordinator.updates.receiver import Broken, Receiver
+from coordinator.updates.update_checks import UpdateChecks
 from fedcg.event_log import EventLog
 from fedcg.refusal_counter import Refusals
 from fedcg.wire import versions
@@ -85,7 +86,15 @@ class Service:
         )
         self.library = Library(setup.artifacts, self._publisher.chunk_bytes)
         self._worker = setup.make_worker(setup.worker, self._queue.put)
-        self.receiver = Receiver(setup, self._publisher, self._queue.put, self._refusals)
+        self.receiver = Receiver(
+            UpdateChecks(setup.spec, setup.store, setup.artifacts, setup.clock),
+            setup.artifacts.root / ".partial",
+            setup.limits,
+            self._publisher,
+            setup.events,
+            self._refusals,
+            self._queue.put,
+        )
         self._round_driver = RoundDriver(setup, self._publisher, self.library, self._worker, self.receiver)
         self._invitations = Invitations(setup, self._round_driver, self._publisher, self.receiver)
         self._readers = ThreadPoolExecutor(1, "artifacts")
@@ -101,7 +110,7 @@ class Service:
         )
         self._floods = FloodGate()
         self._topics = topics
-        self._attendance = Attendance(self._round_driver, self.receiver, setup.events)
+        self._liveness = Liveness(self._round_driver, self.receiver, setup.events)
         self._turned_away: set[str] = set()
         self._key_read_at = 0.0
         self._finished_at: float | None = None
@@ -207,7 +216,7 @@ class Service:
         elif isinstance(item, LinkChanged):
             self._link_changed(item)
         elif isinstance(item, UpdateStored):
-            if self.state.is_open(item.round, item.attempt):
+            if self.state.is_open(item.at):
                 self._worker.add(item.client, item.artifact)
             self._round_driver.apply(item)
         elif isinstance(item, UpdateRefused):
@@ -230,17 +239,17 @@ class Service:
 
     def _message(self, incoming: FromDevice) -> None:
         device, message = incoming.device, incoming.message
-        self._attendance.presence.heard(device, time.monotonic())
+        self._liveness.heard(device, time.monotonic())
         if isinstance(message, DeviceStatus):
             if not message.online:
-                self._attendance.went(device, "it said goodbye, or its will did")
+                self._liveness.went(device, "it said goodbye, or its will did")
         elif isinstance(message, Hello):
             self._hello(device, message)
         elif isinstance(message, Leave):
             self._members.leaves(device)
         else:
-            if not self._attendance.is_online(device):
-                self._attendance.came(device)
+            if not self._liveness.is_online(device):
+                self._liveness.came(device)
             self._in_session(device, message)
 
     def _in_session(self, device: str, message: Heartbeat | Accept | Decline | Manifest | Need) -> None:
@@ -270,8 +279,8 @@ class Service:
                 "%s: its cohort secret is not that of %s: private networks start apart", device, ", ".join(unlike)
             )
         self._publisher.welcome(device, hello.nonce, nonce, now, version)
-        self._attendance.presence.expect(device, hello.heartbeat_s, time.monotonic())
-        self._attendance.came(device)
+        self._liveness.expect(device, hello.heartbeat_s, time.monotonic())
+        self._liveness.came(device)
 
     def _turn_away(self, device: str, hello: Hello) -> None:
         reason = versions.explain_versions(hello.versions, versions.SPOKEN)
@@ -294,7 +303,7 @@ class Service:
         if not change.up:
             self._round_driver.apply(change)
             return
-        self._attendance.presence.pardon(time.monotonic())
+        self._liveness.pardon(time.monotonic())
         self.library.change_chunk_bytes(self._publisher.chunk_bytes)
         self._publisher.keys()
         self._publisher.status(online=True)
@@ -314,7 +323,7 @@ class Service:
             self._key_read_at = now
             self._follow_key()
         if self.is_connected:
-            self._attendance.miss_silent(now)
+            self._liveness.miss_silent(now)
         self._invitations.remind(REMIND_S)
         if self.state.phase is not Phase.FINISHED:
             return

@@ -14,19 +14,16 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from pathlib import Path
+from typing import TypeVar
 
 from coordinator.messaging.publisher import Publisher
 from coordinator.rounds.records import UpdateRecord
 from coordinator.rounds.round_engine import UpdateRefused, UpdateStored
-from coordinator.storage.store import Store
 from coordinator.updates.update_checks import UpdateChecks
 from coordinator.updates.upload_windows import Grant, Received, Uploads
-from coordinator.updates.validation import max_update_bytes
 from fedcg.event_log import EventLog
-from fedcg.learning.spec import FederationSpec
 from fedcg.refusal_counter import Refusals
-from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.errors import CapacityError, OrderError, WireError
 from fedcg.wire.messages.messages import (
     MAX_ARTIFACT_BYTES,
@@ -58,42 +55,17 @@ class Broken:
     error: BaseException
 
 
-class Context(Protocol):
-    """What the service was given, as far as updates need it."""
-
-    @property
-    def spec(self) -> FederationSpec:
-        """Of the federation."""
-
-    @property
-    def store(self) -> Store:
-        """The database."""
-
-    @property
-    def artifacts(self) -> ArtifactStore:
-        """Directory of artifacts."""
-
-    @property
-    def events(self) -> EventLog:
-        """The event log."""
-
-    @property
-    def clock(self) -> Callable[[], float]:
-        """Unix time."""
-
-    @property
-    def limits(self) -> LinkLimits:
-        """How the link to the broker is used."""
-
-
 class Receiver:
     """Takes the updates of one federation; every call returns at once.
 
     Args:
-        context: what the service was given.
+        checks: decides about updates.
+        partials: folder for half-received updates, on the file system of the artifacts.
+        limits: how the link to the broker is used.
         publisher: sends grants and receipts.
-        notify: gets what the round engine must know, on the receiver's thread; must only enqueue.
+        events: the event log.
         refusals: counts what is refused.
+        notify: gets what the round engine must know, on the receiver's thread; must only enqueue.
 
     Attributes:
         dropped: frames that did not fit or were not granted.
@@ -101,22 +73,22 @@ class Receiver:
 
     def __init__(
         self,
-        context: Context,
+        checks: UpdateChecks,
+        partials: Path,
+        limits: LinkLimits,
         publisher: Publisher,
-        notify: Callable[[UpdateStored | UpdateRefused | Broken], None],
+        events: EventLog,
         refusals: Refusals,
+        notify: Callable[[UpdateStored | UpdateRefused | Broken], None],
     ) -> None:
         self.dropped = 0
-        self._checks = UpdateChecks(context.spec, context.store, context.artifacts, context.clock)
-        self._store = context.store
-        self._events = context.events
-        self._clock = context.clock
+        self._checks = checks
+        self._events = events
         self._publisher = publisher
         self._notify = notify
         self._refusals = refusals
-        self._max_bytes = max_update_bytes(context.spec)
-        self._partials = Partials(context.artifacts.root / ".partial", MAX_PARTIAL_FILES, MAX_PARTIAL_BYTES)
-        self._uploads = Uploads(self._partials, context.limits.window, context.limits.shared)
+        self._partials = Partials(partials, MAX_PARTIAL_FILES, MAX_PARTIAL_BYTES)
+        self._uploads = Uploads(self._partials, limits.window, limits.shared)
         self._work: deque[tuple[_Work, int]] = deque()
         self._bytes = 0
         self._filled = threading.Condition()
@@ -246,7 +218,7 @@ class Receiver:
             log.exception("%s is rejected: its check failed", where)
             self._refusals.note("unforeseen", error, device)
             reason = f"its check failed with {type(error).__name__}; the coordinator's log has the details"
-            self._end_with(self._checks.rejected(device, manifest, self._clock(), reason), manifest)
+            self._end_with(self._checks.rejected(device, manifest, self._checks.clock(), reason), manifest)
             raise OrderError(f"the update of {device} was given up") from error
 
     def _answer(self, device: str, manifest: Manifest) -> None:
@@ -264,12 +236,12 @@ class Receiver:
         if verdict is not None:
             self._finish(device, manifest, *verdict)
             return
-        if manifest.artifact.size > self._max_bytes:
-            limit = f"it has {manifest.artifact.size} bytes; an update of this federation has at most {self._max_bytes}"
-            self._end_with(self._checks.rejected(device, manifest, self._clock(), limit), manifest)
+        now = self._checks.clock()
+        if (reason := self._checks.why_too_large(manifest)) is not None:
+            self._end_with(self._checks.rejected(device, manifest, now, reason), manifest)
             return
         carrier = self._publisher.carrier(device)
-        self._follow(self._uploads.begin(device, manifest, time.monotonic(), self._clock(), carrier))
+        self._follow(self._uploads.begin(device, manifest, time.monotonic(), now, carrier))
 
     def _feed(self, device: str, payload: bytes) -> None:
         try:
@@ -326,7 +298,7 @@ class Receiver:
 
     def _end_with(self, record: UpdateRecord, manifest: Manifest, received: Received | None = None) -> None:
         """Commit how an update ended, send its receipt, and let the round engine know."""
-        device, stored = record.client, self._store.end_update(record)
+        device, stored = record.client, self._checks.store_end(record)
         if stored is None:
             self._finish(device, manifest, *self._checks.why_late(manifest))
         elif stored is not record:

@@ -11,7 +11,7 @@ from coordinator.storage.store import Key, Store
 from coordinator.updates.robustness import Distances, Yardstick
 from coordinator.updates.track_record import typical_distances
 from coordinator.updates.upload_windows import Received
-from coordinator.updates.validation import Expected, base_in, validate_update
+from coordinator.updates.validation import Expected, base_in, max_update_bytes, validate_update
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.messages.messages import Manifest, Outcome
@@ -25,6 +25,9 @@ class UpdateChecks:
         store: the database.
         artifacts: where accepted updates go.
         clock: unix time.
+
+    Attributes:
+        clock: as given.
     """
 
     def __init__(
@@ -33,7 +36,8 @@ class UpdateChecks:
         self._spec = spec
         self._store = store
         self._artifacts = artifacts
-        self._clock = clock
+        self.clock = clock
+        self._max_bytes = max_update_bytes(spec)
         self._yardstick: Yardstick | None = None
 
     def ended(self, device: str, manifest: Manifest) -> UpdateRecord | None:
@@ -52,6 +56,13 @@ class UpdateChecks:
         if invited[device] is ParticipantState.DECLINED:
             return Outcome.REJECTED, "the device declined this attempt"
         return None
+
+    def why_too_large(self, manifest: Manifest) -> str | None:
+        """Why an update is rejected before a byte of it is asked for, if it is."""
+        size = manifest.artifact.size
+        if size <= self._max_bytes:
+            return None
+        return f"it has {size} bytes; an update of this federation has at most {self._max_bytes}"
 
     def why_late(self, manifest: Manifest) -> tuple[Outcome, str]:
         """How an update ends whose attempt does not collect."""
@@ -90,6 +101,10 @@ class UpdateChecks:
         """The record of an update that is not merged."""
         return self._record(device, manifest, manifest_at, Outcome.REJECTED, reason[:300])
 
+    def store_end(self, record: UpdateRecord) -> UpdateRecord | None:
+        """Store how an update ended; see `Store.end_update`."""
+        return self._store.end_update(record)
+
     def _yardstick_for(self, attempt: AttemptRecord) -> Yardstick:
         """What the updates of an attempt are taken to and measured by, made once a round."""
         if self._yardstick is None or self._yardstick.base.id != attempt.base:
@@ -117,7 +132,7 @@ class UpdateChecks:
             reason=reason,
             report=report,
             manifest_at=manifest_at,
-            stored_at=self._clock(),
+            stored_at=self.clock(),
             distances=json.dumps(distances) if distances else None,
         )
 

@@ -41,7 +41,6 @@ from fedcg.wire.messages.messages import (
     Offer,
     Receipt,
     Refusal,
-    RoundAttempt,
     Welcome,
 )
 from fedcg.wire.messages.signing import SigningKey, open_envelope, seal
@@ -192,7 +191,7 @@ class CoordinatorLink:
             return Welcomed(message.epoch, message.cohort, message.version)
         self._handshake.admit(message)
         if isinstance(message, Invite):
-            return Invited(RoundAttempt(message.round, message.attempt), message.cohort)
+            return Invited(message.at, message.cohort)
         if isinstance(message, Need):
             return Granted(message)
         if isinstance(message, Receipt):

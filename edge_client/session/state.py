@@ -7,7 +7,15 @@ from enum import Enum
 from typing import Any
 
 from edge_client.session.events import Wanted
-from fedcg.wire.messages.messages import COORDINATOR, ArtifactRef, DeclineReason, Finished, Offer, RoundAttempt
+from fedcg.wire.messages.messages import (
+    COORDINATOR,
+    NO_ATTEMPT,
+    ArtifactRef,
+    DeclineReason,
+    Finished,
+    Offer,
+    RoundAttempt,
+)
 
 HELLO_EVERY_S = 2.0
 LEAVE_EVERY_S = 2.0
@@ -106,9 +114,9 @@ class SessionState:
     @property
     def offered(self) -> RoundAttempt | None:
         """The round attempt that is open, as far as we know."""
-        return None if self.offer is None else RoundAttempt(self.offer.round, self.offer.attempt)
+        return None if self.offer is None else self.offer.at
 
-    def addressed(self, cursor: RoundAttempt = RoundAttempt(0, 0)) -> dict[str, Any]:
+    def addressed(self, cursor: RoundAttempt = NO_ATTEMPT) -> dict[str, Any]:
         """The fields that every message of this device has, about a round attempt or about none."""
         return {
             "federation": self.federation,

@@ -1,9 +1,17 @@
-"""A publisher of the coordinator that only remembers."""
+"""A publisher of the coordinator that only remembers, and a receiver that uses it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, cast
+
+from coordinator.messaging.publisher import Publisher
+from coordinator.updates.receiver import Receiver
+from coordinator.updates.update_checks import UpdateChecks
+from fedcg.refusal_counter import Refusals
 from fedcg.wire.messages.messages import Carrier, Manifest, Outcome
 from fedcg.wire.transfer.chunk_window import Ranges
+from tests.support.coordinator_support import World
 
 
 class Published:
@@ -21,3 +29,17 @@ class Published:
 
     def receipt(self, device: str, manifest: Manifest, outcome: Outcome, reason: str) -> None:
         self.receipts.append((manifest.artifact.id, outcome))
+
+
+def receiver_of(world: World, published: Published, notify: Callable[[Any], None]) -> Receiver:
+    """The receiver of a world, not started."""
+    setup = world.setup()
+    return Receiver(
+        UpdateChecks(setup.spec, setup.store, setup.artifacts, setup.clock),
+        setup.artifacts.root / ".partial",
+        setup.limits,
+        cast(Publisher, published),
+        setup.events,
+        Refusals(setup.events),
+        notify,
+    )

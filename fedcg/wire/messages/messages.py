@@ -40,6 +40,23 @@ class RoundAttempt:
         return f"round {self.round}, attempt {self.attempt}"
 
 
+NO_ATTEMPT = RoundAttempt(0, 0)
+"""What a message is about that is about no round."""
+
+
+@dataclass(frozen=True)
+class OfAttempt:
+    """Base of values that are about one round attempt."""
+
+    round: int
+    attempt: int
+
+    @property
+    def at(self) -> RoundAttempt:
+        """The round attempt."""
+        return RoundAttempt(self.round, self.attempt)
+
+
 class Outcome(str, Enum):
     """How the coordinator ends an update; each one ends the outbox entry."""
 
@@ -106,6 +123,11 @@ class _Message(_Strict):
     attempt: Count = 0
     session: Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")] = ""
     counter: Count = 0
+
+    @property
+    def at(self) -> RoundAttempt:
+        """The round attempt that it is about."""
+        return RoundAttempt(self.round, self.attempt)
 
 
 class Offer(_Message):

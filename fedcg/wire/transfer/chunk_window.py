@@ -61,11 +61,6 @@ class Grants:
         self._slowed_at = float("-inf")
 
     @property
-    def progress(self) -> tuple[int, int]:
-        """Chunks received and chunks in all."""
-        return self._count, self.ref.chunks
-
-    @property
     def complete(self) -> bool:
         """Whether every chunk is here."""
         return self._count == self.ref.chunks

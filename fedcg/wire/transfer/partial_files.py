@@ -173,11 +173,6 @@ class DurableReceiver:
         return self._file.ref
 
     @property
-    def progress(self) -> tuple[int, int]:
-        """Chunks received and chunks in all."""
-        return self._grants.progress
-
-    @property
     def complete(self) -> bool:
         """Whether every chunk is here (their sum is checked by `finish`)."""
         return self._grants.complete

@@ -207,7 +207,7 @@ def test_no_order_of_events_counts_twice_closes_twice_or_goes_back(script: list[
         now += passed
         before = state
         state, commands = transition(state, event, now)
-        if isinstance(event, UpdateStored) and before.is_open(event.round, event.attempt):
+        if isinstance(event, UpdateStored) and before.is_open(event.at):
             stored.setdefault((event.round, event.attempt), set()).add(event.client)
         assert not state.updates & state.declined
         assert state.updates | state.declined <= state.participants

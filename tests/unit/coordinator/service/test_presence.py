@@ -2,32 +2,55 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from coordinator.rounds.round_engine import Phase
-from coordinator.service.presence import MISSED, Presence
+from coordinator.rounds.round_engine import Phase, WentOffline
+from coordinator.service.liveness import MISSED, Liveness
+from fedcg.event_log import EventLog
 from fedcg.wire.messages.messages import COORDINATOR, Heartbeat, Hello, Invite, Welcome
 from fedcg.wire.messages.signing import seal
 from fedcg.wire.versions import SPOKEN
 from tests.support.coordinator_support import FakeDevice, RunningService, World, aggregate_bytes, tiny_spec, wait_until
 
 
-def test_silence_is_counted_from_the_last_word_in_units_of_the_promise() -> None:
-    presence = Presence()
-    presence.expect("a", 10, 0.0)
-    presence.expect("b", 30, 0.0)
-    presence.expect("old", None, 0.0)
-    presence.heard("a", 5.0)
-    presence.heard("a", 2.0)
-    presence.heard("stranger", 2.0)
-    assert presence.silent(5.0 + MISSED * 10) == []
-    assert presence.silent(5.0 + MISSED * 10 + 0.1) == ["a"]
-    assert presence.silent(1000.0) == ["a", "b"]
-    presence.pardon(1000.0)
-    assert presence.silent(1001.0) == []
+class Rounds:
+    """The online devices of a round driver that does nothing else."""
+
+    def __init__(self, *online: str) -> None:
+        self.online = set(online)
+
+    @property
+    def state(self) -> Rounds:
+        return self
+
+    def apply(self, event: WentOffline) -> None:
+        self.online.discard(event.client)
+
+
+def test_silence_is_counted_from_the_last_message_in_units_of_the_promise(tmp_path: Path) -> None:
+    rounds: Any = Rounds("a", "b", "old", "of chunks")
+    chunks: Any = SimpleNamespace(heard_at=lambda device: 900.0 if device == "of chunks" else -math.inf)
+    liveness = Liveness(rounds, chunks, EventLog(tmp_path / "events.jsonl", time.time))
+    for device, every_s in (("a", 10), ("b", 30), ("old", None), ("of chunks", 100)):
+        liveness.expect(device, every_s, 0.0)
+    for device, at in (("a", 5.0), ("a", 2.0), ("stranger", 2.0)):
+        liveness.heard(device, at)
+    liveness.miss_silent(5.0 + MISSED * 10)
+    assert rounds.online == {"a", "b", "old", "of chunks"}
+    liveness.miss_silent(5.0 + MISSED * 10 + 0.1)
+    assert rounds.online == {"b", "old", "of chunks"}
+    liveness.pardon(1000.0)
+    liveness.miss_silent(1001.0)
+    assert rounds.online == {"b", "old", "of chunks"}
+    liveness.miss_silent(1100.0)
+    assert rounds.online == {"old", "of chunks"}
 
 
 @pytest.fixture
@@ -49,7 +72,7 @@ def promise(device: FakeDevice) -> None:
 def test_a_device_that_dies_without_a_will_is_not_invited_to_the_next_round(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coordinator.service.presence.MISSED", 1.0)
+    monkeypatch.setattr("coordinator.service.liveness.MISSED", 1.0)
     ghost = world.devices["a"]
     with RunningService(world) as running:
         ghost.start()
@@ -71,7 +94,7 @@ def test_a_device_that_dies_without_a_will_is_not_invited_to_the_next_round(
 def test_heartbeats_keep_a_device_online_and_a_dead_link_of_the_coordinator_is_not_held_against_it(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coordinator.service.presence.MISSED", 3.0)  # seconds, with the promise of one
+    monkeypatch.setattr("coordinator.service.liveness.MISSED", 3.0)  # seconds, with the promise of one
     device = world.devices["a"]
     with RunningService(world) as running:
         device.start()

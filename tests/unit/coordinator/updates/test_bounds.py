@@ -8,18 +8,16 @@ import random
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from coordinator.http.app import _ended
-from coordinator.messaging.publisher import Publisher
 from coordinator.rounds.round_engine import UpdateStored
 from coordinator.updates import receiver as receiver_module
 from coordinator.updates.published_artifacts import Library
 from coordinator.updates.receiver import Broken, Receiver
 from coordinator.updates.upload_windows import Grant, Received, Uploads
-from fedcg.refusal_counter import Refusals
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.artifacts.artifacts import artifact_id
 from fedcg.wire.errors import IntegrityError, TransportError
@@ -30,7 +28,7 @@ from fedcg.wire.transfer.partial_files import Partials
 from fedcg.wire.transport.memory import MemoryTransport
 from tests.support.artifact_chunks import frames_for, make_ref
 from tests.support.coordinator_support import RunningService, World, aggregate_bytes, tiny_spec, wait_until
-from tests.support.published import Published
+from tests.support.published import Published, receiver_of
 
 
 @pytest.fixture
@@ -163,8 +161,7 @@ def events() -> list[Any]:
 @pytest.fixture
 def receiver(world: World, published: Published, events: list[Any]) -> Iterator[Receiver]:
     world.store.open_attempt(("tiny", 1, 1), world.base_id, frozenset(world.clients), 0.0, 600.0)
-    setup = world.setup()
-    made = Receiver(setup, cast(Publisher, published), events.append, Refusals(setup.events))
+    made = receiver_of(world, published, events.append)
     made.start()
     yield made
     made.close()

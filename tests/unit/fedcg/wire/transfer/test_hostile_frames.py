@@ -6,28 +6,23 @@ from __future__ import annotations
 import json
 import random
 import string
-import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from coordinator.messaging.message_checks import Ingest, Sessions
-from coordinator.messaging.publisher import Publisher
-from coordinator.updates.receiver import Receiver
 from edge_client.messaging.coordinator_link import CoordinatorLink
 from edge_client.messaging.coordinator_trust import CoordinatorTrust
 from edge_client.messaging.handshake import Handshake
 from edge_client.session.events import Wanted
 from edge_client.store.private_store import PrivateStore
 from edge_client.transfer.downloads import Downloads
-from fedcg.event_log import EventLog
-from fedcg.refusal_counter import Refusals
 from fedcg.wire.errors import IntegrityError, WireError
 from fedcg.wire.messages.messages import (
     COORDINATOR,
@@ -59,7 +54,7 @@ from tests.support.edge_worlds import DEVICE as AGENT
 from tests.support.edge_worlds import FEDERATION, aggregate_of, toy_parts, toy_spec
 from tests.support.edge_worlds import World as AgentWorld
 from tests.support.edge_worlds import wait_until as agent_wait
-from tests.support.published import Published
+from tests.support.published import Published, receiver_of
 
 TOPICS = Topics(FEDERATION)
 KEY, STRANGER, COORDINATORS = (SigningKey.generate() for _ in range(3))
@@ -151,20 +146,21 @@ class CoordinatorsDoor:
     """Where deliveries come in: messages, and chunks of one update that was announced."""
 
     def __init__(self, root: Path) -> None:
-        self.refusals = Refusals(EventLog(root / "events.jsonl", time.time))
         sessions = Sessions()
-        self.ingest = Ingest(TOPICS, sessions, self.refusals)
-        self.ingest.learn_keys([(DEVICE, KEY.public.hex)])
         sessions.greet(DEVICE, NONCE)
         world = World(root / "home", tiny_spec(), aggregate_bytes(tiny_spec(), 0, 0, seed=1), clients=(DEVICE, "b"))
         world.store.open_attempt(("tiny", 1, 1), world.base_id, frozenset(world.clients), 0.0, 600.0)
         self.published = Published()
-        self.receiver = Receiver(world.setup(), cast(Publisher, self.published), lambda event: None, self.refusals)
+        self.receiver = receiver_of(world, self.published, lambda event: None)
+        self.refusals = self.receiver._refusals
+        self.ingest = Ingest(TOPICS, sessions, self.refusals)
+        self.ingest.learn_keys([(DEVICE, KEY.public.hex)])
         self.receiver._announced(DEVICE, Manifest(**UP, artifact=REF, round=1, attempt=1))
 
     @property
     def count(self) -> int:
-        return sum(self.refusals.counts.values())
+        """Refusals, without those of a whole that does not fit: the other side notices that later."""
+        return sum(count for reason, count in self.refusals.counts.items() if reason != "damaged")
 
 
 class AgentsDoor:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedcg.wire.errors import IntegrityError, MalformedError, TooLargeError, TransportError
+from fedcg.wire.errors import MalformedError, TooLargeError, TransportError
 from fedcg.wire.messages.messages import MAX_CHUNK_BYTES, ArtifactRef
 from fedcg.wire.transfer.chunk_window import MAX_RANGES, Grants
 from fedcg.wire.transfer.chunks import (
@@ -194,23 +194,6 @@ def test_a_broadcast_needs_no_grant_and_only_its_gaps_are_asked_for() -> None:
     assert receiver.next_need(0.0) == ((0, 1), (4, 2), (9, 1))
 
 
-def test_a_complete_receiver_asks_for_nothing_and_gives_the_artifact() -> None:
-    receiver = Receiver(REF)
-    for chunk in reversed(CHUNKS):
-        receiver.feed(chunk, 0.0)
-    assert receiver.complete
-    assert receiver.next_need(99.0) is None
-    assert receiver.data() == DATA
-
-
-def test_repeated_and_foreign_chunks_change_nothing() -> None:
-    receiver = Receiver(REF)
-    assert receiver.feed(CHUNKS[0], 0.0)
-    assert not receiver.feed(CHUNKS[0], 0.0)
-    assert not receiver.feed(Chunk("f" * 64, 999, b"other"), 0.0)
-    assert receiver.progress == (1, 10)
-
-
 @pytest.mark.parametrize(
     "chunk",
     [
@@ -226,24 +209,6 @@ def test_a_chunk_that_the_artifact_cannot_have_is_refused(chunk: Chunk) -> None:
     with pytest.raises(MalformedError):
         receiver.feed(chunk, 0.0)
     assert receiver.progress == (0, 10)
-
-
-def test_chunks_that_do_not_add_up_are_thrown_away_and_fetched_again() -> None:
-    receiver = Receiver(REF)
-    for chunk in CHUNKS:
-        receiver.feed(Chunk(chunk.artifact, chunk.index, bytes(len(chunk.data))), 0.0)
-    with pytest.raises(IntegrityError):
-        receiver.data()
-    assert receiver.progress == (0, 10)
-    assert receiver.next_need(0.0) == ((0, 4),)
-    for chunk in CHUNKS:
-        receiver.feed(chunk, 0.0)
-    assert receiver.data() == DATA
-
-
-def test_reading_too_early_is_an_error() -> None:
-    with pytest.raises(MalformedError):
-        Receiver(REF).data()
 
 
 @given(st.integers(1, 40 * 256), st.integers(1, 20), st.randoms(use_true_random=False), st.floats(0, 0.7))
