@@ -13,6 +13,7 @@ from pathlib import Path
 
 from edge_client.errors import RoundError
 from edge_client.store.data_snapshot import Snapshot, SnapshotFile
+from edge_client.store.private_store import PrivateStore
 from fedcg.learning.data.formats import is_array_source, stamp
 from fedcg.learning.data.image_folder import (
     LocalImages,
@@ -35,8 +36,6 @@ SHARES = {
     frozenset({"val", "test"}): {"train": 1.0},
 }
 
-Keep = Callable[[str, int, Callable[[], Snapshot]], Snapshot]
-
 
 @dataclass(frozen=True)
 class RoundData:
@@ -54,6 +53,7 @@ class LocalData:
     Args:
         root: this box's images, in any form that `read_images` takes.
         common: folder with a balanced test set that all clients of a demo share, or None.
+        store: keeps the snapshot of the round that was accepted last.
         on_skipped: gets the images that could not be decoded, whenever the source was read for a new snapshot.
     """
 
@@ -61,33 +61,33 @@ class LocalData:
         self,
         root: Path,
         common: Path | None,
+        store: PrivateStore,
         on_skipped: Callable[[tuple[SkippedImage, ...]], None] = lambda _: None,
     ) -> None:
         self._root = root
         self._common = common
+        self._store = store
         self._on_skipped = on_skipped
         self._loaded: tuple[str, RoundData] | None = None
         self._listing: tuple[object, ...] | None = None
         self._common_set: tuple[str, LocalImages] | None = None
 
-    def for_round(self, spec: FederationSpec, round_number: int, keep: Keep, forget: Callable[[], None]) -> RoundData:
+    def for_round(self, spec: FederationSpec, round_number: int) -> RoundData:
         """The data of a round: by the snapshot that was kept when it was accepted, or by a new one.
 
         Args:
             spec: names classes and image form.
             round_number: the round.
-            keep: returns the kept snapshot of (spec, round), or keeps the new one that it is given a maker of.
-            forget: drops the kept snapshot, so that the next attempt can take a new one.
 
         Raises:
-            RoundError: no usable images, or files of the snapshot are gone or changed.
+            RoundError: no usable images, or files of the snapshot are gone or changed; the next attempt takes a new one.
         """
         try:
-            snapshot = keep(spec.digest, round_number, lambda: self._take(spec).snapshot)
+            snapshot = self._store.accept_snapshot(spec.digest, round_number, lambda: self._take(spec).snapshot)
             if self._loaded is None or self._loaded[0] != _key(spec, snapshot):
                 self._loaded = (_key(spec, snapshot), self._load(spec, snapshot))
         except DataError as error:
-            forget()
+            self._store.forget_snapshot()
             raise RoundError(DeclineReason.NO_DATA, str(error)) from error
         return self._loaded[1]
 

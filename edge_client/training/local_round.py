@@ -151,9 +151,8 @@ def train_round(work: Workplace, command: TrainRound) -> Generation:
     attempt = command.cursor
     progress = ProgressEvents(work.events, attempt, os.getpid(), work.clock, work.working)
     progress("load", 0, 1)
-    store = work.store
-    data = work.data.for_round(spec, attempt.round, store.accept_snapshot, store.forget_snapshot)
-    base = decode_aggregate(store, spec, method, command.aggregate)
+    data = work.data.for_round(spec, attempt.round)
+    base = decode_aggregate(work.store, spec, method, command.aggregate)
     start = _start(work, spec, method, stored)
     ctx = RoundContext(
         spec=work.sized(spec),

@@ -71,9 +71,8 @@ def choose_model(work: Workplace, command: ChooseModel) -> Outcome:
 
 def _choose(work: Workplace, command: ChooseModel, stored: StoredState) -> Outcome:
     spec, method = load_spec(work.store, command.spec)
-    store = work.store
     # The round after the last one: the same snapshot as before unless images came or went since.
-    data = work.data.for_round(spec, spec.rounds + 1, store.accept_snapshot, store.forget_snapshot)
+    data = work.data.for_round(spec, spec.rounds + 1)
     common = work.data.common_test(spec)
     work.working()
     candidates = []

@@ -95,7 +95,7 @@ class Trainer:
         place = "cuda" if plan.device == "cuda" and torch.cuda.is_available() else "cpu"
         torch.set_num_threads(plan.threads)
         events.write("plan", device=place, threads=plan.threads, batch_scale=plan.batch_scale, reason=plan.reason)
-        data = LocalData(config.data.root, config.data.common_test, self._report_skipped)
+        data = LocalData(config.data.root, config.data.common_test, store, self._report_skipped)
         self._work = Workplace(config, store, data, events, place, plan.threads, plan.batch_scale, working=working)
 
     def _report_skipped(self, skipped: tuple[SkippedImage, ...]) -> None:

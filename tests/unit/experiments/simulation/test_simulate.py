@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from edge_client.store.data_snapshot import Snapshot
+from edge_client.store.private_store import PrivateStore
 from edge_client.training.local_data import LocalData
 from experiments.data.partition_folders import prepare
 from experiments.errors import OptionError, RunError
@@ -115,14 +115,8 @@ def test_a_simulation_splits_a_clients_images_exactly_as_its_agent_does(tmp_path
     prepared = prepare(source, tmp_path, setting.deal())
     spec = complete_spec(plan_from_mapping(setting.plan(source)))
     mine = Cohorts().get(setting, source, spec).clients["client-1"]
-
-    def keep(_spec: str, _round: int, make: object) -> Snapshot:
-        assert callable(make)
-        made = make()
-        assert isinstance(made, Snapshot)
-        return made
-
-    agents = LocalData(prepared.clients[0].root, None).for_round(spec, 1, keep, lambda: None)
+    store = PrivateStore.open(tmp_path / "store", spec.federation, "client-1")
+    agents = LocalData(prepared.clients[0].root, None, store).for_round(spec, 1)
     for ours, theirs in ((mine.train, agents.train), (mine.val, agents.val), (mine.test, agents.test)):
         assert torch.equal(ours.images, theirs.images)
         assert torch.equal(ours.labels, theirs.labels)
