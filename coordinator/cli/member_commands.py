@@ -42,17 +42,13 @@ def token_create(
 ) -> None:
     """Make a one-time token for a box; it is shown once, and holds the digest of this coordinator's authority."""
     from coordinator.broker.access_lists import RELOAD_BY_HAND, running_brokers
-    from coordinator.errors import EnrolmentError
-    from coordinator.members.tokens import Wish, create_token
+    from coordinator.members.tokens import create_token
 
     with explained(), store_of(directory) as (home, store):
-        if device is not None and replaces is not None and device != replaces:
-            raise EnrolmentError(f"--device {device} contradicts --replaces {replaces}: a new box takes over the id")
         now = time.time()
-        wish = Wish(device=replaces or device, replaces=replaces is not None, hours=hours, url=url)
-        token = create_token(home, store, wish, now)
+        token = create_token(home, store, now, device=device, replaces=replaces, hours=hours, url=url)
         is_broker_here = bool(running_brokers(home))
-        _diary(home).write("token_created", token=token.id, client=token.device or "", until=now + hours * 3600)
+        _event_log(home).write("token_created", token=token.id, client=token.device or "", until=now + hours * 3600)
     values = {
         "token": token.text,
         "id": token.id,
@@ -91,7 +87,7 @@ def token_revoke(
 
     with explained(), store_of(directory) as (home, store):
         revoke_token(store, token, time.time())
-        _diary(home).write("token_revoked", token=token)
+        _event_log(home).write("token_revoked", token=token)
     tell({"id": token, "state": "revoked"}, f"token {token} is revoked.", as_json=as_json)
 
 
@@ -166,7 +162,7 @@ def device_revoke(
 
     with explained(), store_of(directory) as (home, store):
         done = revoke(home, store, device, reason, time.time())
-        _diary(home).write(
+        _event_log(home).write(
             "device_revoked",
             client=device,
             reason=reason,
@@ -184,7 +180,7 @@ def device_revoke(
     tell(values, text if done.broker_reloaded else f"{text}\n{RELOAD_BY_HAND}", as_json=as_json)
 
 
-def _diary(home: Home) -> EventLog:
+def _event_log(home: Home) -> EventLog:
     from fedcg.event_log import EventLog
 
     return EventLog(home.events_file, time.time)

@@ -18,12 +18,12 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from coordinator.broker.access_lists import RELOAD_BY_HAND
 from coordinator.config import CoordinatorConfig
 from coordinator.errors import RefusedError
-from coordinator.members.bundle_enrolment import certificate_record
+from coordinator.members.bundle_enrolment import certificate_record, problem_with_new
 from coordinator.members.certificate_owner import member_of
 from coordinator.members.tokens import is_secret_of
 from coordinator.paths import Home
 from coordinator.pki.authority import CA_NAME, certify, credential_of
-from coordinator.pki.signing_keys import voice_of
+from coordinator.pki.signing_keys import load_signing_identity
 from coordinator.rounds.records import CertificateRecord, TokenRecord, TokenState
 from coordinator.storage.membership_store import Admitted
 from coordinator.storage.store import Store
@@ -40,7 +40,6 @@ from fedcg.wire.messages.enrolment_messages import (
     renewal_statement,
 )
 from fedcg.wire.messages.signing import VerifyKey
-from fedcg.wire.messages.topics import check_device_id
 
 log = logging.getLogger(__name__)
 
@@ -140,10 +139,8 @@ class Admission:
         self, token: TokenRecord, request: EnrolRequest, key: ec.EllipticCurvePublicKey, purpose: str, now: float
     ) -> CertificateRecord:
         device = request.device
-        if self.store.device(device) is not None and not token.replaces:
-            raise RefusedError(
-                f"there is a device {device!r} already; choose another id, or ask for a token that replaces it"
-            )
+        if not token.replaces and (problem := problem_with_new(self.store, device)):
+            raise RefusedError(problem)
         record = self._certify(device, key, now)
         self.store.register.admit(Admitted(token.id, purpose, request.signing_key, record, token.replaces), now)
         reloaded = self.publish()
@@ -177,7 +174,7 @@ class Admission:
         return known.public_key
 
     def _answer(self, request: EnrolRequest, certificate: CertificateRecord) -> EnrolAnswer:
-        key = voice_of(self.home, self.store).key
+        key = load_signing_identity(self.home, self.store).key
         answer = EnrolAnswer(
             device=request.device,
             federation=self.store.federations()[0].id,
@@ -203,10 +200,6 @@ def _check_token(token: TokenRecord, device: str, now: float) -> None:
         raise RefusedError(f"{told}; ask the operator for a new one", f"token {token.id}: {told}")
     if token.device is not None and token.device != device:
         raise RefusedError(f"the token is for device {token.device!r} only", f"token {token.id} used for {device!r}")
-    try:
-        check_device_id(device)
-    except ValueError as error:
-        raise RefusedError(str(error)) from error
 
 
 def _check_proof(request: EnrolRequest, key: ec.EllipticCurvePublicKey) -> None:

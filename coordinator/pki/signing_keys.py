@@ -28,7 +28,7 @@ class SigningIdentity:
     links: tuple[KeyLink, ...] = ()
 
 
-def voice_of(home: Home, store: Store, known: SigningIdentity | None = None) -> SigningIdentity:
+def load_signing_identity(home: Home, store: Store, known: SigningIdentity | None = None) -> SigningIdentity:
     """The key that counts now.
 
     Args:
@@ -66,7 +66,7 @@ def rotate_key(home: Home, store: Store, now: float) -> KeyLink:
         federations = store.federations()
         if not federations:
             raise PlanError(f"{home.root} has no federation yet: no device knows the key, nothing is to be told")
-        signing_identity = voice_of(home, store)
+        signing_identity = load_signing_identity(home, store)
         serial = signing_identity.links[-1].serial + 1 if signing_identity.links else 1
         new = _new_key(key_file(home, serial))
         link = make_link(federations[0].id, serial, store.epoch(), signing_identity.key, new.public)

@@ -78,7 +78,7 @@ def demo_command(
     seed: Seed = 0,
     quick: Quick = True,
     params: Params = None,
-    broker: Annotated[str, typer.Option(help="auto, mosquitto, extracted or amqtt")] = "auto",
+    broker: Annotated[str, typer.Option(help="mosquitto, amqtt, or auto: Mosquitto where there is one")] = "auto",
     out: Annotated[
         Path | None, typer.Option(help="folder of the run; default: ./demo-out, or the next free name")
     ] = None,

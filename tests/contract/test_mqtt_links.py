@@ -6,21 +6,34 @@ import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
 from coordinator.broker.mosquitto import QueueLimits
-from coordinator.pki.authority import issue_beside
+from coordinator.pki.authority import issue
 from fedcg.wire.errors import TransportError
 from fedcg.wire.messages.topics import Topics
 from fedcg.wire.transport import mqtt, mqtt_link
 from fedcg.wire.transport.mqtt import MqttConfig, MqttTransport, TlsFiles, probe
+from fedcg.wire.transport.mqtt_config import Protocol
 from fedcg.wire.transport.transport import Will
 from tests.conftest import StartMosquitto
-from tests.support.benches import AmqttServer
-from tests.support.brokers import DEVICES, HOST, Client, Pki, Relay, RunningMosquitto, acl_for, mqtt_client, wait_until
+from tests.support.broker_packets import CONNECT, connack, scripted_broker
+from tests.support.brokers import (
+    DEADLINE_S,
+    DEVICES,
+    HOST,
+    Client,
+    Pki,
+    Relay,
+    RunningMosquitto,
+    acl_for,
+    mqtt_client,
+    wait_until,
+)
 
 TOPICS = Topics("links")
 
@@ -28,13 +41,6 @@ TOPICS = Topics("links")
 @pytest.fixture
 def broker(mosquitto: StartMosquitto) -> RunningMosquitto:
     return mosquitto(acl_for(TOPICS.federation))
-
-
-@pytest.fixture
-def amqtt(pki: Pki) -> Iterator[AmqttServer]:
-    server = AmqttServer(pki, TOPICS)
-    yield server
-    server.close()
 
 
 @pytest.fixture
@@ -50,13 +56,25 @@ def test_auto_takes_mqtt_5_where_it_is_spoken(broker: RunningMosquitto) -> None:
     assert probe(broker.config("a", "auto")) == "5"
 
 
-def test_auto_falls_back_to_3_1_1_where_5_is_refused(amqtt: AmqttServer, pki: Pki) -> None:
-    assert probe(MqttConfig(HOST, amqtt.port, "a", tls=pki.tls("a"), protocol="auto")) == "3.1.1"
+def probed(protocol: Protocol) -> str:
+    """What a probe finds at a broker that refuses MQTT 5 and grants 3.1.1."""
+    with scripted_broker() as old, ThreadPoolExecutor(1) as threads:
+        probing = threads.submit(probe, old.config(protocol))
+        peer = old.accept()
+        peer.expect(CONNECT)
+        peer.send(connack("3.1.1", 1))
+        if protocol == "auto":
+            old.welcome("3.1.1")
+        return probing.result(DEADLINE_S)
 
 
-def test_asking_for_5_where_only_3_1_1_is_spoken_is_explained(amqtt: AmqttServer, pki: Pki) -> None:
+def test_auto_falls_back_to_3_1_1_where_5_is_refused() -> None:
+    assert probed("auto") == "3.1.1"
+
+
+def test_asking_for_5_where_only_3_1_1_is_spoken_is_explained() -> None:
     with pytest.raises(TransportError, match="protocol version"):
-        probe(MqttConfig(HOST, amqtt.port, "a", tls=pki.tls("a"), protocol="5"))
+        probed("5")
 
 
 @pytest.mark.broker
@@ -270,7 +288,7 @@ def test_a_renewed_certificate_is_used_by_the_next_connection_without_a_will_and
     clients += [listener, device]
     listener.start().await_link()
     device.start().await_link()
-    issue_beside(pki.directory, tmp_path, "a", timedelta(days=1))  # the same file names, another pair
+    issue(pki.directory, "a", life=timedelta(days=1), target=tmp_path)  # the same file names, another pair
     assert files.cert.read_bytes() != own.cert.read_bytes()
     device.transport.publish(TOPICS.up_control("a"), b"before")
     assert isinstance(device.transport, MqttTransport)

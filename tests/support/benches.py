@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import ssl
 import threading
 from typing import Protocol
 
+from coordinator.pki.authority import credential_of
+from coordinator.pki.server_tls import server_context
 from fedcg.wire.messages.topics import Topics
 from fedcg.wire.transport.memory import Action, MemoryBroker, MemoryTransport
 from fedcg.wire.transport.mqtt import MqttTransport
@@ -77,26 +81,22 @@ class MqttBench:
 
 
 class AmqttServer:
-    """The in-process broker on a thread of its own."""
+    """The embedded broker on a thread of its own."""
 
-    def __init__(self, pki: Pki, topics: Topics) -> None:
-        from coordinator.broker.amqtt_broker import run_amqtt
-
-        def rules(identity: str, action: str, topic: str) -> bool:
-            return topics.may_publish(identity, topic) if action == "publish" else topics.may_read(identity, topic)
-
+    def __init__(self, pki: Pki) -> None:
         self.port = free_port()
-        self._stop = threading.Event()
-        ready = threading.Event()
-        server = pki.tls("broker")
-        self._thread = threading.Thread(
-            target=run_amqtt,
-            args=(self.port, server.ca, server.cert, server.key, rules, ready.set, self._stop),
-            daemon=True,
-        )
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=asyncio.run, args=(self._serve(pki),), daemon=True)
         self._thread.start()
-        wait_until(ready.is_set, "amqtt is ready")
+        wait_until(self._ready.is_set, "amqtt is ready")
+
+    async def _serve(self, pki: Pki) -> None:
+        from coordinator.broker.amqtt_broker import serve_amqtt
+
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        tls = server_context(pki.directory, credential_of(pki.directory, "broker"), ssl.CERT_REQUIRED)
+        await serve_amqtt(self.port, tls, self._ready.set, self._stop)
 
     def close(self) -> None:
-        self._stop.set()
+        self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join()

@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
 from coordinator.cli.coordinator_commands import coordinator_app
 from coordinator.cli.member_commands import device_app, token_app
@@ -29,6 +27,7 @@ from coordinator.rounds.records import DeviceState, TokenState
 from coordinator.storage.store import Store
 from fedcg.wire.messages.enrolment_messages import Token, certificate_key_digest, common_name, load_certificate
 from tests.support.enrolments import open_home
+from tests.support.homes import call
 
 
 @pytest.fixture
@@ -41,11 +40,6 @@ def store(home: Home) -> Iterator[Store]:
     opened = Store(home.database)
     yield opened
     opened.close()
-
-
-def call(app: typer.Typer, *arguments: object) -> tuple[int, str]:
-    done = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    return done.exit_code, done.output
 
 
 def created(home: Home, *arguments: object) -> dict[str, object]:
