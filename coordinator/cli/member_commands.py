@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 failed while running, 2 bad input. Heavy imports happen in
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -48,18 +49,19 @@ def token_create(
         now = time.time()
         token = create_token(home, store, now, device=device, replaces=replaces, hours=hours, url=url)
         is_broker_here = bool(running_brokers(home))
-        _event_log(home).write("token_created", token=token.id, client=token.device or "", until=now + hours * 3600)
+        expires_at = now + hours * 3600
+        _event_log(home).write("token_created", token=token.id, client=token.device or "", until=expires_at)
     values = {
         "token": token.text,
         "id": token.id,
         "device": token.device,
         "replaces": replaces,
         "url": token.url,
-        "expires_at": now + hours * 3600,
+        "expires_at": expires_at,
     }
     named = "" if token.device else " --device ID"
     text = (
-        f"{token.text}\n\nOn the box, until {_when(now + hours * 3600)}, once:\n"
+        f"{token.text}\n\nOn the box, until {_when(expires_at)}, once:\n"
         f"  fedcg enrol --token -{named} --out DIR --data IMAGES      # then paste the token and press Enter\n"
         "Whoever has the token can enrol a box: hand it over as you would a password."
     )
@@ -82,7 +84,7 @@ def token_revoke(
     directory: Directory,
     as_json: AsJson = False,
 ) -> None:
-    """Make a token that was not used yet good for nothing."""
+    """Make a token that was not used yet unusable."""
     from coordinator.members.tokens import revoke_token
 
     with explained(), store_of(directory) as (home, store):
@@ -142,11 +144,11 @@ def device_show(
             {name: getattr(known, name) for name in ("serial", "issued_at", "expires_at", "revoked_at")}
             for known in store.register.certificates(device)
         ]
-    told = [_device_line(values), f"message key\t{record.public_key}", f"enrolled\t{_when(record.enrolled_at)}"]
+    lines = [_device_line(values), f"message key\t{record.public_key}", f"enrolled\t{_when(record.enrolled_at)}"]
     for known in values["certificates"]:
         ended = f", revoked {_when(known['revoked_at'])}" if known["revoked_at"] else ""
-        told.append(f"certificate\t{known['serial']}, until {_when(known['expires_at'])}{ended}")
-    tell(values, "\n".join(told), as_json=as_json)
+        lines.append(f"certificate\t{known['serial']}, until {_when(known['expires_at'])}{ended}")
+    tell(values, "\n".join(lines), as_json=as_json)
 
 
 @device_app.command("revoke")
@@ -190,42 +192,29 @@ def _device_values(home: Home, store: Store, device: DeviceRecord) -> dict[str, 
     from coordinator.broker.access_lists import silenced_in
 
     expiries = [known.expires_at for known in store.register.certificates(device.id) if known.revoked_at is None]
+    values = asdict(device)
     return {
-        "id": device.id,
-        "state": device.state.value,
-        "enrolled_at": device.enrolled_at,
+        "reason": values.pop("ended_because"),
         "silenced": device.id in silenced_in(home),
-        "last_seen_at": device.last_seen_at,
-        "agent": device.agent,
         "certificate_expires_at": max(expiries, default=None),
-        "ended_at": device.ended_at,
-        "reason": device.ended_because,
-        "public_key": device.public_key,
+        **values,
     }
 
 
 def _device_line(values: dict[str, Any]) -> str:
     seen = "never seen" if values["last_seen_at"] is None else f"seen {_when(values['last_seen_at'])}"
     expiry = values["certificate_expires_at"]
-    told = [values["id"], values["state"], *(["silenced"] if values["silenced"] else []), seen]
+    lines = [values["id"], values["state"], *(["silenced"] if values["silenced"] else []), seen]
     if values["state"] == "enrolled" and expiry is not None:
-        told.append(f"certificate until {_when(expiry)}")
+        lines.append(f"certificate until {_when(expiry)}")
     if values["ended_at"] is not None:
-        told.append(f"since {_when(values['ended_at'])} {values['reason']}".strip())
-    return "\t".join(told)
+        lines.append(f"since {_when(values['ended_at'])} {values['reason']}".strip())
+    return "\t".join(lines)
 
 
 def _token_values(token: TokenRecord, now: float) -> dict[str, object]:
-    return {
-        "id": token.id,
-        "state": token.state(now).value,
-        "device": token.device,
-        "replaces": token.replaces,
-        "created_at": token.created_at,
-        "expires_at": token.expires_at,
-        "used_at": token.used_at,
-        "used_by": token.used_by,
-    }
+    shown = ("id", "device", "replaces", "created_at", "expires_at", "used_at", "used_by")
+    return {"state": token.state(now).value, **{name: getattr(token, name) for name in shown}}
 
 
 def _token_line(token: TokenRecord, now: float) -> str:

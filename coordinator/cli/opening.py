@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from coordinator.broker.access_lists import publish_access, refresh_access
-from coordinator.cli.create_federation import found
+from coordinator.cli.create_federation import make_artifacts
 from coordinator.config import CoordinatorConfig, render_config
 from coordinator.errors import HomeError, PlanError
 from coordinator.paths import BROKER_NAME, SECRET_BYTES, Home
@@ -59,12 +59,12 @@ def open_federation(home: Home, store: Store, plan: FederationPlan) -> tuple[Fed
     if existing:
         raise PlanError(f"{home.root} has a federation already ({existing[0]}); use another directory for another one")
     config = home.config()
-    founded = found(plan, home.artifacts, home.public_data(config), config.aggregation.public_images)
+    made = make_artifacts(plan, home.artifacts, home.public_data(config), config.aggregation.public_images)
     now = time.time()
     record = FederationRecord(
         id=plan.federation,
         method=plan.method,
-        spec=founded.spec,
+        spec=made.spec,
         rounds=plan.rounds,
         min_clients=plan.min_clients,
         max_attempts=plan.max_attempts,
@@ -72,9 +72,7 @@ def open_federation(home: Home, store: Store, plan: FederationPlan) -> tuple[Fed
         first_attempt=1,
         created_at=now,
     )
-    initial = AggregateRecord(
-        plan.federation, 0, 0, founded.aggregate, founded.aggregate_bytes, founded.server_state, now
-    )
+    initial = AggregateRecord(plan.federation, 0, 0, made.aggregate, made.aggregate_bytes, made.server_state, now)
     store.add_federation(record, initial)
     publish_access(home)
     return record, initial

@@ -12,7 +12,7 @@ from PIL import Image
 
 from coordinator.aggregation.worker import PublicImages
 from coordinator.aggregation.worker_handle import AggregationWorker
-from coordinator.cli.create_federation import found, read_plan
+from coordinator.cli.create_federation import make_artifacts, read_plan
 from coordinator.config import AggregationSettings, CoordinatorConfig, load_config, render_config
 from coordinator.errors import PlanError
 from coordinator.paths import Home
@@ -126,13 +126,15 @@ def test_the_configuration_keeps_the_place_and_a_relative_one_starts_at_its_own_
 def test_a_method_that_needs_public_images_is_not_founded_without_them(tmp_path: Path) -> None:
     plan = read_plan(plan_file(tmp_path, "feddf", params=""))
     with pytest.raises(PlanError, match=r"aggregation\.public_data in coordinator\.toml"):
-        found(plan, tmp_path / "artifacts")
+        make_artifacts(plan, tmp_path / "artifacts")
 
 
 def test_a_feddf_federation_distils_on_the_coordinators_public_images(tmp_path: Path) -> None:
     params = "server_iterations = 3\nserver_batch = 4"
     public, store = write_public(tmp_path / "public", 6), ArtifactStore(tmp_path / "artifacts")
-    ids = found(read_plan(plan_file(tmp_path, "feddf", rounds=1, params=params)), tmp_path / "artifacts", public, 5)
+    ids = make_artifacts(
+        read_plan(plan_file(tmp_path, "feddf", rounds=1, params=params)), tmp_path / "artifacts", public, 5
+    )
     spec = FederationSpec.parse(store.get(ids.spec))
     base, state = store.get(ids.aggregate), store.get(ids.server_state)
     world = World(tmp_path / "home", spec, base, state, make_worker=AggregationWorker, public_data=public)
