@@ -28,12 +28,12 @@ from tests.support.brokers import (
     HOST,
     Client,
     Pki,
-    Relay,
     RunningMosquitto,
     acl_for,
     mqtt_client,
     wait_until,
 )
+from tests.support.throttle import Throttle
 
 TOPICS = Topics("links")
 
@@ -97,7 +97,7 @@ def test_a_certificate_of_another_authority_is_refused_and_the_causes_are_told(
 
 @pytest.mark.broker
 def test_a_broker_under_another_name_is_not_trusted(broker: RunningMosquitto, pki: Pki) -> None:
-    relay = Relay(broker.port, host="127.0.0.2")
+    relay = Throttle(broker.port, host="127.0.0.2")
     with pytest.raises(TransportError, match=re.escape("name 127.0.0.2")):
         probe(MqttConfig("127.0.0.2", relay.port, "a", tls=pki.tls("a"), protocol="5"))
     relay.close()
@@ -183,7 +183,7 @@ def test_what_was_not_acknowledged_when_the_link_broke_arrives_after_it_is_back(
     clients.append(coordinator)
     coordinator.transport.subscribe(TOPICS.all_up_chunk())
     coordinator.start().await_link()
-    relay = Relay(broker.port)
+    relay = Throttle(broker.port)
     device = mqtt_client(broker.config("a", "5" if protocol == "5" else "3.1.1", port=relay.port))
     clients.append(device)
     device.start().await_link()

@@ -15,7 +15,8 @@ from fedcg.wire.transport.mqtt import MqttTransport
 from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles
 from fedcg.wire.transport.mqtt_config import Protocol as MqttVersion
 from fedcg.wire.transport.transport import Will
-from tests.support.brokers import HOST, Client, Intruder, Pki, Relay, free_port, wait_until
+from tests.support.brokers import HOST, Client, Intruder, Pki, free_port, wait_until
+from tests.support.throttle import Throttle
 
 
 class Bench(Protocol):
@@ -57,11 +58,11 @@ class MqttBench:
         self._port = port
         self._pki = pki
         self._version = version
-        self._relays: dict[str, Relay] = {}
+        self._relays: dict[str, Throttle] = {}
         self._clients: list[Client] = []
 
     def connect(self, identity: str, will: Will | None = None, *, intrudes: bool = False) -> Client:
-        relay = self._relays.setdefault(identity, Relay(self._port))
+        relay = self._relays.setdefault(identity, Throttle(self._port))
         tls: TlsFiles = self._pki.tls(identity)
         config = MqttConfig(HOST, relay.port, identity, tls=tls, protocol=self._version)
         self._clients.append(Client((Intruder if intrudes else MqttTransport)(config, will)))
