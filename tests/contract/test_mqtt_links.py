@@ -104,40 +104,6 @@ def test_a_broker_under_another_name_is_not_trusted(broker: RunningMosquitto, pk
 
 
 @pytest.mark.broker
-def test_a_rewritten_access_list_silences_a_live_device_and_nobody_else(
-    broker: RunningMosquitto, clients: list[Client]
-) -> None:
-    coordinator, revoked, other = (mqtt_client(broker.config(name)) for name in ("coordinator", "a", "b"))
-    clients += [coordinator, revoked, other]
-    coordinator.transport.subscribe(TOPICS.all_up_control())
-    revoked.transport.subscribe(TOPICS.offer)
-    other.transport.subscribe(TOPICS.offer)
-    for client in clients:
-        client.start().await_link()
-    revoked.transport.publish(TOPICS.up_control("a"), b"before")
-    coordinator.await_payload(TOPICS.up_control("a"), b"before")
-    broker.set_acl(acl_for(TOPICS.federation, ("b", "c")))
-    broker.reload()
-    # Until the list is read the device is still heard: publish pairs until only the other device's half arrives.
-    rounds = iter(range(10_000))
-
-    def is_silenced() -> bool:
-        number = next(rounds)
-        revoked.transport.publish(TOPICS.up_control("a"), b"%d" % number)
-        mark = b"mark %d" % number
-        wait_until(lambda: _published(revoked), "the broker took it")
-        other.transport.publish(TOPICS.up_control("b"), mark)
-        coordinator.await_payload(TOPICS.up_control("b"), mark)
-        return b"%d" % number not in coordinator.payloads(TOPICS.up_control("a"))
-
-    wait_until(is_silenced, "the revoked device is silenced")
-    coordinator.transport.publish(TOPICS.offer, b"news")
-    other.await_payload(TOPICS.offer, b"news")
-    assert revoked.deliveries == []
-    assert [client.links for client in clients] == [[True]] * 3
-
-
-@pytest.mark.broker
 def test_the_brokers_own_limit_is_learnt_and_kept(mosquitto: StartMosquitto, clients: list[Client]) -> None:
     small = mosquitto(acl_for(TOPICS.federation), limits=QueueLimits(packet_bytes=50_000))
     device = mqtt_client(small.config("a", "5"))
@@ -149,29 +115,6 @@ def test_the_brokers_own_limit_is_learnt_and_kept(mosquitto: StartMosquitto, cli
     device.transport.publish(TOPICS.up_chunk("a"), bytes(device.transport.max_payload))
     wait_until(lambda: _published(device), "the largest payload is acknowledged")
     assert device.links == [True]
-
-
-@pytest.mark.broker
-def test_a_broker_with_too_small_packets_is_refused_by_name(mosquitto: StartMosquitto) -> None:
-    tiny = mosquitto(acl_for(TOPICS.federation), limits=QueueLimits(packet_bytes=600))
-    with pytest.raises(TransportError, match="at most 600 bytes, and 17408 are needed"):
-        probe(tiny.config("a", "5"))
-
-
-@pytest.mark.broker
-def test_a_client_comes_back_to_a_restarted_broker(broker: RunningMosquitto, clients: list[Client]) -> None:
-    coordinator, device = mqtt_client(broker.config("coordinator")), mqtt_client(broker.config("a", "auto"))
-    clients += [coordinator, device]
-    device.transport.subscribe(TOPICS.offer)
-    for client in clients:
-        client.start().await_link()
-    broker.stop()
-    wait_until(lambda: all(client.links == [True, False] for client in clients), "both notice")
-    broker.start()
-    for client in clients:
-        client.await_link(2)
-    coordinator.transport.publish(TOPICS.offer, b"after the restart")
-    device.await_payload(TOPICS.offer, b"after the restart")
 
 
 @pytest.mark.broker

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import subprocess
 import threading
@@ -85,7 +84,9 @@ class RunningMosquitto:
     _process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        self.set_acl(self.acl)
+        acl = self.folder / "acl"
+        acl.write_text(self.acl)
+        acl.chmod(0o600)
         server = self.pki.tls("broker")
         lines = [
             "per_listener_settings false",
@@ -98,7 +99,7 @@ class RunningMosquitto:
             "use_identity_as_username true",
             "use_username_as_clientid true",
             "tls_version tlsv1.3",
-            f"acl_file {self.folder / 'acl'}",
+            f"acl_file {acl}",
             *self.limits.lines(),
             "set_tcp_nodelay true",
             *self.extra,
@@ -115,16 +116,6 @@ class RunningMosquitto:
                 env=self.mosquitto.environment(),
             )
         wait_until(self._listens, f"mosquitto listens: {(self.folder / 'mosquitto.log').read_text()}")
-
-    def set_acl(self, text: str) -> None:
-        """Write the access list; a running broker reads it at `reload`."""
-        path = self.folder / "acl"
-        path.write_text(text)
-        path.chmod(0o600)
-
-    def reload(self) -> None:
-        assert self._process is not None
-        self._process.send_signal(signal.SIGHUP)
 
     def stop(self) -> None:
         if self._process is not None:

@@ -27,7 +27,6 @@ from coordinator.aggregation.worker_messages import (
     WorkerSettings,
 )
 from coordinator.cli.create_federation import InitialArtifacts, make_artifacts, read_plan
-from coordinator.errors import PlanError
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts.artifacts import ArtifactStore, read_header, unpack
 from fedcg.wire.messages.messages import Outcome
@@ -156,26 +155,6 @@ def test_a_worker_killed_while_it_distils_is_started_again_and_ends_with_the_sam
     assert {attempt.attempt for attempt in world.store.attempts("tiny")} == {1}
 
 
-@pytest.mark.slow
-def test_a_coordinator_that_vanishes_while_it_distils_ends_with_the_same_bytes(
-    tmp_path: Path, founded: tuple[InitialArtifacts, ArtifactStore], undisturbed: str
-) -> None:
-    world = real_world(tmp_path, founded)
-
-    def disturb(running: RunningService) -> RunningService:
-        progress = distilling(world, 1)
-        running.vanish()
-        wait_until(lambda: not Path(f"/proc/{progress['pid']}").exists(), "the worker is gone")
-        again = RunningService(world).__enter__()
-        for device in world.devices.values():
-            device.hello()
-        return again
-
-    assert run_to_the_end(world, disturb) == undisturbed
-    assert len(entries(world, "distil", 1)) == 2
-    assert {attempt.attempt for attempt in world.store.attempts("tiny")} == {1}
-
-
 def test_a_method_that_shares_nothing_runs_over_the_same_wire(tmp_path: Path) -> None:
     ids = make_artifacts(read_plan(plan_file(tmp_path, "local", rounds=1, params="")), tmp_path / "artifacts")
     world = real_world(tmp_path / "home", (ids, ArtifactStore(tmp_path / "artifacts")))
@@ -247,19 +226,6 @@ def test_progress_is_told_at_the_first_step_then_sparsely_and_at_the_last() -> N
     assert ("distil", 1) in steps
     assert steps[-1] == ("distil", 100)
     assert len(steps) < 20
-
-
-def test_a_plan_is_refused_with_every_error_and_an_unknown_parameter_by_the_method(tmp_path: Path) -> None:
-    bad = tmp_path / "bad.toml"
-    bad.write_text('federation = "tiny"\nclasses = ["x"]\nmethod = "fedcg"\nrounds = 1\ncolour = 1\n')
-    with pytest.raises(PlanError, match=r"(?s)colour.*|image.*") as refused:
-        read_plan(bad)
-    assert "image" in str(refused.value)
-    assert "colour" in str(refused.value)
-    with pytest.raises(PlanError, match="no method 'fedgc'"):
-        read_plan(plan_file(tmp_path, "fedgc"))
-    with pytest.raises(PlanError, match="server_iteration"):
-        make_artifacts(read_plan(plan_file(tmp_path, params="server_iteration = 3")), tmp_path / "artifacts")
 
 
 def test_the_coordinators_own_process_loads_no_torch() -> None:

@@ -22,12 +22,21 @@ from coordinator.broker.mosquitto import QueueLimits, access_list, write_config
 from coordinator.cli.coordinator_commands import coordinator_app, deploy_app, federation_app
 from coordinator.cli.member_commands import device_app
 from coordinator.cli.opening import create_home
-from coordinator.config import BrokerSettings, CoordinatorConfig, check_api_host, load_config, render_config
+from coordinator.config import (
+    AggregationSettings,
+    BrokerSettings,
+    CoordinatorConfig,
+    EnrolmentSettings,
+    check_api_host,
+    load_config,
+    render_config,
+)
 from coordinator.errors import ConfigError, HomeError
 from coordinator.paths import Home
 from coordinator.pki import authority as pki
 from coordinator.pki.authority import create_ca, credential_of, issue, observers_of
 from coordinator.storage.store import Store
+from edge_client.config import load_config as load_agent_config
 from fedcg.wire.messages.signing import SigningKey, VerifyKey
 from fedcg.wire.transfer.broker_presets import limits_for
 from tests.support.homes import add_federation, call
@@ -156,28 +165,42 @@ def test_a_short_secret_is_refused(home: Home) -> None:
         home.secret()
 
 
-def test_all_errors_of_a_configuration_are_told_at_once(tmp_path: Path) -> None:
+def test_all_errors_of_a_configuration_are_reported_at_once(tmp_path: Path) -> None:
     path = tmp_path / "coordinator.toml"
-    path.write_text('[broker]\nport = 0\nhots = "x"\n[aggregation]\nthreads = "many"\n')
+    path.write_text(
+        '[broker]\nport = 0\nhots = "x"\n[aggregation]\nthreads = "many"\n[enrolment]\ncertificate_days = 9999\n'
+    )
     with pytest.raises(ConfigError) as refused:
         load_config(path)
-    for name in ("broker.port", "broker.hots", "aggregation.threads"):
+    for name in ("broker.port", "broker.hots", "aggregation.threads", "enrolment.certificate_days"):
         assert name in str(refused.value)
     path.write_text("[broker\n")
     with pytest.raises(ConfigError, match=r"coordinator\.toml"):
         load_config(path)
-    path.write_text(render_config(CoordinatorConfig()))
-    assert load_config(path) == CoordinatorConfig()
 
 
-def test_a_preset_and_single_limits_survive_writing_and_reading(tmp_path: Path) -> None:
-    broker = BrokerSettings(preset="azure-event-grid", chunk_bytes=30_000, window_bytes=400_000)
+@pytest.mark.parametrize(
+    "config",
+    [
+        CoordinatorConfig(),
+        CoordinatorConfig(
+            broker=BrokerSettings(
+                host="broker.example", preset="azure-event-grid", chunk_bytes=30_000, window_bytes=400_000
+            ),
+            enrolment=EnrolmentSettings(port=8444, listen="10.0.0.1", host="::1", certificate_days=2.5),
+            aggregation=AggregationSettings(public_data='a "b"', public_images=7),
+        ),
+    ],
+)
+def test_a_configuration_survives_writing_and_reading(tmp_path: Path, config: CoordinatorConfig) -> None:
     path = tmp_path / "coordinator.toml"
-    path.write_text(render_config(CoordinatorConfig(broker=broker)))
-    assert load_config(path).broker == broker
+    path.write_text(render_config(config))
+    assert load_config(path) == config
+
+
+def test_single_limits_take_the_place_of_a_presets() -> None:
+    broker = BrokerSettings(preset="azure-event-grid", chunk_bytes=30_000, window_bytes=400_000)
     assert broker.limits == limits_for("azure-event-grid", chunk_bytes=30_000, window_bytes=400_000)
-    path.write_text(render_config(CoordinatorConfig()))
-    assert load_config(path) == CoordinatorConfig()
 
 
 def test_the_http_interface_is_shown_to_no_network() -> None:
@@ -248,14 +271,7 @@ def test_devices_are_added_with_bundles_that_fit_together(home: Home, tmp_path: 
     assert not credential_of(home.pki, "line4").key.exists()
     assert "user line4" in (home.broker / "acl").read_text()
     assert json.loads(call(device_app, "list", "--dir", home.root, "--json")[1])[1]["id"] == "line5"
-
-
-def test_a_bundles_agent_toml_is_one_that_the_agent_reads(home: Home, tmp_path: Path) -> None:
-    from edge_client.config import load_config as load_agent_config
-
-    with_federation(home)
-    call(device_app, "add", "line4", "--dir", home.root, "--out", tmp_path)
-    config = load_agent_config(tmp_path / "line4" / "agent.toml", {})
+    config = load_agent_config(bundle / "agent.toml", {})
     assert (config.federation, config.device) == ("casting", "line4")
     assert (config.broker.host, config.broker.port) == ("127.0.0.1", 8883)
     assert config.tls is not None

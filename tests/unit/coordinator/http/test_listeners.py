@@ -16,8 +16,6 @@ import pytest
 from coordinator.http import carrier_api
 from coordinator.paths import CRL_NAME, Home
 from coordinator.pki.authority import write_revocations
-from coordinator.pki.signing_keys import load_signing_identity
-from coordinator.storage.store import Store
 from edge_client.config import load_config
 from edge_client.identity.enrol import enrol
 from edge_client.identity.enrolment_client import trusting
@@ -177,11 +175,3 @@ def _renewals_until_limited(desk: Desk, box: Path) -> int:
         if status == 429:
             return count
     raise AssertionError("never limited")
-
-
-def test_the_message_key_is_read_once_and_again_after_a_rotation(home: Home) -> None:
-    store = Store(home.database)
-    first = load_signing_identity(home, store)
-    home.signing_key.unlink()
-    assert load_signing_identity(home, store, first) is first
-    store.close()
