@@ -55,7 +55,7 @@ class Throttle:
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._sockets: set[socket.socket] = set()
-        self._is_cut = False
+        self._cut = threading.Event()
         self._server = socket.socket()
         self._server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER)  # a deep buffer would hide the rate
         self._server.bind((host, 0))
@@ -73,12 +73,11 @@ class Throttle:
     def cut(self) -> None:
         """End all connections and refuse new ones until `mend`."""
         with self._lock:
-            self._is_cut = True
+            self._cut.set()
             self._shut_all()
 
     def mend(self) -> None:
-        with self._lock:
-            self._is_cut = False
+        self._cut.clear()
 
     def _shut_all(self) -> None:
         for sock in self._sockets:
@@ -105,7 +104,7 @@ class Throttle:
                 near, _ = self._server.accept()
             except OSError:
                 return
-            if self._is_cut:
+            if self._cut.is_set():
                 near.close()
                 continue
             far = socket.socket()
@@ -122,7 +121,7 @@ class Throttle:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with self._lock:
                 self._sockets |= {near, far}
-                if self._is_cut:
+                if self._cut.is_set():
                     self._shut_all()
             self._spawn(self._pair, near, far)
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from coordinator.aggregation.worker import JobRunner, PublicImages
+from coordinator.aggregation.worker import JobRunner, public_images
 from coordinator.aggregation.worker_handle import MAX_DEATHS, AggregationWorker
 from coordinator.aggregation.worker_messages import (
     AddUpdate,
@@ -235,7 +235,7 @@ class Benches:
         ids, said = self._ids, list[Reply]()
         settings = WorkerSettings(1, "cpu", b"s" * 32, self._artifacts.root, self._folder / name)
         asked = Job("tiny", 1, 1, ids.spec, ids.aggregate, ids.server_state, **job)
-        return JobRunner(asked, settings, "cpu", said.append, PublicImages(None, 1)), said
+        return JobRunner(asked, settings, "cpu", said.append, public_images(None, 1)), said
 
     def update(self, client: str, spoil: Callable[[Parts], None] = lambda parts: None, examples: int = 10) -> str:
         parts = random_parts(shared_layouts(self.spec), seed=ord(client[0]))

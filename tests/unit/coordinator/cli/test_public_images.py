@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from coordinator.aggregation.worker import PublicImages
+from coordinator.aggregation.worker import public_images
 from coordinator.aggregation.worker_handle import AggregationWorker
 from coordinator.cli.create_federation import make_artifacts, read_plan
 from coordinator.config import AggregationSettings, CoordinatorConfig
@@ -102,14 +102,14 @@ def test_too_many_large_images_are_refused_before_they_are_decoded(tmp_path: Pat
 
 
 def test_the_coordinator_reads_them_once_and_only_when_its_configuration_names_some(tmp_path: Path) -> None:
-    assert PublicImages(None, 9).images(GREY) is None
+    assert public_images(None, 9)(GREY) is None
     folder = write_public(tmp_path / "public", 3)
-    images = PublicImages(folder, 9)
-    first = images.images(GREY)
+    images = public_images(folder, 9)
+    first = images(GREY)
     (folder / "000.png").unlink()
-    assert first is images.images(GREY)
+    assert first is images(GREY)
     with pytest.raises(DataError, match="no such folder"):
-        PublicImages(tmp_path / "nowhere", 9).images(GREY)
+        public_images(tmp_path / "nowhere", 9)(GREY)
 
 
 def test_a_relative_place_starts_at_the_configurations_own_folder(tmp_path: Path) -> None:

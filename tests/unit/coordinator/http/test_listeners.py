@@ -111,7 +111,7 @@ def test_reads_of_the_carrier_that_hang_hold_up_no_round(site: Site, monkeypatch
         reading.append(None)
         go.wait()
 
-    monkeypatch.setattr(carrier_api._MemberGate, "_read", hang)
+    monkeypatch.setattr(carrier_api._MemberCheck, "_read", hang)
     held = [connect(site.port, site.pki.tls(name).context(ServerRole.CARRIER)) for name in ("a", "b") for _ in range(8)]
     for connection in held:
         connection.request("GET", READY_PATH)
