@@ -156,7 +156,7 @@ class JobRunner:
         self._begin_again(job.limits)
 
     def _begin_again(self, limits: Distances) -> None:
-        """Count nobody: what was counted has another weight, other limits, or no part in the merge."""
+        """Start without updates: one that was counted has another weight, other limits, or no part in the merge."""
         self._limits, self._counted, self._aggregator = limits, {}, self._start(limits)
 
     def _add(self, request: AddUpdate) -> None:

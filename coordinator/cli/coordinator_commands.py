@@ -41,11 +41,11 @@ def coordinator_init(
     api_port: Annotated[int, typer.Option(min=1, max=65535, help="HTTP interface, on loopback only.")] = 8440,
     enrol_port: Annotated[
         int | None,
-        typer.Option(min=1, max=65535, help="Also serve HTTPS for boxes that enrol by token; 8444 is usual."),
+        typer.Option(min=1, max=65535, help="Also serve HTTPS for devices that enrol by token; 8444 is usual."),
     ] = None,
     carrier_port: Annotated[
         int | None,
-        typer.Option(min=1, max=65535, help="Also carry artifacts of boxes over HTTPS; 8445 is usual."),
+        typer.Option(min=1, max=65535, help="Also carry artifacts of devices over HTTPS; 8445 is usual."),
     ] = None,
     observer: Annotated[bool, typer.Option("--observer", help="Also make a read-only observer certificate.")] = False,
     public_data: Annotated[
@@ -157,7 +157,7 @@ def federation_create(
 
 @federation_app.command("show")
 def federation_show(directory: Directory, as_json: AsJson = False) -> None:
-    """Say where the federation stands, and how its artifacts are coded."""
+    """Show where the federation stands, and how its artifacts are coded."""
     from fedcg.learning.spec import FederationSpec
 
     with explained(), store_of(directory) as (home, store):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from coordinator.storage.store import Store
     from fedcg.event_log import EventLog
 
-token_app = typer.Typer(help="Make, list and revoke the one-time tokens that boxes enrol with.", no_args_is_help=True)
+token_app = typer.Typer(help="Make, list and revoke the one-time tokens that devices enrol with.", no_args_is_help=True)
 device_app = typer.Typer(
     help="List, show and revoke devices; make bundles for sites without a network.", no_args_is_help=True
 )
@@ -30,18 +30,19 @@ device_app = typer.Typer(
 def token_create(
     directory: Directory,
     device: Annotated[
-        str | None, typer.Option("--device", help="The only id that it enrols; else the box chooses.")
+        str | None, typer.Option("--device", help="The only id that it enrols; else the device chooses.")
     ] = None,
     replaces: Annotated[
-        str | None, typer.Option("--replaces", help="Put a new box in the place of this device and revoke the old one.")
+        str | None,
+        typer.Option("--replaces", help="Put a new device in the place of this device and revoke the old one."),
     ] = None,
     hours: Annotated[float, typer.Option(help="For how long it can be used, at most 2160.")] = 24.0,
     url: Annotated[
-        str | None, typer.Option(help="Where boxes reach the enrolment listener, if not as coordinator.toml says.")
+        str | None, typer.Option(help="Where devices reach the enrolment listener, if not as coordinator.toml says.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make a one-time token for a box; it is shown once, and holds the digest of this coordinator's authority."""
+    """Make a one-time token for a device; it is shown once, and holds the digest of this coordinator's authority."""
     from coordinator.broker.access_lists import RELOAD_BY_HAND, running_brokers
     from coordinator.members.tokens import create_token
 
@@ -61,9 +62,9 @@ def token_create(
     }
     named = "" if token.device else " --device ID"
     text = (
-        f"{token.text}\n\nOn the box, until {_when(expires_at)}, once:\n"
+        f"{token.text}\n\nOn the device, until {_when(expires_at)}, once:\n"
         f"  fedcg enrol --token -{named} --out DIR --data IMAGES      # then paste the token and press Enter\n"
-        "Whoever has the token can enrol a box: hand it over as you would a password."
+        "Whoever has the token can enrol a device: hand it over as you would a password."
     )
     tell(values, text if is_broker_here else f"{text}\n{RELOAD_BY_HAND}", as_json=as_json)
 
@@ -102,7 +103,7 @@ def device_add(
 ) -> None:
     """Enrol devices without a network: certificate, keys and agent.toml of each in a bundle that a person carries.
 
-    Boxes that reach the coordinator enrol by themselves, with `fedcg token create` here and `fedcg enrol` there.
+    Devices that reach the coordinator enrol by themselves, with `fedcg token create` here and `fedcg enrol` there.
     """
     from coordinator.broker.access_lists import RELOAD_BY_HAND, publish_access
     from coordinator.members.bundle_enrolment import enrol

@@ -1,4 +1,4 @@
-"""Runs the coordinator of a home: puts the parts together and serves until it is told to end."""
+"""Runs the coordinator of a home: puts the parts together and serves until SIGTERM or SIGINT."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def run_coordinator(home: Home, *, exit_when_finished: bool = False, say: Callab
     Args:
         home: whose coordinator to run.
         exit_when_finished: end by itself after the last round.
-        say: gets one line once the HTTP interface listens.
+        say: called with one line once the HTTP interface listens.
 
     Returns:
         The exit code: 0 when it was asked to end or is finished, 1 when it failed.

@@ -1,7 +1,7 @@
 """The HTTPS carrier's interface for devices: spec and aggregates down by range, chunks of announced updates up. Bounded, strict.
 
 Only what was announced over MQTT, in signed messages, is fetched or put here; grants and receipts stay there. The certificate of
-the connection says which device speaks, and the register says whether it still may, also in the middle of a transfer.
+the connection names the device, and the register decides whether it still may, also in the middle of a transfer.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class _MemberCheck:
         self._refused = CountedEvent(service.events, "carrier_refused", clock)
 
     async def device(self, request: Request) -> str:
-        """The device that speaks.
+        """The device of the connection.
 
         Raises:
             RefusedError: no member shows this certificate.
@@ -95,7 +95,7 @@ class _MemberCheck:
         return name
 
     async def is_open(self, request: Request) -> bool:
-        """Whether the device that speaks is still a member, in the middle of an answer."""
+        """Whether the device of the connection is still a member, in the middle of an answer."""
         try:
             await self.device(request)
         except RefusedError:

@@ -80,7 +80,7 @@ def create_enrolment_app(admission: Admission, limits: FailureLimits, device_lim
     Args:
         admission: decides.
         limits: counts refusals of those who show no certificate, by address.
-        device_limits: counts those of devices, by name: what strangers do delays no renewal.
+        device_limits: counts those of devices, by name, so that requests without a certificate delay no renewal.
     """
     handler = _RequestHandler(admission, limits, device_limits)
     application = FastAPI(title="FedCG Edge enrolment", openapi_url=None, docs_url=None, redoc_url=None)

@@ -1,6 +1,6 @@
-"""The TLS listeners for boxes: their certificates, their sockets, and which certificate a connection showed.
+"""The TLS listeners for devices: their certificates, their sockets, and which certificate a connection showed.
 
-For enrolment a client certificate is optional in the handshake (a new box has none), for the carrier it is required. One that
+For enrolment a client certificate is optional in the handshake (a new device has none), for the carrier it is required. One that
 is shown must be of our authority and valid, else the handshake fails.
 """
 
@@ -32,7 +32,7 @@ def listening(name: str, settings: ListenerSettings, host: str, connections: Con
     Args:
         name: its section of coordinator.toml.
         settings: what is there.
-        host: the name under which boxes reach it.
+        host: the name under which devices reach it.
         connections: where its connections count.
 
     Raises:
@@ -66,7 +66,7 @@ async def serving(
     listener: Listener,
     context: ssl.SSLContext,
 ) -> AsyncIterator[None]:
-    """Serve boxes on a bound socket for as long as the context lasts."""
+    """Serve devices on a bound socket for as long as the context lasts."""
     config = http_config(
         application,
         listener,

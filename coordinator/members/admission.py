@@ -1,7 +1,7 @@
-"""Decides who is admitted: checks a box's request against its token, issues the certificate, puts it into the register.
+"""Enrols devices by token: checks the request against the token, issues the certificate, registers the device; renews certificates.
 
-Synchronous; knows nothing of HTTP and limits (`enrolment_api`). Every refusal has two texts: what the box is told, and what
-the operator reads in the event log.
+Synchronous; knows nothing of HTTP and limits (`enrolment_api`). Every refusal has two texts: the answer to the device, and the
+reason in the event log, for the operator.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from fedcg.wire.messages.signing import VerifyKey
 log = logging.getLogger(__name__)
 
 REPEAT_S = 900.0
-"""For so long the same box with the same keys gets its answer again: links break after the token was used up."""
+"""How long the same device with the same keys gets its answer again: a link may break after the token was used."""
 RENEWALS_AT_ONCE = 6
 """Unexpired certificates of one device; one more is refused until the oldest has expired or an operator revoked it."""
 
 
 @dataclass(frozen=True)
 class Admission:
-    """Grants or refuses.
+    """Grants or refuses enrolments and renewals.
 
     Attributes:
         home: the coordinator's directory.
@@ -60,7 +60,7 @@ class Admission:
         events: the event log.
         clock: unix time.
         publish: writes the broker's lists and makes it apply them; False when it reached none.
-        evict: ends a session that the box before still has at the broker.
+        evict: ends a session that a replaced device still has at the broker.
     """
 
     home: Home
@@ -76,10 +76,10 @@ class Admission:
         return credential_of(self.home.pki, CA_NAME).certificate.read_bytes()
 
     def enrol(self, request: EnrolRequest) -> EnrolAnswer:
-        """Make a box a device.
+        """Enrol a device.
 
         Raises:
-            RefusedError: says what the box is told.
+            RefusedError: with the answer to the device.
         """
         with self.home.changing_members():
             now = self.clock()
@@ -89,7 +89,7 @@ class Admission:
                 raise RefusedError("the token is not valid here", f"token {request.token}: {reason}")
             if request.nonce is None:
                 raise RefusedError(
-                    "this box's program is older than the coordinator's: update it and ask for a new token"
+                    "this device's program is older than the coordinator's: update it and ask for a new token"
                 )
             key = _requested_key(request.request, request.device)
             purpose = _purpose(request, key)
@@ -108,7 +108,7 @@ class Admission:
             request: what it asks.
 
         Raises:
-            RefusedError: says what the device is told.
+            RefusedError: with the answer to the device.
         """
         with self.home.changing_members():
             now = self.clock()
@@ -192,12 +192,12 @@ class Admission:
 def _check_token(token: TokenRecord, device: str, now: float) -> None:
     state = token.state(now)
     if state is not TokenState.OPEN:
-        told = {
+        reason = {
             TokenState.USED: f"the token was used already, by device {token.used_by!r}",
             TokenState.REVOKED: "the operator revoked the token",
             TokenState.EXPIRED: "the token has expired",
         }[state]
-        raise RefusedError(f"{told}; ask the operator for a new one", f"token {token.id}: {told}")
+        raise RefusedError(f"{reason}; ask the operator for a new one", f"token {token.id}: {reason}")
     if token.device is not None and token.device != device:
         raise RefusedError(f"the token is for device {token.device!r} only", f"token {token.id} used for {device!r}")
 
@@ -228,5 +228,5 @@ def _requested_key(pem: str, device: str) -> ec.EllipticCurvePublicKey:
 
 
 def _purpose(request: EnrolRequest, key: ec.EllipticCurvePublicKey) -> str:
-    """Digest of device and keys: the same box asking again, whatever the bytes of its request."""
+    """Digest of device and keys: the same when a device repeats its request, even with other bytes."""
     return hashlib.sha256(f"{request.device}\0{key_digest(key)}\0{request.signing_key}".encode()).hexdigest()

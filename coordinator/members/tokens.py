@@ -26,7 +26,7 @@ from fedcg.wire.messages.enrolment_messages import (
 
 TOKEN_HOURS = 24.0
 MAX_TOKEN_HOURS = 24.0 * 90
-_NOBODY = "0" * 64
+_NO_HASH = "0" * 64
 
 
 def create_token(
@@ -85,7 +85,7 @@ def create_token(
 
 
 def revoke_token(store: Store, token: str, now: float) -> TokenRecord:
-    """Make a token good for nothing.
+    """Make a token unusable.
 
     Raises:
         EnrolmentError: there is none of that id, or it was used already.
@@ -103,12 +103,12 @@ def revoke_token(store: Store, token: str, now: float) -> TokenRecord:
 
 def is_secret_of(token: TokenRecord | None, secret: bytes) -> bool:
     """Whether `secret` is the token's; takes as long where there is no token."""
-    kept = _NOBODY if token is None else token.secret_hash
+    kept = _NO_HASH if token is None else token.secret_hash
     return hmac.compare_digest(_hash(secret), kept) and token is not None
 
 
 def _hash(secret: bytes) -> str:
-    # 256 random bits can't be guessed from their hash: a slow hash would only help whoever floods the listener
+    # 256 random bits can't be guessed from their hash: a slow hash would only help those who flood the listener
     return hashlib.sha256(secret).hexdigest()
 
 

@@ -27,7 +27,7 @@ LEAF_DAYS = 825
 LEAF_LIFE = timedelta(days=LEAF_DAYS)
 RENEW_SERVER_BEFORE = timedelta(days=60)
 CLOCK_SLACK = timedelta(hours=1)
-"""Boxes without a battery-backed clock boot in the past; a fresh certificate must already be valid for them."""
+"""Devices without a battery-backed clock boot in the past; a fresh certificate must already be valid for them."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ def certify(
 def write_revocations(directory: Path, serials: Iterable[tuple[int, datetime]], *, now: datetime | None = None) -> Path:
     """Replace the revocation list `crl.pem` of the authority in one step.
 
-    Every list says it is newer than the one before by at least a second: OpenSSL prefers the newer of two that it knows. It
+    Every list is newer than the one before by at least a second: OpenSSL prefers the newer of two that it has read. It
     never runs out before the authority does, because a broker with an expired list refuses everybody.
 
     Args:

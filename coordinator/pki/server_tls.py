@@ -40,7 +40,7 @@ def _check_revocations(context: ssl.SSLContext, path: Path) -> None:
                 read = changed
         except OSError as error:
             if read:
-                log.error("nobody gets in: the revocation list %s can't be read: %s", path, error)  # noqa: TRY400
+                log.error("all connections are refused: the revocation list %s can't be read: %s", path, error)  # noqa: TRY400
             read = 0
             return ssl.ALERT_DESCRIPTION_INTERNAL_ERROR
         return None

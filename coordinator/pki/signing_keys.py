@@ -49,7 +49,7 @@ def load_signing_identity(home: Home, store: Store, known: SigningIdentity | Non
     except (OSError, WireError) as error:
         raise HomeError(f"the message key can't be loaded: {error}; restore {path} from a backup") from error
     if links and key.public.hex != links[-1].new:
-        raise HomeError(f"{path} is not the key that devices were told of; restore it from a backup")
+        raise HomeError(f"{path} is not the key that devices know; restore it from a backup")
     return SigningIdentity(key, links)
 
 
@@ -59,13 +59,15 @@ def rotate_key(home: Home, store: Store, now: float) -> KeyLink:
     Open tokens name the key before, so they are revoked, with `now` as the time.
 
     Raises:
-        PlanError: there is no federation yet, so nobody has pinned the key.
+        PlanError: there is no federation yet, so no device has pinned the key.
         HomeError: the current key can't be used.
     """
     with home.changing_members():
         federations = store.federations()
         if not federations:
-            raise PlanError(f"{home.root} has no federation yet: no device knows the key, nothing is to be told")
+            raise PlanError(
+                f"{home.root} has no federation yet: no device knows the key, so there is nothing to replace"
+            )
         signing_identity = load_signing_identity(home, store)
         serial = signing_identity.links[-1].serial + 1 if signing_identity.links else 1
         new = _new_key(key_file(home, serial))

@@ -16,7 +16,7 @@ class Pruner:
     """Prunes one federation.
 
     Args:
-        store: says what belongs to which round.
+        store: knows what belongs to which round.
         artifacts: where it lies.
         federation: its id.
         keep_rounds: closed rounds whose artifacts stay.
