@@ -20,8 +20,8 @@ from fastapi.responses import StreamingResponse
 from starlette.requests import ClientDisconnect
 
 from coordinator.errors import RefusedError
-from coordinator.http.client_certificates import HANG_UP, PEER, peer_of
 from coordinator.http.refusals import CountedEvent, refusal
+from coordinator.http.tls_listeners import HANG_UP, PEER, peer_of
 from coordinator.members.certificate_owner import member_of
 from coordinator.service.service import Service
 from fedcg.wire.errors import (

@@ -14,9 +14,9 @@ from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, ValidationError
 
 from coordinator.errors import RefusedError
-from coordinator.http.client_certificates import peer_of
 from coordinator.http.rate_limits import FailureLimits
 from coordinator.http.refusals import CountedEvent, refusal
+from coordinator.http.tls_listeners import peer_of
 from coordinator.members.admission import Admission
 from fedcg.wire.messages.enrolment_messages import (
     AUTHORITY_PATH,

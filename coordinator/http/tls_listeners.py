@@ -12,17 +12,20 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 from cryptography import x509
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from uvicorn.server import ServerState
 
 from coordinator.config import ListenerSettings
 from coordinator.errors import HomeError
-from coordinator.http.client_certificates import HANG_UP, PEER
 from fedcg.listening import ACCEPTS, Connections, Listener, http_config
 from fedcg.wire.messages.enrolment_messages import common_name
 
 HANDSHAKE_S = 5.0
 KEEP_ALIVE_S = 20
+PEER = "fedcg.peer"
+"""Where a listener puts the DER form of the connection's certificate into the ASGI scope; None without one."""
+HANG_UP = "fedcg.hang_up"
+"""Where it puts what ends the connection at once."""
 
 
 @contextmanager
@@ -90,6 +93,12 @@ async def serving(
         server.close()
         for connection in list(state.connections):
             connection.transport.abort()
+
+
+def peer_of(request: Request) -> x509.Certificate | None:
+    """The certificate of the connection, verified by TLS; None when it showed none."""
+    der = request.scope.get(PEER)
+    return x509.load_der_x509_certificate(der) if isinstance(der, bytes) else None
 
 
 def _identify(transport: asyncio.Transport) -> tuple[str | None, dict[str, object]]:

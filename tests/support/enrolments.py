@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 from coordinator.cli.opening import create_home
 from coordinator.config import BrokerSettings, CoordinatorConfig, EnrolmentSettings
@@ -113,8 +113,9 @@ def running_desk(home: Home, *, per_address: Rate = PER_ADDRESS, everybody: Rate
         store.close()
 
 
+@final
 class Pretender:
-    """A TLS server that shows `authority` when asked for it and remembers every decrypted byte."""
+    """A TLS server, open for a block, that shows `authority` when asked for it and remembers every decrypted byte."""
 
     def __init__(self, authority: bytes, own: Credential, respond: Callable[[bytes], bytes] | None = None) -> None:
         self.heard = bytearray()
@@ -127,7 +128,10 @@ class Pretender:
         self._thread = threading.Thread(target=self._accept, daemon=True)
         self._thread.start()
 
-    def close(self) -> None:
+    def __enter__(self) -> Pretender:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._server.shutdown(socket.SHUT_RDWR)
         self._thread.join(10)
         self._server.close()

@@ -38,7 +38,6 @@ from coordinator.pki.authority import create_ca, credential_of, issue, observers
 from coordinator.storage.store import Store
 from edge_client.config import load_config as load_agent_config
 from fedcg.wire.messages.signing import SigningKey, VerifyKey
-from fedcg.wire.transfer.broker_presets import limits_for
 from tests.support.homes import add_federation, call
 
 AS_WHOEVER_RUNS_THIS = ["user root"] if os.geteuid() == 0 else []
@@ -196,11 +195,6 @@ def test_a_configuration_survives_writing_and_reading(tmp_path: Path, config: Co
     path = tmp_path / "coordinator.toml"
     path.write_text(render_config(config))
     assert load_config(path) == config
-
-
-def test_single_limits_take_the_place_of_a_presets() -> None:
-    broker = BrokerSettings(preset="azure-event-grid", chunk_bytes=30_000, window_bytes=400_000)
-    assert broker.limits == limits_for("azure-event-grid", chunk_bytes=30_000, window_bytes=400_000)
 
 
 def test_the_http_interface_is_shown_to_no_network() -> None:

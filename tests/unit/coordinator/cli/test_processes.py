@@ -27,10 +27,9 @@ from coordinator.storage.store import Store
 from fedcg.wire.messages.topics import Topics
 from fedcg.wire.transport.mqtt import MqttTransport
 from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles
-from fedcg.wire.transport.transport import Delivery
-from tests.support.brokers import free_port
+from tests.support.brokers import Client, free_port, mqtt_client
 from tests.support.coordinator_support import FEDERATION, wait_until
-from tests.support.homes import add_federation
+from tests.support.homes import add_federation, bundle
 
 
 @pytest.fixture
@@ -80,22 +79,13 @@ def start_broker(processes: Processes, home: Home) -> subprocess.Popen[bytes]:
     return process
 
 
-class Listener:
-    """A device's connection with its bundle's certificate."""
-
-    def __init__(self, home: Home, bundle: Path, name: str) -> None:
-        tls = bundle / "tls"
-        files = TlsFiles(tls / "ca.pem", tls / "device.pem", tls / "device.key")
-        self.heard: list[Delivery] = []
-        self.up = False
-        port = home.config().broker.port
-        self.transport = MqttTransport(MqttConfig("127.0.0.1", port, name, tls=files, protocol="3.1.1"))
-        self.transport.subscribe(Topics(FEDERATION).coordinator)
-        self.transport.start(self.heard.append, self._link)
-        wait_until(lambda: self.up, f"{name} is connected")
-
-    def _link(self, up: bool) -> None:
-        self.up = up
+def connected(home: Home, device: str) -> Client:
+    """A device's connection with its bundle's certificate, which reads the coordinator's status."""
+    tls = bundle(home, device) / "tls"
+    files = TlsFiles(tls / "ca.pem", tls / "device.pem", tls / "device.key")
+    client = mqtt_client(MqttConfig("127.0.0.1", home.config().broker.port, device, tls=files))
+    client.transport.subscribe(Topics(FEDERATION).coordinator)
+    return client.start().await_link()
 
 
 def get(home: Home, path: str) -> tuple[int, object]:
@@ -117,19 +107,27 @@ def test_a_coordinator_serves_over_a_real_broker_and_ends_when_told(
     assert processes.output("broker").splitlines()[0].startswith("broker: mosquitto")
     coordinator = processes.start("coordinator", "coordinator", "run", "--dir", home.root)
     wait_until(lambda: get(home, "/readyz")[0] == 200, "the coordinator is ready")
-    device = Listener(home, tmp_path / "bundles" / "a", "a")
-    wait_until(lambda: bool(device.heard), "its status is retained and readable")
+    device = connected(home, "a")
+    wait_until(lambda: bool(device.deliveries), "its status is retained and readable")
 
     store = Store(home.database)
     enrol(home, store, ["late"], tmp_path / "bundles", time.time())
     store.close()
     assert publish_access(home)
-    late = Listener(home, tmp_path / "bundles" / "late", "late")
-    wait_until(lambda: bool(late.heard), "a device that was added later may read")
+    late = connected(home, "late")
+
+    def may_read() -> bool:
+        """Subscribe anew: the broker sends what it retains only after it has read the new list."""
+        assert isinstance(late.transport, MqttTransport)
+        late.transport.reconnect()
+        late.await_link(late.links.count(True) + 1)
+        return bool(late.deliveries)
+
+    wait_until(may_read, "a device that was added later may read")
 
     coordinator.send_signal(signal.SIGTERM)
     assert coordinator.wait(timeout=20) == 0, processes.output("coordinator")
-    wait_until(lambda: len(device.heard) >= 2, "its goodbye")
+    wait_until(lambda: len(device.deliveries) >= 2, "its goodbye")
     device.transport.close()
     late.transport.close()
     broker.send_signal(signal.SIGTERM)
