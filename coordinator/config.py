@@ -18,7 +18,7 @@ from fedcg.wire.transfer.broker_presets import DEFAULT_PRESET, LinkLimits, limit
 from fedcg.worker_process import STALL_S
 
 LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
-EVERY_ADDRESS = "0.0.0.0"  # noqa: S104 - boxes are on other machines; TLS and a token are asked of each
+EVERY_ADDRESS = "0.0.0.0"  # noqa: S104 - devices are on other machines; TLS and a token are asked of each
 KEEP_ROUNDS = 10
 EXAMPLES: dict[tuple[str, str], object] = {
     ("broker", "chunk_bytes"): 32_768,
@@ -91,12 +91,12 @@ class ConnectionSettings(_Section):
 
 
 class ListenerSettings(_Section):
-    """An HTTPS listener for boxes; off without a port.
+    """An HTTPS listener for devices; off without a port.
 
     Attributes:
         port: where it listens.
-        listen: the address it listens on; default 127.0.0.1 when boxes reach it there, else every address.
-        host: name or address under which boxes reach it; default `broker.host`.
+        listen: the address it listens on; default 127.0.0.1 when devices reach it there, else every address.
+        host: name or address under which devices reach it; default `broker.host`.
     """
 
     port: Port | None = None
@@ -104,11 +104,11 @@ class ListenerSettings(_Section):
     host: Annotated[str, Field(pattern=r"^[A-Za-z0-9.:_-]{1,253}$")] | None = None
 
     def address(self, host: str) -> str:
-        """The address that it listens on, when boxes reach it under `host`."""
+        """The address that it listens on, when devices reach it under `host`."""
         return self.listen or ("127.0.0.1" if host in LOOPBACK_HOSTS else EVERY_ADDRESS)
 
     def url(self, host: str) -> str | None:
-        """Where boxes reach it, under `host`; None when nothing listens."""
+        """Where devices reach it, under `host`; None when nothing listens."""
         if self.port is None:
             return None
         return f"https://{f'[{host}]' if ':' in host else host}:{self.port}"
@@ -119,7 +119,7 @@ class CarrierSettings(ListenerSettings):
 
 
 class EnrolmentSettings(ListenerSettings):
-    """The HTTPS listener at which boxes enrol by token and renew their certificates.
+    """The HTTPS listener at which devices enrol by token and renew their certificates.
 
     Attributes:
         certificate_days: life of a device's certificate; it is renewed in the last third.
@@ -202,17 +202,17 @@ class CoordinatorConfig(_Section):
 
     @property
     def enrolment_host(self) -> str:
-        """The name under which boxes reach the enrolment listener."""
+        """The name under which devices reach the enrolment listener."""
         return self.enrolment.host or self.broker.host
 
     @property
     def enrolment_url(self) -> str | None:
-        """Where boxes enrol and renew; None when nothing listens."""
+        """Where devices enrol and renew; None when nothing listens."""
         return self.enrolment.url(self.enrolment_host)
 
     @property
     def carrier_host(self) -> str:
-        """The name under which boxes reach the carrier's listener."""
+        """The name under which devices reach the carrier's listener."""
         return self.carrier.host or self.broker.host
 
     @property

@@ -8,7 +8,7 @@ CoordinatorError
 ├── StoreError          the database refused, or has another version
 ├── AggregationError    the updates of an attempt could not be merged
 ├── BrokerError         no broker could be started
-├── RefusedError        a request of a box over HTTPS that is not granted
+├── RefusedError        a request of a device over HTTPS that is not granted
 └── ValidationError     an update that must not be merged; `reason` goes into the receipt
 """
 
@@ -54,16 +54,16 @@ class BrokerError(CoordinatorError):
 
 
 class RefusedError(CoordinatorError):
-    """A request of a box over HTTPS that is not granted.
+    """A request of a device over HTTPS that is not granted.
 
     Attributes:
-        told: for the box; says nothing of a token whose secret it has not shown.
+        answer: for the device; says nothing of a token whose secret it has not shown.
         status: of the answer.
     """
 
-    def __init__(self, told: str, reason: str = "", *, status: int = 403) -> None:
-        super().__init__(reason or told)
-        self.told = told
+    def __init__(self, answer: str, reason: str = "", *, status: int = 403) -> None:
+        super().__init__(reason or answer)
+        self.answer = answer
         self.status = status
 
 

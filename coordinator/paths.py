@@ -81,7 +81,7 @@ class Home:
 
     @property
     def pid_file(self) -> Path:
-        """Held locked by the running coordinator; tells its process id."""
+        """Held locked by the running coordinator; holds its process id."""
         return self.root / "coordinator.pid"
 
     @contextmanager
@@ -134,7 +134,7 @@ class Home:
 
 @contextmanager
 def held(path: Path, program: str) -> Iterator[None]:
-    """Hold a file, which tells this process's id; the lock goes away with the process, however it ends.
+    """Hold a file locked, with this process's id in it; the lock goes away with the process, however it ends.
 
     Raises:
         HomeError: another process holds it; names the program and the process.

@@ -27,18 +27,18 @@ def pki(tmp_path_factory: pytest.TempPathFactory) -> Pki:
     return Pki.create(tmp_path_factory.mktemp("pki"), ("coordinator", "observer", *DEVICES))
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what needs a Mosquitto visibly where there is none; under CI=true that is an error."""
+    if item.get_closest_marker("broker") and find_mosquitto() is None:
+        why = "no mosquitto on PATH, in /usr/sbin, or in FEDCG_BROKER_DIR; run `make setup-broker`"
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(why)
+
+
 @pytest.fixture(scope="session")
 def mosquitto_factory(pki: Pki, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartMosquitto]:
-    """`start(acl, **options)`: a Mosquitto on a free loopback port, stopped at the end of the session.
-
-    Skips visibly where there is no Mosquitto; under CI=true that is an error.
-    """
+    """`start(acl, **options)`: a Mosquitto on a free loopback port, stopped at the end of the session."""
     found = find_mosquitto()
-    if found is None:
-        why = "no mosquitto on PATH, in /usr/sbin, or in FEDCG_BROKER_DIR; run `make setup-broker`"
-        if os.environ.get("CI") == "true":
-            pytest.fail(why)
-        pytest.skip(why)
+    assert found is not None, "mark the test with `broker`"
     started: list[RunningMosquitto] = []
 
     def start(

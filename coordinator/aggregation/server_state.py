@@ -89,7 +89,7 @@ def decode_extras(data: bytes) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def check_parts(parts: Mapping[Part, Weights], spec: FederationSpec, method: Method) -> None:
-    """Make sure that what a method calls its aggregate has exactly the parts that it says it shares, in numbers.
+    """Make sure that a method's aggregate has exactly the parts that the method declares as shared, with finite numbers.
 
     Raises:
         AggregationError: it has others.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from hashlib import sha256
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 PROGRESS_EVERY_S = 0.2
 Send = Callable[[Reply], None]
+Public = Callable[["ImageForm"], "torch.Tensor | None"]
 
 
 def worker_main(connection: Connection, settings: WorkerSettings) -> None:
@@ -57,7 +58,7 @@ def worker_main(connection: Connection, settings: WorkerSettings) -> None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     connection.send(WorkerReady(os.getpid(), settings.threads, device))
     runner: JobRunner | None = None
-    public = PublicImages(settings.public_data, settings.public_images)
+    public = public_images(settings.public_data, settings.public_images)
     for request in requests_of(connection):
         if isinstance(request, Job):
             runner = JobRunner(request, settings, device, connection.send, public)
@@ -65,33 +66,25 @@ def worker_main(connection: Connection, settings: WorkerSettings) -> None:
             runner.serve(request)
 
 
-class PublicImages:
-    """The public images of this coordinator, read once, when a method asks for them."""
+def public_images(data: Path | None, most: int) -> Public:
+    """What reads the public images of this coordinator for an image form, once: [N, C, H, W] uint8, or None without any.
 
-    def __init__(self, data: Path | None, most: int) -> None:
-        self._data = data
-        self._most = most
-        self._read: tuple[ImageForm, torch.Tensor] | None = None
+    Raises:
+        DataError: when called, and they can't be read.
+    """
+    from fedcg.learning.data.public_images import read_public
 
-    def images(self, form: ImageForm) -> torch.Tensor | None:
-        """[N, C, H, W] uint8, or None when the configuration names none.
+    @lru_cache(maxsize=1)
+    def read(form: ImageForm) -> torch.Tensor | None:
+        return None if data is None else read_public(data, form, most).images
 
-        Raises:
-            DataError: they can't be read.
-        """
-        from fedcg.learning.data.public_images import read_public
-
-        if self._data is None:
-            return None
-        if self._read is None or self._read[0] != form:
-            self._read = form, read_public(self._data, form, self._most).images
-        return self._read[1]
+    return read
 
 
 class JobRunner:
     """One job at work: turns requests into calls of the method's aggregator. Every request gets one reply."""
 
-    def __init__(self, job: Job, settings: WorkerSettings, device: str, send: Send, public: PublicImages) -> None:
+    def __init__(self, job: Job, settings: WorkerSettings, device: str, send: Send, public: Public) -> None:
         self._job = job
         self._settings = settings
         self._device = device
@@ -151,7 +144,7 @@ class JobRunner:
             streams=Streams(self._settings.secret).at(job.federation, job.round, job.attempt),
             device=self._device,
             progress=Throttle(job, self._send),
-            public=self._public.images(self._spec.image) if self._method.needs_public else None,
+            public=self._public(self._spec.image) if self._method.needs_public else None,
         )
         folder = spill_directory(self._settings.spill, job.federation, job.round, job.attempt)
 
@@ -163,7 +156,7 @@ class JobRunner:
         self._begin_again(job.limits)
 
     def _begin_again(self, limits: Distances) -> None:
-        """Count nobody: what was counted has another weight, other limits, or no part in the merge."""
+        """Start without updates: one that was counted has another weight, other limits, or no part in the merge."""
         self._limits, self._counted, self._aggregator = limits, {}, self._start(limits)
 
     def _add(self, request: AddUpdate) -> None:

@@ -26,15 +26,12 @@ class WorkerSettings:
 
     threads: int
     device: str
-    secret: bytes
+    secret: bytes = field(repr=False)
     artifacts: Path
     spill: Path
     public_data: Path | None = None
     public_images: int = 10_000
     stall_s: float = STALL_S
-
-    def __repr__(self) -> str:
-        return f"WorkerSettings(threads={self.threads}, device={self.device!r})"
 
 
 Updates = tuple[tuple[str, str, int], ...]

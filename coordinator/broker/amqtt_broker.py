@@ -1,271 +1,146 @@
-"""An MQTT 3.1.1 broker in this process (amqtt 0.12.1), for machines without Mosquitto; identities by certificate.
+"""An MQTT 3.1.1 broker in this process (amqtt 0.12.1), for demos on a machine without Mosquitto; identities by certificate.
 
-amqtt alone is not safe for this. What is done here instead of by it:
-
-* our own TLS listener (TLS 1.3, a client certificate is REQUIRED; amqtt's listener makes it optional);
-* the CONNECT packet is checked before amqtt sees it: amqtt deletes or takes over the session of the claimed
-  client id BEFORE it authenticates, and for a resumed session its plugins see the OLD connection's certificate;
-* a revoked certificate is refused by its serial number;
-* the topic of the will is checked (amqtt publishes wills without asking the topic plugin);
-* a second connection with the same id ends the first one;
-* keep-alive, a time limit for CONNECT and a limit on packet size (amqtt has none of them);
-* retained messages pass the `receive` rule and go only to whoever has just subscribed (amqtt sends them unfiltered,
-  and on every connect also those that match the subscriptions of OTHER clients).
-
-Rules are asked again for every publish and every delivery, so a rule that turns false silences a live session.
+It listens on loopback, requires a client certificate, and asks the rules of `Topics` at every step. It knows no list of devices
+and no revoked certificates: a deployment runs Mosquitto. Overrides private methods of amqtt and refuses to start without them.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import signal
 import ssl
-import threading
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
-from amqtt.adapters import BufferReader, StreamReaderAdapter, StreamWriterAdapter
-from amqtt.mqtt.connack import NOT_AUTHORIZED, UNACCEPTABLE_PROTOCOL_VERSION, ConnackPacket
-from amqtt.mqtt.connect import ConnectPacket
+from amqtt.broker import Broker
+from amqtt.contexts import Action, BaseContext
+from amqtt.mqtt.disconnect import DisconnectPacket
+from amqtt.plugins.base import BaseAuthPlugin, BaseTopicPlugin
+from amqtt.session import Session
 
-from coordinator.broker.amqtt_plugin import (
-    LISTENER,
-    DeviceBroker,
-    Rules,
-    common_name,
-    serial_number,
-    will_permitted,
-)
+from fedcg.wire.messages.topics import Topics
 
-CONNECT_TIMEOUT_S = 10.0
-"""Seconds for the TLS handshake, and again for the CONNECT packet."""
-MAX_CONNECT_BYTES = 64 * 1024
-MAX_PACKET_BYTES = 2_000_000
-MQTT_3_1_1 = 4
-
-Admits = Callable[[str, int], bool]
-"""admits(identity, serial number of its certificate)."""
+OVERRIDDEN = ("_create_ssl_context", "_topic_filtering", "_publish_retained_messages_for_subscription")
 
 log = logging.getLogger(__name__)
 
 
-def everybody(_identity: str, _serial: int) -> bool:
-    """Admits whoever has a certificate of the authority; the rules still decide on topics."""
-    return True
+def is_allowed(identity: str | None, action: Action, topic: str | None) -> bool:
+    """Whether an identity may publish on, subscribe to or receive a topic, in whichever federation it is."""
+    if not identity or not topic:
+        return False
+    try:
+        topics = Topics(topic.split("/")[2])
+    except (IndexError, ValueError):
+        return False
+    if action is Action.PUBLISH:
+        return topics.may_publish(identity, topic)
+    return topics.may_read(identity, topic)
 
 
-class DeviceReader(StreamReaderAdapter):  # type: ignore[misc]
-    """Replays the CONNECT packet, then reads from the network within keep-alive and size limits."""
+class CertificatePlugin(BaseAuthPlugin, BaseTopicPlugin):  # type: ignore[misc]
+    """Authenticates clients by the common name of their certificates."""
 
-    def __init__(self, reader: asyncio.StreamReader, replay: bytes, keep_alive_s: int) -> None:
-        super().__init__(reader)
-        self._replay = replay
-        self._patience = 1.5 * keep_alive_s if keep_alive_s > 0 else None
-        self._last = asyncio.get_running_loop().time()
-        self._ended = False
+    @dataclass
+    class Config:
+        """amqtt asks for one; there is nothing to choose."""
 
-    async def read(self, n: int = -1) -> bytes:
-        """Exactly n bytes, or fewer (amqtt's sign for a closed connection) at EOF and beyond a limit."""
-        if self._replay:
-            data, self._replay = self._replay[:n], self._replay[n:]
-            return data
-        if n < 0 or n > MAX_PACKET_BYTES:
-            log.warning("packet of %d bytes refused, limit %d", n, MAX_PACKET_BYTES)
-            self._ended = True
-        clock = asyncio.get_running_loop().time
-        parts = bytearray()
-        while len(parts) < n and not self._ended:
-            left = None if self._patience is None else max(0.001, self._last + self._patience - clock())
-            try:
-                chunk = await asyncio.wait_for(self._reader.read(n - len(parts)), left)
-            except (asyncio.TimeoutError, OSError):  # ssl.SSLError is an OSError
-                chunk = b""
-            if not chunk:
-                self._ended = True
-            self._last = clock()
-            parts += chunk
-        return bytes(parts)
+    def __init__(self, context: BaseContext) -> None:
+        super().__init__(context)
+
+    async def authenticate(self, *, session: Session) -> bool:
+        """Whether the certificate's common name is the client id, and its will is allowed."""
+        subject: Any = session.ssl_object.getpeercert().get("subject", ())
+        if session.client_id not in [value for names in subject for key, value in names if key == "commonName"]:
+            return False
+        return not session.will_flag or is_allowed(session.client_id, Action.PUBLISH, session.will_topic)
+
+    async def topic_filtering(
+        self, *, session: Session | None = None, topic: str | None = None, action: Action | None = None
+    ) -> bool:
+        """Whether this client may do this on this topic."""
+        return session is not None and action is not None and is_allowed(session.client_id, action, topic)
+
+    async def on_mqtt_packet_received(self, *, packet: Any, session: Session | None = None) -> None:
+        """Forget the will of a client that disconnects: amqtt sends it when DISCONNECT comes before amqtt waits for it."""
+        if session is not None and isinstance(packet, DisconnectPacket):
+            session.will_flag = False
 
 
-async def read_first_packet(reader: asyncio.StreamReader) -> bytes:
-    """The raw bytes of one CONNECT packet. Raises ValueError for anything else."""
-    raw = bytearray(await reader.readexactly(1))
-    if raw[0] != 0x10:
-        raise ValueError("the first packet is not CONNECT")
-    length = shift = 0
-    while True:
-        byte = (await reader.readexactly(1))[0]
-        raw.append(byte)
-        length |= (byte & 0x7F) << shift
-        shift += 7
-        if not byte & 0x80:
-            break
-        if shift > 21:
-            raise ValueError("invalid length")
-    if length > MAX_CONNECT_BYTES:
-        raise ValueError("the CONNECT packet is too long")
-    return bytes(raw) + await reader.readexactly(length)
+class DemoBroker(Broker):  # type: ignore[misc]
+    """amqtt with required certificates, and with retained messages only for clients that have just subscribed.
 
+    Args:
+        port: on loopback.
+        tls: the server's side.
+    """
 
-class Gate:
-    """Accepts TLS connections and lets amqtt see only those whose CONNECT packet fits their certificate."""
+    def __init__(self, port: int, tls: ssl.SSLContext) -> None:
+        missing = [name for name in OVERRIDDEN if not hasattr(Broker, name)]
+        if missing:
+            raise RuntimeError(f"this amqtt has no Broker.{missing[0]}; amqtt 0.12.1 is needed")
+        self._tls = tls
+        self._just_subscribed: set[tuple[str | None, str]] = set()
+        self._deliveries: set[asyncio.Task[Any]] = set()
+        super().__init__(
+            {
+                "listeners": {"default": {"type": "tcp", "bind": f"127.0.0.1:{port}", "ssl": True}},
+                "plugins": {f"{CertificatePlugin.__module__}.{CertificatePlugin.__qualname__}": {}},
+            }
+        )
 
-    def __init__(self, broker: DeviceBroker, rules: Rules, admits: Admits) -> None:
-        self._broker = broker
-        self._rules = rules
-        self._admits = admits
-        self._live: dict[str, tuple[asyncio.Task[Any], asyncio.StreamWriter]] = {}
+    def _create_ssl_context(self, _listener: Any) -> ssl.SSLContext:  # amqtt's own does not require a certificate
+        return self._tls
 
-    async def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one connection until it ends (the callback of asyncio.start_server)."""
-        try:
-            await self._serve(reader, writer)
-        except (asyncio.IncompleteReadError, asyncio.TimeoutError, OSError, ValueError) as error:
-            log.info("connection dropped: %r", error)
-        except Exception:
-            log.exception("connection dropped")
-        finally:
-            writer.close()
+    async def _topic_filtering(self, session: Session, topic: str, action: Action) -> bool:
+        # Without suspending: amqtt asks this while it iterates over its subscriptions, and a client that subscribes
+        # meanwhile would end the iteration with an error and lose the message for everybody after it.
+        return is_allowed(session.client_id, action, topic)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        tls: ssl.SSLObject | None = writer.get_extra_info("ssl_object")
-        device = common_name(tls)
-        raw = await asyncio.wait_for(read_first_packet(reader), CONNECT_TIMEOUT_S)
-        # name length (2), name, level: looked at first, for the rest of an MQTT 5 packet reads differently
-        body = raw[next(i for i in range(1, 5) if not raw[i] & 0x80) + 1 :]
-        if body[:6] != b"\x00\x04MQTT" or body[6:7] != bytes([MQTT_3_1_1]):
-            await self._refuse(writer, UNACCEPTABLE_PROTOCOL_VERSION, f"{device}: not MQTT 3.1.1")
+    async def add_subscription(self, subscription: tuple[str, int], session: Session) -> int:
+        """Remember who has just subscribed to what, for retained messages."""
+        code: int = await super().add_subscription(subscription, session)
+        if code != 0x80:
+            self._just_subscribed.add((session.client_id, subscription[0]))
+        return code
+
+    async def _publish_retained_messages_for_subscription(
+        self, subscription: tuple[str, int], session: Session
+    ) -> None:
+        # amqtt calls this after a SUBSCRIBE, and on connect for every subscription of every client: only the first
+        # is right. Tasks instead of waiting, for the reason given in _topic_filtering.
+        topic_filter, qos = subscription
+        fresh = (session.client_id, topic_filter)
+        handler = self._get_handler(session)
+        if fresh not in self._just_subscribed or handler is None:
             return
-        connect = await ConnectPacket.from_stream(BufferReader(raw))
-        if device is None or connect.client_id != device:
-            await self._refuse(writer, NOT_AUTHORIZED, f"certificate {device!r}, client id {connect.client_id!r}")
-            return
-        if not self._admits(device, serial_number(tls)):
-            await self._refuse(writer, NOT_AUTHORIZED, f"{device} is not enrolled, or its certificate is revoked")
-            return
-        if connect.will_flag and not will_permitted(self._rules, device, connect.will_topic):
-            await self._refuse(writer, NOT_AUTHORIZED, f"{device}: will on {connect.will_topic!r} not allowed")
-            return
-
-        await self._replace_previous(device, writer)
-        try:
-            previous = self._broker.sessions.get(device, (None, None))[0]
-            if previous is not None:  # amqtt does not take these over when it resumes a session
-                previous.ssl_object = tls
-                previous.will_retain = connect.will_retain_flag
-            await self._broker.external_connected(
-                DeviceReader(reader, raw, connect.keep_alive), StreamWriterAdapter(writer), LISTENER
-            )
-        finally:
-            if self._live.get(device, (None,))[0] is asyncio.current_task():
-                del self._live[device]
-            await self._broker.end_session(device)
-
-    async def _replace_previous(self, device: str, writer: asyncio.StreamWriter) -> None:
-        """MQTT-3.1.4-2: a device that connects again ends its previous connection (whose will is then sent)."""
-        task = asyncio.current_task()
-        assert task is not None
-        previous = self._live.get(device)
-        self._live[device] = (task, writer)
-        if previous is None:
-            return
-        previous[1].transport.abort()
-        _, late = await asyncio.wait([previous[0]], timeout=5)
-        for old in late:
-            old.cancel()
-        if late:
-            await asyncio.wait(late, timeout=5)
-
-    @staticmethod
-    async def _refuse(writer: asyncio.StreamWriter, code: int, why: str) -> None:
-        log.warning("connection refused: %s", why)
-        writer.write(ConnackPacket.build(0, code).to_bytes())
-        await writer.drain()
-
-    async def close(self) -> None:
-        """End every connection."""
-        live = list(self._live.values())
-        for _, writer in live:
-            writer.transport.abort()
-        if live:
-            _, late = await asyncio.wait([task for task, _ in live], timeout=5)
-            for task in late:
-                task.cancel()
+        self._just_subscribed.discard(fresh)
+        for topic, kept in list(self.retained_messages.items()):
+            if self._matches(topic, topic_filter) and is_allowed(session.client_id, Action.RECEIVE, topic):
+                sending = handler.mqtt_publish(topic, kept.data, min(qos, kept.qos or 0), retain=True)
+                self._deliveries.add(asyncio.ensure_future(sending))
 
 
-def server_tls(ca: Path, cert: Path, key: Path) -> ssl.SSLContext:
-    """TLS 1.3 with client certificates required, and no certificate authority trusted but ours."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.load_verify_locations(cafile=ca)
-    context.load_cert_chain(cert, key)
-    context.verify_mode = ssl.CERT_REQUIRED
-    return context
-
-
-async def serve_amqtt(
-    port: int,
-    ca: Path,
-    cert: Path,
-    key: Path,
-    rules: Rules,
-    ready: Callable[[], None],
-    stop: asyncio.Event,
-    admits: Admits = everybody,
-) -> None:
-    """Serve on 127.0.0.1 until `stop` is set. Call `ready` when connections are accepted."""
-    broker = DeviceBroker(rules)
-    gate = Gate(broker, rules, admits)
+async def serve_amqtt(port: int, tls: ssl.SSLContext, ready: Callable[[], None], stop: asyncio.Event) -> None:
+    """Serve on 127.0.0.1 until `stop` is set; `ready` is called when connections are accepted."""
+    broker = DemoBroker(port, tls)
     await broker.start()
     try:
-        server = await asyncio.start_server(
-            gate.connected,
-            "127.0.0.1",
-            port,
-            ssl=server_tls(ca, cert, key),
-            ssl_handshake_timeout=CONNECT_TIMEOUT_S,
-        )
-        try:
-            ready()
-            await stop.wait()
-        finally:
-            server.close()
-            await gate.close()
-            await server.wait_closed()
+        ready()
+        await stop.wait()
     finally:
         await broker.shutdown()
 
 
-def run_amqtt(
-    port: int,
-    ca: Path,
-    cert: Path,
-    key: Path,
-    rules: Rules,
-    ready: Callable[[], None],
-    stop: threading.Event | None = None,
-    admits: Admits = everybody,
-) -> None:
-    """Run the broker in this thread until `stop` is set or, in the main thread, SIGINT or SIGTERM arrives."""
+def run_amqtt(port: int, tls: ssl.SSLContext, ready: Callable[[], None]) -> None:
+    """Serve on 127.0.0.1 until SIGINT or SIGTERM."""
 
     async def main() -> None:
-        ended = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                with contextlib.suppress(NotImplementedError):  # Windows
-                    loop.add_signal_handler(number, ended.set)
-
-        def watch(stopping: threading.Event) -> None:
-            stopping.wait()
-            with contextlib.suppress(RuntimeError):  # the loop has ended for another reason
-                loop.call_soon_threadsafe(ended.set)
-
-        if stop is not None:
-            threading.Thread(target=watch, args=(stop,), name="amqtt-stop", daemon=True).start()
-        await serve_amqtt(port, ca, cert, key, rules, ready, ended, admits)
+        stop = asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        await serve_amqtt(port, tls, ready, stop)
 
     asyncio.run(main())

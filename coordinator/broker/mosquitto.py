@@ -12,14 +12,13 @@ from string import Template
 
 from coordinator.config import LOOPBACK_HOSTS
 from coordinator.paths import BROKER_NAME, CRL_NAME, Home
-from coordinator.pki.authority import CA_NAME, credential_of, observers_of
+from coordinator.pki.authority import CA_NAME, credential_of
 from fedcg.files import READABLE, replace_durably
 from fedcg.wire.messages.topics import Topics
 
 ACL_NAME = "acl"
 CONFIG_NAME = "mosquitto.conf"
 DATA_NAME = "data"
-NOBODY = "# No federation yet: nobody may read or write anything.\n"
 
 
 @dataclass(frozen=True)
@@ -48,64 +47,45 @@ class QueueLimits:
 
 
 def write_config(home: Home, folder: Path, *, user: str | None = None, pki: Path | None = None) -> Path:
-    """Write mosquitto.conf into a folder, and make the one in it for what Mosquitto keeps; see `mosquitto_config`.
+    """Write mosquitto.conf into a folder, and make the one in it for what Mosquitto keeps.
 
     Args:
         home: whose certificates and port to use.
-        folder: where; the access list lies there too.
-        user: whom Mosquitto runs as when root starts it; by default root.
+        folder: where; the access list lies there too, and a directory for the broker's database and its process id.
+        user: the user that Mosquitto runs as when root starts it; by default root, because a user of its own could not read the
+            home's keys.
         pki: directory of certificates, key and revocation list; default the home's own.
 
     Returns:
         The file.
-    """
-    (folder / DATA_NAME).mkdir(exist_ok=True, mode=stat.S_IRWXU)
-    text = mosquitto_config(home, folder, user=user or ("root" if os.geteuid() == 0 else None), pki=pki)
-    replace_durably(folder / CONFIG_NAME, text, READABLE)
-    return folder / CONFIG_NAME
-
-
-def mosquitto_config(
-    home: Home, folder: Path, *, user: str | None, pki: Path | None = None, limits: QueueLimits | None = None
-) -> str:
-    """The text of mosquitto.conf.
-
-    Args:
-        home: whose certificates and port to use.
-        folder: holds the access list, and a directory for the broker's database and its process id.
-        user: whom Mosquitto runs as when root starts it; by default it takes a user of its own, who can't read the home's keys.
-        pki: directory of certificates, key and revocation list; default the home's own.
-        limits: of the queues; the default fits the preset "mosquitto".
 
     Raises:
         ConfigError: the home's configuration is not usable.
     """
     broker = home.config().broker
-    pki = (pki or home.pki).resolve()
+    folder, pki = folder.resolve(), (pki or home.pki).resolve()
+    user = user or ("root" if os.geteuid() == 0 else None)
+    (folder / DATA_NAME).mkdir(exist_ok=True, mode=stat.S_IRWXU)
     server = credential_of(pki, BROKER_NAME)
-    only_here = broker.host in LOOPBACK_HOSTS
     template = files("coordinator.broker").joinpath(f"{CONFIG_NAME}.template").read_text(encoding="utf-8")
-    return Template(template).substitute(
-        listener=f"{broker.port} 127.0.0.1" if only_here else str(broker.port),
+    text = Template(template).substitute(
+        listener=f"{broker.port} 127.0.0.1" if broker.host in LOOPBACK_HOSTS else str(broker.port),
         ca=credential_of(pki, CA_NAME).certificate,
         certificate=server.certificate,
         key=server.key,
-        acl=folder.resolve() / ACL_NAME,
+        acl=folder / ACL_NAME,
         crl=pki / CRL_NAME,
-        persistence=folder.resolve() / DATA_NAME,
-        limits="\n".join((limits or QueueLimits()).lines()),
+        persistence=folder / DATA_NAME,
+        limits="\n".join(QueueLimits().lines()),
         extra="" if user is None else f"user {user}",
     )
+    replace_durably(folder / CONFIG_NAME, text, READABLE)
+    return folder / CONFIG_NAME
 
 
 def access_list(federations: Sequence[str], devices: Iterable[str], observers: Iterable[str]) -> str:
     """Mosquitto's access list: one `user` section per device, nothing for anybody else."""
     if not federations:
-        return NOBODY
-    people = sorted(devices)
-    return "\n".join(Topics(federation).mosquitto_acl(people, observers) for federation in federations)
-
-
-def write_access_list(home: Home, target: Path, federations: Sequence[str], devices: Iterable[str]) -> None:
-    """Replace the access list at `target` in one step, readable by its owner only."""
-    replace_durably(target, access_list(federations, devices, observers_of(home)))
+        return "# No federation yet: nobody may read or write anything.\n"
+    ids = sorted(devices)
+    return "\n".join(Topics(federation).mosquitto_acl(ids, observers) for federation in federations)

@@ -20,7 +20,7 @@ federation_app = typer.Typer(help="Open and look at federations.", no_args_is_he
 broker_app = typer.Typer(help="Run a broker for a coordinator.", no_args_is_help=True)
 deploy_app = typer.Typer(help="Write configuration for programs that are run by others.", no_args_is_help=True)
 
-BROKERS = ("auto", "mosquitto", "extracted", "amqtt")
+BROKERS = ("mosquitto", "amqtt")
 
 
 @broker_app.callback()
@@ -41,11 +41,11 @@ def coordinator_init(
     api_port: Annotated[int, typer.Option(min=1, max=65535, help="HTTP interface, on loopback only.")] = 8440,
     enrol_port: Annotated[
         int | None,
-        typer.Option(min=1, max=65535, help="Also serve HTTPS for boxes that enrol by token; 8444 is usual."),
+        typer.Option(min=1, max=65535, help="Also serve HTTPS for devices that enrol by token; 8444 is usual."),
     ] = None,
     carrier_port: Annotated[
         int | None,
-        typer.Option(min=1, max=65535, help="Also carry artifacts of boxes over HTTPS; 8445 is usual."),
+        typer.Option(min=1, max=65535, help="Also carry artifacts of devices over HTTPS; 8445 is usual."),
     ] = None,
     observer: Annotated[bool, typer.Option("--observer", help="Also make a read-only observer certificate.")] = False,
     public_data: Annotated[
@@ -54,7 +54,7 @@ def coordinator_init(
     as_json: AsJson = False,
 ) -> None:
     """Create a coordinator: authority, certificates, keys, secret, configuration, in an empty directory."""
-    from coordinator.cli.opening import initialise
+    from coordinator.cli.opening import create_home
     from coordinator.config import (
         AggregationSettings,
         ApiSettings,
@@ -71,7 +71,7 @@ def coordinator_init(
         carrier=CarrierSettings(port=carrier_port),
         aggregation=AggregationSettings(public_data=None if public_data is None else str(public_data.resolve())),
     )
-    home = initialise(directory, config, observers=("observer",) if observer else ())
+    home = create_home(directory, config, observers=("observer",) if observer else ())
     text = f"Created {home.root}. Next: fedcg federation create --dir {home.root} plan.toml (plan --example prints one)"
     tell({"dir": str(home.root), "config": str(home.config_file)}, text, as_json=as_json)
 
@@ -107,14 +107,12 @@ def coordinator_rotate_key(directory: Directory, as_json: AsJson = False) -> Non
         link = rotate_key(home, store, now)
         void = [token for token in store.register.tokens() if token.revoked_at == now]
     path = key_file(home, link.serial)
-    text = (
-        f"The message key is now number {link.serial}, in {path}. Devices follow when they next hear the coordinator."
-    )
+    text = f"The message key is now number {link.serial}, in {path}. Devices follow at the coordinator's next message."
     if void:
         text += f"\n{len(void)} open tokens named the earlier key and are revoked. Make new ones:"
     for token in void:
-        wish = "" if token.device is None else f" --{'replaces' if token.replaces else 'device'} {token.device}"
-        text += f"\n  fedcg token create --dir {home.root}{wish}    (was {token.id})"
+        bound = "" if token.device is None else f" --{'replaces' if token.replaces else 'device'} {token.device}"
+        text += f"\n  fedcg token create --dir {home.root}{bound}    (was {token.id})"
     values = {"serial": link.serial, "key": link.new, "replaces": link.old, "file": str(path)}
     tell({**values, "revoked_tokens": [token.id for token in void]}, text, as_json=as_json)
 
@@ -156,7 +154,7 @@ def federation_create(
 
 @federation_app.command("show")
 def federation_show(directory: Directory, as_json: AsJson = False) -> None:
-    """Say where the federation stands, and how its artifacts are coded."""
+    """Show where the federation stands, and how its artifacts are coded."""
     from fedcg.learning.spec import FederationSpec
 
     with store_of(directory) as (home, store):
@@ -193,11 +191,11 @@ def federation_resume(directory: Directory, as_json: AsJson = False) -> None:
 @broker_app.command("run")
 def broker_run(
     directory: Directory,
-    broker: Annotated[str, typer.Option(help="auto, mosquitto (installed), extracted (unpacked), or amqtt.")] = "auto",
+    broker: Annotated[str, typer.Option(help="mosquitto; or amqtt, for demos on this machine.")] = "mosquitto",
     as_json: AsJson = False,
 ) -> None:
     """Run a broker with mutual TLS for a coordinator, in the foreground, until SIGTERM or Ctrl-C."""
-    from coordinator.broker.access_lists import BrokerKind, run_broker
+    from coordinator.broker.broker_process import run_embedded, run_mosquitto
     from coordinator.errors import BrokerError
     from coordinator.paths import Home
 
@@ -206,7 +204,8 @@ def broker_run(
     )
     if broker not in BROKERS:
         raise BrokerError(f"--broker {broker}: choose one of {', '.join(BROKERS)}")
-    code = run_broker(Home(directory).require(), BrokerKind(broker), sayer(as_json=as_json))
+    run = run_mosquitto if broker == "mosquitto" else run_embedded
+    code = run(Home(directory).require(), sayer(as_json=as_json))
     raise typer.Exit(code)
 
 

@@ -1,6 +1,6 @@
 """Opens a federation: completes the operator's plan to a spec and makes the initial aggregate. A process of its own, with torch.
 
-`found` (torch-free) starts the process; `python -m coordinator.cli.create_federation ARTIFACTS [PUBLIC MOST]` is the process: plan as JSON in, ids out.
+`make_artifacts` (torch-free) starts the process; `python -m coordinator.cli.create_federation ARTIFACTS [PUBLIC MOST]` is the process: plan as JSON in, ids out.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from pydantic import ValidationError, field_validator
 from coordinator.errors import PlanError
 from fedcg.config_file import listed, problems_of, read_toml
 from fedcg.learning.registry import method_names
-from fedcg.learning.spec import FederationPlan, FederationSpec
+from fedcg.learning.spec import FederationPlan
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 
 BAD_PLAN = 3
 
 
 @dataclass(frozen=True)
-class Founded:
+class InitialArtifacts:
     """Artifact ids of a new federation, and the size of its initial aggregate."""
 
     spec: str
@@ -56,7 +56,9 @@ def read_plan(path: Path) -> FederationPlan:
     return read_toml(path, _OperatorPlan, PlanError)
 
 
-def found(plan: FederationPlan, artifacts: Path, public_data: Path | None = None, public_images: int = 1) -> Founded:
+def make_artifacts(
+    plan: FederationPlan, artifacts: Path, public_data: Path | None = None, public_images: int = 1
+) -> InitialArtifacts:
     """Complete the plan and store spec, initial aggregate and initial server state.
 
     Args:
@@ -77,27 +79,17 @@ def found(plan: FederationPlan, artifacts: Path, public_data: Path | None = None
         check=False,
     )
     if done.returncode != 0:
-        lines = done.stderr.strip().splitlines()
-        told = done.stderr.strip() if done.returncode == BAD_PLAN else (lines[-1] if lines else "no reason given")
-        raise PlanError(f"the plan can't be completed: {told}")
-    return Founded(**json.loads(done.stdout))
+        errors = done.stderr.strip()
+        reason = errors if done.returncode == BAD_PLAN else errors.rpartition("\n")[2] or "no reason given"
+        raise PlanError(f"the plan can't be completed: {reason}")
+    return InitialArtifacts(**json.loads(done.stdout))
 
 
-def _check_public(spec: FederationSpec, public_data: Path | None, most: int) -> None:
-    from fedcg.learning.data.public_images import read_public
-
-    if public_data is None:
-        raise PlanError(
-            f"method {spec.method} distils on unlabelled public images: name a folder or an .npz file as "
-            "aggregation.public_data in coordinator.toml"
-        )
-    read_public(public_data, spec.image, most)
-
-
-def _found_here(plan: FederationPlan, store: ArtifactStore, public_data: Path | None, most: int) -> Founded:
+def _make(plan: FederationPlan, store: ArtifactStore, public_data: Path | None, most: int) -> InitialArtifacts:
     import torch
 
     from coordinator.aggregation.server_state import check_parts, encode_extras, pack_aggregate
+    from fedcg.learning.data.public_images import read_public
     from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
     from fedcg.learning.registry import get_method
     from fedcg.learning.seeds import spec_root
@@ -106,11 +98,16 @@ def _found_here(plan: FederationPlan, store: ArtifactStore, public_data: Path | 
     spec = complete_spec(plan)
     method = get_method(spec.method)
     if method.needs_public:
-        _check_public(spec, public_data, most)
+        if public_data is None:
+            raise PlanError(
+                f"method {spec.method} distils on unlabelled public images: name a folder or an .npz file as "
+                "aggregation.public_data in coordinator.toml"
+            )
+        read_public(public_data, spec.image, most)
     state = method.init_server(spec, initial_parts(spec, spec_root(spec.seed)))
     check_parts(state.aggregate.parts, spec, method)
     packed = pack_aggregate(spec, state.aggregate, round_number=0, attempt=0, base=None, device="cpu")
-    return Founded(
+    return InitialArtifacts(
         spec=store.put(spec.canonical()),
         aggregate=store.put(packed),
         aggregate_bytes=len(packed),
@@ -120,13 +117,13 @@ def _found_here(plan: FederationPlan, store: ArtifactStore, public_data: Path | 
 
 def main() -> int:
     """The process: a plan on standard input, the ids on standard output."""
-    artifacts, *public = sys.argv[1:]
     from fedcg.learning.errors import LearningError
 
+    artifacts, *public = sys.argv[1:]
     plan = FederationPlan.model_validate_json(sys.stdin.read())
     try:
-        where, most = (Path(public[0]), int(public[1])) if public else (None, 0)
-        founded = _found_here(plan, ArtifactStore(Path(artifacts)), where, most)
+        data, most = (Path(public[0]), int(public[1])) if public else (None, 0)
+        made = _make(plan, ArtifactStore(Path(artifacts)), data, most)
     except ValidationError as error:
         from fedcg.learning.registry import get_method
 
@@ -136,7 +133,7 @@ def main() -> int:
     except (ValueError, LearningError, PlanError) as error:
         sys.stderr.write(f"{error}\n")
         return BAD_PLAN
-    sys.stdout.write(json.dumps(asdict(founded)))
+    sys.stdout.write(json.dumps(asdict(made)))
     return 0
 
 

@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 failed while running, 2 bad input. Heavy imports happen in
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from coordinator.storage.store import Store
     from fedcg.event_log import EventLog
 
-token_app = typer.Typer(help="Make, list and revoke the one-time tokens that boxes enrol with.", no_args_is_help=True)
+token_app = typer.Typer(help="Make, list and revoke the one-time tokens that devices enrol with.", no_args_is_help=True)
 device_app = typer.Typer(
     help="List, show and revoke devices; make bundles for sites without a network.", no_args_is_help=True
 )
@@ -29,43 +30,41 @@ device_app = typer.Typer(
 def token_create(
     directory: Directory,
     device: Annotated[
-        str | None, typer.Option("--device", help="The only id that it enrols; else the box chooses.")
+        str | None, typer.Option("--device", help="The only id that it enrols; else the device chooses.")
     ] = None,
     replaces: Annotated[
-        str | None, typer.Option("--replaces", help="Put a new box in the place of this device and revoke the old one.")
+        str | None,
+        typer.Option("--replaces", help="Put a new device in the place of this device and revoke the old one."),
     ] = None,
     hours: Annotated[float, typer.Option(help="For how long it can be used, at most 2160.")] = 24.0,
     url: Annotated[
-        str | None, typer.Option(help="Where boxes reach the enrolment listener, if not as coordinator.toml says.")
+        str | None, typer.Option(help="Where devices reach the enrolment listener, if not as coordinator.toml says.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make a one-time token for a box; it is shown once, and holds the digest of this coordinator's authority."""
+    """Make a one-time token for a device; it is shown once, and holds the digest of this coordinator's authority."""
     from coordinator.broker.access_lists import RELOAD_BY_HAND, running_brokers
-    from coordinator.errors import EnrolmentError
-    from coordinator.members.tokens import Wish, create_token
+    from coordinator.members.tokens import create_token
 
     with store_of(directory) as (home, store):
-        if device is not None and replaces is not None and device != replaces:
-            raise EnrolmentError(f"--device {device} contradicts --replaces {replaces}: a new box takes over the id")
         now = time.time()
-        wish = Wish(device=replaces or device, replaces=replaces is not None, hours=hours, url=url)
-        token = create_token(home, store, wish, now)
+        token = create_token(home, store, now, device=device, replaces=replaces, hours=hours, url=url)
         is_broker_here = bool(running_brokers(home))
-        _diary(home).write("token_created", token=token.id, client=token.device or "", until=now + hours * 3600)
+        expires_at = now + hours * 3600
+        _event_log(home).write("token_created", token=token.id, client=token.device or "", until=expires_at)
     values = {
         "token": token.text,
         "id": token.id,
         "device": token.device,
         "replaces": replaces,
         "url": token.url,
-        "expires_at": now + hours * 3600,
+        "expires_at": expires_at,
     }
     named = "" if token.device else " --device ID"
     text = (
-        f"{token.text}\n\nOn the box, until {_when(now + hours * 3600)}, once:\n"
+        f"{token.text}\n\nOn the device, until {_when(expires_at)}, once:\n"
         f"  fedcg enrol --token -{named} --out DIR --data IMAGES      # then paste the token and press Enter\n"
-        "Whoever has the token can enrol a box: hand it over as you would a password."
+        "Whoever has the token can enrol a device: hand it over as you would a password."
     )
     tell(values, text if is_broker_here else f"{text}\n{RELOAD_BY_HAND}", as_json=as_json)
 
@@ -86,12 +85,12 @@ def token_revoke(
     directory: Directory,
     as_json: AsJson = False,
 ) -> None:
-    """Make a token that was not used yet good for nothing."""
+    """Make a token that was not used yet unusable."""
     from coordinator.members.tokens import revoke_token
 
     with store_of(directory) as (home, store):
         revoke_token(store, token, time.time())
-        _diary(home).write("token_revoked", token=token)
+        _event_log(home).write("token_revoked", token=token)
     tell({"id": token, "state": "revoked"}, f"token {token} is revoked.", as_json=as_json)
 
 
@@ -104,7 +103,7 @@ def device_add(
 ) -> None:
     """Enrol devices without a network: certificate, keys and agent.toml of each in a bundle that a person carries.
 
-    Boxes that reach the coordinator enrol by themselves, with `fedcg token create` here and `fedcg enrol` there.
+    Devices that reach the coordinator enrol by themselves, with `fedcg token create` here and `fedcg enrol` there.
     """
     from coordinator.broker.access_lists import RELOAD_BY_HAND, publish_access
     from coordinator.members.bundle_enrolment import enrol
@@ -146,11 +145,11 @@ def device_show(
             {name: getattr(known, name) for name in ("serial", "issued_at", "expires_at", "revoked_at")}
             for known in store.register.certificates(device)
         ]
-    told = [_device_line(values), f"message key\t{record.public_key}", f"enrolled\t{_when(record.enrolled_at)}"]
+    lines = [_device_line(values), f"message key\t{record.public_key}", f"enrolled\t{_when(record.enrolled_at)}"]
     for known in values["certificates"]:
         ended = f", revoked {_when(known['revoked_at'])}" if known["revoked_at"] else ""
-        told.append(f"certificate\t{known['serial']}, until {_when(known['expires_at'])}{ended}")
-    tell(values, "\n".join(told), as_json=as_json)
+        lines.append(f"certificate\t{known['serial']}, until {_when(known['expires_at'])}{ended}")
+    tell(values, "\n".join(lines), as_json=as_json)
 
 
 @device_app.command("revoke")
@@ -166,7 +165,7 @@ def device_revoke(
 
     with store_of(directory) as (home, store):
         done = revoke(home, store, device, reason, time.time())
-        _diary(home).write(
+        _event_log(home).write(
             "device_revoked",
             client=device,
             reason=reason,
@@ -184,7 +183,7 @@ def device_revoke(
     tell(values, text if done.broker_reloaded else f"{text}\n{RELOAD_BY_HAND}", as_json=as_json)
 
 
-def _diary(home: Home) -> EventLog:
+def _event_log(home: Home) -> EventLog:
     from fedcg.event_log import EventLog
 
     return EventLog(home.events_file, time.time)
@@ -194,42 +193,29 @@ def _device_values(home: Home, store: Store, device: DeviceRecord) -> dict[str, 
     from coordinator.broker.access_lists import silenced_in
 
     expiries = [known.expires_at for known in store.register.certificates(device.id) if known.revoked_at is None]
+    values = asdict(device)
     return {
-        "id": device.id,
-        "state": device.state.value,
-        "enrolled_at": device.enrolled_at,
+        "reason": values.pop("ended_because"),
         "silenced": device.id in silenced_in(home),
-        "last_seen_at": device.last_seen_at,
-        "agent": device.agent,
         "certificate_expires_at": max(expiries, default=None),
-        "ended_at": device.ended_at,
-        "reason": device.ended_because,
-        "public_key": device.public_key,
+        **values,
     }
 
 
 def _device_line(values: dict[str, Any]) -> str:
     seen = "never seen" if values["last_seen_at"] is None else f"seen {_when(values['last_seen_at'])}"
     expiry = values["certificate_expires_at"]
-    told = [values["id"], values["state"], *(["silenced"] if values["silenced"] else []), seen]
+    lines = [values["id"], values["state"], *(["silenced"] if values["silenced"] else []), seen]
     if values["state"] == "enrolled" and expiry is not None:
-        told.append(f"certificate until {_when(expiry)}")
+        lines.append(f"certificate until {_when(expiry)}")
     if values["ended_at"] is not None:
-        told.append(f"since {_when(values['ended_at'])} {values['reason']}".strip())
-    return "\t".join(told)
+        lines.append(f"since {_when(values['ended_at'])} {values['reason']}".strip())
+    return "\t".join(lines)
 
 
 def _token_values(token: TokenRecord, now: float) -> dict[str, object]:
-    return {
-        "id": token.id,
-        "state": token.state(now).value,
-        "device": token.device,
-        "replaces": token.replaces,
-        "created_at": token.created_at,
-        "expires_at": token.expires_at,
-        "used_at": token.used_at,
-        "used_by": token.used_by,
-    }
+    shown = ("id", "device", "replaces", "created_at", "expires_at", "used_at", "used_by")
+    return {"state": token.state(now).value, **{name: getattr(token, name) for name in shown}}
 
 
 def _token_line(token: TokenRecord, now: float) -> str:

@@ -6,13 +6,12 @@ import secrets
 import time
 from pathlib import Path
 
-from coordinator.broker.access_lists import publish_access
-from coordinator.broker.mosquitto import ACL_NAME, write_access_list
-from coordinator.cli.create_federation import found
+from coordinator.broker.access_lists import publish_access, refresh_access
+from coordinator.cli.create_federation import make_artifacts
 from coordinator.config import CoordinatorConfig, render_config
 from coordinator.errors import HomeError, PlanError
 from coordinator.paths import BROKER_NAME, SECRET_BYTES, Home
-from coordinator.pki.authority import create_ca, issue, server_credential, write_revocations
+from coordinator.pki.authority import create_ca, issue, server_credential
 from coordinator.rounds.records import AggregateRecord, FederationRecord
 from coordinator.storage.store import Store
 from fedcg.files import READABLE, replace_durably, write_durably
@@ -22,7 +21,7 @@ from fedcg.wire.messages.signing import SigningKey
 
 
 def create_home(root: Path, config: CoordinatorConfig, *, observers: tuple[str, ...] = ()) -> Home:
-    """Make a coordinator's directory: authority, certificates, signing key, secret, configuration.
+    """Make a coordinator's directory: authority, certificates, signing key, secret, configuration, empty database and access list.
 
     Args:
         root: must be missing or empty.
@@ -38,7 +37,6 @@ def create_home(root: Path, config: CoordinatorConfig, *, observers: tuple[str, 
     root.chmod(0o700)
     home = Home(root)
     create_ca(home.pki)
-    write_revocations(home.pki, ())
     server_credential(home.pki, BROKER_NAME, config.broker.host)
     for identity in (COORDINATOR, *observers):
         issue(home.pki, identity)
@@ -47,23 +45,7 @@ def create_home(root: Path, config: CoordinatorConfig, *, observers: tuple[str, 
     for directory in (home.artifacts, home.spill, home.broker):
         directory.mkdir()
     replace_durably(home.config_file, render_config(config), READABLE)
-    return home
-
-
-def initialise(root: Path, config: CoordinatorConfig, *, observers: tuple[str, ...] = ()) -> Home:
-    """Make a coordinator's directory, its empty database, and an access list without devices.
-
-    Args:
-        root: must be missing or empty.
-        config: what goes into coordinator.toml.
-        observers: identities that get a certificate to read everything and write nothing.
-
-    Raises:
-        HomeError: the directory holds something.
-    """
-    home = create_home(root, config, observers=observers)
-    Store(home.database).close()
-    write_access_list(home, home.broker / ACL_NAME, [], [])
+    refresh_access(home)
     return home
 
 
@@ -77,12 +59,12 @@ def open_federation(home: Home, store: Store, plan: FederationPlan) -> tuple[Fed
     if existing:
         raise PlanError(f"{home.root} has a federation already ({existing[0]}); use another directory for another one")
     config = home.config()
-    founded = found(plan, home.artifacts, home.public_data(config), config.aggregation.public_images)
+    made = make_artifacts(plan, home.artifacts, home.public_data(config), config.aggregation.public_images)
     now = time.time()
     record = FederationRecord(
         id=plan.federation,
         method=plan.method,
-        spec=founded.spec,
+        spec=made.spec,
         rounds=plan.rounds,
         min_clients=plan.min_clients,
         max_attempts=plan.max_attempts,
@@ -90,9 +72,7 @@ def open_federation(home: Home, store: Store, plan: FederationPlan) -> tuple[Fed
         first_attempt=1,
         created_at=now,
     )
-    initial = AggregateRecord(
-        plan.federation, 0, 0, founded.aggregate, founded.aggregate_bytes, founded.server_state, now
-    )
+    initial = AggregateRecord(plan.federation, 0, 0, made.aggregate, made.aggregate_bytes, made.server_state, now)
     store.add_federation(record, initial)
     publish_access(home)
     return record, initial

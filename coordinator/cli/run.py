@@ -1,12 +1,13 @@
-"""Runs the coordinator of a home: puts the parts together and serves until it is told to end."""
+"""Runs the coordinator of a home: puts the parts together and serves until SIGTERM or SIGINT."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
+import ssl
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from functools import partial
 
 import uvicorn
@@ -20,13 +21,14 @@ from coordinator.http.app import Beside, create_app
 from coordinator.http.carrier_api import create_carrier_app
 from coordinator.http.enrolment_api import create_enrolment_app
 from coordinator.http.rate_limits import FailureLimits
-from coordinator.http.tls_listeners import bound, carrying, listening, server_context, serving
+from coordinator.http.tls_listeners import bound, listening, serving
 from coordinator.members.admission import Admission
 from coordinator.members.revocation import evict
 from coordinator.messaging.flood_limits import LineLimit
 from coordinator.paths import Home
 from coordinator.pki.authority import CA_NAME, credential_of, server_credential
-from coordinator.pki.signing_keys import SigningIdentity, voice_of
+from coordinator.pki.server_tls import server_context
+from coordinator.pki.signing_keys import SigningIdentity, load_signing_identity
 from coordinator.service.service import Service
 from coordinator.service.service_context import Setup
 from coordinator.storage.store import Store
@@ -48,7 +50,7 @@ def run_coordinator(home: Home, *, exit_when_finished: bool = False, say: Callab
     Args:
         home: whose coordinator to run.
         exit_when_finished: end by itself after the last round.
-        say: gets one line once the HTTP interface listens.
+        say: called with one line once the HTTP interface listens.
 
     Returns:
         The exit code: 0 when it was asked to end or is finished, 1 when it failed.
@@ -64,24 +66,32 @@ def run_coordinator(home: Home, *, exit_when_finished: bool = False, say: Callab
     with (
         home.locked(),
         bound("api", config.api.host, config.api.port, connections) as listener,
-        listening("enrolment", config.enrolment, config.enrolment_host, connections) as desk,
+        listening("enrolment", config.enrolment, config.enrolment_host, connections) as enrolment,
         listening("carrier", config.carrier, config.carrier_host, connections) as carrier,
         _setup(home, config) as setup,
     ):
         say(f"coordinator of {setup.federation.id} on http://{config.api.host}:{config.api.port}")
-        if desk is not None:
+        if enrolment is not None:
             say(f"enrolment on {config.enrolment_url}")
         if carrier is not None:
             say(f"HTTPS carrier on {config.carrier_url}")
-        boxes = nullcontext() if desk is None else _boxes(home, config, setup, desk)
-        beside = _carrying(home, config, carrier)
-        return _serve(setup, config, listener, boxes, beside, exit_when_finished=exit_when_finished)
+
+        @asynccontextmanager
+        async def serve_devices(service: Service) -> AsyncIterator[None]:
+            async with AsyncExitStack() as servers:
+                if enrolment is not None:
+                    await servers.enter_async_context(_enrolment(home, config, setup, enrolment))
+                if carrier is not None:
+                    await servers.enter_async_context(_carrier(home, config, service, carrier))
+                yield
+
+        return _serve(setup, config, listener, serve_devices, exit_when_finished=exit_when_finished)
 
 
-def _boxes(
+def _enrolment(
     home: Home, config: CoordinatorConfig, setup: Setup, listener: Listener
 ) -> AbstractAsyncContextManager[None]:
-    """The enrolment listener, not yet started."""
+    """The server for enrolment and renewal, not yet started."""
     admission = Admission(
         home=home,
         store=setup.store,
@@ -92,28 +102,24 @@ def _boxes(
         evict=lambda device: evict(home, device),
     )
     application = create_enrolment_app(admission, FailureLimits(time.monotonic), FailureLimits(time.monotonic))
-    context = server_context(home.pki, server_credential(home.pki, "enrolment", config.enrolment_host))
-    return serving(application, listener, context)
+    own = server_credential(home.pki, "enrolment", config.enrolment_host)
+    return serving(application, listener, server_context(home.pki, own))
 
 
-def _carrying(home: Home, config: CoordinatorConfig, listener: Listener | None) -> Beside:
-    """The carrier's listener, not yet started; nothing when there is none."""
-    if listener is None:
-        return lambda service: nullcontext()
-    credential = server_credential(home.pki, "carrier", config.carrier_host)
-
-    def serve(service: Service) -> AbstractAsyncContextManager[None]:
-        return carrying(create_carrier_app(service, time.monotonic), listener, home.pki, credential)
-
-    return serve
+def _carrier(
+    home: Home, config: CoordinatorConfig, service: Service, listener: Listener
+) -> AbstractAsyncContextManager[None]:
+    """The HTTPS carrier's server, not yet started."""
+    own = server_credential(home.pki, "carrier", config.carrier_host)
+    application = create_carrier_app(service, time.monotonic)
+    return serving(application, listener, server_context(home.pki, own, ssl.CERT_REQUIRED))
 
 
 def _serve(
     setup: Setup,
     config: CoordinatorConfig,
     listener: Listener,
-    boxes: AbstractAsyncContextManager[None],
-    carrying: Beside,
+    serve_devices: Beside,
     *,
     exit_when_finished: bool,
 ) -> int:
@@ -124,7 +130,7 @@ def _serve(
         code = max(code, wanted)
         server.should_exit = True
 
-    application = create_app(setup, request_exit, exit_when_finished=exit_when_finished, beside=carrying)
+    application = create_app(setup, request_exit, exit_when_finished=exit_when_finished, beside=serve_devices)
     names = (config.api.host, *config.api.names)
     setting = "[api] names in coordinator.toml"
     checked = own_hosts_only(application, names, setting, lambda message: JSONResponse({"detail": message}, 400))
@@ -133,11 +139,7 @@ def _serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
 
-    async def serve() -> None:
-        async with boxes:
-            await server.serve(sockets=[listener])
-
-    asyncio.run(serve())
+    asyncio.run(server.serve(sockets=[listener]))
     return code if server.started else 1
 
 
@@ -149,11 +151,11 @@ def _setup(home: Home, config: CoordinatorConfig) -> Iterator[Setup]:
 
     def signing_identity() -> SigningIdentity:
         nonlocal known
-        known = voice_of(home, store, known)
+        known = load_signing_identity(home, store, known)
         return known
 
     try:
-        silence(home, ())  # also what a killed coordinator did not get to; waits for a federation that is being opened
+        silence(home, ())  # also what a killed coordinator left undone; waits while a federation is being opened
         federations = store.federations()
         if not federations:
             raise HomeError(f"{home.root} has no federation yet; open one with `fedcg federation create`")

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -32,14 +32,14 @@ def create_app(
     setup: Setup,
     request_exit: RequestExit,
     *,
-    exit_when_finished: bool = False,
-    beside: Beside = lambda service: nullcontext(),
+    exit_when_finished: bool,
+    beside: Beside,
 ) -> FastAPI:
     """The application of one coordinator.
 
     Args:
         setup: what the service is given.
-        request_exit: asked to end the process with an exit code, when the service fails or has nothing more to do.
+        request_exit: called to end the process with an exit code, when the service fails or has nothing more to do.
         exit_when_finished: end after the last round, once the devices have left (or a minute later).
         beside: runs beside the service, for as long as it works.
     """
@@ -90,10 +90,10 @@ async def _leave(service: Service, request_exit: RequestExit) -> None:
 def _ended(request_exit: RequestExit, directory: Path, work: asyncio.Future[None]) -> None:
     error = None if work.cancelled() else work.exception()
     if error is not None:
-        told = f" {advice_for(error, directory)} first: {error}" if isinstance(error, OSError) else ""
+        advice = f" {advice_for(error, directory)} first: {error}" if isinstance(error, OSError) else ""
         log.critical(
             "the coordinator fails and ends; started again it goes on with the same attempt.%s",
-            told,
-            exc_info=None if told else error,
+            advice,
+            exc_info=None if advice else error,
         )
         request_exit(1)

@@ -1,7 +1,7 @@
-"""The HTTPS carrier's interface for boxes: spec and aggregates down by range, chunks of announced updates up. Bounded, strict.
+"""The HTTPS carrier's interface for devices: spec and aggregates down by range, chunks of announced updates up. Bounded, strict.
 
 Only what was announced over MQTT, in signed messages, is fetched or put here; grants and receipts stay there. The certificate of
-the connection says which device speaks, and the register says whether it still may, also in the middle of a transfer.
+the connection names the device, and the register decides whether it still may, also in the middle of a transfer.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from fastapi.responses import StreamingResponse
 from starlette.requests import ClientDisconnect
 
 from coordinator.errors import RefusedError
-from coordinator.http.client_certificates import HANG_UP, PEER, peer_of
+from coordinator.http.refusals import CountedEvent, refusal
+from coordinator.http.tls_listeners import HANG_UP, PEER, peer_of
 from coordinator.members.certificate_owner import member_of
 from coordinator.service.service import Service
-from coordinator.token_buckets import Buckets
 from fedcg.wire.errors import (
     CapacityError,
     IntegrityError,
@@ -32,7 +32,7 @@ from fedcg.wire.errors import (
     TooLargeError,
     WireError,
 )
-from fedcg.wire.messages.enrolment_messages import Refusal, common_name
+from fedcg.wire.messages.enrolment_messages import common_name
 from fedcg.wire.messages.messages import ArtifactRef
 from fedcg.wire.transfer.chunk_sender import ChunkFile
 from fedcg.wire.transfer.chunks import Chunk
@@ -53,7 +53,6 @@ REQUESTS_AT_ONCE = 4
 PIECE_BYTES = 128 * 1024
 THREADS = 4
 """That read artifacts and the register for all devices together; one disk gains nothing by more."""
-TOLD_EVERY_S = 10.0
 MAX_REMEMBERED = 4096
 STATUS: dict[type[WireError], int] = {
     TooLargeError: 413,
@@ -67,8 +66,8 @@ log = logging.getLogger(__name__)
 ArtifactId = Annotated[str, Path(pattern=r"^[0-9a-f]{64}$")]
 
 
-class _MemberGate:
-    """Lets members in: who a connection is, and whether it may (still) take or bring anything."""
+class _MemberCheck:
+    """Which device a connection is, and whether it may (still) fetch or put anything."""
 
     def __init__(self, service: Service, clock: Callable[[], float], threads: anyio.CapacityLimiter) -> None:
         self._service = service
@@ -76,11 +75,10 @@ class _MemberGate:
         self._threads = threads
         self._members: dict[bytes, tuple[str | None, float]] = {}
         self._busy: Counter[str] = Counter()
-        self._refused = 0
-        self._lines: Buckets[None] = Buckets(1 / TOLD_EVERY_S, 1, clock)
+        self._refused = CountedEvent(service.events, "carrier_refused", clock)
 
     async def device(self, request: Request) -> str:
-        """The device that speaks.
+        """The device of the connection.
 
         Raises:
             RefusedError: no member shows this certificate.
@@ -97,7 +95,7 @@ class _MemberGate:
         return name
 
     async def is_open(self, request: Request) -> bool:
-        """Whether the device that speaks is still a member, in the middle of an answer."""
+        """Whether the device of the connection is still a member, in the middle of an answer."""
         try:
             await self.device(request)
         except RefusedError:
@@ -130,26 +128,23 @@ class _MemberGate:
                 del self._busy[device]
 
     def _refusal(self, request: Request) -> RefusedError:
-        self._refused += 1
         peer = peer_of(request)
-        named = None if peer is None else common_name(peer)
-        if self._lines.take(None):
-            self._service.events.write("carrier_refused", certificate=named, refused=self._refused)
+        self._refused.count(certificate=None if peer is None else common_name(peer))
         return RefusedError("this certificate is no member's (any more); ask the operator")
 
 
 class _Transfers:
     """Serves fetches and takes updates."""
 
-    def __init__(self, service: Service, gate: _MemberGate, threads: anyio.CapacityLimiter) -> None:
+    def __init__(self, service: Service, members: _MemberCheck, threads: anyio.CapacityLimiter) -> None:
         self._service = service
-        self._gate = gate
+        self._members = members
         self._threads = threads
 
     async def fetch(self, artifact: ArtifactId, request: Request) -> Response:
         """Whole chunks or any other range of the spec or of an aggregate."""
-        device = await self._gate.device(request)
-        self._gate.check_room(device)
+        device = await self._members.device(request)
+        self._members.check_room(device)
         if not self._service.library.allows(artifact):
             raise RefusedError(f"there is no artifact {artifact} to fetch", status=404)
         try:
@@ -161,7 +156,7 @@ class _Transfers:
         try:
             span = Span(0, size - 1, size) if wanted is None else parse_range(wanted, size)
         except TooLargeError as error:
-            return _refused(416, str(error), {"Content-Range": f"bytes */{size}"})
+            return refusal(416, str(error), {"Content-Range": f"bytes */{size}"})
         headers = {"Content-Length": str(span.length), "Accept-Ranges": "bytes", "ETag": f'"{artifact}"'}
         if wanted is not None:
             headers["Content-Range"] = span.content_range
@@ -169,13 +164,13 @@ class _Transfers:
         return StreamingResponse(pieces, 200 if wanted is None else 206, headers, "application/octet-stream")
 
     async def _pieces(self, device: str, request: Request, source: ChunkFile, span: Span) -> AsyncIterator[bytes]:
-        with self._gate.occupied(device):
+        with self._members.occupied(device):
             file = await anyio.to_thread.run_sync(
                 os.open, source.path, os.O_RDONLY | os.O_CLOEXEC, limiter=self._threads
             )
             try:
                 for start in range(span.first, span.last + 1, PIECE_BYTES):
-                    if not await self._gate.is_open(request):
+                    if not await self._members.is_open(request):
                         request.scope[HANG_UP]()
                         await asyncio.sleep(STALL_S)  # ended by the disconnect
                     length = min(PIECE_BYTES, span.last + 1 - start)
@@ -185,9 +180,9 @@ class _Transfers:
 
     async def take(self, artifact: ArtifactId, request: Request) -> Response:
         """Chunks of the update that the device has announced; each counts as soon as it is here."""
-        device = await self._gate.device(request)
-        self._gate.check_room(device)
-        with self._gate.occupied(device):
+        device = await self._members.device(request)
+        self._members.check_room(device)
+        with self._members.occupied(device):
             span = parse_content_range(request.headers.get("content-range", ""))
             if request.headers.get("content-length") != str(span.length):
                 raise RefusedError(f"Content-Length must be {span.length}, as Content-Range says", status=400)
@@ -203,7 +198,7 @@ class _Transfers:
         async for piece in request.stream():
             body += piece
             while length and len(body) >= length:
-                await self._gate.device(request)
+                await self._members.device(request)
                 chunk = Chunk(ref.id, index, bytes(body[:length]))
                 del body[:length]
                 await asyncio.wrap_future(self._service.receiver.chunk(device, chunk))
@@ -220,12 +215,12 @@ def create_carrier_app(service: Service, clock: Callable[[], float]) -> FastAPI:
         clock: monotonic seconds.
     """
     threads = anyio.CapacityLimiter(THREADS)
-    gate = _MemberGate(service, clock, threads)
-    transfers = _Transfers(service, gate, threads)
+    members = _MemberCheck(service, clock, threads)
+    transfers = _Transfers(service, members, threads)
     application = FastAPI(title="FedCG Edge carrier", openapi_url=None, docs_url=None, redoc_url=None)
 
     async def ready(request: Request) -> Response:
-        await gate.device(request)
+        await members.device(request)
         return Response(status_code=204)
 
     application.add_api_route(READY_PATH, ready, methods=["GET"])
@@ -239,11 +234,6 @@ def create_carrier_app(service: Service, clock: Callable[[], float]) -> FastAPI:
 
 async def _explain(request: Request, error: Exception) -> Response:
     if isinstance(error, RefusedError):
-        return _refused(error.status, error.told)
+        return refusal(error.status, error.answer)
     status = next((STATUS[kind] for kind in type(error).__mro__ if kind in STATUS), 400)
-    return _refused(status, str(error))
-
-
-def _refused(status: int, told: str, headers: dict[str, str] | None = None) -> Response:
-    more = {**(headers or {}), "Connection": "close"}  # a body may be left unread
-    return Response(Refusal(error=told[:600]).model_dump_json(), status, more, "application/json")
+    return refusal(status, str(error))

@@ -1,4 +1,4 @@
-"""The HTTPS interface for boxes: the authority's certificate, enrolment by token, renewal. Bounded, strict, rate-limited.
+"""The HTTPS interface for devices: the authority's certificate, enrolment by token, renewal. Bounded, strict, rate-limited.
 
 It is another application than the operator's interface (`api`), on another port, and has none of its routes.
 """
@@ -14,22 +14,20 @@ from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, ValidationError
 
 from coordinator.errors import RefusedError
-from coordinator.http.client_certificates import peer_of
 from coordinator.http.rate_limits import FailureLimits
+from coordinator.http.refusals import CountedEvent, refusal
+from coordinator.http.tls_listeners import peer_of
 from coordinator.members.admission import Admission
-from coordinator.token_buckets import Buckets
 from fedcg.wire.messages.enrolment_messages import (
     AUTHORITY_PATH,
     ENROL_PATH,
     MAX_BODY_BYTES,
     RENEW_PATH,
     EnrolRequest,
-    Refusal,
     RenewRequest,
     common_name,
 )
 
-TOLD_EVERY_S = 10.0
 THREADS = 2
 """That decide; a decision holds the lock of the members, so more would only wait."""
 
@@ -38,15 +36,14 @@ RequestT = TypeVar("RequestT", bound=BaseModel)
 
 
 class _RequestHandler:
-    """Takes one request at a time from whoever comes: limits, bounds, schema, decision, and a line in the event log."""
+    """Handles a request: limits, bounds, schema, decision, and a line in the event log."""
 
     def __init__(self, admission: Admission, limits: FailureLimits, device_limits: FailureLimits) -> None:
         self.admission = admission
         self._limits = limits
         self._device_limits = device_limits
         self._threads = anyio.CapacityLimiter(THREADS)
-        self._limited = 0
-        self._lines: Buckets[None] = Buckets(1 / TOLD_EVERY_S, 1)
+        self._limited = CountedEvent(admission.events, "enrolment_limited")
 
     async def serve(
         self, request: Request, schema: type[RequestT], grant: Callable[[RequestT], BaseModel], event: str
@@ -65,20 +62,16 @@ class _RequestHandler:
             limits.refused(asker)
             device = getattr(wanted, "device", "")
             self.admission.events.write(event, address=address, reason=str(error), client=device)
-            return _refusal(error.status, error.told)
+            return refusal(error.status, error.answer)
         except Exception:
             log.exception("a request of %s failed", address)
-            return _refusal(500, "the coordinator could not do it; its log says why")
+            return refusal(500, "the coordinator could not do it; its log says why")
         return Response(answer.model_dump_json(), media_type="application/json")
 
     def _limit(self, address: str, wait_s: float) -> Response:
-        self._limited += 1
-        if self._lines.take(None):
-            self.admission.events.write("enrolment_limited", address=address, refused=self._limited)
+        self._limited.count(address=address)
         seconds = int(wait_s) + 1
-        answer = _refusal(429, f"too many refused requests; try again in {seconds} s")
-        answer.headers["Retry-After"] = str(seconds)
-        return answer
+        return refusal(429, f"too many refused requests; try again in {seconds} s", {"Retry-After": str(seconds)})
 
 
 def create_enrolment_app(admission: Admission, limits: FailureLimits, device_limits: FailureLimits) -> FastAPI:
@@ -87,7 +80,7 @@ def create_enrolment_app(admission: Admission, limits: FailureLimits, device_lim
     Args:
         admission: decides.
         limits: counts refusals of those who show no certificate, by address.
-        device_limits: counts those of devices, by name: what strangers do delays no renewal.
+        device_limits: counts those of devices, by name, so that requests without a certificate delay no renewal.
     """
     handler = _RequestHandler(admission, limits, device_limits)
     application = FastAPI(title="FedCG Edge enrolment", openapi_url=None, docs_url=None, redoc_url=None)
@@ -126,7 +119,3 @@ def _parse(schema: type[RequestT], body: bytes) -> RequestT:
         first = error.errors(include_url=False, include_input=False)[0]
         field = ".".join(str(step) for step in first["loc"]) or "(body)"
         raise RefusedError(f"{field[:60]}: {first['msg'][:200]}", status=422) from None
-
-
-def _refusal(status: int, told: str) -> Response:
-    return Response(Refusal(error=told).model_dump_json(), status_code=status, media_type="application/json")

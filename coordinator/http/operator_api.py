@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, HTTPException, Request, Response
 from pydantic import BaseModel, Field, Json
 
-from coordinator.rounds.records import AttemptRecord
+from coordinator.rounds.records import AttemptRecord, DeviceRecord, ParticipantRecord
 from coordinator.service.service import Service
 from coordinator.service.service_context import Setup
 from fedcg.wire.parts import Part, ReportField
@@ -55,27 +55,11 @@ class UpdateView(BaseModel, from_attributes=True):
     stored_at: float
 
 
-class ParticipantView(BaseModel, from_attributes=True):
-    """An invited client and what it answered."""
+@dataclass(frozen=True)
+class AttemptView(AttemptRecord):
+    """One attempt of a round, with its invited clients; times are unix seconds."""
 
-    client: str
-    state: str
-    reason: str
-
-
-class AttemptView(BaseModel):
-    """One attempt of a round; times are unix seconds."""
-
-    attempt: int
-    state: str
-    base: str
-    opened_at: float
-    deadline_at: float
-    distilling_at: float | None
-    aggregate_stored_at: float | None
-    closed_at: float | None
-    reason: str
-    participants: list[ParticipantView]
+    participants: list[ParticipantRecord]
     updates: list[UpdateView]
 
 
@@ -89,7 +73,8 @@ class RoundView(BaseModel):
     attempts: list[AttemptView]
 
 
-class DeviceView(BaseModel):
+@dataclass(frozen=True, kw_only=True)
+class DeviceView(DeviceRecord):
     """A device that is or was enrolled.
 
     Attributes:
@@ -97,14 +82,9 @@ class DeviceView(BaseModel):
         refused: messages of it that were refused since the coordinator started.
     """
 
-    id: str
-    state: str
     online: bool
     participates: bool
     left_out: str
-    enrolled_at: float
-    last_seen_at: float | None
-    agent: str | None
     refused: int
     silenced: bool
 
@@ -217,5 +197,5 @@ def _round(given: Setup, number: int, attempts: list[AttemptRecord]) -> RoundVie
 
 def _attempt(given: Setup, record: AttemptRecord) -> AttemptView:
     key = (record.federation, record.round, record.attempt)
-    people, updates = given.store.participants(key), given.store.updates(key)
-    return AttemptView.model_validate({**asdict(record), "participants": people, "updates": updates})
+    updates = [UpdateView.model_validate(update) for update in given.store.updates(key)]
+    return AttemptView(**asdict(record), participants=given.store.participants(key), updates=updates)

@@ -1,50 +1,31 @@
-"""The TLS listeners for boxes: their certificates, their sockets, and which certificate a connection showed.
+"""The TLS listeners for devices: their certificates, their sockets, and which certificate a connection showed.
 
-For enrolment a client certificate is optional in the handshake (a new box has none), for the carrier it is required. One that
+For enrolment a client certificate is optional in the handshake (a new device has none), for the carrier it is required. One that
 is shown must be of our authority and valid, else the handshake fails.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import ssl
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
-from pathlib import Path
+from contextlib import asynccontextmanager, contextmanager
 
 from cryptography import x509
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from uvicorn.server import ServerState
 
 from coordinator.config import ListenerSettings
 from coordinator.errors import HomeError
-from coordinator.http.client_certificates import HANG_UP, PEER
-from coordinator.paths import CRL_NAME
-from coordinator.pki.authority import CA_NAME, Credential, credential_of
 from fedcg.listening import ACCEPTS, Connections, Listener, http_config
 from fedcg.wire.messages.enrolment_messages import common_name
 
 HANDSHAKE_S = 5.0
 KEEP_ALIVE_S = 20
-
-log = logging.getLogger(__name__)
-
-
-def server_context(
-    pki: Path, credential: Credential, client_certificate: ssl.VerifyMode = ssl.CERT_OPTIONAL
-) -> ssl.SSLContext:
-    """TLS 1.3; a client certificate is verified when one is shown, and whether one must be shown is up to the listener.
-
-    A revoked one fails in the handshake, from the moment on at which the revocation list names it.
-    """
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.load_verify_locations(credential_of(pki, CA_NAME).certificate)
-    context.load_cert_chain(credential.certificate, credential.key)
-    context.verify_mode = client_certificate
-    _check_revocations(context, pki / CRL_NAME)
-    return context
+PEER = "fedcg.peer"
+"""Where a listener puts the DER form of the connection's certificate into the ASGI scope; None without one."""
+HANG_UP = "fedcg.hang_up"
+"""Where it puts what ends the connection at once."""
 
 
 @contextmanager
@@ -54,7 +35,7 @@ def listening(name: str, settings: ListenerSettings, host: str, connections: Con
     Args:
         name: its section of coordinator.toml.
         settings: what is there.
-        host: the name under which boxes reach it.
+        host: the name under which devices reach it.
         connections: where its connections count.
 
     Raises:
@@ -88,7 +69,7 @@ async def serving(
     listener: Listener,
     context: ssl.SSLContext,
 ) -> AsyncIterator[None]:
-    """Serve boxes on a bound socket for as long as the context lasts."""
+    """Serve devices on a bound socket for as long as the context lasts."""
     config = http_config(
         application,
         listener,
@@ -114,37 +95,13 @@ async def serving(
             connection.transport.abort()
 
 
-def carrying(
-    application: FastAPI, listener: Listener, pki: Path, credential: Credential
-) -> AbstractAsyncContextManager[None]:
-    """Serve the carrier to boxes that show a certificate of the authority, for as long as the context lasts."""
-    return serving(application, listener, server_context(pki, credential, ssl.CERT_REQUIRED))
+def peer_of(request: Request) -> x509.Certificate | None:
+    """The certificate of the connection, verified by TLS; None when it showed none."""
+    der = request.scope.get(PEER)
+    return x509.load_der_x509_certificate(der) if isinstance(der, bytes) else None
 
 
 def _identify(transport: asyncio.Transport) -> tuple[str | None, dict[str, object]]:
     der = transport.get_extra_info("ssl_object").getpeercert(binary_form=True)
     name = None if der is None else common_name(x509.load_der_x509_certificate(der))
     return name, {PEER: der, HANG_UP: transport.abort}
-
-
-def _check_revocations(context: ssl.SSLContext, path: Path) -> None:
-    """Refuse certificates that the revocation list names, as it is in the file at each handshake; all of them without a list."""
-    read = -1
-
-    def before_handshake(*_: object) -> int | None:
-        nonlocal read
-        try:
-            if (changed := path.stat().st_mtime_ns) != read:
-                context.load_verify_locations(path)  # added: of two lists OpenSSL takes the newer
-                read = changed
-        except OSError as error:
-            if read:
-                log.error("nobody gets in: the revocation list %s can't be read: %s", path, error)  # noqa: TRY400
-            read = 0
-            return ssl.ALERT_DESCRIPTION_INTERNAL_ERROR
-        return None
-
-    context.load_verify_locations(path)
-    context.verify_flags |= ssl.VERIFY_CRL_CHECK_LEAF
-    context.num_tickets = 0  # a resumed session would bring no certificate to look at
-    context.sni_callback = before_handshake

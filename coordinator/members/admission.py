@@ -1,7 +1,7 @@
-"""Decides who is admitted: checks a box's request against its token, issues the certificate, puts it into the register.
+"""Enrols devices by token: checks the request against the token, issues the certificate, registers the device; renews certificates.
 
-Synchronous; knows nothing of HTTP and limits (`enrolment_api`). Every refusal has two texts: what the box is told, and what
-the operator reads in the event log.
+Synchronous; knows nothing of HTTP and limits (`enrolment_api`). Every refusal has two texts: the answer to the device, and the
+reason in the event log, for the operator.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from coordinator.broker.access_lists import RELOAD_BY_HAND
 from coordinator.config import CoordinatorConfig
 from coordinator.errors import RefusedError
-from coordinator.members.bundle_enrolment import certificate_record
+from coordinator.members.bundle_enrolment import certificate_record, problem_with_new
 from coordinator.members.certificate_owner import member_of
 from coordinator.members.tokens import is_secret_of
 from coordinator.paths import Home
 from coordinator.pki.authority import CA_NAME, certify, credential_of
-from coordinator.pki.signing_keys import voice_of
+from coordinator.pki.signing_keys import load_signing_identity
 from coordinator.rounds.records import CertificateRecord, TokenRecord, TokenState
 from coordinator.storage.membership_store import Admitted
 from coordinator.storage.store import Store
@@ -40,19 +40,18 @@ from fedcg.wire.messages.enrolment_messages import (
     renewal_statement,
 )
 from fedcg.wire.messages.signing import VerifyKey
-from fedcg.wire.messages.topics import check_device_id
 
 log = logging.getLogger(__name__)
 
 REPEAT_S = 900.0
-"""For so long the same box with the same keys gets its answer again: links break after the token was used up."""
+"""How long the same device with the same keys gets its answer again: a link may break after the token was used."""
 RENEWALS_AT_ONCE = 6
 """Unexpired certificates of one device; one more is refused until the oldest has expired or an operator revoked it."""
 
 
 @dataclass(frozen=True)
 class Admission:
-    """Grants or refuses.
+    """Grants or refuses enrolments and renewals.
 
     Attributes:
         home: the coordinator's directory.
@@ -61,7 +60,7 @@ class Admission:
         events: the event log.
         clock: unix time.
         publish: writes the broker's lists and makes it apply them; False when it reached none.
-        evict: ends a session that the box before still has at the broker.
+        evict: ends a session that a replaced device still has at the broker.
     """
 
     home: Home
@@ -77,10 +76,10 @@ class Admission:
         return credential_of(self.home.pki, CA_NAME).certificate.read_bytes()
 
     def enrol(self, request: EnrolRequest) -> EnrolAnswer:
-        """Make a box a device.
+        """Enrol a device.
 
         Raises:
-            RefusedError: says what the box is told.
+            RefusedError: with the answer to the device.
         """
         with self.home.changing_members():
             now = self.clock()
@@ -90,7 +89,7 @@ class Admission:
                 raise RefusedError("the token is not valid here", f"token {request.token}: {reason}")
             if request.nonce is None:
                 raise RefusedError(
-                    "this box's program is older than the coordinator's: update it and ask for a new token"
+                    "this device's program is older than the coordinator's: update it and ask for a new token"
                 )
             key = _requested_key(request.request, request.device)
             purpose = _purpose(request, key)
@@ -109,7 +108,7 @@ class Admission:
             request: what it asks.
 
         Raises:
-            RefusedError: says what the device is told.
+            RefusedError: with the answer to the device.
         """
         with self.home.changing_members():
             now = self.clock()
@@ -140,10 +139,8 @@ class Admission:
         self, token: TokenRecord, request: EnrolRequest, key: ec.EllipticCurvePublicKey, purpose: str, now: float
     ) -> CertificateRecord:
         device = request.device
-        if self.store.device(device) is not None and not token.replaces:
-            raise RefusedError(
-                f"there is a device {device!r} already; choose another id, or ask for a token that replaces it"
-            )
+        if not token.replaces and (problem := problem_with_new(self.store, device)):
+            raise RefusedError(problem)
         record = self._certify(device, key, now)
         self.store.register.admit(Admitted(token.id, purpose, request.signing_key, record, token.replaces), now)
         reloaded = self.publish()
@@ -177,7 +174,7 @@ class Admission:
         return known.public_key
 
     def _answer(self, request: EnrolRequest, certificate: CertificateRecord) -> EnrolAnswer:
-        key = voice_of(self.home, self.store).key
+        key = load_signing_identity(self.home, self.store).key
         answer = EnrolAnswer(
             device=request.device,
             federation=self.store.federations()[0].id,
@@ -195,18 +192,14 @@ class Admission:
 def _check_token(token: TokenRecord, device: str, now: float) -> None:
     state = token.state(now)
     if state is not TokenState.OPEN:
-        told = {
+        reason = {
             TokenState.USED: f"the token was used already, by device {token.used_by!r}",
             TokenState.REVOKED: "the operator revoked the token",
             TokenState.EXPIRED: "the token has expired",
         }[state]
-        raise RefusedError(f"{told}; ask the operator for a new one", f"token {token.id}: {told}")
+        raise RefusedError(f"{reason}; ask the operator for a new one", f"token {token.id}: {reason}")
     if token.device is not None and token.device != device:
         raise RefusedError(f"the token is for device {token.device!r} only", f"token {token.id} used for {device!r}")
-    try:
-        check_device_id(device)
-    except ValueError as error:
-        raise RefusedError(str(error)) from error
 
 
 def _check_proof(request: EnrolRequest, key: ec.EllipticCurvePublicKey) -> None:
@@ -235,5 +228,5 @@ def _requested_key(pem: str, device: str) -> ec.EllipticCurvePublicKey:
 
 
 def _purpose(request: EnrolRequest, key: ec.EllipticCurvePublicKey) -> str:
-    """Digest of device and keys: the same box asking again, whatever the bytes of its request."""
+    """Digest of device and keys: the same when a device repeats its request, even with other bytes."""
     return hashlib.sha256(f"{request.device}\0{key_digest(key)}\0{request.signing_key}".encode()).hexdigest()

@@ -1,10 +1,11 @@
-"""Enrols devices by bundle, where a person carries the keys: all ids are checked before anything is written.
+"""Enrols devices by bundle: everything that a device needs to join, in one directory that a person carries.
 
-Boxes that reach the coordinator enrol by token instead (`admission`), and keep their keys to themselves.
+A bundle holds private keys. Devices that reach the coordinator enrol by token instead (`admission`) and keep their keys to themselves.
 """
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,12 +13,14 @@ from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from coordinator.errors import EnrolmentError
-from coordinator.members.bundle import make_bundle
 from coordinator.paths import Home
-from coordinator.pki.signing_keys import voice_of
-from coordinator.rounds.records import CertificateRecord
+from coordinator.pki.authority import CA_NAME, credential_of, issue
+from coordinator.pki.signing_keys import load_signing_identity
+from coordinator.rounds.records import CertificateRecord, DeviceState
 from coordinator.storage.store import Store
+from fedcg.provision.agent_config import CONFIG_NAME, render_agent_config
 from fedcg.wire.messages.enrolment_messages import load_certificate
+from fedcg.wire.messages.signing import SigningKey, VerifyKey
 from fedcg.wire.messages.topics import check_device_id
 
 
@@ -41,15 +44,28 @@ def enrol(home: Home, store: Store, ids: Sequence[str], out: Path, now: float) -
     if not federations:
         raise EnrolmentError("there is no federation to join yet; open one with `fedcg federation create`")
     _check(store, ids, out)
-    key = voice_of(home, store).key.public
-    bundles: dict[str, Path] = {}
+    coordinator = load_signing_identity(home, store).key.public
     for device in ids:
-        bundle = make_bundle(home, federations[0].id, device, key, out)
-        store.add_device(
-            device, bundle.key.hex, now, certificate_record(device, load_certificate(bundle.certificate), now)
-        )
-        bundles[device] = out / device
-    return bundles
+        key = _write_bundle(home, federations[0].id, device, coordinator, out / device)
+        certificate = load_certificate((out / device / "tls" / "device.pem").read_bytes())
+        store.add_device(device, key.hex, now, certificate_record(device, certificate, now))
+    return {device: out / device for device in ids}
+
+
+def problem_with_new(store: Store, device: str) -> str:
+    """Why an id can't be given to a new device; empty when it can."""
+    try:
+        check_device_id(device)
+    except ValueError as error:
+        return str(error)
+    known = store.device(device)
+    if known is None:
+        return ""
+    was = "" if known.state is DeviceState.ENROLLED else f" (it is {known.state.value})"
+    return (
+        f"there is a device {device!r} already{was}; choose another id, or put a new device in its place: "
+        f"`fedcg token create --replaces {device}`"
+    )
 
 
 def certificate_record(device: str, certificate: x509.Certificate, now: float) -> CertificateRecord:
@@ -65,17 +81,37 @@ def certificate_record(device: str, certificate: x509.Certificate, now: float) -
 
 
 def _check(store: Store, ids: Sequence[str], out: Path) -> None:
-    problems: list[str] = []
+    problems = [f"{device!r} is named twice" for device in sorted(set(ids)) if ids.count(device) > 1]
     for device in ids:
-        try:
-            check_device_id(device)
-        except ValueError as error:
-            problems.append(str(error))
-            continue
-        if store.device(device) is not None:
-            problems.append(f"there is a device {device!r} already; choose another id")
-        if (out / device).exists():
-            problems.append(f"{out / device} exists; remove it or choose another --out")
-    problems += [f"{device!r} is named twice" for device in sorted(set(ids)) if ids.count(device) > 1]
+        problem = problem_with_new(store, device)
+        if not problem and (out / device).exists():
+            problem = f"{out / device} exists; remove it or choose another --out"
+        problems += [problem] if problem else []
     if problems:
         raise EnrolmentError("\n".join(problems))
+
+
+def _write_bundle(home: Home, federation: str, device: str, coordinator: VerifyKey, target: Path) -> VerifyKey:
+    """Write a new device's bundle to `target`; returns its public message key."""
+    tls = target / "tls"
+    tls.mkdir(parents=True)
+    target.chmod(0o700)
+    own = issue(home.pki, device, target=tls)
+    own.certificate.rename(tls / "device.pem")
+    own.key.rename(tls / "device.key")
+    shutil.copyfile(credential_of(home.pki, CA_NAME).certificate, tls / "ca.pem")
+    key = SigningKey.generate()
+    key.save(target / "signing.key")
+    (target / "coordinator.pub").write_text(coordinator.hex + "\n", encoding="utf-8")
+    config = home.config()
+    text = render_agent_config(
+        federation,
+        device,
+        host=config.broker.host,
+        port=config.broker.port,
+        preset=config.broker.preset,
+        enrolment_url=config.enrolment_url,
+        carrier_url=config.carrier_url,
+    )
+    (target / CONFIG_NAME).write_text(text, encoding="utf-8")
+    return key.public

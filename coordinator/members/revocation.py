@@ -1,7 +1,7 @@
 """Ends a device's membership: database, revocation list, access list, and whatever session still lives at the broker.
 
-What holds even when the broker can't be reached: the coordinator forgets the device's message key, so nothing that the
-device says counts, and nobody waits for it.
+Even when the broker can't be reached, the coordinator forgets the device's message key: it refuses the device's messages, and no
+round waits for them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from coordinator.broker.access_lists import publish_access
 from coordinator.errors import EnrolmentError
 from coordinator.paths import Home
-from coordinator.pki.authority import CA_NAME, credential_of, issue_beside
+from coordinator.pki.authority import CA_NAME, credential_of, issue
 from coordinator.rounds.records import DeviceState
 from coordinator.storage.store import Store
 from fedcg.wire.errors import TransportError
@@ -35,7 +35,7 @@ class Revoked:
     Attributes:
         was_member: False when the device had been revoked, or had left, before.
         certificates: how many of its certificates are on the revocation list now.
-        broker_reloaded: whether a broker of this home applied it; else one that others run has to be told.
+        broker_reloaded: whether a broker of this home applied it; else the operator has to bring the lists to the one that runs elsewhere.
     """
 
     was_member: bool
@@ -59,21 +59,21 @@ def revoke(home: Home, store: Store, device: str, reason: str, now: float) -> Re
 
 
 def evict(home: Home, device: str) -> bool:
-    """End the session that a replaced box still has at the broker, by taking its place for a moment.
+    """End the session that a replaced device still has at the broker, by connecting under its name for a moment.
 
-    An access list can't tell the box before from the new one, which has the same name; the revocation list keeps the one
-    before from coming back.
+    An access list can't distinguish the old device from the new one, which has the same name; the revocation list keeps the old
+    one from coming back.
 
     Returns:
         False when the broker could not be reached: then there is no session to end, or it ends with the broker.
     """
     broker = home.config().broker
     with tempfile.TemporaryDirectory(prefix="evict-", dir=home.root) as folder:
-        own = issue_beside(home.pki, Path(folder), device, EVICTION_LIFE)
+        own = issue(home.pki, device, life=EVICTION_LIFE, target=Path(folder))
         tls = TlsFiles(credential_of(home.pki, CA_NAME).certificate, own.certificate, own.key)
         try:
             probe(MqttConfig(broker.host, broker.port, device, tls=tls, protocol=broker.protocol), EVICTION_TIMEOUT_S)
         except TransportError as error:
-            log.warning("the session of the box before %s was not ended: %s", device, error)
+            log.warning("the session of the device that %s replaces was not ended: %s", device, error)
             return False
     return True

@@ -6,14 +6,14 @@ import hashlib
 import hmac
 import re
 import secrets
-from dataclasses import dataclass
 
 from coordinator.config import CoordinatorConfig
 from coordinator.errors import EnrolmentError
+from coordinator.members.bundle_enrolment import problem_with_new
 from coordinator.paths import Home
 from coordinator.pki.authority import CA_NAME, credential_of
-from coordinator.pki.signing_keys import voice_of
-from coordinator.rounds.records import DeviceState, TokenRecord, TokenState
+from coordinator.pki.signing_keys import load_signing_identity
+from coordinator.rounds.records import TokenRecord, TokenState
 from coordinator.storage.store import Store
 from fedcg.wire.messages.enrolment_messages import (
     SECRET_BYTES,
@@ -23,63 +23,69 @@ from fedcg.wire.messages.enrolment_messages import (
     load_certificate,
     message_key_digest,
 )
-from fedcg.wire.messages.topics import check_device_id
 
 TOKEN_HOURS = 24.0
 MAX_TOKEN_HOURS = 24.0 * 90
-_NOBODY = "0" * 64
+_NO_HASH = "0" * 64
 
 
-@dataclass(frozen=True)
-class Wish:
-    """What a token shall be good for.
-
-    Attributes:
-        device: the only id that it enrols; None lets the box choose.
-        replaces: put a new box in the place of `device`.
-        hours: for how long it can be used.
-        url: where boxes reach the enrolment listener, when it is not what coordinator.toml says.
-    """
-
-    device: str | None = None
-    replaces: bool = False
-    hours: float = TOKEN_HOURS
-    url: str | None = None
-
-
-def create_token(home: Home, store: Store, wish: Wish, now: float) -> Token:
+def create_token(
+    home: Home,
+    store: Store,
+    now: float,
+    *,
+    device: str | None = None,
+    replaces: str | None = None,
+    hours: float = TOKEN_HOURS,
+    url: str | None = None,
+) -> Token:
     """Make a token; only its hash is kept.
+
+    Args:
+        home: the coordinator's directory.
+        store: its database.
+        now: unix time.
+        device: the only id that it enrols; None lets the device choose.
+        replaces: the device whose place a new one takes.
+        hours: for how long it can be used.
+        url: where devices reach the enrolment listener, when it is not what coordinator.toml says.
 
     Raises:
         EnrolmentError: nothing listens for it, or the device can't be enrolled or replaced.
         ConfigError: the home's configuration is not usable.
         HomeError: the message key can't be loaded.
     """
-    url = wish.url or _listener_url(home.config())
+    url = url or _listener_url(home.config())
     if not re.fullmatch(URL_PATTERN, url):
         raise EnrolmentError(f"--url {url}: write https://HOST:PORT")
-    if not 0 < wish.hours <= MAX_TOKEN_HOURS:
-        raise EnrolmentError(f"--hours {wish.hours:g}: choose more than 0 and at most {MAX_TOKEN_HOURS:g}")
+    if not 0 < hours <= MAX_TOKEN_HOURS:
+        raise EnrolmentError(f"--hours {hours:g}: choose more than 0 and at most {MAX_TOKEN_HOURS:g}")
     if not store.federations():
         raise EnrolmentError("there is no federation to join yet; open one with `fedcg federation create`")
-    if wish.device is not None:
-        _check_device(store, wish.device, replaces=wish.replaces)
+    if device is not None and replaces is not None and device != replaces:
+        raise EnrolmentError(f"--device {device} contradicts --replaces {replaces}: a new device takes over the id")
+    if replaces is not None and store.device(replaces) is None:
+        raise EnrolmentError(f"there is no device {replaces!r} to replace; `fedcg device list` shows all")
+    if replaces is None and device is not None and (problem := problem_with_new(store, device)):
+        raise EnrolmentError(problem)
     authority = load_certificate(credential_of(home.pki, CA_NAME).certificate.read_bytes())
     token = Token(
         id=secrets.token_hex(8),
         secret=secrets.token_bytes(SECRET_BYTES),
         authority=certificate_key_digest(authority),
-        coordinator=message_key_digest(voice_of(home, store).key.public.hex),
+        coordinator=message_key_digest(load_signing_identity(home, store).key.public.hex),
         url=url,
-        device=wish.device,
+        device=replaces or device,
     )
-    record = TokenRecord(token.id, _hash(token.secret), wish.device, wish.replaces, now, now + wish.hours * 3600)
-    store.register.add_token(record)
+    expires_at = now + hours * 3600
+    store.register.add_token(
+        TokenRecord(token.id, _hash(token.secret), token.device, replaces is not None, now, expires_at)
+    )
     return token
 
 
 def revoke_token(store: Store, token: str, now: float) -> TokenRecord:
-    """Make a token good for nothing.
+    """Make a token unusable.
 
     Raises:
         EnrolmentError: there is none of that id, or it was used already.
@@ -96,13 +102,13 @@ def revoke_token(store: Store, token: str, now: float) -> TokenRecord:
 
 
 def is_secret_of(token: TokenRecord | None, secret: bytes) -> bool:
-    """Whether `secret` is the token's; takes as long for a token that there never was."""
-    kept = _NOBODY if token is None else token.secret_hash
+    """Whether `secret` is the token's; takes as long where there is no token."""
+    kept = _NO_HASH if token is None else token.secret_hash
     return hmac.compare_digest(_hash(secret), kept) and token is not None
 
 
 def _hash(secret: bytes) -> str:
-    # 256 random bits can't be guessed from their hash: a slow hash would only help whoever floods the listener
+    # 256 random bits can't be guessed from their hash: a slow hash would only help those who flood the listener
     return hashlib.sha256(secret).hexdigest()
 
 
@@ -113,18 +119,3 @@ def _listener_url(config: CoordinatorConfig) -> str:
             "make a bundle with `fedcg device add`"
         )
     return config.enrolment_url
-
-
-def _check_device(store: Store, device: str, *, replaces: bool) -> None:
-    try:
-        check_device_id(device)
-    except ValueError as error:
-        raise EnrolmentError(str(error)) from error
-    known = store.device(device)
-    if replaces and known is None:
-        raise EnrolmentError(f"there is no device {device!r} to replace; `fedcg device list` shows all")
-    if known is not None and not replaces:
-        was = "" if known.state is DeviceState.ENROLLED else f" (it is {known.state.value})"
-        raise EnrolmentError(
-            f"there is a device {device!r} already{was}; for a new box in its place use --replaces {device}"
-        )

@@ -27,7 +27,7 @@ LEAF_DAYS = 825
 LEAF_LIFE = timedelta(days=LEAF_DAYS)
 RENEW_SERVER_BEFORE = timedelta(days=60)
 CLOCK_SLACK = timedelta(hours=1)
-"""Boxes without a battery-backed clock boot in the past; a fresh certificate must already be valid for them."""
+"""Devices without a battery-backed clock boot in the past; a fresh certificate must already be valid for them."""
 
 
 @dataclass(frozen=True)
@@ -83,16 +83,18 @@ def issue(
     sans: Sequence[str] = ("127.0.0.1", "localhost"),
     now: datetime | None = None,
     life: timedelta = LEAF_LIFE,
+    target: Path | None = None,
 ) -> Credential:
     """Issue a certificate with CN = `common_name` from the authority in `directory`, and its key.
 
     Args:
-        directory: holds the authority; the new files go there too.
-        common_name: the identity that the broker sees (device id, "coordinator", "observer", or the broker itself).
-        server: for the broker (server authentication) instead of for a client.
+        directory: holds the authority.
+        common_name: the identity that the broker sees (device id, "coordinator", "observer"), or the role of a server.
+        server: for server authentication instead of for a client.
         sans: addresses and host names that a server answers under; not used for clients.
         now: start of validity, for tests; default the current time.
         life: how long it is valid.
+        target: where the new files go; default beside the authority.
 
     Raises:
         FileNotFoundError: there is no authority in `directory`.
@@ -101,8 +103,8 @@ def issue(
     if common_name == CA_NAME or "/" in common_name or common_name.startswith("."):
         raise ValueError(f"{common_name!r} can't be the name of a certificate")
     key = ec.generate_private_key(ec.SECP256R1())
-    certificate = _sign(directory, common_name, key.public_key(), sans if server else None, now, life)
-    credential = credential_of(directory, common_name)
+    certificate = certify(directory, common_name, key.public_key(), life, sans=sans if server else None, now=now)
+    credential = credential_of(target or directory, common_name)
     _write(credential, certificate, key)
     return credential
 
@@ -127,37 +129,25 @@ def server_credential(directory: Path, role: str, host: str) -> Credential:
     return issue(directory, role, server=True, sans=names)
 
 
-def issue_beside(directory: Path, target: Path, common_name: str, life: timedelta) -> Credential:
-    """Like `issue` for a client, with the new files in `target`."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    credential = credential_of(target, common_name)
-    _write(credential, _sign(directory, common_name, key.public_key(), None, None, life), key)
-    return credential
-
-
 def certify(
-    directory: Path, common_name: str, key: ec.EllipticCurvePublicKey, life: timedelta, *, now: datetime | None = None
+    directory: Path,
+    common_name: str,
+    key: ec.EllipticCurvePublicKey,
+    life: timedelta,
+    *,
+    sans: Sequence[str] | None = None,
+    now: datetime | None = None,
 ) -> x509.Certificate:
-    """A client certificate for a key whose private half is elsewhere; nothing is written.
+    """A certificate for a key whose private half may be elsewhere; nothing is written.
 
     Args:
         directory: holds the authority.
         common_name: the device's id.
-        key: the device's P-256 key.
+        key: a P-256 key.
         life: how long it is valid.
+        sans: addresses and host names of a server; None for the certificate of a client.
         now: start of validity; default the current time.
     """
-    return _sign(directory, common_name, key, None, now, life)
-
-
-def _sign(
-    directory: Path,
-    common_name: str,
-    key: ec.EllipticCurvePublicKey,
-    sans: Sequence[str] | None,
-    now: datetime | None,
-    life: timedelta,
-) -> x509.Certificate:
     ca_certificate, ca_key = _load_ca(directory)
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
     purpose = ExtendedKeyUsageOID.CLIENT_AUTH if sans is None else ExtendedKeyUsageOID.SERVER_AUTH
@@ -177,7 +167,7 @@ def _sign(
 def write_revocations(directory: Path, serials: Iterable[tuple[int, datetime]], *, now: datetime | None = None) -> Path:
     """Replace the revocation list `crl.pem` of the authority in one step.
 
-    Every list says it is newer than the one before by at least a second: OpenSSL prefers the newer of two that it knows. It
+    Every list is newer than the one before by at least a second: OpenSSL prefers the newer of two that it has read. It
     never runs out before the authority does, because a broker with an expired list refuses everybody.
 
     Args:

@@ -28,7 +28,7 @@ class SigningIdentity:
     links: tuple[KeyLink, ...] = ()
 
 
-def voice_of(home: Home, store: Store, known: SigningIdentity | None = None) -> SigningIdentity:
+def load_signing_identity(home: Home, store: Store, known: SigningIdentity | None = None) -> SigningIdentity:
     """The key that counts now.
 
     Args:
@@ -49,7 +49,7 @@ def voice_of(home: Home, store: Store, known: SigningIdentity | None = None) -> 
     except (OSError, WireError) as error:
         raise HomeError(f"the message key can't be loaded: {error}; restore {path} from a backup") from error
     if links and key.public.hex != links[-1].new:
-        raise HomeError(f"{path} is not the key that devices were told of; restore it from a backup")
+        raise HomeError(f"{path} is not the key that devices know; restore it from a backup")
     return SigningIdentity(key, links)
 
 
@@ -59,14 +59,16 @@ def rotate_key(home: Home, store: Store, now: float) -> KeyLink:
     Open tokens name the key before, so they are revoked, with `now` as the time.
 
     Raises:
-        PlanError: there is no federation yet, so nobody has pinned the key.
+        PlanError: there is no federation yet, so no device has pinned the key.
         HomeError: the current key can't be used.
     """
     with home.changing_members():
         federations = store.federations()
         if not federations:
-            raise PlanError(f"{home.root} has no federation yet: no device knows the key, nothing is to be told")
-        signing_identity = voice_of(home, store)
+            raise PlanError(
+                f"{home.root} has no federation yet: no device knows the key, so there is nothing to replace"
+            )
+        signing_identity = load_signing_identity(home, store)
         serial = signing_identity.links[-1].serial + 1 if signing_identity.links else 1
         new = _new_key(key_file(home, serial))
         link = make_link(federations[0].id, serial, store.epoch(), signing_identity.key, new.public)

@@ -205,9 +205,9 @@ class RoundDriver:
         shutil.rmtree(spilled, ignore_errors=True)
 
     def _prune(self, closed: int) -> None:
-        pruned = self._pruner.prune(closed)
-        if pruned.files:
-            self._events.write("pruned", files=pruned.files, bytes=pruned.bytes)
+        files, size = self._pruner.prune(closed)
+        if files:
+            self._events.write("pruned", files=files, bytes=size)
 
     def _forget(self, artifact: str) -> None:
         self._library.forget(artifact)

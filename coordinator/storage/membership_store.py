@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from sqlalchemy import Connection, insert, select, update
+from sqlalchemy import Update, insert, select, update
 
 from coordinator.errors import EnrolmentError
 from coordinator.rounds.records import CertificateRecord, DeviceState, TokenRecord
@@ -16,7 +16,7 @@ from coordinator.storage import schema
 
 @dataclass(frozen=True)
 class Admitted:
-    """A box that has shown a good token.
+    """A device that has shown a valid token.
 
     Attributes:
         token: id of the token.
@@ -33,15 +33,14 @@ class Admitted:
     replaces: bool
 
 
-class Register(schema.Reader):
+class Register(schema.Queries):
     """Tokens, certificates and memberships in the coordinator's database."""
 
     # Tokens
 
     def add_token(self, token: TokenRecord) -> None:
         """Remember a new token."""
-        with self._engine.begin() as connection:
-            connection.execute(insert(schema.tokens).values(**asdict(token)))
+        self._write(insert(schema.tokens).values(**asdict(token)))
 
     def tokens(self) -> list[TokenRecord]:
         """All tokens, oldest first."""
@@ -53,11 +52,9 @@ class Register(schema.Reader):
         return self._one(TokenRecord, select(schema.tokens).where(schema.tokens.c.id == token))
 
     def revoke_token(self, token: str, now: float) -> None:
-        """Make a token that was not used yet good for nothing."""
+        """Make a token that was not used yet unusable."""
         table = schema.tokens
-        with self._engine.begin() as connection:
-            wanted = update(table).where(table.c.id == token, table.c.used_at.is_(None))
-            connection.execute(wanted.values(revoked_at=now))
+        self._write(update(table).where(table.c.id == token, table.c.used_at.is_(None)).values(revoked_at=now))
 
     # Certificates
 
@@ -74,11 +71,10 @@ class Register(schema.Reader):
 
     def add_certificate(self, certificate: CertificateRecord) -> None:
         """Remember a certificate before it is given out."""
-        with self._engine.begin() as connection:
-            connection.execute(insert(schema.certificates).values(**asdict(certificate)))
+        self._write(insert(schema.certificates).values(**asdict(certificate)))
 
     def revoked_certificates(self, now: float) -> list[CertificateRecord]:
-        """Those that are revoked and would be valid else: what a revocation list has to name."""
+        """Those that are revoked and have not expired: a revocation list has to name them."""
         table = schema.certificates
         query = select(table).where(table.c.revoked_at.is_not(None), table.c.expires_at > now)
         return self._all(CertificateRecord, query.order_by(table.c.revoked_at, table.c.serial))
@@ -115,7 +111,7 @@ class Register(schema.Reader):
             if known is None:
                 connection.execute(insert(devices).values(id=device, **values))
             elif admitted.replaces:
-                _revoke_certificates(connection, device, now)
+                connection.execute(_revocation(device, now))
                 connection.execute(update(devices).where(devices.c.id == device).values(**values))
             else:
                 raise EnrolmentError(f"there is a device {device!r} already")
@@ -128,12 +124,11 @@ class Register(schema.Reader):
         with self._engine.begin() as connection:
             is_member = (table.c.id == device, table.c.state == DeviceState.ENROLLED.value)
             changed = connection.execute(update(table).where(*is_member).values(**ended)).rowcount == 1
-            _revoke_certificates(connection, device, now)
+            connection.execute(_revocation(device, now))
         return changed
 
 
-def _revoke_certificates(connection: Connection, device: str, now: float) -> None:
+def _revocation(device: str, now: float) -> Update:
+    """Revokes the certificates of a device that are not revoked yet."""
     table = schema.certificates
-    connection.execute(
-        update(table).where(table.c.device == device, table.c.revoked_at.is_(None)).values(revoked_at=now)
-    )
+    return update(table).where(table.c.device == device, table.c.revoked_at.is_(None)).values(revoked_at=now)

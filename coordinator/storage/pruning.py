@@ -1,35 +1,26 @@
-"""Deletes what closed rounds left on the disk, once nothing needs it; the database keeps its word on every round.
+"""Deletes what closed rounds left on the disk, once nothing needs it; the database keeps its record of every round.
 
-Kept are the last rounds' updates (for whoever looks into them), the aggregates they are coded to, and always what a restart
+Kept are the last rounds' updates (for inspection), the aggregates they are coded to, and always what a restart
 needs: the spec, the newest aggregate with its server state, and everything of the open round.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from coordinator.storage.store import Store
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
-
-
-@dataclass(frozen=True)
-class Pruned:
-    """What was deleted."""
-
-    files: int
-    bytes: int
 
 
 class Pruner:
     """Prunes one federation.
 
     Args:
-        store: says what belongs to which round.
+        store: knows what belongs to which round.
         artifacts: where it lies.
         federation: its id.
         keep_rounds: closed rounds whose artifacts stay.
-        forget: told of every artifact that goes, before it does.
+        forget: called with every artifact before it is deleted.
     """
 
     def __init__(
@@ -47,20 +38,23 @@ class Pruner:
         self._forget = forget
         self._done = 0  # rounds below this one were pruned by this process
 
-    def prune(self, closed: int) -> Pruned:
+    def prune(self, closed: int) -> tuple[int, int]:
         """Delete what rounds before the kept ones left. Repeats harmlessly what an interrupted call did not get to.
 
         Args:
             closed: the round that was closed last.
+
+        Returns:
+            How many files were deleted, and their bytes.
         """
         first_kept = closed - self._keep_rounds + 1
         if first_kept <= self._done:
-            return Pruned(0, 0)
+            return 0, 0
         old = self._store.artifacts_of_rounds(self._federation, self._done, first_kept)
         kept = self._store.artifacts_of_rounds(self._federation, first_kept, None)
         gone = sorted(old - kept - {self._store.federation(self._federation).spec})
         for artifact in gone:
             self._forget(artifact)
-        pruned = Pruned(*self._artifacts.delete_all(gone))
+        pruned = self._artifacts.delete_all(gone)
         self._done = first_kept
         return pruned

@@ -1,6 +1,7 @@
 """Tables of the coordinator's database, opening it, and reading rows as records. Queries live in `store` and `register`.
 
-Every table but the register of devices (with their certificates and enrolment tokens) and the lease is keyed by federation. The schema's version is in `PRAGMA user_version`.
+Every table is keyed by federation but those of devices, certificates, enrolment tokens and the lease. The schema's version is in
+`PRAGMA user_version`.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from sqlalchemy import (
     Engine,
     Float,
     ForeignKey,
+    Insert,
     Integer,
     MetaData,
     Select,
     String,
     Table,
+    Update,
     create_engine,
     event,
 )
@@ -156,8 +159,8 @@ aggregates = Table(
 )
 
 
-class Reader:
-    """Reads rows as records that have their columns as fields."""
+class Queries:
+    """Reads rows as records that have their columns as fields, and writes in transactions."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -168,6 +171,12 @@ class Reader:
 
     def _one(self, kind: Callable[..., RecordT], query: Select[Any]) -> RecordT | None:
         return next(iter(self._all(kind, query)), None)
+
+    def _write(self, *statements: Insert | Update) -> None:
+        """Execute statements in one transaction, in their order."""
+        with self._engine.begin() as connection:
+            for statement in statements:
+                connection.execute(statement)
 
 
 def open_database(path: Path) -> Engine:

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Table, and_, insert, select, update
+from sqlalchemy import Table, Update, and_, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from coordinator.errors import EnrolmentError, PlanError, StoreError
@@ -35,8 +35,8 @@ Key = tuple[str, int, int]
 """(federation, round, attempt)."""
 
 
-class Store(schema.Reader):
-    """The coordinator's memory in one database file.
+class Store(schema.Queries):
+    """The coordinator's database file.
 
     Attributes:
         register: tokens, certificates, and the end of a device's membership.
@@ -75,11 +75,9 @@ class Store(schema.Reader):
             EnrolmentError: there is one of that name.
         """
         values = {"id": device, "public_key": public_key, "enrolled_at": now}
+        issued = [] if certificate is None else [insert(schema.certificates).values(**asdict(certificate))]
         try:
-            with self._engine.begin() as connection:
-                connection.execute(insert(schema.devices).values(**values))
-                if certificate is not None:
-                    connection.execute(insert(schema.certificates).values(**asdict(certificate)))
+            self._write(insert(schema.devices).values(**values), *issued)
         except IntegrityError as error:
             raise EnrolmentError(f"there is a device {device!r} already; choose another id") from error
 
@@ -97,10 +95,8 @@ class Store(schema.Reader):
 
     def saw_device(self, device: str, agent: str, now: float) -> None:
         """Remember when a device spoke last and what it runs."""
-        with self._engine.begin() as connection:
-            connection.execute(
-                update(schema.devices).where(schema.devices.c.id == device).values(last_seen_at=now, agent=agent)
-            )
+        table = schema.devices
+        self._write(update(table).where(table.c.id == device).values(last_seen_at=now, agent=agent))
 
     # Federations
 
@@ -111,9 +107,10 @@ class Store(schema.Reader):
             PlanError: there is one of that name.
         """
         try:
-            with self._engine.begin() as connection:
-                connection.execute(insert(schema.federations).values(**asdict(federation)))
-                connection.execute(insert(schema.aggregates).values(**asdict(initial)))
+            self._write(
+                insert(schema.federations).values(**asdict(federation)),
+                insert(schema.aggregates).values(**asdict(initial)),
+            )
         except IntegrityError as error:
             raise PlanError(f"there is a federation {federation.id!r} already") from error
 
@@ -135,11 +132,8 @@ class Store(schema.Reader):
     def resume(self, federation: str) -> None:
         """Let a paused federation try its round again, counting failed attempts anew."""
         last = self.last_attempt(federation)
-        if last is None or last.state is not AttemptState.FAILED:
-            return
-        table = schema.federations
-        with self._engine.begin() as connection:
-            connection.execute(update(table).where(table.c.id == federation).values(first_attempt=last.attempt + 1))
+        if last is not None and last.state is AttemptState.FAILED:
+            self._write(_count_from(federation, last.attempt + 1))
 
     def key_links(self, federation: str) -> tuple[KeyLink, ...]:
         """How the coordinator's message key was replaced, oldest first."""
@@ -150,8 +144,7 @@ class Store(schema.Reader):
 
     def add_key_link(self, federation: str, link: KeyLink, now: float) -> None:
         """From now on the key that a link names counts."""
-        with self._engine.begin() as connection:
-            connection.execute(insert(schema.key_links).values(federation=federation, made_at=now, **link.model_dump()))
+        self._write(insert(schema.key_links).values(federation=federation, made_at=now, **link.model_dump()))
 
     # Attempts
 
@@ -164,33 +157,26 @@ class Store(schema.Reader):
             {**_key_values(key), "client": client, "state": ParticipantState.INVITED.value}
             for client in sorted(clients)
         ]
-        with self._engine.begin() as connection:
-            connection.execute(insert(schema.attempts).values(**asdict(attempt)))
-            connection.execute(insert(schema.participants), invited)
+        self._write(insert(schema.attempts).values(**asdict(attempt)), insert(schema.participants).values(invited))
 
     def move_deadline(self, key: Key, deadline_at: float) -> None:
         """Change until when an attempt collects."""
-        self._change_attempt(key, {"deadline_at": deadline_at})
+        self._write(_change_attempt(key, {"deadline_at": deadline_at}))
 
     def start_distilling(self, key: Key, now: float) -> list[UpdateRecord]:
         """Nothing is accepted any more; returns the accepted updates, sorted by client."""
-        self._change_attempt(key, {"state": AttemptState.DISTILLING.value, "distilling_at": now})
+        self._write(_change_attempt(key, {"state": AttemptState.DISTILLING.value, "distilling_at": now}))
         return [ended for ended in self.updates(key) if ended.outcome is Outcome.ACCEPTED]
 
     def weigh(self, key: Key, weights: Mapping[str, int]) -> None:
         """Store the weights with which these clients' updates are merged."""
-        with self._engine.begin() as connection:
-            for client, weight in weights.items():
-                _answer(connection, schema.updates, key, client, {"weight": weight})
+        self._write(*(_change(schema.updates, key, client, {"weight": weight}) for client, weight in weights.items()))
 
     def fail_attempt(self, key: Key, reason: str, now: float, first_attempt: int | None = None) -> None:
         """The attempt ended without an aggregate; failed ones are counted from `first_attempt` on, when that moved."""
         failed = {"state": AttemptState.FAILED.value, "reason": reason[:300], "closed_at": now}
-        table = schema.federations
-        with self._engine.begin() as connection:
-            connection.execute(update(schema.attempts).where(_is(schema.attempts, key)).values(**failed))
-            if first_attempt is not None:
-                connection.execute(update(table).where(table.c.id == key[0]).values(first_attempt=first_attempt))
+        moved = [] if first_attempt is None else [_count_from(key[0], first_attempt)]
+        self._write(_change_attempt(key, failed), *moved)
 
     def close_attempt(self, aggregate: AggregateRecord) -> None:
         """Store aggregate and server state and close the attempt, in one transaction.
@@ -204,12 +190,9 @@ class Store(schema.Reader):
             "aggregate_stored_at": aggregate.stored_at,
             "closed_at": aggregate.stored_at,
         }
-        table = schema.federations
+        stored = insert(schema.aggregates).values(**asdict(aggregate))
         try:
-            with self._engine.begin() as connection:
-                connection.execute(insert(schema.aggregates).values(**asdict(aggregate)))
-                connection.execute(update(schema.attempts).where(_is(schema.attempts, key)).values(**closed))
-                connection.execute(update(table).where(table.c.id == key[0]).values(first_attempt=1))
+            self._write(stored, _change_attempt(key, closed), _count_from(key[0], 1))
         except IntegrityError as error:
             raise StoreError(f"round {aggregate.round} has an aggregate already") from error
 
@@ -239,9 +222,7 @@ class Store(schema.Reader):
 
     def answer(self, key: Key, client: str, state: ParticipantState, reason: str = "") -> None:
         """Store what an invited client answered."""
-        table = schema.participants
-        with self._engine.begin() as connection:
-            _answer(connection, table, key, client, {"state": state.value, "reason": reason})
+        self._write(_change(schema.participants, key, client, {"state": state.value, "reason": reason}))
 
     def end_update(self, record: UpdateRecord) -> UpdateRecord | None:
         """Store how an update ended, where its attempt still collects; a rejected one makes its client a declined participant.
@@ -261,7 +242,7 @@ class Store(schema.Reader):
                     return None
                 if record.outcome is Outcome.REJECTED:
                     values = {"state": ParticipantState.DECLINED.value, "reason": record.reason}
-                    _answer(connection, schema.participants, key, record.client, values)
+                    connection.execute(_change(schema.participants, key, record.client, values))
         except IntegrityError:
             earlier = self.update(key, record.client)
             if earlier is None:
@@ -271,11 +252,9 @@ class Store(schema.Reader):
 
     def reject_update(self, key: Key, client: str, reason: str) -> None:
         """An update that was accepted can't be merged: it and its client end as if it had been rejected at once."""
-        rejected, declined = Outcome.REJECTED.value, ParticipantState.DECLINED.value
-        with self._engine.begin() as connection:
-            values = {"outcome": rejected, "reason": reason, "weight": None}
-            _answer(connection, schema.updates, key, client, values)
-            _answer(connection, schema.participants, key, client, {"state": declined, "reason": reason})
+        rejected = {"outcome": Outcome.REJECTED.value, "reason": reason, "weight": None}
+        declined = {"state": ParticipantState.DECLINED.value, "reason": reason}
+        self._write(_change(schema.updates, key, client, rejected), _change(schema.participants, key, client, declined))
 
     def update(self, key: Key, client: str) -> UpdateRecord | None:
         """How the update of a client to an attempt ended, or None when none ended yet."""
@@ -349,10 +328,6 @@ class Store(schema.Reader):
             accepted=frozenset(person.client for person in people if person.state is ParticipantState.ACCEPTED),
         )
 
-    def _change_attempt(self, key: Key, values: Mapping[str, object]) -> None:
-        with self._engine.begin() as connection:
-            connection.execute(update(schema.attempts).where(_is(schema.attempts, key)).values(**values))
-
 
 def _is(table: Table, key: Key) -> Any:
     federation, round_number, attempt = key
@@ -363,5 +338,16 @@ def _key_values(key: Key) -> dict[str, Any]:
     return dict(zip(("federation", "round", "attempt"), key, strict=True))
 
 
-def _answer(connection: Connection, table: Table, key: Key, client: str, values: Mapping[str, object]) -> None:
-    connection.execute(update(table).where(_is(table, key), table.c.client == client).values(**values))
+def _change_attempt(key: Key, values: Mapping[str, object]) -> Update:
+    return update(schema.attempts).where(_is(schema.attempts, key)).values(**values)
+
+
+def _change(table: Table, key: Key, client: str, values: Mapping[str, object]) -> Update:
+    """Changes a client's row of `participants` or `updates`."""
+    return update(table).where(_is(table, key), table.c.client == client).values(**values)
+
+
+def _count_from(federation: str, first_attempt: int) -> Update:
+    """Failed attempts are counted from this one on."""
+    table = schema.federations
+    return update(table).where(table.c.id == federation).values(first_attempt=first_attempt)

@@ -34,7 +34,7 @@ class DemoOptions(BaseModel):
         Field(ge=0, description="images without labels, held out for the server; default: what feddf needs"),
     ] = None
     params: Annotated[list[str], Field(description="a parameter of the method, key=value; repeat for more")] = []
-    broker: Annotated[str, Field(description="auto, mosquitto, extracted or amqtt")] = "auto"
+    broker: Annotated[str, Field(description="mosquitto, amqtt, or auto: Mosquitto where there is one")] = "auto"
     out: Annotated[Path | None, Field(description="folder of the run; default: ./demo-out, or the next free name")] = (
         None
     )

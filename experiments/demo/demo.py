@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 
 from coordinator.broker.access_lists import publish_access
-from coordinator.cli.opening import initialise, open_federation
+from coordinator.cli.opening import create_home, open_federation
 from coordinator.config import AggregationSettings, ApiSettings, BrokerSettings, CoordinatorConfig
 from coordinator.members.bundle_enrolment import enrol
 from coordinator.paths import Home
@@ -125,13 +125,13 @@ class Demo:
         for folder in (run.home, run.root / "devices"):
             shutil.rmtree(folder, ignore_errors=True)
         config = CoordinatorConfig(
-            broker=BrokerSettings(host=LOOPBACK, port=run.broker_port),
+            broker=BrokerSettings(host=LOOPBACK, port=run.broker_port, protocol=run.protocol),
             api=ApiSettings(port=run.api_port),
             aggregation=AggregationSettings(
                 public_data=str(run.data / "public") if run.setting.public_images else None
             ),
         )
-        home = initialise(run.home, config, observers=("observer",))
+        home = create_home(run.home, config, observers=("observer",))
         home.secret_file.write_bytes(root_secret(run.setting.seed, "coordinator"))
 
     async def _start_coordinator(self, processes: Children, source: Source, *, is_new: bool) -> Child:
@@ -158,7 +158,7 @@ class Demo:
             "observer",
             fedcg(
                 "audit", "observe", "--federation", FEDERATION, "--out", run.observer, "--host", LOOPBACK,
-                "--port", str(run.broker_port), "--tls", run.home / "pki",
+                "--port", str(run.broker_port), "--protocol", run.protocol, "--tls", run.home / "pki",
             ),
             outlives_others=True,
         )  # fmt: skip
@@ -167,6 +167,7 @@ class Demo:
         run, bundle = self._run, self._run.bundle(client)
         write_secrets(bundle / "store" / "secrets", run.setting.seed, client)
         environment = {
+            "FEDCG_AGENT_BROKER_PROTOCOL": run.protocol,
             "FEDCG_AGENT_DATA_ROOT": str(run.data / client),
             "FEDCG_AGENT_DATA_COMMON_TEST": str(run.data / "common"),
             "FEDCG_AGENT_TRAINING_SHADOW": "true",

@@ -13,12 +13,15 @@ import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from experiments.errors import OptionError
 from experiments.settings.options import OPTIONS_FILE, Setting, load_setting, root_secret
 from fedcg.files import replace_durably
+from fedcg.find_mosquitto import find_mosquitto
 
 LOOPBACK = "127.0.0.1"
+MOSQUITTO, EMBEDDED = "mosquitto", "amqtt"
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,11 @@ class Run:
     broker: str
     broker_port: int
     api_port: int
+
+    @property
+    def protocol(self) -> Literal["3.1.1", "auto"]:
+        """The MQTT version that all processes use; the embedded broker has only one."""
+        return "3.1.1" if self.broker == EMBEDDED else "auto"
 
     @property
     def home(self) -> Path:
@@ -78,12 +86,26 @@ def free_ports(count: int) -> list[int]:
             listener.close()
 
 
+def chosen_broker(wanted: str) -> str:
+    """The broker of `fedcg broker run` for the demo's option `--broker`.
+
+    Raises:
+        OptionError: there is no such broker.
+    """
+    if wanted == "auto":
+        return MOSQUITTO if find_mosquitto() is not None else EMBEDDED
+    if wanted not in (MOSQUITTO, EMBEDDED):
+        raise OptionError(f"--broker {wanted}: choose one of auto, {MOSQUITTO}, {EMBEDDED}")
+    return wanted
+
+
 def new_run(root: Path, setting: Setting, broker: str) -> Run:
     """Lay out the folder of a new demo.
 
     Raises:
-        OptionError: the folder holds something.
+        OptionError: the folder holds something, or there is no such broker.
     """
+    broker = chosen_broker(broker)
     if root.exists() and (not root.is_dir() or any(root.iterdir())):
         raise OptionError(f"{root} is not an empty folder; choose another --out, or go on with --resume {root}")
     root.mkdir(parents=True, exist_ok=True)
@@ -101,7 +123,9 @@ def resumed_run(root: Path) -> Run:
     """
     setting = load_setting(root)
     record = json.loads((root / OPTIONS_FILE).read_text())
-    return Run(root.resolve(), setting, str(record["broker"]), int(record["ports"][0]), int(record["ports"][1]))
+    return Run(
+        root.resolve(), setting, chosen_broker(record["broker"]), int(record["ports"][0]), int(record["ports"][1])
+    )
 
 
 def write_secrets(folder: Path, seed: int, client: str) -> None:

@@ -27,7 +27,7 @@ def laws_mosquitto(mosquitto_factory: Callable[[str], RunningMosquitto]) -> Runn
 
 @pytest.fixture(scope="module")
 def amqtt(pki: Pki) -> Iterator[AmqttServer]:
-    server = AmqttServer(pki, TOPICS)
+    server = AmqttServer(pki)
     yield server
     server.close()
 

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from fedcg.find_mosquitto import find_mosquitto
 from tests.floods import FLOODER, HONEST, ROUNDS, flooded
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_mosquitto() is None, reason="no Mosquitto")]
+pytestmark = [pytest.mark.slow, pytest.mark.broker]
 RATE, HARD_RATE = 500, 4000
 SILENCED_WITHIN_S = 10.0
 MAX_LOG_BYTES = 256 * 1024

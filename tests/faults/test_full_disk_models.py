@@ -1,21 +1,19 @@
 """A disk that is full at any write of a new version: the one in use stays, nothing half-written stays, the next try works.
 
 The disk is the system's own refusal: a file that may not grow (RLIMIT_FSIZE) from the moment on at which one certain file is
-opened, and where it can be mounted, a filesystem of a few kilobytes.
+opened.
 """
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from safetensors.torch import save_file
 
-from export.model.manifest import read_all
 from export.model.versions import POINTER_NAME, Slots
 from fedcg.wire.messages.signing import SigningKey
 from tests.support.export_models import encoded, make_parts, make_spec, picture, write_images
@@ -126,40 +124,3 @@ def test_each_write_of_a_command_that_finds_no_room_is_told_and_the_server_goes_
         done = _python(COMMAND, "/nowhere", *command(checkpoint, root))
         assert done.returncode == 0, done.stderr
         server.wait_for_version("0002")
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A filesystem of 2 MB in memory; only root can mount one."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=2m", "fedcg-test", str(folder)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if mounted.returncode != 0:
-        pytest.skip(f"no filesystem can be mounted here: {mounted.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("spare", [0, 100_000])
-def test_on_a_small_filesystem_a_version_is_refused_until_there_is_room(
-    small_disk: Path, checkpoint: Path, spare: int
-) -> None:
-    root, ballast = small_disk / "models", small_disk / "ballast"
-    install_versions(root, 1)
-    before, told = _left(root), os.statvfs(small_disk)
-    ballast.write_bytes(b"\0" * max(0, told.f_bavail * told.f_frsize - spare))
-    done = _python(COMMAND, "/nowhere", *_export(checkpoint, root))
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert "No space left on device" in done.stderr
-    _advises(done.stderr, root)
-    assert _left(root) == before
-    read_all(Slots(root).current())
-    ballast.unlink()
-    assert _python(COMMAND, "/nowhere", *_export(checkpoint, root)).returncode == 0
-    assert Slots(root).current().name == "0002"

@@ -1,5 +1,5 @@
-"""The HTTPS carrier with real processes: killed, cut, stalled and switched in mid-transfer, the round completes, nothing counts
-twice, and what had arrived is not carried again."""
+"""The HTTPS carrier with real processes: cut, stalled and switched in mid-transfer, the round completes, nothing counts twice, and
+what had arrived is not carried again. Killed processes are in `test_transfers_killed`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import pytest
 
 from coordinator.service.service import Service
 from fedcg.wire.messages.messages import COORDINATOR, Carrier
-from fedcg.wire.transfer.chunks import FRAME_OVERHEAD_BYTES
 from tests.conftest import StartMosquitto
 from tests.support.brokers import acl_for, free_port
 from tests.support.throttle import Weather
@@ -22,7 +21,6 @@ from tests.support.transfer_parties import FEDERATION, Parties, Plan, run_agent,
 from tests.support.transfer_worlds import SOME, MakeWorld, chunks_of, worlds
 
 pytestmark = [pytest.mark.broker, pytest.mark.timeout(200)]
-WINDOW = 64  # chunks that were under way when something died: lost or repeated
 
 
 @pytest.fixture
@@ -70,57 +68,6 @@ def test_the_aggregate_is_the_same_whatever_carries_the_artifacts(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_an_agent_killed_in_mid_upload_puts_only_the_rest(make_world: MakeWorld) -> None:
-    world = make_world()
-    parties = world.parties
-    there = parties.await_chunks(lambda: parties.uploaded("a"), SOME, "the upload is under way")
-    parties.kill("a")
-    there = max(there, parties.uploaded("a"))
-    parties.start("a")
-    came = world.finish()
-    assert came["received"] == chunks_of(came) > there
-    assert parties.event("a", "receipt")["chunks_sent"] <= chunks_of(came) - there  # by the second process
-
-
-@pytest.mark.slow
-def test_a_coordinator_killed_in_mid_upload_asks_only_for_the_rest(make_world: MakeWorld) -> None:
-    world = make_world()
-    parties = world.parties
-    there = parties.await_chunks(lambda: parties.uploaded("a"), SOME, "the upload is under way")
-    parties.kill(COORDINATOR)
-    parties.start(COORDINATOR)
-    came = world.finish()
-    assert came["resumed"] >= there
-    assert came["resumed"] + came["received"] == chunks_of(came)
-    assert came["repeated"] <= WINDOW
-
-
-@pytest.mark.slow
-def test_an_agent_killed_in_mid_download_fetches_only_the_rest(make_world: MakeWorld) -> None:
-    world = make_world()
-    parties = world.parties
-    there = parties.await_chunks(lambda: parties.downloaded("a"), SOME, "the download is under way")
-    parties.kill("a")
-    parties.start("a")
-    world.finish()
-    came = world.download()
-    assert came["resumed"] >= there
-    assert came["resumed"] + came["received"] == chunks_of(came)
-
-
-@pytest.mark.slow
-def test_a_coordinator_killed_in_mid_download_goes_on_serving(make_world: MakeWorld) -> None:
-    world = make_world()
-    parties = world.parties
-    parties.await_chunks(lambda: parties.downloaded("a"), SOME, "the download is under way")
-    parties.kill(COORDINATOR)
-    parties.start(COORDINATOR)
-    world.finish()
-    came = world.download()
-    assert (came["resumed"], came["received"]) == (0, chunks_of(came))
-
-
-@pytest.mark.slow
 def test_a_link_that_is_reset_again_and_again_loses_nothing_that_had_arrived(make_world: MakeWorld) -> None:
     world = make_world(Weather(bytes_per_s=400_000, reset_after=(200_000, 600_000, 1_200_000, 1_700_000)))
     came = world.finish()
@@ -147,17 +94,6 @@ def test_a_link_that_goes_dead_without_a_word_is_given_up_and_tried_again(make_w
     came = world.finish()
     assert came["received"] == chunks_of(came)
     assert parties.events("a", "link") == [event for event in parties.events("a", "link") if event["up"]]
-
-
-@pytest.mark.slow
-def test_a_transfer_completes_over_a_slow_and_nervous_link(make_world: MakeWorld) -> None:
-    weather = Weather(
-        bytes_per_s=8_000, delay_s=0.5, jitter_s=0.2, stalls=0.02, stall_s=(0.2, 3.0), reset_after=(24_000,)
-    )
-    world = make_world(weather, size=24_000, chunk_bytes=2048, keepalive_s=30)
-    came = world.finish()
-    assert came["received"] + came["resumed"] == -(-came["size"] // (2048 - FRAME_OVERHEAD_BYTES))
-    assert world.link.resets == 1
 
 
 @pytest.mark.slow

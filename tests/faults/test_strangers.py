@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,15 +21,14 @@ import pytest
 
 from coordinator.cli.opening import create_home
 from coordinator.config import ApiSettings, BrokerSettings, CarrierSettings, CoordinatorConfig, EnrolmentSettings
-from coordinator.members.bundle_enrolment import enrol
 from coordinator.members.revocation import revoke
 from coordinator.paths import Home
-from coordinator.rounds.records import AggregateRecord, FederationRecord
 from coordinator.storage.store import Store
-from fedcg.wire.artifacts.artifact_store import ArtifactStore
-from tests.support.coordinator_support import FEDERATION, aggregate_bytes, tiny_spec
+from tests.support.brokers import free_port
+from tests.support.coordinator_support import FEDERATION
+from tests.support.homes import add_federation, bundle
 from tests.support.serving import Server, install_versions
-from tests.support.stack import free_port, wait_for
+from tests.support.stack import wait_for
 
 HOST = "127.0.0.1"
 DESCRIPTORS = 1024
@@ -73,7 +72,7 @@ class Coordinator:
     def context(self, device: str | None = None) -> ssl.SSLContext:
         context = ssl.create_default_context(cafile=str(self.home.pki / "ca.pem"))
         if device is not None:
-            folder = self.home.root.parent / "bundles" / device / "tls"
+            folder = bundle(self.home, device) / "tls"
             context.load_cert_chain(folder / "device.pem", folder / "device.key")
         return context
 
@@ -125,14 +124,9 @@ def make_home(root: Path) -> Home:
         carrier=CarrierSettings(port=free_port()),
     )
     home = create_home(root / "home", config)
-    spec, artifacts, store = tiny_spec(), ArtifactStore(home.artifacts), Store(home.database)
-    base = aggregate_bytes(spec, 0, 0, seed=1)
-    record = FederationRecord(FEDERATION, "fedcg", artifacts.put(spec.canonical()), 2, 2, 3, 600.0, 1, 1.0)
-    initial = AggregateRecord(FEDERATION, 0, 0, artifacts.put(base), len(base), artifacts.put(b"state"), 1.0)
-    store.add_federation(record, initial)
-    enrol(home, store, ["good", "bad", "late"], root / "bundles", time.time())
-    revoke(home, store, "bad", "stolen", time.time())
-    store.close()
+    add_federation(home, FEDERATION, ["good", "bad", "late"])
+    with closing(Store(home.database)) as store:
+        revoke(home, store, "bad", "stolen", time.time())
     return home
 
 
@@ -200,9 +194,8 @@ def test_connections_with_a_revoked_certificate_end_in_the_handshake(coordinator
 
 def test_a_device_that_is_revoked_meanwhile_fails_in_its_next_handshake(coordinator: Coordinator) -> None:
     assert coordinator.https(coordinator.ports["carrier"], "/v1/ready", "late") == 204
-    store = Store(coordinator.home.database)
-    revoke(coordinator.home, store, "late", "", time.time())
-    store.close()
+    with closing(Store(coordinator.home.database)) as store:
+        revoke(coordinator.home, store, "late", "", time.time())
     for place, path in (("carrier", "/v1/ready"), ("enrolment", "/v1/authority")):
         with pytest.raises((ssl.SSLError, ConnectionError)):
             coordinator.https(coordinator.ports[place], path, "late")

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import ssl
 import threading
 from typing import Protocol
 
+from coordinator.pki.authority import credential_of
+from coordinator.pki.server_tls import server_context
 from fedcg.wire.messages.topics import Topics
 from fedcg.wire.transport.memory import Action, MemoryBroker, MemoryTransport
 from fedcg.wire.transport.mqtt import MqttTransport
 from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles
 from fedcg.wire.transport.mqtt_config import Protocol as MqttVersion
 from fedcg.wire.transport.transport import Will
-from tests.support.brokers import HOST, Client, Intruder, Pki, Relay, free_port, wait_until
+from tests.support.brokers import HOST, Client, Intruder, Pki, free_port, wait_until
+from tests.support.throttle import Throttle
 
 
 class Bench(Protocol):
@@ -53,11 +58,11 @@ class MqttBench:
         self._port = port
         self._pki = pki
         self._version = version
-        self._relays: dict[str, Relay] = {}
+        self._relays: dict[str, Throttle] = {}
         self._clients: list[Client] = []
 
     def connect(self, identity: str, will: Will | None = None, *, intrudes: bool = False) -> Client:
-        relay = self._relays.setdefault(identity, Relay(self._port))
+        relay = self._relays.setdefault(identity, Throttle(self._port))
         tls: TlsFiles = self._pki.tls(identity)
         config = MqttConfig(HOST, relay.port, identity, tls=tls, protocol=self._version)
         self._clients.append(Client((Intruder if intrudes else MqttTransport)(config, will)))
@@ -77,26 +82,22 @@ class MqttBench:
 
 
 class AmqttServer:
-    """The in-process broker on a thread of its own."""
+    """The embedded broker on a thread of its own."""
 
-    def __init__(self, pki: Pki, topics: Topics) -> None:
-        from coordinator.broker.amqtt_broker import run_amqtt
-
-        def rules(identity: str, action: str, topic: str) -> bool:
-            return topics.may_publish(identity, topic) if action == "publish" else topics.may_read(identity, topic)
-
+    def __init__(self, pki: Pki) -> None:
         self.port = free_port()
-        self._stop = threading.Event()
-        ready = threading.Event()
-        server = pki.tls("broker")
-        self._thread = threading.Thread(
-            target=run_amqtt,
-            args=(self.port, server.ca, server.cert, server.key, rules, ready.set, self._stop),
-            daemon=True,
-        )
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=asyncio.run, args=(self._serve(pki),), daemon=True)
         self._thread.start()
-        wait_until(ready.is_set, "amqtt is ready")
+        wait_until(self._ready.is_set, "amqtt is ready")
+
+    async def _serve(self, pki: Pki) -> None:
+        from coordinator.broker.amqtt_broker import serve_amqtt
+
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        tls = server_context(pki.directory, credential_of(pki.directory, "broker"), ssl.CERT_REQUIRED)
+        await serve_amqtt(self.port, tls, self._ready.set, self._stop)
 
     def close(self) -> None:
-        self._stop.set()
+        self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join()

@@ -6,27 +6,22 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import pytest
-
 from coordinator.cli.opening import create_home
 from coordinator.config import BrokerSettings, CoordinatorConfig
-from coordinator.members.bundle_enrolment import enrol
 from coordinator.paths import Home
 from coordinator.pki.authority import CA_NAME, credential_of
-from coordinator.rounds.records import AggregateRecord, FederationRecord
-from coordinator.storage.store import Store
 from fedcg.find_mosquitto import Mosquitto, find_mosquitto
 from fedcg.wire.messages.topics import Topics
 from fedcg.wire.transport.mqtt import MqttTransport
 from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles
 from fedcg.wire.transport.transport import Will
 from tests.support.brokers import Client, free_port, wait_until
+from tests.support.homes import add_federation, bundle
 
 FEDERATION = "casting"
 TOPICS = Topics(FEDERATION)
@@ -54,7 +49,7 @@ class Plant:
 
     def tls(self, name: str) -> TlsFiles:
         """The files of a device's bundle, or what the home has for the coordinator and the observer."""
-        folder = self.root / "bundles" / name / "tls"
+        folder = bundle(self.home, name) / "tls"
         if folder.exists():
             return TlsFiles(folder / "ca.pem", folder / "device.pem", folder / "device.key")
         own = credential_of(self.home.pki, name)
@@ -99,33 +94,23 @@ class Plant:
 
 @contextmanager
 def open_plant(root: Path, kind: str) -> Iterator[Plant]:
-    """A plant with a broker; skips where there is no Mosquitto for it.
+    """A plant with a broker.
 
     Args:
         root: an empty folder.
-        kind: `mosquitto` or `amqtt` of `fedcg broker run`, or `deployed`: a Mosquitto that runs what `fedcg deploy mosquitto`
-            wrote, and is told of changes by the coordinator's commands.
+        kind: "run" for the Mosquitto of `fedcg broker run`, "deployed" for one that runs what `fedcg deploy mosquitto` wrote.
     """
     found = find_mosquitto()
-    if kind != "amqtt" and found is None:
-        if os.environ.get("CI") == "true":
-            pytest.fail("Mosquitto is missing, in CI it must be there")
-        pytest.skip("no Mosquitto; `make setup-broker` puts one in place")
+    assert found is not None, "mark the test with `broker`"
     out = root / "deployed"
     config = CoordinatorConfig(broker=BrokerSettings(port=free_port()))
     home = create_home(root / "home", config, observers=("observer",))
-    store = Store(home.database)
-    record = FederationRecord(FEDERATION, "fedcg", "5" * 64, 3, 2, 2, 100.0, 1, 1.0)
-    store.add_federation(record, AggregateRecord(FEDERATION, 0, 0, "0" * 64, 10, "e" * 64, 1.0))
-    enrol(home, store, ["a", "b", "c"], root / "bundles", time.time())
-    store.close()
+    add_federation(home, FEDERATION, ["a", "b", "c"])
     made = Plant(root, home)
     if kind == "deployed":
-        assert found is not None
         process = _run_deployed(made, found, out)
     else:
-        wanted = "auto" if kind == "mosquitto" else kind
-        command = [sys.executable, "-m", "fedcg", "broker", "run", "--dir", str(home.root), "--broker", wanted]
+        command = [sys.executable, "-m", "fedcg", "broker", "run", "--dir", str(home.root)]
         process = _run(root, command, {**os.environ})
         wait_until(lambda: "ready" in (root / "broker.log").read_text(), "the broker is ready", 30)
     try:

@@ -1,10 +1,8 @@
-"""Real brokers for tests, links that can be cut, and clients that remember what they heard."""
+"""Real brokers for tests, and clients that remember what they received."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 import socket
 import subprocess
 import threading
@@ -86,7 +84,9 @@ class RunningMosquitto:
     _process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        self.set_acl(self.acl)
+        acl = self.folder / "acl"
+        acl.write_text(self.acl)
+        acl.chmod(0o600)
         server = self.pki.tls("broker")
         lines = [
             "per_listener_settings false",
@@ -99,7 +99,7 @@ class RunningMosquitto:
             "use_identity_as_username true",
             "use_username_as_clientid true",
             "tls_version tlsv1.3",
-            f"acl_file {self.folder / 'acl'}",
+            f"acl_file {acl}",
             *self.limits.lines(),
             "set_tcp_nodelay true",
             *self.extra,
@@ -117,16 +117,6 @@ class RunningMosquitto:
             )
         wait_until(self._listens, f"mosquitto listens: {(self.folder / 'mosquitto.log').read_text()}")
 
-    def set_acl(self, text: str) -> None:
-        """Write the access list; a running broker reads it at `reload`."""
-        path = self.folder / "acl"
-        path.write_text(text)
-        path.chmod(0o600)
-
-    def reload(self) -> None:
-        assert self._process is not None
-        self._process.send_signal(signal.SIGHUP)
-
     def stop(self) -> None:
         if self._process is not None:
             self._process.kill()
@@ -141,93 +131,6 @@ class RunningMosquitto:
         assert self._process.poll() is None, (self.folder / "mosquitto.log").read_text()
         with socket.socket() as probe:
             return probe.connect_ex((HOST, self.port)) == 0
-
-
-class Relay:
-    """A TCP relay to a broker whose connections can be cut, as a dead radio would cut them."""
-
-    def __init__(self, target_port: int, host: str = HOST) -> None:
-        self._target_port = target_port
-        self._server = socket.create_server((host, 0))
-        self.port = int(self._server.getsockname()[1])
-        self._lock = threading.Lock()
-        self._sockets: set[socket.socket] = set()
-        self._refusing = False
-        self._threads: list[threading.Thread] = []
-        self._spawn(self._accept)
-
-    def cut(self) -> None:
-        """End all connections and refuse new ones until `mend`."""
-        with self._lock:
-            self._refusing = True
-            self._end_all()
-
-    def mend(self) -> None:
-        with self._lock:
-            self._refusing = False
-
-    def close(self) -> None:
-        self.cut()
-        self._server.shutdown(socket.SHUT_RDWR)
-        for thread in list(self._threads):
-            thread.join()
-        self._server.close()
-
-    def _spawn(self, target: Callable[..., None], *arguments: socket.socket) -> None:
-        thread = threading.Thread(target=target, args=arguments, daemon=True)
-        self._threads.append(thread)
-        thread.start()
-
-    def _end_all(self) -> None:
-        for sock in self._sockets:
-            _shut(sock)
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                near, _ = self._server.accept()
-            except OSError:
-                return
-            with self._lock:
-                refusing = self._refusing
-            if refusing:
-                near.close()
-                continue
-            try:
-                far = socket.create_connection((HOST, self._target_port))
-            except OSError:
-                near.close()
-                continue
-            with self._lock:
-                self._sockets |= {near, far}
-                if self._refusing:
-                    self._end_all()
-            self._spawn(self._pump, near, far)
-
-    def _pump(self, near: socket.socket, far: socket.socket) -> None:
-        back = threading.Thread(target=_copy, args=(far, near), daemon=True)
-        back.start()
-        _copy(near, far)
-        back.join()
-        with self._lock:
-            self._sockets -= {near, far}
-        near.close()
-        far.close()
-
-
-def _copy(source: socket.socket, sink: socket.socket) -> None:
-    try:
-        while data := source.recv(65_536):
-            sink.sendall(data)
-    except OSError:
-        pass
-    _shut(source)
-    _shut(sink)
-
-
-def _shut(sock: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # the other side was first
-        sock.shutdown(socket.SHUT_RDWR)
 
 
 class Intruder(MqttTransport):

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.config import CarrierSettings
-from coordinator.http import tls_listeners as listeners
 from coordinator.http.carrier_api import create_carrier_app
-from coordinator.http.tls_listeners import listening
+from coordinator.http.tls_listeners import listening, serving
 from coordinator.pki.authority import credential_of
+from coordinator.pki.server_tls import server_context
 from coordinator.service.service import Service
 from fedcg.listening import Caps, Connections
 from fedcg.wire.server_role import ServerRole
@@ -27,9 +27,10 @@ async def carrying(
 ) -> AsyncIterator[None]:
     """Serve boxes on a loopback port."""
     application = create_carrier_app(service, clock)
+    tls = server_context(pki, credential_of(pki, "carrier"), ssl.CERT_REQUIRED)
     with listening("carrier", CarrierSettings(port=port), HOST, Connections(Caps(64, 32))) as listener:
         assert listener is not None
-        async with listeners.carrying(application, listener, pki, credential_of(pki, "carrier")):
+        async with serving(application, listener, tls):
             yield
 
 

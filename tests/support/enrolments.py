@@ -12,23 +12,24 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 from coordinator.cli.opening import create_home
 from coordinator.config import BrokerSettings, CoordinatorConfig, EnrolmentSettings
 from coordinator.http.enrolment_api import create_enrolment_app
 from coordinator.http.rate_limits import ALL, PER_ADDRESS, FailureLimits, Rate
-from coordinator.http.tls_listeners import listening, server_context, serving
+from coordinator.http.tls_listeners import listening, serving
 from coordinator.members.admission import Admission
-from coordinator.members.tokens import Wish, create_token
+from coordinator.members.tokens import create_token
 from coordinator.paths import Home
 from coordinator.pki.authority import Credential, server_credential
-from coordinator.rounds.records import AggregateRecord, FederationRecord
+from coordinator.pki.server_tls import server_context
 from coordinator.storage.store import Store
 from fedcg.event_log import EventLog, read_events
 from fedcg.listening import Caps, Connections
 from fedcg.wire.messages.enrolment_messages import Token
 from tests.support.brokers import free_port
+from tests.support.homes import add_federation
 
 FEDERATION = "casting"
 
@@ -37,10 +38,7 @@ def open_home(root: Path, *, certificate_days: float = 30.0, broker_port: int = 
     """A coordinator's directory with a federation and an enrolment port."""
     settings = EnrolmentSettings(port=free_port(), certificate_days=certificate_days)
     home = create_home(root, CoordinatorConfig(broker=BrokerSettings(port=broker_port), enrolment=settings))
-    store = Store(home.database)
-    record = FederationRecord(FEDERATION, "fedcg", "5" * 64, 3, 2, 2, 100.0, 1, 1.0)
-    store.add_federation(record, AggregateRecord(FEDERATION, 0, 0, "0" * 64, 10, "e" * 64, 1.0))
-    store.close()
+    add_federation(home, FEDERATION)
     return home
 
 
@@ -68,7 +66,7 @@ class Desk:
         return True
 
     def token(self, device: str | None = None, **wishes: Any) -> Token:
-        return create_token(self.home, self.store, Wish(device=device, **wishes), self.clock())
+        return create_token(self.home, self.store, self.clock(), device=device, **wishes)
 
     def events(self, name: str) -> list[dict[str, Any]]:
         return [dict(event) for event in read_events(self.home.events_file) if event["event"] == name]
@@ -115,8 +113,9 @@ def running_desk(home: Home, *, per_address: Rate = PER_ADDRESS, everybody: Rate
         store.close()
 
 
+@final
 class Pretender:
-    """A TLS server that shows `authority` when asked for it and remembers every decrypted byte."""
+    """A TLS server, open for a block, that shows `authority` when asked for it and remembers every decrypted byte."""
 
     def __init__(self, authority: bytes, own: Credential, respond: Callable[[bytes], bytes] | None = None) -> None:
         self.heard = bytearray()
@@ -129,7 +128,10 @@ class Pretender:
         self._thread = threading.Thread(target=self._accept, daemon=True)
         self._thread.start()
 
-    def close(self) -> None:
+    def __enter__(self) -> Pretender:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._server.shutdown(socket.SHUT_RDWR)
         self._thread.join(10)
         self._server.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,23 +17,15 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from tests.support.brokers import free_port, wait_until
 from tests.support.toml_edit import set_values
 
 CLASSES = ("circle", "cross", "stripe")
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def wait_for(condition: Callable[[], bool], what: str, deadline_s: float = 90.0) -> None:
     """Poll a condition until it holds; AssertionError with `what` after the deadline."""
-    end = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < end, f"not within {deadline_s} s: {what}"
-        time.sleep(0.02)
+    wait_until(condition, what, deadline_s)
 
 
 def draw_image(label: int, generator: np.random.Generator) -> Image.Image:
@@ -69,7 +60,7 @@ class Stack:
     method: str = "fedcg"
     params: Mapping[str, Any] = field(default_factory=dict)
     rounds: int = 2
-    broker: str = "auto"
+    broker: str = "mosquitto"
     allow_report: tuple[str, ...] = ("examples", "accuracy", "loss", "health")
     allow_upload: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of devices that differ from the default
     min_clients: int | None = None  # all devices when None

@@ -1,4 +1,4 @@
-"""A slow, nervous TCP proxy: delay with jitter, a rate, stalls, resets, and links that go dead without a word."""
+"""A TCP proxy with a bad link: delay with jitter, a rate, stalls, resets, cuts, and links that go dead without a word."""
 
 from __future__ import annotations
 
@@ -36,10 +36,13 @@ class Weather:
     reset_after: tuple[int, ...] = ()
 
 
+GOOD = Weather()
+
+
 class Throttle:
     """The proxy in front of a broker; `weather` may change at any time."""
 
-    def __init__(self, target_port: int, weather: Weather, seed: int = 1) -> None:
+    def __init__(self, target_port: int, weather: Weather = GOOD, seed: int = 1, host: str = HOST) -> None:
         self.weather = weather
         self.resets = 0
         self.carried = 0
@@ -51,9 +54,11 @@ class Throttle:
         self._closing = threading.Event()
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
+        self._sockets: set[socket.socket] = set()
+        self._cut = threading.Event()
         self._server = socket.socket()
         self._server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER)  # a deep buffer would hide the rate
-        self._server.bind((HOST, 0))
+        self._server.bind((host, 0))
         self._server.listen()
         self.port = int(self._server.getsockname()[1])
         self._spawn(self._accept)
@@ -64,6 +69,20 @@ class Throttle:
 
     def release(self) -> None:
         self._flowing.set()
+
+    def cut(self) -> None:
+        """End all connections and refuse new ones until `mend`."""
+        with self._lock:
+            self._cut.set()
+            self._shut_all()
+
+    def mend(self) -> None:
+        self._cut.clear()
+
+    def _shut_all(self) -> None:
+        for sock in self._sockets:
+            with contextlib.suppress(OSError):  # the other side was first
+                sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self._closing.set()
@@ -85,6 +104,9 @@ class Throttle:
                 near, _ = self._server.accept()
             except OSError:
                 return
+            if self._cut.is_set():
+                near.close()
+                continue
             far = socket.socket()
             far.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER)
             try:
@@ -97,6 +119,10 @@ class Throttle:
             for sock in (near, far):
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            with self._lock:
+                self._sockets |= {near, far}
+                if self._cut.is_set():
+                    self._shut_all()
             self._spawn(self._pair, near, far)
 
     def _pair(self, near: socket.socket, far: socket.socket) -> None:
@@ -105,6 +131,8 @@ class Throttle:
         back.start()
         self._carry(near, far, over)
         back.join()
+        with self._lock:
+            self._sockets -= {near, far}
         for sock in (near, far):
             with contextlib.suppress(OSError):
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closing resets

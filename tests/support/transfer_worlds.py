@@ -27,6 +27,7 @@ class World:
         self, root: Path, broker: RunningMosquitto, weather: Weather, carrier: Carrier = Carrier.MQTT, **plan: Any
     ) -> None:
         self.broker = broker
+        self.carrier = carrier
         plan["carrier_port"] = free_port()
         if carrier is Carrier.HTTPS:
             self.link = Throttle(plan["carrier_port"], weather)

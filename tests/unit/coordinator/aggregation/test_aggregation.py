@@ -26,8 +26,7 @@ from coordinator.aggregation.worker_messages import (
     WorkerReady,
     WorkerSettings,
 )
-from coordinator.cli.create_federation import Founded, found, read_plan
-from coordinator.errors import PlanError
+from coordinator.cli.create_federation import InitialArtifacts, make_artifacts, read_plan
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.artifacts.artifacts import read_header, unpack
@@ -68,12 +67,12 @@ def plan_file(folder: Path, method: str = "fedcg", rounds: int = 2, params: str 
 
 
 @pytest.fixture(scope="module")
-def founded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Founded, ArtifactStore]:
+def founded(tmp_path_factory: pytest.TempPathFactory) -> tuple[InitialArtifacts, ArtifactStore]:
     folder = tmp_path_factory.mktemp("founded")
-    return found(read_plan(plan_file(folder)), folder / "artifacts"), ArtifactStore(folder / "artifacts")
+    return make_artifacts(read_plan(plan_file(folder)), folder / "artifacts"), ArtifactStore(folder / "artifacts")
 
 
-def real_world(root: Path, founded: tuple[Founded, ArtifactStore]) -> World:
+def real_world(root: Path, founded: tuple[InitialArtifacts, ArtifactStore]) -> World:
     ids, store = founded
     spec = FederationSpec.parse(store.get(ids.spec))
     return World(root, spec, store.get(ids.aggregate), store.get(ids.server_state), make_worker=AggregationWorker)
@@ -94,7 +93,9 @@ def run_to_the_end(world: World, disturb: Callable[[RunningService], RunningServ
 
 
 @pytest.fixture(scope="module")
-def peaceful(tmp_path_factory: pytest.TempPathFactory, founded: tuple[Founded, ArtifactStore]) -> tuple[World, str]:
+def peaceful(
+    tmp_path_factory: pytest.TempPathFactory, founded: tuple[InitialArtifacts, ArtifactStore]
+) -> tuple[World, str]:
     """A federation that nobody disturbed, over, and its final aggregate."""
     world = real_world(tmp_path_factory.mktemp("undisturbed"), founded)
     return world, run_to_the_end(world)
@@ -141,7 +142,7 @@ def entries(world: World, phase: str, round_number: int) -> set[int]:
 
 
 def test_a_worker_killed_while_it_distils_is_started_again_and_ends_with_the_same_bytes(
-    tmp_path: Path, founded: tuple[Founded, ArtifactStore], undisturbed: str
+    tmp_path: Path, founded: tuple[InitialArtifacts, ArtifactStore], undisturbed: str
 ) -> None:
     world = real_world(tmp_path, founded)
 
@@ -155,28 +156,8 @@ def test_a_worker_killed_while_it_distils_is_started_again_and_ends_with_the_sam
     assert {attempt.attempt for attempt in world.store.attempts("tiny")} == {1}
 
 
-@pytest.mark.slow
-def test_a_coordinator_that_vanishes_while_it_distils_ends_with_the_same_bytes(
-    tmp_path: Path, founded: tuple[Founded, ArtifactStore], undisturbed: str
-) -> None:
-    world = real_world(tmp_path, founded)
-
-    def disturb(running: RunningService) -> RunningService:
-        progress = distilling(world, 1)
-        running.vanish()
-        wait_until(lambda: not Path(f"/proc/{progress['pid']}").exists(), "the worker is gone")
-        again = RunningService(world).__enter__()
-        for device in world.devices.values():
-            device.hello()
-        return again
-
-    assert run_to_the_end(world, disturb) == undisturbed
-    assert len(entries(world, "distil", 1)) == 2
-    assert {attempt.attempt for attempt in world.store.attempts("tiny")} == {1}
-
-
 def test_a_method_that_shares_nothing_runs_over_the_same_wire(tmp_path: Path) -> None:
-    ids = found(read_plan(plan_file(tmp_path, "local", rounds=1, params="")), tmp_path / "artifacts")
+    ids = make_artifacts(read_plan(plan_file(tmp_path, "local", rounds=1, params="")), tmp_path / "artifacts")
     world = real_world(tmp_path / "home", (ids, ArtifactStore(tmp_path / "artifacts")))
     final = run_to_the_end(world)
     assert read_header(world.artifacts.get(final)).codecs == {}
@@ -246,19 +227,6 @@ def test_progress_is_told_at_the_first_step_then_sparsely_and_at_the_last() -> N
     assert ("distil", 1) in steps
     assert steps[-1] == ("distil", 100)
     assert len(steps) < 20
-
-
-def test_a_plan_is_refused_with_every_error_and_an_unknown_parameter_by_the_method(tmp_path: Path) -> None:
-    bad = tmp_path / "bad.toml"
-    bad.write_text('federation = "tiny"\nclasses = ["x"]\nmethod = "fedcg"\nrounds = 1\ncolour = 1\n')
-    with pytest.raises(PlanError, match=r"(?s)colour.*|image.*") as refused:
-        read_plan(bad)
-    assert "image" in str(refused.value)
-    assert "colour" in str(refused.value)
-    with pytest.raises(PlanError, match="no method 'fedgc'"):
-        read_plan(plan_file(tmp_path, "fedgc"))
-    with pytest.raises(PlanError, match="server_iteration"):
-        found(read_plan(plan_file(tmp_path, params="server_iteration = 3")), tmp_path / "artifacts")
 
 
 def test_the_coordinators_own_process_loads_no_torch() -> None:

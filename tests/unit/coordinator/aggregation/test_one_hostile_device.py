@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from coordinator.aggregation.worker import JobRunner, PublicImages
+from coordinator.aggregation.worker import JobRunner, public_images
 from coordinator.aggregation.worker_handle import MAX_DEATHS, AggregationWorker
 from coordinator.aggregation.worker_messages import (
     AddUpdate,
@@ -24,7 +24,7 @@ from coordinator.aggregation.worker_messages import (
     WorkerDied,
     WorkerSettings,
 )
-from coordinator.cli.create_federation import Founded, found, read_plan
+from coordinator.cli.create_federation import InitialArtifacts, make_artifacts, read_plan
 from coordinator.config import RoundSettings
 from coordinator.updates.robustness import Distances
 from fedcg.learning.spec import FederationSpec
@@ -82,16 +82,16 @@ def huge(parts: Parts) -> None:
 
 
 @pytest.fixture(scope="module")
-def founded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Founded, ArtifactStore]:
+def founded(tmp_path_factory: pytest.TempPathFactory) -> tuple[InitialArtifacts, ArtifactStore]:
     folder = tmp_path_factory.mktemp("founded")
     plan = plan_file(folder, rounds=3, params="server_iterations = 2\nserver_batch = 4")
     plan.write_text(plan.read_text().replace("noise_dim = 8", 'noise_dim = 8\ngenerator = "mlp_small"'))
-    return found(read_plan(plan), folder / "artifacts"), ArtifactStore(folder / "artifacts")
+    return make_artifacts(read_plan(plan), folder / "artifacts"), ArtifactStore(folder / "artifacts")
 
 
 @pytest.mark.slow
 def test_rounds_close_without_a_negative_variance_and_a_norm_of_9e4_and_their_devices_are_left_out(
-    tmp_path: Path, founded: tuple[Founded, ArtifactStore]
+    tmp_path: Path, founded: tuple[InitialArtifacts, ArtifactStore]
 ) -> None:
     ids, store = founded
     spec = FederationSpec.parse(store.get(ids.spec))
@@ -228,7 +228,7 @@ def test_what_is_added_between_a_jobs_failure_and_its_handling_is_asked_of_no_wo
 class Benches:
     """Job runners of this process over the updates of four devices, one of which can be spoilt."""
 
-    def __init__(self, folder: Path, ids: Founded, artifacts: ArtifactStore) -> None:
+    def __init__(self, folder: Path, ids: InitialArtifacts, artifacts: ArtifactStore) -> None:
         self._folder, self._ids, self._artifacts = folder, ids, artifacts
         self.spec = FederationSpec.parse(artifacts.get(ids.spec))
 
@@ -236,7 +236,7 @@ class Benches:
         ids, said = self._ids, list[Reply]()
         settings = WorkerSettings(1, "cpu", b"s" * 32, self._artifacts.root, self._folder / name)
         asked = Job("tiny", 1, 1, ids.spec, ids.aggregate, ids.server_state, **job)
-        return JobRunner(asked, settings, "cpu", said.append, PublicImages(None, 1)), said
+        return JobRunner(asked, settings, "cpu", said.append, public_images(None, 1)), said
 
     def update(self, client: str, spoil: Callable[[Parts], None] = lambda parts: None, examples: int = 10) -> str:
         parts = random_parts(shared_layouts(self.spec), seed=ord(client[0]))
@@ -249,7 +249,7 @@ class Benches:
 
 
 @pytest.fixture
-def benches(tmp_path: Path, founded: tuple[Founded, ArtifactStore]) -> Benches:
+def benches(tmp_path: Path, founded: tuple[InitialArtifacts, ArtifactStore]) -> Benches:
     torch.set_num_threads(1)
     return Benches(tmp_path, *founded)
 

@@ -18,20 +18,27 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from coordinator.broker import deployed_mosquitto as own_broker
 from coordinator.broker.access_lists import RELOAD_BY_HAND
-from coordinator.broker.mosquitto import QueueLimits, access_list, mosquitto_config
+from coordinator.broker.mosquitto import QueueLimits, access_list, write_config
 from coordinator.cli.opening import create_home
-from coordinator.config import BrokerSettings, CoordinatorConfig, check_api_host, load_config, render_config
+from coordinator.config import (
+    AggregationSettings,
+    BrokerSettings,
+    CoordinatorConfig,
+    EnrolmentSettings,
+    check_api_host,
+    load_config,
+    render_config,
+)
 from coordinator.errors import ConfigError, HomeError
 from coordinator.paths import Home
 from coordinator.pki import authority as pki
 from coordinator.pki.authority import create_ca, credential_of, issue, observers_of
-from coordinator.rounds.records import AggregateRecord, FederationRecord
 from coordinator.storage.store import Store
-from fedcg.wire.artifacts.artifact_store import ArtifactStore
+from edge_client.config import load_config as load_agent_config
 from fedcg.wire.messages.signing import SigningKey, VerifyKey
-from fedcg.wire.transfer.broker_presets import limits_for
-from tests.support.commands import run_fedcg
-from tests.support.coordinator_support import tiny_spec
+from tests.support.homes import add_federation, call
+
+AS_WHOEVER_RUNS_THIS = ["user root"] if os.geteuid() == 0 else []
 
 
 def mode(path: Path) -> int:
@@ -81,12 +88,20 @@ def home(tmp_path: Path) -> Home:
     return create_home(tmp_path / "home", CoordinatorConfig(), observers=("observer",))
 
 
-def with_federation(home: Home, name: str = "casting") -> None:
-    store = Store(home.database)
-    spec = ArtifactStore(home.artifacts).put(tiny_spec().model_copy(update={"codec": "i8-delta"}).canonical())
-    record = FederationRecord(name, "fedcg", spec, 3, 2, 2, 100.0, 1, 1.0)
-    store.add_federation(record, AggregateRecord(name, 0, 0, "0" * 64, 10, "e" * 64, 1.0))
-    store.close()
+def with_federation(home: Home) -> None:
+    add_federation(home, "casting", codec="i8-delta")
+
+
+@pytest.fixture
+def deployed(home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a Mosquitto that somebody else runs, with a federation to serve."""
+    monkeypatch.setattr(own_broker, "ACCOUNT", "no-such-user")  # which could not enter pytest's own folders
+    with_federation(home)
+    folder = (tmp_path / "broker").resolve()
+    code, output = call("deploy", "mosquitto", "--dir", home.root, "--out", folder)
+    assert code == 0
+    assert f"mosquitto -c {folder / 'mosquitto.conf'}" in output
+    return folder
 
 
 def test_a_home_holds_everything_and_shows_no_secret_to_others(home: Home) -> None:
@@ -117,12 +132,11 @@ def test_a_servers_certificate_names_this_machine_only_where_its_clients_are(
 
 
 def test_a_brokers_certificate_that_names_too_much_is_replaced_at_the_next_deployment(
-    home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    home: Home, deployed: Path
 ) -> None:
-    monkeypatch.setattr(own_broker, "ACCOUNT", "no-such-user")
     home.config_file.write_text(render_config(CoordinatorConfig(broker=BrokerSettings(host="broker.example"))))
-    assert call("deploy", "mosquitto", "--dir", home.root, "--out", tmp_path / "broker")[0] == 0
-    found = certificate(tmp_path / "broker", "broker").extensions.get_extension_for_class(x509.SubjectAlternativeName)
+    assert call("deploy", "mosquitto", "--dir", home.root, "--out", deployed)[0] == 0
+    found = certificate(deployed, "broker").extensions.get_extension_for_class(x509.SubjectAlternativeName)
     assert [str(name.value) for name in found.value] == ["broker.example"]
 
 
@@ -148,36 +162,37 @@ def test_a_short_secret_is_refused(home: Home) -> None:
         home.secret()
 
 
-def test_all_errors_of_a_configuration_are_told_at_once(tmp_path: Path) -> None:
+def test_all_errors_of_a_configuration_are_reported_at_once(tmp_path: Path) -> None:
     path = tmp_path / "coordinator.toml"
-    path.write_text('[broker]\nport = 0\nhots = "x"\n[aggregation]\nthreads = "many"\n')
+    path.write_text(
+        '[broker]\nport = 0\nhots = "x"\n[aggregation]\nthreads = "many"\n[enrolment]\ncertificate_days = 9999\n'
+    )
     with pytest.raises(ConfigError) as refused:
         load_config(path)
-    for name in ("broker.port", "broker.hots", "aggregation.threads"):
+    for name in ("broker.port", "broker.hots", "aggregation.threads", "enrolment.certificate_days"):
         assert name in str(refused.value)
     path.write_text("[broker\n")
     with pytest.raises(ConfigError, match=r"coordinator\.toml"):
         load_config(path)
-    path.write_text(render_config(CoordinatorConfig()))
-    assert load_config(path) == CoordinatorConfig()
 
 
-def test_a_preset_and_single_limits_survive_writing_and_reading(tmp_path: Path) -> None:
-    broker = BrokerSettings(preset="azure-event-grid", chunk_bytes=30_000, window_bytes=400_000)
+@pytest.mark.parametrize(
+    "config",
+    [
+        CoordinatorConfig(),
+        CoordinatorConfig(
+            broker=BrokerSettings(
+                host="broker.example", preset="azure-event-grid", chunk_bytes=30_000, window_bytes=400_000
+            ),
+            enrolment=EnrolmentSettings(port=8444, listen="10.0.0.1", host="::1", certificate_days=2.5),
+            aggregation=AggregationSettings(public_data='a "b"', public_images=7),
+        ),
+    ],
+)
+def test_a_configuration_survives_writing_and_reading(tmp_path: Path, config: CoordinatorConfig) -> None:
     path = tmp_path / "coordinator.toml"
-    path.write_text(render_config(CoordinatorConfig(broker=broker)))
-    assert load_config(path).broker == broker
-    assert broker.limits == limits_for("azure-event-grid", chunk_bytes=30_000, window_bytes=400_000)
-    path.write_text(render_config(CoordinatorConfig()))
-    assert load_config(path) == CoordinatorConfig()
-
-
-def test_the_brokers_queues_are_bounded_as_configured(home: Home, tmp_path: Path) -> None:
-    limits = QueueLimits(packet_bytes=131_072, in_flight=7, messages=99, bytes=1_000_000)
-    text = mosquitto_config(home, tmp_path, user=None, limits=limits)
-    assert set(limits.lines()) <= set(text.splitlines())
-    default = mosquitto_config(home, tmp_path, user=None)
-    assert set(QueueLimits().lines()) <= set(default.splitlines())
+    path.write_text(render_config(config))
+    assert load_config(path) == config
 
 
 def test_the_http_interface_is_shown_to_no_network() -> None:
@@ -186,9 +201,11 @@ def test_the_http_interface_is_shown_to_no_network() -> None:
         check_api_host("0.0.0.0")  # noqa: S104 - the address that must be refused
 
 
-def test_mosquitto_is_configured_for_mutual_tls_and_listens_on_loopback_for_a_loopback_host(home: Home) -> None:
-    text = mosquitto_config(home, home.broker, user=None)
-    lines = text.splitlines()
+@pytest.mark.parametrize("user", [None, "broker"])
+def test_mosquitto_is_configured_for_mutual_tls_bounded_queues_and_loopback_for_a_loopback_host(
+    home: Home, user: str | None
+) -> None:
+    lines = write_config(home, home.broker, user=user).read_text().splitlines()
     for line in (
         "allow_anonymous false",
         "require_certificate true",
@@ -198,11 +215,10 @@ def test_mosquitto_is_configured_for_mutual_tls_and_listens_on_loopback_for_a_lo
         "listener 8883 127.0.0.1",
         f"cafile {home.pki.resolve() / 'ca.pem'}",
         f"acl_file {home.broker.resolve() / 'acl'}",
+        *QueueLimits().lines(),
     ):
         assert line in lines
-    assert "user root" not in lines
-    as_root = mosquitto_config(home, home.broker, user="root")
-    assert "user root" in as_root.splitlines()
+    assert [line for line in lines if line.startswith("user")] == ([f"user {user}"] if user else AS_WHOEVER_RUNS_THIS)
 
 
 def test_the_access_list_has_a_section_per_device_and_nothing_without_a_federation() -> None:
@@ -214,11 +230,6 @@ def test_the_access_list_has_a_section_per_device_and_nothing_without_a_federati
         "user b",
     ]
     assert "topic" not in access_list([], ["a"], [])
-
-
-def call(*words: object) -> tuple[int, str]:
-    done = run_fedcg(*words)
-    return done.exit_code, done.output
 
 
 def test_init_refuses_a_directory_in_use_with_exit_code_2(tmp_path: Path) -> None:
@@ -252,14 +263,7 @@ def test_devices_are_added_with_bundles_that_fit_together(home: Home, tmp_path: 
     assert not credential_of(home.pki, "line4").key.exists()
     assert "user line4" in (home.broker / "acl").read_text()
     assert json.loads(call("device", "list", "--dir", home.root, "--json")[1])[1]["id"] == "line5"
-
-
-def test_a_bundles_agent_toml_is_one_that_the_agent_reads(home: Home, tmp_path: Path) -> None:
-    from edge_client.config import load_config as load_agent_config
-
-    with_federation(home)
-    call("device", "add", "line4", "--dir", home.root, "--out", tmp_path)
-    config = load_agent_config(tmp_path / "line4" / "agent.toml", {})
+    config = load_agent_config(bundle / "agent.toml", {})
     assert (config.federation, config.device) == ("casting", "line4")
     assert (config.broker.host, config.broker.port) == ("127.0.0.1", 8883)
     assert config.tls is not None
@@ -328,48 +332,34 @@ def test_a_paused_federation_is_resumed_only_while_no_coordinator_runs(home: Hom
     store.close()
 
 
-def test_configuration_for_a_broker_of_others_is_written_where_it_is_asked_for(
-    home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(own_broker, "ACCOUNT", "no-such-user")  # which could not enter pytest's own folders
-    with_federation(home)
-    call("device", "add", "line4", "--dir", home.root, "--out", tmp_path / "out")
-    folder = (tmp_path / "broker").resolve()
-    code, told = call("deploy", "mosquitto", "--dir", home.root, "--out", folder)
-    assert code == 0
-    assert f"mosquitto -c {folder / 'mosquitto.conf'}" in told
-    lines = (folder / "mosquitto.conf").read_text().splitlines()
+def test_the_folder_of_a_broker_of_others_holds_all_that_it_needs(home: Home, deployed: Path, tmp_path: Path) -> None:
+    lines = (deployed / "mosquitto.conf").read_text().splitlines()
     for name, value in (("acl_file", "acl"), ("crlfile", "crl.pem"), ("keyfile", "broker.key"), ("cafile", "ca.pem")):
-        assert f"{name} {folder / value}" in lines
-    assert "user line4" in (folder / "acl").read_text()
-    x509.load_pem_x509_crl((folder / "crl.pem").read_bytes())
-    assert mode(folder / "broker.key") == 0o600
-    assert (folder / "data").is_dir()
-    assert RELOAD_BY_HAND in call("device", "add", "late", "--dir", home.root, "--out", tmp_path / "out")[1]
-    assert "user late" in (folder / "acl").read_text()
+        assert f"{name} {deployed / value}" in lines
+    x509.load_pem_x509_crl((deployed / "crl.pem").read_bytes())
+    assert mode(deployed / "broker.key") == 0o600
+    assert (deployed / "data").is_dir()
+    assert RELOAD_BY_HAND in call("device", "add", "line4", "--dir", home.root, "--out", tmp_path / "out")[1]
+    assert "user line4" in (deployed / "acl").read_text()
 
 
 def test_a_broker_of_others_gets_its_lists_and_a_signal_after_every_change(
-    home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    home: Home, deployed: Path, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(own_broker, "ACCOUNT", "no-such-user")  # which could not enter pytest's own folders
-    with_federation(home)
-    lists = tmp_path / "lists"
-    assert call("deploy", "mosquitto", "--dir", home.root, "--out", lists)[0] == 0
     shutil.copy(shutil.which("sleep") or "", tmp_path / "mosquitto")
     broker = subprocess.Popen([tmp_path / "mosquitto", "600"])
     try:
-        (lists / "data" / "mosquitto.pid").write_text(f"{broker.pid}\n")
+        (deployed / "data" / "mosquitto.pid").write_text(f"{broker.pid}\n")
         code, output = call("device", "add", "line4", "--dir", home.root, "--out", tmp_path / "out", "--json")
         assert (code, json.loads(output)["broker_reloaded"]) == (0, True)
         assert broker.wait(timeout=20) == -signal.SIGHUP  # a stand-in, which does not know what SIGHUP asks for
     finally:
         broker.kill()
         broker.wait()
-    assert "user line4" in (lists / "acl").read_text()
+    assert "user line4" in (deployed / "acl").read_text()
     assert json.loads(call("device", "revoke", "line4", "--dir", home.root, "--json")[1])["broker_reloaded"] is False
-    assert "user line4" not in (lists / "acl").read_text()
-    assert len(list(x509.load_pem_x509_crl((lists / "crl.pem").read_bytes()))) == 1
+    assert "user line4" not in (deployed / "acl").read_text()
+    assert len(list(x509.load_pem_x509_crl((deployed / "crl.pem").read_bytes()))) == 1
 
 
 def test_a_device_may_have_the_name_of_a_server_without_touching_its_certificate(home: Home, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -21,31 +20,22 @@ from coordinator.cli.opening import create_home
 from coordinator.config import ApiSettings, BrokerSettings, CoordinatorConfig
 from coordinator.members.bundle_enrolment import enrol
 from coordinator.paths import Home
-from coordinator.rounds.records import AggregateRecord, DeviceState, FederationRecord
+from coordinator.rounds.records import DeviceState
 from coordinator.storage.store import Store
-from fedcg.find_mosquitto import find_mosquitto
-from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.messages.topics import Topics
 from fedcg.wire.transport.mqtt import MqttTransport
 from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles
-from fedcg.wire.transport.transport import Delivery
-from tests.support.brokers import free_port
-from tests.support.coordinator_support import FEDERATION, aggregate_bytes, tiny_spec, wait_until
-
-BROKERS = [pytest.param("mosquitto", marks=pytest.mark.broker), "amqtt"]
+from tests.support.brokers import Client, free_port, mqtt_client
+from tests.support.commands import run_fedcg
+from tests.support.coordinator_support import FEDERATION, wait_until
+from tests.support.homes import add_federation, bundle
 
 
 @pytest.fixture
 def home(tmp_path: Path) -> Home:
     config = CoordinatorConfig(broker=BrokerSettings(port=free_port()), api=ApiSettings(port=free_port()))
     made = create_home(tmp_path / "home", config)
-    spec, artifacts, store = tiny_spec(), ArtifactStore(made.artifacts), Store(made.database)
-    base = aggregate_bytes(spec, 0, 0, seed=1)
-    record = FederationRecord(FEDERATION, "fedcg", artifacts.put(spec.canonical()), 2, 2, 3, 600.0, 1, 1.0)
-    initial = AggregateRecord(FEDERATION, 0, 0, artifacts.put(base), len(base), artifacts.put(b"state"), 1.0)
-    store.add_federation(record, initial)
-    enrol(made, store, ["a"], tmp_path / "bundles", 1.0)
-    store.close()
+    add_federation(made, FEDERATION, ["a"])
     return made
 
 
@@ -81,34 +71,20 @@ def processes(tmp_path: Path) -> Iterator[Processes]:
     started.end_all()
 
 
-def start_broker(processes: Processes, home: Home, kind: str) -> subprocess.Popen[bytes]:
-    if kind == "mosquitto" and find_mosquitto() is None:
-        if os.environ.get("CI") == "true":
-            pytest.fail("Mosquitto is missing, in CI it must be there")
-        pytest.skip("no Mosquitto; `make setup-broker` puts one in place")
-    wanted = "auto" if kind == "mosquitto" else kind
-    process = processes.start("broker", "broker", "run", "--dir", home.root, "--broker", wanted)
+def start_broker(processes: Processes, home: Home) -> subprocess.Popen[bytes]:
+    process = processes.start("broker", "broker", "run", "--dir", home.root)
     wait_until(lambda: "ready" in processes.output("broker") or process.poll() is not None, "the broker is ready")
     assert process.poll() is None, processes.output("broker")
     return process
 
 
-class Listener:
-    """A device's connection with its bundle's certificate."""
-
-    def __init__(self, home: Home, bundle: Path, name: str) -> None:
-        tls = bundle / "tls"
-        files = TlsFiles(tls / "ca.pem", tls / "device.pem", tls / "device.key")
-        self.heard: list[Delivery] = []
-        self.up = False
-        port = home.config().broker.port
-        self.transport = MqttTransport(MqttConfig("127.0.0.1", port, name, tls=files, protocol="3.1.1"))
-        self.transport.subscribe(Topics(FEDERATION).coordinator)
-        self.transport.start(self.heard.append, self._link)
-        wait_until(lambda: self.up, f"{name} is connected")
-
-    def _link(self, up: bool) -> None:
-        self.up = up
+def connected(home: Home, device: str) -> Client:
+    """A device's connection with its bundle's certificate, which reads the coordinator's status."""
+    tls = bundle(home, device) / "tls"
+    files = TlsFiles(tls / "ca.pem", tls / "device.pem", tls / "device.key")
+    client = mqtt_client(MqttConfig("127.0.0.1", home.config().broker.port, device, tls=files))
+    client.transport.subscribe(Topics(FEDERATION).coordinator)
+    return client.start().await_link()
 
 
 def get(home: Home, path: str) -> tuple[int, object]:
@@ -122,35 +98,39 @@ def get(home: Home, path: str) -> tuple[int, object]:
         return 0, None
 
 
-@pytest.mark.parametrize("kind", BROKERS)
+@pytest.mark.broker
 def test_a_coordinator_serves_over_a_real_broker_and_ends_when_told(
-    home: Home, processes: Processes, tmp_path: Path, kind: str
+    home: Home, processes: Processes, tmp_path: Path
 ) -> None:
-    broker = start_broker(processes, home, kind)
-    assert processes.output("broker").splitlines()[0].startswith(f"broker: {kind}")
+    broker = start_broker(processes, home)
+    assert processes.output("broker").splitlines()[0].startswith("broker: mosquitto")
     coordinator = processes.start("coordinator", "coordinator", "run", "--dir", home.root)
     wait_until(lambda: get(home, "/readyz")[0] == 200, "the coordinator is ready")
-    device = Listener(home, tmp_path / "bundles" / "a", "a")
-    wait_until(lambda: bool(device.heard), "its status is retained and readable")
+    device = connected(home, "a")
+    wait_until(lambda: bool(device.deliveries), "its status is retained and readable")
 
     store = Store(home.database)
     enrol(home, store, ["late"], tmp_path / "bundles", time.time())
     store.close()
-    reload_broker(home)
-    late = Listener(home, tmp_path / "bundles" / "late", "late")
-    wait_until(lambda: bool(late.heard), "a device that was added later may read")
+    assert publish_access(home)
+    late = connected(home, "late")
+
+    def may_read() -> bool:
+        """Subscribe anew: the broker sends what it retains only after it has read the new list."""
+        assert isinstance(late.transport, MqttTransport)
+        late.transport.reconnect()
+        late.await_link(late.links.count(True) + 1)
+        return bool(late.deliveries)
+
+    wait_until(may_read, "a device that was added later may read")
 
     coordinator.send_signal(signal.SIGTERM)
     assert coordinator.wait(timeout=20) == 0, processes.output("coordinator")
-    wait_until(lambda: len(device.heard) >= 2, "its goodbye")
+    wait_until(lambda: len(device.deliveries) >= 2, "its goodbye")
     device.transport.close()
     late.transport.close()
     broker.send_signal(signal.SIGTERM)
     assert broker.wait(timeout=20) == 0, processes.output("broker")
-
-
-def reload_broker(home: Home) -> None:
-    assert publish_access(home)
 
 
 def test_the_http_interface_tells_about_federation_rounds_and_devices(home: Home, processes: Processes) -> None:
@@ -219,8 +199,24 @@ def test_a_starting_coordinator_publishes_who_is_enrolled_or_revoked_whatever_wa
     assert [f"{entry.serial_number:x}" for entry in revoked] == [certificate.serial]
 
 
+@pytest.mark.broker
 def test_a_second_broker_for_the_same_home_is_refused(home: Home, processes: Processes) -> None:
-    start_broker(processes, home, "amqtt")
-    second = processes.start("second", "broker", "run", "--dir", home.root, "--broker", "amqtt")
+    start_broker(processes, home)
+    second = processes.start("second", "broker", "run", "--dir", home.root)
     assert second.wait(timeout=30) == 2
     assert "is using" in processes.output("second")
+
+
+def test_without_mosquitto_the_command_says_how_to_get_one(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coordinator.broker.broker_process.find_mosquitto", lambda: None)
+    refused = run_fedcg("broker", "run", "--dir", home.root)
+    assert refused.exit_code == 2
+    assert "make setup-broker" in refused.stderr
+    assert "For a demo on this machine --broker amqtt" in refused.stderr
+
+
+def test_the_embedded_broker_serves_no_other_machine(tmp_path: Path) -> None:
+    home = create_home(tmp_path / "other", CoordinatorConfig(broker=BrokerSettings(host="broker.example")))
+    refused = run_fedcg("broker", "run", "--dir", home.root, "--broker", "amqtt")
+    assert refused.exit_code == 2
+    assert "for demos on this machine" in refused.stderr

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from coordinator.aggregation.worker import PublicImages
+from coordinator.aggregation.worker import public_images
 from coordinator.aggregation.worker_handle import AggregationWorker
-from coordinator.cli.create_federation import found, read_plan
-from coordinator.config import AggregationSettings, CoordinatorConfig, load_config, render_config
+from coordinator.cli.create_federation import make_artifacts, read_plan
+from coordinator.config import AggregationSettings, CoordinatorConfig
 from coordinator.errors import PlanError
 from coordinator.paths import Home
 from fedcg.learning.data.public_images import read_public, spread
@@ -103,37 +103,34 @@ def test_too_many_large_images_are_refused_before_they_are_decoded(tmp_path: Pat
 
 
 def test_the_coordinator_reads_them_once_and_only_when_its_configuration_names_some(tmp_path: Path) -> None:
-    assert PublicImages(None, 9).images(GREY) is None
+    assert public_images(None, 9)(GREY) is None
     folder = write_public(tmp_path / "public", 3)
-    shelf = PublicImages(folder, 9)
-    first = shelf.images(GREY)
+    images = public_images(folder, 9)
+    first = images(GREY)
     (folder / "000.png").unlink()
-    assert first is shelf.images(GREY)
+    assert first is images(GREY)
     with pytest.raises(DataError, match="no such folder"):
-        PublicImages(tmp_path / "nowhere", 9).images(GREY)
+        public_images(tmp_path / "nowhere", 9)(GREY)
 
 
-def test_the_configuration_keeps_the_place_and_a_relative_one_starts_at_its_own_folder(tmp_path: Path) -> None:
-    config = CoordinatorConfig(aggregation=AggregationSettings(public_data='a "b"', public_images=7))
-    home = Home(tmp_path)
-    home.config_file.write_text(render_config(config))
-    assert load_config(home.config_file) == config
-    assert home.public_data(config) == tmp_path / 'a "b"'
-    assert home.public_data(CoordinatorConfig()) is None
-    home.config_file.write_text(render_config(CoordinatorConfig()))
-    assert load_config(home.config_file) == CoordinatorConfig()
+def test_a_relative_place_starts_at_the_configurations_own_folder(tmp_path: Path) -> None:
+    config = CoordinatorConfig(aggregation=AggregationSettings(public_data='a "b"'))
+    assert Home(tmp_path).public_data(config) == tmp_path / 'a "b"'
+    assert Home(tmp_path).public_data(CoordinatorConfig()) is None
 
 
-def test_a_method_that_needs_public_images_is_not_founded_without_them(tmp_path: Path) -> None:
+def test_a_method_that_needs_public_images_is_refused_without_them(tmp_path: Path) -> None:
     plan = read_plan(plan_file(tmp_path, "feddf", params=""))
     with pytest.raises(PlanError, match=r"aggregation\.public_data in coordinator\.toml"):
-        found(plan, tmp_path / "artifacts")
+        make_artifacts(plan, tmp_path / "artifacts")
 
 
 def test_a_feddf_federation_distils_on_the_coordinators_public_images(tmp_path: Path) -> None:
     params = "server_iterations = 3\nserver_batch = 4"
     public, store = write_public(tmp_path / "public", 6), ArtifactStore(tmp_path / "artifacts")
-    ids = found(read_plan(plan_file(tmp_path, "feddf", rounds=1, params=params)), tmp_path / "artifacts", public, 5)
+    ids = make_artifacts(
+        read_plan(plan_file(tmp_path, "feddf", rounds=1, params=params)), tmp_path / "artifacts", public, 5
+    )
     spec = FederationSpec.parse(store.get(ids.spec))
     base, state = store.get(ids.aggregate), store.get(ids.server_state)
     world = World(tmp_path / "home", spec, base, state, make_worker=AggregationWorker, public_data=public)

@@ -6,7 +6,6 @@ import json
 import socket
 import ssl
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -43,8 +42,7 @@ def authority_of(home: Home) -> Path:
     return credential_of(home.pki, CA_NAME).certificate
 
 
-@contextmanager
-def between(desk: Desk, role: str, change: Change) -> Iterator[Pretender]:
+def between(desk: Desk, role: str, change: Change) -> Pretender:
     """Somebody with the certificate and key of one server, who passes requests on to the true one and alters the answers."""
     authority = authority_of(desk.home)
 
@@ -54,11 +52,7 @@ def between(desk: Desk, role: str, change: Change) -> Iterator[Pretender]:
         with urlopen(asked, context=ssl.create_default_context(cafile=str(authority)), timeout=20) as answer:  # noqa: S310
             return json.dumps(change(json.loads(answer.read()))).encode()
 
-    server = Pretender(authority.read_bytes(), credential_of(desk.home.pki, role), respond)
-    try:
-        yield server
-    finally:
-        server.close()
+    return Pretender(authority.read_bytes(), credential_of(desk.home.pki, role), respond)
 
 
 def test_the_brokers_key_can_not_play_the_enrolment_listener(desk: Desk, tmp_path: Path) -> None:
@@ -145,14 +139,13 @@ def test_an_intercepted_first_contact_is_refused_and_the_secret_is_not_sent(
     create_ca(tmp_path / "other")
     own = issue(tmp_path / "other", "between", server=True)
     shown = tmp_path / "other" if shows == "its own authority" else desk.home.pki
-    between = Pretender(credential_of(shown, "ca").certificate.read_bytes(), own)
-    try:
-        token = desk.token("line-4")
-        why = "another authority" if shows == "its own authority" else "not what the authority vouches for"
-        with pytest.raises(EnrolError, match=why):
-            enrol(token, tmp_path / "box", url=between.url)
-    finally:
-        between.close()
+    token = desk.token("line-4")
+    why = "another authority" if shows == "its own authority" else "not what the authority vouches for"
+    with (
+        Pretender(credential_of(shown, "ca").certificate.read_bytes(), own) as between,
+        pytest.raises(EnrolError, match=why),
+    ):
+        enrol(token, tmp_path / "box", url=between.url)
     assert between.heard.startswith(b"GET /v1/authority")
     assert b"POST" not in between.heard
     assert token.secret.hex().encode() not in between.heard
@@ -161,26 +154,24 @@ def test_an_intercepted_first_contact_is_refused_and_the_secret_is_not_sent(
 
 def test_an_enrolled_device_can_not_play_the_coordinator_with_its_own_certificate(desk: Desk, tmp_path: Path) -> None:
     thief = issue(desk.home.pki, "127.0.0.1")
-    between = Pretender(credential_of(desk.home.pki, "ca").certificate.read_bytes(), thief)
-    try:
-        token = desk.token("line-4")
-        with pytest.raises(EnrolError, match="not what the authority vouches for"):
-            enrol(token, tmp_path / "box", url=between.url)
-    finally:
-        between.close()
+    token = desk.token("line-4")
+    with (
+        Pretender(authority_of(desk.home).read_bytes(), thief) as between,
+        pytest.raises(EnrolError, match="not what the authority vouches for"),
+    ):
+        enrol(token, tmp_path / "box", url=between.url)
     assert token.secret.hex().encode() not in between.heard
 
 
 def test_a_pretender_hears_the_secret_where_nobody_checks_it(desk: Desk, tmp_path: Path) -> None:
     """The tests above would notice: with a certificate of the true authority the request does arrive."""
     own = issue(desk.home.pki, "enrolment", server=True)
-    true = Pretender(credential_of(desk.home.pki, "ca").certificate.read_bytes(), own)
-    try:
-        token = desk.token("line-4")
-        with pytest.raises(EnrolError, match="not of this protocol"):
-            enrol(token, tmp_path / "box", url=true.url)
-    finally:
-        true.close()
+    token = desk.token("line-4")
+    with (
+        Pretender(authority_of(desk.home).read_bytes(), own) as true,
+        pytest.raises(EnrolError, match="not of this protocol"),
+    ):
+        enrol(token, tmp_path / "box", url=true.url)
     sent = json_of(bytes(true.heard))
     assert sent["secret"] == token.secret.hex()
     assert b"PRIVATE" not in true.heard
@@ -206,13 +197,10 @@ def test_a_broker_under_an_authority_that_no_coordinator_made_may_have_any_name(
     monkeypatch.setattr(pki, "AUTHORITY_NAME", "Cloud Root")
     authority = create_ca(tmp_path / "cloud").certificate
     server, own = issue(tmp_path / "cloud", "endpoint", server=True), issue(tmp_path / "cloud", "line-4")
-    cloud = Pretender(b"", server)
     context = TlsFiles(authority, own.certificate, own.key).context()
-    try:
-        with (
-            socket.create_connection((HOST, urlsplit(cloud.url).port or 0), timeout=20) as plain,
-            context.wrap_socket(plain, server_hostname=HOST) as secured,
-        ):
-            assert secured.version() == "TLSv1.3"
-    finally:
-        cloud.close()
+    with (
+        Pretender(b"", server) as cloud,
+        socket.create_connection((HOST, urlsplit(cloud.url).port or 0), timeout=20) as plain,
+        context.wrap_socket(plain, server_hostname=HOST) as secured,
+    ):
+        assert secured.version() == "TLSv1.3"

@@ -16,8 +16,6 @@ import pytest
 from coordinator.http import carrier_api
 from coordinator.paths import CRL_NAME, Home
 from coordinator.pki.authority import write_revocations
-from coordinator.pki.signing_keys import voice_of
-from coordinator.storage.store import Store
 from edge_client.config import load_config
 from edge_client.identity.enrol import enrol
 from edge_client.identity.enrolment_client import trusting
@@ -113,7 +111,7 @@ def test_reads_of_the_carrier_that_hang_hold_up_no_round(site: Site, monkeypatch
         reading.append(None)
         go.wait()
 
-    monkeypatch.setattr(carrier_api._MemberGate, "_read", hang)
+    monkeypatch.setattr(carrier_api._MemberCheck, "_read", hang)
     held = [connect(site.port, site.pki.tls(name).context(ServerRole.CARRIER)) for name in ("a", "b") for _ in range(8)]
     for connection in held:
         connection.request("GET", READY_PATH)
@@ -177,11 +175,3 @@ def _renewals_until_limited(desk: Desk, box: Path) -> int:
         if status == 429:
             return count
     raise AssertionError("never limited")
-
-
-def test_the_message_key_is_read_once_and_again_after_a_rotation(home: Home) -> None:
-    store = Store(home.database)
-    first = voice_of(home, store)
-    home.signing_key.unlink()
-    assert voice_of(home, store, first) is first
-    store.close()

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 from cryptography import x509
 
-from coordinator.errors import EnrolmentError
 from coordinator.pki.authority import create_ca, issue, write_revocations
-from coordinator.rounds.records import CertificateRecord, DeviceState, ParticipantState, TokenRecord, TokenState
+from coordinator.rounds.records import CertificateRecord, DeviceState, ParticipantState, TokenRecord
 from coordinator.rounds.round_engine import Phase
 from coordinator.storage.membership_store import Admitted
 from coordinator.storage.store import Store
@@ -118,22 +117,6 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 def admitted(device: str, token: str, serial: str, *, replaces: bool = False) -> Admitted:
     return Admitted(token, "what", "b" * 64, CertificateRecord(serial, device, 1.0, 100.0, None, "pem"), replaces)
-
-
-def test_a_token_is_used_once_whoever_is_first_and_a_failed_use_changes_nothing(store: Store) -> None:
-    register = store.register
-    register.add_token(TokenRecord("t", "0" * 64, None, replaces=False, created_at=1.0, expires_at=100.0))
-    store.add_device("taken", "a" * 64, 1.0)
-    with pytest.raises(EnrolmentError, match="already"):
-        register.admit(admitted("taken", "t", "1"), 2.0)
-    token = register.token("t")
-    assert token is not None
-    assert token.state(3.0) is TokenState.OPEN
-    register.admit(admitted("a", "t", "2"), 2.0)
-    with pytest.raises(EnrolmentError, match="used"):
-        register.admit(admitted("b", "t", "3"), 2.0)
-    assert [device.id for device in store.devices()] == ["a", "taken"]
-    assert [known.serial for known in register.certificates()] == ["2"]
 
 
 def test_a_replaced_box_loses_its_certificates_and_its_key_in_one_step(store: Store) -> None:

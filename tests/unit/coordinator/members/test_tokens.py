@@ -16,16 +16,14 @@ from coordinator.config import (
     CoordinatorConfig,
     EnrolmentSettings,
     load_config,
-    render_config,
 )
-from coordinator.errors import ConfigError
 from coordinator.paths import Home
-from coordinator.pki.authority import CA_NAME, credential_of, server_credential
+from coordinator.pki.authority import CA_NAME, credential_of
 from coordinator.rounds.records import DeviceState, TokenState
 from coordinator.storage.store import Store
-from fedcg.wire.messages.enrolment_messages import Token, certificate_key_digest, common_name, load_certificate
-from tests.support.commands import run_fedcg
+from fedcg.wire.messages.enrolment_messages import Token, certificate_key_digest, load_certificate
 from tests.support.enrolments import open_home
+from tests.support.homes import call
 
 
 @pytest.fixture
@@ -38,11 +36,6 @@ def store(home: Home) -> Iterator[Store]:
     opened = Store(home.database)
     yield opened
     opened.close()
-
-
-def call(*words: object) -> tuple[int, str]:
-    done = run_fedcg(*words)
-    return done.exit_code, done.output
 
 
 def created(home: Home, *arguments: object) -> dict[str, object]:
@@ -153,7 +146,7 @@ def test_enrolment_is_off_unless_a_port_is_configured(tmp_path: Path) -> None:
     assert config.enrolment.certificate_days == 30
 
 
-def test_the_listener_stays_on_this_machine_for_a_broker_on_this_machine_and_settings_are_kept(tmp_path: Path) -> None:
+def test_the_listener_stays_on_this_machine_for_a_broker_on_this_machine() -> None:
     local = CoordinatorConfig(enrolment=EnrolmentSettings(port=1))
     assert local.enrolment.address(local.enrolment_host) == "127.0.0.1"
     full = CoordinatorConfig(
@@ -161,19 +154,3 @@ def test_the_listener_stays_on_this_machine_for_a_broker_on_this_machine_and_set
         enrolment=EnrolmentSettings(port=8444, listen="10.0.0.1", host="::1", certificate_days=2.5),
     )
     assert full.enrolment_url == "https://[::1]:8444"
-    path = tmp_path / "coordinator.toml"
-    path.write_text(render_config(full))
-    assert load_config(path) == full
-    path.write_text("[enrolment]\nport = 0\ncertificate_days = 9999\n")
-    with pytest.raises(ConfigError) as refused:
-        load_config(path)
-    assert "enrolment.port" in str(refused.value)
-    assert "enrolment.certificate_days" in str(refused.value)
-
-
-def test_the_listeners_certificate_is_issued_anew_only_when_its_names_change(home: Home) -> None:
-    first = server_credential(home.pki, "enrolment", "127.0.0.1").certificate.read_bytes()
-    assert server_credential(home.pki, "enrolment", "127.0.0.1").certificate.read_bytes() == first
-    second = load_certificate(server_credential(home.pki, "enrolment", "new.example").certificate.read_bytes())
-    assert common_name(second) == "enrolment"
-    assert "new.example" in str(second.extensions)

@@ -14,7 +14,7 @@ from coordinator.config import CoordinatorConfig
 from coordinator.errors import HomeError, PlanError
 from coordinator.members.bundle_enrolment import enrol
 from coordinator.paths import Home
-from coordinator.pki.signing_keys import SigningIdentity, key_file, rotate_key, voice_of
+from coordinator.pki.signing_keys import SigningIdentity, key_file, load_signing_identity, rotate_key
 from coordinator.storage.store import Store
 from edge_client.identity.enrol import enrol as enrol_box
 from fedcg.wire.messages.key_chain import PinnedKey, make_link, open_key_chain
@@ -47,9 +47,9 @@ def opened(made: Home) -> Iterator[tuple[Home, Store]]:
 
 def test_a_rotation_makes_a_key_that_the_old_one_signs_and_keeps_the_old_one(opened: tuple[Home, Store]) -> None:
     home, store = opened
-    first = voice_of(home, store)
+    first = load_signing_identity(home, store)
     links = [rotate_key(home, store, 1.0), rotate_key(home, store, 2.0)]
-    now = voice_of(home, store)
+    now = load_signing_identity(home, store)
     assert now.links == tuple(links)
     assert [link.serial for link in links] == [1, 2]
     assert (links[0].old, links[0].new) == (first.key.public.hex, links[1].old)
@@ -67,7 +67,7 @@ def test_killed_before_the_commit_the_old_key_counts_and_the_next_try_uses_the_s
     opened: tuple[Home, Store], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home, store = opened
-    first = voice_of(home, store)
+    first = load_signing_identity(home, store)
 
     def cut(*_: object) -> None:
         raise CutError
@@ -76,17 +76,17 @@ def test_killed_before_the_commit_the_old_key_counts_and_the_next_try_uses_the_s
         patched.setattr(store, "add_key_link", cut)
         with pytest.raises(CutError):
             rotate_key(home, store, 1.0)
-    assert voice_of(home, store).key.public == first.key.public
+    assert load_signing_identity(home, store).key.public == first.key.public
     left = SigningKey.load(key_file(home, 1)).public
     assert rotate_key(home, store, 2.0).new == left.hex
-    assert voice_of(home, store).key.public == left
+    assert load_signing_identity(home, store).key.public == left
 
 
 def test_killed_while_the_key_was_written_the_torn_file_is_replaced(opened: tuple[Home, Store]) -> None:
     home, store = opened
     key_file(home, 1).write_bytes(home.signing_key.read_bytes()[:40])
     link = rotate_key(home, store, 1.0)
-    assert voice_of(home, store).key.public.hex == link.new
+    assert load_signing_identity(home, store).key.public.hex == link.new
 
 
 def test_a_directory_without_the_key_that_devices_know_says_what_to_do(opened: tuple[Home, Store]) -> None:
@@ -95,10 +95,10 @@ def test_a_directory_without_the_key_that_devices_know_says_what_to_do(opened: t
     path = key_file(home, 1)
     path.unlink()
     with pytest.raises(HomeError, match=r"restore .*signing-1\.key from a backup"):
-        voice_of(home, store)
+        load_signing_identity(home, store)
     SigningKey.generate().save(path)
-    with pytest.raises(HomeError, match="not the key that devices were told of"):
-        voice_of(home, store)
+    with pytest.raises(HomeError, match="not the key that devices know"):
+        load_signing_identity(home, store)
 
 
 def test_new_boxes_get_the_current_key_by_bundle_and_by_token(opened: tuple[Home, Store], tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_the_command_tells_what_it_did_and_refuses_where_nobody_knows_the_key(
     result = run_fedcg("coordinator", "rotate-key", "--dir", str(home.root), "--json")
     assert result.exit_code == 0, result.output
     told = json.loads(result.stdout)
-    assert (told["serial"], told["key"]) == (1, voice_of(home, store).key.public.hex)
+    assert (told["serial"], told["key"]) == (1, load_signing_identity(home, store).key.public.hex)
     empty = create_home(tmp_path / "empty", CoordinatorConfig())
     result = run_fedcg("coordinator", "rotate-key", "--dir", str(empty.root))
     assert result.exit_code == 2

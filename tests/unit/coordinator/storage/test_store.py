@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -48,15 +47,6 @@ def test_every_commit_reaches_the_disk(store: Store, tmp_path: Path) -> None:
         assert connection.exec_driver_sql("PRAGMA synchronous").scalar_one() == 2
         assert connection.exec_driver_sql("PRAGMA journal_mode").scalar_one() == "wal"
         assert connection.exec_driver_sql("PRAGMA foreign_keys").scalar_one() == 1
-
-
-def test_a_database_of_another_version_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "other.sqlite"
-    other = sqlite3.connect(path)
-    other.execute("PRAGMA user_version = 99")
-    other.close()
-    with pytest.raises(StoreError, match="schema version 99"):
-        Store(path)
 
 
 def test_a_device_is_enrolled_once(store: Store) -> None:

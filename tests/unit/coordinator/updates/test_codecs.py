@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load, save
 
 from coordinator.aggregation.server_state import unpack_aggregate
-from coordinator.cli.create_federation import found, read_plan
+from coordinator.cli.create_federation import make_artifacts, read_plan
 from coordinator.errors import ValidationError
 from coordinator.updates.robustness import Yardstick
 from coordinator.updates.validation import Expected, base_in, max_update_bytes, validate_update
@@ -115,7 +115,10 @@ def test_a_federation_of_differences_runs_to_its_end(tmp_path: Path) -> None:
 
 
 def test_the_first_aggregate_is_the_decoded_one_for_both_sides(tmp_path: Path) -> None:
-    ids, store = found(read_plan(plan_file(tmp_path)), tmp_path / "artifacts"), ArtifactStore(tmp_path / "artifacts")
+    ids, store = (
+        make_artifacts(read_plan(plan_file(tmp_path)), tmp_path / "artifacts"),
+        ArtifactStore(tmp_path / "artifacts"),
+    )
     spec = FederationSpec.parse(store.get(ids.spec))
     assert (spec.codec, spec.aggregate_codec) == ("i8-delta", "f16")
     method = get_method(spec.method)

@@ -13,7 +13,7 @@ from cryptography import x509
 
 from coordinator.members.admission import RENEWALS_AT_ONCE
 from coordinator.paths import Home
-from coordinator.pki.authority import create_ca, credential_of, issue, issue_beside
+from coordinator.pki.authority import create_ca, credential_of, issue
 from coordinator.rounds.records import DeviceState
 from edge_client.cli.doctor import examine
 from edge_client.config import AgentConfig, load_config
@@ -109,7 +109,7 @@ def test_a_message_key_alone_and_another_devices_certificate_renew_nothing(
     authority = load_certificate(credential_of(desk.home.pki, "ca").certificate.read_bytes())
     with pytest.raises(EnrolError, match="needs the device's current certificate"):
         ask(desk.url, RENEW_PATH, request, RenewAnswer, trusting(authority))
-    other = issue_beside(desk.home.pki, tmp_path, "line-5", timedelta(days=1))
+    other = issue(desk.home.pki, "line-5", life=timedelta(days=1), target=tmp_path)
     context = trusting(authority)
     context.load_cert_chain(other.certificate, other.key)
     with pytest.raises(EnrolError, match="another device's"):

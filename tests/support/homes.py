@@ -1,0 +1,39 @@
+"""A coordinator's directory with a federation in it, and one way to call commands."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+
+from coordinator.members.bundle_enrolment import enrol
+from coordinator.paths import Home
+from coordinator.rounds.records import AggregateRecord, FederationRecord
+from coordinator.storage.store import Store
+from fedcg.wire.artifacts.artifact_store import ArtifactStore
+from tests.support.commands import run_fedcg
+from tests.support.coordinator_support import aggregate_bytes, tiny_spec
+
+
+def add_federation(home: Home, name: str, devices: Sequence[str] = (), *, codec: str = "f32") -> None:
+    """Open a federation with spec and initial aggregate; the bundles of its devices go to `bundles` beside the home."""
+    spec, artifacts = tiny_spec().model_copy(update={"codec": codec}), ArtifactStore(home.artifacts)
+    base = aggregate_bytes(spec, 0, 0, seed=1)
+    record = FederationRecord(name, "fedcg", artifacts.put(spec.canonical()), 3, 2, 2, 600.0, 1, 1.0)
+    initial = AggregateRecord(name, 0, 0, artifacts.put(base), len(base), artifacts.put(b"state"), 1.0)
+    with closing(Store(home.database)) as store:
+        store.add_federation(record, initial)
+        if devices:
+            enrol(home, store, devices, home.root.parent / "bundles", time.time())
+
+
+def bundle(home: Home, device: str) -> Path:
+    """Where `add_federation` has put a device's bundle."""
+    return home.root.parent / "bundles" / device
+
+
+def call(*words: object) -> tuple[int, str]:
+    """Run a `fedcg` command in this process; returns its exit code and output."""
+    done = run_fedcg(*words)
+    return done.exit_code, done.output
