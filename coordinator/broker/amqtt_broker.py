@@ -120,7 +120,9 @@ class DemoBroker(Broker):  # type: ignore[misc]
         for topic, kept in list(self.retained_messages.items()):
             if self._matches(topic, topic_filter) and is_allowed(session.client_id, Action.RECEIVE, topic):
                 sending = handler.mqtt_publish(topic, kept.data, min(qos, kept.qos or 0), retain=True)
-                self._deliveries.add(asyncio.ensure_future(sending))
+                delivery = asyncio.ensure_future(sending)
+                self._deliveries.add(delivery)
+                delivery.add_done_callback(self._deliveries.discard)
 
 
 async def serve_amqtt(port: int, tls: ssl.SSLContext, ready: Callable[[], None], stop: asyncio.Event) -> None:
