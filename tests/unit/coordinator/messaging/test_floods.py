@@ -1,4 +1,4 @@
-"""Floods: token buckets, what a silenced device costs, and how it comes back. Real floods are in tests/faults/test_floods.py."""
+"""Floods: token buckets, what a silenced device costs, and how it comes back. Real floods are in tests/faults/network/test_floods.py."""
 
 from __future__ import annotations
 

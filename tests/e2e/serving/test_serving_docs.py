@@ -22,7 +22,7 @@ from export.model.runtime import Model
 from tests.support.export_models import encoded, picture
 from tests.support.serving import Server, install_versions, serving
 
-PAGE = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "serving.md").read_text()
 ADDRESS = "http://127.0.0.1:8080"
 OURS = ("export", "fedcg", "edge_client", "coordinator", "devices", "torch", "paho")
 

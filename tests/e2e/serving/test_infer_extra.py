@@ -20,7 +20,7 @@ from tests.support.serving import serving
 pytestmark = (
     pytest.mark.slow
 )  # installs packages; what it imports is held by the quick tests of export.cli.infer_commands
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 PACKAGES = ("fedcg", "edge_client", "coordinator", "export", "devices", "audit", "experiments")
 FILES = ("pyproject.toml", "README.md", "LICENSE", "constraints.txt")
 
