@@ -93,6 +93,7 @@ class Receiver:
         self._bytes = 0
         self._filled = threading.Condition()
         self._closing = False
+        self._manifests: dict[str, Manifest] = {}  # that wait to be answered
         self._heard: dict[str, float] = {}
         self._frames: dict[str, int] = {}  # that each device may send now
         self._thread = threading.Thread(target=self._run, name="receiver", daemon=True)
@@ -112,8 +113,15 @@ class Receiver:
         self._thread.join()
 
     def announce(self, device: str, manifest: Manifest) -> None:
-        """Answer a manifest: with the receipt that its update had before, a verdict, or a grant."""
-        self._put(lambda: self._answer(device, manifest))
+        """Answer a manifest: with the receipt that its update had before, a verdict, or a grant.
+
+        One manifest of each device waits, the newest: a device that sends many delays nobody but itself.
+        """
+        with self._filled:
+            is_waiting = device in self._manifests
+            self._manifests[device] = manifest
+        if not is_waiting:
+            self._put(lambda: self._answer(device))
 
     def frame(self, device: str, payload: bytes) -> bool:
         """Take a chunk frame as the broker delivered it on a device's topic.
@@ -221,7 +229,9 @@ class Receiver:
             self._end_with(self._checks.rejected(device, manifest, self._checks.clock(), reason), manifest)
             raise OrderError(f"the update of {device} was given up") from error
 
-    def _answer(self, device: str, manifest: Manifest) -> None:
+    def _answer(self, device: str) -> None:
+        with self._filled:
+            manifest = self._manifests.pop(device)
         try:
             self._guarded(device, manifest, lambda: self._announced(device, manifest))
         except WireError as error:

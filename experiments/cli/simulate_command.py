@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -192,35 +193,24 @@ def _check_device(device: str) -> None:
         raise OptionError(f"--device {device}: {str(error).splitlines()[0]}") from error
 
 
-def _local_lanes(batch: Batch, workers: int | None) -> AbstractContextManager[Lanes]:
+def _lanes(batch: Batch, workers: int | None, ray: str | None) -> AbstractContextManager[Lanes]:
     settings = [planned.setting for planned in batch.runs]
     batched = settings[0].batched_clients
-    if batched and workers not in {None, 1}:
-        raise OptionError("--batched-clients train in one process; leave out --workers")
+    if batched and (ray is not None or workers not in {None, 1}):
+        raise OptionError("--batched-clients train in one process; leave out --workers and --ray")
+    if ray is not None:
+        tell = partial(Console(stderr=True).print, markup=False, highlight=False, soft_wrap=True)
+        return open_ray_lanes(ray, settings, workers, tell)
     count = workers or default_workers(max(setting.clients for setting in settings), settings[0].device)
     return open_lanes(1 if batched else count, settings[0].threads, batched=batched)
-
-
-def _ray_lanes(batch: Batch, workers: int | None, address: str) -> AbstractContextManager[Lanes]:
-    if batch.runs[0].setting.batched_clients:
-        raise OptionError("--batched-clients train in one process; leave out --ray")
-    console = Console(stderr=True)
-
-    def tell(line: str) -> None:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-    return open_ray_lanes(address, [planned.setting for planned in batch.runs], workers, tell)
 
 
 def _run(batch: Batch, folder: Path, options: SimulateOptions) -> None:
     from experiments.simulation.batch_runner import BatchRunner, table
 
     console = Console(stderr=True)
-    lanes = (
-        _local_lanes(batch, options.workers) if options.ray is None else _ray_lanes(batch, options.workers, options.ray)
-    )
     try:
-        with lanes as opened:
+        with _lanes(batch, options.workers, options.ray) as opened:
             done = BatchRunner(folder, opened, console, events=options.tensorboard, picture=options.plot)
             records, failed = done.run(batch, force=options.force)
     except KeyboardInterrupt:

@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from experiments.errors import OptionError
-from experiments.papers.catalogue import find_presets
+from experiments.papers.catalogue import Preset, find_presets
 from experiments.papers.comparison import Comparison, compare
 from experiments.papers.missing import missing_runs
 from experiments.papers.orders import CRITERION
@@ -56,7 +56,7 @@ def tables_command(
         chosen = None if paper is None else find_presets(paper)
         folder = read_folder(runs)
         if as_json:
-            typer.echo(json.dumps(_everything(folder, paper)))
+            typer.echo(json.dumps(_everything(folder, chosen)))
             return
         if list_missing:
             sheets = [missing_sheet(missing_runs(folder.runs, chosen))]
@@ -78,8 +78,7 @@ def _comparison_sheets(found: Sequence[Comparison], *, by_client: bool) -> list[
     return [*sheets, Sheet(orders.title, orders.columns, orders.rows, (CRITERION,))] if orders.rows else sheets
 
 
-def _everything(folder: Folder, paper: str | None) -> dict[str, Any]:
-    chosen = None if paper is None else find_presets(paper)
+def _everything(folder: Folder, chosen: Sequence[Preset] | None) -> dict[str, Any]:
     return {
         "tables": [asdict(comparison) for comparison in compare(folder.runs, chosen)],
         "criterion": CRITERION,

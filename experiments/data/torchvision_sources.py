@@ -35,14 +35,11 @@ def _emnist(split: str) -> _Known:
     return _Known("EMNIST", files, (common, ("train", True)), (common, ("train", False)))
 
 
-def _mnist_like(name: str) -> _Known:
-    return _Known(name, f"{name}/raw/train-images-idx3-ubyte and its like")
-
-
 _KNOWN = {
-    "MNIST": _mnist_like("MNIST"),
-    "FashionMNIST": _mnist_like("FashionMNIST"),
-    "KMNIST": _mnist_like("KMNIST"),
+    **{
+        name: _Known(name, f"{name}/raw/train-images-idx3-ubyte and its like")
+        for name in ("MNIST", "FashionMNIST", "KMNIST")
+    },
     # FedMD-CG does not say which of EMNIST's splits it uses; accuracies of 97-98 % point to the digits.
     "EMNIST": _emnist("digits"),
     **{f"EMNIST-{split}": _emnist(split) for split in ("digits", "letters", "balanced", "mnist", "bymerge", "byclass")},

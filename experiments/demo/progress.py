@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from rich.console import Console
 from rich.live import Live
@@ -52,14 +52,9 @@ class Progress:
         self._live = Live(console=console, refresh_per_second=8, transient=True) if console.is_terminal else None
         self._told: set[str] = set()
 
-    @contextmanager
-    def shown(self) -> Iterator[None]:
+    def shown(self) -> AbstractContextManager[object]:
         """Show the live table while the block lasts."""
-        if self._live is None:
-            yield
-            return
-        with self._live:
-            yield
+        return self._live or nullcontext()
 
     def say(self, line: str) -> None:
         """Print a line that stays, once."""

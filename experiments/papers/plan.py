@@ -125,8 +125,13 @@ def _runs_of(preset: Preset, row: Row, seed: int, typed: Values, params: Mapping
     asked = {**params.get("", {}), **params.get(row.method, {})}
     given = {**typed, **{option: asked.pop(name) for name, option in _OPTION_OF_PARAM.items() if name in asked}}
     home, key = row.home
+    changed = preset.changed_params.get(row.method, {})
+    budget = {name: value for name, value in changed.items() if name not in row.own_params}
     runs = []
-    for values in product(*(_choices(key, values, {**asked, **given}) for key, values in row.search.items())):
+    typed_values = {**asked, **given}
+    for values in product(
+        *((typed_values[key],) if key in typed_values else tried for key, tried in row.search.items())
+    ):
         choice = dict(zip(row.search, values, strict=True))
         published = {
             name: value if value in row.search[name] else row.search[name][0] for name, value in choice.items()
@@ -142,28 +147,18 @@ def _runs_of(preset: Preset, row: Row, seed: int, typed: Values, params: Mapping
                 published={**preset.setting, **row.setting, **fields},
                 params={**row.params, **others},
                 given={**preset.changed, **given},
-                given_params={**_beside(preset.changed_params.get(row.method, {}), row), **asked},
+                given_params={**budget, **asked},
             )
         )
     return tuple(runs)
 
 
-def _beside(changed: Values, row: Row) -> dict[str, ParameterValue]:
-    """A budget's parameters without those that the row is about."""
-    return {name: value for name, value in changed.items() if name not in row.own_params}
-
-
-def _choices(key: str, published: tuple[ParameterValue, ...], given: Values) -> tuple[ParameterValue, ...]:
-    return (given[key],) if key in given else published
-
-
 def variant_text(variant: str, choice: Values) -> str:
     """How a record names a row's variant with the searched values: `kd`, `mu=0.01`, `kd-lr=0.05`."""
-    return "-".join([*([variant] if variant else []), *(f"{key}={_shown(value)}" for key, value in choice.items())])
-
-
-def _shown(value: ParameterValue) -> str:
-    return f"{value:g}" if isinstance(value, (int, float)) else str(value)
+    shown = (
+        f"{key}={value:g}" if isinstance(value, (int, float)) else f"{key}={value}" for key, value in choice.items()
+    )
+    return "-".join([*([variant] if variant else []), *shown])
 
 
 def printed_runs(chosen: Iterable[Preset]) -> list[TableRun]:

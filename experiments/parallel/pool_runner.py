@@ -1,18 +1,17 @@
 """Runs the pieces of a simulation in processes of a few torch threads each; same results as in one process, bit for bit.
 
-Every worker gets the data of a federation once. A worker that dies is replaced and its task repeated: a piece is a pure
-function, so a repetition gives the same result. Pickles travel only between this process and its own children.
+Every worker gets the data of a federation once. When a worker dies, all are replaced and what is unfinished is repeated: a piece is
+a pure function, so a repetition gives the same result. Pickles travel only between this process and its own children.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import pickle
 import signal
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
 from typing import Any
 
 import torch
@@ -31,35 +30,31 @@ from fedcg.learning.simulation.tasks import (
 )
 
 MAX_TRIES = 3  # a task that kills three workers (out of memory, most likely) would kill the fourth
-_JOIN_S = 5.0
 
 _Piece = tuple[Callable[..., Any], tuple[Any, ...]]
 """A function, and its arguments after the party."""
 
+_party: Party  # of this worker, once it has begun
 
-def _work(connection: Connection, threads: int) -> None:
-    """A worker's life: a party or a piece comes in, an outcome or an exception goes out, until the other side is gone."""
+
+def _begin(threads: int, party: bytes) -> None:
+    """Make this process a worker."""
+    global _party
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started the simulation
     torch.set_num_threads(threads)
-    party: Party | None = None
-    while True:
-        try:
-            received = pickle.loads(connection.recv_bytes())  # noqa: S301 - from the parent process alone
-        except (EOFError, OSError):
-            return
-        if isinstance(received, Party):
-            party = received
-            continue
-        assert party is not None
-        try:
-            function, arguments = received
-            answer = pickle.dumps(function(party, *arguments))
-        except Exception as error:  # noqa: BLE001 - the boundary of the process: the parent raises it
-            answer = _portable(error)
-        try:
-            connection.send_bytes(answer)
-        except OSError:
-            return  # the parent is gone
+    _party = pickle.loads(party)  # noqa: S301 - from the parent process alone
+
+
+def _work(piece: bytes) -> bytes:
+    """On a worker: what a piece came to, or the exception that it met.
+
+    Pickled here and not by the pool, which would put every tensor into shared memory.
+    """
+    try:
+        function, arguments = pickle.loads(piece)  # noqa: S301 - from the parent process alone
+        return pickle.dumps(function(_party, *arguments))
+    except Exception as error:  # noqa: BLE001 - the boundary of the process: the parent raises it
+        return _portable(error)
 
 
 def _portable(error: Exception) -> bytes:
@@ -72,46 +67,8 @@ def _portable(error: Exception) -> bytes:
     return content
 
 
-class _Worker:
-    """One process and this side's end of its pipe."""
-
-    def __init__(self, threads: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.connection, theirs = context.Pipe()
-        self.process: SpawnProcess = context.Process(target=_work, args=(theirs, threads), daemon=True)
-        self.process.start()
-        theirs.close()
-        self.piece: int | None = None
-
-    def give(self, message: bytes) -> bool:
-        """Send a message; whether the worker was there to take it."""
-        try:
-            self.connection.send_bytes(message)
-        except OSError:
-            return False
-        return True
-
-    def answer(self) -> Any:
-        """What it worked out, or the exception that it met.
-
-        Raises:
-            EOFError: it died.
-        """
-        try:
-            return pickle.loads(self.connection.recv_bytes())  # noqa: S301 - from our own child
-        except OSError as error:
-            raise EOFError from error
-
-    def end(self) -> None:
-        """Stop it."""
-        self.connection.close()
-        self.process.kill()
-        self.process.join(_JOIN_S)
-        self.process.close()
-
-
 class PoolRunner:
-    """A runner with worker processes, started with the first party.
+    """A runner with worker processes, which are started anew for each party.
 
     Args:
         workers: how many.
@@ -122,23 +79,12 @@ class PoolRunner:
         self._count = workers
         self._threads = threads
         self._party = b""
-        self._workers: list[_Worker] = []
-
-    @property
-    def processes(self) -> tuple[int, ...]:
-        """Process ids of the workers."""
-        return tuple(worker.process.pid or 0 for worker in self._workers)
+        self._pool: ProcessPoolExecutor | None = None
 
     def start(self, party: Party) -> None:
-        """Hand a federation's data to every worker; starts them when there are none yet."""
+        """Take a federation's data, which every worker gets as it begins."""
         self._party = pickle.dumps(party)
-        for index, worker in enumerate(self._workers):
-            if worker.piece is not None or not worker.give(self._party):
-                self._replace(index)
-        fresh = [_Worker(self._threads) for _ in range(self._count - len(self._workers))]
-        for worker in fresh:  # all of them start before the first one has read its data
-            worker.give(self._party)
-        self._workers += fresh
+        self._open()
 
     def local(self, tasks: Sequence[LocalTask], aggregate: Aggregate) -> Iterator[LocalOutcome]:
         """Local rounds, in the order in which they end."""
@@ -154,57 +100,42 @@ class PoolRunner:
 
     def close(self) -> None:
         """Stop the workers."""
-        for worker in self._workers:
-            worker.end()
-        self._workers = []
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+            self._pool = None
 
-    def _replace(self, index: int) -> None:
-        self._workers[index].end()
-        self._workers[index] = _Worker(self._threads)
-        self._workers[index].give(self._party)
+    def _open(self) -> ProcessPoolExecutor:
+        self.close()
+        given = (self._threads, self._party)
+        self._pool = ProcessPoolExecutor(self._count, get_context("spawn"), initializer=_begin, initargs=given)
+        return self._pool
 
     def _all(self, pieces: Sequence[_Piece]) -> Iterator[Any]:
         """The answer to every piece.
 
         Raises:
-            RunError: a piece ended several workers.
+            RunError: workers died several times without an answer between.
         """
-        for index, worker in enumerate(self._workers):
-            if worker.piece is not None:
-                self._replace(index)  # at work on something whose asker has gone
-        waiting, tries = deque(range(len(pieces))), [0] * len(pieces)
-        left = len(pieces)
+        left, deaths, pool = dict(enumerate(pieces)), 0, self._pool or self._open()
         while left:
-            for index, worker in enumerate(self._workers):
-                if worker.piece is None and waiting:
-                    piece = waiting.popleft()
-                    tries[piece] += 1
-                    if not worker.give(pickle.dumps(pieces[piece])):
-                        self._replace(index)
-                        waiting.appendleft(piece)
-                        _check_tries(tries[piece])
-                        continue
-                    worker.piece = piece
-            ready = wait([worker.connection for worker in self._workers if worker.piece is not None])
-            for index, worker in enumerate(self._workers):
-                if worker.connection not in ready or worker.piece is None:
-                    continue
-                piece, worker.piece = worker.piece, None
-                try:
-                    answer = worker.answer()
-                except EOFError:
-                    self._replace(index)
-                    waiting.appendleft(piece)
-                    _check_tries(tries[piece])
-                    continue
-                if isinstance(answer, Exception):
-                    raise answer
-                left -= 1
-                yield answer
-
-
-def _check_tries(tries: int) -> None:
-    if tries >= MAX_TRIES:
-        raise RunError(
-            f"{tries} worker processes died over one task, probably for want of memory: use fewer --workers or a smaller batch"
-        )
+            asked: dict[Future[bytes], int] = {}
+            try:
+                for number, piece in left.items():
+                    asked[pool.submit(_work, pickle.dumps(piece))] = number
+                for future in as_completed(asked):
+                    answer = pickle.loads(future.result())  # noqa: S301 - from our own child
+                    if isinstance(answer, Exception):
+                        raise answer
+                    del left[asked.pop(future)]
+                    deaths = 0
+                    yield answer
+            except BrokenProcessPool as error:
+                deaths, pool = deaths + 1, self._open()
+                if deaths == MAX_TRIES:
+                    raise RunError(
+                        f"{deaths} worker processes died over one task, probably for want of memory: "
+                        "use fewer --workers or a smaller batch"
+                    ) from error
+            finally:
+                for future in asked:
+                    future.cancel()

@@ -112,10 +112,9 @@ class BatchRunner:
     def _one(self, planned: PlannedRun) -> dict[str, Any] | FailedRun:
         setting = planned.setting
         self._bar.update(self._task, description=setting.name)
-        events = self._events[setting.name] = EventFiles(self._folder)
         try:
             if self._has_events:
-                events.begin(setting.name, self._runs.done_rounds(planned))
+                self._events[setting.name] = EventFiles(self._folder, setting.name, self._runs.done_rounds(planned))
             record = self._runs.run(planned)
         except Exception as error:  # noqa: BLE001 - one run's end, whatever it was, is not the batch's; it is recorded and told
             if self._lanes.stopping.is_set():
@@ -126,7 +125,8 @@ class BatchRunner:
             self._say(f"{setting.name}: failed: {error} (where: {trace})")
             return FailedRun(setting.name, f"{type(error).__name__}: {error}")
         finally:
-            events.end()
+            if setting.name in self._events:
+                self._events.pop(setting.name).end()
             self._bar.update(self._task, advance=setting.rounds - self._told[setting.name])
         self._say(f"{setting.name}: {_figures(record)}")
         with self._writing:
@@ -137,7 +137,8 @@ class BatchRunner:
 
     def _after_round(self, planned: PlannedRun, now: Simulation) -> None:
         name = planned.setting.name
-        self._events[name].add(now)
+        if name in self._events:
+            self._events[name].add(now)
         self._told[name] += 1
         self._bar.update(self._task, advance=1, description=f"{name}, round {now.rounds}")
         if not self._console.is_terminal:

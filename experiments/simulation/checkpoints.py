@@ -8,23 +8,24 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from experiments.simulation.batch import RunSetting
 from fedcg.files import fsync_path
 from fedcg.learning.method import Aggregate, ClientState, ServerState, Weights
-from fedcg.learning.simulation.state import Failure, Simulation
-from fedcg.learning.simulation.tasks import RoundRecord
+from fedcg.learning.simulation.state import Simulation
 from fedcg.wire.parts import Part
 
 CHECKPOINT_FORMAT = 1
 _TENSORS, _REST = "tensors.safetensors", "state.json"
+_HELD_IN_TENSORS = ("server", "states", "shadows")  # fields of a simulation
 
 
 class Checkpoints:
@@ -100,29 +101,14 @@ def _tensors(now: Simulation) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _rest(now: Simulation) -> dict[str, Any]:
-    plain = {
-        name: getattr(now, name)
-        for name in ("rounds", "aggregate_seconds", "global_accuracy", "update_bytes", "ended_early")
-    }
+    figures = asdict(replace(now, server=ServerState(Aggregate({})), states={}, shadows={}))
     return {
         "format": CHECKPOINT_FORMAT,
-        **plain,
+        **{name: value for name, value in figures.items() if name not in _HELD_IN_TENSORS},
         "label_distribution": now.server.aggregate.label_distribution,
         "parts": sorted(now.server.aggregate.parts),
         "extras": sorted(now.server.extras),
-        "curves": {client: [asdict(record) for record in curve] for client, curve in now.curves.items()},
-        "failures": _failures_out(now.failures),
-        "shadow_failures": _failures_out(now.shadow_failures),
-        "server_failures": [asdict(failure) for failure in now.server_failures],
     }
-
-
-def _failures_out(failures: Mapping[str, tuple[Failure, ...]]) -> dict[str, list[dict[str, Any]]]:
-    return {client: [asdict(failure) for failure in some] for client, some in failures.items()}
-
-
-def _failures_in(failures: Mapping[str, list[dict[str, Any]]]) -> dict[str, tuple[Failure, ...]]:
-    return {client: tuple(Failure(**failure) for failure in some) for client, some in failures.items()}
 
 
 def _simulation(tensors: Mapping[str, torch.Tensor], rest: Mapping[str, Any]) -> Simulation:
@@ -146,17 +132,5 @@ def _simulation(tensors: Mapping[str, torch.Tensor], rest: Mapping[str, Any]) ->
         None if published is None else tuple(published),
     )
     extras = {name: tree.get("extra", {}).get(name, {}) for name in rest["extras"]}
-    return Simulation(
-        rounds=rest["rounds"],
-        server=ServerState(aggregate, extras),
-        states=states("state"),
-        shadows=states("shadow"),
-        curves={client: tuple(RoundRecord(**record) for record in curve) for client, curve in rest["curves"].items()},
-        failures=_failures_in(rest["failures"]),
-        shadow_failures=_failures_in(rest["shadow_failures"]),
-        server_failures=tuple(Failure(**failure) for failure in rest["server_failures"]),
-        aggregate_seconds=tuple(rest["aggregate_seconds"]),
-        global_accuracy=tuple((number, accuracy) for number, accuracy in rest["global_accuracy"]),
-        update_bytes=tuple(rest.get("update_bytes", ())),  # of a run that began before there were codecs
-        ended_early=rest["ended_early"],
-    )
+    held = {"server": ServerState(aggregate, extras), "states": states("state"), "shadows": states("shadow")}
+    return TypeAdapter(Simulation).validate_python({**rest, **held})

@@ -1,37 +1,15 @@
-"""The data of a simulation, in memory: the very deal that a demo of the same seed writes into its clients' folders. Uses torch."""
+"""Who takes part in a simulated run: its images, and the secrets that a demo of the same seed has. Uses torch."""
 
 from __future__ import annotations
 
-from experiments.data.client_datasets import Cohort, build_cohort
-from experiments.data.deal import DealOptions
-from experiments.data.source import Source
+from experiments.data.client_datasets import Cohort
 from experiments.errors import SourceError
 from experiments.settings.options import root_secret
 from experiments.simulation.batch import RunSetting
 from experiments.simulation.wire_codec import coding_of
 from fedcg.learning.registry import get_method
 from fedcg.learning.simulation.party import Party, Roots
-from fedcg.learning.spec import FederationSpec, ImageForm
-
-
-class Cohorts:
-    """Builds cohorts and keeps the last one: the next run is mostly another method on the same images."""
-
-    def __init__(self) -> None:
-        self._last: tuple[tuple[str, DealOptions, ImageForm], Cohort] | None = None
-
-    def get(self, run: RunSetting, source: Source, spec: FederationSpec) -> Cohort:
-        """The images of a run's clients.
-
-        Raises:
-            SourceError: the data can't be used, or not in this way.
-        """
-        deal = run.deal()
-        key = run.data, deal, spec.image
-        if self._last is None or self._last[0] != key:
-            self._last = None  # two of them need not fit into memory
-            self._last = key, build_cohort(source, spec.image, deal)
-        return self._last[1]
+from fedcg.learning.spec import FederationSpec
 
 
 def party_of(run: RunSetting, spec: FederationSpec, cohort: Cohort) -> Party:

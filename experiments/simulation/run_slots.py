@@ -76,9 +76,8 @@ def open_ray_lanes(
         ModuleNotFoundError: Ray is not installed.
         OptionError: the cluster can't be used.
     """
-    from experiments.parallel.ray_cluster import check_ray, open_cluster
+    from experiments.parallel.ray_cluster import open_cluster
 
-    check_ray()
     with open_cluster(address, tell, cpus=cpus) as cluster:
         from experiments.parallel.ray_simulator import RaySimulator, lanes_for
 

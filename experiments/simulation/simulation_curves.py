@@ -7,6 +7,7 @@ import io
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean, pstdev
 from typing import Any
 
 from experiments.simulation.simulation_record import COLUMNS, read_records
@@ -100,9 +101,4 @@ def mean_curve(records: Sequence[Record], column: str) -> tuple[list[int], list[
                 if value is not None:
                     values[number].append(100.0 * value)
     rounds = sorted(values)
-    means = [sum(values[number]) / len(values[number]) for number in rounds]
-    spreads = [
-        (sum((value - mean) ** 2 for value in values[number]) / len(values[number])) ** 0.5
-        for number, mean in zip(rounds, means, strict=True)
-    ]
-    return rounds, means, spreads
+    return rounds, [fmean(values[number]) for number in rounds], [pstdev(values[number]) for number in rounds]

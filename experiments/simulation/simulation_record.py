@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from experiments.demo.summary import mean
 from experiments.record import machine, versions
-from experiments.simulation.batch import RunSetting
+from experiments.simulation.batch import PlannedRun
 from fedcg.files import READABLE, replace_durably
 from fedcg.learning.registry import get_method
 from fedcg.learning.simulation.party import Party
@@ -54,30 +54,21 @@ COLUMNS = {
 _DIGITS = 5
 
 
-@dataclass(frozen=True)
-class Finished:
-    """A run that came to its end.
+def record_of(
+    planned: PlannedRun, party: Party, result: Simulation, skipped: Sequence[tuple[str, str]], seconds: float
+) -> dict[str, Any]:
+    """The record of a finished run.
 
-    Attributes:
-        classes: class names of `party`'s data.
+    Args:
+        planned: what was asked for, and what of it differs from the published setting.
+        party: who took part.
+        result: where the simulation ended.
         skipped: (file, reason) of images that could not be used; names only, no folder.
-        reduced: what differs from the published setting.
         seconds: of the whole run, all its parts together where it was interrupted.
     """
-
-    run: RunSetting
-    party: Party
-    result: Simulation
-    skipped: Sequence[tuple[str, str]]
-    reduced: Mapping[str, tuple[Any, Any]]
-    seconds: float
-
-
-def record_of(done: Finished) -> dict[str, Any]:
-    """The record of a finished run."""
-    run, spec, result = done.run, done.party.spec, done.result
+    run, spec = planned.setting, party.spec
     method = get_method(spec.method)
-    clients = [_client(done, name) for name in sorted(result.states)]
+    clients = [_client(party, result, name) for name in sorted(result.states)]
     trained = [record.seconds for curve in result.curves.values() for record in curve if record.seconds is not None]
     accuracies = [accuracy for _, accuracy in result.global_accuracy]
     return {
@@ -87,7 +78,7 @@ def record_of(done: Finished) -> dict[str, Any]:
         "machine": machine(),
         "versions": versions(),
         "paper": run.paper,
-        "reduced": {name: list(pair) for name, pair in done.reduced.items()},
+        "reduced": {name: list(pair) for name, pair in planned.reduced.items()},
         "method": spec.method,
         "variant": run.variant,
         "seed": run.seed,
@@ -116,11 +107,11 @@ def record_of(done: Finished) -> dict[str, Any]:
         "server_failures": _failures(result.server_failures),
         "ended_early": result.ended_early,
         "seconds": {
-            "total": round(done.seconds, 2),
+            "total": round(seconds, 2),
             "local_round_mean": _rounded(mean(trained)),
             "aggregate": [round(value, 3) for value in result.aggregate_seconds],
         },
-        "skipped": [{"file": name, "reason": reason} for name, reason in done.skipped],
+        "skipped": [{"file": name, "reason": reason} for name, reason in skipped],
     }
 
 
@@ -134,8 +125,8 @@ def _whole(value: float | None) -> int | None:
     return None if value is None else round(value)
 
 
-def _client(done: Finished, name: str) -> dict[str, Any]:
-    data, result = done.party.datasets[name], done.result
+def _client(party: Party, result: Simulation, name: str) -> dict[str, Any]:
+    data = party.datasets[name]
     curve = result.curves[name]
     best, last = result.best(name), curve[-1]
     local = _local(result, name, best)

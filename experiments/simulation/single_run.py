@@ -12,41 +12,28 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from experiments.data.client_datasets import Cohort
+from experiments.data.client_datasets import Cohort, build_cohort
+from experiments.data.deal import DealOptions
 from experiments.data.source import Source
 from experiments.errors import OptionError, RunError
 from experiments.simulation.batch import STATE_FOLDER, PlannedRun, RunSetting
 from experiments.simulation.checkpoints import Checkpoints
-from experiments.simulation.party_builder import Cohorts, party_of
-from experiments.simulation.simulation_record import Finished, record_of, write_json
+from experiments.simulation.party_builder import party_of
+from experiments.simulation.simulation_record import record_of, write_json
 from fedcg.learning.networks.initial_weights import complete_spec
-from fedcg.learning.simulation.party import Party
 from fedcg.learning.simulation.simulation import NOBODY_TRAINED
 from fedcg.learning.simulation.state import Schedule, Simulation
-from fedcg.learning.spec import plan_from_mapping
+from fedcg.learning.spec import FederationSpec, ImageForm, plan_from_mapping
 
 FAILURES_FILE = "failures.json"
 
 OnRound = Callable[[PlannedRun, Simulation], None]
-
-
-class Simulator(Protocol):
-    """Who runs a federation; `fedcg.learning.simulation.simulation.simulate` is one."""
-
-    def __call__(
-        self,
-        party: Party,
-        schedule: Schedule,
-        /,
-        *,
-        resume: Simulation | None,
-        on_round: Callable[[Simulation], None],
-    ) -> Simulation:
-        """What came out; arguments as those of `simulate`."""
+Simulator = Callable[..., Simulation]
+"""Runs a federation: takes (party, schedule, resume=, on_round=) as `fedcg.learning.simulation.simulation.simulate` does."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +57,10 @@ class Runs:
         self._folder = folder
         self._simulator = simulator
         self._on_round = on_round
-        self._cohorts = Cohorts()
         self._dealing = Lock()
+        # The last ones are kept: the next run is mostly another method on the same images.
         self._opened: tuple[str, Source] | None = None
+        self._dealt: tuple[tuple[str, DealOptions, ImageForm], Cohort] | None = None
 
     def path(self, planned: PlannedRun) -> Path:
         """Where the record of a run lies."""
@@ -115,9 +103,7 @@ class Runs:
         setting = planned.setting
         torch.set_num_threads(setting.threads)
         with self._dealing:  # one data set at a time is downloaded, decoded and dealt out
-            source = self._source_of(setting)
-            spec = complete_spec(plan_from_mapping(setting.plan(source)))
-            cohort = self._cohorts.get(setting, source, spec)
+            spec, cohort = self._cohort_of(setting)
         party = party_of(setting, spec, cohort)
         checkpoints = self._checkpoints(planned)
         stood, spent = checkpoints.newest() or (None, 0.0)
@@ -138,17 +124,22 @@ class Runs:
         if (reason := _worthless(result)) is not None:
             checkpoints.remove()
             raise RunError(reason)
-        done = Finished(setting, party, result, _names(cohort), planned.reduced, time.monotonic() - started)
-        record = record_of(done)
+        record = record_of(planned, party, result, _names(cohort), time.monotonic() - started)
         write_json(record, self.path(planned))
         checkpoints.remove()
         return record
 
-    def _source_of(self, setting: RunSetting) -> Source:
-        """The data's source; the last one is kept, for listing a large folder takes seconds."""
+    def _cohort_of(self, setting: RunSetting) -> tuple[FederationSpec, Cohort]:
+        """The spec of a run, and the images of its clients."""
         if self._opened is None or self._opened[0] != setting.data:
             self._opened = setting.data, setting.source()
-        return self._opened[1]
+        source, deal = self._opened[1], setting.deal()
+        spec = complete_spec(plan_from_mapping(setting.plan(source)))
+        key = setting.data, deal, spec.image
+        if self._dealt is None or self._dealt[0] != key:
+            self._dealt = None  # two of them need not fit into memory
+            self._dealt = key, build_cohort(source, spec.image, deal)
+        return spec, self._dealt[1]
 
     def _checkpoints(self, planned: PlannedRun) -> Checkpoints:
         return Checkpoints(self._folder / STATE_FOLDER / planned.setting.name, planned.setting)

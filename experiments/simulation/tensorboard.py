@@ -11,8 +11,6 @@ from experiments.demo.summary import mean
 from experiments.errors import OptionError
 
 if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
-
     from fedcg.learning.simulation.state import Simulation
 
 EVENTS_FOLDER = "tensorboard"
@@ -31,28 +29,24 @@ def check_installed() -> None:
 
 
 class EventFiles:
-    """Event files of runs, one folder per run.
+    """The event files of one run, in a folder of its own; those of rounds that will be done again are cut off.
 
     Args:
-        folder: of the batch.
+        batch: folder of the batch.
+        name: of the run.
+        done_rounds: that need not be done again.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder / EVENTS_FOLDER
-        self._writer: SummaryWriter | None = None
-
-    def begin(self, name: str, done_rounds: int) -> None:
-        """Open a run's files; those of rounds that will be done again are cut off."""
+    def __init__(self, batch: Path, name: str, done_rounds: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
+        folder = batch / EVENTS_FOLDER / name
         if done_rounds == 0:
-            shutil.rmtree(self._folder / name, ignore_errors=True)
-        self._writer = SummaryWriter(str(self._folder / name), purge_step=done_rounds + 1 if done_rounds else None)
+            shutil.rmtree(folder, ignore_errors=True)
+        self._writer = SummaryWriter(str(folder), purge_step=done_rounds + 1 if done_rounds else None)
 
     def add(self, now: Simulation) -> None:
         """Write the figures of the round that just ended, where it was measured."""
-        if self._writer is None:
-            return
         writer = self._writer
         latest = {name: curve[-1] for name, curve in now.curves.items() if curve and curve[-1].round == now.rounds}
         for tag, name in (
@@ -76,6 +70,4 @@ class EventFiles:
 
     def end(self) -> None:
         """Close the run's files."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        self._writer.close()

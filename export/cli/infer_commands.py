@@ -7,7 +7,6 @@ import json
 import logging
 import signal
 import sys
-from datetime import datetime
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -240,7 +239,7 @@ def _version_row(version: Version) -> dict[str, object]:
         return row | {"state": f"damaged: {error}"}
     accuracy = manifest.verification.accuracy_onnx
     share = f"accuracy {accuracy:.1%}" if accuracy is not None else "accuracy unavailable"
-    created = _local(manifest.created)
+    created = manifest.created.astimezone().strftime("%Y-%m-%d %H:%M")
     return row | {
         "state": f"{manifest.federation}, round {manifest.round}, {share}, {created}",
         "federation": manifest.federation,
@@ -251,10 +250,6 @@ def _version_row(version: Version) -> dict[str, object]:
         "serves": manifest.serves,
         "signed_by": signer,
     }
-
-
-def _local(moment: datetime) -> str:
-    return moment.astimezone().strftime("%Y-%m-%d %H:%M")
 
 
 @model_app.command("verify")

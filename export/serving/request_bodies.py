@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from email.message import Message
@@ -88,7 +88,11 @@ class Bodies:
             raise self._too_large()
         kept: list[bytes] = []
         try:
-            await self._in_time(self._collect(pieces, kept))
+            try:
+                await asyncio.wait_for(self._collect(pieces, kept), self._seconds)
+            except asyncio.TimeoutError:
+                message = f"the body did not arrive within {self._seconds:g} s; send it again over a better link"
+                raise RefusedError(408, "slow_body", message, field="body") from None
             if not kept:
                 raise RefusedError(
                     400, "empty_body", "the body is empty; send the bytes of an image, multipart or JSON"
@@ -97,13 +101,6 @@ class Bodies:
             yield kept[0]
         finally:
             self._held -= sum(map(len, kept))
-
-    async def _in_time(self, collecting: Coroutine[object, object, None]) -> None:
-        try:
-            await asyncio.wait_for(collecting, self._seconds)
-        except asyncio.TimeoutError:
-            message = f"the body did not arrive within {self._seconds:g} s; send it again over a better link"
-            raise RefusedError(408, "slow_body", message, field="body") from None
 
     async def _collect(self, pieces: AsyncIterator[bytes], kept: list[bytes]) -> None:
         size = 0

@@ -35,11 +35,11 @@ class Streams:
         label = "/".join([self.scope, *map(str, purpose)])
         return int.from_bytes(hmac.new(self.root, label.encode(), hashlib.sha256).digest()[:8], "big") >> 1
 
-    def generator(self, *purpose: object, device: str = "cpu") -> torch.Generator:
+    def generator(self, *purpose: object) -> torch.Generator:
         """A fresh `torch.Generator` for a purpose; asking twice gives the same stream from its start."""
         import torch
 
-        return torch.Generator(device=device).manual_seed(self.seed(*purpose))
+        return torch.Generator().manual_seed(self.seed(*purpose))
 
 
 def spec_root(seed: int) -> bytes:

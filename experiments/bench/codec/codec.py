@@ -13,8 +13,9 @@ from typing import Literal, get_args
 
 import torch
 
+from experiments.data.client_datasets import build_cohort
 from experiments.simulation.batch import RunSetting
-from experiments.simulation.party_builder import Cohorts, party_of
+from experiments.simulation.party_builder import party_of
 from experiments.simulation.wire_codec import WireCoding
 from fedcg.learning.data.image_folder import normalise
 from fedcg.learning.method import Aggregate, Weights
@@ -72,7 +73,7 @@ def train(teachers: Teachers, generator: str) -> Trained:
     )
     source = setting.source()
     spec = complete_spec(plan_from_mapping(setting.plan(source)))
-    party = party_of(setting, spec, Cohorts().get(setting, source, spec))
+    party = party_of(setting, spec, build_cohort(source, spec.image, setting.deal()))
     steps = list(simulated_rounds(party, Schedule(shadow=False, evaluate_every=teachers.rounds)))
     before, last = steps[-2:]
     shared = last.aggregate.parts.keys()

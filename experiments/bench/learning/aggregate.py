@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from resource import RUSAGE_SELF, getrusage
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -157,7 +156,7 @@ def run(case: Case) -> Measured:
         added = time.perf_counter()
         merge.finish(updates)
         finished = time.perf_counter()
-        peak = _peak_bytes()
+        peak = _status_bytes("VmHWM")
     return Measured(case, added - started, finished - added, peak, peak - before)
 
 
@@ -221,24 +220,12 @@ def _warm_up(case: Case, load: Callable[[], Update], folder: Path) -> None:
 
 def _restart_peak() -> int:
     """Resident bytes now; where the kernel allows it, the peak is counted from here on."""
-    with contextlib.suppress(OSError):  # another system: the peak of the warm-up counts too
+    with contextlib.suppress(OSError):  # not allowed: the peak of the warm-up counts too
         (_PROC / "clear_refs").write_text("5")
-    return _status_bytes("VmRSS") or _rusage_bytes()
-
-
-def _peak_bytes() -> int:
-    return _status_bytes("VmHWM") or _rusage_bytes()
-
-
-def _rusage_bytes() -> int:
-    return getrusage(RUSAGE_SELF).ru_maxrss * 1024
+    return _status_bytes("VmRSS")
 
 
 def _status_bytes(field: str) -> int:
-    """A figure of /proc/self/status; 0 where there is none."""
-    try:
-        lines = (_PROC / "status").read_text().splitlines()
-    except OSError:
-        return 0
-    found = [line.split()[1] for line in lines if line.startswith(f"{field}:")]
-    return int(found[0]) * 1024 if found else 0
+    """A figure of /proc/self/status."""
+    lines = (_PROC / "status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:")) * 1024

@@ -10,9 +10,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
-from experiments.bench.learning.steps import IMAGES, STAGES, Steps
+from experiments.bench.learning.steps import Steps, cases_of
 from experiments.bench.learning.training import Setting, Stage, median_seconds, work_of
-from fedcg.learning.spec import NetworkChoice
 
 _COUNTED_STEPS = 10
 _LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch")
@@ -59,19 +58,9 @@ def measure(plan: Steps, tell: Callable[[str], None]) -> list[dict[str, str | in
         tell: called with a line of progress before every case.
     """
     cases: list[dict[str, str | int | float | None]] = []
-    for generator, discriminator in plan.pairs:
-        network = NetworkChoice(split=plan.split, generator=generator, discriminator=discriminator)
-        for batch in plan.batches:
-            setting = Setting(False, network, "joint", batch, IMAGES, plan.steps, 1, "cuda")  # noqa: FBT003 - `plain`
-            for stage in STAGES:
-                tell(f"{generator}/{discriminator}, batch {batch}, on the GPU: {stage.value}")
-                where: dict[str, str | int | float | None] = {
-                    "generator": generator,
-                    "discriminator": discriminator,
-                    "batch": batch,
-                    "stage": stage.value,
-                }
-                cases.append({**where, **case(setting, stage, plan.repeats)})
+    for setting, stage, what in cases_of(plan):
+        tell(f"{what['generator']}/{what['discriminator']}, batch {setting.batch}, on the GPU: {stage.value}")
+        cases.append({**what, **case(replace(setting, device="cuda"), stage, plan.repeats)})
     return cases
 
 

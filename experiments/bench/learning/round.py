@@ -76,7 +76,7 @@ def measure(plan: RoundPlan, tell: Callable[[str], None]) -> dict[str, object]:
                 crew = serial if setting.plain or stage in {Stage.TEACHER, Stage.STUDENT} else parallel
                 part = _shortened(setting, stage, plan)
                 names.append((name, stage))
-                jobs.append(_announced(partial(crew.seconds, part, stage), f"{name}: {stage.value}", tell))
+                jobs.append(_announced(partial(crew, part, stage), f"{name}: {stage.value}", tell))
         found = dict(zip(names, median_seconds(jobs, plan.repeats), strict=True))
     whole = {name: _whole(name, found, plan) for name in ("reference", *VARIANTS)}
     result: dict[str, object] = {"reference_seconds": whole["reference"]}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 
 from experiments.bench.learning.training import Setting, Stage, median_seconds, workers
 from fedcg.learning.spec import NetworkChoice
@@ -43,26 +44,27 @@ def measure(plan: Steps, tell: Callable[[str], None]) -> list[dict[str, str | in
     """
     cases: list[dict[str, str | int | float]] = []
     with workers(1, plan.threads) as theirs, workers(1, plan.threads) as ours:
-        for generator, discriminator in plan.pairs:
-            network = NetworkChoice(split=plan.split, generator=generator, discriminator=discriminator)
-            for batch in plan.batches:
-                plain = Setting(True, network, "separate", batch, IMAGES, plan.steps, 1)  # noqa: FBT003 - `plain`
-                for stage in STAGES:
-                    tell(f"{generator}/{discriminator}, batch {batch}: {stage.value}")
-                    jobs = [
-                        partial(theirs.seconds, plain, stage),
-                        partial(ours.seconds, replace(plain, plain=False), stage),
-                    ]
-                    slow, fast = median_seconds(jobs, plan.repeats)
-                    cases.append(
-                        {
-                            "generator": generator,
-                            "discriminator": discriminator,
-                            "batch": batch,
-                            "stage": stage.value,
-                            "reference_ms": round(1e3 * slow / plan.steps, 4),
-                            "ours_ms": round(1e3 * fast / plan.steps, 4),
-                            "speedup": round(slow / fast, 3),
-                        }
-                    )
+        for setting, stage, what in cases_of(plan):
+            tell(f"{what['generator']}/{what['discriminator']}, batch {setting.batch}: {stage.value}")
+            plain = replace(setting, plain=True, passes="separate")
+            jobs = [partial(theirs, plain, stage), partial(ours, replace(plain, plain=False), stage)]
+            slow, fast = median_seconds(jobs, plan.repeats)
+            figures = {
+                "reference_ms": round(1e3 * slow / plan.steps, 4),
+                "ours_ms": round(1e3 * fast / plan.steps, 4),
+                "speedup": round(slow / fast, 3),
+            }
+            cases.append({**what, **figures})
     return cases
+
+
+def cases_of(plan: Steps) -> Iterator[tuple[Setting, Stage, dict[str, str | int]]]:
+    """Every networks, batch size and stage: how ours trains there, and what to call it in a record."""
+    for (generator, discriminator), batch, stage in product(plan.pairs, plan.batches, STAGES):
+        network = NetworkChoice(split=plan.split, generator=generator, discriminator=discriminator)
+        setting = Setting(False, network, "joint", batch, IMAGES, plan.steps, 1)  # noqa: FBT003 - `plain`
+        yield (
+            setting,
+            stage,
+            {"generator": generator, "discriminator": discriminator, "batch": batch, "stage": stage.value},
+        )

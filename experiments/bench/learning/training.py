@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from multiprocessing import get_context
@@ -82,34 +82,20 @@ class Setting:
     graphs: bool = True
 
 
-class Workers:
-    """Spawned processes of a fixed number of threads that time stages, all at the same time."""
+@contextmanager
+def workers(processes: int, threads: int) -> Iterator[Callable[[Setting, Stage], float]]:
+    """Spawned processes of a fixed number of threads for the length of a block; gives a function that times a stage.
 
-    def __init__(self, processes: int, threads: int) -> None:
-        context = get_context("spawn")
-        self._pools = [
-            ProcessPoolExecutor(1, context, initializer=torch.set_num_threads, initargs=(threads,))
+    Its result is the time of the slowest of all processes, each doing the stage once at the same time.
+    """
+    with ExitStack() as stack:
+        pools = [
+            stack.enter_context(
+                ProcessPoolExecutor(1, get_context("spawn"), initializer=torch.set_num_threads, initargs=(threads,))
+            )
             for _ in range(processes)
         ]
-
-    def seconds(self, setting: Setting, stage: Stage) -> float:
-        """Time of the slowest of all processes, each doing the stage once at the same time."""
-        return max(one.result() for one in [pool.submit(timed, setting, stage) for pool in self._pools])
-
-    def close(self) -> None:
-        """End the processes."""
-        for pool in self._pools:
-            pool.shutdown()
-
-
-@contextmanager
-def workers(processes: int, threads: int) -> Iterator[Workers]:
-    """Workers for the length of a block."""
-    some = Workers(processes, threads)
-    try:
-        yield some
-    finally:
-        some.close()
+        yield lambda setting, stage: max(one.result() for one in [pool.submit(timed, setting, stage) for pool in pools])
 
 
 def timed(setting: Setting, stage: Stage) -> float:

@@ -106,6 +106,18 @@ def init_server_of(parts: frozenset[Part], spec: FederationSpec, initial: Mappin
     return ServerState(Aggregate({part: initial[part] for part in sorted(parts)}))
 
 
+def local_result(
+    nets: Mapping[Part, nn.Module], shared: frozenset[Part], data: ImageSet, loss: float, label_counts: LabelCounts
+) -> LocalResult:
+    """What a local round returns: copies of all networks for the client, of the shared ones for the server, and a report."""
+    counts = None if label_counts is LabelCounts.NEVER else data.label_counts()
+    return LocalResult(
+        SharedResult({part: weights_of(nets[part]) for part in sorted(shared)}),
+        ClientState({part: weights_of(net) for part, net in nets.items()}),
+        Report(examples=len(data), loss=loss, label_counts=counts),
+    )
+
+
 @dataclass(frozen=True)
 class _LocalHalf(Generic[Params]):
     """Load what came down (the client's own in its place without an aggregate), train E and C, keep all, share some."""
@@ -151,9 +163,4 @@ class _LocalHalf(Generic[Params]):
         return self.params_type.model_validate(ctx.spec.params), nets, turn.data.to(ctx.device)
 
     def _result(self, nets: Mapping[Part, nn.Module], data: ImageSet, loss: float) -> LocalResult:
-        counts = None if self.label_counts is LabelCounts.NEVER else data.label_counts()
-        return LocalResult(
-            SharedResult({part: weights_of(nets[part]) for part in sorted(self.shared)}),
-            ClientState({part: weights_of(net) for part, net in nets.items()}),
-            Report(examples=len(data), loss=loss, label_counts=counts),
-        )
+        return local_result(nets, self.shared, data, loss, self.label_counts)

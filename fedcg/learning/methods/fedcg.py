@@ -34,15 +34,13 @@ from fedcg.learning.method import (
     Method,
     RoundContext,
     ServerState,
-    SharedResult,
     Spill,
     TrainingParams,
 )
-from fedcg.learning.methods._averaging import init_client_of, init_server_of
-from fedcg.learning.networks import load_part, weights_of
+from fedcg.learning.methods._averaging import init_client_of, init_server_of, local_result
+from fedcg.learning.networks import load_part
 from fedcg.learning.networks.discriminators import rows_are_independent
 from fedcg.learning.networks.layer_randomness import seeded_layers
-from fedcg.learning.training.augmentation import Augmenter
 from fedcg.learning.training.cuda_graph import Step, graphed
 from fedcg.learning.training.losses import (
     Divergence,
@@ -60,13 +58,13 @@ from fedcg.learning.training.training_loop import (
     Penalty,
     PenaltyMaker,
     adam,
+    feature_blocks,
     generate,
-    index_blocks,
     slices,
     steps_of,
     train_classifier,
 )
-from fedcg.wire.parts import Part, Report
+from fedcg.wire.parts import Part
 
 PRIVATE = frozenset({Part.EXTRACTOR, Part.DISCRIMINATOR})
 _GAN_BETAS = (0.5, 0.999)
@@ -122,10 +120,7 @@ def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None,
     source = FeatureSource(nets[Part.EXTRACTOR], data, ctx.spec, draws)
     with seeded_layers(ctx, "generate"):
         train_gan(nets[Part.GENERATOR], nets[Part.DISCRIMINATOR], source, params, ctx)
-    kept = {part: weights_of(net) for part, net in nets.items()}
-    shared = {part: weights_of(nets[part]) for part in sorted(SHARED)}
-    report = Report(examples=len(data), loss=loss, label_counts=data.label_counts())
-    return LocalResult(SharedResult(shared), ClientState(kept), report)
+    return local_result(nets, SHARED, data, loss, LabelCounts.OPTIONAL)
 
 
 def feature_penalty(global_generator: nn.Module, weight: float, ctx: RoundContext) -> PenaltyMaker:
@@ -159,14 +154,10 @@ def train_gan(
         for network in (discriminator, generator)
     )
     steps, done = steps_of(params, len(source.labels)), 0
-    streams = ctx.streams.at("generate")
-    augmenter, order, stream = Augmenter(ctx.spec, streams), streams.generator("order"), streams.generator("noise")
     meter = LossMeter("generator and discriminator", ctx.device)
     plain = gan_step(in_precision(generator, ctx), discriminator, judge, forger, params)
     step = graphed(plain, [generator, discriminator], [judge, forger], steps if ctx.graphs else 0)
-    for index in index_blocks(len(source.labels), params.batch_size, steps, order):
-        real, labels = source.rows(index, augmenter)
-        noise = torch.randn(len(labels), ctx.spec.network.noise_dim, generator=stream).to(ctx.device)
+    for real, labels, noise in feature_blocks(source, params, ctx):
         for rows in slices(len(labels), params.batch_size):
             meter.add(step(real[rows], labels[rows], noise[rows]))
             done += 1

@@ -38,7 +38,6 @@ from fedcg.learning.aggregation.distillation import Bank, Distillation, Rows, di
 from fedcg.learning.aggregation.label_distribution import label_probabilities
 from fedcg.learning.method import (
     Aggregate,
-    Aggregator,
     LabelCounts,
     RoundContext,
     ServerState,
@@ -179,11 +178,6 @@ class GeneratorAggregator:
         return draw_bank(self._ctx.streams, settings.rows, spec.network.noise_dim, asked)
 
 
-def aggregator(state: ServerState, ctx: RoundContext, spill: Spill) -> Aggregator:
-    """The server half of a round."""
-    return GeneratorAggregator(state, ctx, spill)
-
-
 METHOD = averaging_method(
     "fedgen",
     "FedGen: shared classifier, one generator trained on the server",
@@ -192,5 +186,5 @@ METHOD = averaging_method(
     penalty_of=replay_penalty,
     downloads=frozenset({Part.GENERATOR}),
     label_counts=LabelCounts.OPTIONAL,
-    aggregator=aggregator,
+    aggregator=GeneratorAggregator,
 )

@@ -38,17 +38,15 @@ from fedcg.learning.method import (
     Method,
     RoundContext,
     ServerState,
-    SharedResult,
     Spill,
     TrainingParams,
     Update,
     Weights,
 )
-from fedcg.learning.methods._averaging import init_client_of
-from fedcg.learning.networks import load_part, weights_of
+from fedcg.learning.methods._averaging import init_client_of, local_result
+from fedcg.learning.networks import load_part
 from fedcg.learning.networks.layer_randomness import seeded_layers
 from fedcg.learning.spec import FederationSpec
-from fedcg.learning.training.augmentation import Augmenter
 from fedcg.learning.training.cuda_graph import Step, graphed
 from fedcg.learning.training.losses import DIVERSITIES, Divergence, cross_entropy, feature_mse
 from fedcg.learning.training.precision import Network, in_precision
@@ -59,13 +57,13 @@ from fedcg.learning.training.training_loop import (
     Penalty,
     PenaltyMaker,
     adam,
+    feature_blocks,
     generate,
-    index_blocks,
     slices,
     steps_of,
     train_classifier,
 )
-from fedcg.wire.parts import Part, Report
+from fedcg.wire.parts import Part
 
 PRIVATE = frozenset({Part.EXTRACTOR})
 _PARTS = SHARED | PRIVATE
@@ -132,10 +130,7 @@ def local_round(state: ClientState, data: ImageSet, aggregate: Aggregate | None,
     source = FeatureSource(nets[Part.EXTRACTOR], data, ctx.spec, steps * params.batch_size)
     with seeded_layers(ctx, "generate"):
         train_generator(nets[Part.GENERATOR], nets[Part.CLASSIFIER], source, params, ctx)
-    kept = {part: weights_of(net) for part, net in nets.items()}
-    shared = {part: weights_of(nets[part]) for part in sorted(SHARED)}
-    report = Report(examples=len(data), loss=loss, label_counts=data.label_counts())
-    return LocalResult(SharedResult(shared), ClientState(kept), report)
+    return local_result(nets, SHARED, data, loss, LabelCounts.REQUIRED)
 
 
 def global_penalty(
@@ -202,17 +197,13 @@ def train_generator(
     optimiser = adam(generator.parameters(), params.generator_lr, params.weight_decay)
     step: Step | None = None
     steps, done = steps_of(params, len(source.labels)), 0
-    streams = ctx.streams.at("generate")
-    augmenter, order, stream = Augmenter(ctx.spec, streams), streams.generator("order"), streams.generator("noise")
     meter = LossMeter("generator", ctx.device)
-    for index in index_blocks(len(source.labels), params.batch_size, steps, order):
-        real, labels = source.rows(index, augmenter)
+    for real, labels, noise in feature_blocks(source, params, ctx):
         if step is None:
             forge, judge = (in_precision(network, ctx) for network in (generator, classifier))
             scale = class_scale(real, labels, ctx.spec.class_count)
             plain = generator_step(forge, judge, optimiser, params, scale)
             step = graphed(plain, [generator], [optimiser], steps if ctx.graphs else 0)
-        noise = torch.randn(len(labels), ctx.spec.network.noise_dim, generator=stream).to(ctx.device)
         with torch.no_grad():
             target = classifier(real)
         for rows in slices(len(labels), params.batch_size):

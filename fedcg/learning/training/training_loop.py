@@ -319,3 +319,17 @@ class FeatureSource:
             return features
         chosen = augmentation.mirrored.to(features.device).view(-1, *[1] * (features.ndim - 1))
         return torch.where(chosen, self._sides[1][index], features)
+
+
+def feature_blocks(
+    source: FeatureSource, params: TrainingParams, ctx: RoundContext
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Blocks of real features [R, ...], their labels [R] and noise [R, q] for the training of a generator.
+
+    Order, augmentation and noise come from the stream "generate", whatever the method.
+    """
+    streams, rows = ctx.streams.at("generate"), len(source.labels)
+    augmenter, order, stream = Augmenter(ctx.spec, streams), streams.generator("order"), streams.generator("noise")
+    for index in index_blocks(rows, params.batch_size, steps_of(params, rows), order):
+        real, labels = source.rows(index, augmenter)
+        yield real, labels, torch.randn(len(labels), ctx.spec.network.noise_dim, generator=stream).to(ctx.device)

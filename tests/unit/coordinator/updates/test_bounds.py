@@ -199,6 +199,22 @@ def test_a_frame_that_was_not_granted_never_reaches_the_receivers_thread(
     assert not receiver.frame("a", frame)
 
 
+def test_a_device_has_one_manifest_in_the_queue_however_many_it_sends(
+    receiver: Receiver, world: World, published: Published
+) -> None:
+    data = world.devices["a"].make_update(1, 1, world.base_id)
+    busy = threading.Event()
+    asked = receiver._ask(lambda: busy.wait(30))
+    for _ in range(1000):
+        receiver.announce("a", manifest_of(world, data).model_copy(update={"round": 9}))
+    receiver.announce("a", manifest_of(world, data))
+    assert len(receiver._work) <= 2
+    busy.set()
+    assert asked.result(30)
+    wait_until(lambda: bool(published.needs), "the newest one is answered")
+    assert published.receipts == []
+
+
 def deliver(receiver: Receiver, manifest: Manifest, data: bytes) -> None:
     """Announce an update of `a` and put its chunks, as over HTTPS."""
     receiver.announce("a", manifest)

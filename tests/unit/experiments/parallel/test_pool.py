@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
 import signal
@@ -70,13 +71,13 @@ def test_killed_workers_are_replaced_and_their_tasks_repeated(pool: PoolRunner) 
     aggregate = get_method("fedavg").init_server(one.spec, initial_parts(one.spec, one.roots.cohort)).aggregate
     tasks = [LocalTask(name, 1, ClientState(start.parts), None) for name in NAMES]
     pool.start(one)
-    before = pool.processes
     outcomes = pool.local(tasks, aggregate)
     found = [next(outcomes)]
+    before = {worker.pid for worker in multiprocessing.active_children() if worker.pid}
     for process in before:  # one of them is at work on the second task or has just answered it, the third waits
         os.kill(process, signal.SIGKILL)
     found += outcomes
-    assert set(pool.processes) != set(before)
+    assert before.isdisjoint(worker.pid for worker in multiprocessing.active_children())
     serial = SerialRunner()
     serial.start(one)
     expected = {outcome.client: outcome for outcome in serial.local(tasks, aggregate)}

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from experiments.data.client_datasets import build_cohort
 from experiments.data.digit_domains import digits_domains
 from experiments.data.source import DIGITS, DIGITS_DOMAINS, Source, digits
 from experiments.simulation.batch import RunSetting
-from experiments.simulation.party_builder import Cohorts, party_of
+from experiments.simulation.party_builder import party_of
 from experiments.simulation.simulation_record import read_records
 from fedcg.learning.networks.initial_weights import complete_spec
 from fedcg.learning.simulation.party import Party
@@ -55,7 +56,7 @@ def party_in(record: dict[str, Any], sources: dict[str, Source]) -> Party:
     setting = RunSetting.model_validate(record["setting"])
     source = sources[setting.data]
     spec = complete_spec(plan_from_mapping(setting.plan(source)))
-    return party_of(setting, spec, Cohorts().get(setting, source, spec))
+    return party_of(setting, spec, build_cohort(source, spec.image, setting.deal()))
 
 
 def agrees(record: dict[str, Any], party: Party, now: Simulation, column: str, figure: str) -> int:

@@ -12,11 +12,12 @@ from PIL import Image
 
 from edge_client.store.private_store import PrivateStore
 from edge_client.training.local_data import LocalData
+from experiments.data.client_datasets import build_cohort
 from experiments.data.partition_folders import prepare
 from experiments.errors import OptionError, RunError
 from experiments.settings.options import discriminator_for
 from experiments.simulation.batch import PlannedRun, RunSetting
-from experiments.simulation.party_builder import Cohorts, roots_of
+from experiments.simulation.party_builder import roots_of
 from experiments.simulation.simulation_record import FIGURES
 from experiments.simulation.single_run import FAILURES_FILE, FailedRun, Runs, write_failures
 from fedcg.cli import app
@@ -114,7 +115,7 @@ def test_a_simulation_splits_a_clients_images_exactly_as_its_agent_does(tmp_path
     source = setting.source()
     prepared = prepare(source, tmp_path, setting.deal())
     spec = complete_spec(plan_from_mapping(setting.plan(source)))
-    mine = Cohorts().get(setting, source, spec).clients["client-1"]
+    mine = build_cohort(source, spec.image, setting.deal()).clients["client-1"]
     store = PrivateStore.open(tmp_path / "store", spec.federation, "client-1")
     agents = LocalData(prepared.clients[0].root, None, store).for_round(spec, 1)
     for ours, theirs in ((mine.train, agents.train), (mine.val, agents.val), (mine.test, agents.test)):
