@@ -93,6 +93,19 @@ def encoded(image: Image.Image, file_format: str, **options: object) -> bytes:
     return buffer.getvalue()
 
 
+def random_pixels(form: ImageForm, count: int) -> np.ndarray:
+    """Noise images: [N, H, W, C] uint8, the same in every call."""
+    shape = (count, form.height, form.width, form.channels)
+    return np.random.default_rng(3).integers(0, 256, shape, dtype=np.uint8)
+
+
+def flip_bit(path: Path, position: int) -> None:
+    """Alter one bit of the byte at this position of a file."""
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1
+    path.write_bytes(content)
+
+
 @dataclass(frozen=True)
 class TestImages:
     """Files and their labels."""

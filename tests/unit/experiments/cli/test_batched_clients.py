@@ -6,16 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-import typer
-from typer.testing import CliRunner, Result
 
-from experiments.cli.simulate_command import simulate_command
-
-
-def call(*arguments: str) -> Result:
-    app = typer.Typer()
-    app.command()(simulate_command)
-    return CliRunner().invoke(app, list(arguments))
+from tests.support.commands import run_fedcg
 
 
 def test_a_user_batches_clients_by_an_option(tmp_path: Path) -> None:
@@ -23,7 +15,7 @@ def test_a_user_batches_clients_by_an_option(tmp_path: Path) -> None:
     base = ["--method", "fedsplit", *few, "--no-tensorboard", "--json", "--workers", "1", "--out"]
     curves = []
     for option in ("--batched-clients", "--no-batched-clients"):
-        done = call(*base, str(tmp_path / option), option)
+        done = run_fedcg("simulate", *base, str(tmp_path / option), option)
         assert done.exit_code == 0, done.output
         (record,) = json.loads(done.stdout)["runs"]
         assert record["setting"]["batched_clients"] is (option == "--batched-clients")
@@ -33,6 +25,6 @@ def test_a_user_batches_clients_by_an_option(tmp_path: Path) -> None:
 
 def test_batched_clients_share_one_process(tmp_path: Path) -> None:
     command = ["--batched-clients", "--workers", "2", "--out", str(tmp_path / "out")]
-    refused = call(*command)
+    refused = run_fedcg("simulate", *command)
     assert refused.exit_code == 2
     assert "leave out --workers" in refused.output

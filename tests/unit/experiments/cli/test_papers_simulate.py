@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
 from experiments.cli import simulate_command as simulate_cli
 from experiments.simulation.batch import Batch, load_batch
+from tests.support.commands import run_fedcg
 
 
 @pytest.fixture
@@ -26,9 +25,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Batch]:
 
 
 def _call(*arguments: str) -> tuple[int, str]:
-    app = typer.Typer()
-    app.command()(simulate_cli.simulate_command)
-    done = CliRunner().invoke(app, list(arguments))
+    done = run_fedcg("simulate", *arguments)
     return done.exit_code, done.stderr
 
 

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import typer
 from PIL import Image
-from typer.testing import CliRunner
+from typer.testing import Result
 
-from experiments.cli.simulate_command import simulate_command
 from fedcg.learning.split_names import ALLOW_VARIABLE
-
-app = typer.Typer()
-app.command()(simulate_command)
+from tests.support.commands import run_fedcg
 
 ODD = {  # images of a class, and how they are stored, per domain
     "all": ({"a": 16, "b": 16, "c": 16}, "RGB"),
@@ -55,9 +50,9 @@ def fill(folder: Path, count: int, level: int, mode: str = "RGB", first: int = 0
         Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{number}.png")
 
 
-def call(folder: Path, *arguments: str) -> Any:
+def call(folder: Path, *arguments: str) -> Result:
     quick = "--rounds 1 --local-epochs 1 --workers 1 --no-plot --no-tensorboard --no-shadow --json"
-    return CliRunner().invoke(app, [*quick.split(), "--out", str(folder / "out"), *arguments])
+    return run_fedcg("simulate", *quick.split(), "--out", folder / "out", *arguments)
 
 
 @pytest.mark.parametrize(
@@ -79,20 +74,8 @@ def test_odd_clients_take_part_as_far_as_they_can_and_the_record_says_what_was_w
                 fill(tmp_path / "odd" / domain / part / label, count, 60 * "abc".index(label), mode)
     (tmp_path / "odd" / "all" / "train" / "a" / "broken.png").write_bytes(b"\x89PNG and no more")
     server = ["--set", "server_iterations=3"] if method in {"fedgen", "fedcg", "fedmd_cg"} else []
-    arguments = ["--data", str(tmp_path / "odd"), "--partition", "domains", "--clients", "4", "--image-size", "16"]
-    done = call(
-        tmp_path,
-        *arguments,
-        "--rounds",
-        "2",
-        "--method",
-        method,
-        *server,
-        "--test",
-        "even",
-        "--validation",
-        "test-half",
-    )
+    dealt = "--partition domains --clients 4 --image-size 16 --rounds 2 --test even --validation test-half"
+    done = call(tmp_path, "--data", str(tmp_path / "odd"), *dealt.split(), "--method", method, *server)
     assert done.exit_code == 0, done.stderr
     (record,) = json.loads(done.stdout)["runs"]
     assert record["skipped"] == [{"file": "a/broken.png", "reason": record["skipped"][0]["reason"]}]
@@ -118,17 +101,8 @@ def test_the_papers_domains_load_as_they_are_published(name: str, tmp_path: Path
         for part in parts:
             for label, one in enumerate(classes):
                 fill(tmp_path / name / domain / part / one, 6, 15 * label)
-    done = call(
-        tmp_path,
-        "--paper",
-        f"fedcg:table1:{name}",
-        "--data",
-        str(tmp_path / name),
-        "--method",
-        "fedsplit",
-        "--seeds",
-        "0",
-    )
+    chosen = f"--paper fedcg:table1:{name} --method fedsplit --seeds 0"
+    done = call(tmp_path, *chosen.split(), "--data", str(tmp_path / name))
     assert done.exit_code == 0, done.stderr
     (record,) = json.loads(done.stdout)["runs"]
     assert record["partition"] == f"domains:{','.join(DOMAINS[name])}"
@@ -139,44 +113,17 @@ def test_the_papers_domains_load_as_they_are_published(name: str, tmp_path: Path
     assert set(record["reduced"]) == {"rounds", "params.epochs"}
 
 
-@pytest.mark.parametrize(
-    ("code", "why"),
-    [
-        ("def make(): return nn.Linear(1, 1)", "must return a fedcg.learning.networks.Split, not a Linear"),
-        ("def other(): pass", "has no attribute 'make'"),
-        (
-            (
-                "def make(): return Split(lambda c: nn.Sequential(nn.Conv2d(c, 2, 3), nn.ReLU()), "
-                "lambda s, n: nn.Sequential(nn.Flatten(), nn.Linear(17, n)), FeatureRange.NON_NEGATIVE)"
-            ),
-            "the classifier can't run on a batch of random images: RuntimeError: mat1 and mat2 shapes",
-        ),
-        (
-            (
-                "def make(): return Split(lambda c: nn.Sequential(nn.Conv2d(3, 2, 3), nn.ReLU()), "
-                "lambda s, n: nn.Sequential(nn.Flatten(), nn.Linear(392, n)), FeatureRange.NON_NEGATIVE)"
-            ),
-            "the extractor can't run on a batch of random images",  # of three channels; the digits have one
-        ),
-        (
-            (
-                "def make(): return Split(lambda c: nn.Sequential(nn.Conv2d(c, 2, 3), nn.ReLU()), "
-                "lambda s, n: nn.Sequential(nn.Flatten(), nn.Linear(392, 7)), FeatureRange.NON_NEGATIVE)"
-            ),
-            "the classifier makes [3, 7] of [3, 2, 14, 14], not [3, 10]",
-        ),
-    ],
-)
 def test_a_network_of_ones_own_that_does_not_fit_ends_the_call_before_anything_is_written(
-    code: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = f"own_{abs(hash(code))}"
-    (tmp_path / f"{module}.py").write_text(
-        f"from torch import nn\nfrom fedcg.learning.networks import FeatureRange, Split\n{code}\n"
+    (tmp_path / "own_seven.py").write_text(
+        "from torch import nn\nfrom fedcg.learning.networks import FeatureRange, Split\n"
+        "def make(): return Split(lambda c: nn.Sequential(nn.Conv2d(c, 2, 3), nn.ReLU()), "
+        "lambda s, n: nn.Sequential(nn.Flatten(), nn.Linear(392, 7)), FeatureRange.NON_NEGATIVE)\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    done = call(tmp_path, "--network", f"{module}:make", "--image-size", "16")
+    done = call(tmp_path, "--network", "own_seven:make", "--image-size", "16")
     assert done.exit_code == 2, done.output
-    assert f"split {module}:make" in done.stderr
-    assert why in done.stderr
+    assert "split own_seven:make" in done.stderr
+    assert "the classifier makes [3, 7] of [3, 2, 14, 14], not [3, 10]" in done.stderr
     assert not (tmp_path / "out").exists()

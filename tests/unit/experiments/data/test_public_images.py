@@ -6,11 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import typer
 from PIL import Image
-from typer.testing import CliRunner
 
-from experiments.cli.demo_command import demo_command
 from experiments.data.client_datasets import build_cohort
 from experiments.data.deal import DealOptions
 from experiments.data.open import open_source
@@ -65,12 +62,3 @@ def test_a_simulation_without_public_images_is_refused_when_its_method_needs_som
 def test_a_demo_holds_images_out_for_exactly_the_methods_that_need_some() -> None:
     assert all(get_method(name).needs_public for name in DEMO_PUBLIC_IMAGES)
     assert get_method("feddf").name in DEMO_PUBLIC_IMAGES
-
-
-def test_a_demo_that_would_hold_out_none_for_such_a_method_ends_before_anything_starts(tmp_path: Path) -> None:
-    out, app = tmp_path / "run", typer.Typer()
-    app.command()(demo_command)
-    done = CliRunner().invoke(app, ["--method", "feddf", "--public-images", "0", "--out", str(out)])
-    assert done.exit_code == 2
-    assert "--public-images" in done.output
-    assert not out.exists()

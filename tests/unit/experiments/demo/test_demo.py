@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
 from experiments.data.partition_folders import ClientFolder, Prepared
 from experiments.demo.event_follower import AgentStory, CoordinatorStory, Follower
@@ -24,6 +23,7 @@ from experiments.record import write_record
 from experiments.settings.options import Setting, load_setting, parse_params, root_secret
 from fedcg.learning.networks.initial_weights import complete_spec
 from fedcg.learning.spec import plan_from_mapping
+from tests.support.commands import run_fedcg
 
 FIRST, SECOND, FINAL = "a" * 64, "b" * 64, "c" * 64
 
@@ -262,6 +262,7 @@ def test_the_picture_is_a_png(stories: tuple[list[AgentStory], CoordinatorStory]
         (["--partition", "domain"], "neither"),
         (["--data", "/nowhere/at/all"], "not a folder"),
         (["--clients", "0"], "clients"),
+        (["--method", "feddf", "--public-images", "0"], "--public-images"),
         (["--set", "lr"], "key=value"),
         (["--crop", "32"], "crop: "),
         (["--network", "resnet18@layer9"], "can't be cut after 'layer9'"),
@@ -271,14 +272,8 @@ def test_the_picture_is_a_png(stories: tuple[list[AgentStory], CoordinatorStory]
 def test_bad_options_end_with_code_2_before_anything_starts(
     arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import typer
-
-    from experiments.cli.demo_command import demo_command
-
     monkeypatch.chdir(tmp_path)
-    app = typer.Typer()
-    app.command()(demo_command)
-    result = CliRunner().invoke(app, arguments)
+    result = run_fedcg("demo", *arguments)
     assert result.exit_code == 2
     assert message in result.output.replace("\n", " ")
     assert not list(tmp_path.iterdir())

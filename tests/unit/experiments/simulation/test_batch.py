@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-import typer
 from pydantic import ValidationError
-from typer.testing import CliRunner
+from typer.testing import Result
 
-from experiments.cli.simulate_command import simulate_command
 from experiments.errors import OptionError
 from experiments.simulation import tensorboard as event_files
 from experiments.simulation.batch import (
@@ -26,9 +24,7 @@ from experiments.simulation.batch import (
     save_batch,
 )
 from experiments.simulation.simulation_curves import mean_curve
-
-app = typer.Typer()
-app.command()(simulate_command)
+from tests.support.commands import run_fedcg
 
 
 @pytest.fixture(autouse=True)
@@ -131,8 +127,8 @@ def test_a_setting_recorded_before_an_option_existed_is_the_same_with_its_defaul
 TINY = "--clients 2 --partition iid --images-per-client 40 --rounds 1 --local-epochs 1 --image-size 16 --workers 1"
 
 
-def call(folder: Path, text: str) -> Any:
-    return CliRunner().invoke(app, [*TINY.split(), "--out", str(folder), *text.split()])
+def call(folder: Path, text: str) -> Result:
+    return run_fedcg("simulate", *TINY.split(), "--out", folder, *text.split())
 
 
 def test_without_tensorboard_nothing_is_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,6 +209,11 @@ def test_a_run_whose_server_never_merged_says_so_beside_its_figures(tmp_path: Pa
         ("--crop 65", "crop: "),
         ("--crop 16", "crop: Value error, crops of 16 pixels can miss the whole image; the shorter side has 16"),
         ("--data /nowhere", "nowhere"),
+        ("--generator nope", "no generator 'nope'; there are conv"),
+        ("--discriminator nope", "no discriminator 'nope'; there are conv"),
+        ("--image-size 12", "lenet5_relu needs images of at least 16x16, not 12x12"),
+        ("--codec i4", "--codec"),
+        ("--precision bf16", "needs --device cuda"),
         ("--seed 1 --seeds 0-2", "--seed is one run's root and --seeds those of several"),
         ("--partition domains", "digits: partition by domain: it has no domains"),
         (

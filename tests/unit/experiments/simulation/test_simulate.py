@@ -20,7 +20,6 @@ from experiments.simulation.batch import PlannedRun, RunSetting
 from experiments.simulation.party_builder import roots_of
 from experiments.simulation.simulation_record import FIGURES
 from experiments.simulation.single_run import FAILURES_FILE, FailedRun, Runs, write_failures
-from fedcg.cli import app
 from fedcg.learning.networks.generators import GENERATORS
 from fedcg.learning.networks.initial_weights import complete_spec
 from fedcg.learning.simulation.simulation import simulate
@@ -149,41 +148,12 @@ def test_a_client_with_one_image_is_left_out_and_named_and_the_others_go_on(tmp_
                     Image.new("L", (16, 16), 40 + number if label == "dark" else 200 + number).save(
                         folder / f"{number}.png"
                     )
-    setting = SMALL.model_copy(
-        update={
-            "data": str(tmp_path / "data"),
-            "partition": "domains",
-            "images_per_client": None,
-            "method": "fedsplit",
-            "validation": "test-half",
-            "params": {},
-        }
-    )
+    odd = {"data": str(tmp_path / "data"), "partition": "domains", "images_per_client": None, "validation": "test-half"}
+    setting = SMALL.model_copy(update={**odd, "method": "fedsplit", "params": {}})
     record = simulated(setting, tmp_path / "out")
     failures = {client["id"]: [failure["reason"] for failure in client["failures"]] for client in record["clients"]}
     assert failures == {"client-1": [], "client-2": ["1 training images: at least 2 are needed"] * 2}
     assert record["clients"][0]["accuracy_after"] is not None
-
-
-@pytest.mark.parametrize(("option", "kind"), [("--generator", "generator"), ("--discriminator", "discriminator")])
-def test_an_unknown_network_ends_the_call_before_anything_is_written(
-    option: str, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "out"
-    with pytest.raises(SystemExit) as ended:
-        app.main(args=["simulate", option, "nope", "--out", str(out)], prog_name="fedcg")
-    assert (ended.value.code, out.exists()) == (2, False)
-    assert f"no {kind} 'nope'; there are conv" in capsys.readouterr().err
-
-
-def test_images_too_small_for_the_network_end_the_call_before_anything_is_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "out"
-    with pytest.raises(SystemExit) as ended:
-        app.main(args=["simulate", "--image-size", "12", "--out", str(out)], prog_name="fedcg")
-    assert (ended.value.code, out.exists()) == (2, False)
-    assert "lenet5_relu needs images of at least 16x16, not 12x12" in capsys.readouterr().err
 
 
 def test_a_compact_generator_brings_the_discriminator_of_its_kind() -> None:

@@ -20,7 +20,7 @@ from export.model.preprocess import load_image
 from export.model.runtime import Floats, Model
 from export.model.versions import Slots
 from tests.support.commands import run_fedcg
-from tests.support.export_models import CLASSES, encoded, image_form, install_model, picture, write_images
+from tests.support.export_models import CLASSES, encoded, flip_bit, image_form, install_model, picture, write_images
 
 FORM = image_form()
 Clock = Callable[..., None]
@@ -181,9 +181,7 @@ def test_an_altered_variant_is_found_although_it_is_not_the_one_in_use(
         add_variants(staging, held_out, budget=1.0, threads=1)
 
     version = slots.install(fill)
-    content = bytearray((version / "model-fp16.onnx").read_bytes())
-    content[len(content) // 2] ^= 1
-    (version / "model-fp16.onnx").write_bytes(content)
+    flip_bit(version / "model-fp16.onnx", 1000)
     with pytest.raises(TamperedError, match=r"model-fp16\.onnx"):
         slots.verify(version.name)
 

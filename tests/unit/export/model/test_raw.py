@@ -20,15 +20,9 @@ from export.model.runtime import Model, Predictor
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.parts import Part
 from tests.support.commands import run_fedcg
-from tests.support.export_models import image_form, install_model, make_parts, make_spec, write_images
+from tests.support.export_models import image_form, install_model, make_parts, make_spec, random_pixels, write_images
 
 Parts = Mapping[Part, Mapping[str, torch.Tensor]]
-
-
-def _random_pixels(spec: FederationSpec, count: int) -> np.ndarray:
-    form = spec.image
-    shape = (count, form.height, form.width, form.channels)
-    return np.random.default_rng(3).integers(0, 256, shape, dtype=np.uint8)
 
 
 @pytest.mark.parametrize("mode", ["L", "RGB"])
@@ -43,7 +37,7 @@ def test_a_model_without_preprocessing_takes_normalised_pixels_and_says_so(tmp_p
     told = session.get_modelmeta().custom_metadata_map
     form = json.loads(told["image"])
     assert (told["takes"], form) == ("normalised", json.loads(spec.image.model_dump_json()))
-    pixels = _random_pixels(spec, 3)
+    pixels = random_pixels(spec.image, 3)
     mean, std = (np.array(form[name], dtype=np.float32) for name in ("mean", "std"))
     by_hand = ((pixels.astype(np.float32) / 255 - mean) / std).transpose(0, 3, 1, 2)
     [logits] = session.run(["logits"], {"input": by_hand})
@@ -62,7 +56,7 @@ def test_a_manifest_that_says_another_thing_of_the_preprocessing_is_refused(
         directory = install_model(tmp_path, takes=takes)
         manifest = read_manifest(directory)
         assert manifest.takes == takes
-        assert Model.load(directory).predict(_random_pixels(spec, 2)).shape == (2, 3)
+        assert Model.load(directory).predict(random_pixels(spec.image, 2)).shape == (2, 3)
         write_manifest(directory, manifest.model_copy(update={"takes": other}))
         with pytest.raises(ManifestError, match=r"takes .*; expected"):
             Model.load(directory)

@@ -26,6 +26,7 @@ from export.model.manifest import (
 )
 from export.model.versions import POINTER_NAME, Slots, resolve
 from fedcg.imaging import ImageForm
+from tests.support.export_models import flip_bit
 
 
 def _manifest(content: bytes, round_number: int = 1) -> Manifest:
@@ -53,13 +54,6 @@ def _filler(content: bytes) -> Callable[[Path], None]:
 
 def _names(slots: Slots) -> list[str]:
     return [version.name for version in slots.versions()]
-
-
-def _damage(directory: Path) -> None:
-    path = directory / "model.onnx"
-    content = bytearray(path.read_bytes())
-    content[0] ^= 1
-    path.write_bytes(bytes(content))
 
 
 @pytest.fixture
@@ -153,7 +147,7 @@ def test_rolling_back_returns_step_by_step_to_what_was_in_use(slots: Slots) -> N
 def test_rolling_back_skips_a_damaged_version(slots: Slots) -> None:
     for content in (b"one", b"two", b"three"):
         slots.install(_filler(content))
-    _damage(slots.root / "0002")
+    flip_bit(slots.root / "0002" / "model.onnx", 0)
     assert slots.rollback().name == "0001"
 
 
@@ -162,7 +156,7 @@ def test_a_version_can_be_chosen_and_a_damaged_or_unknown_one_cannot(slots: Slot
         slots.install(_filler(content))
     assert slots.use("0001").name == "0001"
     assert slots.rollback().name == "0003"
-    _damage(slots.root / "0002")
+    flip_bit(slots.root / "0002" / "model.onnx", 0)
     with pytest.raises(TamperedError, match="0002"):
         slots.use("0002")
     with pytest.raises(SlotError, match="0001, 0002, 0003"):

@@ -15,7 +15,7 @@ from export.serving.drift_watch import Verdict
 from export.serving.live_model import ServedModel
 from fedcg.wire.messages.signing import SigningKey
 from tests.support.commands import run_fedcg
-from tests.support.export_models import encoded, picture
+from tests.support.export_models import encoded, flip_bit, picture
 from tests.support.serving import PNG, install_versions, serving
 
 Alter = Callable[[Path, Path], None]
@@ -39,12 +39,6 @@ def root(home: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(home / "models", tmp_path / "models"))
 
 
-def _flip(path: Path, position: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[position] ^= 1
-    path.write_bytes(bytes(content))
-
-
 def _of_another_federation(directory: Path, home: Path) -> None:
     write_manifest(directory, read_manifest(directory).model_copy(update={"federation": "meadow"}))
     sign_manifest(directory, home / "own.key")
@@ -55,8 +49,8 @@ def _of_another_box(directory: Path, home: Path) -> None:
 
 
 ALTERED: tuple[tuple[Alter, str], ...] = (
-    (lambda directory, _: _flip(directory / "model.onnx", 1000), "the bytes are not the ones"),
-    (lambda directory, _: _flip(directory / "manifest.json", -8), "one of them was altered"),
+    (lambda directory, _: flip_bit(directory / "model.onnx", 1000), "the bytes are not the ones"),
+    (lambda directory, _: flip_bit(directory / "manifest.json", -8), "one of them was altered"),
     (lambda directory, _: (directory / "manifest.sig").unlink(), "the model is not signed"),
     (_of_another_box, "the model of another box"),
     (_of_another_federation, "a model of federation meadow, and this server serves garden"),
@@ -86,7 +80,7 @@ def test_over_http_each_refused_version_is_told_and_the_last_good_one_goes_on_an
 
 
 def test_a_server_begins_without_a_model_rather_than_with_one_that_is_not_signed(home: Path, root: Path) -> None:
-    _flip(root / "0001" / "manifest.json", -8)
+    flip_bit(root / "0001" / "manifest.json", -8)
     models = ServedModel(root, threads=1, warm_up=(1,), accept=required(str(home / "own.key")))
     models.refresh()
     assert models.current is None

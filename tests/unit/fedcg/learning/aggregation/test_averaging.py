@@ -56,17 +56,6 @@ def test_updates_are_streamed_in_client_id_order_whatever_order_they_came_in() -
     assert merged.label_counts == {"a": (1, 0), "b": (1, 0)}
 
 
-def test_an_update_counts_by_the_examples_it_reports() -> None:
-    # (1 * 8 + 3 * 4) / 4 = 5; unweighted it would be 6
-    updates = {
-        name: Update(name, {Part.CLASSIFIER: {"w": torch.tensor([value])}}, examples)
-        for name, value, examples in (("a", 8.0, 1), ("b", 4.0, 3))
-    }
-    merged = average_updates({"a": lambda: updates["a"], "b": lambda: updates["b"]}, frozenset({Part.CLASSIFIER}))
-    assert merged.parts[Part.CLASSIFIER]["w"].tolist() == [5.0]
-    assert merged.examples == {"a": 1, "b": 3}
-
-
 UPDATES = {
     name: Update(name, {Part.CLASSIFIER: {"w": torch.tensor([value]), "n": torch.tensor(count)}}, examples)
     for name, value, count, examples in (("a", 1e8, 4, 3), ("b", 0.1, 9, 5), ("c", -1e8, 2, 3))

@@ -127,31 +127,33 @@ def update(client: str, examples: int = 1, counts: tuple[int, ...] = (1, 1, 1)) 
     return Update(client, parts, examples, counts)
 
 
-def test_fedcg_student_settles_where_the_divergence_from_teacher_to_student_is_least(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({"a": (1, PATTERN.repeat(600, 1))}, ARITHMETIC),
+        # sizes 1 and 3, logits (4, 0, 0) and (0, 4, 0): softmax (1, 3, 0) = (e, e^3, 1) / (e + e^3 + 1)
+        # = (2.7183, 20.0855, 1) / 23.8038 = (0.1142, 0.8438, 0.0420); unweighted (0.4683, 0.4683, 0.0634)
+        (
+            {
+                "a": (1, torch.tensor([[4.0, 0, 0]]).repeat(2400, 1)),
+                "b": (3, torch.tensor([[0, 4.0, 0]]).repeat(2400, 1)),
+            },
+            (0.1142, 0.8438, 0.0420),
+        ),
+    ],
+    ids=["the direction of the divergence", "weights by examples"],
+)
+def test_fedcg_student_settles_where_the_divergence_from_the_weighted_ensemble_is_least(
+    monkeypatch: pytest.MonkeyPatch, said: Mapping[str, tuple[int, torch.Tensor]], expected: tuple[float, ...]
 ) -> None:
-    student = Pair(Constant(3), Identity())
-    monkeypatch.setattr(distillation, "load_pair", lambda parts, ctx: student)
-    spill = MemorySpill()
-    spill.put("a", {"logits": PATTERN.repeat(600, 1)})
-    aggregator = EnsembleAggregator(SETTINGS, stub_context(), spill)
-    monkeypatch.setattr(Pair, "weights", lambda self: {})
-    aggregator.finish({"a": lambda: update("a")})
-    assert settled(student) == pytest.approx(ARITHMETIC, abs=0.02)
-
-
-def test_fedcg_ensemble_of_a_round_weights_logits_by_the_examples_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    # sizes 1 and 3, logits (4, 0, 0) and (0, 4, 0): softmax (1, 3, 0) = (e, e^3, 1) / (e + e^3 + 1)
-    # = (2.7183, 20.0855, 1) / 23.8038 = (0.1142, 0.8438, 0.0420); unweighted (0.4683, 0.4683, 0.0634)
-    student = Pair(Constant(3), Identity())
+    student, spill = Pair(Constant(3), Identity()), MemorySpill()
     monkeypatch.setattr(distillation, "load_pair", lambda parts, ctx: student)
     monkeypatch.setattr(Pair, "weights", lambda self: {})
-    spill = MemorySpill()
-    spill.put("a", {"logits": torch.tensor([[4.0, 0.0, 0.0]]).expand(2400, -1)})
-    spill.put("b", {"logits": torch.tensor([[0.0, 4.0, 0.0]]).expand(2400, -1)})
+    for client, (_, logits) in said.items():
+        spill.put(client, {"logits": logits})
     aggregator = EnsembleAggregator(SETTINGS, stub_context(), spill)
-    aggregator.finish({"a": lambda: update("a", 1), "b": lambda: update("b", 3)})
-    assert settled(student) == pytest.approx((0.1142, 0.8438, 0.0420), abs=0.02)
+    aggregator.finish({client: partial(update, client, examples) for client, (examples, _) in said.items()})
+    assert settled(student) == pytest.approx(expected, abs=0.02)
 
 
 def test_fedmd_cg_student_settles_where_the_divergence_from_student_to_teacher_is_least() -> None:
@@ -376,13 +378,8 @@ def stub_round(
         name: Update(name, {part: {"w": torch.tensor([tag])} for part in SHARED}, sum(mine), mine)
         for name, tag, mine in (("a", 1.0, counts[0]), ("b", 2.0, counts[1]))
     }
-    aggregator = CrossedAggregator(
-        settings,
-        Crossing(bank, exact_clients, Divergence()),
-        ServerState(Aggregate({}, last)),
-        stub_context(),
-        MemorySpill(),
-    )
+    crossing, state = Crossing(bank, exact_clients, Divergence()), ServerState(Aggregate({}, last))
+    aggregator = CrossedAggregator(settings, crossing, state, stub_context(), MemorySpill())
     for one in updates.values():
         aggregator.add(one)
     aggregator.finish({name: partial(updates.__getitem__, name) for name in updates})
@@ -426,13 +423,8 @@ def test_the_published_label_distribution_is_that_of_this_rounds_counts(bank: st
     ctx, _ = real_pairs(1)
     parts = {part: initial_parts(ctx.spec, b"x")[part] for part in SHARED}
     updates = {"a": Update("a", parts, 4, (4, 0, 0)), "b": Update("b", parts, 4, (0, 3, 1))}
-    aggregator = CrossedAggregator(
-        Distillation(2, 6, 1e-3, 0.0),
-        Crossing(bank, 32, Divergence()),
-        ServerState(Aggregate(parts, (1.0, 0.0, 0.0))),
-        ctx,
-        MemorySpill(),
-    )
+    crossing, state = Crossing(bank, 32, Divergence()), ServerState(Aggregate(parts, (1.0, 0.0, 0.0)))
+    aggregator = CrossedAggregator(Distillation(2, 6, 1e-3, 0.0), crossing, state, ctx, MemorySpill())
     for one in updates.values():
         aggregator.add(one)
     aggregate, _ = aggregator.finish({name: partial(updates.__getitem__, name) for name in updates})
@@ -448,13 +440,8 @@ def test_fedmd_cg_refuses_a_client_that_does_not_tell_its_label_counts() -> None
     ctx, _ = real_pairs(1)
     parts = {part: initial_parts(ctx.spec, b"x")[part] for part in SHARED}
     silent = Update("quiet", parts, 4)
-    aggregator = CrossedAggregator(
-        Distillation(2, 6, 1e-3, 0.0),
-        Crossing("exact", 32, Divergence()),
-        ServerState(Aggregate(parts)),
-        ctx,
-        MemorySpill(),
-    )
+    crossing, state = Crossing("exact", 32, Divergence()), ServerState(Aggregate(parts))
+    aggregator = CrossedAggregator(Distillation(2, 6, 1e-3, 0.0), crossing, state, ctx, MemorySpill())
     with pytest.raises(ValueError, match="none from quiet"):
         aggregator.finish({"quiet": lambda: silent})
 

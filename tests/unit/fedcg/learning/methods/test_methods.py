@@ -13,13 +13,11 @@ from torch import nn
 
 from fedcg.learning.aggregation.averaging import average_updates
 from fedcg.learning.errors import DataError, UnknownMethodError
-from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import Aggregate, DivergedError, LabelCounts, LocalResult, TrainingParams
 from fedcg.learning.methods import fedcg, fedmd_cg
-from fedcg.learning.networks import build_part, load_part
+from fedcg.learning.networks import load_part
 from fedcg.learning.networks.initial_weights import initial_parts, shadow_spec
 from fedcg.learning.registry import get_method, method_names
-from fedcg.learning.seeds import Streams
 from fedcg.learning.simulation.simulation import update_of
 from fedcg.learning.simulation.tasks import MemorySpill
 from fedcg.learning.spec import ParameterValue
@@ -30,7 +28,6 @@ from fedcg.learning.training.training_loop import (
     FeatureSource,
     Penalty,
     extract_features,
-    image_blocks,
     index_blocks,
     steps_of,
     train_classifier,
@@ -157,16 +154,6 @@ def test_steps_override_epochs_and_an_odd_last_batch_counts() -> None:
     assert steps_of(TrainingParams(epochs=3, batch_size=8, steps=5), 26) == 5
     blocks = list(index_blocks(26, 8, 6, torch.Generator().manual_seed(0)))
     assert [len(block) for block in blocks] == [26, 16]
-
-
-def test_augmentation_mirrors_about_half_of_the_images_and_only_when_asked() -> None:
-    data = ImageSet(torch.zeros(400, 1, 16, 16, dtype=torch.uint8), torch.zeros(400, dtype=torch.int64), ("a", "b"))
-    data.images[..., 0] = 255
-    for flip, expected in ((True, 200), (False, 0)):
-        spec = quick_spec("local", augment_flip=flip)
-        (block,) = image_blocks(data, spec, 8, 50, Streams(b"x"))
-        mirrored = (block.images[:, 0, 0, -1] > 0).sum().item()
-        assert mirrored == pytest.approx(expected, abs=50 if flip else 0)
 
 
 def test_fedcg_loads_both_shared_parts_and_fedmd_cg_only_the_classifier() -> None:
@@ -557,16 +544,3 @@ def test_progress_tells_every_phase_of_a_round() -> None:
     merge.finish({"a": lambda: update_of("a", result)})
     assert set(seen) == {"classify", "generate", "teacher", "distil"}
     assert all(steps[-1][0] == steps[-1][1] for steps in seen.values())
-
-
-def test_features_drawn_block_by_block_are_those_computed_for_all_images_beforehand() -> None:
-    data = bright_images(40, seed=1)
-    spec = quick_spec("fedmd_cg", augment_flip=True)
-    extractor = build_part(spec, Part.EXTRACTOR, torch.Generator().manual_seed(3))
-    index = torch.tensor([5, 0, 5, 31])
-    sources = [FeatureSource(extractor, data, spec, draws) for draws in (4, 1000)]
-    (drawn, labels), (kept, same) = (source.rows(index, Augmenter(spec, Streams(b"1"))) for source in sources)
-    torch.testing.assert_close(drawn, kept)
-    assert labels.tolist() == same.tolist() == data.labels[index].tolist()
-    mirrored_otherwise = sources[0].rows(index, Augmenter(spec, Streams(b"2")))[0]
-    assert not torch.allclose(drawn, mirrored_otherwise)

@@ -136,6 +136,16 @@ def test_the_documented_split_trains_repeatably_with_its_dropout_and_is_exported
     assert verify(tmp_path / "model.onnx", spec, results[0].private.parts, [], []).top1_agreement == 1.0
 
 
+def split(extractor: str = "extractor", half: str = "classifier", kind: str = "NON_NEGATIVE") -> str:
+    """Code of a split with this extractor, classifier and range of features."""
+    return f"def make(): return Split({extractor}, {half}, FeatureRange.{kind})"
+
+
+def own(method: str, extractor: str = "extractor") -> str:
+    """Code of a split whose classifier is a linear layer with a method of its own."""
+    return f"class Own(nn.Linear):\n    {method}\n{split(extractor, 'lambda s, c: Own(6, c)')}"
+
+
 @pytest.mark.parametrize(
     ("code", "problem"),
     [
@@ -145,71 +155,39 @@ def test_the_documented_split_trains_repeatably_with_its_dropout_and_is_exported
         ("def make(): return (extractor, classifier)", "must return a fedcg.learning.networks.Split, not a tuple"),
         ("def make(): return Split(extractor, classifier, 'unit')", "feature_range must be a FeatureRange, not 'unit'"),
         (
-            "def make(): return Split(lambda c: nn.Flatten(), classifier, FeatureRange.UNIT)",
-            r"the extractor gives features from -\d.* to .*, but its feature_range is unit",
+            split("lambda c: nn.Flatten()", kind="UNIT"),
+            r"gives features from -\d.* to .*, but its feature_range is unit",
         ),
         (
-            (
-                "def make(): return Split(lambda c: nn.Sequential(extractor(c), nn.Tanh(), nn.Linear(6, 6)), classifier, "
-                "FeatureRange.NON_NEGATIVE)"
-            ),
+            split("lambda c: nn.Sequential(extractor(c), nn.Tanh(), nn.Linear(6, 6))"),
             "the extractor gives features from -",
         ),
+        (split(half="lambda s, c: nn.Linear(6, c + 1)"), r"the classifier makes \[3, 4\] of \[3, 6\], not \[3, 3\]"),
         (
-            "def make(): return Split(extractor, lambda s, c: nn.Linear(6, c + 1), FeatureRange.NON_NEGATIVE)",
-            r"the classifier makes \[3, 4\] of \[3, 6\], not \[3, 3\]",
-        ),
-        (
-            "def make(): return Split(extractor, lambda s, c: nn.Linear(7, c), FeatureRange.NON_NEGATIVE)",
+            split(half="lambda s, c: nn.Linear(7, c)"),
             "the classifier can't run on a batch of random images: RuntimeError",
         ),
+        (split(half="lambda s, c: nn.Flatten()"), "the classifier has no parameters"),
+        (split("lambda c: extractor(c).double()"), r"the extractor has 1\.weight of type torch\.float64"),
+        (split("lambda c: 3"), r"the extractor is a int, not a torch\.nn\.Module"),
+        (split("lambda c: c / 0"), "the extractor can't be built: ZeroDivisionError"),
         (
-            "def make(): return Split(extractor, lambda s, c: nn.Flatten(), FeatureRange.NON_NEGATIVE)",
-            "the classifier has no parameters",
-        ),
-        (
-            "def make(): return Split(lambda c: extractor(c).double(), classifier, FeatureRange.NON_NEGATIVE)",
-            r"the extractor has 1\.weight of type torch\.float64",
-        ),
-        (
-            "def make(): return Split(lambda c: 3, classifier, FeatureRange.NON_NEGATIVE)",
-            r"the extractor is a int, not a torch\.nn\.Module",
-        ),
-        (
-            "def make(): return Split(lambda c: c / 0, classifier, FeatureRange.NON_NEGATIVE)",
-            "the extractor can't be built: ZeroDivisionError",
-        ),
-        (
-            (
-                "class Own(nn.Linear):\n"
-                "    def __init__(self): super().__init__(6, 3); nn.init.constant_(self.weight, random.random())\n"
-                "def make(): return Split(extractor, lambda s, c: Own(), FeatureRange.NON_NEGATIVE)"
-            ),
+            own("def __init__(self, *_): super().__init__(6, 3); nn.init.constant_(self.weight, random.random())"),
             "the classifier starts with other values in weight at every build",
         ),
         (
-            (
-                "class Own(nn.Linear):\n"
-                "    def forward(self, x): return super().forward(x - x.mean(0))\n"
-                "def make(): return Split(extractor, lambda s, c: Own(6, c), FeatureRange.NON_NEGATIVE)"
-            ),
+            own("def forward(self, x): return super().forward(x - x.mean(0))"),
             "the classifier gives a row other values alone than in a batch",
         ),
         (
-            (
-                "class Own(nn.Linear):\n"
-                "    def forward(self, x): return super().forward(x).detach()\n"
-                "def make(): return Split(lambda c: extractor(c).requires_grad_(False), lambda s, c: Own(6, c), "
-                "FeatureRange.NON_NEGATIVE)"
+            own(
+                "def forward(self, x): return super().forward(x).detach()",
+                "lambda c: extractor(c).requires_grad_(False)",
             ),
             "the pair can't run on a batch of random images: RuntimeError",
         ),
         (
-            (
-                "class Own(nn.Linear):\n"
-                "    def __init__(self): super().__init__(6, 3); nn.init.constant_(self.bias, float('nan'))\n"
-                "def make(): return Split(extractor, lambda s, c: Own(), FeatureRange.NON_NEGATIVE)"
-            ),
+            own("def __init__(self, *_): super().__init__(6, 3); nn.init.constant_(self.bias, float('nan'))"),
             "the classifier starts with values in bias that are not finite",
         ),
     ],
@@ -226,13 +204,9 @@ def test_what_is_wrong_with_a_split_is_said_with_its_name(
 def test_values_that_a_module_computes_for_itself_survive_loading(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code = (
-        "class Shift(nn.Linear):\n"
-        "    def __init__(self, classes):\n"
-        "        super().__init__(6, classes)\n"
-        "        self.register_buffer('table', torch.arange(6.0), persistent=False)\n"
-        "    def forward(self, x): return super().forward(x + self.table)\n"
-        "def make(): return Split(extractor, lambda s, c: Shift(c), FeatureRange.NON_NEGATIVE)\n"
+    code = own(
+        "def __init__(self, *_): super().__init__(6, 3); self.register_buffer('table', torch.arange(6.0), persistent=False)\n"
+        "    def forward(self, x): return super().forward(x + self.table)"
     )
     (folder / "table_split.py").write_text(PRELUDE + code)
     monkeypatch.setenv(ALLOW_VARIABLE, "table_split:make")

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-import typer
 from torch import nn
-from typer.testing import CliRunner
 
-from experiments.cli.simulate_command import simulate_command
 from fedcg.learning.method import Precision, RoundContext, Update, Weights
 from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
 from fedcg.learning.registry import get_method
@@ -66,11 +62,3 @@ def test_a_round_in_bfloat16_learns_as_in_float32_and_keeps_weights_in_float32(m
         assert not same(weights, rough[key])
         for name, tensor in weights.items():
             assert rough[key][name].dtype == tensor.dtype
-
-
-def test_bfloat16_without_a_card_is_refused(tmp_path: Path) -> None:
-    app = typer.Typer()
-    app.command()(simulate_command)
-    refused = CliRunner().invoke(app, ["--precision", "bf16", "--out", str(tmp_path / "out")])
-    assert refused.exit_code == 2
-    assert "needs --device cuda" in refused.output
