@@ -8,7 +8,7 @@ from collections import Counter
 from fedcg.event_log import EventLog
 from fedcg.wire.errors import WireError
 
-ALWAYS_TOLD = (
+ALWAYS_REPORTED = (
     50  # of each reason and device; afterwards only when their number has doubled: a flood must not fill the disk
 )
 
@@ -57,9 +57,9 @@ class Refusals:
         with self._lock:
             self._counts[device, reason] += 1
             count = self._counts[device, reason]
-        is_told = count <= ALWAYS_TOLD or count & (count - 1) == 0
-        if is_told:
+        is_reported = count <= ALWAYS_REPORTED or count & (count - 1) == 0
+        if is_reported:
             self._events.write(
                 "refused", what=what[:MAX_TEXT], reason=reason, detail=str(error)[:MAX_TEXT], count=count
             )
-        return is_told
+        return is_reported

@@ -16,7 +16,7 @@ from fastapi import FastAPI
 
 from coordinator.http.operator_api import router
 from coordinator.service.service import TICK_S, Service
-from coordinator.service.service_context import Setup
+from coordinator.service.service_context import ServiceContext
 from fedcg.disk_errors import advice_for
 
 THREADS = 4
@@ -29,7 +29,7 @@ Beside = Callable[[Service], AbstractAsyncContextManager[None]]
 
 
 def create_app(
-    setup: Setup,
+    context: ServiceContext,
     request_exit: RequestExit,
     *,
     exit_when_finished: bool,
@@ -38,7 +38,7 @@ def create_app(
     """The application of one coordinator.
 
     Args:
-        setup: what the service is given.
+        context: what the service is given.
         request_exit: called to end the process with an exit code, when the service fails or has nothing more to do.
         exit_when_finished: end after the last round, once the devices have left (or a minute later).
         beside: runs beside the service, for as long as it works.
@@ -47,12 +47,12 @@ def create_app(
     @asynccontextmanager
     async def life(application: FastAPI) -> AsyncIterator[None]:
         loop, thread = asyncio.get_running_loop(), ThreadPoolExecutor(1, "service")
-        service = await loop.run_in_executor(thread, _started, setup)
+        service = await loop.run_in_executor(thread, _started, context)
         application.state.service = service
-        application.state.setup = setup
+        application.state.context = context
         anyio.to_thread.current_default_thread_limiter().total_tokens = THREADS
         work = loop.run_in_executor(thread, service.run)
-        work.add_done_callback(partial(_ended, request_exit, setup.artifacts.root))
+        work.add_done_callback(partial(_ended, request_exit, context.artifacts.root))
         leaving = asyncio.create_task(_leave(service, request_exit)) if exit_when_finished else None
         try:
             async with beside(service):
@@ -75,8 +75,8 @@ def create_app(
     return application
 
 
-def _started(setup: Setup) -> Service:
-    service = Service(setup)
+def _started(context: ServiceContext) -> Service:
+    service = Service(context)
     service.start()
     return service
 

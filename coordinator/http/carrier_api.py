@@ -145,10 +145,10 @@ class _Transfers:
         """Whole chunks or any other range of the spec or of an aggregate."""
         device = await self._members.device(request)
         self._members.check_room(device)
-        if not self._service.library.allows(artifact):
+        if not self._service.published.allows(artifact):
             raise RefusedError(f"there is no artifact {artifact} to fetch", status=404)
         try:
-            source = await anyio.to_thread.run_sync(self._service.library.source, artifact, limiter=self._threads)
+            source = await anyio.to_thread.run_sync(self._service.published.source, artifact, limiter=self._threads)
         except (IntegrityError, OSError):
             log.exception("%s asked for artifact %s, which can't be read", device, artifact)
             raise RefusedError("the artifact can't be read; the coordinator's log says why", status=500) from None

@@ -11,7 +11,7 @@ class Cohorts:
     def __init__(self) -> None:
         self._marks: dict[str, str | None] = {}
 
-    def hear(self, device: str, mark: str | None) -> tuple[str, ...]:
+    def note(self, device: str, mark: str | None) -> tuple[str, ...]:
         """Note a device's mark, None for a device without a secret; the devices that have another one."""
         self._marks[device] = mark
         return tuple(sorted(name for name, other in self._marks.items() if other != mark))

@@ -32,7 +32,7 @@ class LineLimit:
         return event not in LIMITED_EVENTS or self._lines.take(client)
 
 
-class FloodGate:
+class FloodLimits:
     """Decides, on the transport's thread, which messages of a device are looked at.
 
     Args:

@@ -123,7 +123,7 @@ class Sessions:
         return None if known is None else known.session.stamp(message)
 
 
-class Ingest:
+class MessageChecks:
     """Checks deliveries.
 
     Args:

@@ -166,7 +166,7 @@ class Publisher:
         )
         return self._publish(self._topics.down_control(device), self._seal(message))
 
-    def turn_away(self, device: str, hello: Hello) -> bool:
+    def refuse_hello(self, device: str, hello: Hello) -> bool:
         """Answer a hello of versions that are not spoken here."""
         message = Refusal(
             **self._to(device),

@@ -234,8 +234,8 @@ def _link_changed(state: RoundState, event: LinkChanged, now: float) -> Step:
     if since is None or state.phase is not Phase.COLLECTING:
         return _open_if_enough(state, now)
     down_s = max(0.0, now - since)
-    told = f"no link to the broker for {down_s:.0f} s" if down_s >= 1.0 else ""
-    return _move_deadline(state, state.deadline_at + down_s, told)
+    reason = f"no link to the broker for {down_s:.0f} s" if down_s >= 1.0 else ""
+    return _move_deadline(state, state.deadline_at + down_s, reason)
 
 
 def _accepted(state: RoundState, event: Accepted, now: float) -> Step:
@@ -369,8 +369,8 @@ def _run_out(state: RoundState, now: float) -> Step:
     )
     could = len((state.participants - state.declined) & there) >= needed and state.candidates <= state.participants
     if len(state.answered) < needed and could:
-        told = f"only {len(state.answered)} of {needed} needed clients have answered; missing: {missing}"
-        return _move_deadline(state, now + state.policy.deadline_s, told)
+        reason = f"only {len(state.answered)} of {needed} needed clients have answered; missing: {missing}"
+        return _move_deadline(state, now + state.policy.deadline_s, reason)
     got = f"only {len(state.updates)} of {needed} needed updates came before the deadline; missing: {missing}"
     return _fail(state, got, now, counts=len(state.answered & there) >= needed)
 

@@ -9,7 +9,7 @@ from coordinator.rounds.pacing import Accepted
 from coordinator.rounds.records import ParticipantState
 from coordinator.rounds.round_engine import Phase, UpdateRefused
 from coordinator.service.round_driver import RoundDriver
-from coordinator.service.service_context import Setup
+from coordinator.service.service_context import ServiceContext
 from coordinator.updates.receiver import Receiver
 from fedcg.wire.messages.messages import Accept, Decline, RoundAttempt
 
@@ -20,14 +20,16 @@ class Invitations:
     """Keeps the answers of devices to their invitations.
 
     Args:
-        setup: what the service was given.
+        context: what the service was given.
         round_driver: drives the rounds.
         publisher: publishes.
         receiver: knows whose update is under way.
     """
 
-    def __init__(self, setup: Setup, round_driver: RoundDriver, publisher: Publisher, receiver: Receiver) -> None:
-        self._setup = setup
+    def __init__(
+        self, context: ServiceContext, round_driver: RoundDriver, publisher: Publisher, receiver: Receiver
+    ) -> None:
+        self._context = context
         self._round_driver = round_driver
         self._publisher = publisher
         self._receiver = receiver
@@ -48,9 +50,9 @@ class Invitations:
         declined = isinstance(answer, Decline)
         participant = ParticipantState.DECLINED if declined else ParticipantState.ACCEPTED
         reason = answer.reason.value if isinstance(answer, Decline) else ""
-        key = (self._setup.federation.id, answer.round, answer.attempt)
-        self._setup.store.answer(key, device, participant, reason)
-        self._setup.events.write(
+        key = (self._context.federation.id, answer.round, answer.attempt)
+        self._context.store.answer(key, device, participant, reason)
+        self._context.events.write(
             participant.value, client=device, round=answer.round, attempt=answer.attempt, reason=reason
         )
         if declined:

@@ -14,13 +14,13 @@ from coordinator.broker.access_lists import RELOAD_BY_HAND
 from coordinator.errors import BrokerError
 from coordinator.messaging.cohort_marks import Cohorts
 from coordinator.messaging.flood_limits import FLOOD_PER_S, SILENCE_S
-from coordinator.messaging.message_checks import Ingest
+from coordinator.messaging.message_checks import MessageChecks
 from coordinator.messaging.publisher import Publisher
 from coordinator.rounds.pacing import Expected
 from coordinator.rounds.records import DeviceState, ParticipantState
 from coordinator.rounds.round_engine import Departed, Phase
 from coordinator.service.round_driver import RoundDriver
-from coordinator.service.service_context import Setup
+from coordinator.service.service_context import ServiceContext
 from coordinator.updates.receiver import Receiver
 
 REFRESH_S = 2.0
@@ -31,12 +31,12 @@ RunInBackground = Callable[[Callable[[], object]], None]
 log = logging.getLogger(__name__)
 
 
-class Membership:
+class MemberRefresh:
     """Keeps the service's view of its devices.
 
     Args:
-        setup: what the service was given.
-        ingest: holds the keys that count.
+        context: what the service was given.
+        message_checks: holds the keys that count.
         receiver: holds what devices are sending.
         round_driver: drives the rounds.
         publisher: publishes.
@@ -46,16 +46,16 @@ class Membership:
 
     def __init__(
         self,
-        setup: Setup,
-        ingest: Ingest,
+        context: ServiceContext,
+        message_checks: MessageChecks,
         receiver: Receiver,
         round_driver: RoundDriver,
         publisher: Publisher,
         cohorts: Cohorts,
         run_in_background: RunInBackground,
     ) -> None:
-        self._setup = setup
-        self._ingest = ingest
+        self._context = context
+        self._message_checks = message_checks
         self._receiver = receiver
         self._round_driver = round_driver
         self._publisher = publisher
@@ -72,24 +72,24 @@ class Membership:
     def refresh(self) -> None:
         """Learn who may take part now; a device that may not any more is waited for no longer."""
         self._read_at = time.monotonic()
-        members = self._setup.store.members()
+        members = self._context.store.members()
         self._round_driver.apply(Expected(frozenset(member.id for member in members)))
-        for device in sorted(self._ingest.learn_keys((member.id, member.public_key) for member in members)):
-            self._setup.events.write("departed", client=device)
+        for device in sorted(self._message_checks.learn_keys((member.id, member.public_key) for member in members)):
+            self._context.events.write("departed", client=device)
             self._cohorts.forget(device)
             self._departed(device)
 
     def drop_strangers(self) -> None:
         """After a restart: who departed while nobody looked holds up no round."""
         for device in sorted(self._round_driver.state.outstanding):
-            if not self._ingest.knows(device):
+            if not self._message_checks.knows(device):
                 self._departed(device)
 
     def leaves(self, device: str) -> None:
         """A device leaves for good: durable first, then confirmed; its access at the broker ends a little later."""
-        ended = partial(self._setup.store.register.end_membership, device, DeviceState.LEFT, "it left")
-        if ended(self._setup.clock()):
-            self._setup.events.write("left", client=device)
+        ended = partial(self._context.store.register.end_membership, device, DeviceState.LEFT, "it left")
+        if ended(self._context.clock()):
+            self._context.events.write("left", client=device)
             self._shut_out_at = time.monotonic() + FAREWELL_S
         self._publisher.left(device)
 
@@ -108,10 +108,10 @@ class Membership:
         before, self._silenced = self._silenced, silenced
         reason = f"it sent more than {FLOOD_PER_S:.0f} messages a second for some seconds"
         for device in sorted(before - silenced):
-            self._setup.events.write("silence_ended", client=device)
+            self._context.events.write("silence_ended", client=device)
         for device in sorted(silenced - before):
             log.warning("%s is silenced for %.0f minutes: %s", device, SILENCE_S / 60, reason)
-            self._setup.events.write("silenced", client=device, seconds=SILENCE_S, reason=reason)
+            self._context.events.write("silenced", client=device, seconds=SILENCE_S, reason=reason)
             self._departed(device, "the device is silenced: " + reason)
         self._run_in_background(partial(self._apply_silence, before ^ silenced))
 
@@ -130,12 +130,12 @@ class Membership:
 
     def _publish(self) -> bool:
         """Have the broker apply who may take part; waits for the lock of the members."""
-        return self._setup.publish_access(self._silenced)
+        return self._context.publish_access(self._silenced)
 
     def _departed(self, device: str, reason: str = "the device is no member any more") -> None:
         state = self._round_driver.state
         self._receiver.forget(device)
         if state.phase is Phase.COLLECTING and device in state.outstanding:
-            key = (self._setup.federation.id, state.round, state.attempt)
-            self._setup.store.answer(key, device, ParticipantState.DECLINED, reason)
+            key = (self._context.federation.id, state.round, state.attempt)
+            self._context.store.answer(key, device, ParticipantState.DECLINED, reason)
         self._round_driver.apply(Departed(device))

@@ -51,7 +51,7 @@ MakeWorker = Callable[[WorkerSettings, Callable[[Reply | Exited], None]], Worker
 
 
 @dataclass(frozen=True)
-class Setup:
+class ServiceContext:
     """The surroundings of a service.
 
     Attributes:

@@ -10,7 +10,7 @@ from fedcg.wire.transfer.chunk_sender import ChunkFile, file_ref
 OPEN_FILES = 8  # the spec and the newest aggregates; others are opened again when a device asks
 
 
-class Library:
+class PublishedArtifacts:
     """Says how artifacts are announced, and gives the sender something to read chunks from; holds none in memory.
 
     Args:

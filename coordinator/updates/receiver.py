@@ -93,7 +93,7 @@ class Receiver:
         self._bytes = 0
         self._filled = threading.Condition()
         self._closing = False
-        self._heard: dict[str, float] = {}
+        self._last_seen: dict[str, float] = {}
         self._frames: dict[str, int] = {}  # that each device may send now
         self._thread = threading.Thread(target=self._run, name="receiver", daemon=True)
         self._collected_at = float("-inf")
@@ -159,9 +159,9 @@ class Receiver:
         """Whether an update of a device is under way."""
         return self._uploads.manifest(device) is not None
 
-    def heard_at(self, device: str) -> float:
+    def last_seen_at(self, device: str) -> float:
         """When a valid chunk of a device came last, in monotonic seconds."""
-        return self._heard.get(device, float("-inf"))
+        return self._last_seen.get(device, float("-inf"))
 
     def _ask(self, work: Callable[[], ResultT], size: int = 0) -> Future[ResultT]:
         answer: Future[ResultT] = Future()
@@ -273,7 +273,7 @@ class Receiver:
             self.dropped += 1
             return
         self._guarded(device, manifest, lambda: self._follow(self._uploads.feed(device, chunk, now)))
-        self._heard[device] = now
+        self._last_seen[device] = now
         for grant in self._uploads.held_back(now):
             self._follow(grant)
 
@@ -342,7 +342,7 @@ class Receiver:
     def _finish(self, device: str, manifest: Manifest, outcome: Outcome, reason: str) -> bool:
         """Forget an upload that is not merged and send its receipt; whether that was worth a line."""
         self._end(device)
-        is_told = self._events.write(
+        is_reported = self._events.write(
             "update_refused",
             client=device,
             round=manifest.round,
@@ -351,7 +351,7 @@ class Receiver:
             reason=reason,
         )
         self._publisher.receipt(device, manifest, outcome, reason)
-        return is_told
+        return is_reported
 
     def _end(self, device: str) -> None:
         with self._filled:

@@ -94,8 +94,8 @@ class UpdateChecks:
             return self.rejected(device, manifest, received.manifest_at, error.reason)
         self._artifacts.adopt(received.file, manifest.artifact.id)
         report = artifact.header.report
-        told = None if report is None else report.model_dump_json(exclude_none=True)
-        return self._record(device, manifest, received.manifest_at, Outcome.ACCEPTED, "", told, distances)
+        report_json = None if report is None else report.model_dump_json(exclude_none=True)
+        return self._record(device, manifest, received.manifest_at, Outcome.ACCEPTED, "", report_json, distances)
 
     def rejected(self, device: str, manifest: Manifest, manifest_at: float, reason: str) -> UpdateRecord:
         """The record of an update that is not merged."""

@@ -109,7 +109,7 @@ class CommandExecutor:
             ref = known  # an announced chunk size is kept for as long as the link takes it
         if known != ref:
             self._update = ChunkFile(path, ref)
-        return OutboxFound(generation.cursor, ref)
+        return OutboxFound(generation.round_attempt, ref)
 
     def _send_hello(self, command: SendHello, state: SessionState) -> None:
         self._link.hello(state.epoch)
@@ -169,8 +169,8 @@ class CommandExecutor:
         return True
 
     def _record_delivery(self, command: RecordDelivery, state: SessionState) -> None:
-        cursor, outcome = command.cursor, command.outcome.value
-        record = DeliveryRecord(command.artifact, cursor.round, cursor.attempt, outcome, command.reason)
+        round_attempt, outcome = command.round_attempt, command.outcome.value
+        record = DeliveryRecord(command.artifact, round_attempt.round, round_attempt.attempt, outcome, command.reason)
         self._store.save_delivery(record)
         self._update = None
         if command.outcome is Outcome.CONFLICT:
@@ -178,14 +178,14 @@ class CommandExecutor:
                 "another update of %s was there before this one of round %d: a copy of this box, or of its private store %s, takes "
                 "part too. Stop one of them, or enrol it anew with a token and a store of its own",
                 self._config.device,
-                cursor.round,
+                round_attempt.round,
                 self._store.root,
             )
         self._events.write(
             "receipt",
             chunks_sent=self._transfer.end_update(command.artifact),
-            round=cursor.round,
-            attempt=cursor.attempt,
+            round=round_attempt.round,
+            attempt=round_attempt.attempt,
             artifact=command.artifact,
             outcome=outcome,
             reason=command.reason,
@@ -193,7 +193,9 @@ class CommandExecutor:
 
     def _note(self, command: Note, state: SessionState) -> None:
         reason = {"reason": command.reason} if command.reason else {}
-        self._events.write(command.event, round=command.cursor.round, attempt=command.cursor.attempt, **reason)
+        self._events.write(
+            command.event, round=command.round_attempt.round, attempt=command.round_attempt.attempt, **reason
+        )
 
     def _done(self, command: Done, state: SessionState) -> None:
         self.outcome = command.succeeded

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from edge_client.session.events import Event, Invited, Offered, Receipted, RoundCommitted, TurnedAway, Welcomed
+from edge_client.session.events import Event, HelloRefused, Invited, Offered, Receipted, RoundCommitted, Welcomed
 from edge_client.training.messages import Failed
 from fedcg.disk_errors import advice_for
 from fedcg.event_log import EventLog
@@ -71,25 +71,25 @@ class EventReporter:
         self._links = 0
         self._hellos = 0
 
-    def tell(self, event: Event) -> None:
+    def report(self, event: Event) -> None:
         """Record what the state machine is given next."""
         if isinstance(event, Welcomed | Invited):
-            self._tell_cohort(event.cohort)
-        if isinstance(event, Welcomed | TurnedAway):
+            self._report_cohort(event.cohort)
+        if isinstance(event, Welcomed | HelloRefused):
             self._hellos = 0
         if isinstance(event, Welcomed):
             self._events.write("welcomed", epoch=event.epoch, version=event.version)
             _log.info("%s: the coordinator answered", self._device)
-        elif isinstance(event, TurnedAway):
+        elif isinstance(event, HelloRefused):
             self.refuse("hello", VersionError(event.reason))
             _log.error("%s: %s", self._device, event.reason)
         elif isinstance(event, Offered):
             self._events.write("offer", round=event.offer.round, attempt=event.offer.attempt, live=event.live)
         elif isinstance(event, Invited):
-            self._events.write("invited", round=event.cursor.round, attempt=event.cursor.attempt)
-            _log.info("%s: invited to %s", self._device, event.cursor)
+            self._events.write("invited", round=event.round_attempt.round, attempt=event.round_attempt.attempt)
+            _log.info("%s: invited to %s", self._device, event.round_attempt)
         elif isinstance(event, RoundCommitted):
-            _log.info("%s: %s is trained", self._device, event.cursor)
+            _log.info("%s: %s is trained", self._device, event.round_attempt)
         elif isinstance(event, Receipted):
             receipt = event.receipt
             _log.info("%s: the update is %s %s", self._device, receipt.outcome.value, receipt.reason)
@@ -116,7 +116,7 @@ class EventReporter:
 
     def failed(self, report: Failed) -> None:
         """A round is declined because it can't be trained here."""
-        attempt, reason = report.cursor, report.reason.value
+        attempt, reason = report.round_attempt, report.reason.value
         self._events.write(
             "round_failed", round=attempt.round, attempt=attempt.attempt, reason=reason, detail=report.detail
         )
@@ -129,16 +129,16 @@ class EventReporter:
         _log.warning("%s: the training process ended with code %s (%s)", self._device, report.exit_code, cause)
 
     @contextmanager
-    def noting(self, refused: str, failed: str = "a download") -> Iterator[None]:
+    def recording_errors(self, refused: str, failed: str = "a download") -> Iterator[None]:
         """Write down what ends the context: what came is refused, or the disk failed."""
         try:
             yield
         except WireError as error:
             self.refuse(refused, error)
         except OSError as error:
-            self.stumble(failed, error)
+            self.disk_failed(failed, error)
 
-    def stumble(self, what: str, error: OSError) -> None:
+    def disk_failed(self, what: str, error: OSError) -> None:
         """The disk failed at something."""
         detail = f"{what}: {error}. {advice_for(error, self._store)}"
         _log.error("%s: %s", self._device, detail)
@@ -153,7 +153,7 @@ class EventReporter:
         """Something that came, or lay here, is not used."""
         self.refusals.note(what, error)
 
-    def _tell_cohort(self, verdict: CohortVerdict) -> None:
+    def _report_cohort(self, verdict: CohortVerdict) -> None:
         if verdict is CohortVerdict.DIFFERENT and self._cohort is not CohortVerdict.DIFFERENT:
             _log.warning(
                 "%s: other devices have another cohort secret, so private networks start apart and merge badly; compare "

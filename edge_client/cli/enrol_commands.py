@@ -104,7 +104,7 @@ def leave_command(
     settings = read_config(config)
     if not yes and not _is_confirmed(settings.device, settings.federation, settings.store if erase else None):
         raise typer.Exit(BAD_INPUT)
-    left = leave(settings, erase=erase, tell=not without_coordinator, timeout_s=timeout_s)
+    left = leave(settings, erase=erase, notify=not without_coordinator, timeout_s=timeout_s)
     if as_json:
         erased = [str(path) for path in left.erased]
         typer.echo(json.dumps({"device": settings.device, "confirmed": left.confirmed, "erased": erased}))

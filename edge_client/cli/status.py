@@ -72,8 +72,8 @@ def _state(store: PrivateStore) -> Status:
     deliveries = store.deliveries()
     last = deliveries[-1] if deliveries else None
     return {
-        "round": None if generation is None else generation.cursor.round,
-        "attempt": None if generation is None else generation.cursor.attempt,
+        "round": None if generation is None else generation.round_attempt.round,
+        "attempt": None if generation is None else generation.round_attempt.attempt,
         "spec": None if generation is None else generation.spec,
         "best_round": None if generation is None else generation.scores.get("best.round"),
         "update_waiting": None if outbox is None else outbox.artifact,

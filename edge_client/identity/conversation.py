@@ -13,7 +13,7 @@ from edge_client.identity.keys import AgentKeys
 from edge_client.messaging.coordinator_link import CoordinatorLink
 from edge_client.messaging.coordinator_trust import CoordinatorTrust
 from edge_client.messaging.handshake import Handshake
-from edge_client.session.events import CoordinatorSeen, Done, Event, LinkChanged, Send, SendHello, Tick, TurnedAway
+from edge_client.session.events import CoordinatorSeen, Done, Event, HelloRefused, LinkChanged, Send, SendHello, Tick
 from edge_client.session.state import Purpose, SessionState
 from edge_client.session.state_machine import step
 from edge_client.store.cohort_secret import mark_in
@@ -64,7 +64,7 @@ def converse(
     try:
         while not state.done and time.monotonic() < deadline:
             event = _next_event(items, link)
-            if isinstance(event, TurnedAway):
+            if isinstance(event, HelloRefused):
                 raise NoAnswerError(event.reason)
             if isinstance(event, CoordinatorSeen):
                 is_online = event.online

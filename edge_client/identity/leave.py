@@ -31,13 +31,13 @@ class Departure:
     erased: tuple[Path, ...]
 
 
-def leave(config: AgentConfig, *, erase: bool, tell: bool, timeout_s: float) -> Departure:
+def leave(config: AgentConfig, *, erase: bool, notify: bool, timeout_s: float) -> Departure:
     """Leave the federation.
 
     Args:
         config: of this device.
         erase: afterwards remove the private store, keys and certificates.
-        tell: tell the coordinator; nothing is erased unless it confirms.
+        notify: send the coordinator a signed Leave; nothing is erased unless it confirms.
         timeout_s: how long to wait for it.
 
     Raises:
@@ -46,16 +46,16 @@ def leave(config: AgentConfig, *, erase: bool, tell: bool, timeout_s: float) -> 
         EdgeError: keys or store can't be used.
         WireError: the TLS files can't be used.
     """
-    if not (config.store / "format.json").exists() and not tell:
+    if not (config.store / "format.json").exists() and not notify:
         raise StoreFormatError(f"{config.store} holds no private store: there is nothing to leave behind")
     if erase:
         _check_images_are_elsewhere(config)
     store = PrivateStore.open(config.store, config.federation, config.device)
     with store.locked("lock"), store.locked("trainer.lock"):
-        if tell:
+        if notify:
             _leave_coordinator(config, store, timeout_s)
         erased = _erase(config, store) if erase else ()
-    return Departure(tell, erased)
+    return Departure(notify, erased)
 
 
 def _leave_coordinator(config: AgentConfig, store: PrivateStore, timeout_s: float) -> None:

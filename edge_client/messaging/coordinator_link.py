@@ -13,10 +13,10 @@ from edge_client.session.events import (
     Ended,
     Event,
     Granted,
+    HelloRefused,
     Invited,
     Offered,
     Receipted,
-    TurnedAway,
     Welcomed,
 )
 from edge_client.session.events import Left as LeftEvent
@@ -186,7 +186,7 @@ class CoordinatorLink:
             if message.epoch < self._order.highest[0]:
                 raise OldEpochError(f"a {message.kind} of epoch {message.epoch} after epoch {self._order.highest[0]}")
             if isinstance(message, Refusal):
-                return TurnedAway(self._handshake.refusal(message))
+                return HelloRefused(self._handshake.refusal(message))
             self._handshake.welcome(message)
             return Welcomed(message.epoch, message.cohort, message.version)
         self._handshake.admit(message)

@@ -55,7 +55,7 @@ class Welcomed:
 
 
 @dataclass(frozen=True)
-class TurnedAway:
+class HelloRefused:
     """The coordinator speaks none of our protocol versions; `reason` says who has to be updated."""
 
     reason: str
@@ -80,7 +80,7 @@ class Ended:
 class Invited:
     """The coordinator asks this device to take part."""
 
-    cursor: RoundAttempt
+    round_attempt: RoundAttempt
     cohort: CohortVerdict = CohortVerdict.ALONE
 
 
@@ -144,7 +144,7 @@ class RoundCommitted:
         update: waits in the outbox; None while it has to be read.
     """
 
-    cursor: RoundAttempt
+    round_attempt: RoundAttempt
     spec: str | None = None
     update: ArtifactRef | None = None
 
@@ -153,7 +153,7 @@ class RoundCommitted:
 class OutboxFound:
     """An update waits in the outbox; `update` is None while it has to be read, or cut anew for a new link."""
 
-    cursor: RoundAttempt
+    round_attempt: RoundAttempt
     update: ArtifactRef | None = None
 
 
@@ -161,7 +161,7 @@ class OutboxFound:
 class RoundFailed:
     """A round can't be trained here; the state before it still stands."""
 
-    cursor: RoundAttempt
+    round_attempt: RoundAttempt
     reason: DeclineReason
 
 
@@ -184,7 +184,7 @@ Event = (
     | LinkChanged
     | CoordinatorSeen
     | Welcomed
-    | TurnedAway
+    | HelloRefused
     | Left
     | Offered
     | Ended
@@ -268,7 +268,7 @@ class StartTrainer:
 class TrainRound:
     """Train this round attempt and commit it; goes to the training process as it is."""
 
-    cursor: RoundAttempt
+    round_attempt: RoundAttempt
     spec: str
     aggregate: str
 
@@ -285,7 +285,7 @@ class ChooseModel:
 class RecordDelivery:
     """Make durable that an update got its receipt."""
 
-    cursor: RoundAttempt
+    round_attempt: RoundAttempt
     artifact: str
     outcome: Outcome
     reason: str
@@ -296,7 +296,7 @@ class Note:
     """Tell the operator: one line of the event log."""
 
     event: str
-    cursor: RoundAttempt
+    round_attempt: RoundAttempt
     reason: str = ""
 
 
@@ -326,7 +326,7 @@ Command = (
 def given_up(command: Command) -> Event | None:
     """What has happened when a command could not be carried out; None for one that is given again, or that a message asks for again."""
     if isinstance(command, TrainRound):
-        return RoundFailed(command.cursor, DeclineReason.TRAINING_FAILED)
+        return RoundFailed(command.round_attempt, DeclineReason.TRAINING_FAILED)
     if isinstance(command, ChooseModel):
         return Chosen(command.aggregate, succeeded=False)
     return TrainerDied() if isinstance(command, StartTrainer) else None

@@ -19,7 +19,7 @@ from fedcg.wire.messages.messages import (
 
 HELLO_EVERY_S = 2.0
 LEAVE_EVERY_S = 2.0
-TURNED_AWAY_S = 60.0  # until another hello after one that was refused: somebody has to update something
+REFUSED_HELLO_S = 60.0  # until another hello after one that was refused: somebody has to update something
 MANIFEST_FIRST_S = 1.0
 MANIFEST_MAX_S = 30.0
 GRANT_PATIENCE_S = 2.0  # after chunks were granted, so long until the manifest is repeated
@@ -58,7 +58,7 @@ class Delivery:
         silent_since: when the first manifest was sent that nobody has answered yet.
     """
 
-    cursor: RoundAttempt
+    round_attempt: RoundAttempt
     update: ArtifactRef | None
     manifest_at: float = 0.0
     delay_s: float = MANIFEST_FIRST_S
@@ -116,15 +116,15 @@ class SessionState:
         """The round attempt that is open, as far as we know."""
         return None if self.offer is None else self.offer.at
 
-    def addressed(self, cursor: RoundAttempt = NO_ATTEMPT) -> dict[str, Any]:
+    def addressed(self, round_attempt: RoundAttempt = NO_ATTEMPT) -> dict[str, Any]:
         """The fields that every message of this device has, about a round attempt or about none."""
         return {
             "federation": self.federation,
             "sender": self.device,
             "recipient": COORDINATOR,
             "epoch": self.epoch,
-            "round": cursor.round,
-            "attempt": cursor.attempt,
+            "round": round_attempt.round,
+            "attempt": round_attempt.attempt,
         }
 
 

@@ -3,7 +3,7 @@
     generations/<n>/state.safetensors   tensors named slot/part/name, e.g. personal/extractor/conv1.weight
     generations/<n>/snapshot.json       the data that the round was trained on
     generations/<n>/update.bin          the outbox: the packed update of the round, where there is one
-    generations/<n>/state.json          cursor, spec, scores, and the sha256 of each file above
+    generations/<n>/state.json          round attempt (key "cursor"), spec, scores, and the sha256 of each file above
     CURRENT                             the number of the generation that counts
 
 A crash before the rename leaves the old generation in force; a crash after it leaves the new one. A newest generation
@@ -17,11 +17,12 @@ import hashlib
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 from safetensors.numpy import load as load_safetensors
 from safetensors.numpy import save as save_safetensors
 
@@ -44,7 +45,7 @@ class OutboxEntry:
         artifact: sha256 of the update's bytes, in hex.
     """
 
-    cursor: RoundAttempt
+    round_attempt: Annotated[RoundAttempt, Field(alias="cursor")]
     artifact: str
     size: int
 
@@ -55,13 +56,13 @@ class Generation:
 
     Attributes:
         number: counts up with every commit.
-        cursor: the round attempt that was trained last.
+        round_attempt: the round attempt that was trained last.
         spec: digest of the spec it belongs to.
         scores: figures that outlive the round, e.g. the best validation accuracy.
     """
 
     number: int
-    cursor: RoundAttempt
+    round_attempt: Annotated[RoundAttempt, Field(alias="cursor")]
     spec: str
     snapshot: str
     scores: Mapping[str, float]
@@ -86,7 +87,7 @@ class StoredState:
 class NewGeneration:
     """Everything that one commit makes durable together."""
 
-    cursor: RoundAttempt
+    round_attempt: RoundAttempt
     spec: str
     slots: Mapping[str, PartArrays]
     snapshot: Snapshot
@@ -179,9 +180,11 @@ class Generations:
         outbox = None
         if new.update is not None:
             files["update.bin"] = new.update
-            outbox = OutboxEntry(new.cursor, artifact_id(new.update), len(new.update))
+            outbox = OutboxEntry(new.round_attempt, artifact_id(new.update), len(new.update))
         checksums = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
-        generation = Generation(number, new.cursor, new.spec, new.snapshot.digest, dict(new.scores), outbox, checksums)
+        generation = Generation(
+            number, new.round_attempt, new.spec, new.snapshot.digest, dict(new.scores), outbox, checksums
+        )
         self._write(generation, files)
         replace_durably(self._pointer, f"{number}\n")
         self._prune({number} if before is None else {number, before.number})
@@ -194,7 +197,7 @@ class Generations:
         unfinished.mkdir(mode=0o700)
         for name, data in files.items():
             write_durably(unfinished / name, data)
-        described = {"format": GENERATION_FORMAT, **asdict(generation)}
+        described = {"format": GENERATION_FORMAT, **_GENERATION.dump_python(generation, by_alias=True)}
         body = json.dumps(described, sort_keys=True).encode()
         check = hashlib.sha256(body).hexdigest()
         write_durably(unfinished / "state.json", body + b"\n" + check.encode() + b"\n")

@@ -145,10 +145,10 @@ def train_round(work: Workplace, command: TrainRound) -> Generation:
     stored = work.store.generations.load()
     if stored is not None and stored.generation.spec != spec.digest:
         raise RoundError(DeclineReason.SPEC_REFUSED, "the private state belongs to another spec")
-    if stored is not None and command.cursor <= stored.generation.cursor:
+    if stored is not None and command.round_attempt <= stored.generation.round_attempt:
         return stored.generation  # committed before a crash: never trained twice
     started = work.clock()
-    attempt = command.cursor
+    attempt = command.round_attempt
     progress = ProgressEvents(work.events, attempt, os.getpid(), work.clock, work.working)
     progress("load", 0, 1)
     data = work.data.for_round(spec, attempt.round)
@@ -209,7 +209,7 @@ def _train_shadow(
 
 
 def _commit(work: Workplace, command: TrainRound, spec: FederationSpec, done: _Outcome) -> Generation:
-    personal, attempt = done.result.private.parts, command.cursor
+    personal, attempt = done.result.private.parts, command.round_attempt
     done.ctx.progress("evaluate", 0, 1)
     common = work.data.common_test(spec)
     own = measure(spec, personal, done.data, common, work.place)
@@ -240,7 +240,7 @@ def _commit(work: Workplace, command: TrainRound, spec: FederationSpec, done: _O
             slots[slot] = personal_parts(parts)
             scores |= {**measured.as_scores(slot), f"{slot}.round": float(attempt.round)}
     new = NewGeneration(
-        cursor=attempt,
+        round_attempt=attempt,
         spec=spec.digest,
         slots={name: to_arrays(parts) for name, parts in slots.items()},
         snapshot=done.data.snapshot,

@@ -20,14 +20,14 @@ class Ready:
 class Committed:
     """Report: the round is durable; the store holds the result."""
 
-    cursor: RoundAttempt
+    round_attempt: RoundAttempt
 
 
 @dataclass(frozen=True)
 class Failed:
     """Report: the round can't be trained; nothing was changed."""
 
-    cursor: RoundAttempt
+    round_attempt: RoundAttempt
     reason: DeclineReason
     detail: str
 

@@ -85,7 +85,7 @@ def _choose(work: Workplace, command: ChooseModel, stored: StoredState) -> Outco
     shadow = Measured.from_scores(scores, "best_shadow")
     outcome: Outcome = {
         "candidate": chosen.name,
-        "round": stored.generation.cursor.round,
+        "round": stored.generation.round_attempt.round,
         "best_round": int(scores["best.round"]),
         "accuracy_personal": chosen.measured.test,
         "accuracy_common_personal": chosen.measured.common,
@@ -101,7 +101,7 @@ def _choose(work: Workplace, command: ChooseModel, stored: StoredState) -> Outco
     if work.config.export.enabled:
         work.working()
         exported = export_model(
-            work, spec, stored.generation.cursor.round, chosen.parts, chosen.measured, data.snapshot, last=True
+            work, spec, stored.generation.round_attempt.round, chosen.parts, chosen.measured, data.snapshot, last=True
         )
         outcome |= exported | {"accuracy_common_onnx": common_accuracy(work, spec, Path(str(exported["model_dir"])))}
     return outcome

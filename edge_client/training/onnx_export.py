@@ -31,15 +31,15 @@ def export_best(work: Workplace) -> None:
         ExportError: it can't be exported; the version in use stays.
     """
     stored = work.store.generations.load()
-    if stored is None or int(stored.generation.scores["best.round"]) != stored.generation.cursor.round:
+    if stored is None or int(stored.generation.scores["best.round"]) != stored.generation.round_attempt.round:
         return
     generation = stored.generation
     spec, _ = load_spec(work.store, generation.spec)
     measured = Measured.from_scores(generation.scores, "best")
     parts = to_weights(stored.slots["best"])
     snapshot = work.store.generations.snapshot(generation)
-    outcome = export_model(work, spec, generation.cursor.round, parts, measured, snapshot)
-    work.events.write("exported", round=generation.cursor.round, **outcome)
+    outcome = export_model(work, spec, generation.round_attempt.round, parts, measured, snapshot)
+    work.events.write("exported", round=generation.round_attempt.round, **outcome)
 
 
 def export_model(

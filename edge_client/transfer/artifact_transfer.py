@@ -19,7 +19,7 @@ from fedcg.wire.transfer.chunks import Chunk
 class Reporter(Protocol):
     """Writes lines about what is refused, and about errors of the disk."""
 
-    def noting(self, refused: str) -> AbstractContextManager[None]:
+    def recording_errors(self, refused: str) -> AbstractContextManager[None]:
         """Write a line about the error that ends the context."""
         ...
 
@@ -27,7 +27,7 @@ class Reporter(Protocol):
         """Something that came is not used."""
         ...
 
-    def stumble(self, what: str, error: OSError) -> None:
+    def disk_failed(self, what: str, error: OSError) -> None:
         """The disk failed at something."""
         ...
 
@@ -140,14 +140,14 @@ class ArtifactTransfer:
     def keep_completed(self, state: SessionState, now: float) -> Event | None:
         """Take over a download that has become complete."""
         download = None
-        with self._reporter.noting("download"):
+        with self._reporter.recording_errors("download"):
             download = self._downloads.completed(now)
         return None if download is None else self._keep(download, state, now)
 
     def ask(self, now: float) -> Event | None:
         """Ask for what is missing; an event when nothing of it comes."""
         is_silent = False
-        with self._reporter.noting("download"):
+        with self._reporter.recording_errors("download"):
             for ref, ranges in list(self._downloads.needs(now)):
                 self._carrier.fetch(ref, ranges)
             is_silent = self._carrier.is_answered_in_session and self._downloads.is_silent(now)
@@ -163,7 +163,7 @@ class ArtifactTransfer:
             self._reporter.refuse("spec", error)
         except OSError as error:
             self._downloads.failed(download.artifact, now)  # a full disk: tried again when there is room
-            self._reporter.stumble("a download", error)
+            self._reporter.disk_failed("a download", error)
             return None
         self._downloads.kept(download.artifact)
         self._events.write(

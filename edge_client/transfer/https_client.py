@@ -316,7 +316,7 @@ def _check_granted(response: http.client.HTTPResponse) -> None:
     if response.status < http.client.BAD_REQUEST:
         return
     try:
-        told = Refusal.model_validate_json(response.read(MAX_REFUSAL_BYTES)).error
+        message = Refusal.model_validate_json(response.read(MAX_REFUSAL_BYTES)).error
     except ValidationError:
-        told = response.reason
-    raise TransportError(f"the coordinator refused ({response.status}): {told}")
+        message = response.reason
+    raise TransportError(f"the coordinator refused ({response.status}): {message}")
