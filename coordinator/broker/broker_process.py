@@ -45,7 +45,7 @@ def run_mosquitto(home: Home, report: Report) -> int:
         )
     signal.signal(
         signal.SIGHUP, lambda *_: None
-    )  # once the process id is known it may come; the lists are read after that
+    )  # the signal may be sent as soon as the process id is known; the lists are read after that
     with held(home.broker / PID_NAME, "a broker"):
         with home.changing_members():
             refresh_access(home)

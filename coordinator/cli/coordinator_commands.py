@@ -1,4 +1,4 @@
-"""Commands of the coordinator's side: coordinator, federation, broker, deploy; who takes part is in `members_cli`.
+"""Commands of the coordinator's side: coordinator, federation, broker, deploy; those about membership are in `member_commands`.
 
 Exit codes: 0 done, 1 failed while running, 2 bad input. Heavy imports happen inside the commands.
 """
@@ -99,7 +99,7 @@ def coordinator_run(
 def coordinator_rotate_key(directory: Directory, as_json: AsJson = False) -> None:
     """Replace the key that signs the coordinator's messages; devices follow by a message that the old key signs.
 
-    It does not matter whether the coordinator runs; earlier keys stay in the directory. Open enrolment tokens name the earlier key: they are
+    The coordinator may be running; earlier keys stay in the directory. Open enrolment tokens name the earlier key: they are
     revoked and listed. For a key that was stolen see docs/operations.md.
     """
     from coordinator.pki.signing_keys import key_file, rotate_key
@@ -221,7 +221,7 @@ def deploy_mosquitto(
 ) -> None:
     """Write all that a Mosquitto of your own needs into one folder: configuration, certificates, key, access list, revocation list.
 
-    On this machine the coordinator keeps the lists there up to date and makes Mosquitto read them. Given again it brings all up to date.
+    On this machine the coordinator keeps the lists there up to date and makes Mosquitto read them. Run again, the command brings everything up to date.
     """
     from coordinator.broker.access_lists import refresh_access, reload_brokers
     from coordinator.broker.deployed_mosquitto import deploy

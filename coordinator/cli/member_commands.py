@@ -1,4 +1,4 @@
-"""Commands about who takes part: `fedcg token` and `fedcg device`.
+"""Commands about membership: `fedcg token` and `fedcg device`.
 
 Exit codes: 0 done, 1 failed while running, 2 bad input. Heavy imports happen inside the commands.
 """

@@ -135,7 +135,7 @@ def _serve(
     setting = "[api] names in coordinator.toml"
     checked = own_hosts_only(application, names, setting, lambda message: JSONResponse({"detail": message}, 400))
     server = uvicorn.Server(http_config(checked, listener, lifespan="on", timeout_graceful_shutdown=GRACEFUL_S))
-    # uvicorn raises the signal that ended it once more when it is done; ours makes that a normal end
+    # uvicorn raises the signal that ended it once more when it is done; this handler makes that a normal end
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
 
@@ -155,7 +155,7 @@ def _context(home: Home, config: CoordinatorConfig) -> Iterator[ServiceContext]:
         return known
 
     try:
-        silence(home, ())  # also what a killed coordinator left undone; waits while a federation is being opened
+        silence(home, ())  # completes what a killed coordinator left undone; blocks while a federation is being opened
         federations = store.federations()
         if not federations:
             raise HomeError(f"{home.root} has no federation yet; open one with `fedcg federation create`")

@@ -1,4 +1,4 @@
-"""What the coordinator's commands share: options, opening a home, telling results. Heavy imports happen inside."""
+"""What the coordinator's commands share: options, opening a home, printing results. Heavy imports happen inside."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def print_result(values: object, text: str, *, as_json: bool) -> None:
 
 
 def line_printer(*, as_json: bool) -> Callable[[str], None]:
-    """What prints the lines of a server at once, for scripts or for people."""
+    """A function that prints each line of a server at once, for scripts or for people."""
 
     def print_line(line: str) -> None:
         print(json.dumps({"message": line}) if as_json else line, flush=True)  # noqa: T201 - the commands' output

@@ -1,4 +1,4 @@
-"""The FastAPI application: the service runs for as long as it, on a thread of its own; its routes are the read-only interface."""
+"""The FastAPI application: it runs the service on a thread of its own, and its routes are the read-only interface."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from coordinator.service.service_context import ServiceContext
 from fedcg.disk_errors import advice_for
 
 THREADS = 4
-"""That read the database for HTTP requests: the rest of its connections is the round engine's."""
+"""Threads that read the database for HTTP requests; the service uses the other connections."""
 
 log = logging.getLogger(__name__)
 
@@ -38,8 +38,8 @@ def create_app(
     """The application of one coordinator.
 
     Args:
-        context: what the service is given.
-        request_exit: called to end the process with an exit code, when the service fails or has nothing more to do.
+        context: the dependencies of the service.
+        request_exit: called to end the process with an exit code, when the service fails or is finished.
         exit_when_finished: end after the last round, once the devices have left (or a minute later).
         beside: runs beside the service, for as long as it works.
     """
@@ -92,7 +92,7 @@ def _ended(request_exit: RequestExit, directory: Path, work: asyncio.Future[None
     if error is not None:
         advice = f" {advice_for(error, directory)} first: {error}" if isinstance(error, OSError) else ""
         log.critical(
-            "the coordinator fails and ends; started again it goes on with the same attempt.%s",
+            "the coordinator failed and ends; after a restart it goes on with the same attempt.%s",
             advice,
             exc_info=None if advice else error,
         )

@@ -25,7 +25,7 @@ KEEP_ALIVE_S = 20
 PEER = "fedcg.peer"
 """Where a listener puts the DER form of the connection's certificate into the ASGI scope; None without one."""
 HANG_UP = "fedcg.hang_up"
-"""Where it puts what ends the connection at once."""
+"""Where it puts the function that ends the connection at once."""
 
 
 @contextmanager

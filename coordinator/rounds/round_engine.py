@@ -49,7 +49,7 @@ class RoundState:
 
     Attributes:
         online: clients with a session.
-        participants: who was invited to the open attempt; fixed when it opens.
+        participants: the clients invited to the open attempt; fixed when it opens.
         updates: participants whose update is stored.
         declined: participants that will not deliver one.
         deadline_at: unix time at which collecting ends.
@@ -57,7 +57,7 @@ class RoundState:
         left_out: clients that are not invited while enough others are online, and why.
         first_attempt: the attempt that `max_attempts` is counted from; moves when an operator resumes, and over attempts that do
             not count.
-        accepted: participants that have said that they work on it.
+        accepted: participants that have announced that they work on it.
         pace: when the next attempt may open.
     """
 
@@ -118,7 +118,7 @@ class WentOffline:
 
 @dataclass(frozen=True)
 class Departed:
-    """A client is no member any more (revoked, replaced by another box, or it left); what it delivered before still counts."""
+    """A client is no member any more (revoked, replaced by another machine, or it left); what it delivered before still counts."""
 
     client: str
 
@@ -146,7 +146,7 @@ class Tick:
 
 @dataclass(frozen=True)
 class Restarted:
-    """The coordinator came back; `state` was rebuilt from the database and nobody is online yet."""
+    """The coordinator was restarted; `state` was rebuilt from the database and no client is online yet."""
 
 
 @dataclass(frozen=True)
@@ -362,7 +362,7 @@ def _judge(state: RoundState, now: float) -> Step:
 
 
 def _run_out(state: RoundState, now: float) -> Step:
-    """At the deadline, with too few updates: wait on while the quorum has not accepted and can; else the attempt failed."""
+    """At the deadline, with too few updates: keep waiting while the quorum has not accepted and still can; else the attempt failed."""
     needed, there = state.policy.min_clients, state.updates | state.online
     missing = ", ".join(
         f"{client} ({_why_missing(state, client)})" for client in sorted(state.outstanding)[:NAMED_CLIENTS]

@@ -1,4 +1,4 @@
-"""Invitations to the open attempt: who has answered, and who is asked again because an invite may be lost with the link."""
+"""Invitations to the open attempt: the answers, and reminders, because an invite may be lost with the link."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Invitations:
     """Keeps the answers of devices to their invitations.
 
     Args:
-        context: what the service was given.
+        context: the dependencies of the service.
         round_driver: drives the rounds.
         publisher: publishes.
-        receiver: knows whose update is under way.
+        receiver: has the updates under way.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Invitations:
         self._reminded_at = 0.0
 
     def forget(self, device: str) -> None:
-        """A device begins a new session: whatever it accepted before, it is asked again."""
+        """Forget what a device accepted: it begins a new session and is invited again."""
         self._accepted = {entry for entry in self._accepted if entry[0] != device}
 
     def answered(self, device: str, answer: Accept | Decline) -> None:
@@ -72,7 +72,7 @@ class Invitations:
         ]
 
     def remind(self, every_s: float = 0.0) -> None:
-        """Invite again who has not answered, unless that was done less than `every_s` ago."""
+        """Invite the devices again that have not answered, unless that was done less than `every_s` ago."""
         now, state = time.monotonic(), self._round_driver.state
         if now - self._reminded_at < every_s:
             return

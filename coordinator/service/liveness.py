@@ -1,4 +1,4 @@
-"""Which devices are online, for the round engine: one comes with a hello, goes with its status or will, or falls silent.
+"""Which devices are online, for the round engine: online by a hello, offline by a status, a will or silence.
 
 A will usually comes first; it is lost when the device dies together with a broker that keeps nothing.
 """
@@ -26,7 +26,7 @@ class Liveness:
 
     Args:
         round_driver: holds the list.
-        receiver: knows when chunks came, which count as heartbeats.
+        receiver: has the times of the last chunks, which count as heartbeats.
         events: the event log.
     """
 
@@ -53,20 +53,20 @@ class Liveness:
             self._round_driver.apply(WentOffline(device))
 
     def expect(self, device: str, every_s: float | None, now: float) -> None:
-        """A device promised a heartbeat so often; None for one that promised none."""
+        """Expect a heartbeat of a device every `every_s` seconds; None for a device that promised none."""
         if every_s is None:
             self._promises.pop(device, None)
         else:
             self._promises[device] = _Promise(every_s, now)
 
     def mark_seen(self, device: str, now: float) -> None:
-        """Anything valid came from a device."""
+        """Record the time of a valid message of a device."""
         known = self._promises.get(device)
         if known is not None:
             known.last_seen_at = max(known.last_seen_at, now)
 
     def pardon(self, now: float) -> None:
-        """Our own link was down: no device could be heard, and no silence counts."""
+        """Restart every device's interval: the coordinator's own link was down and nothing could be received."""
         for known in self._promises.values():
             known.last_seen_at = now
 

@@ -1,6 +1,6 @@
-"""Who may take part, as the running service sees it.
+"""The running service's view of its members.
 
-Reads the register, drops whoever is no member any more, lets devices leave, and silences those that send too much.
+Reads the register, drops devices that are no longer members, lets devices leave, and silences those that send too much.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from coordinator.updates.receiver import Receiver
 
 REFRESH_S = 2.0
 FAREWELL_S = 3.0
-"""So long after a device left its access at the broker ends: its confirmation needs time to arrive."""
+"""Time from a device's leave to the end of its access at the broker: its confirmation needs time to arrive."""
 RunInBackground = Callable[[Callable[[], object]], None]
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class MemberRefresh:
     """Keeps the service's view of its devices.
 
     Args:
-        context: what the service was given.
+        context: the dependencies of the service.
         message_checks: holds the keys that count.
         receiver: holds what devices are sending.
         round_driver: drives the rounds.
@@ -70,7 +70,7 @@ class MemberRefresh:
         return time.monotonic() - self._read_at >= age_s
 
     def refresh(self) -> None:
-        """Learn who may take part now; a device that may not any more is waited for no longer."""
+        """Read the current members; rounds stop waiting for a device that is no longer one."""
         self._read_at = time.monotonic()
         members = self._context.store.members()
         self._round_driver.apply(Expected(frozenset(member.id for member in members)))
@@ -80,13 +80,13 @@ class MemberRefresh:
             self._departed(device)
 
     def drop_strangers(self) -> None:
-        """After a restart: who departed while nobody looked holds up no round."""
+        """After a restart: devices that departed while the coordinator was down hold up no round."""
         for device in sorted(self._round_driver.state.outstanding):
             if not self._message_checks.knows(device):
                 self._departed(device)
 
     def leaves(self, device: str) -> None:
-        """A device leaves for good: durable first, then confirmed; its access at the broker ends a little later."""
+        """End the membership of a device that leaves: durable first, then confirmed; its access at the broker ends a little later."""
         ended = partial(self._context.store.register.end_membership, device, DeviceState.LEFT, "it left")
         if ended(self._context.clock()):
             self._context.events.write("left", client=device)
@@ -94,7 +94,7 @@ class MemberRefresh:
         self._publisher.left(device)
 
     def tick(self, silenced: frozenset[str]) -> None:
-        """Follow the register now and then, and end the access of devices that left or that send too much."""
+        """Read the register every `REFRESH_S`, and end the access of devices that left or that send too much."""
         if self.is_older_than(REFRESH_S):
             self.refresh()
         if self._shut_out_at is not None and time.monotonic() >= self._shut_out_at:
@@ -104,7 +104,7 @@ class MemberRefresh:
             self._follow_floods(silenced)
 
     def _follow_floods(self, silenced: frozenset[str]) -> None:
-        """Wait no longer for devices that sent too much, and let those back in whose silence is over."""
+        """Stop waiting for devices that sent too much, and readmit those whose silence is over."""
         before, self._silenced = self._silenced, silenced
         reason = f"it sent more than {FLOOD_PER_S:.0f} messages a second for some seconds"
         for device in sorted(before - silenced):
@@ -116,7 +116,7 @@ class MemberRefresh:
         self._run_in_background(partial(self._apply_silence, before ^ silenced))
 
     def _apply_silence(self, changed: frozenset[str]) -> None:
-        """Bring the broker's access list up to date, and leave behind what of a new flood waits at the broker."""
+        """Update the broker's access list, and discard the messages of a new flood that wait at the broker."""
         names = ", ".join(sorted(changed))
         try:
             is_applied = self._publish()
@@ -129,7 +129,7 @@ class MemberRefresh:
             self._publisher.connect_anew()
 
     def _publish(self) -> bool:
-        """Have the broker apply who may take part; waits for the lock of the members."""
+        """Make the broker apply the current access list; waits for the lock of the members."""
         return self._context.publish_access(self._silenced)
 
     def _departed(self, device: str, reason: str = "the device is no member any more") -> None:

@@ -1,6 +1,6 @@
-"""Does what the round engine commands: database, worker, broker. Holds the engine's state; decides nothing itself.
+"""Carries out the round engine's commands: database, worker, broker. Holds the engine's state; decides nothing itself.
 
-Every command is durable before it is told to anybody, so a coordinator that dies between two commands goes on from the
+Every command is durable before any message about it is sent, so a coordinator that dies between two commands goes on from the
 database (`restart`).
 """
 
@@ -75,14 +75,14 @@ class RoundDriver:
     """Drives the rounds of one federation.
 
     Args:
-        context: what the service was given.
+        context: the dependencies of the service.
         publisher: publishes.
-        published: what devices may fetch.
+        published: the artifacts that devices may fetch.
         worker: merges.
         receiver: holds the updates that are under way.
 
     Attributes:
-        is_announced: whether the broker was handed what the offer topic must say now; when not, `announce` has to be repeated.
+        is_announced: whether the broker was handed the current offer (or end); when not, `announce` has to be repeated.
         announced_at: when `announce` was called last; monotonic seconds.
         worker_pid: the worker's process, once it is ready.
     """
@@ -148,7 +148,7 @@ class RoundDriver:
         self.apply(Restarted())
 
     def apply(self, event: Event) -> None:
-        """Tell the engine what happened and do what it commands."""
+        """Pass an event to the engine and carry out its commands."""
         if isinstance(event, UpdateRefused) and event.reason:
             self._judge_devices(self._state.round)
         self._state, commands = transition(self._state, event, self._context.clock())
@@ -182,7 +182,7 @@ class RoundDriver:
         self.apply(UpdateRefused(state.round, state.attempt, client, reason))
 
     def _judge_devices(self, round_number: int) -> None:
-        """Leave repeat offenders out of the next attempts of a round, and let those back in whose time is over."""
+        """Leave repeat offenders out of the next attempts of a round, and readmit those whose time is over."""
         before, now = self._state.left_out, left_out(self._store, self._id, round_number)
         self._state = replace(self._state, left_out=now)
         for client in sorted(now.keys() - before.keys()):
@@ -221,7 +221,7 @@ class RoundDriver:
         self._publisher.forget(artifact)
 
     def announce(self) -> None:
-        """Publish what the retained offer topic must say now; while the link is down this does nothing."""
+        """Publish the current offer, or the end, on the retained topic; while the link is down this does nothing."""
         self.is_announced, self.announced_at = True, time.monotonic()
         state = self._state
         if state.phase in (Phase.WAITING, Phase.PAUSED):
@@ -337,7 +337,7 @@ class RoundDriver:
         return Job(self._id, command.round, command.attempt, spec, base.artifact, base.server_state, limits)
 
     def _limits(self, round_number: int) -> Distances:
-        """How far from the base an update of a round may be, where the round before it tells."""
+        """How far from the base an update of a round may be; empty when the round before it gives no measure."""
         typical = typical_distances(self._store, self._id, round_number - 1)
         return limits_of(typical, self._context.robustness.clip_medians)
 

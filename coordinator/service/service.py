@@ -42,7 +42,7 @@ from fedcg.worker_process import Exited
 TICK_S = 0.25
 STRANGER_REFRESH_S = 1.0
 OFFER_EVERY_S = 30.0
-"""A broker may lose an offer, or the end, although it is retained: as many bytes a day as heartbeats have."""
+"""A broker may lose a retained offer or end; repeating it costs as many bytes a day as heartbeats."""
 LEAVE_AFTER_S = 5.0
 LEAVE_AT_LATEST_S = 60.0
 CLOSE_TIMEOUT_S = 2.0
@@ -63,7 +63,7 @@ class Service:
 
     Attributes:
         epoch: number of the lease.
-        published: what devices may fetch.
+        published: the artifacts that devices may fetch.
         receiver: takes updates.
         finished_and_left: set when the federation is over and its devices have left, or a minute later.
     """
@@ -167,7 +167,7 @@ class Service:
         self._events.write("started", epoch=self.epoch)
 
     def run(self) -> None:
-        """Work until `stop` is called. Whatever it raises must end the process: a restart goes on from the database."""
+        """Work until `stop` is called. Any exception must end the process: a restart goes on from the database."""
         ticked_at = time.monotonic()
         while True:
             item = self._queue.get(TICK_S)
@@ -346,7 +346,7 @@ class Service:
             )
 
     def _run_on(self, pool: ThreadPoolExecutor, work: Callable[[], object]) -> None:
-        """Do something that may wait for a lock, a disk or the broker; a failure ends the service."""
+        """Run work that may block on a lock, a disk or the broker; a failure ends the service."""
 
         def ended(future: Future[object]) -> None:
             error = None if future.cancelled() else future.exception()

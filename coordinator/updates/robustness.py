@@ -1,6 +1,6 @@
 """How far one device's update may move a merge: its distance from the base, its weight, and the outlier of several.
 
-Torch-free arithmetic on values; it knows no database and no network. What it stops and what it does not: docs/security.md.
+Torch-free arithmetic on values; it knows no database and no network. docs/security.md lists the attacks that it stops and those that it does not.
 """
 
 from __future__ import annotations
