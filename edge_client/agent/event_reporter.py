@@ -1,4 +1,4 @@
-"""What the agent reports to people: lines of the event log and of its log. Decides nothing."""
+"""The agent's reports to people: lines of the event log and of its log. Decides nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fedcg.wire.errors import IntegrityError, VersionError, WireError
 from fedcg.wire.messages.messages import CohortVerdict
 from fedcg.worker_process import Exited
 
-UNANSWERED_HELLOS = 5  # with 2 s between them; a coordinator that runs answers the first or the second
+UNANSWERED_HELLOS = 5  # with 2 s between them; a running coordinator answers the first or the second
 _log = logging.getLogger(__name__)
 
 
@@ -24,7 +24,7 @@ def describe_end(outcome: Mapping[str, object], *, succeeded: bool) -> str:
     """How the federation ended for this device, in one line.
 
     Args:
-        outcome: what the private store keeps of the end.
+        outcome: the record of the end in the private store.
         succeeded: whether a personal model could be chosen, and exported where that is asked for.
     """
     if not succeeded:
@@ -51,7 +51,7 @@ class LinkProblems(logging.Handler):
 
 
 class EventReporter:
-    """Writes for one device.
+    """Writes the event log and the log of one device.
 
     Args:
         device: its id.
@@ -59,7 +59,7 @@ class EventReporter:
         events: the event log.
 
     Attributes:
-        refusals: what was refused since the start.
+        refusals: counts what was refused since the start.
     """
 
     def __init__(self, device: str, store: Path, events: EventLog) -> None:
@@ -72,7 +72,7 @@ class EventReporter:
         self._hellos = 0
 
     def report(self, event: Event) -> None:
-        """Record what the state machine is given next."""
+        """Record the next event of the state machine."""
         if isinstance(event, Welcomed | Invited):
             self._report_cohort(event.cohort)
         if isinstance(event, Welcomed | HelloRefused):
@@ -104,7 +104,7 @@ class EventReporter:
             _log.warning("%s: the link to the broker is lost", self._device)
 
     def hello(self) -> None:
-        """A hello is sent; several without an answer have a reason that a person should look for."""
+        """Count a hello; after several without an answer, report it, because a person should look for the reason."""
         self._hellos += 1
         if self._hellos == UNANSWERED_HELLOS:
             detail = (
@@ -130,7 +130,7 @@ class EventReporter:
 
     @contextmanager
     def recording_errors(self, refused: str, failed: str = "a download") -> Iterator[None]:
-        """Write down what ends the context: what came is refused, or the disk failed."""
+        """Record an error that ends the context: a message or chunk is refused, or the disk failed."""
         try:
             yield
         except WireError as error:
@@ -139,18 +139,18 @@ class EventReporter:
             self.disk_failed(failed, error)
 
     def disk_failed(self, what: str, error: OSError) -> None:
-        """The disk failed at something."""
+        """Report that the disk failed during an action."""
         detail = f"{what}: {error}. {advice_for(error, self._store)}"
         _log.error("%s: %s", self._device, detail)
         self._events.write("agent_error", detail=detail)
 
     def damage(self, problem: str) -> None:
-        """Something in the private store is not what it was."""
+        """Report that something in the private store is damaged."""
         self.refuse("store", IntegrityError(problem))
         _log.error("%s: %s", self._store, problem)
 
     def refuse(self, what: str, error: Exception) -> None:
-        """Something that came, or lay here, is not used."""
+        """Count something received or stored that is not used."""
         self.refusals.note(what, error)
 
     def _report_cohort(self, verdict: CohortVerdict) -> None:

@@ -59,7 +59,7 @@ from fedcg.worker_process import Exited
 
 IDLE_S = 0.25
 DOWNLOADING_S = 0.05
-WITHHELD = "withheld"  # how an update ended that its owner forbade after it was made
+WITHHELD = "withheld"  # outcome of an update that its owner forbade after it was made
 _log = logging.getLogger(__name__)
 
 
@@ -114,7 +114,7 @@ class Agent:
         mqtt = MqttCarrier(transport, Topics(config.federation).up_chunk(config.device), self._ask)
         carrier: ArtifactCarrier = mqtt if https is None else https
         self._reads_chunks = https is None
-        window = config.broker.limits.window if https is None else None  # no broker's queue is between the ends
+        window = config.broker.limits.window if https is None else None  # no broker's queue lies between the two sides
         max_bytes = config.policy.max_download_mb * 1_000_000
         self._transfer = ArtifactTransfer(store, carrier, window, max_bytes, self._reporter, events)
         self._executor = CommandExecutor(
@@ -164,10 +164,10 @@ class Agent:
         try:
             self._inbox.put_nowait(delivery)
         except queue.Full:
-            self._dropped += 1  # every sender repeats what was not answered
+            self._dropped += 1  # every sender repeats a message that was not answered
 
     def _put(self, item: LinkChanged | Chunk) -> None:
-        """Wait for room: nobody repeats what the link did, and a chunk that waits is not read from its connection."""
+        """Wait for room: no sender repeats an event of the link, and a chunk that waits is not read from its connection."""
         while not self._stopping:
             try:
                 self._inbox.put(item, timeout=IDLE_S)
@@ -251,7 +251,7 @@ class Agent:
                 self._transfer.take(meaning, self._clock())
                 return
         # The message counts also where this fails: a broadcast is not repeated.
-        with self._reporter.recording_errors("memory", "what is remembered of the coordinator"):
+        with self._reporter.recording_errors("memory", "the stored state of the coordinator"):
             self._trust.save()
         if isinstance(meaning, PinnedKey):
             self._events.write("coordinator_key", serial=meaning.serial, key=meaning.key.hex)
@@ -260,7 +260,7 @@ class Agent:
             self._follow(meaning)
 
     def _ask(self, ref: ArtifactRef, ranges: Ranges) -> None:
-        """Have the coordinator send chunks of an artifact over the broker."""
+        """Ask the coordinator to send chunks of an artifact over the broker."""
         self._link.send(Need(**self._state.addressed(), artifact=ref.id, ranges=ranges))
 
     def _chunk_bytes(self) -> int:
@@ -295,7 +295,9 @@ class Agent:
         if isinstance(report, Ready):
             self._handle(TrainerReady())
         elif isinstance(report, Committed):
-            self._handle(RoundCommitted(report.round_attempt))  # before whatever can fail: the disk, the size of chunks
+            self._handle(
+                RoundCommitted(report.round_attempt)
+            )  # before the steps that can fail: the disk, the size of chunks
             self._prune()
         elif isinstance(report, Failed):
             self._reporter.failed(report)
@@ -323,7 +325,7 @@ class Agent:
         self._store.prune_artifacts({target.aggregate.id for target in targets if target is not None})
 
     def _beat(self) -> None:
-        """Send a heartbeat now and then: a will is lost when a broker dies with this device."""
+        """Send a heartbeat at its interval: a will is lost when a broker dies with this device."""
         now = self._clock()
         if self._link.has_session and now - self._beat_at >= self._config.broker.keepalive_s:
             self._beat_at = now

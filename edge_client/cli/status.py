@@ -1,4 +1,4 @@
-"""What an operator sees of a private store, read without disturbing the agent that works in it."""
+"""The state of a private store for its operator, read without disturbing the agent that uses it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from export.model.versions import Slots
 from fedcg.event_log import EventValue, read_events
 
 Status = dict[str, EventValue]
-_SHOWN = {  # of these events one field is shown as it is
+_SHOWN = {  # one field of these events is shown unchanged
     "link": ("last_link", "up"),
     "link_problem": ("link_problem", "detail"),
     "welcomed": ("last_welcomed", "epoch"),

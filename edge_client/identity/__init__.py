@@ -1,1 +1,1 @@
-"""Who this box is: keys, certificates, enrolment, renewal, leaving."""
+"""Who this device is: keys, certificates, enrolment, renewal, leaving."""

@@ -1,4 +1,4 @@
-"""The keys that this device works with, and how it reaches the broker with them."""
+"""The keys of this device, and its connection to the broker with them."""
 
 from __future__ import annotations
 

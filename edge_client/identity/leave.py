@@ -1,4 +1,4 @@
-"""How a box leaves for good: a signed goodbye inside a session, the coordinator's confirmation, then the end of what is kept here."""
+"""How a device leaves for good: a signed Leave inside a session, the coordinator's confirmation, then the removal of its data."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Departure:
     """How leaving went.
 
     Attributes:
-        confirmed: whether the coordinator said that the device is no member any more.
-        erased: what was removed from this box.
+        confirmed: whether the coordinator confirmed that the device is no member any more.
+        erased: the paths that were removed from this device.
     """
 
     confirmed: bool
@@ -92,6 +92,6 @@ def _erase(config: AgentConfig, store: PrivateStore) -> tuple[Path, ...]:
             shutil.rmtree(path)
         else:
             path.unlink()
-    with contextlib.suppress(OSError):  # a service's state directory belongs to the system; empty is what matters
+    with contextlib.suppress(OSError):  # a service's state directory belongs to the system; it is emptied, not removed
         store.root.rmdir()
     return (*erased, store.root)

@@ -27,7 +27,7 @@ class Tick:
 
 @dataclass(frozen=True)
 class Sending:
-    """Time went on, and chunks of the update still wait for the link: nobody could have answered them yet."""
+    """Time went on, and chunks of the update still wait for the link: the coordinator can't have answered them yet."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class CoordinatorSeen:
 
 @dataclass(frozen=True)
 class Welcomed:
-    """The coordinator answered our hello; a new session stands."""
+    """The coordinator answered the hello; a new session is open."""
 
     epoch: int
     cohort: CohortVerdict = CohortVerdict.ALONE
@@ -56,7 +56,7 @@ class Welcomed:
 
 @dataclass(frozen=True)
 class HelloRefused:
-    """The coordinator speaks none of our protocol versions; `reason` says who has to be updated."""
+    """The coordinator supports none of this device's protocol versions; `reason` names the side to update."""
 
     reason: str
 
@@ -114,12 +114,12 @@ class ArtifactLost:
 
 @dataclass(frozen=True)
 class DownloadSilent:
-    """Asked-for chunks have not come for a while: the coordinator may not know our session."""
+    """Requested chunks have not come for a while: the coordinator may have lost the session."""
 
 
 @dataclass(frozen=True)
 class SpecChecked:
-    """The firewall judged a spec."""
+    """The firewall checked a spec."""
 
     digest: str
     refusal: DeclineReason | None
@@ -132,7 +132,7 @@ class TrainerReady:
 
 @dataclass(frozen=True)
 class TrainerDied:
-    """The training process is gone; whatever it had committed was told before this."""
+    """The training process is gone; its commits were reported before this."""
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ Event = (
 
 @dataclass(frozen=True)
 class SendHello:
-    """Open a session; the nonce is the shell's business."""
+    """Open a session; the caller chooses the nonce."""
 
 
 @dataclass(frozen=True)
@@ -242,19 +242,19 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Want:
-    """From now on exactly these downloads are wanted."""
+    """Replace the list of wanted downloads by this one."""
 
     downloads: tuple[Wanted, ...]
 
 
 @dataclass(frozen=True)
 class LoadUpdate:
-    """Read the update in the outbox and cut it for the link; given again until that works."""
+    """Read the update in the outbox and cut it for the link; repeated until that works."""
 
 
 @dataclass(frozen=True)
 class CheckSpec:
-    """Let the firewall judge a stored spec."""
+    """Check a stored spec with the firewall."""
 
     digest: str
 
@@ -283,7 +283,7 @@ class ChooseModel:
 
 @dataclass(frozen=True)
 class RecordDelivery:
-    """Make durable that an update got its receipt."""
+    """Store durably that an update got its receipt."""
 
     round_attempt: RoundAttempt
     artifact: str
@@ -293,7 +293,7 @@ class RecordDelivery:
 
 @dataclass(frozen=True)
 class Note:
-    """Tell the operator: one line of the event log."""
+    """Write one line of the event log, for the operator."""
 
     event: str
     round_attempt: RoundAttempt
@@ -324,7 +324,7 @@ Command = (
 
 
 def given_up(command: Command) -> Event | None:
-    """What has happened when a command could not be carried out; None for one that is given again, or that a message asks for again."""
+    """The event that stands for a command that could not be carried out; None for one that is repeated, or that a message asks for again."""
     if isinstance(command, TrainRound):
         return RoundFailed(command.round_attempt, DeclineReason.TRAINING_FAILED)
     if isinstance(command, ChooseModel):

@@ -1,7 +1,7 @@
 """The agent's protocol as a pure state machine: `step(state, event, now) -> (state, commands)`.
 
-No clock, no randomness, no I/O. An event first changes what is known (`_HANDLERS`), then `_advance` gives whatever
-commands now follow from what is known. Laws (property-tested over random event orders):
+No clock, no randomness, no I/O. An event first changes the state (`_HANDLERS`), then `_advance` gives the
+commands that now follow from the state. Laws (property-tested over random event orders):
   * a round attempt that was committed is never started again;
   * nothing is started while an update waits for its receipt, so an outbox is never overwritten;
   * only a receipt for exactly that artifact ends an outbox entry;
@@ -76,10 +76,10 @@ Step = tuple[SessionState, tuple[Command, ...]]
 
 
 def step(state: SessionState, event: Event, now: float) -> Step:
-    """What follows from an event.
+    """The state and the commands after an event.
 
     Args:
-        state: what is known.
+        state: before the event.
         event: what happened.
         now: monotonic seconds.
 
@@ -94,7 +94,7 @@ def step(state: SessionState, event: Event, now: float) -> Step:
     return state, commands
 
 
-# ------------------------------------------------------------------ events change what is known
+# ------------------------------------------------------------------ events change the state
 
 
 def _ticked(state: SessionState, event: Tick, now: float) -> Step:
@@ -123,7 +123,7 @@ def _coordinator_seen(state: SessionState, event: CoordinatorSeen, now: float) -
 
 
 def _welcomed(state: SessionState, event: Welcomed, now: float) -> Step:
-    if not state.up:  # it was still queued when the link broke; the next link says hello again
+    if not state.up:  # it was still queued when the link broke; a hello is sent again on the next link
         return state, ()
     delivery = state.delivery
     if delivery is not None:
@@ -160,7 +160,7 @@ def _invited(state: SessionState, event: Invited, now: float) -> Step:
         return state, ()
     if state.delivery is not None and state.delivery.round_attempt == round_attempt:
         return replace(state, delivery=replace(state.delivery, manifest_at=now)), ()
-    # Trained and receipted already, or an attempt that is behind us: there is nothing left to deliver for it.
+    # Trained and receipted already, or an earlier attempt: there is nothing left to deliver for it.
     return _decline(state, round_attempt, DeclineReason.NOT_ELIGIBLE)
 
 
@@ -202,7 +202,7 @@ def _trainer_ready(state: SessionState, event: TrainerReady, now: float) -> Step
 
 def _trainer_died(state: SessionState, event: TrainerDied, now: float) -> Step:
     job, deaths = state.job, state.deaths + 1
-    # The first restart is at once; a process that keeps dying is restarted ever more slowly.
+    # The first restart is at once; a process that keeps dying is restarted after longer and longer pauses.
     pause = 0.0 if deaths == 1 else min(TRAINER_BACKOFF_S * 2.0 ** (deaths - 2), TRAINER_BACKOFF_MAX_S)
     state = replace(state, trainer=Trainer.GONE, trainer_at=now + pause, job=None, deaths=deaths)
     if job is None or deaths < TRAINER_DEATHS:
@@ -264,7 +264,7 @@ _HANDLERS: dict[type[Any], Callable[[SessionState, Any, float], Step]] = {
 }
 
 
-# ------------------------------------------------------------------ what follows from what is known
+# ------------------------------------------------------------------ commands that follow from the state
 
 
 def _advance_hello(state: SessionState, now: float) -> Step:
@@ -385,7 +385,7 @@ def _downloads(state: SessionState) -> tuple[Wanted, ...]:
 
 
 def _is_asked(state: SessionState, round_attempt: RoundAttempt) -> bool:
-    """Whether this attempt is ours to train: invited, not trained yet, not refused."""
+    """Whether this device should train this attempt: invited, not trained yet, not refused."""
     is_refused = state.declined is not None and state.declined[0] == round_attempt
     is_behind = state.committed is not None and round_attempt <= state.committed
     return state.invited == round_attempt and not is_refused and not is_behind

@@ -7,7 +7,7 @@
     CURRENT                             the number of the generation that counts
 
 A crash before the rename leaves the old generation in force; a crash after it leaves the new one. A newest generation
-that fails its checksums falls back to the one before it. A disk that does not answer is no damage: falling back for it would
+that fails its checksums falls back to the one before it. A disk that does not answer is not treated as damage: falling back would
 train a round twice.
 """
 
@@ -72,7 +72,7 @@ class Generation:
 
 _GENERATION = TypeAdapter(Generation)
 _DAMAGE = (FileNotFoundError, ValueError, KeyError, TypeError)
-"""What a description or a file raises that is not as it was written; any other OSError is the disk's."""
+"""The errors of a description or a file that was altered; any other OSError is the disk's."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,9 @@ class Generations:
         self._root = root
         self._folder = root / "generations"
         self._pointer = root / "CURRENT"
-        self._verified: tuple[int | None, Generation] | None = None  # what CURRENT held, and what was found for it
+        self._verified: tuple[int | None, Generation] | None = (
+            None  # the content of CURRENT, and the generation found for it
+        )
 
     def newest(self) -> Generation | None:
         """The newest committed generation, from its description alone; for the agent's loop, which hashes no state.
@@ -234,7 +236,7 @@ class Generations:
         return [number for number in numbers if pointed is None or number <= pointed]
 
     def _pointed(self) -> int | None:
-        """What CURRENT holds; None when that is no number.
+        """The number in CURRENT; None when it holds none.
 
         Raises:
             FileNotFoundError: nothing was committed yet.

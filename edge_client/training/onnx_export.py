@@ -1,4 +1,4 @@
-"""A box's personal model to its versions of ONNX models: after a round that made it better, and at the end. Uses torch."""
+"""A device's personal model to its versions of ONNX models: after a round that made it better, and at the end. Uses torch."""
 
 from __future__ import annotations
 
@@ -52,19 +52,19 @@ def export_model(
     *,
     last: bool = False,
 ) -> Outcome:
-    """Export a personal model and put it in use, unless the one in use is better on this box's test images.
+    """Export a personal model and put it in use, unless the one in use is better on this device's test images.
 
     Args:
-        work: the box.
+        work: the context of the device's local work.
         spec: the federation's spec.
         round_number: the round the weights come from.
         parts: extractor and classifier.
-        measured: how good they are, for the manifest.
-        snapshot: which images are whose.
+        measured: their accuracies, for the manifest.
+        snapshot: the images of each split.
         last: also try variants, where the configuration asks for them.
 
     Returns:
-        What is in use now, for the events; `gate` is the reason why the new model is not.
+        The version in use now, for the events; `gate` is the reason why the new model is not.
 
     Raises:
         ExportError: it can't be exported; the version in use stays.

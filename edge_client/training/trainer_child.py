@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 
 def trainer_main(connection: Connection, config: AgentConfig) -> None:
-    """Carry out the agent's commands until the agent is gone; a half-done round leaves nothing behind."""
+    """Carry out the agent's commands until the agent is gone; an unfinished round leaves nothing behind."""
     store = PrivateStore.open(config.store, config.federation, config.device)
     events = EventLog(config.store / "events.jsonl", time.time)
     with store.locked("trainer.lock", wait_s=LOCK_WAIT_S):
@@ -156,10 +156,10 @@ class Trainer:
 
 
 def reason_for(error: Exception) -> DeclineReason:
-    """The closed-set reason that goes to the coordinator; the error's text never leaves the box."""
+    """The closed-set reason that goes to the coordinator; the error's text never leaves the device."""
     if isinstance(error, RoundError):
         return error.reason
-    if isinstance(error, DivergedError | CodecError):  # a codec refuses numbers that no sound training comes to
+    if isinstance(error, DivergedError | CodecError):  # a codec refuses numbers that sound training does not produce
         return DeclineReason.DIVERGED
     if isinstance(error, FirewallError):
         return DeclineReason.UPLOAD_NOT_ALLOWED

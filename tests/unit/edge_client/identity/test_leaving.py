@@ -41,7 +41,7 @@ def test_a_goodbye_is_confirmed_and_ends_the_membership(service_world: World, tm
 
 def test_a_goodbye_that_the_device_did_not_sign_ends_nothing(service_world: World, tmp_path: Path) -> None:
     with RunningService(service_world) as running:
-        with pytest.raises(NoAnswerError, match="does not know this device"):
+        with pytest.raises(NoAnswerError, match="does not accept this device"):
             talk(service_world, tmp_path, SigningKey.generate(), Purpose.LEAVE, 1.5)
         assert running.service.refusals["forged"] > 0
     assert [device.state for device in service_world.store.devices()] == [DeviceState.ENROLLED] * 2
