@@ -1,4 +1,4 @@
-"""`fedcg audit`: record what crosses a broker, and check what was recorded against private weights."""
+"""`fedcg audit`: record the traffic of a broker, and check the recording against private weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The observer: an independent, read-only subscriber that writes down everything that crosses a federation's topics.
+"""The observer: an independent, read-only subscriber that records every message on a federation's topics.
 
 Owns the loop between a transport and a `Capture`, and the files in its output folder: `wire.json` (replaced atomically
 at every change), `artifacts/SHA256`, and on request `frames.bin` with every frame as it came.
@@ -115,7 +115,7 @@ class Observer:
         self.close()
 
     def close(self) -> None:
-        """Take what is still queued, write the last record, disconnect."""
+        """Take the queued frames, write the last record, disconnect."""
         while self._take(timeout_s=0.0):
             pass
         self._transport.close()

@@ -1,6 +1,6 @@
 """Files that survive a power cut: content and name are durable, and a name has the old content or the new, never a piece.
 
-The one way to write such a file, for every package. Torch-free, and imports nothing of ours.
+The one way to write such a file, for every package. Torch-free, and imports no other package of this project.
 """
 
 from __future__ import annotations

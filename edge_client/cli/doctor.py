@@ -34,7 +34,7 @@ from fedcg.learning.data.decoding import decode_image
 from fedcg.learning.data.formats import dataset_name, is_array_source
 from fedcg.learning.errors import DataError
 from fedcg.learning.spec import ImageForm
-from fedcg.wire.clocks import SET_CLOCK, clock_says
+from fedcg.wire.clocks import SET_CLOCK, clock_time
 from fedcg.wire.errors import TransportError, WireError
 from fedcg.wire.messages.enrolment_messages import common_name
 from fedcg.wire.messages.messages import Carrier
@@ -91,8 +91,8 @@ def examine(config: AgentConfig, now: datetime) -> tuple[Finding, ...]:
 
 def _clock(config: AgentConfig, now: datetime) -> Result:
     if config.tls is None:
-        return "ok", clock_says(now), ""
-    detail, advice = f"it shows {clock_says(now)}", f"{SET_CLOCK}: TLS needs it"
+        return "ok", clock_time(now), ""
+    detail, advice = f"it shows {clock_time(now)}", f"{SET_CLOCK}: TLS needs it"
     with contextlib.suppress(EnrolError):  # the check of the certificate reports it
         certificate = read_certificate(config.tls.cert)
         first, last = certificate.not_valid_before_utc, certificate.not_valid_after_utc
@@ -101,7 +101,7 @@ def _clock(config: AgentConfig, now: datetime) -> Result:
         if now > last + LONG_OFF:
             detail += f", long after this device's certificate ended ({last:%Y-%m-%d})"
             return "failed", detail, f"if it is wrong: {advice}"
-    return "ok", clock_says(now), ""
+    return "ok", clock_time(now), ""
 
 
 def _disk(config: AgentConfig, now: datetime) -> Result:

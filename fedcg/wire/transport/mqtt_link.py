@@ -34,8 +34,8 @@ class MqttLink(paho.Client):
     Args:
         config: the broker.
         context: for TLS; None for plain text.
-        protocol: the version to speak.
-        will: what the broker publishes when this side vanishes.
+        protocol: the version to use.
+        will: the message that the broker publishes when this side vanishes.
 
     Attributes:
         is_accepted: whether the broker has answered CONNECT.
