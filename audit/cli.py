@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import typer
 
-app = typer.Typer(no_args_is_help=True, help="What left the boxes: record it independently, and check it.")
+app = typer.Typer(no_args_is_help=True, help="Record independently the data that left the devices, and check it.")
 
 
 @app.command()

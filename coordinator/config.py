@@ -63,7 +63,7 @@ class BrokerSettings(_Section):
 
 
 class ApiSettings(_Section):
-    """Where the HTTP interface listens.
+    """The address of the HTTP interface.
 
     Attributes:
         host: a loopback address.
@@ -129,7 +129,7 @@ class EnrolmentSettings(ListenerSettings):
 
 
 class AggregationSettings(_Section):
-    """What the aggregation worker may use.
+    """The settings of the aggregation worker.
 
     Attributes:
         threads: torch threads; another number gives other bits from the seventh digit on.

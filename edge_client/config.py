@@ -90,7 +90,7 @@ class DataSection(_Section):
 
 
 class PolicySection(_Section):
-    """What may ever leave this device, and what a round may cost it, whatever a spec asks for.
+    """The data that may ever leave this device, and the largest cost of a round, for every spec.
 
     The published settings need 20 epochs or 20 steps a round; ResNet-18 with its generator downloads 57 MB.
     """

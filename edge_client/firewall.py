@@ -1,7 +1,7 @@
 """The firewall: the only place where an update for the wire is made and where its content is decided.
 
 Parts must be allowed by this device's own policy AND asked for by the spec; tensor names, element types and shapes come
-from the spec's layouts, never from what a method returned. Everything is copied, so no hidden view leaves the device.
+from the spec's layouts, never from the tensors that a method returned. Everything is copied, so no hidden view leaves the device.
 Torch-free.
 """
 
@@ -26,7 +26,7 @@ from fedcg.wire.errors import WireError
 from fedcg.wire.messages.messages import DeclineReason
 from fedcg.wire.parts import Part, Report, ReportField, TensorLayout
 
-# Everything in a header about the device beside the report, with its form: what a repetition with the same bits needs.
+# Everything in a header about the device beside the report, with its form: the facts that a repetition with the same bits needs.
 FACTS = {
     "batch_size": r"\d{0,9}",
     "cpu": r"[ -~]{0,120}",
@@ -39,10 +39,10 @@ FACTS = {
 
 @dataclass(frozen=True)
 class UpdateFacts:
-    """What the header of an update holds besides method and federation.
+    """The fields of an update's header besides method and federation.
 
     Attributes:
-        versions, determinism: what a repetition with the same bits needs.
+        versions, determinism: the facts that a repetition with the same bits needs.
     """
 
     device: str
@@ -82,7 +82,7 @@ def check_spec(spec: FederationSpec, policy: PolicySection) -> tuple[DeclineReas
 
 
 def _excess(spec: FederationSpec, policy: PolicySection) -> str:
-    """What a round would cost this device above its policy, or nothing. A method's own defaults are modest."""
+    """The cost of a round that exceeds this device's policy, in words, or nothing. A method's own defaults are modest."""
     for name, bound in {"epochs": "max_epochs", "steps": "max_steps", "batch_size": "max_batch"}.items():
         value, most = spec.params.get(name, 0), getattr(policy, bound)
         if isinstance(value, int | float) and value > most and not (name == "epochs" and spec.params.get("steps")):

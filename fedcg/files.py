@@ -49,7 +49,7 @@ def replace_durably(path: Path, data: bytes | str, mode: int = PRIVATE) -> None:
     Args:
         path: the file; its directory exists.
         data: its whole content; text is encoded as UTF-8.
-        mode: permissions of the file, whatever the umask and the file before had.
+        mode: permissions of the file, independent of the umask and of an earlier file.
 
     Raises:
         OSError: the disk is full or broken; the old content is untouched, unless only the last fsync of the directory failed.

@@ -1,4 +1,4 @@
-"""Where a Mosquitto binary is on this machine: installed, or unpacked without root into a folder of its own."""
+"""Finds a Mosquitto binary on this machine: installed, or unpacked without root into a folder of its own."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ class Listener(socket.socket):
     """A listening socket for asyncio whose connections are counted.
 
     Args:
-        name: what it is for, in logs.
+        name: its purpose, in logs.
         address: to listen on.
         port: 0 takes a free one.
         connections: where its connections count.

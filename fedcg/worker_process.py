@@ -40,7 +40,7 @@ class Rested:
 
 @dataclass(frozen=True)
 class Exited:
-    """The child is gone.
+    """The child has ended.
 
     Attributes:
         reason: why it was ended, when it was because it hung.

@@ -55,7 +55,7 @@ def run_mosquitto(home: Home, report: Report) -> int:
 
 
 def run_embedded(home: Home, report: Report) -> int:
-    """Run the embedded broker until SIGTERM or SIGINT; it speaks MQTT 3.1.1 and reads no lists.
+    """Run the embedded broker until SIGTERM or SIGINT; it supports MQTT 3.1.1 and reads no lists.
 
     Returns:
         0, the exit code.

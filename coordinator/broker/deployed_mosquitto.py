@@ -21,7 +21,7 @@ from fedcg.files import PRIVATE, replace_durably
 LINK_NAME = "deployed"
 """In a home's broker directory: leads to the folder that was made last."""
 PID_FILE = Path(LINK_NAME, DATA_NAME, "mosquitto.pid")
-"""Where the Mosquitto of that folder writes its process id, as configured there."""
+"""The file into which the Mosquitto of that folder writes its process id, as configured there."""
 ACCOUNT = "mosquitto"
 """The user that Mosquitto turns into when root starts it; made by the distributions' packages."""
 SHARED = 0o640

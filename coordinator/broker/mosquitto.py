@@ -23,7 +23,7 @@ DATA_NAME = "data"
 
 @dataclass(frozen=True)
 class QueueLimits:
-    """What the broker takes and keeps per session; `fedcg.wire.transfer.broker_presets` stays well inside.
+    """The broker's limits per session; `fedcg.wire.transfer.broker_presets` stays well inside.
 
     Attributes:
         packet_bytes: largest packet.

@@ -38,7 +38,8 @@ def token_create(
     ] = None,
     hours: Annotated[float, typer.Option(help="For how long it can be used, at most 2160.")] = 24.0,
     url: Annotated[
-        str | None, typer.Option(help="Where devices reach the enrolment listener, if not as coordinator.toml says.")
+        str | None,
+        typer.Option(help="URL under which devices reach the enrolment listener, if not the one in coordinator.toml."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -1,4 +1,4 @@
-"""The HTTP interface, read only: what the federation, its rounds and its devices are doing. Versioned under /api/v1."""
+"""The HTTP interface, read only: the state of the federation, its rounds and its devices. Versioned under /api/v1."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class FederationView(BaseModel):
 
 
 class UpdateView(BaseModel, from_attributes=True):
-    """How a client's update ended.
+    """The end of a client's update.
 
     Attributes:
         weight: the number of examples that it counts for in the merge; None when it is not merged (yet).

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Revoked:
-    """How a revocation went.
+    """The result of a revocation.
 
     Attributes:
         was_member: False when the device had been revoked, or had left, before.

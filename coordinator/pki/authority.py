@@ -32,7 +32,7 @@ CLOCK_SLACK = timedelta(hours=1)
 
 @dataclass(frozen=True)
 class Credential:
-    """Where a certificate and its private key lie."""
+    """The paths of a certificate and its private key."""
 
     certificate: Path
     key: Path

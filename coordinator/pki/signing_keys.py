@@ -80,7 +80,7 @@ def rotate_key(home: Home, store: Store, now: float) -> KeyLink:
 
 
 def key_file(home: Home, serial: int) -> Path:
-    """Where the private half of a key is."""
+    """The file of the private half of a key."""
     return home.signing_key.with_stem(f"signing-{serial}") if serial else home.signing_key
 
 

@@ -41,7 +41,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class Expected:
-    """Who may take part now: every device that is enrolled."""
+    """The devices that may take part now: all that are enrolled."""
 
     clients: frozenset[str]
 

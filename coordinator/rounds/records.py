@@ -127,7 +127,7 @@ class FederationRecord:
         return Policy(self.rounds, self.min_clients, self.max_attempts, self.deadline_s)
 
     def after_failure(self, last: AttemptRecord) -> RoundState:
-        """Where the round engine stands when the last attempt failed."""
+        """The state of the round engine when the last attempt failed."""
         failed = last.attempt - self.first_attempt + 1
         state = RoundState(
             self.policy,

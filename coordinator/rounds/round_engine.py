@@ -2,7 +2,7 @@
 
 Phases: waiting (for enough clients) -> collecting (updates) -> distilling -> the next round, or finished.
 A failed attempt goes back to waiting as the next attempt, up to `max_attempts`, then the federation is paused. An attempt that
-ran out of time because clients had not answered or were offline does not count. `pacing` says when an attempt may open.
+ran out of time because clients had not answered or were offline does not count. `pacing` decides when an attempt may open.
 Laws (property-tested): an update counts once, a round closes once, and commands never name a client that was not invited.
 """
 
@@ -34,7 +34,7 @@ RESTART_GRACE_S = 120.0
 
 
 class Phase(str, Enum):
-    """Where the federation stands."""
+    """The state of the federation."""
 
     WAITING = "waiting"
     COLLECTING = "collecting"
@@ -111,21 +111,21 @@ class CameOnline:
 
 @dataclass(frozen=True)
 class WentOffline:
-    """A client's link is gone."""
+    """A client lost its link."""
 
     client: str
 
 
 @dataclass(frozen=True)
 class Departed:
-    """A client is no member any more (revoked, replaced by another machine, or it left); what it delivered before still counts."""
+    """A client is no member any more (revoked, replaced by another machine, or it left); an update that it delivered before still counts."""
 
     client: str
 
 
 @dataclass(frozen=True)
 class UpdateStored(OfAttempt):
-    """A valid update of a participant is durable; `artifact` is what the aggregation worker reads."""
+    """A valid update of a participant is durable; the aggregation worker reads `artifact`."""
 
     client: str
     artifact: str = ""
@@ -181,10 +181,10 @@ Step = tuple[RoundState, tuple[Command, ...]]
 
 
 def transition(state: RoundState, event: Event, now: float) -> Step:
-    """What an event does.
+    """The state and the commands after an event.
 
     Args:
-        state: where the federation stands.
+        state: of the federation before the event.
         event: what happened.
         now: unix time.
 

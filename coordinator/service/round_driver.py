@@ -66,7 +66,7 @@ _REPORTS: dict[type[WorkerEvent], str] = {
     Progressed: "aggregate_step",
     UpdateAdded: "teacher_done",
 }
-"""The lines of the event log that hold just what the worker reports."""
+"""The lines of the event log that hold a report of the worker unchanged."""
 
 log = logging.getLogger(__name__)
 
@@ -125,7 +125,7 @@ class RoundDriver:
 
     @property
     def state(self) -> RoundState:
-        """Where the federation stands."""
+        """The state of the federation."""
         return self._state
 
     @property
@@ -156,7 +156,7 @@ class RoundDriver:
             self._do(command)
 
     def follow_worker(self, event: WorkerEvent) -> None:
-        """Write what the worker reports into the event log, and go on from there."""
+        """Write a report of the worker into the event log, and act on it."""
         if name := _REPORTS.get(type(event)):
             self._events.write(name, **asdict(event))
         if isinstance(event, WorkerReady):

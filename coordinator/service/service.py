@@ -117,7 +117,7 @@ class Service:
 
     @property
     def state(self) -> RoundState:
-        """Where the federation stands."""
+        """The state of the federation."""
         return self._round_driver.state
 
     @property
@@ -242,7 +242,7 @@ class Service:
         self._liveness.mark_seen(device, time.monotonic())
         if isinstance(message, DeviceStatus):
             if not message.online:
-                self._liveness.mark_offline(device, "it said goodbye, or its will did")
+                self._liveness.mark_offline(device, "its status or its will reports it offline")
         elif isinstance(message, Hello):
             self._hello(device, message)
         elif isinstance(message, Leave):

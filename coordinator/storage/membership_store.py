@@ -1,4 +1,4 @@
-"""Queries about who may take part: enrolment tokens, certificates, and how a device's membership ends.
+"""Queries about membership: enrolment tokens, certificates, and the end of a device's membership.
 
 Part of the store: same database, same rules (one transaction per method, durable when it returns).
 """

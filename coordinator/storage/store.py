@@ -228,7 +228,7 @@ class Store(schema.Queries):
         """Store how an update ended, where its attempt still collects; a rejected one makes its client a declined participant.
 
         Returns:
-            What is stored: `record`, or what was stored for the same client and attempt before; None when the attempt takes no
+            The stored record: `record`, or the earlier one of the same client and attempt; None when the attempt takes no
             updates any more.
         """
         key = (record.federation, record.round, record.attempt)

@@ -41,7 +41,7 @@ class UpdateChecks:
         self._yardstick: Yardstick | None = None
 
     def ended(self, device: str, manifest: Manifest) -> UpdateRecord | None:
-        """How an update of this device and attempt ended before, if one did."""
+        """The record of an earlier update of this device and attempt, if there is one."""
         return self._store.update(self._key(manifest), device)
 
     def verdict(self, device: str, manifest: Manifest) -> tuple[Outcome, str] | None:

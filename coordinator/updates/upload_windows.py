@@ -96,7 +96,7 @@ class Uploads:
             self.end(device)
             upload = None
         if upload is not None and upload.is_queued != is_queued:
-            self._let_go(device)  # the device changed its carrier: what is on disk counts, other bounds hold
+            self._let_go(device)  # the device changed its carrier: chunks on disk count, other bounds hold
             upload = None
         if upload is None:
             window = self._window if is_queued else None

@@ -105,7 +105,7 @@ def _check_header(header: ArtifactHeader, spec: FederationSpec, expected: Expect
     }
     for name, value in wanted.items():
         if getattr(header, name) != value:
-            raise ValidationError(expected.client, f"its header says {name} {getattr(header, name)}, not {value}")
+            raise ValidationError(expected.client, f"its header has {name} {getattr(header, name)}, not {value}")
     _check_report(header.report or Report(), spec, expected.client)
 
 

@@ -123,7 +123,7 @@ class EventReporter:
         _log.warning("%s declines %s (%s): %s", self._device, attempt, reason, report.detail)
 
     def died(self, report: Exited) -> None:
-        """The training process is gone."""
+        """Report that the training process has ended."""
         self._events.write("trainer_died", pid=report.pid, exit_code=report.exit_code, reason=report.reason)
         cause = report.reason or "code -9 is mostly a lack of memory"
         _log.warning("%s: the training process ended with code %s (%s)", self._device, report.exit_code, cause)

@@ -68,7 +68,7 @@ def status_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOptio
 
 
 def doctor_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOption = False) -> None:
-    """Check clock, disk, keys, certificate, broker, data and training on this device, and say what to do.
+    """Check clock, disk, keys, certificate, broker, data and training on this device, and print what to do.
 
     Exit codes: 0 nothing failed; 1 a check failed.
     """

@@ -269,7 +269,7 @@ def _images(root: Path, expected: str) -> Result:
 def _cohort_secret(config: AgentConfig, now: datetime) -> Result:
     path = config.store / "secrets" / "cohort.key"
     if not path.exists():
-        detail = "none: private networks start from the public spec seed, so a coordinator knows where they started"
+        detail = "none: private networks start from the public spec seed, so a coordinator can compute their start"
         advice = "`fedcg cohort create` on the first device, `fedcg cohort join` on the others, before the first round"
         return "warning", detail, advice
     try:

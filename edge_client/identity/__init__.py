@@ -1,1 +1,1 @@
-"""Who this device is: keys, certificates, enrolment, renewal, leaving."""
+"""The identity of this device: keys, certificates, enrolment, renewal, leaving."""

@@ -23,7 +23,7 @@ def load_keys(config: AgentConfig) -> AgentKeys:
     """The keys that the configuration names.
 
     Raises:
-        EdgeError: a file is missing or holds no key; says which.
+        EdgeError: names the file that is missing or holds no key.
     """
     try:
         signing = SigningKey.load(config.keys.signing)

@@ -20,7 +20,7 @@ from fedcg.wire.transport.mqtt import MqttTransport
 
 @dataclass(frozen=True)
 class Departure:
-    """How leaving went.
+    """The result of leaving.
 
     Attributes:
         confirmed: whether the coordinator confirmed that the device is no member any more.

@@ -11,7 +11,7 @@ from fedcg.wire.transfer.chunks import Chunk
 from fedcg.wire.transport.transport import Delivery
 
 MAX_BYTES = 32 * 1024 * 1024
-"""16 times what a download may have under way: the loop that takes it is 0.25 s late at most, and a box may have 2 GB."""
+"""16 times the bytes that a download may have under way: the loop that takes it is 0.25 s late at most, and a box may have 2 GB."""
 ITEM_BYTES = 1024  # bytes that an item counts besides its content, so that empty ones are bounded as well
 
 

@@ -127,7 +127,7 @@ class Generations:
         return self.current()[0]
 
     def current(self) -> tuple[Generation | None, tuple[str, ...]]:
-        """The newest committed generation that passes its checksums, and what was wrong with newer ones.
+        """The newest committed generation that passes its checksums, and the problems of newer ones.
 
         Raises:
             StoreDamagedError: something was committed, and no generation is whole.
@@ -163,7 +163,7 @@ class Generations:
         return StoredState(generation, _split_names(load_safetensors(payload)))
 
     def update_path(self, generation: Generation) -> Path:
-        """Where the outbox of a generation lies."""
+        """The path of a generation's outbox."""
         return self._path(generation.number) / "update.bin"
 
     def update_bytes(self, generation: Generation) -> bytes:
@@ -208,7 +208,7 @@ class Generations:
         fsync_path(self._folder)
 
     def _read(self, number: int) -> Generation | Exception:
-        """A generation that passes its checksums, or what is wrong with it."""
+        """A generation that passes its checksums, or the error in it."""
         try:
             generation = self._described(number)
             for name, expected in generation.checksums.items():

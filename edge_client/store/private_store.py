@@ -48,7 +48,7 @@ PARTIAL_BYTES = 2 * MAX_ARTIFACT_BYTES
 
 @dataclass(frozen=True)
 class DeliveryRecord:
-    """How an update ended."""
+    """The end of an update."""
 
     artifact: str
     round: int

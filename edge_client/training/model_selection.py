@@ -3,7 +3,7 @@
 Five candidates: `own`, the personal model of the best validation round; `downloaded`, the latest personal model with the parts
 that the final aggregate holds taken from it; `tuned`, the downloaded one after one local pass; `interpolated`, the mean of the latest
 and the downloaded weights; `averaged`, the mean of the latest and the tuned weights. All are measured alike, on the same validation
-images, by their calibrated loss; the least loss is exported. Accuracy on some 200 validation images cannot tell candidates apart
+images, by their calibrated loss; the least loss is exported. Accuracy on some 200 validation images cannot distinguish candidates
 that differ by one to three points, and favours `own`, which is the most accurate of as many rounds there as the federation has;
 the loss has less noise. Test and common images are measured for the record and do not influence the choice.
 """

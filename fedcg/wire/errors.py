@@ -1,7 +1,7 @@
 """Errors of the wire. The side that refuses a message counts it under the error's `reason`.
 
 WireError
-├── MalformedError           bytes that are not what the protocol allows                        malformed
+├── MalformedError           bytes that the protocol does not allow                             malformed
 │   ├── TooLargeError            a declared or real size above its bound                        too_large
 │   ├── VersionError             a protocol version that this side does not support             version
 │   ├── OtherDeviceError         a message of, or for, another device than its topic's          other_device
@@ -9,7 +9,7 @@ WireError
 ├── CodecError               numbers that the chosen codec can't hold                           codec
 ├── SignatureError           a signature that does not verify, or an unknown sender             forged
 ├── OrderError               a message out of its order                                         order
-│   ├── ReplayError              one that was taken before, or is behind what was taken         replayed
+│   ├── ReplayError              one that was taken before, or is older than the last one      replayed
 │   ├── OldEpochError            one of a coordinator that lost its lease                       older_epoch
 │   └── OtherSessionError        one of another session, or without any                         other_session
 ├── IntegrityError           content whose sha256 or layout is not the declared one             damaged
@@ -36,7 +36,7 @@ class WireError(FedcgError):
 
 
 class MalformedError(WireError):
-    """Bytes that are not what the protocol allows."""
+    """Bytes that the protocol does not allow."""
 
     reason = "malformed"
     exit_code = BAD_INPUT
@@ -85,7 +85,7 @@ class OrderError(WireError):
 
 
 class ReplayError(OrderError):
-    """A message that was taken before, or is behind what was taken."""
+    """A message that was taken before, or is older than the last one taken."""
 
     reason = "replayed"
 

@@ -30,4 +30,4 @@ def explain_versions(device: Sequence[int], coordinator: Sequence[int]) -> str:
     """The reason why two sides have no version in common, and what to do, for people."""
     ours, theirs = (", ".join(map(str, sorted(side))) for side in (device, coordinator))
     what = "agent on this device" if outdated(device, coordinator) == "device" else "coordinator"
-    return f"the device speaks protocol version {ours}, the coordinator {theirs}: update the {what}"
+    return f"the device supports protocol version {ours}, the coordinator {theirs}: update the {what}"

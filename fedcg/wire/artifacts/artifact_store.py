@@ -50,7 +50,7 @@ class ArtifactStore:
         return data
 
     def path(self, artifact: str) -> Path:
-        """Where an artifact is or would be.
+        """The path of an artifact, whether or not it exists.
 
         Raises:
             MalformedError: not 64 hex digits.

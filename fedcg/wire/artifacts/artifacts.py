@@ -43,7 +43,7 @@ class ArtifactHeader(BaseModel):
         base: sha256 of the aggregate that the local round started from, or None; deltas are taken to its decoded tensors.
         label_distribution: the published p(y), one number per class.
         codecs: how each tensor ("part/name") is coded; `pack` fills it in.
-        versions, determinism: what a repetition with the same bits needs; given by the caller.
+        versions, determinism: the facts that a repetition with the same bits needs; given by the caller.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)

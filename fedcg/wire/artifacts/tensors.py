@@ -35,7 +35,7 @@ class RawTensor(TypedDict):
 
 _DTYPES: Mapping[TensorDtype, str] = {"float32": "F32", "int64": "I64"}
 _LENGTH_BYTES = 8
-# What the JSON header of a safetensors file says about one tensor besides its name: dtype, up to 8 dimensions, two offsets.
+# The fields of one tensor in the JSON header of a safetensors file besides its name: dtype, up to 8 dimensions, two offsets.
 _ENTRY_BYTES = 200
 _HEADER_SLACK_BYTES = 64
 

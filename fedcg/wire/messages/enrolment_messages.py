@@ -27,7 +27,7 @@ SECRET_BYTES = 32
 CHECK_BYTES = 4
 MAX_TOKEN_CHARS = 2048
 MAX_BODY_BYTES = 16 * 1024
-"""Of a request and of an answer; both hold at most two certificates."""
+"""Bound on a request and on an answer; both hold at most two certificates."""
 AUTHORITY_PATH = "/v1/authority"
 ENROL_PATH = "/v1/enrol"
 RENEW_PATH = "/v1/renew"

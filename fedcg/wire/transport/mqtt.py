@@ -45,7 +45,7 @@ TURN = 32  # messages that leave before the other direction has its turn
 TICK_S = 1.0  # how often keepalive is looked after when nothing happens
 ANSWER_FACTOR = 2.0  # a broker may take this many times `connect_timeout_s` to answer CONNECT, and then SUBSCRIBE
 ACK_S = 60.0  # without any acknowledgement while some are owed; at 2 KB/s a chunk of 120 KB takes so long
-HEADER_BYTES = 512  # fixed header, topic (at most 170 bytes for us), properties
+HEADER_BYTES = 512  # fixed header, topic (at most 170 bytes in this protocol), properties
 
 
 def backoff_s(failures: int, rng: random.Random) -> float:

@@ -110,7 +110,7 @@ class MqttLink(paho.Client):
         if self.socket() is not None and self.loop_misc() is not OK:
             raise ConnectionError("a ping was not answered within the keepalive")
         if len(self._out_packet) > MAX_UNSENT:
-            raise ConnectionError("it does not read what is sent to it")
+            raise ConnectionError("it does not read the packets sent to it")
         return wake in ready
 
     def hang_up(self) -> None:

@@ -53,7 +53,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def call_out(callback: Callable[[ArgumentT], None], argument: ArgumentT) -> None:
-    """Call a user's callback from a transport's thread, which must survive whatever the callback raises."""
+    """Call a user's callback from a transport's thread, which must survive every exception of the callback."""
     try:
         callback(argument)
     except Exception:  # noqa: BLE001 - the outermost frame of a transport's thread; logged with its traceback
