@@ -1,1 +1,1 @@
-"""What left a box: an independent observer of the wire and checks on what it saw."""
+"""An independent observer of the wire, and checks of its recording."""

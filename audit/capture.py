@@ -1,7 +1,7 @@
-"""Puts together what crossed a broker: every artifact from its chunks, every control message by its fields, every byte.
+"""Puts together the traffic of a broker: every artifact from its chunks, every control message by its fields, every byte.
 
-Pure: frames are fed in, a record comes out. It trusts neither side: messages are read as plain JSON (signatures are the
-receivers' business), artifacts are decoded without a layout, so that what should not be there is SEEN.
+Pure: frames are fed in, a record comes out. It trusts neither side: messages are read as plain JSON (the receivers
+check signatures), artifacts are decoded without a layout, so that content that should not be there is SEEN.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _ENVELOPE_FIELDS = frozenset({"v", "kind", "federation", "sender", "recipient", 
 
 @dataclass(frozen=True)
 class SeenArtifact:
-    """A complete artifact as it crossed, decoded without knowing what it should hold.
+    """A complete artifact as it crossed, decoded without its layout.
 
     Attributes:
         kind: update, aggregate, spec, or unknown when it could not be decoded.
-        sender: who made it, by its header; `coordinator` for a spec.
+        sender: its maker, by its header; `coordinator` for a spec.
         tensors: shape per tensor key, as it came; codecs: how many of them the header lists by codec; report: names of the report's fields that carry a value.
     """
 
@@ -83,7 +83,7 @@ def _direction(parsed: ParsedTopic) -> tuple[str, str]:
 
 
 def describe(artifact: str, data: bytes) -> SeenArtifact:
-    """Decode the bytes of an artifact, whatever they are."""
+    """Decode the bytes of an artifact; bytes of any kind are accepted."""
     try:
         seen = inspect(data)
     except WireError as error:
@@ -108,7 +108,7 @@ def describe(artifact: str, data: bytes) -> SeenArtifact:
 
 
 class Capture:
-    """All that one federation sent over a broker, as far as the frames fed to it show.
+    """All traffic of one federation over a broker, as far as the frames fed to it show.
 
     Args:
         federation: its id; frames of other topics are counted as foreign.
@@ -153,7 +153,7 @@ class Capture:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the end of the federation was announced and everything that began to cross is complete."""
+        """Whether the end of the federation was announced and every transfer that began is complete."""
         return self.finished_with in self.artifacts and not self._open()
 
     def _open(self) -> list[str]:
@@ -222,7 +222,7 @@ class Capture:
         return completed
 
     def _learn_keys(self, payload: bytes) -> None:
-        """Write down the coordinator's keys, and whatever is wrong with how they followed one another."""
+        """Record the coordinator's keys, and any error in how they followed one another."""
         try:
             chain = read_envelope(payload).message
             if isinstance(chain, KeyChain):
@@ -267,7 +267,7 @@ class Capture:
         return totals
 
     def record(self) -> dict[str, object]:
-        """All that was seen, as it is written to `wire.json`."""
+        """The whole recording, as it is written to `wire.json`."""
         artifacts = sorted(self.artifacts.values(), key=lambda seen: (seen.round, seen.kind, seen.sender, seen.id))
         return {
             "format": 1,

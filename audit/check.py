@@ -124,7 +124,7 @@ def check_recording(observed: Path, private: Iterable[Path]) -> Check:
     truth = private_tensors(private)
     inspections: dict[str, Inspection] = {}
     for artifact, data in blobs.items():
-        with suppress(WireError):  # a spec, or bytes nobody can decode, are still searched as raw bytes
+        with suppress(WireError):  # a spec, or bytes that can't be decoded, are still searched as raw bytes
             inspections[artifact] = inspect(data)
     seen = wire_tensors(inspections)
     payloads = dict(blobs) | {f"{name} (decompressed)": found.payload for name, found in inspections.items()}

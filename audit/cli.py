@@ -1,4 +1,4 @@
-"""`fedcg audit`: record what crosses a broker, and check what was recorded against private weights."""
+"""`fedcg audit`: record the traffic of a broker, and check the recording against private weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import typer
 
-app = typer.Typer(no_args_is_help=True, help="What left the boxes: record it independently, and check it.")
+app = typer.Typer(no_args_is_help=True, help="Record independently the data that left the devices, and check it.")
 
 
 @app.command()

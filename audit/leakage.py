@@ -1,7 +1,7 @@
-"""Says whether what crossed the wire holds a private tensor, as value, as a delta, or as raw bytes.
+"""Checks whether the traffic on the wire holds a private tensor, as value, as a delta, or as raw bytes.
 
-A check of outcomes, not of intentions: it compares numbers and bytes only and trusts no name. Its input is what an
-independent recorder saw, and the private weights of the devices as the truth. Knows nothing of how either was read.
+A check of outcomes, not of intentions: it compares numbers and bytes only and trusts no name. Its input is the recording of an
+independent observer, and the private weights of the devices as the truth. Knows nothing of how either was read.
 
 A tensor on the wire leaks a private one of the same flattened size when their absolute Pearson correlation reaches the
 threshold (scale, offset and sign don't hide it):
@@ -38,8 +38,8 @@ class WireTensor:
     """A tensor that an artifact held.
 
     Attributes:
-        artifact: the artifact's sha256, or another name for where it was seen.
-        name: part and tensor name as the artifact spelt it.
+        artifact: the artifact's sha256, or another name for the place where it was found.
+        name: part and tensor name as written in the artifact.
         value: the numbers, any dtype and shape.
         bases: named tensors that the value may be a delta to, with the same number of elements.
     """
@@ -52,7 +52,7 @@ class WireTensor:
 
 @dataclass(frozen=True)
 class PrivateTensor:
-    """A tensor that must never leave a box: whose it is (`client-1 round 2`), its name, its numbers."""
+    """A tensor that must never leave a device: its owner (`client-1 round 2`), its name, its numbers."""
 
     owner: str
     name: str
@@ -61,7 +61,7 @@ class PrivateTensor:
 
 @dataclass(frozen=True)
 class Match:
-    """A leak: where it was seen and which private tensor it shows.
+    """A leak: the place where it was found and the private tensor that it shows.
 
     Attributes:
         how: `value`, `delta` (value + base) or `bytes`.
@@ -104,7 +104,7 @@ def correlation(left: Array, right: Array) -> float:
 def row_correlation(left: Array, right: Array) -> float:
     """Mean absolute correlation over the rows (first axis of the one that has axes), weighted by the rows' elements.
 
-    It finds what per-channel scales hide from the correlation over all. Zero when the rows are too short.
+    It finds similarity that per-channel scales hide from the correlation over all. Zero when the rows are too short.
     """
     shape = left.shape if left.ndim > 1 else right.shape
     if len(shape) < 2 or left.size // shape[0] < MIN_ROW_ELEMENTS:

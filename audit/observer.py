@@ -1,4 +1,4 @@
-"""The observer: an independent, read-only subscriber that writes down everything that crosses a federation's topics.
+"""The observer: an independent, read-only subscriber that records every message on a federation's topics.
 
 Owns the loop between a transport and a `Capture`, and the files in its output folder: `wire.json` (replaced atomically
 at every change), `artifacts/SHA256`, and on request `frames.bin` with every frame as it came.
@@ -98,24 +98,24 @@ class Observer:
 
     def run(self, stop: threading.Event, *, until_finished: bool, on_ready: Callable[[], None]) -> None:
         """Record until `stop` is set, or until the federation is finished and the wire is quiet."""
-        changed, ready, written_at, heard_at = True, False, -WRITE_EVERY_S, time.monotonic()
+        changed, ready, written_at, received_at = True, False, -WRITE_EVERY_S, time.monotonic()
         while not stop.is_set():
             if not ready and self._linked.is_set():
                 self._write()
                 on_ready()
                 ready = True
             if self._take(timeout_s=0.05):
-                changed, heard_at = True, time.monotonic()
+                changed, received_at = True, time.monotonic()
             now = time.monotonic()
             if changed and ready and now - written_at >= WRITE_EVERY_S:
                 self._write()
                 changed, written_at = False, now
-            if until_finished and self.capture.is_finished and now - heard_at >= QUIET_S:
+            if until_finished and self.capture.is_finished and now - received_at >= QUIET_S:
                 break
         self.close()
 
     def close(self) -> None:
-        """Take what is still queued, write the last record, disconnect."""
+        """Take the queued frames, write the last record, disconnect."""
         while self._take(timeout_s=0.0):
             pass
         self._transport.close()

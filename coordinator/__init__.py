@@ -1,1 +1,1 @@
-"""The coordinator service: rounds, ingest, aggregation, HTTP API."""
+"""The coordinator service: rounds, updates, aggregation, HTTP API."""

@@ -41,7 +41,7 @@ class _Section(BaseModel):
 
 
 class BrokerSettings(_Section):
-    """Where the broker is and how it is spoken to.
+    """The address of the broker, its protocol, and the limits of the link.
 
     Attributes:
         preset: limits of a known broker or service.
@@ -63,7 +63,7 @@ class BrokerSettings(_Section):
 
 
 class ApiSettings(_Section):
-    """Where the HTTP interface listens.
+    """The address of the HTTP interface.
 
     Attributes:
         host: a loopback address.
@@ -108,7 +108,7 @@ class ListenerSettings(_Section):
         return self.listen or ("127.0.0.1" if host in LOOPBACK_HOSTS else EVERY_ADDRESS)
 
     def url(self, host: str) -> str | None:
-        """Where devices reach it, under `host`; None when nothing listens."""
+        """The URL under which devices reach it, with `host`; None without a listener."""
         if self.port is None:
             return None
         return f"https://{f'[{host}]' if ':' in host else host}:{self.port}"
@@ -129,7 +129,7 @@ class EnrolmentSettings(ListenerSettings):
 
 
 class AggregationSettings(_Section):
-    """What the aggregation worker may use.
+    """The settings of the aggregation worker.
 
     Attributes:
         threads: torch threads; another number gives other bits from the seventh digit on.
@@ -164,7 +164,7 @@ class RobustnessSettings(_Section):
 
 
 class StorageSettings(_Section):
-    """What stays on the disk.
+    """How long artifacts stay on the disk.
 
     Attributes:
         keep_rounds: closed rounds whose updates and aggregates stay; older ones are deleted when a round closes.
@@ -207,7 +207,7 @@ class CoordinatorConfig(_Section):
 
     @property
     def enrolment_url(self) -> str | None:
-        """Where devices enrol and renew; None when nothing listens."""
+        """The URL at which devices enrol and renew; None without a listener."""
         return self.enrolment.url(self.enrolment_host)
 
     @property
@@ -217,7 +217,7 @@ class CoordinatorConfig(_Section):
 
     @property
     def carrier_url(self) -> str | None:
-        """Where artifacts of devices with `carrier = "https"` are fetched and put; None when nothing listens."""
+        """The URL at which devices with `carrier = "https"` fetch and put artifacts; None without a listener."""
         return self.carrier.url(self.carrier_host)
 
 

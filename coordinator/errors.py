@@ -57,7 +57,7 @@ class RefusedError(CoordinatorError):
     """A request of a device over HTTPS that is not granted.
 
     Attributes:
-        answer: for the device; says nothing of a token whose secret it has not shown.
+        answer: for the device; reveals nothing about a token whose secret the device has not shown.
         status: of the answer.
     """
 
@@ -71,7 +71,7 @@ class ValidationError(CoordinatorError):
     """An update that must not be merged.
 
     Attributes:
-        client: who sent it.
+        client: the client that sent it.
         reason: a short text for the receipt.
     """
 

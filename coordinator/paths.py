@@ -60,7 +60,7 @@ class Home:
         return self.root / "artifacts"
 
     def public_data(self, config: CoordinatorConfig) -> Path | None:
-        """Where the public images are, when the configuration names some; a relative path starts here."""
+        """The path of the public images, when the configuration names some; a relative path starts here."""
         named = config.aggregation.public_data
         return None if named is None else self.root / named
 
@@ -71,7 +71,7 @@ class Home:
 
     @property
     def broker(self) -> Path:
-        """What a broker started by `fedcg broker run` uses."""
+        """The folder of a broker started by `fedcg broker run`."""
         return self.root / "broker"
 
     @property
@@ -86,7 +86,7 @@ class Home:
 
     @contextmanager
     def changing_members(self) -> Iterator[None]:
-        """Wait for, and hold, the right to change who may take part: database, revocation list and access list fit together."""
+        """Wait for, and hold, the lock of the members: database, revocation list and access list fit together."""
         descriptor = os.open(self.root / "members.lock", os.O_RDWR | os.O_CREAT, PRIVATE)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -1,1 +1,1 @@
-"""What box is this, and what can it carry: detection of device, memory and GPU, and the plan for training on it."""
+"""Detects the machine, its memory and its GPU, and plans the training on it."""

@@ -1,4 +1,4 @@
-"""What is known about each Jetson module: reads `catalogue.toml` and looks a module up."""
+"""The catalogue of Jetson modules: reads `catalogue.toml` and looks a module up."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Catalogue(BaseModel):
             compatible: Entries such as "nvidia,p3768-0000+p3767-0005", most specific first.
 
         Returns:
-            What is known; without a module when only the system on chip is known; None when it is no known Jetson.
+            The entry; without a module when only the system on chip is known; None when it is no known Jetson.
         """
         names = [entry.partition(",")[2] for entry in compatible if entry.startswith("nvidia,")]
         soc_key = next((name for name in names if name in self.soc), None)
@@ -73,7 +73,7 @@ class Catalogue(BaseModel):
 
 @dataclass(frozen=True)
 class KnownJetson:
-    """A looked-up Jetson: its generation, and its module where the device-tree names one that we know."""
+    """A looked-up Jetson: its generation, and its module where the device-tree names one of the catalogue."""
 
     soc: Soc
     module: Module | None

@@ -1,4 +1,4 @@
-"""`fedcg profile`: shows what box this is, and where and how large training would run on it."""
+"""`fedcg profile`: shows the machine, and where and with what batch training would run on it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def profile_command(
         typer.Option("--root", exists=True, file_okay=False, help="Read a recorded file tree instead of this box."),
     ] = Path("/"),
 ) -> None:
-    """Show what box this is and what training on it would use."""
+    """Show this machine's hardware and the resources that training on it would use."""
     profile = detect(root)
     plan = _plan(profile)
     live = read_telemetry(Path.cwd(), root)

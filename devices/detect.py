@@ -1,4 +1,4 @@
-"""Finds out what box this is: device-tree, Jetson Linux release, NVIDIA driver, /proc, /sys and control groups.
+"""Detects the machine: device-tree, Jetson Linux release, NVIDIA driver, /proc, /sys and control groups.
 
 Needs no root rights and no service; what cannot be read is unavailable (None).
 """

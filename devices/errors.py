@@ -6,4 +6,4 @@ from fedcg.errors import FedcgError
 
 
 class NotTrainableError(FedcgError):
-    """The box cannot train with us; the message says why and what is possible instead."""
+    """The box cannot train; the message gives the reason and the alternative."""

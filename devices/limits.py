@@ -1,4 +1,4 @@
-"""What the container or service around this process allows: memory and CPU limits of control groups v2 and v1."""
+"""The memory and CPU limits of the container or service around this process: control groups v2 and v1."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a box is, as a value, and the plan for training on it. Reads nothing: `detect` fills the values.
+"""The profile of a box, as a value, and the plan for training on it. Reads nothing: `detect` fills the values.
 
 A None in any field means "unavailable": the box did not report it. It is never replaced by a zero or a guess.
 """
@@ -26,7 +26,7 @@ GPU_FEEDING_THREADS = 2
 
 
 class DeviceKind(str, Enum):
-    """The three kinds of box that the product knows."""
+    """The three kinds of box that the product supports."""
 
     JETSON = "jetson"
     CUDA = "cuda"
@@ -70,7 +70,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Trainable:
-    """Whether the box can train with us, and why (not)."""
+    """Whether the box can take part in training, and why (not)."""
 
     possible: bool
     reason: str
@@ -78,7 +78,7 @@ class Trainable:
 
 @dataclass(frozen=True)
 class DeviceProfile:
-    """What a box is.
+    """The hardware of a box.
 
     Attributes:
         kind: jetson, cuda or cpu.

@@ -1,6 +1,6 @@
-"""How a box is doing right now: temperatures, power, free disk, and the one word that may be reported about it.
+"""The current condition of a box: temperatures, power, free disk, and the one word that may be reported about it.
 
-Reads sysfs below any root. What a machine does not report is None, never zero, and does not count against it.
+Reads sysfs below any root. A reading that a machine does not report is None, never zero, and does not count against it.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class _Section(BaseModel):
 
 
 class BrokerSection(_Section):
-    """Where the MQTT broker is; without TLS only on this machine and only when asked for."""
+    """The address of the MQTT broker; without TLS only on this machine and only with `insecure`."""
 
     host: Annotated[str, Field(min_length=1, description="host name or address of the broker")]
     port: Annotated[int, Field(ge=1, le=65535, description="usually 8883")] = 8883
@@ -74,13 +74,13 @@ class KeysSection(_Section):
 
 
 class EnrolmentSection(_Section):
-    """Where the certificate is renewed by itself; without a URL a person brings a new one."""
+    """Where the agent renews its certificate; without a URL a person brings a new one."""
 
     url: Annotated[str, Field(pattern=URL_PATTERN, description="https://HOST:PORT of the coordinator")] | None = None
 
 
 class DataSection(_Section):
-    """This box's images: `class/*.png|jpg`, `train/` and `test/` of such, IDX or CIFAR files, an `.npz`, or `dataset:NAME`.
+    """This device's images: `class/*.png|jpg`, `train/` and `test/` of such, IDX or CIFAR files, an `.npz`, or `dataset:NAME`.
 
     docs/data.md has every form. `common_test` is for demos.
     """
@@ -90,7 +90,7 @@ class DataSection(_Section):
 
 
 class PolicySection(_Section):
-    """What may ever leave this box, and what a round may cost it, whatever a spec asks for.
+    """The data that may ever leave this device, and the largest cost of a round, for every spec.
 
     The published settings need 20 epochs or 20 steps a round; ResNet-18 with its generator downloads 57 MB.
     """
@@ -112,7 +112,7 @@ class TrainingSection(_Section):
 
     shadow: bool = False
     device: Annotated[Literal["auto", "cpu", "cuda"], Field(description="auto, cpu or cuda")] = "auto"
-    threads: Annotated[int, Field(ge=0, le=256, description="0 = chosen for this box")] = 0
+    threads: Annotated[int, Field(ge=0, le=256, description="0 = chosen for this device")] = 0
     stall_s: Annotated[
         float, Field(ge=1, le=86_400, description="seconds without progress after which training is started again")
     ] = STALL_S
@@ -125,7 +125,7 @@ class ExportSection(_Section):
         enabled: at all.
         each_best: after every round that made it better, not only at the end.
         variants: try float16 and int8 forms of the last one.
-        gate_points: points of accuracy on this box's test images that a new model may lose against the one in use.
+        gate_points: points of accuracy on this device's test images that a new model may lose against the one in use.
     """
 
     enabled: bool = True

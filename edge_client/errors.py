@@ -3,13 +3,13 @@
 EdgeError
 ├── ConfigError          agent.toml or its environment is wrong; lists every problem with its line
 ├── StoreError           the private store can't be used
-│   ├── StoreLockedError     another agent (or its trainer) works in this store
+│   ├── StoreLockedError     another agent (or its trainer) uses this store
 │   ├── StoreFormatError     written by a newer version, or not a private store at all
 │   └── StoreDamagedError    no generation passes its checksums
-├── CohortError          no cohort code
+├── CohortError          text that is not a cohort code
 ├── EnrolError           this box could not be enrolled, its certificate not renewed, or it could not leave
-├── NoAnswerError        the coordinator does not answer this device; says how far a message came
-├── FirewallError        something that may not leave the box was about to; names device, part and tensor
+├── NoAnswerError        the coordinator does not answer this device; names the step that messages reached
+├── FirewallError        something that may not leave the device was about to; names device, part and tensor
 └── RoundError           a local round can't be done here; carries the reason that goes into the decline
 """
 
@@ -37,13 +37,13 @@ class StoreError(EdgeError):
 
 
 class CohortError(EdgeError):
-    """No cohort code."""
+    """Text that is not a cohort code."""
 
     exit_code = BAD_INPUT
 
 
 def unreadable(path: Path, error: OSError) -> StoreError:
-    """What a file of the store that exists and can't be read amounts to: nothing may be concluded from it."""
+    """The error for a file of the store that exists and can't be read: its content is unknown, not absent."""
     return StoreError(
         f"{error.filename or path} can't be read: {error.strerror or error}. Nothing was changed; "
         "check the disk (`dmesg`) and the file's owner and permissions, then start the agent again"
@@ -51,7 +51,7 @@ def unreadable(path: Path, error: OSError) -> StoreError:
 
 
 class StoreLockedError(StoreError):
-    """Another agent, or the trainer of one, works in this store."""
+    """Another agent, or the trainer of one, uses this store."""
 
 
 class StoreFormatError(StoreError):
@@ -67,14 +67,14 @@ class EnrolError(EdgeError):
 
 
 class NoAnswerError(EdgeError):
-    """The coordinator does not answer this device; says how far a message came and the likely cause."""
+    """The coordinator does not answer this device; names the step that messages reached and the likely cause."""
 
 
 class FirewallError(EdgeError):
-    """Something that may not leave the box was about to leave it.
+    """Something that may not leave the device was about to leave it.
 
     Attributes:
-        device: id of this box.
+        device: its id.
         part: name of the part concerned, or None where the report or the header is.
         tensor: name of the tensor or report field concerned, where there is one.
     """
@@ -88,7 +88,7 @@ class FirewallError(EdgeError):
 
 
 class RoundError(EdgeError):
-    """A local round can't be done on this box."""
+    """A local round can't be done on this device."""
 
     def __init__(self, reason: DeclineReason, problem: str) -> None:
         self.reason = reason

@@ -1,7 +1,7 @@
-"""The firewall: the only place where an update for the wire is made and where it is decided what may be in it.
+"""The firewall: the only place where an update for the wire is made and where its content is decided.
 
 Parts must be allowed by this device's own policy AND asked for by the spec; tensor names, element types and shapes come
-from the spec's layouts, never from what a method returned. Everything is copied, so no hidden view leaves the box.
+from the spec's layouts, never from the tensors that a method returned. Everything is copied, so no hidden view leaves the device.
 Torch-free.
 """
 
@@ -26,7 +26,7 @@ from fedcg.wire.errors import WireError
 from fedcg.wire.messages.messages import DeclineReason
 from fedcg.wire.parts import Part, Report, ReportField, TensorLayout
 
-# Everything in a header about the box beside the report, with its form: what a repetition with the same bits needs.
+# Everything in a header about the device beside the report, with its form: the facts that a repetition with the same bits needs.
 FACTS = {
     "batch_size": r"\d{0,9}",
     "cpu": r"[ -~]{0,120}",
@@ -39,10 +39,10 @@ FACTS = {
 
 @dataclass(frozen=True)
 class UpdateFacts:
-    """What the header of an update holds besides method and federation.
+    """The fields of an update's header besides method and federation.
 
     Attributes:
-        versions, determinism: what a repetition with the same bits needs.
+        versions, determinism: the facts that a repetition with the same bits needs.
     """
 
     device: str
@@ -53,7 +53,7 @@ class UpdateFacts:
 
 
 def check_spec(spec: FederationSpec, policy: PolicySection) -> tuple[DeclineReason, str] | None:
-    """Whether this device would take part under a spec: None, or the reason why not and what its operator should know of it.
+    """Whether this device would take part under a spec: None, or the reason why not and a text for its operator.
 
     A spec's split names code: only what the owner installed or allowed counts.
     """
@@ -82,7 +82,7 @@ def check_spec(spec: FederationSpec, policy: PolicySection) -> tuple[DeclineReas
 
 
 def _excess(spec: FederationSpec, policy: PolicySection) -> str:
-    """What a round would cost this box above its policy, or nothing. A method's own defaults are modest."""
+    """The cost of a round that exceeds this device's policy, in words, or nothing. A method's own defaults are modest."""
     for name, bound in {"epochs": "max_epochs", "steps": "max_steps", "batch_size": "max_batch"}.items():
         value, most = spec.params.get(name, 0), getattr(policy, bound)
         if isinstance(value, int | float) and value > most and not (name == "epochs" and spec.params.get("steps")):
@@ -102,10 +102,10 @@ def build_update(
     """The packed update of one local round.
 
     Args:
-        shared: what the method wants to share; exactly the parts of `spec.upload`.
+        shared: the parts that the method shares; exactly those of `spec.upload`.
         report: fields that the policy or the spec does not allow are left out.
-        spec: what the federation asks for.
-        policy: what this device allows.
+        spec: the federation's spec.
+        policy: the limits of this device.
         facts: the rest of the header.
         base: the aggregate that the round started from; a delta codec needs the parts of `spec.with_base`.
 
@@ -142,7 +142,7 @@ def _check_facts(facts: UpdateFacts) -> None:
 
 
 def check_kept(data: bytes, policy: PolicySection, device: str) -> None:
-    """Judge an update that was made earlier by the policy of now: its owner may have become stricter meanwhile.
+    """Check an update that was made earlier against the current policy: its owner may have become stricter meanwhile.
 
     Raises:
         FirewallError: it holds a part or a report field that may not leave any more, or is no update at all.
@@ -150,7 +150,7 @@ def check_kept(data: bytes, policy: PolicySection, device: str) -> None:
     try:
         header = read_header(data)
     except WireError as error:
-        raise FirewallError(device, f"what waits in the outbox is no update: {error}") from error
+        raise FirewallError(device, f"the file in the outbox is not an update: {error}") from error
     allowed = {part.value for part in policy.allow_upload}
     for name in sorted({key.partition("/")[0] for key in header.codecs} - allowed):
         raise FirewallError(device, "policy.allow_upload of this device does not list it any more", part=name)

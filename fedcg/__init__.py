@@ -1,1 +1,1 @@
-"""FedCG Edge: what all sides of a federation agree on, and the command `fedcg`."""
+"""FedCG Edge: the code that all sides of a federation share, and the command `fedcg`."""

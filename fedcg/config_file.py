@@ -1,4 +1,4 @@
-"""What is wrong with a file that a person wrote in TOML: every problem at once, with its line, in words, and a hint. Torch-free."""
+"""Reads configuration files in TOML and reports every problem at once, with its line, in words, and a hint. Torch-free."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def read_toml(path: Path, model: type[ModelT], failure: type[Exception], change:
     Args:
         path: the file.
         model: its schema.
-        failure: what is raised.
-        change: replaces values, and returns where the new ones come from and what is wrong with them.
+        failure: the error that is raised.
+        change: replaces values, and returns the origins of the new ones and the problems with them.
 
     Raises:
         Exception: a `failure` that lists every problem with its line and a hint.
@@ -69,7 +69,7 @@ def problems_of(
 
     Args:
         model: the schema that was asked for.
-        error: what pydantic found.
+        error: from pydantic.
         text: the file, for line numbers; without it none are named.
         origins: where settings come from that are not in the file.
     """

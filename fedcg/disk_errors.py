@@ -1,4 +1,4 @@
-"""What a person can do when the system refuses to read or write a file."""
+"""Advice for a person when the system refuses to read or write a file."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 
 
 def advice_for(error: OSError, place: Path) -> str:
-    """The next step after an error of the file system: who may use the file, or which disk to look at.
+    """The next step after an error of the file system: who may use the file, or which disk to check.
 
     Args:
         error: of the system.
-        place: the folder that was worked in, for an error that names no file.
+        place: the folder in use, for an error that names no file.
     """
     if error.errno in (errno.EACCES, errno.EPERM):
         return f"Let the user with id {os.geteuid()} read and write {error.filename or place} (chown, chmod)"

@@ -1,7 +1,7 @@
-"""How every command ends that can't do its work: with an error of this tree, whose exit code `fedcg.cli` gives to the shell.
+"""The errors with which a command ends that can't do its work; `fedcg.cli` gives their exit codes to the shell.
 
 FedcgError            1: failed while running
-├── BadInputError     2: bad input; what a command itself finds wrong with its options
+├── BadInputError     2: bad input; options that a command itself refuses
 └── …                 each package's own errors, with the code that its `errors.py` states
 """
 

@@ -61,7 +61,7 @@ class EventLog:
         """Append one event; a full disk never stops the program.
 
         Returns:
-            Whether the event was worth a line.
+            Whether a line was written.
         """
         client = fields.get("client")
         if isinstance(client, str) and not self._allows(event, client):
@@ -83,7 +83,7 @@ class EventLog:
         return True
 
     def _rotate(self) -> None:
-        """Keep one old file; another process that writes here opens the new one with its next line."""
+        """Keep one old file; another process that writes this log opens the new one with its next line."""
         with contextlib.suppress(OSError):
             if self._path.stat().st_size > ROTATE_BYTES:  # else that other process was first
                 self._path.replace(self._path.with_suffix(".old.jsonl"))

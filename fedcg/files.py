@@ -1,6 +1,6 @@
 """Files that survive a power cut: content and name are durable, and a name has the old content or the new, never a piece.
 
-The one way to write such a file, for every package. Torch-free, and imports nothing of ours.
+The one way to write such a file, for every package. Torch-free, and imports no other package of this project.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def replace_durably(path: Path, data: bytes | str, mode: int = PRIVATE) -> None:
     Args:
         path: the file; its directory exists.
         data: its whole content; text is encoded as UTF-8.
-        mode: permissions of the file, whatever the umask and the file before had.
+        mode: permissions of the file, independent of the umask and of an earlier file.
 
     Raises:
         OSError: the disk is full or broken; the old content is untouched, unless only the last fsync of the directory failed.

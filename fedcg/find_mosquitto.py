@@ -1,4 +1,4 @@
-"""Where a Mosquitto binary is on this machine: installed, or unpacked without root into a folder of its own."""
+"""Finds a Mosquitto binary on this machine: installed, or unpacked without root into a folder of its own."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def find_extracted(folder: Path | None = None) -> Mosquitto | None:
     """A Mosquitto that was unpacked from its package.
 
     Args:
-        folder: where; by default what FEDCG_BROKER_DIR names, else `.broker` under the working directory.
+        folder: its folder; by default the one that FEDCG_BROKER_DIR names, else `.broker` under the working directory.
     """
     root = folder or Path(os.environ.get(ENVIRONMENT_VARIABLE) or DEFAULT_FOLDER)
     binary = (root / "usr" / "sbin" / "mosquitto").resolve()

@@ -54,7 +54,7 @@ class ImageForm(BaseModel):
 
 
 class ImageError(Exception):
-    """Bytes that are no image of a supported format, or a damaged one; the message says why and names no file."""
+    """Bytes that are no image of a supported format, or a damaged one; the message gives the reason and names no file."""
 
 
 class TooManyPixelsError(ImageError):
@@ -89,7 +89,7 @@ def decode_image(content: bytes, form: ImageForm, max_pixels: int = MAX_PIXELS, 
         raise ImageError(f"not an image ({', '.join(FORMATS)} are read)") from error
     except Image.DecompressionBombError as error:
         raise TooManyPixelsError(f"over the limit of {max_pixels} pixels") from error
-    # What Pillow's decoders raise for bytes that break off or contradict themselves.
+    # The errors of Pillow's decoders for bytes that break off or contradict themselves.
     except (OSError, ValueError, SyntaxError, EOFError, LookupError, TypeError, struct.error, zlib.error) as error:
         raise ImageError(f"damaged image ({error})") from error
 

@@ -1,7 +1,7 @@
-"""Listening sockets that strangers can't exhaust, HTTP/1.1 with time-outs on them, and the check of a request's Host header.
+"""Listening sockets that outsiders can't exhaust, HTTP/1.1 with time-outs on them, and the check of a request's Host header.
 
 Every listener of this project is made here: it decides which connections stay open, before TLS and before a byte is read. It
-knows nothing of routes, and nothing of who a device is: whoever verifies a certificate calls `Connections.identify`.
+knows nothing of routes and identities: the code that verifies a certificate calls `Connections.identify`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STALL_S = 30.0
 """Longest time that a body may stop arriving, or an answer may stop being read."""
 WARN_EVERY_S = 60.0
 QUEUE = 1024
-"""Connections that the kernel holds until they are accepted: a full queue makes honest ones wait a second and more."""
+"""Connections that the kernel holds until they are accepted: a full queue delays honest ones by a second and more."""
 ACCEPTS = 8
 """Accepted in one turn of the event loop: in a flood the connections that are there get on too, before they are ended."""
 MAX_HEADER_BYTES = 16 * 1024
@@ -77,10 +77,10 @@ class Connection(socket.socket):
 
 
 class Connections:
-    """The open connections of some listeners, oldest first, and who owns them.
+    """The open connections of some listeners, oldest first, and their owners.
 
     Where there are too many, the oldest idle one of the owner with most of them ends; one that has shown a certificate only when
-    there is no other. So a flood costs those who share its address, and a device that is connected stays so.
+    there is no other. So a flood affects only connections from its own address, and a connected device stays connected.
 
     Args:
         caps: as configured; half of the process's descriptors bound the total.
@@ -141,7 +141,7 @@ class Listener(socket.socket):
     """A listening socket for asyncio whose connections are counted.
 
     Args:
-        name: what it is for, in logs.
+        name: its purpose, in logs.
         address: to listen on.
         port: 0 takes a free one.
         connections: where its connections count.
@@ -212,7 +212,7 @@ class GuardedProtocol(H11Protocol):
         self.app = serve
 
     def data_received(self, data: bytes) -> None:
-        """Take what came."""
+        """Take received bytes."""
         if not self._is_serving:
             self._expect_header()
         super().data_received(data)
@@ -263,8 +263,8 @@ def http_config(
     Args:
         application: ASGI.
         listener: where its connections count.
-        identify: gives the device whose certificate a connection has shown, if any, and what its requests find in their scope.
-        more: what differs between listeners.
+        identify: gives the device whose certificate a connection has shown, if any, and the entries for the scope of its requests.
+        more: settings that differ between listeners.
     """
     return uvicorn.Config(
         application,
@@ -273,7 +273,7 @@ def http_config(
         log_level=logging.ERROR,  # below that, every malformed request would be a line
         log_config=None,
         access_log=False,
-        proxy_headers=False,  # the address that counts is the connection's: a header is whatever the sender likes
+        proxy_headers=False,  # the address that counts is the connection's: the sender chooses its headers
         server_header=False,
         backlog=ACCEPTS,
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,

@@ -1,4 +1,4 @@
-"""What was refused, counted by reason and written to the event log; a flood costs ever fewer lines."""
+"""Counts refusals by reason and writes them to the event log; a flood causes fewer and fewer lines."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections import Counter
 from fedcg.event_log import EventLog
 from fedcg.wire.errors import WireError
 
-ALWAYS_TOLD = (
+ALWAYS_REPORTED = (
     50  # of each reason and device; afterwards only when their number has doubled: a flood must not fill the disk
 )
 
-MAX_TEXT = 200  # characters; topics and fields that somebody chose can be long
+MAX_TEXT = 200  # characters; topics and fields that a sender chose can be long
 
 
 class Refusals:
@@ -30,7 +30,7 @@ class Refusals:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many were refused since the start, by reason."""
+        """The number of refusals since the start, by reason."""
         totals: Counter[str] = Counter()
         with self._lock:
             for (_, reason), count in self._counts.items():
@@ -43,23 +43,23 @@ class Refusals:
             return sum(count for (name, _), count in self._counts.items() if name == device)
 
     def note(self, what: str, error: Exception, device: str = "") -> bool:
-        """Count a refusal under the reason of its error; what was refused outside the wire counts under `what`.
+        """Count a refusal under the reason of its error; a refusal outside the wire counts under `what`.
 
         Args:
             what: was refused.
             error: why.
-            device: whose it was, where several are known; a name that nobody checked would take memory.
+            device: the sender, where several are known; a name that was not checked would take memory.
 
         Returns:
-            Whether it was worth a line.
+            Whether a line was written.
         """
         reason = error.reason if isinstance(error, WireError) else what
         with self._lock:
             self._counts[device, reason] += 1
             count = self._counts[device, reason]
-        is_told = count <= ALWAYS_TOLD or count & (count - 1) == 0
-        if is_told:
+        is_reported = count <= ALWAYS_REPORTED or count & (count - 1) == 0
+        if is_reported:
             self._events.write(
                 "refused", what=what[:MAX_TEXT], reason=reason, detail=str(error)[:MAX_TEXT], count=count
             )
-        return is_told
+        return is_reported

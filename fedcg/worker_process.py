@@ -24,9 +24,9 @@ from typing import Any
 
 POLL_S = 0.5
 START_S = 120.0
-"""Until its first report a child loads torch, which takes its time on a busy box."""
+"""Until its first report a child loads torch, which takes long on a busy machine."""
 STALL_S = 900.0
-"""Longer than the slowest step, load or merge that is worth waiting for."""
+"""Longer than the slowest acceptable step, load or merge."""
 STOP_S = 1.0
 _PR_SET_PDEATHSIG = 1
 
@@ -40,7 +40,7 @@ class Rested:
 
 @dataclass(frozen=True)
 class Exited:
-    """The child is gone.
+    """The child has ended.
 
     Attributes:
         reason: why it was ended, when it was because it hung.
@@ -168,7 +168,7 @@ def requests_of(connection: Connection) -> Iterator[Any]:
         with contextlib.suppress(EOFError, OSError):
             while True:
                 waiting.put(connection.recv())
-        os._exit(0)  # the parent is gone, and what it asked for is of no use
+        os._exit(0)  # the parent is gone, and its requests are of no use
 
     threading.Thread(target=read, name="requests", daemon=True).start()
     for handled in itertools.count():

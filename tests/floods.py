@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.cli.opening import create_home
-from coordinator.cli.run import _setup
+from coordinator.cli.run import _context
 from coordinator.config import BrokerSettings, CoordinatorConfig
 from coordinator.members.bundle_enrolment import enrol
 from coordinator.paths import Home
@@ -346,8 +346,8 @@ def _outcome(events: list[dict[str, Any]], log_bytes: int) -> Outcome:
 
 def _coordinate(root: Path) -> None:
     home = Home(root / "home")
-    with home.locked(), _setup(home, home.config()) as setup:
-        service = Service(replace(setup, make_worker=PlainWorker))
+    with home.locked(), _context(home, home.config()) as context:
+        service = Service(replace(context, make_worker=PlainWorker))
         service.start()
         signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=service.stop).start())
         try:

@@ -1,6 +1,6 @@
-"""What the server half keeps between rounds, as bytes: the aggregate as an artifact, the rest as a safetensors file.
+"""The server state between rounds, as bytes: the aggregate as an artifact, the rest as a safetensors file.
 
-Imports torch: only the aggregation worker and the founding of a federation may import this.
+Imports torch: only the aggregation worker and the creation of a federation may import this.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def pack_aggregate(
 
     Args:
         spec: the federation's spec.
-        aggregate: what the method's server half made.
+        aggregate: the result of the method's server half.
         round_number: the round that it closes; 0 for the initial one.
         attempt: the attempt that it closes.
         base: artifact id of the aggregate that the round started from.
-        device: where it was computed.
+        device: the torch device that computed it.
 
     Raises:
         CodecError: a number that the spec's codec of aggregates can't hold.
@@ -80,7 +80,7 @@ def encode_extras(state: ServerState) -> bytes:
 
 
 def decode_extras(data: bytes) -> dict[str, dict[str, torch.Tensor]]:
-    """What `encode_extras` wrote."""
+    """The extras in the bytes that `encode_extras` wrote."""
     extras: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in load(data).items():
         group, _, name = key.partition("/")
@@ -92,7 +92,7 @@ def check_parts(parts: Mapping[Part, Weights], spec: FederationSpec, method: Met
     """Make sure that a method's aggregate has exactly the parts that the method declares as shared, with finite numbers.
 
     Raises:
-        AggregationError: it has others.
+        AggregationError: it has other parts.
         DivergedError: a number is not finite.
     """
     wanted = {part for part in method.shared_down if spec.layouts.get(part)}

@@ -67,10 +67,10 @@ def worker_main(connection: Connection, settings: WorkerSettings) -> None:
 
 
 def public_images(data: Path | None, most: int) -> Public:
-    """What reads the public images of this coordinator for an image form, once: [N, C, H, W] uint8, or None without any.
+    """A function that reads this coordinator's public images for an image form, once: [N, C, H, W] uint8, or None without any.
 
     Raises:
-        DataError: when called, and they can't be read.
+        DataError: raised by that function when the images can't be read.
     """
     from fedcg.learning.data.public_images import read_public
 
@@ -97,7 +97,7 @@ class JobRunner:
         self._failed = not self._guarded(self._open)
 
     def serve(self, request: AddUpdate | FinishJob) -> None:
-        """Do what is asked and reply; a failure that is no single update's is replied once and ends the job."""
+        """Serve a request and reply; a failure that no single update caused is reported once and ends the job."""
         if self._failed:
             return
         work = partial(self._add, request) if isinstance(request, AddUpdate) else partial(self._finish, request)
@@ -112,7 +112,7 @@ class JobRunner:
         return True
 
     def _reason(self, error: Exception) -> str:
-        """For the operator; after an error that leaves the accelerator unusable this process ends."""
+        """The error's text for the operator; after an error that leaves the accelerator unusable this process ends."""
         from fedcg.learning.training.device_errors import BROKEN_EXIT, is_sticky
 
         reason = f"{type(error).__name__}: {error}"[:280]
@@ -149,14 +149,14 @@ class JobRunner:
         folder = spill_directory(self._settings.spill, job.federation, job.round, job.attempt)
 
         def start(limits: Distances) -> Aggregator:
-            rows = folder / sha256(repr(limits).encode()).hexdigest()[:16]  # those of clipped updates are others
+            rows = folder / sha256(repr(limits).encode()).hexdigest()[:16]  # clipped updates have other rows
             return self._method.aggregator(state, context, DirectorySpill(rows))
 
         self._start = start
         self._begin_again(job.limits)
 
     def _begin_again(self, limits: Distances) -> None:
-        """Start without updates: one that was counted has another weight, other limits, or no part in the merge."""
+        """Start without updates: a counted update has another weight or other limits now, or no part in the merge."""
         self._limits, self._counted, self._aggregator = limits, {}, self._start(limits)
 
     def _add(self, request: AddUpdate) -> None:
@@ -245,7 +245,7 @@ class Throttle:
         self._sent_at = 0.0
 
     def __call__(self, phase: str, step: int, steps: int) -> None:
-        """Take note of a step."""
+        """Record a step."""
         now = self._clock()
         first = step > 0 and phase != self._phase
         if not first and step != steps and now - self._sent_at < PROGRESS_EVERY_S:
@@ -257,5 +257,5 @@ class Throttle:
 
 
 def spill_directory(root: Path, federation: str, round_number: int, attempt: int) -> Path:
-    """Where an attempt's rows lie."""
+    """The folder of an attempt's rows."""
     return root / federation / f"{round_number}-{attempt}"

@@ -1,6 +1,6 @@
 """The coordinator's handle on its aggregation worker: gives it work, and starts it again when it dies.
 
-Torch-free and never blocking; used by one thread. What is wanted is kept here and given again to every new worker process.
+Torch-free and never blocking; used by one thread. The open job and its requests are kept here and sent again to every new worker process.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class AggregationWorker:
     """Keeps one worker process alive and its job going; one that hangs, or whose GPU broke, is replaced.
 
     Args:
-        settings: what the worker may use.
+        settings: of the worker process.
         deliver: gets every reply of the process, on a thread; must only enqueue it for `follow`.
         clock: monotonic seconds.
     """
@@ -61,7 +61,7 @@ class AggregationWorker:
         self._is_ready = False
         self._restart_at: float | None = None
         self._under_way = ""  # the client whose update the worker counts now
-        self._broke = ""  # why the process said that it ends
+        self._broke = ""  # the reason that the process reported before it ended
         self._deaths: Counter[str] = Counter()  # by the client whose update was under way; "" for none
 
     def start(self) -> None:
@@ -70,17 +70,17 @@ class AggregationWorker:
         self._process.start()
 
     def open(self, job: Job) -> None:
-        """Begin an attempt; whatever was wanted before is forgotten."""
+        """Begin an attempt; the requests of an earlier one are dropped."""
         self._deaths.clear()
         self._wanted, self._under_way = [job], ""
         self._send(job)
 
     def add(self, client: str, artifact: str) -> None:
-        """Have the teacher pass of a stored update done. Asking twice does no harm."""
+        """Request the teacher pass of a stored update; a repeated request changes nothing."""
         self._ask(AddUpdate(client, artifact))
 
     def finish(self, updates: Updates, limits: Distances) -> None:
-        """Have the updates of the open job merged."""
+        """Request the merge of the open job's updates."""
         self._ask(FinishJob(tuple(sorted(updates)), limits))
 
     def tick(self) -> None:
@@ -89,11 +89,11 @@ class AggregationWorker:
             self.start()
 
     def stop(self) -> None:
-        """End the worker at once; nothing it has not stored is worth waiting for."""
+        """End the worker at once; whatever it has not stored is computed again."""
         self._process.stop()
 
     def follow(self, reply: Reply | Exited) -> tuple[WorkerEvent, ...]:
-        """Take a reply of the process; returns what it means for the round."""
+        """Take a reply of the process; returns the events that follow for the round."""
         if isinstance(reply, Exited):
             return self._died(reply)
         if isinstance(reply, WorkerBroke):
@@ -108,7 +108,7 @@ class AggregationWorker:
         return (reply,)
 
     def _ask(self, request: AddUpdate | FinishJob) -> None:
-        """Have a request served for the open job; without one (it failed, or is done) nothing would answer it."""
+        """Send a request for the open job; without an open job (it failed, or is done) the worker would not answer."""
         if self._wanted and request not in self._wanted:
             self._wanted.append(request)
             self._send(request)
@@ -138,7 +138,7 @@ class AggregationWorker:
 
     def _died(self, exited: Exited) -> tuple[WorkerEvent, ...]:
         client, job = self._under_way, self._job
-        self._deaths[client] += exited.was_busy  # an idle worker was ended by somebody else
+        self._deaths[client] += exited.was_busy  # an idle worker was ended from outside
         deaths, reason = max(1, self._deaths[client]), exited.reason or self._broke
         log.warning("the aggregation worker (process %d) died; starting another one. %s", exited.pid, reason)
         self._is_ready, self._under_way, self._broke = False, "", ""

@@ -12,7 +12,7 @@ from fedcg.worker_process import STALL_S
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """What the worker may use.
+    """The settings of the worker process.
 
     Attributes:
         threads: torch threads.
@@ -72,7 +72,7 @@ Request = Job | AddUpdate | FinishJob
 
 @dataclass(frozen=True)
 class WorkerReady:
-    """The worker has imported torch and waits."""
+    """The worker has imported torch and takes requests."""
 
     pid: int
     threads: int
@@ -111,7 +111,7 @@ class UpdateAdded(OfAttempt):
 
 @dataclass(frozen=True)
 class UpdateFailed(OfAttempt):
-    """One client's update can't be merged. The job goes on: a merge without it has to be asked for."""
+    """One client's update can't be merged. The job continues; the coordinator has to request a merge without that update."""
 
     client: str
     reason: str
@@ -142,7 +142,7 @@ class WorkerBroke:
 
 @dataclass(frozen=True)
 class WorkerDied:
-    """The worker is gone; another one is being started. `reason` when it said why it ends, or hung."""
+    """The worker has ended and another one is being started; `reason` is set when it reported one, or hung."""
 
     pid: int
     deaths: int

@@ -1,4 +1,4 @@
-"""Who may connect to the broker and use which topic: writes the access list and the revocation list, and makes brokers read them."""
+"""Access to the broker and its topics: writes the access list and the revocation list, and makes brokers read them."""
 
 from __future__ import annotations
 

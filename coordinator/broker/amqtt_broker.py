@@ -1,7 +1,7 @@
 """An MQTT 3.1.1 broker in this process (amqtt 0.12.1), for demos on a machine without Mosquitto; identities by certificate.
 
-It listens on loopback, requires a client certificate, and asks the rules of `Topics` at every step. It knows no list of devices
-and no revoked certificates: a deployment runs Mosquitto. Overrides private methods of amqtt and refuses to start without them.
+It listens on loopback, requires a client certificate, and applies the rules of `Topics` at every step. It reads no list of devices
+and no revocation list: a deployment runs Mosquitto. Overrides private methods of amqtt and refuses to start without them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class CertificatePlugin(BaseAuthPlugin, BaseTopicPlugin):  # type: ignore[misc]
 
     @dataclass
     class Config:
-        """amqtt asks for one; there is nothing to choose."""
+        """amqtt requires this class; it has no settings."""
 
     def __init__(self, context: BaseContext) -> None:
         super().__init__(context)
@@ -95,12 +95,12 @@ class DemoBroker(Broker):  # type: ignore[misc]
         return self._tls
 
     async def _topic_filtering(self, session: Session, topic: str, action: Action) -> bool:
-        # Without suspending: amqtt asks this while it iterates over its subscriptions, and a client that subscribes
-        # meanwhile would end the iteration with an error and lose the message for everybody after it.
+        # Without suspending: amqtt calls this while it iterates over its subscriptions, and a client that subscribes
+        # meanwhile would end the iteration with an error and lose the message for all later subscribers.
         return is_allowed(session.client_id, action, topic)
 
     async def add_subscription(self, subscription: tuple[str, int], session: Session) -> int:
-        """Remember who has just subscribed to what, for retained messages."""
+        """Record which client has just subscribed to which topics, for retained messages."""
         code: int = await super().add_subscription(subscription, session)
         if code != 0x80:
             self._just_subscribed.add((session.client_id, subscription[0]))

@@ -45,7 +45,7 @@ def run_mosquitto(home: Home, report: Report) -> int:
         )
     signal.signal(
         signal.SIGHUP, lambda *_: None
-    )  # once the process id is known it may come; the lists are read after that
+    )  # the signal may be sent as soon as the process id is known; the lists are read after that
     with held(home.broker / PID_NAME, "a broker"):
         with home.changing_members():
             refresh_access(home)
@@ -55,7 +55,7 @@ def run_mosquitto(home: Home, report: Report) -> int:
 
 
 def run_embedded(home: Home, report: Report) -> int:
-    """Run the embedded broker until SIGTERM or SIGINT; it speaks MQTT 3.1.1 and reads no lists.
+    """Run the embedded broker until SIGTERM or SIGINT; it supports MQTT 3.1.1 and reads no lists.
 
     Returns:
         0, the exit code.

@@ -1,7 +1,7 @@
 """A Mosquitto that the operator runs, not `fedcg broker run`: the folder it starts from, and its lists in it.
 
-The folder holds everything that Mosquitto reads and writes, so it can be started by root, who then gives up the superuser's
-rights, or by the user that made it, and copied to another machine. The home has a link to it and keeps the lists up to date.
+The folder holds everything that Mosquitto reads and writes, so it can be started by root, whose rights Mosquitto then
+gives up, or by the user that made it, and copied to another machine. The home has a link to it and keeps the lists up to date.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fedcg.files import PRIVATE, replace_durably
 LINK_NAME = "deployed"
 """In a home's broker directory: leads to the folder that was made last."""
 PID_FILE = Path(LINK_NAME, DATA_NAME, "mosquitto.pid")
-"""Where the Mosquitto of that folder writes its process id, as its configuration says."""
+"""The file into which the Mosquitto of that folder writes its process id, as configured there."""
 ACCOUNT = "mosquitto"
 """The user that Mosquitto turns into when root starts it; made by the distributions' packages."""
 SHARED = 0o640
@@ -55,7 +55,7 @@ def refresh_lists(home: Home) -> None:
     """Bring the lists up to date in the folder that a Mosquitto of the operator's starts from, if there is one.
 
     Raises:
-        BrokerError: the folder can't be written to; whoever was revoked may still be on its lists.
+        BrokerError: the folder can't be written to; a revoked device may still be on its lists.
     """
     folder = home.broker / LINK_NAME
     try:
@@ -95,7 +95,7 @@ def _copy(folder: Path, sources: Sequence[Path], mode: int) -> None:
 
 
 def _account() -> pwd.struct_passwd:
-    """Whom Mosquitto runs as: its own user when root sets it up and there is one, else whoever sets it up."""
+    """The user that Mosquitto runs as: its own user when root sets it up and that user exists, else the user that sets it up."""
     try:
         return pwd.getpwnam(ACCOUNT) if os.geteuid() == 0 else pwd.getpwuid(os.geteuid())
     except KeyError:

@@ -23,12 +23,12 @@ DATA_NAME = "data"
 
 @dataclass(frozen=True)
 class QueueLimits:
-    """What the broker takes and keeps per session; `fedcg.wire.transfer.broker_presets` stays well inside.
+    """The broker's limits per session; `fedcg.wire.transfer.broker_presets` stays well inside.
 
     Attributes:
         packet_bytes: largest packet.
         in_flight: QoS 1 messages sent and not acknowledged.
-        messages, bytes: queued for a session that is slow or away; what comes on top is dropped.
+        messages, bytes: queued for a session that is slow or away; further messages are dropped.
     """
 
     packet_bytes: int = 2_000_000
@@ -37,7 +37,7 @@ class QueueLimits:
     bytes: int = 64_000_000
 
     def lines(self) -> list[str]:
-        """As Mosquitto spells it."""
+        """The limits as lines of mosquitto.conf."""
         return [
             f"max_packet_size {self.packet_bytes}",
             f"max_inflight_messages {self.in_flight}",
@@ -47,11 +47,11 @@ class QueueLimits:
 
 
 def write_config(home: Home, folder: Path, *, user: str | None = None, pki: Path | None = None) -> Path:
-    """Write mosquitto.conf into a folder, and make the one in it for what Mosquitto keeps.
+    """Write mosquitto.conf into a folder, and create the folder in it for Mosquitto's data.
 
     Args:
         home: whose certificates and port to use.
-        folder: where; the access list lies there too, and a directory for the broker's database and its process id.
+        folder: for the configuration; the access list lies there too, and a directory for the broker's database and its process id.
         user: the user that Mosquitto runs as when root starts it; by default root, because a user of its own could not read the
             home's keys.
         pki: directory of certificates, key and revocation list; default the home's own.

@@ -1,4 +1,4 @@
-"""Commands of the coordinator's side: coordinator, federation, broker, deploy; who takes part is in `members_cli`.
+"""Commands of the coordinator's side: coordinator, federation, broker, deploy; those about membership are in `member_commands`.
 
 Exit codes: 0 done, 1 failed while running, 2 bad input. Heavy imports happen inside the commands.
 """
@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from coordinator.cli.shared_options import AsJson, Directory, sayer, store_of, tell
+from coordinator.cli.shared_options import AsJson, Directory, line_printer, print_result, store_of
 
 coordinator_app = typer.Typer(help="Create and run a coordinator.", no_args_is_help=True)
 federation_app = typer.Typer(help="Open and look at federations.", no_args_is_help=True)
@@ -73,7 +73,7 @@ def coordinator_init(
     )
     home = create_home(directory, config, observers=("observer",) if observer else ())
     text = f"Created {home.root}. Next: fedcg federation create --dir {home.root} plan.toml (plan --example prints one)"
-    tell({"dir": str(home.root), "config": str(home.config_file)}, text, as_json=as_json)
+    print_result({"dir": str(home.root), "config": str(home.config_file)}, text, as_json=as_json)
 
 
 @coordinator_app.command("run")
@@ -89,7 +89,9 @@ def coordinator_run(
     from coordinator.paths import Home
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    code = run_coordinator(Home(directory), exit_when_finished=exit_when_finished, say=sayer(as_json=as_json))
+    code = run_coordinator(
+        Home(directory), exit_when_finished=exit_when_finished, print_line=line_printer(as_json=as_json)
+    )
     raise typer.Exit(code)
 
 
@@ -97,7 +99,7 @@ def coordinator_run(
 def coordinator_rotate_key(directory: Directory, as_json: AsJson = False) -> None:
     """Replace the key that signs the coordinator's messages; devices follow by a message that the old key signs.
 
-    It does not matter whether the coordinator runs; earlier keys stay in the directory. Open enrolment tokens name the earlier key: they are
+    The coordinator may be running; earlier keys stay in the directory. Open enrolment tokens name the earlier key: they are
     revoked and listed. For a key that was stolen see docs/operations.md.
     """
     from coordinator.pki.signing_keys import key_file, rotate_key
@@ -114,7 +116,7 @@ def coordinator_rotate_key(directory: Directory, as_json: AsJson = False) -> Non
         bound = "" if token.device is None else f" --{'replaces' if token.replaces else 'device'} {token.device}"
         text += f"\n  fedcg token create --dir {home.root}{bound}    (was {token.id})"
     values = {"serial": link.serial, "key": link.new, "replaces": link.old, "file": str(path)}
-    tell({**values, "revoked_tokens": [token.id for token in void]}, text, as_json=as_json)
+    print_result({**values, "revoked_tokens": [token.id for token in void]}, text, as_json=as_json)
 
 
 @federation_app.command("plan")
@@ -133,7 +135,7 @@ def federation_plan(
     if plan is None:
         raise PlanError("name a file to check, or ask for --example")
     wanted = read_plan(plan)
-    tell(wanted.model_dump(mode="json"), f"{plan}: all fields can be used ({wanted.method}).", as_json=as_json)
+    print_result(wanted.model_dump(mode="json"), f"{plan}: all fields can be used ({wanted.method}).", as_json=as_json)
 
 
 @federation_app.command("create")
@@ -149,7 +151,7 @@ def federation_create(
     with store_of(directory) as (home, store), home.changing_members():
         record, initial = open_federation(home, store, read_plan(plan))
     values: dict[str, object] = {"federation": record.id, "spec": record.spec, "aggregate": initial.artifact}
-    tell(values, f"Opened federation {record.id} ({record.method}, {record.rounds} rounds).", as_json=as_json)
+    print_result(values, f"Opened federation {record.id} ({record.method}, {record.rounds} rounds).", as_json=as_json)
 
 
 @federation_app.command("show")
@@ -174,7 +176,7 @@ def federation_show(directory: Directory, as_json: AsJson = False) -> None:
             }
             text = f"{record.id}: {state.phase.value}, round {state.round} of {record.rounds}, attempt {state.attempt}"
             coded = f"updates coded {spec.codec}, aggregates {spec.aggregate_codec}"
-            tell(values, f"{text}\n{coded}\n{state.reason}".strip(), as_json=as_json)
+            print_result(values, f"{text}\n{coded}\n{state.reason}".strip(), as_json=as_json)
 
 
 @federation_app.command("resume")
@@ -185,7 +187,7 @@ def federation_resume(directory: Directory, as_json: AsJson = False) -> None:
             store.resume(record.id)
             phase = store.round_state(record.id).phase.value
             text = f"{record.id}: {phase}. Start the coordinator again."
-            tell({"federation": record.id, "phase": phase}, text, as_json=as_json)
+            print_result({"federation": record.id, "phase": phase}, text, as_json=as_json)
 
 
 @broker_app.command("run")
@@ -205,7 +207,7 @@ def broker_run(
     if broker not in BROKERS:
         raise BrokerError(f"--broker {broker}: choose one of {', '.join(BROKERS)}")
     run = run_mosquitto if broker == "mosquitto" else run_embedded
-    code = run(Home(directory).require(), sayer(as_json=as_json))
+    code = run(Home(directory).require(), line_printer(as_json=as_json))
     raise typer.Exit(code)
 
 
@@ -219,7 +221,7 @@ def deploy_mosquitto(
 ) -> None:
     """Write all that a Mosquitto of your own needs into one folder: configuration, certificates, key, access list, revocation list.
 
-    On this machine the coordinator keeps the lists there up to date and makes Mosquitto read them. Given again it brings all up to date.
+    On this machine the coordinator keeps the lists there up to date and makes Mosquitto read them. Run again, the command brings everything up to date.
     """
     from coordinator.broker.access_lists import refresh_access, reload_brokers
     from coordinator.broker.deployed_mosquitto import deploy
@@ -242,4 +244,6 @@ def deploy_mosquitto(
         f"On this machine the coordinator keeps acl and crl.pem there up to date. On another one: copy {out.resolve()} to the same "
         "path there, and after every change of devices acl and crl.pem; then send Mosquitto SIGHUP."
     )
-    tell({"dir": str(out.resolve()), "user": account, "runs": bool(runs), "start": start}, text, as_json=as_json)
+    print_result(
+        {"dir": str(out.resolve()), "user": account, "runs": bool(runs), "start": start}, text, as_json=as_json
+    )

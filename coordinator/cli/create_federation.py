@@ -62,9 +62,9 @@ def make_artifacts(
     """Complete the plan and store spec, initial aggregate and initial server state.
 
     Args:
-        plan: what the operator wrote.
+        plan: the operator's plan.
         artifacts: directory of the artifact store.
-        public_data: where unlabelled images lie; a method that needs some is refused without.
+        public_data: unlabelled images; a method that needs some is refused without them.
         public_images: at most so many are read.
 
     Raises:

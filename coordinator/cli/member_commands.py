@@ -1,4 +1,4 @@
-"""Commands about who takes part: `fedcg token` and `fedcg device`.
+"""Commands about membership: `fedcg token` and `fedcg device`.
 
 Exit codes: 0 done, 1 failed while running, 2 bad input. Heavy imports happen inside the commands.
 """
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from coordinator.cli.shared_options import AsJson, Directory, store_of, tell
+from coordinator.cli.shared_options import AsJson, Directory, print_result, store_of
 
 if TYPE_CHECKING:
     from coordinator.paths import Home
@@ -38,7 +38,8 @@ def token_create(
     ] = None,
     hours: Annotated[float, typer.Option(help="For how long it can be used, at most 2160.")] = 24.0,
     url: Annotated[
-        str | None, typer.Option(help="Where devices reach the enrolment listener, if not as coordinator.toml says.")
+        str | None,
+        typer.Option(help="URL under which devices reach the enrolment listener, if not the one in coordinator.toml."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -66,7 +67,7 @@ def token_create(
         f"  fedcg enrol --token -{named} --out DIR --data IMAGES      # then paste the token and press Enter\n"
         "Whoever has the token can enrol a device: hand it over as you would a password."
     )
-    tell(values, text if is_broker_here else f"{text}\n{RELOAD_BY_HAND}", as_json=as_json)
+    print_result(values, text if is_broker_here else f"{text}\n{RELOAD_BY_HAND}", as_json=as_json)
 
 
 @token_app.command("list")
@@ -76,7 +77,7 @@ def token_list(directory: Directory, as_json: AsJson = False) -> None:
     with store_of(directory) as (_, store):
         tokens = store.register.tokens()
     lines = [_token_line(token, now) for token in tokens] or ["no tokens yet; make one with `fedcg token create`"]
-    tell([_token_values(token, now) for token in tokens], "\n".join(lines), as_json=as_json)
+    print_result([_token_values(token, now) for token in tokens], "\n".join(lines), as_json=as_json)
 
 
 @token_app.command("revoke")
@@ -91,7 +92,7 @@ def token_revoke(
     with store_of(directory) as (home, store):
         revoke_token(store, token, time.time())
         _event_log(home).write("token_revoked", token=token)
-    tell({"id": token, "state": "revoked"}, f"token {token} is revoked.", as_json=as_json)
+    print_result({"id": token, "state": "revoked"}, f"token {token} is revoked.", as_json=as_json)
 
 
 @device_app.command("add")
@@ -117,7 +118,7 @@ def device_add(
     }
     text = "\n".join(f"{device}: {path}" for device, path in bundles.items())
     text = f"{text}\nThe bundles hold private keys: carry them over a safe channel."
-    tell(values, text if reloaded else f"{text}\n{RELOAD_BY_HAND}", as_json=as_json)
+    print_result(values, text if reloaded else f"{text}\n{RELOAD_BY_HAND}", as_json=as_json)
 
 
 @device_app.command("list")
@@ -126,7 +127,7 @@ def device_list(directory: Directory, as_json: AsJson = False) -> None:
     with store_of(directory) as (home, store):
         described = [_device_values(home, store, device) for device in store.devices()]
     lines = [_device_line(values) for values in described] or ["no devices yet; see `fedcg token create`"]
-    tell(described, "\n".join(lines), as_json=as_json)
+    print_result(described, "\n".join(lines), as_json=as_json)
 
 
 @device_app.command("show")
@@ -149,7 +150,7 @@ def device_show(
     for known in values["certificates"]:
         ended = f", revoked {_when(known['revoked_at'])}" if known["revoked_at"] else ""
         lines.append(f"certificate\t{known['serial']}, until {_when(known['expires_at'])}{ended}")
-    tell(values, "\n".join(lines), as_json=as_json)
+    print_result(values, "\n".join(lines), as_json=as_json)
 
 
 @device_app.command("revoke")
@@ -180,7 +181,7 @@ def device_revoke(
         "broker_reloaded": done.broker_reloaded,
     }
     text = f"{device} is revoked: {done.certificates} certificates are on the revocation list."
-    tell(values, text if done.broker_reloaded else f"{text}\n{RELOAD_BY_HAND}", as_json=as_json)
+    print_result(values, text if done.broker_reloaded else f"{text}\n{RELOAD_BY_HAND}", as_json=as_json)
 
 
 def _event_log(home: Home) -> EventLog:

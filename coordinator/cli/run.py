@@ -30,7 +30,7 @@ from coordinator.pki.authority import CA_NAME, credential_of, server_credential
 from coordinator.pki.server_tls import server_context
 from coordinator.pki.signing_keys import SigningIdentity, load_signing_identity
 from coordinator.service.service import Service
-from coordinator.service.service_context import Setup
+from coordinator.service.service_context import ServiceContext
 from coordinator.storage.store import Store
 from fedcg.event_log import EventLog
 from fedcg.learning.spec import FederationSpec
@@ -44,13 +44,13 @@ from fedcg.wire.transport.transport import Transport, Will
 GRACEFUL_S = 1
 
 
-def run_coordinator(home: Home, *, exit_when_finished: bool = False, say: Callable[[str], None]) -> int:
+def run_coordinator(home: Home, *, exit_when_finished: bool = False, print_line: Callable[[str], None]) -> int:
     """Serve until SIGTERM or SIGINT.
 
     Args:
         home: whose coordinator to run.
         exit_when_finished: end by itself after the last round.
-        say: called with one line once the HTTP interface listens.
+        print_line: called with one line once the HTTP interface listens.
 
     Returns:
         The exit code: 0 when it was asked to end or is finished, 1 when it failed.
@@ -68,36 +68,36 @@ def run_coordinator(home: Home, *, exit_when_finished: bool = False, say: Callab
         bound("api", config.api.host, config.api.port, connections) as listener,
         listening("enrolment", config.enrolment, config.enrolment_host, connections) as enrolment,
         listening("carrier", config.carrier, config.carrier_host, connections) as carrier,
-        _setup(home, config) as setup,
+        _context(home, config) as context,
     ):
-        say(f"coordinator of {setup.federation.id} on http://{config.api.host}:{config.api.port}")
+        print_line(f"coordinator of {context.federation.id} on http://{config.api.host}:{config.api.port}")
         if enrolment is not None:
-            say(f"enrolment on {config.enrolment_url}")
+            print_line(f"enrolment on {config.enrolment_url}")
         if carrier is not None:
-            say(f"HTTPS carrier on {config.carrier_url}")
+            print_line(f"HTTPS carrier on {config.carrier_url}")
 
         @asynccontextmanager
         async def serve_devices(service: Service) -> AsyncIterator[None]:
             async with AsyncExitStack() as servers:
                 if enrolment is not None:
-                    await servers.enter_async_context(_enrolment(home, config, setup, enrolment))
+                    await servers.enter_async_context(_enrolment(home, config, context, enrolment))
                 if carrier is not None:
                     await servers.enter_async_context(_carrier(home, config, service, carrier))
                 yield
 
-        return _serve(setup, config, listener, serve_devices, exit_when_finished=exit_when_finished)
+        return _serve(context, config, listener, serve_devices, exit_when_finished=exit_when_finished)
 
 
 def _enrolment(
-    home: Home, config: CoordinatorConfig, setup: Setup, listener: Listener
+    home: Home, config: CoordinatorConfig, context: ServiceContext, listener: Listener
 ) -> AbstractAsyncContextManager[None]:
     """The server for enrolment and renewal, not yet started."""
     admission = Admission(
         home=home,
-        store=setup.store,
+        store=context.store,
         config=config,
-        events=setup.events,
-        clock=setup.clock,
+        events=context.events,
+        clock=context.clock,
         publish=lambda: publish_access(home),
         evict=lambda device: evict(home, device),
     )
@@ -116,7 +116,7 @@ def _carrier(
 
 
 def _serve(
-    setup: Setup,
+    context: ServiceContext,
     config: CoordinatorConfig,
     listener: Listener,
     serve_devices: Beside,
@@ -130,12 +130,12 @@ def _serve(
         code = max(code, wanted)
         server.should_exit = True
 
-    application = create_app(setup, request_exit, exit_when_finished=exit_when_finished, beside=serve_devices)
+    application = create_app(context, request_exit, exit_when_finished=exit_when_finished, beside=serve_devices)
     names = (config.api.host, *config.api.names)
     setting = "[api] names in coordinator.toml"
     checked = own_hosts_only(application, names, setting, lambda message: JSONResponse({"detail": message}, 400))
     server = uvicorn.Server(http_config(checked, listener, lifespan="on", timeout_graceful_shutdown=GRACEFUL_S))
-    # uvicorn raises the signal that ended it once more when it is done; ours makes that a normal end
+    # uvicorn raises the signal that ended it once more when it is done; this handler makes that a normal end
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
 
@@ -144,7 +144,7 @@ def _serve(
 
 
 @contextmanager
-def _setup(home: Home, config: CoordinatorConfig) -> Iterator[Setup]:
+def _context(home: Home, config: CoordinatorConfig) -> Iterator[ServiceContext]:
     store = Store(home.database)
     events = EventLog(home.events_file, time.time, LineLimit().allows)
     known: SigningIdentity | None = None
@@ -155,12 +155,12 @@ def _setup(home: Home, config: CoordinatorConfig) -> Iterator[Setup]:
         return known
 
     try:
-        silence(home, ())  # also what a killed coordinator left undone; waits while a federation is being opened
+        silence(home, ())  # completes what a killed coordinator left undone; blocks while a federation is being opened
         federations = store.federations()
         if not federations:
             raise HomeError(f"{home.root} has no federation yet; open one with `fedcg federation create`")
         artifacts = ArtifactStore(home.artifacts)
-        yield Setup(
+        yield ServiceContext(
             federation=federations[0],
             spec=FederationSpec.parse(artifacts.get(federations[0].spec)),
             store=store,

@@ -1,4 +1,4 @@
-"""What the coordinator's commands share: options, opening a home, telling results. Heavy imports happen inside."""
+"""What the coordinator's commands share: options, opening a home, printing results. Heavy imports happen inside."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ def store_of(directory: Path) -> Iterator[tuple[Home, Store]]:
         store.close()
 
 
-def tell(values: object, text: str, *, as_json: bool) -> None:
+def print_result(values: object, text: str, *, as_json: bool) -> None:
     """Print a result, for scripts or for people."""
     print(json.dumps(values) if as_json else text)  # noqa: T201 - the commands' output
 
 
-def sayer(*, as_json: bool) -> Callable[[str], None]:
-    """What prints the lines of a server at once, for scripts or for people."""
+def line_printer(*, as_json: bool) -> Callable[[str], None]:
+    """A function that prints each line of a server at once, for scripts or for people."""
 
-    def say(line: str) -> None:
+    def print_line(line: str) -> None:
         print(json.dumps({"message": line}) if as_json else line, flush=True)  # noqa: T201 - the commands' output
 
-    return say
+    return print_line

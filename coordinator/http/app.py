@@ -1,4 +1,4 @@
-"""The FastAPI application: the service runs for as long as it, on a thread of its own; its routes are the read-only interface."""
+"""The FastAPI application: it runs the service on a thread of its own, and its routes are the read-only interface."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from fastapi import FastAPI
 
 from coordinator.http.operator_api import router
 from coordinator.service.service import TICK_S, Service
-from coordinator.service.service_context import Setup
+from coordinator.service.service_context import ServiceContext
 from fedcg.disk_errors import advice_for
 
 THREADS = 4
-"""That read the database for HTTP requests: the rest of its connections is the round engine's."""
+"""Threads that read the database for HTTP requests; the service uses the other connections."""
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ Beside = Callable[[Service], AbstractAsyncContextManager[None]]
 
 
 def create_app(
-    setup: Setup,
+    context: ServiceContext,
     request_exit: RequestExit,
     *,
     exit_when_finished: bool,
@@ -38,8 +38,8 @@ def create_app(
     """The application of one coordinator.
 
     Args:
-        setup: what the service is given.
-        request_exit: called to end the process with an exit code, when the service fails or has nothing more to do.
+        context: the dependencies of the service.
+        request_exit: called to end the process with an exit code, when the service fails or is finished.
         exit_when_finished: end after the last round, once the devices have left (or a minute later).
         beside: runs beside the service, for as long as it works.
     """
@@ -47,12 +47,12 @@ def create_app(
     @asynccontextmanager
     async def life(application: FastAPI) -> AsyncIterator[None]:
         loop, thread = asyncio.get_running_loop(), ThreadPoolExecutor(1, "service")
-        service = await loop.run_in_executor(thread, _started, setup)
+        service = await loop.run_in_executor(thread, _started, context)
         application.state.service = service
-        application.state.setup = setup
+        application.state.context = context
         anyio.to_thread.current_default_thread_limiter().total_tokens = THREADS
         work = loop.run_in_executor(thread, service.run)
-        work.add_done_callback(partial(_ended, request_exit, setup.artifacts.root))
+        work.add_done_callback(partial(_ended, request_exit, context.artifacts.root))
         leaving = asyncio.create_task(_leave(service, request_exit)) if exit_when_finished else None
         try:
             async with beside(service):
@@ -75,8 +75,8 @@ def create_app(
     return application
 
 
-def _started(setup: Setup) -> Service:
-    service = Service(setup)
+def _started(context: ServiceContext) -> Service:
+    service = Service(context)
     service.start()
     return service
 
@@ -92,7 +92,7 @@ def _ended(request_exit: RequestExit, directory: Path, work: asyncio.Future[None
     if error is not None:
         advice = f" {advice_for(error, directory)} first: {error}" if isinstance(error, OSError) else ""
         log.critical(
-            "the coordinator fails and ends; started again it goes on with the same attempt.%s",
+            "the coordinator failed and ends; after a restart it goes on with the same attempt.%s",
             advice,
             exc_info=None if advice else error,
         )

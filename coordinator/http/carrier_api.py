@@ -47,12 +47,12 @@ from fedcg.wire.transfer.http_ranges import (
 )
 
 MEMBER_S = 2.0
-"""So often the register is asked whether a device in the middle of a transfer is still a member."""
+"""Interval at which the membership of a device in the middle of a transfer is checked."""
 REQUESTS_AT_ONCE = 4
-"""Of one device; it uses two, and a dead connection may linger."""
+"""Concurrent requests of one device; it uses two, and a dead connection may linger."""
 PIECE_BYTES = 128 * 1024
 THREADS = 4
-"""That read artifacts and the register for all devices together; one disk gains nothing by more."""
+"""Threads that read artifacts and the register for all devices together; one disk gains nothing by more."""
 MAX_REMEMBERED = 4096
 STATUS: dict[type[WireError], int] = {
     TooLargeError: 413,
@@ -67,7 +67,7 @@ ArtifactId = Annotated[str, Path(pattern=r"^[0-9a-f]{64}$")]
 
 
 class _MemberCheck:
-    """Which device a connection is, and whether it may (still) fetch or put anything."""
+    """Identifies the device of a connection, and decides whether it may (still) fetch or put anything."""
 
     def __init__(self, service: Service, clock: Callable[[], float], threads: anyio.CapacityLimiter) -> None:
         self._service = service
@@ -81,7 +81,7 @@ class _MemberCheck:
         """The device of the connection.
 
         Raises:
-            RefusedError: no member shows this certificate.
+            RefusedError: the certificate is no member's.
         """
         shown = request.scope[PEER]
         name, read_at = self._members.get(shown, (None, float("-inf")))
@@ -145,13 +145,13 @@ class _Transfers:
         """Whole chunks or any other range of the spec or of an aggregate."""
         device = await self._members.device(request)
         self._members.check_room(device)
-        if not self._service.library.allows(artifact):
+        if not self._service.published.allows(artifact):
             raise RefusedError(f"there is no artifact {artifact} to fetch", status=404)
         try:
-            source = await anyio.to_thread.run_sync(self._service.library.source, artifact, limiter=self._threads)
+            source = await anyio.to_thread.run_sync(self._service.published.source, artifact, limiter=self._threads)
         except (IntegrityError, OSError):
             log.exception("%s asked for artifact %s, which can't be read", device, artifact)
-            raise RefusedError("the artifact can't be read; the coordinator's log says why", status=500) from None
+            raise RefusedError("the artifact can't be read; the coordinator's log has the reason", status=500) from None
         size, wanted = source.ref.size, request.headers.get("range")
         try:
             span = Span(0, size - 1, size) if wanted is None else parse_range(wanted, size)
@@ -185,7 +185,7 @@ class _Transfers:
         with self._members.occupied(device):
             span = parse_content_range(request.headers.get("content-range", ""))
             if request.headers.get("content-length") != str(span.length):
-                raise RefusedError(f"Content-Length must be {span.length}, as Content-Range says", status=400)
+                raise RefusedError(f"Content-Length must be {span.length}, as in Content-Range", status=400)
             ref = await asyncio.wrap_future(self._service.receiver.announced(device))
             if ref is None or ref.id != artifact:
                 raise OrderError(f"no update {artifact} of {device} is under way; announce it first")
@@ -211,7 +211,7 @@ def create_carrier_app(service: Service, clock: Callable[[], float]) -> FastAPI:
     """The application of the carrier's listener.
 
     Args:
-        service: has what is fetched, and takes updates.
+        service: has the artifacts to fetch, and takes updates.
         clock: monotonic seconds.
     """
     threads = anyio.CapacityLimiter(THREADS)

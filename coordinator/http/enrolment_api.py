@@ -29,7 +29,7 @@ from fedcg.wire.messages.enrolment_messages import (
 )
 
 THREADS = 2
-"""That decide; a decision holds the lock of the members, so more would only wait."""
+"""Threads that decide; a decision holds the lock of the members, so more threads would only wait."""
 
 log = logging.getLogger(__name__)
 RequestT = TypeVar("RequestT", bound=BaseModel)
@@ -65,7 +65,7 @@ class _RequestHandler:
             return refusal(error.status, error.answer)
         except Exception:
             log.exception("a request of %s failed", address)
-            return refusal(500, "the coordinator could not do it; its log says why")
+            return refusal(500, "the coordinator could not do it; its log has the reason")
         return Response(answer.model_dump_json(), media_type="application/json")
 
     def _limit(self, address: str, wait_s: float) -> Response:
@@ -79,7 +79,7 @@ def create_enrolment_app(admission: Admission, limits: FailureLimits, device_lim
 
     Args:
         admission: decides.
-        limits: counts refusals of those who show no certificate, by address.
+        limits: counts refusals of connections without a certificate, by address.
         device_limits: counts those of devices, by name, so that requests without a certificate delay no renewal.
     """
     handler = _RequestHandler(admission, limits, device_limits)

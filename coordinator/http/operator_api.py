@@ -1,4 +1,4 @@
-"""The HTTP interface, read only: what the federation, its rounds and its devices are doing. Versioned under /api/v1."""
+"""The HTTP interface, read only: the state of the federation, its rounds and its devices. Versioned under /api/v1."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field, Json
 
 from coordinator.rounds.records import AttemptRecord, DeviceRecord, ParticipantRecord
 from coordinator.service.service import Service
-from coordinator.service.service_context import Setup
+from coordinator.service.service_context import ServiceContext
 from fedcg.wire.parts import Part, ReportField
 
 
@@ -36,7 +36,7 @@ class FederationView(BaseModel):
 
 
 class UpdateView(BaseModel, from_attributes=True):
-    """How a client's update ended.
+    """The end of a client's update.
 
     Attributes:
         weight: the number of examples that it counts for in the merge; None when it is not merged (yet).
@@ -100,13 +100,13 @@ def _service(request: Request) -> Service:
     return service
 
 
-def _setup(request: Request) -> Setup:
-    setup: Setup = request.app.state.setup
-    return setup
+def _context(request: Request) -> ServiceContext:
+    context: ServiceContext = request.app.state.context
+    return context
 
 
 Running = Annotated[Service, Depends(_service)]
-Given = Annotated[Setup, Depends(_setup)]
+Given = Annotated[ServiceContext, Depends(_context)]
 router = APIRouter()
 
 
@@ -184,7 +184,7 @@ def devices(service: Running, given: Given) -> list[DeviceView]:
     ]
 
 
-def _round(given: Setup, number: int, attempts: list[AttemptRecord]) -> RoundView:
+def _round(given: ServiceContext, number: int, attempts: list[AttemptRecord]) -> RoundView:
     aggregate = given.store.aggregate(given.federation.id, number)
     return RoundView(
         round=number,
@@ -195,7 +195,7 @@ def _round(given: Setup, number: int, attempts: list[AttemptRecord]) -> RoundVie
     )
 
 
-def _attempt(given: Setup, record: AttemptRecord) -> AttemptView:
+def _attempt(given: ServiceContext, record: AttemptRecord) -> AttemptView:
     key = (record.federation, record.round, record.attempt)
     updates = [UpdateView.model_validate(update) for update in given.store.updates(key)]
     return AttemptView(**asdict(record), participants=given.store.participants(key), updates=updates)

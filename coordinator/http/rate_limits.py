@@ -1,4 +1,4 @@
-"""How many refused requests a listener takes, from one address and from all."""
+"""How many refused requests a listener allows, from one address and from all."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ALL = Rate(120, 2.0)
 
 
 class FailureLimits:
-    """Counts refusals: who was refused too often has to wait. What succeeds costs nothing, so a roll-out is never slowed.
+    """Counts refusals: an address that was refused too often has to wait. Successes are not counted, so a roll-out is never slowed.
 
     Args:
         clock: monotonic seconds.

@@ -16,7 +16,7 @@ MAX_REASON = 600
 
 
 def refusal(status: int, reason: str, headers: Mapping[str, str] | None = None) -> Response:
-    """An answer that says why; the connection ends with it, because a body may be left unread."""
+    """An answer with the reason; the connection ends with it, because a body may be left unread."""
     return Response(
         Refusal(error=reason[:MAX_REASON]).model_dump_json(),
         status,

@@ -1,7 +1,7 @@
 """The TLS listeners for devices: their certificates, their sockets, and which certificate a connection showed.
 
 For enrolment a client certificate is optional in the handshake (a new device has none), for the carrier it is required. One that
-is shown must be of our authority and valid, else the handshake fails.
+is shown must be of the coordinator's authority and valid, else the handshake fails.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ KEEP_ALIVE_S = 20
 PEER = "fedcg.peer"
 """Where a listener puts the DER form of the connection's certificate into the ASGI scope; None without one."""
 HANG_UP = "fedcg.hang_up"
-"""Where it puts what ends the connection at once."""
+"""Where it puts the function that ends the connection at once."""
 
 
 @contextmanager
@@ -34,7 +34,7 @@ def listening(name: str, settings: ListenerSettings, host: str, connections: Con
 
     Args:
         name: its section of coordinator.toml.
-        settings: what is there.
+        settings: that section.
         host: the name under which devices reach it.
         connections: where its connections count.
 

@@ -105,7 +105,7 @@ class Admission:
 
         Args:
             peer: the certificate of the connection, verified by TLS; None when it showed none.
-            request: what it asks.
+            request: the device's request.
 
         Raises:
             RefusedError: with the answer to the device.

@@ -69,7 +69,7 @@ def problem_with_new(store: Store, device: str) -> str:
 
 
 def certificate_record(device: str, certificate: x509.Certificate, now: float) -> CertificateRecord:
-    """What is remembered of a certificate that was issued `now`."""
+    """The record of a certificate that was issued `now`."""
     return CertificateRecord(
         serial=f"{certificate.serial_number:x}",
         device=device,

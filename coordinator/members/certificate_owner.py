@@ -1,4 +1,4 @@
-"""Which device a certificate names, and whether the register still knows it."""
+"""Which device a certificate names, and whether the register still lists it."""
 
 from __future__ import annotations
 

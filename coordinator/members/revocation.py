@@ -1,4 +1,4 @@
-"""Ends a device's membership: database, revocation list, access list, and whatever session still lives at the broker.
+"""Ends a device's membership: database, revocation list, access list, and any session that it still has at the broker.
 
 Even when the broker can't be reached, the coordinator forgets the device's message key: it refuses the device's messages, and no
 round waits for them.
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Revoked:
-    """How a revocation went.
+    """The result of a revocation.
 
     Attributes:
         was_member: False when the device had been revoked, or had left, before.
@@ -44,7 +44,7 @@ class Revoked:
 
 
 def revoke(home: Home, store: Store, device: str, reason: str, now: float) -> Revoked:
-    """Revoke a device: from now on it is refused everywhere. Revoking it again repeats whatever did not go through.
+    """Revoke a device: from now on it is refused everywhere. Revoking it again repeats the steps that failed.
 
     Raises:
         EnrolmentError: there is no such device.

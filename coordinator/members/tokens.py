@@ -48,7 +48,7 @@ def create_token(
         device: the only id that it enrols; None lets the device choose.
         replaces: the device whose place a new one takes.
         hours: for how long it can be used.
-        url: where devices reach the enrolment listener, when it is not what coordinator.toml says.
+        url: where devices reach the enrolment listener, when it is not the one in coordinator.toml.
 
     Raises:
         EnrolmentError: nothing listens for it, or the device can't be enrolled or replaced.
@@ -108,7 +108,7 @@ def is_secret_of(token: TokenRecord | None, secret: bytes) -> bool:
 
 
 def _hash(secret: bytes) -> str:
-    # 256 random bits can't be guessed from their hash: a slow hash would only help those who flood the listener
+    # 256 random bits can't be guessed from their hash: a slow hash would only help an attacker who floods the listener
     return hashlib.sha256(secret).hexdigest()
 
 

@@ -6,22 +6,22 @@ from fedcg.wire.messages.messages import CohortVerdict
 
 
 class Cohorts:
-    """The marks heard so far."""
+    """The marks received so far."""
 
     def __init__(self) -> None:
         self._marks: dict[str, str | None] = {}
 
-    def hear(self, device: str, mark: str | None) -> tuple[str, ...]:
-        """Note a device's mark, None for a device without a secret; the devices that have another one."""
+    def note(self, device: str, mark: str | None) -> tuple[str, ...]:
+        """Store a device's mark (None for a device without a secret); returns the devices that have another one."""
         self._marks[device] = mark
         return tuple(sorted(name for name, other in self._marks.items() if other != mark))
 
     def forget(self, device: str) -> None:
-        """A device takes part no more: the others are judged without it."""
+        """Forget the mark of a device that left the federation: the others are judged without it."""
         self._marks.pop(device, None)
 
     def verdict(self, device: str) -> CohortVerdict:
-        """How a device's secret stands beside those of all others heard of."""
+        """Whether a device's secret equals those of all other devices that have sent a mark."""
         mine = self._marks.get(device)
         others = {mark for name, mark in self._marks.items() if name != device}
         if not others:

@@ -1,4 +1,4 @@
-"""The one queue of the service: any thread puts, the service's loop takes. Bounded for what the network brings."""
+"""The one queue of the service: any thread puts, the service's loop takes. Items from the network are bounded in bytes."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class _Queue(Generic[Item]):
 
 
 class EventQueue(Generic[Item]):
-    """Our own items first, then the senders in turns, each one's items in order.
+    """The service's own items first, then the senders in turns, each one's items in order.
 
-    What does not fit, because its sender or all of them have too much waiting, is dropped and counted: every sender repeats
-    what was not answered.
+    An item that does not fit, because its sender or all of them have too much waiting, is dropped and counted: every sender repeats
+    a message that was not answered.
     """
 
     def __init__(self) -> None:
@@ -36,12 +36,12 @@ class EventQueue(Generic[Item]):
         self.dropped = 0
 
     def put(self, item: Item, size: int = 0, sender: str = "") -> None:
-        """Add an item. Items of size 0 (our own) are never dropped.
+        """Add an item. Items of size 0 (the service's own) are never dropped.
 
         Args:
             item: what to add.
             size: bytes it holds.
-            sender: whose it is.
+            sender: the device that sent it.
         """
         with self._filled:
             if size == 0:

@@ -16,7 +16,9 @@ MESSAGES_AT_ONCE = 1000.0  # the grants of a download of 900 MB
 FLOOD_PER_S = 500.0  # of one device, on all topics, without the chunks that were granted
 FLOOD_AT_ONCE = 3000.0  # so that 4,000/s are a flood after one second, and 600/s after 30
 SILENCE_S = 600.0
-LINES_PER_S = 0.5  # in the event log, about one device, of the kinds that it can cause at will; a round in two seconds
+LINES_PER_S = (
+    0.5  # in the event log, about one device, of the kinds that it can cause at will; a round every two seconds
+)
 LINES_AT_ONCE = 200.0
 LIMITED_EVENTS = frozenset({"accepted", "cohort_differs", "declined", "offline", "online", "update_refused"})
 
@@ -32,8 +34,8 @@ class LineLimit:
         return event not in LIMITED_EVENTS or self._lines.take(client)
 
 
-class FloodGate:
-    """Decides, on the transport's thread, which messages of a device are looked at.
+class FloodLimits:
+    """Decides, on the transport's thread, which messages of a device are processed.
 
     Args:
         clock: monotonic seconds.
@@ -46,10 +48,10 @@ class FloodGate:
         self._silenced: dict[str, float] = {}
 
     def admits(self, device: str, kind: TopicKind) -> bool:
-        """Whether a message may be looked at.
+        """Whether a message may be processed.
 
         Args:
-            device: who sent it; empty for all devices that are not in the register, which share a bucket.
+            device: the sender; empty for all devices that are not in the register, which share a bucket.
             kind: of its topic.
         """
         if device in self._silenced:
@@ -60,11 +62,11 @@ class FloodGate:
         return self._messages.take((device, kind))
 
     def is_silenced(self, device: str) -> bool:
-        """Whether nothing of a device is looked at now."""
+        """Whether messages of a device are ignored now."""
         return device in self._silenced
 
     def silenced(self) -> frozenset[str]:
-        """The devices of which nothing is looked at now; from any thread. One whose time is over starts with a full bucket."""
+        """The devices whose messages are ignored now; from any thread. One whose time is over starts with a full bucket."""
         now = self._clock()
         for device, until in list(self._silenced.items()):
             if now >= until:

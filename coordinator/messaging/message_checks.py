@@ -1,7 +1,7 @@
 """From bytes on a topic to a message that may be acted on: topic, signature, addressee, session, order.
 
 Everything else is refused and counted with its reason. Keeps the sessions; decides nothing about rounds. Chunks of updates
-carry no signature of their own and go to `intake`: the signed manifest names the sha256 of the whole.
+carry no signature of their own and go to the receiver: the signed manifest names the sha256 of the whole.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Sessions:
         return frozenset(known.carrier for known in self._open.values())
 
     def carrier(self, device: str) -> Carrier:
-        """How a device's artifacts travel, as its hello says."""
+        """How a device's artifacts travel, as announced in its hello."""
         known = self._open.get(device)
         return Carrier.MQTT if known is None else known.carrier
 
@@ -123,13 +123,13 @@ class Sessions:
         return None if known is None else known.session.stamp(message)
 
 
-class Ingest:
+class MessageChecks:
     """Checks deliveries.
 
     Args:
         topics: of the federation.
-        sessions: shared with whoever sends.
-        refusals: counts and tells what is refused.
+        sessions: shared with the publisher.
+        refusals: counts and reports refused messages.
     """
 
     def __init__(self, topics: Topics, sessions: Sessions, refusals: Refusals) -> None:
@@ -142,7 +142,7 @@ class Ingest:
         """Replace the register of public keys: (device, hex) pairs.
 
         Returns:
-            The devices whose earlier key counts no more; their sessions are closed.
+            The devices whose earlier key is no longer valid; their sessions are closed.
         """
         known, self._keys = self._keys, {device: VerifyKey.from_hex(text) for device, text in keys}
         gone = frozenset(device for device, key in known.items() if self._keys.get(device) != key)
@@ -162,7 +162,7 @@ class Ingest:
         return parsed.device, parsed.kind
 
     def open(self, delivery: Delivery) -> FromDevice | None:
-        """What a delivery says, or None when it is refused (and counted)."""
+        """The message in a delivery, or None when it is refused (and counted)."""
         try:
             return self._open(delivery)
         except WireError as error:
@@ -173,7 +173,7 @@ class Ingest:
     def _open(self, delivery: Delivery) -> FromDevice:
         parsed = self._topics.parse(delivery.topic)
         if parsed is None or parsed.device is None:
-            raise MalformedError("not a topic that devices speak on")
+            raise MalformedError("not a topic that devices publish on")
         message = open_envelope(delivery.payload, self._keys.get)
         self._check_address(message, parsed.device)
         status_topic = parsed.kind is TopicKind.STATUS

@@ -70,12 +70,12 @@ def _envelope(federation: str, epoch: int, recipient: str = EVERYONE, at: RoundA
 
 
 def status_message(federation: str, epoch: int, *, online: bool) -> CoordinatorStatus:
-    """What the coordinator's retained status says."""
+    """The coordinator's status; it is published retained."""
     return CoordinatorStatus(**_envelope(federation, epoch), online=online)
 
 
 def status_will(topics: Topics, epoch: int, key: SigningKey) -> Will:
-    """What the broker publishes when the coordinator vanishes; signed in advance."""
+    """The message that the broker publishes when the coordinator vanishes; signed in advance."""
     return Will(topics.coordinator, seal(status_message(topics.federation, epoch, online=False), key))
 
 
@@ -108,12 +108,12 @@ class Publisher:
         return chunk_bytes_for(self._transport.max_payload, self._limits.chunk_bytes)
 
     def status(self, *, online: bool) -> bool:
-        """Retained: whether a coordinator speaks."""
+        """Publish, retained, whether the coordinator is online."""
         message = status_message(self._topics.federation, self._epoch, online=online)
         return self._publish(self._topics.coordinator, self._seal(message), retain=True)
 
     def use(self, signing_identity: SigningIdentity) -> bool:
-        """Sign with this key from now on; a new one is told to the devices first, and on a new link everything after it.
+        """Sign with this key from now on; a new one is published first, and again on a new link before anything else.
 
         Returns:
             Whether it is a new one.
@@ -126,14 +126,14 @@ class Publisher:
         return True
 
     def connect_anew(self) -> None:
-        """Have the broker forget its queue for us. What honest devices have in it comes again, as after any lost link.
+        """Make the broker discard its queue for the coordinator. Honest devices repeat their messages in it, as after any lost link.
 
         After a flood, Mosquitto 2.0.11 was seen to deliver messages of other devices seconds late; a new session ended that.
         """
         self._transport.change_will(status_will(self._topics, self._epoch, self._signing_identity.key))
 
     def keys(self) -> bool:
-        """Retained: how the message key was replaced; nothing while it is still the first one."""
+        """Publish, retained, how the message key was replaced; nothing while it is still the first one."""
         links = self._signing_identity.links[-MAX_KEY_LINKS:]
         if not links:
             return True
@@ -143,14 +143,14 @@ class Publisher:
     def offer(
         self, at: RoundAttempt, spec: ArtifactRef, aggregate: ArtifactRef, rounds: int, deadline_at: float
     ) -> bool:
-        """Retained: the open (round, attempt)."""
+        """Publish, retained, the offer of the open (round, attempt)."""
         message = Offer(
             **self._to(EVERYONE, at), spec=spec, aggregate=aggregate, rounds=rounds, deadline_at=deadline_at
         )
         return self._publish(self._topics.offer, self._seal(message), retain=True)
 
     def finished(self, at: RoundAttempt, spec: ArtifactRef, aggregate: ArtifactRef) -> bool:
-        """Retained: the federation is over."""
+        """Publish, retained, that the federation is over."""
         message = Finished(**self._to(EVERYONE, at), spec=spec, aggregate=aggregate)
         return self._publish(self._topics.offer, self._seal(message), retain=True)
 
@@ -166,8 +166,8 @@ class Publisher:
         )
         return self._publish(self._topics.down_control(device), self._seal(message))
 
-    def turn_away(self, device: str, hello: Hello) -> bool:
-        """Answer a hello of versions that are not spoken here."""
+    def refuse_hello(self, device: str, hello: Hello) -> bool:
+        """Answer a hello that lists no version of the protocol supported here."""
         message = Refusal(
             **self._to(device),
             device_nonce=hello.nonce,
@@ -205,7 +205,7 @@ class Publisher:
         )
 
     def chunks(self, device: str, source: ChunkFile, ranges: Ranges) -> None:
-        """Send what one device asked for, as the link takes it; what is lost on the way is asked for again."""
+        """Send what one device asked for, as the link takes it; the device asks again for lost chunks."""
         self._sender.serve(self._topics.down_chunk(device), source, ranges)
 
     def forget(self, artifact: str) -> None:
@@ -213,7 +213,7 @@ class Publisher:
         self._sender.forget(artifact)
 
     def broadcast(self, source: ChunkFile, is_current: Callable[[], bool]) -> None:
-        """Send an aggregate to everybody, paced, at most once; who misses a chunk asks for it.
+        """Send an aggregate to everybody, paced, at most once; a device that misses a chunk asks for it.
 
         Nothing is sent when every device fetches over HTTPS.
         """

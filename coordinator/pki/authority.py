@@ -27,12 +27,12 @@ LEAF_DAYS = 825
 LEAF_LIFE = timedelta(days=LEAF_DAYS)
 RENEW_SERVER_BEFORE = timedelta(days=60)
 CLOCK_SLACK = timedelta(hours=1)
-"""Devices without a battery-backed clock boot in the past; a fresh certificate must already be valid for them."""
+"""Devices without a battery-backed clock start with a date in the past; a fresh certificate must already be valid for them."""
 
 
 @dataclass(frozen=True)
 class Credential:
-    """Where a certificate and its private key lie."""
+    """The paths of a certificate and its private key."""
 
     certificate: Path
     key: Path
@@ -112,7 +112,7 @@ def issue(
 def server_credential(directory: Path, role: str, host: str) -> Credential:
     """A server's certificate: issued, and issued anew when it runs out or does not name exactly what clients may call it.
 
-    This machine's own names are in it only when clients are on this machine: anything there could else answer for the server.
+    This machine's own names are in it only when clients are on this machine: otherwise any program there could answer for the server.
 
     Args:
         directory: holds the authority.

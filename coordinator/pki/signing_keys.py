@@ -1,7 +1,7 @@
 """The coordinator's message key, and replacing it.
 
 The database's last link names the key that counts; its private half lies beside it in a file of the link's serial number,
-durable before the link is. So whatever is killed in between, the key that counts can be loaded.
+durable before the link is. So wherever a process is killed in between, the key that counts can be loaded.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fedcg.wire.messages.signing import SigningKey
 
 @dataclass(frozen=True)
 class SigningIdentity:
-    """What the coordinator signs with, and how that key came to be: every link since the first key, oldest first."""
+    """The key that the coordinator signs with, and its history: every link since the first key, oldest first."""
 
     key: SigningKey
     links: tuple[KeyLink, ...] = ()
@@ -34,7 +34,7 @@ def load_signing_identity(home: Home, store: Store, known: SigningIdentity | Non
     Args:
         home: where its file is.
         store: where its links are.
-        known: what counted before: its file isn't read again when the links are the same.
+        known: the identity loaded before: its file isn't read again when the links are the same.
 
     Raises:
         HomeError: its file is missing, or holds another key.
@@ -56,7 +56,7 @@ def load_signing_identity(home: Home, store: Store, known: SigningIdentity | Non
 def rotate_key(home: Home, store: Store, now: float) -> KeyLink:
     """Replace the message key; the earlier ones are kept, and a running coordinator takes the new one within seconds.
 
-    Open tokens name the key before, so they are revoked, with `now` as the time.
+    Open tokens name the earlier key, so they are revoked, with `now` as the time.
 
     Raises:
         PlanError: there is no federation yet, so no device has pinned the key.
@@ -80,7 +80,7 @@ def rotate_key(home: Home, store: Store, now: float) -> KeyLink:
 
 
 def key_file(home: Home, serial: int) -> Path:
-    """Where the private half of a key is."""
+    """The file of the private half of a key."""
     return home.signing_key.with_stem(f"signing-{serial}") if serial else home.signing_key
 
 

@@ -16,7 +16,7 @@ MAX_DOUBLINGS = 16  # of `retry_s`, so that no exponent overflows; the bound abo
 
 @dataclass(frozen=True)
 class Policy:
-    """What the operator decided about rounds.
+    """The operator's policy for rounds.
 
     Attributes:
         rounds: how many rounds the federation has.
@@ -41,14 +41,14 @@ class Policy:
 
 @dataclass(frozen=True)
 class Expected:
-    """Who may take part now: every device that is enrolled."""
+    """The devices that may take part now: all that are enrolled."""
 
     clients: frozenset[str]
 
 
 @dataclass(frozen=True)
 class LinkChanged:
-    """The coordinator's link to the broker came up or was lost; without one nobody can deliver."""
+    """The coordinator's link to the broker came up or was lost; without one no device can deliver."""
 
     up: bool
 

@@ -1,4 +1,4 @@
-"""What the coordinator remembers, as values. The database's rows become these, checked and with their enums; nothing here knows SQL."""
+"""The coordinator's records, as values. The database's rows become these, checked and with their enums; no SQL here."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class AttemptState(str, Enum):
 
 
 class ParticipantState(str, Enum):
-    """What an invited client answered."""
+    """The answer of an invited client."""
 
     INVITED = "invited"
     ACCEPTED = "accepted"
@@ -40,7 +40,7 @@ class DeviceState(str, Enum):
 
 
 class TokenState(str, Enum):
-    """What a token is still good for."""
+    """Whether a token can still be used."""
 
     OPEN = "open"
     USED = "used"
@@ -76,13 +76,13 @@ class CertificateRecord:
 
 @dataclass(frozen=True)
 class TokenRecord:
-    """An enrolment token as the coordinator remembers it.
+    """An enrolment token as the coordinator stores it.
 
     Attributes:
         secret_hash: sha256 of its secret, in hex.
         device: the only id that it enrols, when it is bound.
-        replaces: whether it puts a new box in the place of `device`.
-        used_for: what it was used for (`admission.purpose`): the same request again gets the same answer for a while.
+        replaces: whether it puts a new machine in the place of `device`.
+        used_for: digest of the request that used it (`admission.purpose`): the same request again gets the same answer for a while.
         serial: the certificate that it gave out.
     """
 
@@ -99,7 +99,7 @@ class TokenRecord:
     serial: str | None = None
 
     def state(self, now: float) -> TokenState:
-        """What it is still good for."""
+        """Whether it can still be used."""
         if self.used_at is not None:
             return TokenState.USED
         if self.revoked_at is not None:
@@ -127,7 +127,7 @@ class FederationRecord:
         return Policy(self.rounds, self.min_clients, self.max_attempts, self.deadline_s)
 
     def after_failure(self, last: AttemptRecord) -> RoundState:
-        """Where the round engine stands when the last attempt failed."""
+        """The state of the round engine when the last attempt failed."""
         failed = last.attempt - self.first_attempt + 1
         state = RoundState(
             self.policy,
@@ -173,7 +173,7 @@ class UpdateRecord:
     """How an update ended.
 
     Attributes:
-        report: the JSON that the device let out.
+        report: the device's report, as JSON.
         distances: JSON of each part's distance from the aggregate that the round started from.
         weight: the number of examples that it counts for, once the updates to be merged are known.
     """

@@ -2,7 +2,7 @@
 
 Phases: waiting (for enough clients) -> collecting (updates) -> distilling -> the next round, or finished.
 A failed attempt goes back to waiting as the next attempt, up to `max_attempts`, then the federation is paused. An attempt that
-ran out of time because clients had not answered or were offline does not count. `pacing` says when an attempt may open.
+ran out of time because clients had not answered or were offline does not count. `pacing` decides when an attempt may open.
 Laws (property-tested): an update counts once, a round closes once, and commands never name a client that was not invited.
 """
 
@@ -34,7 +34,7 @@ RESTART_GRACE_S = 120.0
 
 
 class Phase(str, Enum):
-    """Where the federation stands."""
+    """The state of the federation."""
 
     WAITING = "waiting"
     COLLECTING = "collecting"
@@ -49,7 +49,7 @@ class RoundState:
 
     Attributes:
         online: clients with a session.
-        participants: who was invited to the open attempt; fixed when it opens.
+        participants: the clients invited to the open attempt; fixed when it opens.
         updates: participants whose update is stored.
         declined: participants that will not deliver one.
         deadline_at: unix time at which collecting ends.
@@ -57,7 +57,7 @@ class RoundState:
         left_out: clients that are not invited while enough others are online, and why.
         first_attempt: the attempt that `max_attempts` is counted from; moves when an operator resumes, and over attempts that do
             not count.
-        accepted: participants that have said that they work on it.
+        accepted: participants that have announced that they work on it.
         pace: when the next attempt may open.
     """
 
@@ -111,21 +111,21 @@ class CameOnline:
 
 @dataclass(frozen=True)
 class WentOffline:
-    """A client's link is gone."""
+    """A client lost its link."""
 
     client: str
 
 
 @dataclass(frozen=True)
 class Departed:
-    """A client is no member any more (revoked, replaced by another box, or it left); what it delivered before still counts."""
+    """A client is no member any more (revoked, replaced by another machine, or it left); an update that it delivered before still counts."""
 
     client: str
 
 
 @dataclass(frozen=True)
 class UpdateStored(OfAttempt):
-    """A valid update of a participant is durable; `artifact` is what the aggregation worker reads."""
+    """A valid update of a participant is durable; the aggregation worker reads `artifact`."""
 
     client: str
     artifact: str = ""
@@ -146,7 +146,7 @@ class Tick:
 
 @dataclass(frozen=True)
 class Restarted:
-    """The coordinator came back; `state` was rebuilt from the database and nobody is online yet."""
+    """The coordinator was restarted; `state` was rebuilt from the database and no client is online yet."""
 
 
 @dataclass(frozen=True)
@@ -181,10 +181,10 @@ Step = tuple[RoundState, tuple[Command, ...]]
 
 
 def transition(state: RoundState, event: Event, now: float) -> Step:
-    """What an event does.
+    """The state and the commands after an event.
 
     Args:
-        state: where the federation stands.
+        state: of the federation before the event.
         event: what happened.
         now: unix time.
 
@@ -234,8 +234,8 @@ def _link_changed(state: RoundState, event: LinkChanged, now: float) -> Step:
     if since is None or state.phase is not Phase.COLLECTING:
         return _open_if_enough(state, now)
     down_s = max(0.0, now - since)
-    told = f"no link to the broker for {down_s:.0f} s" if down_s >= 1.0 else ""
-    return _move_deadline(state, state.deadline_at + down_s, told)
+    reason = f"no link to the broker for {down_s:.0f} s" if down_s >= 1.0 else ""
+    return _move_deadline(state, state.deadline_at + down_s, reason)
 
 
 def _accepted(state: RoundState, event: Accepted, now: float) -> Step:
@@ -362,15 +362,15 @@ def _judge(state: RoundState, now: float) -> Step:
 
 
 def _run_out(state: RoundState, now: float) -> Step:
-    """At the deadline, with too few updates: wait on while the quorum has not accepted and can; else the attempt failed."""
+    """At the deadline, with too few updates: keep waiting while the quorum has not accepted and still can; else the attempt failed."""
     needed, there = state.policy.min_clients, state.updates | state.online
     missing = ", ".join(
         f"{client} ({_why_missing(state, client)})" for client in sorted(state.outstanding)[:NAMED_CLIENTS]
     )
     could = len((state.participants - state.declined) & there) >= needed and state.candidates <= state.participants
     if len(state.answered) < needed and could:
-        told = f"only {len(state.answered)} of {needed} needed clients have answered; missing: {missing}"
-        return _move_deadline(state, now + state.policy.deadline_s, told)
+        reason = f"only {len(state.answered)} of {needed} needed clients have answered; missing: {missing}"
+        return _move_deadline(state, now + state.policy.deadline_s, reason)
     got = f"only {len(state.updates)} of {needed} needed updates came before the deadline; missing: {missing}"
     return _fail(state, got, now, counts=len(state.answered & there) >= needed)
 

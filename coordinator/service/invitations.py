@@ -1,4 +1,4 @@
-"""Invitations to the open attempt: who has answered, and who is asked again because an invite may be lost with the link."""
+"""Invitations to the open attempt: the answers, and reminders, because an invite may be lost with the link."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from coordinator.rounds.pacing import Accepted
 from coordinator.rounds.records import ParticipantState
 from coordinator.rounds.round_engine import Phase, UpdateRefused
 from coordinator.service.round_driver import RoundDriver
-from coordinator.service.service_context import Setup
+from coordinator.service.service_context import ServiceContext
 from coordinator.updates.receiver import Receiver
 from fedcg.wire.messages.messages import Accept, Decline, RoundAttempt
 
@@ -20,14 +20,16 @@ class Invitations:
     """Keeps the answers of devices to their invitations.
 
     Args:
-        setup: what the service was given.
+        context: the dependencies of the service.
         round_driver: drives the rounds.
         publisher: publishes.
-        receiver: knows whose update is under way.
+        receiver: has the updates under way.
     """
 
-    def __init__(self, setup: Setup, round_driver: RoundDriver, publisher: Publisher, receiver: Receiver) -> None:
-        self._setup = setup
+    def __init__(
+        self, context: ServiceContext, round_driver: RoundDriver, publisher: Publisher, receiver: Receiver
+    ) -> None:
+        self._context = context
         self._round_driver = round_driver
         self._publisher = publisher
         self._receiver = receiver
@@ -35,7 +37,7 @@ class Invitations:
         self._reminded_at = 0.0
 
     def forget(self, device: str) -> None:
-        """A device begins a new session: whatever it accepted before, it is asked again."""
+        """Forget what a device accepted: it begins a new session and is invited again."""
         self._accepted = {entry for entry in self._accepted if entry[0] != device}
 
     def answered(self, device: str, answer: Accept | Decline) -> None:
@@ -48,9 +50,9 @@ class Invitations:
         declined = isinstance(answer, Decline)
         participant = ParticipantState.DECLINED if declined else ParticipantState.ACCEPTED
         reason = answer.reason.value if isinstance(answer, Decline) else ""
-        key = (self._setup.federation.id, answer.round, answer.attempt)
-        self._setup.store.answer(key, device, participant, reason)
-        self._setup.events.write(
+        key = (self._context.federation.id, answer.round, answer.attempt)
+        self._context.store.answer(key, device, participant, reason)
+        self._context.events.write(
             participant.value, client=device, round=answer.round, attempt=answer.attempt, reason=reason
         )
         if declined:
@@ -70,7 +72,7 @@ class Invitations:
         ]
 
     def remind(self, every_s: float = 0.0) -> None:
-        """Invite again who has not answered, unless that was done less than `every_s` ago."""
+        """Invite the devices again that have not answered, unless that was done less than `every_s` ago."""
         now, state = time.monotonic(), self._round_driver.state
         if now - self._reminded_at < every_s:
             return

@@ -1,4 +1,4 @@
-"""Which devices are online, for the round engine: one comes with a hello, goes with its status or will, or falls silent.
+"""Which devices are online, for the round engine: online by a hello, offline by a status, a will or silence.
 
 A will usually comes first; it is lost when the device dies together with a broker that keeps nothing.
 """
@@ -18,7 +18,7 @@ MISSED = 3.0  # so many heartbeats may be late: a slow link delays them behind c
 @dataclass
 class _Promise:
     every_s: float
-    heard_at: float
+    last_seen_at: float
 
 
 class Liveness:
@@ -26,7 +26,7 @@ class Liveness:
 
     Args:
         round_driver: holds the list.
-        receiver: knows when chunks came, which count as heartbeats.
+        receiver: has the times of the last chunks, which count as heartbeats.
         events: the event log.
     """
 
@@ -40,40 +40,40 @@ class Liveness:
         """Whether a device counts as online."""
         return device in self._round_driver.state.online
 
-    def came(self, device: str) -> None:
+    def mark_online(self, device: str) -> None:
         """A device is online, and may be invited."""
         if not self.is_online(device):
             self._events.write("online", client=device)
         self._round_driver.apply(CameOnline(device))
 
-    def went(self, device: str, reason: str) -> None:
+    def mark_offline(self, device: str, reason: str) -> None:
         """A device is offline, if it was online."""
         if self.is_online(device):
             self._events.write("offline", client=device, reason=reason)
             self._round_driver.apply(WentOffline(device))
 
     def expect(self, device: str, every_s: float | None, now: float) -> None:
-        """A device promised a heartbeat so often; None for one that promised none."""
+        """Expect a heartbeat of a device every `every_s` seconds; None for a device that promised none."""
         if every_s is None:
             self._promises.pop(device, None)
         else:
             self._promises[device] = _Promise(every_s, now)
 
-    def heard(self, device: str, now: float) -> None:
-        """Anything valid came from a device."""
+    def mark_seen(self, device: str, now: float) -> None:
+        """Record the time of a valid message of a device."""
         known = self._promises.get(device)
         if known is not None:
-            known.heard_at = max(known.heard_at, now)
+            known.last_seen_at = max(known.last_seen_at, now)
 
     def pardon(self, now: float) -> None:
-        """Our own link was down: no device could be heard, and no silence counts."""
+        """Restart every device's interval: the coordinator's own link was down and nothing could be received."""
         for known in self._promises.values():
-            known.heard_at = now
+            known.last_seen_at = now
 
     def miss_silent(self, now: float) -> None:
         """Count devices as offline that died without a will: together with their broker, for example."""
         for device in sorted(self._round_driver.state.online & self._promises.keys()):
-            self.heard(device, self._receiver.heard_at(device))
+            self.mark_seen(device, self._receiver.last_seen_at(device))
             promise = self._promises[device]
-            if now - promise.heard_at > MISSED * promise.every_s:
-                self.went(device, "it missed its heartbeats")
+            if now - promise.last_seen_at > MISSED * promise.every_s:
+                self.mark_offline(device, "it missed its heartbeats")

@@ -1,6 +1,6 @@
-"""Who may take part, as the running service sees it.
+"""The running service's view of its members.
 
-Reads the register, drops whoever is no member any more, lets devices leave, and silences those that send too much.
+Reads the register, drops devices that are no longer members, lets devices leave, and silences those that send too much.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from coordinator.broker.access_lists import RELOAD_BY_HAND
 from coordinator.errors import BrokerError
 from coordinator.messaging.cohort_marks import Cohorts
 from coordinator.messaging.flood_limits import FLOOD_PER_S, SILENCE_S
-from coordinator.messaging.message_checks import Ingest
+from coordinator.messaging.message_checks import MessageChecks
 from coordinator.messaging.publisher import Publisher
 from coordinator.rounds.pacing import Expected
 from coordinator.rounds.records import DeviceState, ParticipantState
 from coordinator.rounds.round_engine import Departed, Phase
 from coordinator.service.round_driver import RoundDriver
-from coordinator.service.service_context import Setup
+from coordinator.service.service_context import ServiceContext
 from coordinator.updates.receiver import Receiver
 
 REFRESH_S = 2.0
 FAREWELL_S = 3.0
-"""So long after a device left its access at the broker ends: its confirmation needs time to arrive."""
+"""Time from a device's leave to the end of its access at the broker: its confirmation needs time to arrive."""
 RunInBackground = Callable[[Callable[[], object]], None]
 
 log = logging.getLogger(__name__)
 
 
-class Membership:
+class MemberRefresh:
     """Keeps the service's view of its devices.
 
     Args:
-        setup: what the service was given.
-        ingest: holds the keys that count.
+        context: the dependencies of the service.
+        message_checks: holds the keys that count.
         receiver: holds what devices are sending.
         round_driver: drives the rounds.
         publisher: publishes.
@@ -46,16 +46,16 @@ class Membership:
 
     def __init__(
         self,
-        setup: Setup,
-        ingest: Ingest,
+        context: ServiceContext,
+        message_checks: MessageChecks,
         receiver: Receiver,
         round_driver: RoundDriver,
         publisher: Publisher,
         cohorts: Cohorts,
         run_in_background: RunInBackground,
     ) -> None:
-        self._setup = setup
-        self._ingest = ingest
+        self._context = context
+        self._message_checks = message_checks
         self._receiver = receiver
         self._round_driver = round_driver
         self._publisher = publisher
@@ -70,31 +70,31 @@ class Membership:
         return time.monotonic() - self._read_at >= age_s
 
     def refresh(self) -> None:
-        """Learn who may take part now; a device that may not any more is waited for no longer."""
+        """Read the current members; rounds stop waiting for a device that is no longer one."""
         self._read_at = time.monotonic()
-        members = self._setup.store.members()
+        members = self._context.store.members()
         self._round_driver.apply(Expected(frozenset(member.id for member in members)))
-        for device in sorted(self._ingest.learn_keys((member.id, member.public_key) for member in members)):
-            self._setup.events.write("departed", client=device)
+        for device in sorted(self._message_checks.learn_keys((member.id, member.public_key) for member in members)):
+            self._context.events.write("departed", client=device)
             self._cohorts.forget(device)
             self._departed(device)
 
     def drop_strangers(self) -> None:
-        """After a restart: who departed while nobody looked holds up no round."""
+        """After a restart: devices that departed while the coordinator was down hold up no round."""
         for device in sorted(self._round_driver.state.outstanding):
-            if not self._ingest.knows(device):
+            if not self._message_checks.knows(device):
                 self._departed(device)
 
     def leaves(self, device: str) -> None:
-        """A device leaves for good: durable first, then confirmed; its access at the broker ends a little later."""
-        ended = partial(self._setup.store.register.end_membership, device, DeviceState.LEFT, "it left")
-        if ended(self._setup.clock()):
-            self._setup.events.write("left", client=device)
+        """End the membership of a device that leaves: durable first, then confirmed; its access at the broker ends a little later."""
+        ended = partial(self._context.store.register.end_membership, device, DeviceState.LEFT, "it left")
+        if ended(self._context.clock()):
+            self._context.events.write("left", client=device)
             self._shut_out_at = time.monotonic() + FAREWELL_S
         self._publisher.left(device)
 
     def tick(self, silenced: frozenset[str]) -> None:
-        """Follow the register now and then, and end the access of devices that left or that send too much."""
+        """Read the register every `REFRESH_S`, and end the access of devices that left or that send too much."""
         if self.is_older_than(REFRESH_S):
             self.refresh()
         if self._shut_out_at is not None and time.monotonic() >= self._shut_out_at:
@@ -104,19 +104,19 @@ class Membership:
             self._follow_floods(silenced)
 
     def _follow_floods(self, silenced: frozenset[str]) -> None:
-        """Wait no longer for devices that sent too much, and let those back in whose silence is over."""
+        """Stop waiting for devices that sent too much, and readmit those whose silence is over."""
         before, self._silenced = self._silenced, silenced
         reason = f"it sent more than {FLOOD_PER_S:.0f} messages a second for some seconds"
         for device in sorted(before - silenced):
-            self._setup.events.write("silence_ended", client=device)
+            self._context.events.write("silence_ended", client=device)
         for device in sorted(silenced - before):
             log.warning("%s is silenced for %.0f minutes: %s", device, SILENCE_S / 60, reason)
-            self._setup.events.write("silenced", client=device, seconds=SILENCE_S, reason=reason)
+            self._context.events.write("silenced", client=device, seconds=SILENCE_S, reason=reason)
             self._departed(device, "the device is silenced: " + reason)
         self._run_in_background(partial(self._apply_silence, before ^ silenced))
 
     def _apply_silence(self, changed: frozenset[str]) -> None:
-        """Bring the broker's access list up to date, and leave behind what of a new flood waits at the broker."""
+        """Update the broker's access list, and discard the messages of a new flood that wait at the broker."""
         names = ", ".join(sorted(changed))
         try:
             is_applied = self._publish()
@@ -129,13 +129,13 @@ class Membership:
             self._publisher.connect_anew()
 
     def _publish(self) -> bool:
-        """Have the broker apply who may take part; waits for the lock of the members."""
-        return self._setup.publish_access(self._silenced)
+        """Make the broker apply the current access list; waits for the lock of the members."""
+        return self._context.publish_access(self._silenced)
 
     def _departed(self, device: str, reason: str = "the device is no member any more") -> None:
         state = self._round_driver.state
         self._receiver.forget(device)
         if state.phase is Phase.COLLECTING and device in state.outstanding:
-            key = (self._setup.federation.id, state.round, state.attempt)
-            self._setup.store.answer(key, device, ParticipantState.DECLINED, reason)
+            key = (self._context.federation.id, state.round, state.attempt)
+            self._context.store.answer(key, device, ParticipantState.DECLINED, reason)
         self._round_driver.apply(Departed(device))

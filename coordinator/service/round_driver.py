@@ -1,6 +1,6 @@
-"""Does what the round engine commands: database, worker, broker. Holds the engine's state; decides nothing itself.
+"""Carries out the round engine's commands: database, worker, broker. Holds the engine's state; decides nothing itself.
 
-Every command is durable before it is told to anybody, so a coordinator that dies between two commands goes on from the
+Every command is durable before any message about it is sent, so a coordinator that dies between two commands goes on from the
 database (`restart`).
 """
 
@@ -50,10 +50,10 @@ from coordinator.rounds.round_engine import (
     UpdateRefused,
     transition,
 )
-from coordinator.service.service_context import Setup, Worker
+from coordinator.service.service_context import ServiceContext, Worker
 from coordinator.storage.pruning import Pruner
 from coordinator.storage.store import Key
-from coordinator.updates.published_artifacts import Library
+from coordinator.updates.published_artifacts import PublishedArtifacts
 from coordinator.updates.receiver import Receiver
 from coordinator.updates.robustness import Distances, given_weights, limits_of, medians_of, over
 from coordinator.updates.track_record import LEFT_OUT_ROUNDS, left_out, typical_distances
@@ -66,7 +66,7 @@ _REPORTS: dict[type[WorkerEvent], str] = {
     Progressed: "aggregate_step",
     UpdateAdded: "teacher_done",
 }
-"""The lines of the event log that hold just what the worker reports."""
+"""The lines of the event log that hold a report of the worker unchanged."""
 
 log = logging.getLogger(__name__)
 
@@ -75,31 +75,38 @@ class RoundDriver:
     """Drives the rounds of one federation.
 
     Args:
-        setup: what the service was given.
+        context: the dependencies of the service.
         publisher: publishes.
-        library: what devices may fetch.
+        published: the artifacts that devices may fetch.
         worker: merges.
         receiver: holds the updates that are under way.
 
     Attributes:
-        is_announced: whether the broker was handed what the offer topic must say now; when not, `announce` has to be repeated.
+        is_announced: whether the broker was handed the current offer (or end); when not, `announce` has to be repeated.
         announced_at: when `announce` was called last; monotonic seconds.
         worker_pid: the worker's process, once it is ready.
     """
 
     def __init__(
-        self, setup: Setup, publisher: Publisher, library: Library, worker: Worker, receiver: Receiver
+        self,
+        context: ServiceContext,
+        publisher: Publisher,
+        published: PublishedArtifacts,
+        worker: Worker,
+        receiver: Receiver,
     ) -> None:
-        self._setup = setup
-        self._store = setup.store
-        self._events = setup.events
-        self._id = setup.federation.id
+        self._context = context
+        self._store = context.store
+        self._events = context.events
+        self._id = context.federation.id
         self._publisher = publisher
-        self._library = library
+        self._published = published
         self._worker = worker
         self._receiver = receiver
-        self._pruner = Pruner(setup.store, setup.artifacts, self._id, setup.keep_rounds, self._forget)
-        self._policy = replace(setup.federation.policy, gather_s=setup.rounds.gather_s, retry_s=setup.rounds.retry_s)
+        self._pruner = Pruner(context.store, context.artifacts, self._id, context.keep_rounds, self._forget)
+        self._policy = replace(
+            context.federation.policy, gather_s=context.rounds.gather_s, retry_s=context.rounds.retry_s
+        )
         self._state = RoundState(self._policy)
         self.announced_at = 0.0
         self.worker_pid: int | None = None
@@ -118,7 +125,7 @@ class RoundDriver:
 
     @property
     def state(self) -> RoundState:
-        """Where the federation stands."""
+        """The state of the federation."""
         return self._state
 
     @property
@@ -133,23 +140,23 @@ class RoundDriver:
         self._state = replace(stored, policy=self._policy, pace=pace)
         aggregates = self._store.aggregates(self._id)
         for aggregate in aggregates:
-            self._library.allow(aggregate.artifact)
+            self._published.allow(aggregate.artifact)
         self._prune(aggregates[-1].round)
-        self._library.allow(self._setup.federation.spec)
+        self._published.allow(self._context.federation.spec)
         self._events.write("resumed", phase=self._state.phase.value, round=self._state.round)
         self._judge_devices(self._state.round)
         self.apply(Restarted())
 
     def apply(self, event: Event) -> None:
-        """Tell the engine what happened and do what it commands."""
+        """Pass an event to the engine and carry out its commands."""
         if isinstance(event, UpdateRefused) and event.reason:
             self._judge_devices(self._state.round)
-        self._state, commands = transition(self._state, event, self._setup.clock())
+        self._state, commands = transition(self._state, event, self._context.clock())
         for command in commands:
             self._do(command)
 
     def follow_worker(self, event: WorkerEvent) -> None:
-        """Write what the worker reports into the event log, and go on from there."""
+        """Write a report of the worker into the event log, and act on it."""
         if name := _REPORTS.get(type(event)):
             self._events.write(name, **asdict(event))
         if isinstance(event, WorkerReady):
@@ -175,7 +182,7 @@ class RoundDriver:
         self.apply(UpdateRefused(state.round, state.attempt, client, reason))
 
     def _judge_devices(self, round_number: int) -> None:
-        """Leave repeat offenders out of the next attempts of a round, and let those back in whose time is over."""
+        """Leave repeat offenders out of the next attempts of a round, and readmit those whose time is over."""
         before, now = self._state.left_out, left_out(self._store, self._id, round_number)
         self._state = replace(self._state, left_out=now)
         for client in sorted(now.keys() - before.keys()):
@@ -188,10 +195,10 @@ class RoundDriver:
         """Close the attempt with the aggregate that the worker stored."""
         if self._state.phase is not Phase.DISTILLING or self._state.at != done.at:
             return
-        now = self._setup.clock()
+        now = self._context.clock()
         record = AggregateRecord(self._id, done.round, done.attempt, done.aggregate, done.size, done.server_state, now)
         self._store.close_attempt(record)
-        self._library.allow(done.aggregate)
+        self._published.allow(done.aggregate)
         self._events.write(
             "aggregate_stored", round=done.round, attempt=done.attempt, artifact=done.aggregate, size=done.size
         )
@@ -201,7 +208,7 @@ class RoundDriver:
         self.apply(AggregateStored(done.round, done.attempt))
 
     def _drop_rows(self, ended: JobDone | FailAttempt) -> None:
-        spilled = spill_directory(self._setup.worker.spill, self._id, ended.round, ended.attempt)
+        spilled = spill_directory(self._context.worker.spill, self._id, ended.round, ended.attempt)
         shutil.rmtree(spilled, ignore_errors=True)
 
     def _prune(self, closed: int) -> None:
@@ -210,19 +217,19 @@ class RoundDriver:
             self._events.write("pruned", files=files, bytes=size)
 
     def _forget(self, artifact: str) -> None:
-        self._library.forget(artifact)
+        self._published.forget(artifact)
         self._publisher.forget(artifact)
 
     def announce(self) -> None:
-        """Publish what the retained offer topic must say now; while the link is down this does nothing."""
+        """Publish the current offer, or the end, on the retained topic; while the link is down this does nothing."""
         self.is_announced, self.announced_at = True, time.monotonic()
         state = self._state
         if state.phase in (Phase.WAITING, Phase.PAUSED):
             return
         finished = state.phase is Phase.FINISHED
         aggregate = (self._aggregate(state.round)).artifact if finished else self._base
-        spec_ref = self._library.ref(self._setup.federation.spec)
-        aggregate_ref = self._library.ref(aggregate)
+        spec_ref = self._published.ref(self._context.federation.spec)
+        aggregate_ref = self._published.ref(aggregate)
         if finished:
             self.is_announced = self._publisher.finished(state.at, spec_ref, aggregate_ref)
         else:
@@ -236,7 +243,7 @@ class RoundDriver:
         base = self._aggregate(command.round - 1)
         self._base = base.artifact
         key = self._key(command)
-        now = self._setup.clock()
+        now = self._context.clock()
         self._store.open_attempt(key, base.artifact, command.participants, now, command.deadline_at)
         self._events.write(
             "attempt_opened",
@@ -247,7 +254,7 @@ class RoundDriver:
         )
         self._worker.open(self._job(command, base))
         self.announce()
-        source = self._library.source(base.artifact)
+        source = self._published.source(base.artifact)
         self._publisher.broadcast(source, lambda: self._state.is_open(command.at))
 
     def _resume_attempt(self, command: ResumeAttempt) -> None:
@@ -279,12 +286,12 @@ class RoundDriver:
 
     def _distil(self, command: Distil) -> None:
         key = self._key(command)
-        updates = self._store.start_distilling(key, self._setup.clock())
+        updates = self._store.start_distilling(key, self._context.clock())
         # The database decides which updates came in time: one may have been stored a moment ago.
         accepted = frozenset(update.client for update in updates)
         self._state = replace(self._state, updates=accepted, declined=self._state.declined - accepted)
         reported = {update.client: update.examples for update in updates}
-        weights = given_weights(reported, self._setup.robustness)
+        weights = given_weights(reported, self._context.robustness)
         self._store.weigh(key, weights)
         self._receiver.end_attempt(Outcome.LATE, "the round was closed without this update")
         where = {"round": command.round, "attempt": command.attempt}
@@ -295,7 +302,7 @@ class RoundDriver:
             )
         known = self._limits(command.round)
         own = [update.distance_of for update in updates]
-        limits = known or limits_of(medians_of(own), self._setup.robustness.clip_medians)
+        limits = known or limits_of(medians_of(own), self._context.robustness.clip_medians)
         shares = {update.client: over(update.distance_of, limits) for update in updates}
         for client, part, share in ((client, *item) for client, kept in shares.items() for item in kept.items()):
             self._events.write("update_clipped", **where, client=client, part=part.value, kept=round(share, 4))
@@ -303,7 +310,7 @@ class RoundDriver:
         self._worker.finish(chosen, limits if any(shares.values()) else known)
 
     def _fail_attempt(self, command: FailAttempt) -> None:
-        now, first_attempt = self._setup.clock(), command.first_attempt
+        now, first_attempt = self._context.clock(), command.first_attempt
         self._store.fail_attempt(self._key(command), command.reason, now, first_attempt)
         self._receiver.end_attempt(Outcome.CLOSED, "the attempt ended without an aggregate")
         self._events.write("attempt_failed", round=command.round, attempt=command.attempt, reason=command.reason)
@@ -325,14 +332,14 @@ class RoundDriver:
         return record
 
     def _job(self, command: OpenAttempt | ResumeAttempt, base: AggregateRecord) -> Job:
-        spec = self._setup.federation.spec
+        spec = self._context.federation.spec
         limits = self._limits(command.round)
         return Job(self._id, command.round, command.attempt, spec, base.artifact, base.server_state, limits)
 
     def _limits(self, round_number: int) -> Distances:
-        """How far from the base an update of a round may be, where the round before it tells."""
+        """How far from the base an update of a round may be; empty when the round before it gives no measure."""
         typical = typical_distances(self._store, self._id, round_number - 1)
-        return limits_of(typical, self._setup.robustness.clip_medians)
+        return limits_of(typical, self._context.robustness.clip_medians)
 
     def _key(self, command: OpenAttempt | ResumeAttempt | MoveDeadline | Distil | FailAttempt) -> Key:
         return (self._id, command.round, command.attempt)

@@ -16,18 +16,18 @@ from dataclasses import dataclass
 from coordinator.aggregation.worker_messages import Reply
 from coordinator.messaging.cohort_marks import Cohorts
 from coordinator.messaging.event_queue import EventQueue
-from coordinator.messaging.flood_limits import FloodGate
-from coordinator.messaging.message_checks import FromDevice, Ingest, Sessions
+from coordinator.messaging.flood_limits import FloodLimits
+from coordinator.messaging.message_checks import FromDevice, MessageChecks, Sessions
 from coordinator.messaging.publisher import Publisher, status_will
 from coordinator.rounds.pacing import LinkChanged
 from coordinator.rounds.round_engine import Phase, RoundState, Tick, UpdateRefused, UpdateStored
 from coordinator.service.invitations import REMIND_S, Invitations
 from coordinator.service.liveness import Liveness
-from coordinator.service.member_refresh import REFRESH_S, Membership
+from coordinator.service.member_refresh import REFRESH_S, MemberRefresh
 from coordinator.service.round_driver import RoundDriver
-from coordinator.service.service_context import Setup
+from coordinator.service.service_context import ServiceContext
 from coordinator.storage.store import Store
-from coordinator.updates.published_artifacts import Library
+from coordinator.updates.published_artifacts import PublishedArtifacts
 from coordinator.updates.receiver import Broken, Receiver
 from coordinator.updates.update_checks import UpdateChecks
 from fedcg.event_log import EventLog
@@ -42,7 +42,7 @@ from fedcg.worker_process import Exited
 TICK_S = 0.25
 STRANGER_REFRESH_S = 1.0
 OFFER_EVERY_S = 30.0
-"""A broker may lose an offer, or the end, although it is retained: as many bytes a day as heartbeats have."""
+"""A broker may lose a retained offer or end; repeating it costs as many bytes a day as heartbeats."""
 LEAVE_AFTER_S = 5.0
 LEAVE_AT_LATEST_S = 60.0
 CLOSE_TIMEOUT_S = 2.0
@@ -63,67 +63,67 @@ class Service:
 
     Attributes:
         epoch: number of the lease.
-        library: what devices may fetch.
+        published: the artifacts that devices may fetch.
         receiver: takes updates.
         finished_and_left: set when the federation is over and its devices have left, or a minute later.
     """
 
-    def __init__(self, setup: Setup) -> None:
-        topics = Topics(setup.federation.id)
-        self.epoch = setup.store.next_epoch()
+    def __init__(self, context: ServiceContext) -> None:
+        topics = Topics(context.federation.id)
+        self.epoch = context.store.next_epoch()
         self.finished_and_left = threading.Event()
-        self._setup = setup
-        self._events = setup.events
+        self._context = context
+        self._events = context.events
         self._queue: EventQueue[_Item] = EventQueue()
         self._sessions = Sessions()
         self._cohorts = Cohorts()
-        self._refusals = Refusals(setup.events)
-        self._ingest = Ingest(topics, self._sessions, self._refusals)
-        signing_identity = setup.signing_identity()
-        self._transport = setup.connect(status_will(topics, self.epoch, signing_identity.key))
+        self._refusals = Refusals(context.events)
+        self._message_checks = MessageChecks(topics, self._sessions, self._refusals)
+        signing_identity = context.signing_identity()
+        self._transport = context.connect(status_will(topics, self.epoch, signing_identity.key))
         self._publisher = Publisher(
-            self._transport, topics, signing_identity, self.epoch, self._sessions, self._cohorts, setup.limits
+            self._transport, topics, signing_identity, self.epoch, self._sessions, self._cohorts, context.limits
         )
-        self.library = Library(setup.artifacts, self._publisher.chunk_bytes)
-        self._worker = setup.make_worker(setup.worker, self._queue.put)
+        self.published = PublishedArtifacts(context.artifacts, self._publisher.chunk_bytes)
+        self._worker = context.make_worker(context.worker, self._queue.put)
         self.receiver = Receiver(
-            UpdateChecks(setup.spec, setup.store, setup.artifacts, setup.clock),
-            setup.artifacts.root / ".partial",
-            setup.limits,
+            UpdateChecks(context.spec, context.store, context.artifacts, context.clock),
+            context.artifacts.root / ".partial",
+            context.limits,
             self._publisher,
-            setup.events,
+            context.events,
             self._refusals,
             self._queue.put,
         )
-        self._round_driver = RoundDriver(setup, self._publisher, self.library, self._worker, self.receiver)
-        self._invitations = Invitations(setup, self._round_driver, self._publisher, self.receiver)
+        self._round_driver = RoundDriver(context, self._publisher, self.published, self._worker, self.receiver)
+        self._invitations = Invitations(context, self._round_driver, self._publisher, self.receiver)
         self._readers = ThreadPoolExecutor(1, "artifacts")
         self._members_pool = ThreadPoolExecutor(1, "members")
-        self._members = Membership(
-            setup,
-            self._ingest,
+        self._members = MemberRefresh(
+            context,
+            self._message_checks,
             self.receiver,
             self._round_driver,
             self._publisher,
             self._cohorts,
             lambda work: self._run_on(self._members_pool, work),
         )
-        self._floods = FloodGate()
+        self._floods = FloodLimits()
         self._topics = topics
-        self._liveness = Liveness(self._round_driver, self.receiver, setup.events)
-        self._turned_away: set[str] = set()
+        self._liveness = Liveness(self._round_driver, self.receiver, context.events)
+        self._refused_hellos: set[str] = set()
         self._key_read_at = 0.0
         self._finished_at: float | None = None
 
     @property
     def state(self) -> RoundState:
-        """Where the federation stands."""
+        """The state of the federation."""
         return self._round_driver.state
 
     @property
     def store(self) -> Store:
         """The database."""
-        return self._setup.store
+        return self._context.store
 
     @property
     def events(self) -> EventLog:
@@ -167,7 +167,7 @@ class Service:
         self._events.write("started", epoch=self.epoch)
 
     def run(self) -> None:
-        """Work until `stop` is called. Whatever it raises must end the process: a restart goes on from the database."""
+        """Work until `stop` is called. Any exception must end the process: a restart goes on from the database."""
         ticked_at = time.monotonic()
         while True:
             item = self._queue.get(TICK_S)
@@ -201,7 +201,7 @@ class Service:
 
     def _on_delivery(self, delivery: Delivery) -> None:
         """On the transport's thread: count and enqueue, nothing else."""
-        device, kind = self._ingest.origin(delivery)
+        device, kind = self._message_checks.origin(delivery)
         is_chunk = kind is TopicKind.UP_CHUNK
         if is_chunk and self.receiver.frame(device, delivery.payload):
             return
@@ -228,28 +228,28 @@ class Service:
                 self._round_driver.follow_worker(event)
 
     def _delivered(self, delivery: Delivery) -> None:
-        device, _ = self._ingest.origin(delivery)
+        device, _ = self._message_checks.origin(delivery)
         if self._floods.is_silenced(device):
             return
         if not device and self._members.is_older_than(STRANGER_REFRESH_S):
             self._members.refresh()  # enrolled since the start, perhaps
-        incoming = self._ingest.open(delivery)
+        incoming = self._message_checks.open(delivery)
         if incoming is not None:
             self._message(incoming)
 
     def _message(self, incoming: FromDevice) -> None:
         device, message = incoming.device, incoming.message
-        self._liveness.heard(device, time.monotonic())
+        self._liveness.mark_seen(device, time.monotonic())
         if isinstance(message, DeviceStatus):
             if not message.online:
-                self._liveness.went(device, "it said goodbye, or its will did")
+                self._liveness.mark_offline(device, "its status or its will reports it offline")
         elif isinstance(message, Hello):
             self._hello(device, message)
         elif isinstance(message, Leave):
             self._members.leaves(device)
         else:
             if not self._liveness.is_online(device):
-                self._liveness.came(device)
+                self._liveness.mark_online(device)
             self._in_session(device, message)
 
     def _in_session(self, device: str, message: Heartbeat | Accept | Decline | Manifest | Need) -> None:
@@ -257,8 +257,8 @@ class Service:
             self._invitations.answered(device, message)
         elif isinstance(message, Manifest):
             self.receiver.announce(device, message)
-        elif isinstance(message, Need) and self.library.allows(message.artifact):
-            source = self.library.known(message.artifact)
+        elif isinstance(message, Need) and self.published.allows(message.artifact):
+            source = self.published.known(message.artifact)
             if source is None:
                 self._run_on(self._readers, lambda: self._serve(device, message))
             else:
@@ -267,32 +267,32 @@ class Service:
     def _hello(self, device: str, hello: Hello) -> None:
         version = versions.agree(hello.versions)
         if version is None:
-            self._turn_away(device, hello)
+            self._refuse_hello(device, hello)
             return
         nonce = self._sessions.greet(device, hello.nonce, hello.carrier)
         self._invitations.forget(device)
-        now = self._setup.clock()
-        self._setup.store.saw_device(device, hello.agent, now)
-        unlike = self._cohorts.hear(device, hello.cohort)
+        now = self._context.clock()
+        self._context.store.saw_device(device, hello.agent, now)
+        unlike = self._cohorts.note(device, hello.cohort)
         if unlike and self._events.write("cohort_differs", client=device, unlike=",".join(unlike)):
             log.warning(
                 "%s: its cohort secret is not that of %s: private networks start apart", device, ", ".join(unlike)
             )
         self._publisher.welcome(device, hello.nonce, nonce, now, version)
         self._liveness.expect(device, hello.heartbeat_s, time.monotonic())
-        self._liveness.came(device)
+        self._liveness.mark_online(device)
 
-    def _turn_away(self, device: str, hello: Hello) -> None:
+    def _refuse_hello(self, device: str, hello: Hello) -> None:
         reason = versions.explain_versions(hello.versions, versions.SPOKEN)
         self._refusals.note(f"the hello of {device}", VersionError(reason), device)
-        if device not in self._turned_away:
-            self._turned_away.add(device)
+        if device not in self._refused_hellos:
+            self._refused_hellos.add(device)
             log.warning("%s (agent %s): %s", device, hello.agent, reason)
-        self._publisher.turn_away(device, hello)
+        self._publisher.refuse_hello(device, hello)
 
     def _serve(self, device: str, need: Need) -> None:
         try:
-            source = self.library.source(need.artifact)
+            source = self.published.source(need.artifact)
         except (IntegrityError, OSError):
             log.exception("%s asked for artifact %s, which can't be read", device, need.artifact)
             return
@@ -304,7 +304,7 @@ class Service:
             self._round_driver.apply(change)
             return
         self._liveness.pardon(time.monotonic())
-        self.library.change_chunk_bytes(self._publisher.chunk_bytes)
+        self.published.change_chunk_bytes(self._publisher.chunk_bytes)
         self._publisher.keys()
         self._publisher.status(online=True)
         self._round_driver.apply(change)
@@ -339,14 +339,14 @@ class Service:
 
     def _follow_key(self) -> None:
         """Sign with the new key after `fedcg coordinator rotate-key`."""
-        signing_identity = self._setup.signing_identity()
+        signing_identity = self._context.signing_identity()
         if self._publisher.use(signing_identity):
             self._events.write(
                 "key_rotated", serial=signing_identity.links[-1].serial, key=signing_identity.key.public.hex
             )
 
     def _run_on(self, pool: ThreadPoolExecutor, work: Callable[[], object]) -> None:
-        """Do something that may wait for a lock, a disk or the broker; a failure ends the service."""
+        """Run work that may block on a lock, a disk or the broker; a failure ends the service."""
 
         def ended(future: Future[object]) -> None:
             error = None if future.cancelled() else future.exception()

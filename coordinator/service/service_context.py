@@ -1,4 +1,4 @@
-"""What a running coordinator is given; it creates nothing outside of it."""
+"""The dependencies of a running coordinator; it creates no other ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fedcg.worker_process import Exited
 
 
 class Worker(Protocol):
-    """What merges updates, in a process of its own; every call returns at once."""
+    """Merges updates in a process of its own; every call returns at once."""
 
     def start(self) -> None:
         """Start in the background."""
@@ -32,13 +32,13 @@ class Worker(Protocol):
         """Begin an attempt."""
 
     def add(self, client: str, artifact: str) -> None:
-        """Have the teacher pass of a stored update done."""
+        """Request the teacher pass of a stored update."""
 
     def finish(self, updates: Updates, limits: Distances) -> None:
-        """Have the updates merged, none of them farther from the base than the limits."""
+        """Request the merge of the updates, none of them farther from the base than the limits."""
 
     def follow(self, reply: Reply | Exited) -> tuple[WorkerEvent, ...]:
-        """Take a reply that came through the callback given at construction; returns what it means for the round."""
+        """Take a reply from the callback given at construction; returns the events that follow for the round."""
 
     def tick(self) -> None:
         """Time went on."""
@@ -51,8 +51,8 @@ MakeWorker = Callable[[WorkerSettings, Callable[[Reply | Exited], None]], Worker
 
 
 @dataclass(frozen=True)
-class Setup:
-    """The surroundings of a service.
+class ServiceContext:
+    """The dependencies of a service.
 
     Attributes:
         federation: the federation to serve.
@@ -60,15 +60,15 @@ class Setup:
         store: the database.
         artifacts: directory of artifacts.
         connect: makes the transport, with the will it must leave.
-        signing_identity: what the coordinator signs with now; asked again while it runs.
-        worker: what the aggregation worker may use.
+        signing_identity: gives the current signing identity; called again while the service runs.
+        worker: settings of the aggregation worker.
         events: the event log.
         limits: how the link to the broker is used.
         clock: unix time.
-        make_worker: makes what merges updates.
+        make_worker: makes the worker that merges updates.
         keep_rounds: closed rounds whose updates and aggregates stay on the disk.
         robustness: how much one device may weigh in a merge.
-        publish_access: makes the broker apply who may take part, without the devices that are named; whether a running one did;
+        publish_access: makes the broker apply the access list without the named devices; returns whether a running broker did;
             blocking.
         rounds: how long rounds wait before they open.
     """

@@ -1,4 +1,4 @@
-"""Queries about who may take part: enrolment tokens, certificates, and how a device's membership ends.
+"""Queries about membership: enrolment tokens, certificates, and the end of a device's membership.
 
 Part of the store: same database, same rules (one transaction per method, durable when it returns).
 """
@@ -20,7 +20,7 @@ class Admitted:
 
     Attributes:
         token: id of the token.
-        used_for: digest of what it asked for.
+        used_for: digest of its request.
         public_key: its message key, in hex.
         certificate: its first certificate.
         replaces: whether it takes the place of the device of that id.
@@ -39,7 +39,7 @@ class Register(schema.Queries):
     # Tokens
 
     def add_token(self, token: TokenRecord) -> None:
-        """Remember a new token."""
+        """Store a new token."""
         self._write(insert(schema.tokens).values(**asdict(token)))
 
     def tokens(self) -> list[TokenRecord]:
@@ -70,11 +70,11 @@ class Register(schema.Queries):
         return self._all(CertificateRecord, query)
 
     def add_certificate(self, certificate: CertificateRecord) -> None:
-        """Remember a certificate before it is given out."""
+        """Store a certificate before it is given out."""
         self._write(insert(schema.certificates).values(**asdict(certificate)))
 
     def revoked_certificates(self, now: float) -> list[CertificateRecord]:
-        """Those that are revoked and have not expired: a revocation list has to name them."""
+        """The revoked certificates that have not expired: a revocation list has to name them."""
         table = schema.certificates
         query = select(table).where(table.c.revoked_at.is_not(None), table.c.expires_at > now)
         return self._all(CertificateRecord, query.order_by(table.c.revoked_at, table.c.serial))

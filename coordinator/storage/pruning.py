@@ -1,6 +1,6 @@
 """Deletes what closed rounds left on the disk, once nothing needs it; the database keeps its record of every round.
 
-Kept are the last rounds' updates (for inspection), the aggregates they are coded to, and always what a restart
+Kept are the last rounds' updates (for inspection), the aggregates they are coded to, and always the data that a restart
 needs: the spec, the newest aggregate with its server state, and everything of the open round.
 """
 
@@ -16,8 +16,8 @@ class Pruner:
     """Prunes one federation.
 
     Args:
-        store: knows what belongs to which round.
-        artifacts: where it lies.
+        store: knows the artifacts of each round.
+        artifacts: the directory of artifacts.
         federation: its id.
         keep_rounds: closed rounds whose artifacts stay.
         forget: called with every artifact before it is deleted.

@@ -94,7 +94,7 @@ class Store(schema.Queries):
         return self._one(DeviceRecord, select(schema.devices).where(schema.devices.c.id == device))
 
     def saw_device(self, device: str, agent: str, now: float) -> None:
-        """Remember when a device spoke last and what it runs."""
+        """Store the time of a device's last hello and the version of its agent."""
         table = schema.devices
         self._write(update(table).where(table.c.id == device).values(last_seen_at=now, agent=agent))
 
@@ -143,13 +143,13 @@ class Store(schema.Queries):
         return tuple(self._all(KeyLink, query))
 
     def add_key_link(self, federation: str, link: KeyLink, now: float) -> None:
-        """From now on the key that a link names counts."""
+        """Store a link: the key that it names counts from now on."""
         self._write(insert(schema.key_links).values(federation=federation, made_at=now, **link.model_dump()))
 
     # Attempts
 
     def open_attempt(self, key: Key, base: str, clients: frozenset[str], opened_at: float, deadline_at: float) -> None:
-        """Store an attempt that collects from now on, and whom it invited."""
+        """Store an attempt that collects from now on, and the clients that it invited."""
         attempt = AttemptRecord(
             *key, AttemptState.COLLECTING, base, opened_at, deadline_at, None, None, None, reason=""
         )
@@ -160,11 +160,11 @@ class Store(schema.Queries):
         self._write(insert(schema.attempts).values(**asdict(attempt)), insert(schema.participants).values(invited))
 
     def move_deadline(self, key: Key, deadline_at: float) -> None:
-        """Change until when an attempt collects."""
+        """Change the time until which an attempt collects."""
         self._write(_change_attempt(key, {"deadline_at": deadline_at}))
 
     def start_distilling(self, key: Key, now: float) -> list[UpdateRecord]:
-        """Nothing is accepted any more; returns the accepted updates, sorted by client."""
+        """Stop accepting updates; returns the accepted ones, sorted by client."""
         self._write(_change_attempt(key, {"state": AttemptState.DISTILLING.value, "distilling_at": now}))
         return [ended for ended in self.updates(key) if ended.outcome is Outcome.ACCEPTED]
 
@@ -173,7 +173,7 @@ class Store(schema.Queries):
         self._write(*(_change(schema.updates, key, client, {"weight": weight}) for client, weight in weights.items()))
 
     def fail_attempt(self, key: Key, reason: str, now: float, first_attempt: int | None = None) -> None:
-        """The attempt ended without an aggregate; failed ones are counted from `first_attempt` on, when that moved."""
+        """End the attempt without an aggregate; failed ones are counted from `first_attempt` on, when that moved."""
         failed = {"state": AttemptState.FAILED.value, "reason": reason[:300], "closed_at": now}
         moved = [] if first_attempt is None else [_count_from(key[0], first_attempt)]
         self._write(_change_attempt(key, failed), *moved)
@@ -215,27 +215,29 @@ class Store(schema.Queries):
     # Participants and updates
 
     def participants(self, key: Key) -> list[ParticipantRecord]:
-        """Whom an attempt invited, sorted by id."""
+        """The clients that an attempt invited, sorted by id."""
         table = schema.participants
         query = select(table.c.client, table.c.state, table.c.reason).where(_is(table, key)).order_by(table.c.client)
         return self._all(ParticipantRecord, query)
 
     def answer(self, key: Key, client: str, state: ParticipantState, reason: str = "") -> None:
-        """Store what an invited client answered."""
+        """Store the answer of an invited client."""
         self._write(_change(schema.participants, key, client, {"state": state.value, "reason": reason}))
 
     def end_update(self, record: UpdateRecord) -> UpdateRecord | None:
         """Store how an update ended, where its attempt still collects; a rejected one makes its client a declined participant.
 
         Returns:
-            What is stored: `record`, or what was stored for the same client and attempt before; None when the attempt takes no
+            The stored record: `record`, or the earlier one of the same client and attempt; None when the attempt takes no
             updates any more.
         """
         key = (record.federation, record.round, record.attempt)
         attempts = schema.attempts
         try:
             with self._engine.connect() as connection, connection.begin() as transaction:
-                connection.execute(insert(schema.updates).values(**asdict(record)))  # from here on nobody else writes
+                connection.execute(
+                    insert(schema.updates).values(**asdict(record))
+                )  # from here on no other transaction writes
                 state = connection.execute(select(attempts.c.state).where(_is(attempts, key))).scalar_one()
                 if state != AttemptState.COLLECTING.value:
                     transaction.rollback()
@@ -251,7 +253,7 @@ class Store(schema.Queries):
         return record
 
     def reject_update(self, key: Key, client: str, reason: str) -> None:
-        """An update that was accepted can't be merged: it and its client end as if it had been rejected at once."""
+        """Reject an accepted update that can't be merged: it and its client end as if it had been rejected at once."""
         rejected = {"outcome": Outcome.REJECTED.value, "reason": reason, "weight": None}
         declined = {"state": ParticipantState.DECLINED.value, "reason": reason}
         self._write(_change(schema.updates, key, client, rejected), _change(schema.participants, key, client, declined))
@@ -281,9 +283,9 @@ class Store(schema.Queries):
         return self._all(AggregateRecord, query)
 
     def artifacts_of_rounds(self, federation: str, first: int, end: int | None) -> set[str]:
-        """Ids of what rounds from `first` on, up to `end` without it, put on the disk or start from.
+        """Ids of the artifacts that rounds from `first` on, up to `end` without it, stored or start from.
 
-        A round starts from the aggregate before it, so that one counts to both, and its server state too.
+        A round starts from the aggregate before it, so that aggregate belongs to both, and its server state too.
         """
         updates, aggregates = schema.updates, schema.aggregates
         rounds = [updates.c.round >= first] + ([] if end is None else [updates.c.round < end])
@@ -301,7 +303,7 @@ class Store(schema.Queries):
     # The round engine
 
     def round_state(self, federation: str) -> RoundState:
-        """The state of the round engine, rebuilt; nobody is online in it."""
+        """The state of the round engine, rebuilt; no client is online in it."""
         record = self.federation(federation)
         last = self.last_attempt(federation)
         state = RoundState(policy=record.policy, first_attempt=record.first_attempt)

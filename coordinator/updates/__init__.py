@@ -1,1 +1,1 @@
-"""The way of an update in: receive, validate, make durable, receipt; and what devices may fetch."""
+"""Updates in: receive, validate, make durable, receipt; artifacts out: those that devices may fetch."""

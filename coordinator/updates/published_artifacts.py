@@ -10,8 +10,8 @@ from fedcg.wire.transfer.chunk_sender import ChunkFile, file_ref
 OPEN_FILES = 8  # the spec and the newest aggregates; others are opened again when a device asks
 
 
-class Library:
-    """Says how artifacts are announced, and gives the sender something to read chunks from; holds none in memory.
+class PublishedArtifacts:
+    """Describes artifacts for announcements, and opens them for the sender to read chunks from; holds none in memory.
 
     Args:
         store: where they lie.
@@ -29,7 +29,7 @@ class Library:
         self._allowed.add(artifact)
 
     def forget(self, artifact: str) -> None:
-        """An artifact goes: nobody may fetch it any more."""
+        """Stop serving an artifact: no device may fetch it any more."""
         self._allowed.discard(artifact)
         self._sources.pop(artifact, None)
 
@@ -38,21 +38,21 @@ class Library:
         return artifact in self._allowed
 
     def change_chunk_bytes(self, chunk_bytes: int) -> None:
-        """The link takes another size now; refs have to be told anew."""
+        """Use another chunk size; refs have to be announced anew."""
         if chunk_bytes != self._chunk_bytes:
             self._chunk_bytes = chunk_bytes
             self._sources = {}
 
     def known(self, artifact: str) -> ChunkFile | None:
-        """What `source` gave before, without touching the disk."""
+        """The source that `source` opened before, without touching the disk."""
         return self._sources.get(artifact)
 
     def ref(self, artifact: str) -> ArtifactRef:
-        """How an artifact is announced; see `source`."""
+        """The reference that announces an artifact; see `source`."""
         return self.source(artifact).ref
 
     def source(self, artifact: str) -> ChunkFile:
-        """Where chunks of an artifact are read from. Reads all of it on the first call: not on the event loop.
+        """The source of an artifact's chunks. Reads all of it on the first call: not on the event loop.
 
         Raises:
             FileNotFoundError: it is gone.

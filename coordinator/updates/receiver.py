@@ -1,8 +1,8 @@
-"""The way of an update into the coordinator: manifest, grants, chunks, check, artifact on disk, database, receipt. One thread.
+"""Receives updates: manifest, grants, chunks, check, artifact on disk, database, receipt. One thread.
 
-Whatever comes for an update is taken in the order in which it came. Chunk frames come straight from the transport, and only as
-many as their device was granted get in; the queue is bounded in bytes, and what does not fit is dropped, counted, and asked for
-again. The database decides whether an attempt still takes an update, so no answer waits for the loop that drives the rounds.
+Manifests and chunks are handled in the order of their arrival. Chunk frames come straight from the transport, and only as
+many as their device was granted are queued; the queue is bounded in bytes, and a frame that does not fit is dropped, counted,
+and asked for again. The database decides whether an attempt still takes an update, so no answer waits for the loop that drives the rounds.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from fedcg.wire.transfer.partial_files import Partials
 MAX_BYTES = 64 * 1024 * 1024
 MAX_PARTIAL_FILES = 1024
 MAX_PARTIAL_BYTES = 64 * MAX_ARTIFACT_BYTES
-SPARE_FRAMES = 32  # of an update beyond its grants: what was not acknowledged when a link broke comes twice
+SPARE_FRAMES = 32  # of an update beyond its grants: frames that were not acknowledged when a link broke come twice
 MAX_FRAMES = 512  # granted to one device and not received; those of grants that stalled count until then
 COLLECT_S = 3600.0
 
@@ -50,7 +50,7 @@ ResultT = TypeVar("ResultT")
 
 @dataclass(frozen=True)
 class Broken:
-    """Something failed that is no device's, the disk for example: the coordinator must not go on as if nothing had happened."""
+    """A failure that no device caused, of the disk for example: the coordinator must not go on as if nothing had happened."""
 
     error: BaseException
 
@@ -65,7 +65,7 @@ class Receiver:
         publisher: sends grants and receipts.
         events: the event log.
         refusals: counts what is refused.
-        notify: gets what the round engine must know, on the receiver's thread; must only enqueue.
+        notify: gets the events for the round engine, on the receiver's thread; must only enqueue.
 
     Attributes:
         dropped: frames that did not fit or were not granted.
@@ -94,7 +94,7 @@ class Receiver:
         self._filled = threading.Condition()
         self._closing = False
         self._manifests: dict[str, Manifest] = {}  # that wait to be answered
-        self._heard: dict[str, float] = {}
+        self._last_seen: dict[str, float] = {}
         self._frames: dict[str, int] = {}  # that each device may send now
         self._thread = threading.Thread(target=self._run, name="receiver", daemon=True)
         self._collected_at = float("-inf")
@@ -106,7 +106,7 @@ class Receiver:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop soon; what came stays on disk."""
+        """Stop soon; received chunks stay on disk."""
         with self._filled:
             self._closing = True
             self._filled.notify()
@@ -152,24 +152,24 @@ class Receiver:
         return self._ask(lambda: self._feed_chunk(device, chunk), len(chunk.data))
 
     def forget(self, device: str) -> None:
-        """Drop what a device has sent so far: it is no member any more."""
+        """Drop the upload of a device that is no longer a member."""
         self._put(lambda: self._end(device))
 
     def end_attempt(self, outcome: Outcome, reason: str) -> None:
-        """The attempt takes nothing any more: end whatever is under way, and what earlier processes left."""
+        """End all uploads, also those that earlier processes left: the attempt takes no more updates."""
         self._put(lambda: self._end_all(outcome, reason))
 
     def tick(self) -> None:
-        """Look after what stalled."""
+        """Grant again to uploads that stalled."""
         self._put(self._tick)
 
     def is_busy(self, device: str) -> bool:
         """Whether an update of a device is under way."""
         return self._uploads.manifest(device) is not None
 
-    def heard_at(self, device: str) -> float:
+    def last_seen_at(self, device: str) -> float:
         """When a valid chunk of a device came last, in monotonic seconds."""
-        return self._heard.get(device, float("-inf"))
+        return self._last_seen.get(device, float("-inf"))
 
     def _ask(self, work: Callable[[], ResultT], size: int = 0) -> Future[ResultT]:
         answer: Future[ResultT] = Future()
@@ -216,7 +216,7 @@ class Receiver:
             self._uploads.close()
 
     def _guarded(self, device: str, manifest: Manifest, work: _Work) -> None:
-        """Whatever is wrong with one update, the others go on. Errors of our disk are no update's."""
+        """Keep an unexpected error to its update, so that the others go on. Errors of the coordinator's disk are raised."""
         try:
             work()
         except (WireError, OSError):
@@ -283,7 +283,7 @@ class Receiver:
             self.dropped += 1
             return
         self._guarded(device, manifest, lambda: self._follow(self._uploads.feed(device, chunk, now)))
-        self._heard[device] = now
+        self._last_seen[device] = now
         for grant in self._uploads.held_back(now):
             self._follow(grant)
 
@@ -299,7 +299,7 @@ class Receiver:
         if isinstance(event, Received):
             self._end_with(self._checks.check(event), event.manifest, event)
         elif event is not None:
-            with self._filled:  # what a grant allows may come as soon as it is published
+            with self._filled:  # granted frames may come as soon as the grant is published
                 frames = self._frames.get(event.device, SPARE_FRAMES) + sum(count for _, count in event.ranges)
                 self._frames[event.device] = min(frames, MAX_FRAMES)
             self._publisher.need(event.device, event.manifest, event.ranges)
@@ -307,7 +307,7 @@ class Receiver:
     # How an update ends
 
     def _end_with(self, record: UpdateRecord, manifest: Manifest, received: Received | None = None) -> None:
-        """Commit how an update ended, send its receipt, and let the round engine know."""
+        """Commit how an update ended, send its receipt, and notify the round engine."""
         device, stored = record.client, self._checks.store_end(record)
         if stored is None:
             self._finish(device, manifest, *self._checks.why_late(manifest))
@@ -334,7 +334,7 @@ class Receiver:
             self._notify(UpdateStored(record.round, record.attempt, device, record.artifact))
 
     def _repeat(self, device: str, manifest: Manifest, earlier: UpdateRecord) -> None:
-        """Answer for an update whose attempt has ended one of this device before."""
+        """Answer the manifest of a device whose update to this attempt has ended before."""
         if earlier.artifact == manifest.artifact.id:
             self._end(device)
             self._publisher.receipt(device, manifest, earlier.outcome, earlier.reason)
@@ -350,9 +350,9 @@ class Receiver:
             )
 
     def _finish(self, device: str, manifest: Manifest, outcome: Outcome, reason: str) -> bool:
-        """Forget an upload that is not merged and send its receipt; whether that was worth a line."""
+        """Forget an upload that is not merged and send its receipt; returns whether the event log has a line of it."""
         self._end(device)
-        is_told = self._events.write(
+        is_reported = self._events.write(
             "update_refused",
             client=device,
             round=manifest.round,
@@ -361,7 +361,7 @@ class Receiver:
             reason=reason,
         )
         self._publisher.receipt(device, manifest, outcome, reason)
-        return is_told
+        return is_reported
 
     def _end(self, device: str) -> None:
         with self._filled:

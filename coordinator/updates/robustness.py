@@ -1,6 +1,6 @@
 """How far one device's update may move a merge: its distance from the base, its weight, and the outlier of several.
 
-Torch-free arithmetic on values; it knows no database and no network. What it stops and what it does not: docs/security.md.
+Torch-free arithmetic on values; it knows no database and no network. docs/security.md lists the attacks that it stops and those that it does not.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Distances = Mapping[Part, float]
 
 @dataclass(frozen=True)
 class Yardstick:
-    """What the updates of a round are measured against.
+    """The measure for the updates of a round.
 
     Attributes:
         base: the aggregate that they started from, decoded.
@@ -80,7 +80,7 @@ def medians_of(updates: Collection[Distances]) -> dict[Part, float]:
 
 
 def over(distances: Distances, limits: Distances) -> dict[Part, float]:
-    """What is left, as a share, of each part's distance that is beyond its limit."""
+    """The share that is left of each part's distance where it is beyond its limit."""
     return {part: limits[part] / distances[part] for part in limits if distances.get(part, 0.0) > limits[part]}
 
 
@@ -109,7 +109,7 @@ def outlier(updates: Mapping[str, Distances]) -> str:
 def given_weights(reported: Mapping[str, int], settings: RobustnessSettings) -> dict[str, int]:
     """How many examples each client counts for in a merge.
 
-    A client that the operator's `examples` names counts for that many. Any other counts for what it reported, at most
+    A client that the operator's `examples` names counts for that many. Any other counts for the number that it reported, at most
     `weight_medians` times the median, and for at most the share `max_share` of all.
     """
     if not reported:

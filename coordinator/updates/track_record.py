@@ -1,4 +1,4 @@
-"""What devices' updates were like in past rounds, and what follows from that for the next one."""
+"""The devices' updates in past rounds: their typical distances, and the devices to leave out of the next round."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from coordinator.updates.robustness import Distances, medians_of
 from fedcg.wire.messages.messages import Outcome
 
 REJECTED_IN_A_ROW = 2
-"""A device whose updates were rejected in so many of its attempts running is left out of the next ones."""
+"""A device whose updates were rejected in this many consecutive attempts is left out of the next ones."""
 LEFT_OUT_ROUNDS = 5
-"""For so many rounds; rejected again after them, it is left out again at once."""
+"""Number of rounds that it is left out; rejected again after them, it is left out again at once."""
 
 
 def typical_distances(store: Store, federation: str, round_number: int) -> Distances:
@@ -23,7 +23,7 @@ def typical_distances(store: Store, federation: str, round_number: int) -> Dista
 
 
 def left_out(store: Store, federation: str, round_number: int) -> dict[str, str]:
-    """The clients that a round does without, and why: their last `REJECTED_IN_A_ROW` updates were rejected, not long ago."""
+    """The clients that are left out of a round, and why: their last `REJECTED_IN_A_ROW` updates were rejected, not long ago."""
     ended: dict[str, list[UpdateRecord]] = defaultdict(list)
     for attempt in store.attempts(federation):
         if attempt.round >= round_number - 2 * LEFT_OUT_ROUNDS:

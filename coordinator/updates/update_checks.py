@@ -1,4 +1,4 @@
-"""What becomes of an update: by its manifest and the database before it comes, by its content when it is here."""
+"""Decides how an update ends: by its manifest and the database before it is received, by its content afterwards."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class UpdateChecks:
         self._yardstick: Yardstick | None = None
 
     def ended(self, device: str, manifest: Manifest) -> UpdateRecord | None:
-        """How an update of this device and attempt ended before, if one did."""
+        """The record of an earlier update of this device and attempt, if there is one."""
         return self._store.update(self._key(manifest), device)
 
     def verdict(self, device: str, manifest: Manifest) -> tuple[Outcome, str] | None:
-        """How an update ends without being looked into; None when its attempt takes it."""
+        """How an update ends without a check of its content; None when its attempt takes it."""
         key = self._key(manifest)
         attempt = self._store.attempt(key)
         if attempt is None or attempt.state is not AttemptState.COLLECTING:
@@ -79,7 +79,7 @@ class UpdateChecks:
         """Validate a received update and, when it is good, make it durable.
 
         Raises:
-            OSError: of our disk, and no fault of the update.
+            OSError: of the coordinator's disk, and no fault of the update.
         """
         manifest, device = received.manifest, received.device
         attempt = self._store.attempt(self._key(manifest))
@@ -94,8 +94,8 @@ class UpdateChecks:
             return self.rejected(device, manifest, received.manifest_at, error.reason)
         self._artifacts.adopt(received.file, manifest.artifact.id)
         report = artifact.header.report
-        told = None if report is None else report.model_dump_json(exclude_none=True)
-        return self._record(device, manifest, received.manifest_at, Outcome.ACCEPTED, "", told, distances)
+        report_json = None if report is None else report.model_dump_json(exclude_none=True)
+        return self._record(device, manifest, received.manifest_at, Outcome.ACCEPTED, "", report_json, distances)
 
     def rejected(self, device: str, manifest: Manifest, manifest_at: float, reason: str) -> UpdateRecord:
         """The record of an update that is not merged."""
@@ -106,7 +106,7 @@ class UpdateChecks:
         return self._store.end_update(record)
 
     def _yardstick_for(self, attempt: AttemptRecord) -> Yardstick:
-        """What the updates of an attempt are taken to and measured by, made once a round."""
+        """The base and the typical distances by which the updates of an attempt are measured, made once a round."""
         if self._yardstick is None or self._yardstick.base.id != attempt.base:
             base = base_in(self._artifacts.get(attempt.base), self._spec, attempt.base)
             typical = typical_distances(self._store, self._spec.federation, attempt.round - 1)

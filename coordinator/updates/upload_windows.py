@@ -1,7 +1,7 @@
-"""Updates on their way up: at most one per device, granted under a window that all of them share, kept on disk as they come.
+"""Uploads under way: at most one per device, granted under a window that all of them share, kept on disk as they arrive.
 
-A broker queues for the coordinator what comes faster than it is taken, and drops what its queue does not hold: over MQTT only as
-many chunks are under way as that queue takes. What a killed coordinator had received is found again
+A broker queues chunks that arrive faster than the coordinator takes them, and drops those that its queue does not hold: over
+MQTT only as many chunks are under way as that queue takes. Chunks that a killed coordinator had received are found again
 (`fedcg.wire.transfer.partial_files`). Hashes and writes: used on the receiver's thread. It sends nothing.
 """
 
@@ -75,17 +75,17 @@ class Uploads:
     def begin(
         self, device: str, manifest: Manifest, now: float, manifest_at: float, carrier: Carrier
     ) -> Received | Grant | None:
-        """Take note of a manifest; a repeated one changes nothing.
+        """Record a manifest; a repeated one changes nothing.
 
         Args:
-            device: who sent it.
+            device: the sender.
             manifest: announces the update.
             now: monotonic seconds.
             manifest_at: unix time, for the record.
             carrier: how its chunks will come. Over HTTPS everything that is missing is granted at once.
 
         Returns:
-            What to grant; or the whole update, when all of it is here from before a restart.
+            The chunks to grant; or the whole update, when all of it is here from before a restart.
 
         Raises:
             CapacityError: too many transfers are under way; the device announces it again later.
@@ -96,7 +96,7 @@ class Uploads:
             self.end(device)
             upload = None
         if upload is not None and upload.is_queued != is_queued:
-            self._let_go(device)  # the device changed its carrier: what is on disk counts, other bounds hold
+            self._let_go(device)  # the device changed its carrier: chunks on disk count, other bounds hold
             upload = None
         if upload is None:
             window = self._window if is_queued else None
@@ -108,7 +108,7 @@ class Uploads:
         """Take a chunk of a device's update.
 
         Returns:
-            The whole update, once; or what to grant next.
+            The whole update, once; or the chunks to grant next.
 
         Raises:
             MalformedError: a chunk that the announced artifact can't have.
@@ -123,7 +123,7 @@ class Uploads:
         return self._next(device, upload, now)
 
     def held_back(self, now: float) -> Iterator[Grant]:
-        """What can be granted to devices that had to wait for others, now that there may be room."""
+        """Grants for devices that had to wait for others, as far as there is room now."""
         for device in list(self._held_back):
             if self._room(self._active[device]) <= 0:
                 return
@@ -132,7 +132,7 @@ class Uploads:
                 yield grant
 
     def stalled(self, now: float) -> Iterator[Grant]:
-        """What has to be granted (again) because time went on."""
+        """Grants that are due (again) at this time."""
         for device, upload in self._active.items():
             grant = self._grant(device, upload, now)
             if grant is not None:
@@ -148,18 +148,18 @@ class Uploads:
         return {device: upload.manifest for device, upload in self._active.items()}
 
     def end(self, device: str) -> None:
-        """Forget a device's upload and what came of it."""
+        """Forget a device's upload and its chunks."""
         upload = self._let_go(device)
         if upload is not None:
             self._partials.discard(upload.manifest.artifact.id, device)
 
     def clear(self) -> None:
-        """Forget everything, also what an earlier process left: the attempt takes nothing any more."""
+        """Forget all uploads, also those that an earlier process left: the attempt takes no more updates."""
         self.close()
         self._partials.clear()
 
     def close(self) -> None:
-        """Let go of all files; what came stays on disk for the next process."""
+        """Close all files; received chunks stay on disk for the next process."""
         for device in list(self._active):
             self._let_go(device)
 

@@ -20,7 +20,7 @@ ZSTD_SLACK_BYTES = 4096
 
 @dataclass(frozen=True)
 class Expected:
-    """What the header of an update must say."""
+    """The values that the header of an update must have."""
 
     federation: str
     round: int
@@ -65,7 +65,7 @@ def unpack_update(data: bytes, spec: FederationSpec, base: Base | None) -> Artif
 
 
 def max_update_bytes(spec: FederationSpec) -> int:
-    """No update of this federation is larger; checked before a byte of it is asked for."""
+    """The largest size of an update of this federation, in bytes; checked before a byte of it is asked for."""
     payload = max_payload_bytes(upload_layouts(spec), upload_codecs(spec))
     return payload + payload // 128 + ZSTD_SLACK_BYTES + MAX_HEADER_BYTES
 
@@ -76,7 +76,7 @@ def validate_update(data: bytes, spec: FederationSpec, expected: Expected, base:
     Args:
         data: the bytes of the artifact, complete and with the announced sha256.
         spec: the federation's spec.
-        expected: what its header must say.
+        expected: the values that its header must have.
         base: the aggregate that the round started from; a delta codec needs it.
 
     Raises:
@@ -105,7 +105,7 @@ def _check_header(header: ArtifactHeader, spec: FederationSpec, expected: Expect
     }
     for name, value in wanted.items():
         if getattr(header, name) != value:
-            raise ValidationError(expected.client, f"its header says {name} {getattr(header, name)}, not {value}")
+            raise ValidationError(expected.client, f"its header has {name} {getattr(header, name)}, not {value}")
     _check_report(header.report or Report(), spec, expected.client)
 
 

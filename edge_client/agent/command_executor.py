@@ -52,7 +52,7 @@ class CommandExecutor:
         link: sends messages to the coordinator.
         transfer: moves artifacts.
         trainer: the training process.
-        chunk_bytes: asks for the chunk size that fits the link.
+        chunk_bytes: gives the chunk size that fits the link.
         events: the event log.
         clock: monotonic seconds.
     """
@@ -94,11 +94,11 @@ class CommandExecutor:
         }
 
     def carry_out(self, command: Command, state: SessionState) -> Event | None:
-        """Do what a command says; returns an event that follows at once."""
+        """Carry out a command; returns an event that follows at once."""
         return self._handlers[type(command)](command, state)
 
     def _load_update(self, command: LoadUpdate, state: SessionState) -> Event:
-        """The outbox of the newest generation, cut for the link; its digest is that of the commit."""
+        """The outbox of the newest generation, cut into chunks for the link; its digest is that of the commit."""
         generation = self._store.generations.newest()
         assert generation is not None
         assert generation.outbox is not None
@@ -106,10 +106,10 @@ class CommandExecutor:
         ref = ArtifactRef(id=entry.artifact, size=entry.size, chunk_bytes=self._chunk_bytes())
         known = None if self._update is None else self._update.ref
         if known is not None and known.id == ref.id and known.chunk_bytes < ref.chunk_bytes:
-            ref = known  # an announced chunk size is kept for as long as the link takes it
+            ref = known  # an announced chunk size is kept while the link takes it
         if known != ref:
             self._update = ChunkFile(path, ref)
-        return OutboxFound(generation.cursor, ref)
+        return OutboxFound(generation.round_attempt, ref)
 
     def _send_hello(self, command: SendHello, state: SessionState) -> None:
         self._link.hello(state.epoch)
@@ -127,7 +127,9 @@ class CommandExecutor:
         except WireError as error:
             self._events.write("refused", what="offer", detail=str(error))
             _log.warning("%s does not take part: %s", self._config.device, error)
-            if state.offer is not None:  # until the agent starts again: a coordinator that asks for this is not sound
+            if (
+                state.offer is not None
+            ):  # stays refused until the agent starts again: a coordinator that asks for this is not sound
                 return SpecChecked(state.offer.spec.id, DeclineReason.SPEC_REFUSED)
         return None
 
@@ -146,7 +148,7 @@ class CommandExecutor:
     def _start_trainer(self, command: StartTrainer, state: SessionState) -> Event | None:
         try:
             pid = self._trainer.start()
-        except OSError as error:  # no memory or no process left: tried again, ever more slowly
+        except OSError as error:  # no memory or no process left: tried again with longer pauses
             self._events.write("agent_error", detail=f"the training process can't be started: {error}")
             return TrainerDied()
         self._events.write("trainer_started", pid=pid)
@@ -169,8 +171,8 @@ class CommandExecutor:
         return True
 
     def _record_delivery(self, command: RecordDelivery, state: SessionState) -> None:
-        cursor, outcome = command.cursor, command.outcome.value
-        record = DeliveryRecord(command.artifact, cursor.round, cursor.attempt, outcome, command.reason)
+        round_attempt, outcome = command.round_attempt, command.outcome.value
+        record = DeliveryRecord(command.artifact, round_attempt.round, round_attempt.attempt, outcome, command.reason)
         self._store.save_delivery(record)
         self._update = None
         if command.outcome is Outcome.CONFLICT:
@@ -178,14 +180,14 @@ class CommandExecutor:
                 "another update of %s was there before this one of round %d: a copy of this box, or of its private store %s, takes "
                 "part too. Stop one of them, or enrol it anew with a token and a store of its own",
                 self._config.device,
-                cursor.round,
+                round_attempt.round,
                 self._store.root,
             )
         self._events.write(
             "receipt",
             chunks_sent=self._transfer.end_update(command.artifact),
-            round=cursor.round,
-            attempt=cursor.attempt,
+            round=round_attempt.round,
+            attempt=round_attempt.attempt,
             artifact=command.artifact,
             outcome=outcome,
             reason=command.reason,
@@ -193,7 +195,9 @@ class CommandExecutor:
 
     def _note(self, command: Note, state: SessionState) -> None:
         reason = {"reason": command.reason} if command.reason else {}
-        self._events.write(command.event, round=command.cursor.round, attempt=command.cursor.attempt, **reason)
+        self._events.write(
+            command.event, round=command.round_attempt.round, attempt=command.round_attempt.attempt, **reason
+        )
 
     def _done(self, command: Done, state: SessionState) -> None:
         self.outcome = command.succeeded

@@ -1,4 +1,4 @@
-"""What the agent reports to people: lines of the event log and of its log. Decides nothing."""
+"""The agent's reports to people: lines of the event log and of its log. Decides nothing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from edge_client.session.events import Event, Invited, Offered, Receipted, RoundCommitted, TurnedAway, Welcomed
+from edge_client.session.events import Event, HelloRefused, Invited, Offered, Receipted, RoundCommitted, Welcomed
 from edge_client.training.messages import Failed
 from fedcg.disk_errors import advice_for
 from fedcg.event_log import EventLog
@@ -16,7 +16,7 @@ from fedcg.wire.errors import IntegrityError, VersionError, WireError
 from fedcg.wire.messages.messages import CohortVerdict
 from fedcg.worker_process import Exited
 
-UNANSWERED_HELLOS = 5  # with 2 s between them; a coordinator that runs answers the first or the second
+UNANSWERED_HELLOS = 5  # with 2 s between them; a running coordinator answers the first or the second
 _log = logging.getLogger(__name__)
 
 
@@ -24,7 +24,7 @@ def describe_end(outcome: Mapping[str, object], *, succeeded: bool) -> str:
     """How the federation ended for this device, in one line.
 
     Args:
-        outcome: what the private store keeps of the end.
+        outcome: the record of the end in the private store.
         succeeded: whether a personal model could be chosen, and exported where that is asked for.
     """
     if not succeeded:
@@ -51,7 +51,7 @@ class LinkProblems(logging.Handler):
 
 
 class EventReporter:
-    """Writes for one device.
+    """Writes the event log and the log of one device.
 
     Args:
         device: its id.
@@ -59,7 +59,7 @@ class EventReporter:
         events: the event log.
 
     Attributes:
-        refusals: what was refused since the start.
+        refusals: counts what was refused since the start.
     """
 
     def __init__(self, device: str, store: Path, events: EventLog) -> None:
@@ -71,25 +71,25 @@ class EventReporter:
         self._links = 0
         self._hellos = 0
 
-    def tell(self, event: Event) -> None:
-        """Record what the state machine is given next."""
+    def report(self, event: Event) -> None:
+        """Record the next event of the state machine."""
         if isinstance(event, Welcomed | Invited):
-            self._tell_cohort(event.cohort)
-        if isinstance(event, Welcomed | TurnedAway):
+            self._report_cohort(event.cohort)
+        if isinstance(event, Welcomed | HelloRefused):
             self._hellos = 0
         if isinstance(event, Welcomed):
             self._events.write("welcomed", epoch=event.epoch, version=event.version)
             _log.info("%s: the coordinator answered", self._device)
-        elif isinstance(event, TurnedAway):
+        elif isinstance(event, HelloRefused):
             self.refuse("hello", VersionError(event.reason))
             _log.error("%s: %s", self._device, event.reason)
         elif isinstance(event, Offered):
             self._events.write("offer", round=event.offer.round, attempt=event.offer.attempt, live=event.live)
         elif isinstance(event, Invited):
-            self._events.write("invited", round=event.cursor.round, attempt=event.cursor.attempt)
-            _log.info("%s: invited to %s", self._device, event.cursor)
+            self._events.write("invited", round=event.round_attempt.round, attempt=event.round_attempt.attempt)
+            _log.info("%s: invited to %s", self._device, event.round_attempt)
         elif isinstance(event, RoundCommitted):
-            _log.info("%s: %s is trained", self._device, event.cursor)
+            _log.info("%s: %s is trained", self._device, event.round_attempt)
         elif isinstance(event, Receipted):
             receipt = event.receipt
             _log.info("%s: the update is %s %s", self._device, receipt.outcome.value, receipt.reason)
@@ -104,7 +104,7 @@ class EventReporter:
             _log.warning("%s: the link to the broker is lost", self._device)
 
     def hello(self) -> None:
-        """A hello is sent; several without an answer have a reason that a person should look for."""
+        """Count a hello; after several without an answer, report it, because a person should look for the reason."""
         self._hellos += 1
         if self._hellos == UNANSWERED_HELLOS:
             detail = (
@@ -116,44 +116,44 @@ class EventReporter:
 
     def failed(self, report: Failed) -> None:
         """A round is declined because it can't be trained here."""
-        attempt, reason = report.cursor, report.reason.value
+        attempt, reason = report.round_attempt, report.reason.value
         self._events.write(
             "round_failed", round=attempt.round, attempt=attempt.attempt, reason=reason, detail=report.detail
         )
         _log.warning("%s declines %s (%s): %s", self._device, attempt, reason, report.detail)
 
     def died(self, report: Exited) -> None:
-        """The training process is gone."""
+        """Report that the training process has ended."""
         self._events.write("trainer_died", pid=report.pid, exit_code=report.exit_code, reason=report.reason)
         cause = report.reason or "code -9 is mostly a lack of memory"
         _log.warning("%s: the training process ended with code %s (%s)", self._device, report.exit_code, cause)
 
     @contextmanager
-    def noting(self, refused: str, failed: str = "a download") -> Iterator[None]:
-        """Write down what ends the context: what came is refused, or the disk failed."""
+    def recording_errors(self, refused: str, failed: str = "a download") -> Iterator[None]:
+        """Record an error that ends the context: a message or chunk is refused, or the disk failed."""
         try:
             yield
         except WireError as error:
             self.refuse(refused, error)
         except OSError as error:
-            self.stumble(failed, error)
+            self.disk_failed(failed, error)
 
-    def stumble(self, what: str, error: OSError) -> None:
-        """The disk failed at something."""
+    def disk_failed(self, what: str, error: OSError) -> None:
+        """Report that the disk failed during an action."""
         detail = f"{what}: {error}. {advice_for(error, self._store)}"
         _log.error("%s: %s", self._device, detail)
         self._events.write("agent_error", detail=detail)
 
     def damage(self, problem: str) -> None:
-        """Something in the private store is not what it was."""
+        """Report that something in the private store is damaged."""
         self.refuse("store", IntegrityError(problem))
         _log.error("%s: %s", self._store, problem)
 
     def refuse(self, what: str, error: Exception) -> None:
-        """Something that came, or lay here, is not used."""
+        """Count something received or stored that is not used."""
         self.refusals.note(what, error)
 
-    def _tell_cohort(self, verdict: CohortVerdict) -> None:
+    def _report_cohort(self, verdict: CohortVerdict) -> None:
         if verdict is CohortVerdict.DIFFERENT and self._cohort is not CohortVerdict.DIFFERENT:
             _log.warning(
                 "%s: other devices have another cohort secret, so private networks start apart and merge badly; compare "

@@ -59,7 +59,7 @@ from fedcg.worker_process import Exited
 
 IDLE_S = 0.25
 DOWNLOADING_S = 0.05
-WITHHELD = "withheld"  # how an update ended that its owner forbade after it was made
+WITHHELD = "withheld"  # outcome of an update that its owner forbade after it was made
 _log = logging.getLogger(__name__)
 
 
@@ -114,7 +114,7 @@ class Agent:
         mqtt = MqttCarrier(transport, Topics(config.federation).up_chunk(config.device), self._ask)
         carrier: ArtifactCarrier = mqtt if https is None else https
         self._reads_chunks = https is None
-        window = config.broker.limits.window if https is None else None  # no broker's queue is between the ends
+        window = config.broker.limits.window if https is None else None  # no broker's queue lies between the two sides
         max_bytes = config.policy.max_download_mb * 1_000_000
         self._transfer = ArtifactTransfer(store, carrier, window, max_bytes, self._reporter, events)
         self._executor = CommandExecutor(
@@ -164,10 +164,10 @@ class Agent:
         try:
             self._inbox.put_nowait(delivery)
         except queue.Full:
-            self._dropped += 1  # every sender repeats what was not answered
+            self._dropped += 1  # every sender repeats a message that was not answered
 
     def _put(self, item: LinkChanged | Chunk) -> None:
-        """Wait for room: nobody repeats what the link did, and a chunk that waits is not read from its connection."""
+        """Wait for room: no sender repeats an event of the link, and a chunk that waits is not read from its connection."""
         while not self._stopping:
             try:
                 self._inbox.put(item, timeout=IDLE_S)
@@ -195,7 +195,7 @@ class Agent:
 
     def _fail(self, what: str, error: Exception) -> None:
         if isinstance(error, OSError):
-            self._reporter.stumble(what, error)
+            self._reporter.disk_failed(what, error)
             return
         _log.exception("the agent of %s failed at %s", self._config.device, what, exc_info=error)
         self._events.write("agent_error", detail=f"{what}: {type(error).__name__}: {error}")
@@ -223,7 +223,7 @@ class Agent:
         self._events_due.append(event)
         while self._events_due:
             due = self._events_due.popleft()
-            self._reporter.tell(due)
+            self._reporter.report(due)
             self._state, commands = step(self._state, due, self._clock())
             for command in commands:
                 self._carry_out(command)
@@ -240,18 +240,18 @@ class Agent:
             self._events_due.append(follows)
 
     def _take_chunk(self, chunk: Chunk) -> None:
-        with self._reporter.noting("download"):
+        with self._reporter.recording_errors("download"):
             self._transfer.take(chunk, self._clock())
 
     def _receive(self, delivery: Delivery) -> None:
         meaning = None
-        with self._reporter.noting(delivery.topic):
+        with self._reporter.recording_errors(delivery.topic):
             meaning = self._link.open(delivery)
             if isinstance(meaning, Chunk):
                 self._transfer.take(meaning, self._clock())
                 return
         # The message counts also where this fails: a broadcast is not repeated.
-        with self._reporter.noting("memory", "what is remembered of the coordinator"):
+        with self._reporter.recording_errors("memory", "the stored state of the coordinator"):
             self._trust.save()
         if isinstance(meaning, PinnedKey):
             self._events.write("coordinator_key", serial=meaning.serial, key=meaning.key.hex)
@@ -260,7 +260,7 @@ class Agent:
             self._follow(meaning)
 
     def _ask(self, ref: ArtifactRef, ranges: Ranges) -> None:
-        """Have the coordinator send chunks of an artifact over the broker."""
+        """Ask the coordinator to send chunks of an artifact over the broker."""
         self._link.send(Need(**self._state.addressed(), artifact=ref.id, ranges=ranges))
 
     def _chunk_bytes(self) -> int:
@@ -285,21 +285,23 @@ class Agent:
             check_kept(self._store.generations.update_bytes(generation), self._config.policy, self._config.device)
         except FirewallError as error:
             self._reporter.refuse("outbox", error)
-            cursor = entry.cursor
-            record = DeliveryRecord(entry.artifact, cursor.round, cursor.attempt, WITHHELD, str(error))
+            round_attempt = entry.round_attempt
+            record = DeliveryRecord(entry.artifact, round_attempt.round, round_attempt.attempt, WITHHELD, str(error))
             self._store.save_delivery(record)
             return
-        self._handle(OutboxFound(entry.cursor))
+        self._handle(OutboxFound(entry.round_attempt))
 
     def _trainer_reported(self, report: TrainerReport) -> None:
         if isinstance(report, Ready):
             self._handle(TrainerReady())
         elif isinstance(report, Committed):
-            self._handle(RoundCommitted(report.cursor))  # before whatever can fail: the disk, the size of chunks
+            self._handle(
+                RoundCommitted(report.round_attempt)
+            )  # before the steps that can fail: the disk, the size of chunks
             self._prune()
         elif isinstance(report, Failed):
             self._reporter.failed(report)
-            self._handle(RoundFailed(report.cursor, report.reason))
+            self._handle(RoundFailed(report.round_attempt, report.reason))
         elif isinstance(report, Chosen):
             self._handle(report)
         elif isinstance(report, Exited):
@@ -311,9 +313,11 @@ class Agent:
 
     def _adopt_commit(self) -> None:
         generation = self._store.generations.newest()
-        if generation is None or (self._state.committed is not None and generation.cursor <= self._state.committed):
+        if generation is None or (
+            self._state.committed is not None and generation.round_attempt <= self._state.committed
+        ):
             return
-        self._handle(RoundCommitted(generation.cursor, generation.spec))
+        self._handle(RoundCommitted(generation.round_attempt, generation.spec))
         self._prune()
 
     def _prune(self) -> None:
@@ -321,7 +325,7 @@ class Agent:
         self._store.prune_artifacts({target.aggregate.id for target in targets if target is not None})
 
     def _beat(self) -> None:
-        """Send a heartbeat now and then: a will is lost when a broker dies with this device."""
+        """Send a heartbeat at its interval: a will is lost when a broker dies with this device."""
         now = self._clock()
         if self._link.has_session and now - self._beat_at >= self._config.broker.keepalive_s:
             self._beat_at = now
@@ -339,6 +343,6 @@ class Agent:
             epoch=self._trust.order.highest[0],
             stored=frozenset(self._store.artifacts.ids()) | self._store.spec_digests(),
             bound_spec=None if generation is None else generation.spec,
-            committed=None if generation is None else generation.cursor,
+            committed=None if generation is None else generation.round_attempt,
             finalised=final if isinstance(final, str) else None,
         )

@@ -30,7 +30,7 @@ def run_agent(config: AgentConfig, *, until_finished: bool) -> int:
         The exit code.
 
     Raises:
-        EdgeError: keys or private store can't be used, or another agent works in the store.
+        EdgeError: keys or private store can't be used, or another agent uses the store.
         WireError: the TLS files can't be used.
     """
     keys = load_keys(config)
@@ -39,7 +39,7 @@ def run_agent(config: AgentConfig, *, until_finished: bool) -> int:
     store = PrivateStore.open(config.store, config.federation, config.device)
     with store.locked("lock", wait_s=STORE_WAIT_S):
         with store.locked("trainer.lock", wait_s=STORE_WAIT_S):
-            pass  # the trainer of a killed agent is gone: nothing in the store changes under us any more
+            pass  # the trainer of a killed agent is gone: no other process changes the store any more
         events = EventLog(config.store / "events.jsonl", time.time)
         logging.getLogger("fedcg.wire").addHandler(LinkProblems(events))
         transport = MqttTransport(mqtt_config(config), offline_will(config.federation, config.device, keys.signing))

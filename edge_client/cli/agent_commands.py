@@ -68,7 +68,7 @@ def status_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOptio
 
 
 def doctor_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOption = False) -> None:
-    """Check clock, disk, keys, certificate, broker, data and training on this device, and say what to do.
+    """Check clock, disk, keys, certificate, broker, data and training on this device, and print what to do.
 
     Exit codes: 0 nothing failed; 1 a check failed.
     """
@@ -76,7 +76,7 @@ def doctor_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOptio
     from edge_client.config import load_config
     from edge_client.errors import ConfigError
 
-    logging.getLogger("fedcg.wire").addHandler(logging.NullHandler())  # what it warns of becomes a finding
+    logging.getLogger("fedcg.wire").addHandler(logging.NullHandler())  # its warnings become a finding
     try:
         findings = examine(load_config(config, os.environ), datetime.now(timezone.utc))
     except ConfigError as error:
@@ -93,5 +93,5 @@ def doctor_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOptio
 
 
 def _print(line: str, style: str | None = None) -> None:
-    """One line, never broken: a path in it can be copied."""
+    """Print one line, never broken: a path in it can be copied."""
     Console(highlight=False).print(line, style=style, markup=False, soft_wrap=True)

@@ -44,7 +44,10 @@ def create_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOptio
 def join_command(
     config: ConfigOption = Path("agent.toml"),
     code_file: Annotated[
-        str | None, typer.Option("--code-file", help="read the code from this file, - for stdin; else it is asked for")
+        str | None,
+        typer.Option(
+            "--code-file", help="read the code from this file, - for stdin; otherwise the command asks for it"
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -1,4 +1,4 @@
-"""Checks of a device before (or after) something went wrong, each with what to do about it. Never imports torch."""
+"""Checks of a device before (or after) something went wrong, each with advice. Never imports torch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from fedcg.learning.data.decoding import decode_image
 from fedcg.learning.data.formats import dataset_name, is_array_source
 from fedcg.learning.errors import DataError
 from fedcg.learning.spec import ImageForm
-from fedcg.wire.clocks import SET_CLOCK, clock_says
+from fedcg.wire.clocks import SET_CLOCK, clock_time
 from fedcg.wire.errors import TransportError, WireError
 from fedcg.wire.messages.enrolment_messages import common_name
 from fedcg.wire.messages.messages import Carrier
@@ -44,7 +44,7 @@ from fedcg.wire.transport.mqtt_config import explain_failure
 
 LEAST_FREE_BYTES = 1 << 30
 EXPIRES_SOON = timedelta(days=14)
-OVERDUE = 1 / 4  # of its life left: the agent began to renew it at a third, so something keeps it from doing so
+OVERDUE = 1 / 4  # of its life left: the agent began to renew it at a third, so renewal must have failed
 # A certificate that ended so long ago is more likely due to a wrong clock than to a box that was in a cupboard.
 LONG_OFF = timedelta(days=365)
 CONNECT_TIMEOUT_S = 5.0
@@ -72,7 +72,7 @@ class Finding:
 
 
 def examine(config: AgentConfig, now: datetime) -> tuple[Finding, ...]:
-    """All checks of a device, in the order in which one would repair them."""
+    """All checks of a device, in the order in which to repair what they find."""
     checks: dict[str, Callable[[AgentConfig, datetime], Result]] = {
         "clock": _clock,
         "disk": _disk,
@@ -91,17 +91,17 @@ def examine(config: AgentConfig, now: datetime) -> tuple[Finding, ...]:
 
 def _clock(config: AgentConfig, now: datetime) -> Result:
     if config.tls is None:
-        return "ok", clock_says(now), ""
-    detail, advice = f"it says {clock_says(now)}", f"{SET_CLOCK}: TLS needs it"
+        return "ok", clock_time(now), ""
+    detail, advice = f"it shows {clock_time(now)}", f"{SET_CLOCK}: TLS needs it"
     with contextlib.suppress(EnrolError):  # the check of the certificate reports it
         certificate = read_certificate(config.tls.cert)
         first, last = certificate.not_valid_before_utc, certificate.not_valid_after_utc
         if now < first:
-            return "failed", f"{detail}, before this box's certificate was made ({first:%Y-%m-%d %H:%M} UTC)", advice
+            return "failed", f"{detail}, before this device's certificate was made ({first:%Y-%m-%d %H:%M} UTC)", advice
         if now > last + LONG_OFF:
-            detail += f", long after this box's certificate ended ({last:%Y-%m-%d})"
+            detail += f", long after this device's certificate ended ({last:%Y-%m-%d})"
             return "failed", detail, f"if it is wrong: {advice}"
-    return "ok", clock_says(now), ""
+    return "ok", clock_time(now), ""
 
 
 def _disk(config: AgentConfig, now: datetime) -> Result:
@@ -163,7 +163,7 @@ def _broker(config: AgentConfig, now: datetime) -> Result:
                 with context.wrap_socket(plain, server_hostname=mqtt.host) as secured:
                     return "ok", f"{mqtt.address} answers, {secured.version()}", ""
     except (OSError, ssl.SSLError) as error:
-        return "failed", explain_failure(mqtt, error), "ask whoever runs the broker"
+        return "failed", explain_failure(mqtt, error), "ask the operator of the broker"
     return "ok", f"{mqtt.address} answers, without TLS", ""
 
 
@@ -176,19 +176,19 @@ def _authority(config: AgentConfig, now: datetime) -> Result:
         return "failed", str(error), ENROL_AGAIN
     if name == AUTHORITY_NAME:
         return "ok", f"{name}: the broker must show a certificate that was made for the broker", ""
-    detail = f"{name!r} was made by no coordinator: whoever has a certificate of it for {config.broker.host} passes for the broker"
+    detail = f"{name!r} was not made by a coordinator: any owner of a certificate of it for {config.broker.host} passes for the broker"
     return "ok", detail, ""
 
 
 def _coordinator(config: AgentConfig, now: datetime) -> Result:
-    """A hello and its welcome: the broker takes and delivers this device's messages, and the coordinator knows it."""
+    """A hello and its welcome: the broker takes and delivers this device's messages, and the coordinator answers it."""
     if _broker(config, now)[0] == "failed":
-        return "warning", "not asked: the broker is not reached", ""
+        return "warning", "not checked: the broker is not reached", ""
     is_made = (config.store / "format.json").exists()
     if is_made and is_locked(config.store / "lock"):
         return _running(config)
     try:
-        # A store that no agent has made yet stays unmade: it would belong to whoever runs this.
+        # A store that no agent has made yet is not made here: it would belong to the user that runs this command.
         with TemporaryDirectory() as empty:
             store, keys = PrivateStore(config.store if is_made else Path(empty)), load_keys(config)
             with store.locked():
@@ -201,12 +201,12 @@ def _coordinator(config: AgentConfig, now: datetime) -> Result:
 
 
 def _running(config: AgentConfig) -> Result:
-    """What the running agent knows of its session; a second one under the same name would end it."""
+    """The state of the running agent's session; a second session under the same name would end it."""
     status = read_status(config)
     problem = status.get("link_problem")
     if problem or not status.get("last_link") or not status.get("last_welcomed"):
         detail = f"the agent runs, without an answer: {problem or 'it is not connected'}"
-        return "failed", detail, "stop the agent and run this again: it then asks by itself"
+        return "failed", detail, "stop the agent and run this again: the check then opens a session itself"
     return "ok", "the agent runs, and the coordinator answered it", ""
 
 
@@ -228,7 +228,7 @@ def _data(config: AgentConfig, now: datetime) -> Result:
     root = config.data.root
     expected = f"{root}/CLASS/*.png or .jpg, {root}/train and {root}/test of such, or another form of docs/data.md"
     if dataset_name(root) is not None:
-        return "ok", f"{root.name}: a data set of this box's own, read when a round begins", ""
+        return "ok", f"{root.name}: a data set of this device, read when a round begins", ""
     if root.exists() and is_array_source(root):
         return "ok", str(root), ""
     if not root.is_dir():
@@ -244,7 +244,7 @@ def _images(root: Path, expected: str) -> Result:
     files = [path for path in files if path.suffix.lower() in IMAGE_SUFFIXES]
     if not files and not unreadable:
         return "failed", f"{root} holds no images", f"expected {expected}"
-    random.Random(0).shuffle(files)  # what there is no time for is then no class of its own
+    random.Random(0).shuffle(files)  # folders that there is no time for are then no classes
     decoded, stop_at = 0, time.monotonic() + DECODE_S
     for path in files:
         try:
@@ -269,7 +269,7 @@ def _images(root: Path, expected: str) -> Result:
 def _cohort_secret(config: AgentConfig, now: datetime) -> Result:
     path = config.store / "secrets" / "cohort.key"
     if not path.exists():
-        detail = "none: private networks start from the public spec seed, so a coordinator knows where they started"
+        detail = "none: private networks start from the public spec seed, so a coordinator can compute their start"
         advice = "`fedcg cohort create` on the first device, `fedcg cohort join` on the others, before the first round"
         return "warning", detail, advice
     try:
@@ -286,5 +286,5 @@ def _training(config: AgentConfig, now: datetime) -> Result:
     try:
         plan = plan_training(detect(), device=config.training.device, threads=config.training.threads)
     except NotTrainableError as error:
-        return "failed", str(error), "this box can run a model, but not take part"
+        return "failed", str(error), "this device can run a model, but not take part"
     return "ok", f"{plan.device}, {plan.threads} threads: {plan.reason}", ""

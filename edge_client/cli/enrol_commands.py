@@ -36,7 +36,7 @@ def enrol_command(
 ) -> None:
     """Make this box a device of a federation, in one step; its keys are made here and never leave it.
 
-    Exit codes: 0 enrolled; 1 refused, or nobody answered; 2 bad input. Given again after a lost answer it goes on.
+    Exit codes: 0 enrolled; 1 refused, or no answer; 2 bad input. Run again after a lost answer, it goes on.
     """
     from edge_client.identity.enrol import enrol
     from fedcg.provision.agent_config import DATA
@@ -66,7 +66,7 @@ def enrol_command(
 def renew_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOption = False) -> None:
     """Renew this device's certificate now; the agent does it by itself in the last third of its life.
 
-    Exit codes: 0 renewed; 1 refused, or nobody answered; 2 the configuration is wrong. A running agent goes on meanwhile.
+    Exit codes: 0 renewed; 1 refused, or no answer; 2 the configuration is wrong. A running agent goes on meanwhile.
     """
     from edge_client.identity.keys import load_keys
     from edge_client.identity.renewal import renew
@@ -88,23 +88,25 @@ def leave_command(
     ] = False,
     without_coordinator: Annotated[
         bool,
-        typer.Option("--without-coordinator", help="Do not inform the coordinator: for one that is gone for good."),
+        typer.Option(
+            "--without-coordinator", help="Do not inform the coordinator; for a coordinator that is gone for good."
+        ),
     ] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
     timeout_s: Annotated[float, typer.Option(min=1, help="Seconds to wait for the coordinator.")] = 30.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Leave the federation for good: tell the coordinator, so that no round waits, and with --erase remove what is here.
+    """Leave the federation for good: inform the coordinator, so that no round waits, and with --erase remove the private data.
 
     The images and agent.toml stay. Exit codes: 0 left; 1 the coordinator did not confirm or an agent still runs, and
-    nothing was erased; 2 the configuration is wrong, or nobody said yes.
+    nothing was erased; 2 the configuration is wrong, or the question was not answered with yes.
     """
     from edge_client.identity.leave import leave
 
     settings = read_config(config)
     if not yes and not _is_confirmed(settings.device, settings.federation, settings.store if erase else None):
         raise typer.Exit(BAD_INPUT)
-    left = leave(settings, erase=erase, tell=not without_coordinator, timeout_s=timeout_s)
+    left = leave(settings, erase=erase, notify=not without_coordinator, timeout_s=timeout_s)
     if as_json:
         erased = [str(path) for path in left.erased]
         typer.echo(json.dumps({"device": settings.device, "confirmed": left.confirmed, "erased": erased}))

@@ -1,4 +1,4 @@
-"""What an operator sees of a private store, read without disturbing the agent that works in it."""
+"""The state of a private store for its operator, read without disturbing the agent that uses it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from export.model.versions import Slots
 from fedcg.event_log import EventValue, read_events
 
 Status = dict[str, EventValue]
-_SHOWN = {  # of these events one field is shown as it is
+_SHOWN = {  # one field of these events is shown unchanged
     "link": ("last_link", "up"),
     "link_problem": ("link_problem", "detail"),
     "welcomed": ("last_welcomed", "epoch"),
@@ -72,8 +72,8 @@ def _state(store: PrivateStore) -> Status:
     deliveries = store.deliveries()
     last = deliveries[-1] if deliveries else None
     return {
-        "round": None if generation is None else generation.cursor.round,
-        "attempt": None if generation is None else generation.cursor.attempt,
+        "round": None if generation is None else generation.round_attempt.round,
+        "attempt": None if generation is None else generation.round_attempt.attempt,
         "spec": None if generation is None else generation.spec,
         "best_round": None if generation is None else generation.scores.get("best.round"),
         "update_waiting": None if outbox is None else outbox.artifact,

@@ -1,6 +1,6 @@
 """Renders the systemd unit of the agent from the template that is part of the package.
 
-Knows nothing of what the agent does; the unit's hardening and restart rules are in the template.
+Knows nothing about the agent's work; the unit's hardening and restart rules are in the template.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Who this box is: keys, certificates, enrolment, renewal, leaving."""
+"""The identity of this device: keys, certificates, enrolment, renewal, leaving."""

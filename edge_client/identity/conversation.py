@@ -1,4 +1,4 @@
-"""One short session with the coordinator by a program that is not the agent: to see that it answers, or to leave."""
+"""One short session with the coordinator by a program that is not the agent: to check that it answers, or to leave."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from edge_client.identity.keys import AgentKeys
 from edge_client.messaging.coordinator_link import CoordinatorLink
 from edge_client.messaging.coordinator_trust import CoordinatorTrust
 from edge_client.messaging.handshake import Handshake
-from edge_client.session.events import CoordinatorSeen, Done, Event, LinkChanged, Send, SendHello, Tick, TurnedAway
+from edge_client.session.events import CoordinatorSeen, Done, Event, HelloRefused, LinkChanged, Send, SendHello, Tick
 from edge_client.session.state import Purpose, SessionState
 from edge_client.session.state_machine import step
 from edge_client.store.cohort_secret import mark_in
@@ -25,10 +25,10 @@ from fedcg.wire.transport.transport import Delivery, Transport
 
 TICK_S = 0.25
 QUEUE_MAX = 256
-UNANSWERED = {  # by what the coordinator's retained status says, None where it does not come
+UNANSWERED = {  # by the coordinator's retained status, None where none is received
     None: "the broker delivers nothing to this device: it is missing in the access list, or the coordinator has never run",
-    False: "the coordinator does not run; its last status says so",
-    True: "the coordinator runs and does not know this device: it was revoked or enrolled anew, or its access list is wrong",
+    False: "the coordinator does not run, by its last status",
+    True: "the coordinator runs and does not accept this device: it was revoked or enrolled anew, or its access list is wrong",
 }
 
 
@@ -46,7 +46,7 @@ def converse(
         timeout_s: how long to wait.
 
     Raises:
-        NoAnswerError: the coordinator has not answered in time; says how far the messages came.
+        NoAnswerError: the coordinator has not answered in time; names the step that messages reached.
     """
     trust = CoordinatorTrust(store, config.federation, keys.coordinator)
     handshake = Handshake(config.federation, config.device, version("fedcg-edge"), mark_in(store, config.federation))
@@ -54,7 +54,7 @@ def converse(
     items: queue.Queue[Delivery | LinkChanged] = queue.Queue(QUEUE_MAX)
 
     def put(item: Delivery | LinkChanged) -> None:
-        with contextlib.suppress(queue.Full):  # both sides repeat what was not answered
+        with contextlib.suppress(queue.Full):  # both sides repeat messages that were not answered
             items.put_nowait(item)
 
     link.subscribe(chunks=False)
@@ -64,7 +64,7 @@ def converse(
     try:
         while not state.done and time.monotonic() < deadline:
             event = _next_event(items, link)
-            if isinstance(event, TurnedAway):
+            if isinstance(event, HelloRefused):
                 raise NoAnswerError(event.reason)
             if isinstance(event, CoordinatorSeen):
                 is_online = event.online
@@ -85,7 +85,7 @@ def converse(
 
 
 def _next_event(items: queue.Queue[Delivery | LinkChanged], link: CoordinatorLink) -> Event:
-    """What came; a delivery that is refused, or of no use here, is no more than time that went on."""
+    """The event of a delivery; a delivery that is refused, or of no use here, counts as a tick."""
     try:
         item = items.get(timeout=TICK_S)
         if isinstance(item, LinkChanged):

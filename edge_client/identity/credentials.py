@@ -1,4 +1,4 @@
-"""A device's own keys and certificate: made here, kept here, replaced so that no power cut leaves a pair that does not fit.
+"""A device's own keys and certificate: made here, kept here, replaced so that no power cut leaves a certificate without its key.
 
 Knows files and cryptography; not where a certificate comes from (`enrol`, `renewal`).
 """
@@ -26,7 +26,7 @@ RENEW_AT = 1 / 3
 
 @dataclass(frozen=True)
 class TlsKey:
-    """A P-256 key that never leaves the box."""
+    """A P-256 key that never leaves the device."""
 
     private: ec.EllipticCurvePrivateKey
 
@@ -69,7 +69,7 @@ class TlsKey:
 
 
 def check_issued(certificate: str, authority: x509.Certificate, device: str, key: TlsKey) -> x509.Certificate:
-    """The certificate, when it is what was asked for.
+    """The certificate, when it answers the request.
 
     Raises:
         EnrolError: it is for another name or key, or not signed by the authority.
@@ -118,7 +118,7 @@ def settle_pair(certificate: Path, key: Path) -> None:
     """Finish, or undo, a replacement that was interrupted.
 
     The new certificate is written first and renamed last. So a new certificate that fits a key on disk is kept, with that
-    key; one that fits none had no key yet and goes.
+    key; one that fits none had no key yet and is deleted.
     """
     new_certificate, new_key = _pending(certificate), _pending(key)
     if not new_certificate.exists():

@@ -28,7 +28,7 @@ from fedcg.wire.messages.signing import SigningKey, VerifyKey
 from fedcg.wire.messages.topics import check_device_id
 
 MAY_BE_THERE = frozenset({"signing.key", "tls", "data", "store"})
-"""What a new device's folder may hold: keys of an attempt without answer, images, a private store."""
+"""The entries that a new device's folder may hold: keys of an attempt without answer, images, a private store."""
 
 
 class Folder:
@@ -66,11 +66,11 @@ class Enrolled:
 def enrol(token: Token, out: Path, *, url: str | None = None, device: str | None = None, data: str = DATA) -> Enrolled:
     """Enrol this box.
 
-    The keys are made before anything is asked and stay in `out` when it fails, so that the same command, given again, asks
+    The keys are made before anything is requested and stay in `out` when it fails, so that the same command, run again, asks
     for the same device and gets the same answer even if the first one was lost on the way.
 
     Args:
-        token: what the operator handed over.
+        token: from the operator.
         out: the device's folder; must not hold a device yet.
         url: the enrolment listener; default the token's.
         device: the id that this box wants; default the token's.

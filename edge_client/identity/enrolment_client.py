@@ -31,10 +31,10 @@ def fetch_authority(url: str, digest: str) -> x509.Certificate:
     """The certificate of the authority that is expected behind `url`.
 
     Only the request is sent, on a connection that verifies no certificate; the answer counts only when its public key is the
-    expected one. Whoever relays the true certificate gains nothing: the next connection is verified against it.
+    expected one. An attacker who relays the true certificate gains nothing: the next connection is verified against it.
 
     Raises:
-        EnrolError: nobody answers, or another authority is there.
+        EnrolError: no answer, or an answer of another authority.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -55,7 +55,7 @@ def fetch_authority(url: str, digest: str) -> x509.Certificate:
 
 
 def trusting(authority: x509.Certificate) -> ssl.SSLContext:
-    """A TLS 1.3 context that trusts this authority alone, checks names, and talks to the enrolment listener only."""
+    """A TLS 1.3 context that trusts this authority alone, checks names, and accepts the enrolment listener's certificate only."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.load_verify_locations(cadata=authority.public_bytes(Encoding.PEM).decode())
@@ -67,7 +67,7 @@ def ask(url: str, path: str, request: BaseModel, answer: type[AnswerT], context:
     """Send a request and read its answer.
 
     Raises:
-        EnrolError: nobody answers, the connection is not trusted, the request was refused, or the answer is malformed.
+        EnrolError: no answer, the connection is not trusted, the request was refused, or the answer is malformed.
     """
     status, body = _exchange(url, "POST", path, request.model_dump_json().encode(), context)
     try:

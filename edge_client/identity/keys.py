@@ -1,4 +1,4 @@
-"""The keys that this device works with, and how it reaches the broker with them."""
+"""The keys of this device, and its connection to the broker with them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def load_keys(config: AgentConfig) -> AgentKeys:
     """The keys that the configuration names.
 
     Raises:
-        EdgeError: a file is missing or holds no key; says which.
+        EdgeError: names the file that is missing or holds no key.
     """
     try:
         signing = SigningKey.load(config.keys.signing)

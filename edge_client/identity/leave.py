@@ -1,4 +1,4 @@
-"""How a box leaves for good: a signed goodbye inside a session, the coordinator's confirmation, then the end of what is kept here."""
+"""How a device leaves for good: a signed Leave inside a session, the coordinator's confirmation, then the removal of its data."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from fedcg.wire.transport.mqtt import MqttTransport
 
 @dataclass(frozen=True)
 class Departure:
-    """How leaving went.
+    """The result of leaving.
 
     Attributes:
-        confirmed: whether the coordinator said that the device is no member any more.
-        erased: what was removed from this box.
+        confirmed: whether the coordinator confirmed that the device is no member any more.
+        erased: the paths that were removed from this device.
     """
 
     confirmed: bool
     erased: tuple[Path, ...]
 
 
-def leave(config: AgentConfig, *, erase: bool, tell: bool, timeout_s: float) -> Departure:
+def leave(config: AgentConfig, *, erase: bool, notify: bool, timeout_s: float) -> Departure:
     """Leave the federation.
 
     Args:
         config: of this device.
         erase: afterwards remove the private store, keys and certificates.
-        tell: tell the coordinator; nothing is erased unless it confirms.
+        notify: send the coordinator a signed Leave; nothing is erased unless it confirms.
         timeout_s: how long to wait for it.
 
     Raises:
@@ -46,16 +46,16 @@ def leave(config: AgentConfig, *, erase: bool, tell: bool, timeout_s: float) -> 
         EdgeError: keys or store can't be used.
         WireError: the TLS files can't be used.
     """
-    if not (config.store / "format.json").exists() and not tell:
+    if not (config.store / "format.json").exists() and not notify:
         raise StoreFormatError(f"{config.store} holds no private store: there is nothing to leave behind")
     if erase:
         _check_images_are_elsewhere(config)
     store = PrivateStore.open(config.store, config.federation, config.device)
     with store.locked("lock"), store.locked("trainer.lock"):
-        if tell:
+        if notify:
             _leave_coordinator(config, store, timeout_s)
         erased = _erase(config, store) if erase else ()
-    return Departure(tell, erased)
+    return Departure(notify, erased)
 
 
 def _leave_coordinator(config: AgentConfig, store: PrivateStore, timeout_s: float) -> None:
@@ -92,6 +92,6 @@ def _erase(config: AgentConfig, store: PrivateStore) -> tuple[Path, ...]:
             shutil.rmtree(path)
         else:
             path.unlink()
-    with contextlib.suppress(OSError):  # a service's state directory belongs to the system; empty is what matters
+    with contextlib.suppress(OSError):  # a service's state directory belongs to the system; it is emptied, not removed
         store.root.rmdir()
     return (*erased, store.root)

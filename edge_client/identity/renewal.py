@@ -32,7 +32,7 @@ from fedcg.wire.messages.enrolment_messages import RENEW_PATH, RenewAnswer, Rene
 from fedcg.wire.messages.signing import SigningKey
 
 LOOK_AGAIN = timedelta(hours=6)
-"""At most so long between two looks: a box's clock may jump."""
+"""Longest time between two checks: a device's clock may jump."""
 TRY_AGAIN = timedelta(hours=1)
 TRIES_PER_LIFE = 50
 _log = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ class Renewer:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Renew for as long as the context lasts; does nothing for a device that renews nowhere."""
+        """Renew for as long as the context lasts; does nothing for a device without a URL to renew at."""
         if self._config.tls is None or self._config.enrolment.url is None:
             yield
             return
@@ -115,10 +115,10 @@ class Renewer:
                 pause_s = self._look(tls).total_seconds()
             except (EnrolError, OSError) as error:
                 pause_s = self._failed(tls, error).total_seconds()
-            pause_s *= 0.9 + 0.2 * random.random()  # boxes that were enrolled together don't come together for ever
+            pause_s *= 0.9 + 0.2 * random.random()  # devices that were enrolled together don't renew together for ever
 
     def _look(self, tls: TlsSection) -> timedelta:
-        """Renew when it is due; returns how long to wait before the next look."""
+        """Renew when it is due; returns how long to wait before the next check."""
         certificate = read_certificate(tls.cert)
         if is_due(certificate, self._clock()):
             certificate = renew(self._config, self._signing)

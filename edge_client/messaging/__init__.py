@@ -1,1 +1,1 @@
-"""Signed messages in and out: what is accepted, and what is published."""
+"""Signed messages in and out: checks of incoming ones, publishing of outgoing ones."""

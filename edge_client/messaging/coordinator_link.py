@@ -1,7 +1,7 @@
 """The link to the coordinator: messages are signed and stamped on their way out, and checked on their way in.
 
-Signature, addressee, topic, session and order are checked here; what fails a check is refused with its reason and changes nothing.
-A link that is down swallows what is sent; the protocol repeats it.
+Signature, addressee, topic, session and order are checked here; a message that fails a check is refused with its reason and changes nothing.
+Messages sent while the link is down are dropped; the protocol repeats them.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from edge_client.session.events import (
     Ended,
     Event,
     Granted,
+    HelloRefused,
     Invited,
     Offered,
     Receipted,
-    TurnedAway,
     Welcomed,
 )
 from edge_client.session.events import Left as LeftEvent
@@ -50,7 +50,7 @@ from fedcg.wire.transport.transport import Delivery, Transport, Will
 
 
 def offline_will(federation: str, device: str, key: SigningKey) -> Will:
-    """What the broker publishes for this device when it vanishes; signed beforehand."""
+    """The message that the broker publishes when this device vanishes; signed beforehand."""
     return Will(Topics(federation).status(device), _status(federation, device, key, online=False), retain=True)
 
 
@@ -91,7 +91,7 @@ class CoordinatorLink:
     # Out
 
     def subscribe(self, *, chunks: bool) -> None:
-        """Ask for everything that a device reads, with or without the chunks of artifacts."""
+        """Subscribe to every topic that a device reads, with or without the chunks of artifacts."""
         topics = self._topics
         for topic in (topics.keys, topics.down_control(self._device)):
             self._transport.subscribe(topic)
@@ -101,7 +101,7 @@ class CoordinatorLink:
             self._transport.subscribe(topics.aggregate, 0)
 
     def ask_for_broadcasts(self) -> None:
-        """Have the retained broadcasts sent, again when they were refused for want of the coordinator's new key."""
+        """Subscribe to the retained broadcasts, again when they were refused because the coordinator's new key was missing."""
         for topic in (self._topics.offer, self._topics.coordinator):
             self._transport.subscribe(topic)
 
@@ -138,10 +138,10 @@ class CoordinatorLink:
     # In
 
     def open(self, delivery: Delivery) -> Event | PinnedKey | Chunk | None:
-        """What a delivery means: an event, another key of the coordinator, or a chunk; None for a key that is known.
+        """Check a delivery: an event, another key of the coordinator, or a chunk; None for a key that is known.
 
         Raises:
-            WireError: it is refused; says why.
+            WireError: it is refused, with the reason.
         """
         parsed = self._topics.parse(delivery.topic)
         if parsed is None:
@@ -186,7 +186,7 @@ class CoordinatorLink:
             if message.epoch < self._order.highest[0]:
                 raise OldEpochError(f"a {message.kind} of epoch {message.epoch} after epoch {self._order.highest[0]}")
             if isinstance(message, Refusal):
-                return TurnedAway(self._handshake.refusal(message))
+                return HelloRefused(self._handshake.refusal(message))
             self._handshake.welcome(message)
             return Welcomed(message.epoch, message.cohort, message.version)
         self._handshake.admit(message)

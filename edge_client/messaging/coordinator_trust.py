@@ -1,4 +1,4 @@
-"""What a device remembers of its coordinator across restarts: the highest broadcast, and the key that its messages must have."""
+"""The state of the coordinator that a device keeps across restarts: its highest broadcast, and the key that its messages must have."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fedcg.wire.messages.signing import VerifyKey
 
 
 class CoordinatorTrust:
-    """Order and key; what changed counts at once and is made durable by `save`.
+    """Order and key; a change counts at once and is made durable by `save`.
 
     A key that was followed and not saved before a crash is followed again: the coordinator keeps the whole chain.
 
@@ -17,7 +17,7 @@ class CoordinatorTrust:
         store: where it is kept.
         federation: the federation's id.
         enrolled: the coordinator's key as it came at enrolment. Another one than before means that the device was enrolled
-            anew, and what was followed from the earlier one counts no more.
+            anew, and keys that were followed from the earlier one are void.
     """
 
     def __init__(self, store: PrivateStore, federation: str, enrolled: VerifyKey) -> None:
@@ -34,16 +34,16 @@ class CoordinatorTrust:
         return self._pinned.key
 
     def follow(self, data: bytes) -> PinnedKey | None:
-        """Take an envelope with the coordinator's chain of keys; returns what is pinned now when it is another key.
+        """Take an envelope with the coordinator's chain of keys; returns the key that is pinned now when it is another one.
 
         Raises:
-            WireError: it is refused; says why.
+            WireError: it is refused, with the reason.
         """
         before, self._pinned = self._pinned, open_key_chain(data, self._federation, self._pinned)
         return None if before.key == self._pinned.key else self._pinned
 
     def save(self) -> None:
-        """Make durable what changed.
+        """Make changes durable.
 
         Raises:
             OSError: the disk did not take it; the next call tries again.

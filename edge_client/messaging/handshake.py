@@ -1,6 +1,6 @@
 """The device's side of hello and welcome: nonces, and the session that stamps and admits control messages.
 
-One nonce serves a hello and its repetitions, so an answer that took long still counts; a coordinator's nonce is taken once,
+One nonce serves a hello and its repetitions, so a late answer still counts; a coordinator's nonce is taken once,
 so a recorded welcome can't bring back an old session.
 """
 
@@ -91,10 +91,10 @@ class Handshake:
         self._session = Session(session_id(message.device_nonce, message.nonce))
 
     def refusal(self, message: Refusal) -> str:
-        """Why a hello was not answered with a welcome, for people.
+        """The reason why a hello was not answered with a welcome, for people.
 
         Raises:
-            ReplayError: it answers no hello of ours.
+            ReplayError: it answers no hello of this device.
         """
         if message.device_nonce != self._nonce or self.is_open:
             raise ReplayError("a refusal that answers no hello of this device")

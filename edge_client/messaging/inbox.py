@@ -1,4 +1,4 @@
-"""The one queue of the agent: threads put, its loop takes. Bounded by the bytes that wait, whatever they are."""
+"""The one queue of the agent: threads put, its loop takes. Bounded by the bytes that wait, of all kinds of items."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from fedcg.wire.transfer.chunks import Chunk
 from fedcg.wire.transport.transport import Delivery
 
 MAX_BYTES = 32 * 1024 * 1024
-"""16 times what a download may have under way: the loop that takes it is 0.25 s late at most, and a box may have 2 GB."""
-ITEM_BYTES = 1024  # what an item weighs besides its content, so that empty ones are bounded as well
+"""16 times the bytes that a download may have under way: the loop that takes it is 0.25 s late at most, and a box may have 2 GB."""
+ITEM_BYTES = 1024  # bytes that an item counts besides its content, so that empty ones are bounded as well
 
 
 Item = Delivery | LinkChanged | Chunk | TrainerReport

@@ -27,7 +27,7 @@ class Tick:
 
 @dataclass(frozen=True)
 class Sending:
-    """Time went on, and chunks of the update still wait for the link: nobody could have answered them yet."""
+    """Time went on, and chunks of the update still wait for the link: the coordinator can't have answered them yet."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class CoordinatorSeen:
 
 @dataclass(frozen=True)
 class Welcomed:
-    """The coordinator answered our hello; a new session stands."""
+    """The coordinator answered the hello; a new session is open."""
 
     epoch: int
     cohort: CohortVerdict = CohortVerdict.ALONE
@@ -55,8 +55,8 @@ class Welcomed:
 
 
 @dataclass(frozen=True)
-class TurnedAway:
-    """The coordinator speaks none of our protocol versions; `reason` says who has to be updated."""
+class HelloRefused:
+    """The coordinator supports none of this device's protocol versions; `reason` names the side to update."""
 
     reason: str
 
@@ -80,7 +80,7 @@ class Ended:
 class Invited:
     """The coordinator asks this device to take part."""
 
-    cursor: RoundAttempt
+    round_attempt: RoundAttempt
     cohort: CohortVerdict = CohortVerdict.ALONE
 
 
@@ -114,12 +114,12 @@ class ArtifactLost:
 
 @dataclass(frozen=True)
 class DownloadSilent:
-    """Asked-for chunks have not come for a while: the coordinator may not know our session."""
+    """Requested chunks have not come for a while: the coordinator may have lost the session."""
 
 
 @dataclass(frozen=True)
 class SpecChecked:
-    """The firewall judged a spec."""
+    """The firewall checked a spec."""
 
     digest: str
     refusal: DeclineReason | None
@@ -132,7 +132,7 @@ class TrainerReady:
 
 @dataclass(frozen=True)
 class TrainerDied:
-    """The training process is gone; whatever it had committed was told before this."""
+    """The training process is gone; its commits were reported before this."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class RoundCommitted:
         update: waits in the outbox; None while it has to be read.
     """
 
-    cursor: RoundAttempt
+    round_attempt: RoundAttempt
     spec: str | None = None
     update: ArtifactRef | None = None
 
@@ -153,7 +153,7 @@ class RoundCommitted:
 class OutboxFound:
     """An update waits in the outbox; `update` is None while it has to be read, or cut anew for a new link."""
 
-    cursor: RoundAttempt
+    round_attempt: RoundAttempt
     update: ArtifactRef | None = None
 
 
@@ -161,7 +161,7 @@ class OutboxFound:
 class RoundFailed:
     """A round can't be trained here; the state before it still stands."""
 
-    cursor: RoundAttempt
+    round_attempt: RoundAttempt
     reason: DeclineReason
 
 
@@ -184,7 +184,7 @@ Event = (
     | LinkChanged
     | CoordinatorSeen
     | Welcomed
-    | TurnedAway
+    | HelloRefused
     | Left
     | Offered
     | Ended
@@ -208,7 +208,7 @@ Event = (
 
 @dataclass(frozen=True)
 class SendHello:
-    """Open a session; the nonce is the shell's business."""
+    """Open a session; the caller chooses the nonce."""
 
 
 @dataclass(frozen=True)
@@ -242,19 +242,19 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Want:
-    """From now on exactly these downloads are wanted."""
+    """Replace the list of wanted downloads by this one."""
 
     downloads: tuple[Wanted, ...]
 
 
 @dataclass(frozen=True)
 class LoadUpdate:
-    """Read the update in the outbox and cut it for the link; given again until that works."""
+    """Read the update in the outbox and cut it for the link; repeated until that works."""
 
 
 @dataclass(frozen=True)
 class CheckSpec:
-    """Let the firewall judge a stored spec."""
+    """Check a stored spec with the firewall."""
 
     digest: str
 
@@ -268,7 +268,7 @@ class StartTrainer:
 class TrainRound:
     """Train this round attempt and commit it; goes to the training process as it is."""
 
-    cursor: RoundAttempt
+    round_attempt: RoundAttempt
     spec: str
     aggregate: str
 
@@ -283,9 +283,9 @@ class ChooseModel:
 
 @dataclass(frozen=True)
 class RecordDelivery:
-    """Make durable that an update got its receipt."""
+    """Store durably that an update got its receipt."""
 
-    cursor: RoundAttempt
+    round_attempt: RoundAttempt
     artifact: str
     outcome: Outcome
     reason: str
@@ -293,10 +293,10 @@ class RecordDelivery:
 
 @dataclass(frozen=True)
 class Note:
-    """Tell the operator: one line of the event log."""
+    """Write one line of the event log, for the operator."""
 
     event: str
-    cursor: RoundAttempt
+    round_attempt: RoundAttempt
     reason: str = ""
 
 
@@ -324,9 +324,9 @@ Command = (
 
 
 def given_up(command: Command) -> Event | None:
-    """What has happened when a command could not be carried out; None for one that is given again, or that a message asks for again."""
+    """The event that stands for a command that could not be carried out; None for one that is repeated, or that a message asks for again."""
     if isinstance(command, TrainRound):
-        return RoundFailed(command.cursor, DeclineReason.TRAINING_FAILED)
+        return RoundFailed(command.round_attempt, DeclineReason.TRAINING_FAILED)
     if isinstance(command, ChooseModel):
         return Chosen(command.aggregate, succeeded=False)
     return TrainerDied() if isinstance(command, StartTrainer) else None

@@ -1,4 +1,4 @@
-"""What the agent's protocol knows, as one frozen value; `session` holds the rules that change it."""
+"""The state of the agent's protocol, as one frozen value; `state_machine` holds the rules that change it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from fedcg.wire.messages.messages import (
 
 HELLO_EVERY_S = 2.0
 LEAVE_EVERY_S = 2.0
-TURNED_AWAY_S = 60.0  # until another hello after one that was refused: somebody has to update something
+REFUSED_HELLO_S = 60.0  # until another hello after a refused one: a person has to update one side
 MANIFEST_FIRST_S = 1.0
 MANIFEST_MAX_S = 30.0
 GRANT_PATIENCE_S = 2.0  # after chunks were granted, so long until the manifest is repeated
-SILENCE_S = 6.0  # an unanswered manifest or download of this age means: the session is not known any more
+SILENCE_S = 6.0  # an unanswered manifest or download of this age means that the coordinator lost the session
 BROADCAST_PATIENCE_S = 0.5  # a broadcast that pauses for this long is over, or lost chunks
 TRAINER_DEATHS = 5  # in one job, before it is given up
 TRAINER_BACKOFF_S = 0.5
@@ -31,7 +31,7 @@ TRAINER_BACKOFF_MAX_S = 30.0
 
 
 class Purpose(str, Enum):
-    """What a device opens a session for."""
+    """The purpose of a session."""
 
     TRAIN = "train"
     GREET = "greet"  # a hello and its welcome: messages get through in both directions
@@ -39,7 +39,7 @@ class Purpose(str, Enum):
 
 
 class Trainer(str, Enum):
-    """The training process, as the machine knows it."""
+    """The state of the training process."""
 
     GONE = "gone"
     STARTING = "starting"
@@ -55,10 +55,10 @@ class Delivery:
         update: None until it has been read; then `manifest_at` is when that is tried again.
         manifest_at: when the manifest is due (again).
         delay_s: pause after the next manifest; doubles up to 30 s.
-        silent_since: when the first manifest was sent that nobody has answered yet.
+        silent_since: when the first manifest was sent that is not answered yet.
     """
 
-    cursor: RoundAttempt
+    round_attempt: RoundAttempt
     update: ArtifactRef | None
     manifest_at: float = 0.0
     delay_s: float = MANIFEST_FIRST_S
@@ -67,10 +67,10 @@ class Delivery:
 
 @dataclass(frozen=True)
 class SessionState:
-    """All that the protocol knows.
+    """The whole state of the protocol.
 
     Attributes:
-        epoch: highest coordinator epoch heard of.
+        epoch: highest coordinator epoch received.
         hello_at: when the next hello is due while there is no session.
         leave_at: when the next leave is due in a session that is opened to leave.
         live: whether the target's chunks are being broadcast now.
@@ -78,8 +78,8 @@ class SessionState:
         stored: digests of specs and aggregates at hand.
         verdict: the firewall's decision on a spec: (digest, refusal or None).
         bound_spec: the spec that the private state belongs to.
-        job: what the trainer works on: a round attempt, or the final aggregate's id; `job_spec` is the round's spec.
-        finalised: final aggregate whose personal model is chosen; `succeeded` tells how that went.
+        job: the trainer's work: a round attempt, or the final aggregate's id; `job_spec` is the round's spec.
+        finalised: final aggregate whose personal model is chosen; `succeeded` is the result.
     """
 
     federation: str
@@ -113,18 +113,18 @@ class SessionState:
 
     @property
     def offered(self) -> RoundAttempt | None:
-        """The round attempt that is open, as far as we know."""
+        """The round attempt that is open, by the last offer."""
         return None if self.offer is None else self.offer.at
 
-    def addressed(self, cursor: RoundAttempt = NO_ATTEMPT) -> dict[str, Any]:
+    def addressed(self, round_attempt: RoundAttempt = NO_ATTEMPT) -> dict[str, Any]:
         """The fields that every message of this device has, about a round attempt or about none."""
         return {
             "federation": self.federation,
             "sender": self.device,
             "recipient": COORDINATOR,
             "epoch": self.epoch,
-            "round": cursor.round,
-            "attempt": cursor.attempt,
+            "round": round_attempt.round,
+            "attempt": round_attempt.attempt,
         }
 
 

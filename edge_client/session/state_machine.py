@@ -1,7 +1,7 @@
 """The agent's protocol as a pure state machine: `step(state, event, now) -> (state, commands)`.
 
-No clock, no randomness, no I/O. An event first changes what is known (`_HANDLERS`), then `_advance` gives whatever
-commands now follow from what is known. Laws (property-tested over random event orders):
+No clock, no randomness, no I/O. An event first changes the state (`_HANDLERS`), then `_advance` gives the
+commands that now follow from the state. Laws (property-tested over random event orders):
   * a round attempt that was committed is never started again;
   * nothing is started while an update waits for its receipt, so an outbox is never overwritten;
   * only a receipt for exactly that artifact ends an outbox entry;
@@ -27,6 +27,7 @@ from edge_client.session.events import (
     Ended,
     Event,
     Granted,
+    HelloRefused,
     Invited,
     Left,
     LinkChanged,
@@ -48,7 +49,6 @@ from edge_client.session.events import (
     TrainerDied,
     TrainerReady,
     TrainRound,
-    TurnedAway,
     Want,
     Wanted,
     Welcomed,
@@ -60,11 +60,11 @@ from edge_client.session.state import (
     LEAVE_EVERY_S,
     MANIFEST_FIRST_S,
     MANIFEST_MAX_S,
+    REFUSED_HELLO_S,
     SILENCE_S,
     TRAINER_BACKOFF_MAX_S,
     TRAINER_BACKOFF_S,
     TRAINER_DEATHS,
-    TURNED_AWAY_S,
     Delivery,
     Purpose,
     SessionState,
@@ -76,10 +76,10 @@ Step = tuple[SessionState, tuple[Command, ...]]
 
 
 def step(state: SessionState, event: Event, now: float) -> Step:
-    """What follows from an event.
+    """The state and the commands after an event.
 
     Args:
-        state: what is known.
+        state: before the event.
         event: what happened.
         now: monotonic seconds.
 
@@ -94,7 +94,7 @@ def step(state: SessionState, event: Event, now: float) -> Step:
     return state, commands
 
 
-# ------------------------------------------------------------------ events change what is known
+# ------------------------------------------------------------------ events change the state
 
 
 def _ticked(state: SessionState, event: Tick, now: float) -> Step:
@@ -123,7 +123,7 @@ def _coordinator_seen(state: SessionState, event: CoordinatorSeen, now: float) -
 
 
 def _welcomed(state: SessionState, event: Welcomed, now: float) -> Step:
-    if not state.up:  # it was still queued when the link broke; the next link says hello again
+    if not state.up:  # it was still queued when the link broke; a hello is sent again on the next link
         return state, ()
     delivery = state.delivery
     if delivery is not None:
@@ -132,8 +132,8 @@ def _welcomed(state: SessionState, event: Welcomed, now: float) -> Step:
     return replace(state, welcomed=True, epoch=epoch, accepted=None, delivery=delivery), ()
 
 
-def _turned_away(state: SessionState, event: TurnedAway, now: float) -> Step:
-    return replace(state, hello_at=now + TURNED_AWAY_S), ()
+def _hello_refused(state: SessionState, event: HelloRefused, now: float) -> Step:
+    return replace(state, hello_at=now + REFUSED_HELLO_S), ()
 
 
 def _left(state: SessionState, event: Left, now: float) -> Step:
@@ -152,16 +152,16 @@ def _ended(state: SessionState, event: Ended, now: float) -> Step:
 
 
 def _invited(state: SessionState, event: Invited, now: float) -> Step:
-    cursor = event.cursor
-    state = replace(state, invited=cursor, accepted=None)
-    if state.declined is not None and state.declined[0] == cursor:
-        return _decline(state, cursor, state.declined[1])
-    if state.committed is None or cursor > state.committed:
+    round_attempt = event.round_attempt
+    state = replace(state, invited=round_attempt, accepted=None)
+    if state.declined is not None and state.declined[0] == round_attempt:
+        return _decline(state, round_attempt, state.declined[1])
+    if state.committed is None or round_attempt > state.committed:
         return state, ()
-    if state.delivery is not None and state.delivery.cursor == cursor:
+    if state.delivery is not None and state.delivery.round_attempt == round_attempt:
         return replace(state, delivery=replace(state.delivery, manifest_at=now)), ()
-    # Trained and receipted already, or an attempt that is behind us: there is nothing left to deliver for it.
-    return _decline(state, cursor, DeclineReason.NOT_ELIGIBLE)
+    # Trained and receipted already, or an earlier attempt: there is nothing left to deliver for it.
+    return _decline(state, round_attempt, DeclineReason.NOT_ELIGIBLE)
 
 
 def _granted(state: SessionState, event: Granted, now: float) -> Step:
@@ -176,7 +176,7 @@ def _receipted(state: SessionState, event: Receipted, now: float) -> Step:
     delivery, receipt = state.delivery, event.receipt
     if delivery is None or delivery.update is None or delivery.update.id != receipt.artifact:
         return state, ()
-    record = RecordDelivery(delivery.cursor, receipt.artifact, receipt.outcome, receipt.reason)
+    record = RecordDelivery(delivery.round_attempt, receipt.artifact, receipt.outcome, receipt.reason)
     return replace(state, delivery=None), (record,)
 
 
@@ -202,7 +202,7 @@ def _trainer_ready(state: SessionState, event: TrainerReady, now: float) -> Step
 
 def _trainer_died(state: SessionState, event: TrainerDied, now: float) -> Step:
     job, deaths = state.job, state.deaths + 1
-    # The first restart is at once; a process that keeps dying is restarted ever more slowly.
+    # The first restart is at once; a process that keeps dying is restarted after longer and longer pauses.
     pause = 0.0 if deaths == 1 else min(TRAINER_BACKOFF_S * 2.0 ** (deaths - 2), TRAINER_BACKOFF_MAX_S)
     state = replace(state, trainer=Trainer.GONE, trainer_at=now + pause, job=None, deaths=deaths)
     if job is None or deaths < TRAINER_DEATHS:
@@ -214,11 +214,11 @@ def _trainer_died(state: SessionState, event: TrainerDied, now: float) -> Step:
 
 
 def _round_committed(state: SessionState, event: RoundCommitted, now: float) -> Step:
-    if state.committed is not None and event.cursor <= state.committed:
+    if state.committed is not None and event.round_attempt <= state.committed:
         return state, ()
-    delivery = Delivery(event.cursor, event.update, manifest_at=now)
+    delivery = Delivery(event.round_attempt, event.update, manifest_at=now)
     spec = event.spec or state.job_spec
-    return replace(_idle(state), committed=event.cursor, bound_spec=spec, delivery=delivery), ()
+    return replace(_idle(state), committed=event.round_attempt, bound_spec=spec, delivery=delivery), ()
 
 
 def _outbox_found(state: SessionState, event: OutboxFound, now: float) -> Step:
@@ -227,11 +227,11 @@ def _outbox_found(state: SessionState, event: OutboxFound, now: float) -> Step:
             return state, (LoadUpdate(),)
         if state.delivery.update == event.update:
             return state, ()
-    return replace(state, delivery=Delivery(event.cursor, event.update, manifest_at=now)), ()
+    return replace(state, delivery=Delivery(event.round_attempt, event.update, manifest_at=now)), ()
 
 
 def _round_failed(state: SessionState, event: RoundFailed, now: float) -> Step:
-    return _decline(_idle(state), event.cursor, event.reason)
+    return _decline(_idle(state), event.round_attempt, event.reason)
 
 
 def _finalised(state: SessionState, event: Chosen, now: float) -> Step:
@@ -244,7 +244,7 @@ _HANDLERS: dict[type[Any], Callable[[SessionState, Any, float], Step]] = {
     LinkChanged: _link_changed,
     CoordinatorSeen: _coordinator_seen,
     Welcomed: _welcomed,
-    TurnedAway: _turned_away,
+    HelloRefused: _hello_refused,
     Left: _left,
     Offered: _offered,
     Ended: _ended,
@@ -264,7 +264,7 @@ _HANDLERS: dict[type[Any], Callable[[SessionState, Any, float], Step]] = {
 }
 
 
-# ------------------------------------------------------------------ what follows from what is known
+# ------------------------------------------------------------------ commands that follow from the state
 
 
 def _advance_hello(state: SessionState, now: float) -> Step:
@@ -292,23 +292,23 @@ def _advance_trainer(state: SessionState, now: float) -> Step:
 
 
 def _advance_round(state: SessionState, now: float) -> Step:
-    offer, cursor = state.offer, state.offered
-    if offer is None or cursor is None or not _is_asked(state, cursor):
+    offer, round_attempt = state.offer, state.offered
+    if offer is None or round_attempt is None or not _is_asked(state, round_attempt):
         return state, ()
     if state.bound_spec not in (None, offer.spec.id):
-        return _decline(state, cursor, DeclineReason.SPEC_REFUSED)
+        return _decline(state, round_attempt, DeclineReason.SPEC_REFUSED)
     if state.verdict is None or state.verdict[0] != offer.spec.id:
         return state, (CheckSpec(offer.spec.id),) if offer.spec.id in state.stored else ()
     if state.verdict[1] is not None:
-        return _decline(state, cursor, state.verdict[1])
+        return _decline(state, round_attempt, state.verdict[1])
     commands: tuple[Command, ...] = ()
-    if state.welcomed and state.accepted != cursor:
-        state = replace(state, accepted=cursor)
-        commands = (Send(Accept(**state.addressed(cursor))), Note("accepted", cursor))
+    if state.welcomed and state.accepted != round_attempt:
+        state = replace(state, accepted=round_attempt)
+        commands = (Send(Accept(**state.addressed(round_attempt))), Note("accepted", round_attempt))
     is_free = state.trainer is Trainer.IDLE and state.job is None and state.delivery is None
     if is_free and offer.aggregate.id in state.stored:
-        state = replace(state, trainer=Trainer.BUSY, job=cursor, job_spec=offer.spec.id)
-        commands += (TrainRound(cursor, offer.spec.id, offer.aggregate.id),)
+        state = replace(state, trainer=Trainer.BUSY, job=round_attempt, job_spec=offer.spec.id)
+        commands += (TrainRound(round_attempt, offer.spec.id, offer.aggregate.id),)
     return state, commands
 
 
@@ -345,8 +345,8 @@ def _advance_delivery(state: SessionState, now: float) -> Step:
         return state, ()
     silent_since = now if delivery.silent_since is None else delivery.silent_since
     state = replace(state, delivery=replace(later, silent_since=silent_since))
-    message = Manifest(**state.addressed(delivery.cursor), artifact=delivery.update)
-    return state, (Send(message), Note("manifest", delivery.cursor))
+    message = Manifest(**state.addressed(delivery.round_attempt), artifact=delivery.update)
+    return state, (Send(message), Note("manifest", delivery.round_attempt))
 
 
 def _advance_wanted(state: SessionState, now: float) -> Step:
@@ -376,26 +376,26 @@ def _downloads(state: SessionState) -> tuple[Wanted, ...]:
         if state.finalised == state.finished.aggregate.id:
             return ()
         return (Wanted("spec", state.finished.spec, 0.0), Wanted("aggregate", state.finished.aggregate, 0.0))
-    cursor = state.offered
-    if state.offer is None or cursor is None:
+    round_attempt = state.offered
+    if state.offer is None or round_attempt is None:
         return ()
-    asked = _is_asked(state, cursor)
+    asked = _is_asked(state, round_attempt)
     spec = Wanted("spec", state.offer.spec, 0.0 if asked else None)
     return (spec, Wanted("aggregate", state.offer.aggregate, patience if asked else None))
 
 
-def _is_asked(state: SessionState, cursor: RoundAttempt) -> bool:
-    """Whether this attempt is ours to train: invited, not trained yet, not refused."""
-    is_refused = state.declined is not None and state.declined[0] == cursor
-    is_behind = state.committed is not None and cursor <= state.committed
-    return state.invited == cursor and not is_refused and not is_behind
+def _is_asked(state: SessionState, round_attempt: RoundAttempt) -> bool:
+    """Whether this device should train this attempt: invited, not trained yet, not refused."""
+    is_refused = state.declined is not None and state.declined[0] == round_attempt
+    is_behind = state.committed is not None and round_attempt <= state.committed
+    return state.invited == round_attempt and not is_refused and not is_behind
 
 
-def _decline(state: SessionState, cursor: RoundAttempt, reason: DeclineReason) -> Step:
-    state = replace(state, declined=(cursor, reason))
-    commands: tuple[Command, ...] = (Note("declined", cursor, reason.value),)
+def _decline(state: SessionState, round_attempt: RoundAttempt, reason: DeclineReason) -> Step:
+    state = replace(state, declined=(round_attempt, reason))
+    commands: tuple[Command, ...] = (Note("declined", round_attempt, reason.value),)
     if state.welcomed:
-        commands = (Send(Decline(**state.addressed(cursor), reason=reason)), *commands)
+        commands = (Send(Decline(**state.addressed(round_attempt), reason=reason)), *commands)
     return state, commands
 
 

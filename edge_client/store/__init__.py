@@ -1,1 +1,1 @@
-"""What survives a power cut: private state, generations, snapshot, cohort secret."""
+"""The data that survives a power cut: private state, generations, snapshot, cohort secret."""

@@ -1,7 +1,7 @@
 """The cohort's secret: 32 random bytes that all devices of a federation have and the coordinator never sees.
 
-The private networks of all devices start from it (design §5). People carry it from the first box to the others as a code, which is the
-secret and a checksum, in letters that can be read aloud; only a mark leaves the box, by which equal secrets are told from others.
+The private networks of all devices start from it (design §5). People carry it from the first device to the others as a code, which is the
+secret and a checksum, in letters that can be read aloud; only a mark leaves the device, by which equal secrets are recognised.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def join(store: PrivateStore, code: str) -> bool:
     """Put the secret that a code holds into the store; False when it was there already.
 
     Raises:
-        CohortError: no such code.
+        CohortError: the text is not a cohort code.
         StoreError: another secret is here, or private networks of this store have started without it.
     """
     secret = secret_of(code)
@@ -88,7 +88,7 @@ def secret_of(code: str) -> bytes:
 
 
 def mark_of(secret: bytes, federation: str) -> str:
-    """What a device shows of its secret: equal for equal secrets of a federation, 32 hex digits.
+    """The mark of a secret that a device publishes: equal for equal secrets of a federation, 32 hex digits.
 
     An HMAC of 256 random bits can't be inverted or tried out, and the federation's name in it keeps two federations of the same
     secret apart.

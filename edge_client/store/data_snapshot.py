@@ -1,6 +1,6 @@
 """The data snapshot of a round: which files, with which content, in which split. Torch-free.
 
-Accepting a round fixes its snapshot; the round and every repeat of it use only that, however the folder grows meanwhile.
+Accepting a round fixes its snapshot; the round and every repeat of it use only that, even if the folder grows meanwhile.
 """
 
 from __future__ import annotations

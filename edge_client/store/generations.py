@@ -3,11 +3,11 @@
     generations/<n>/state.safetensors   tensors named slot/part/name, e.g. personal/extractor/conv1.weight
     generations/<n>/snapshot.json       the data that the round was trained on
     generations/<n>/update.bin          the outbox: the packed update of the round, where there is one
-    generations/<n>/state.json          cursor, spec, scores, and the sha256 of each file above
+    generations/<n>/state.json          round attempt (key "cursor"), spec, scores, and the sha256 of each file above
     CURRENT                             the number of the generation that counts
 
 A crash before the rename leaves the old generation in force; a crash after it leaves the new one. A newest generation
-that fails its checksums falls back to the one before it. A disk that does not answer is no damage: falling back for it would
+that fails its checksums falls back to the one before it. A disk that does not answer is not treated as damage: falling back would
 train a round twice.
 """
 
@@ -17,11 +17,12 @@ import hashlib
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 from safetensors.numpy import load as load_safetensors
 from safetensors.numpy import save as save_safetensors
 
@@ -44,7 +45,7 @@ class OutboxEntry:
         artifact: sha256 of the update's bytes, in hex.
     """
 
-    cursor: RoundAttempt
+    round_attempt: Annotated[RoundAttempt, Field(alias="cursor")]
     artifact: str
     size: int
 
@@ -55,13 +56,13 @@ class Generation:
 
     Attributes:
         number: counts up with every commit.
-        cursor: the round attempt that was trained last.
+        round_attempt: the round attempt that was trained last.
         spec: digest of the spec it belongs to.
         scores: figures that outlive the round, e.g. the best validation accuracy.
     """
 
     number: int
-    cursor: RoundAttempt
+    round_attempt: Annotated[RoundAttempt, Field(alias="cursor")]
     spec: str
     snapshot: str
     scores: Mapping[str, float]
@@ -71,7 +72,7 @@ class Generation:
 
 _GENERATION = TypeAdapter(Generation)
 _DAMAGE = (FileNotFoundError, ValueError, KeyError, TypeError)
-"""What a description or a file raises that is not as it was written; any other OSError is the disk's."""
+"""The errors of a description or a file that was altered; any other OSError is the disk's."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class StoredState:
 class NewGeneration:
     """Everything that one commit makes durable together."""
 
-    cursor: RoundAttempt
+    round_attempt: RoundAttempt
     spec: str
     slots: Mapping[str, PartArrays]
     snapshot: Snapshot
@@ -101,7 +102,9 @@ class Generations:
         self._root = root
         self._folder = root / "generations"
         self._pointer = root / "CURRENT"
-        self._verified: tuple[int | None, Generation] | None = None  # what CURRENT held, and what was found for it
+        self._verified: tuple[int | None, Generation] | None = (
+            None  # the content of CURRENT, and the generation found for it
+        )
 
     def newest(self) -> Generation | None:
         """The newest committed generation, from its description alone; for the agent's loop, which hashes no state.
@@ -124,7 +127,7 @@ class Generations:
         return self.current()[0]
 
     def current(self) -> tuple[Generation | None, tuple[str, ...]]:
-        """The newest committed generation that passes its checksums, and what was wrong with newer ones.
+        """The newest committed generation that passes its checksums, and the problems of newer ones.
 
         Raises:
             StoreDamagedError: something was committed, and no generation is whole.
@@ -160,7 +163,7 @@ class Generations:
         return StoredState(generation, _split_names(load_safetensors(payload)))
 
     def update_path(self, generation: Generation) -> Path:
-        """Where the outbox of a generation lies."""
+        """The path of a generation's outbox."""
         return self._path(generation.number) / "update.bin"
 
     def update_bytes(self, generation: Generation) -> bytes:
@@ -179,9 +182,11 @@ class Generations:
         outbox = None
         if new.update is not None:
             files["update.bin"] = new.update
-            outbox = OutboxEntry(new.cursor, artifact_id(new.update), len(new.update))
+            outbox = OutboxEntry(new.round_attempt, artifact_id(new.update), len(new.update))
         checksums = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
-        generation = Generation(number, new.cursor, new.spec, new.snapshot.digest, dict(new.scores), outbox, checksums)
+        generation = Generation(
+            number, new.round_attempt, new.spec, new.snapshot.digest, dict(new.scores), outbox, checksums
+        )
         self._write(generation, files)
         replace_durably(self._pointer, f"{number}\n")
         self._prune({number} if before is None else {number, before.number})
@@ -194,7 +199,7 @@ class Generations:
         unfinished.mkdir(mode=0o700)
         for name, data in files.items():
             write_durably(unfinished / name, data)
-        described = {"format": GENERATION_FORMAT, **asdict(generation)}
+        described = {"format": GENERATION_FORMAT, **_GENERATION.dump_python(generation, by_alias=True)}
         body = json.dumps(described, sort_keys=True).encode()
         check = hashlib.sha256(body).hexdigest()
         write_durably(unfinished / "state.json", body + b"\n" + check.encode() + b"\n")
@@ -203,7 +208,7 @@ class Generations:
         fsync_path(self._folder)
 
     def _read(self, number: int) -> Generation | Exception:
-        """A generation that passes its checksums, or what is wrong with it."""
+        """A generation that passes its checksums, or the error in it."""
         try:
             generation = self._described(number)
             for name, expected in generation.checksums.items():
@@ -231,7 +236,7 @@ class Generations:
         return [number for number in numbers if pointed is None or number <= pointed]
 
     def _pointed(self) -> int | None:
-        """What CURRENT holds; None when that is no number.
+        """The number in CURRENT; None when it holds none.
 
         Raises:
             FileNotFoundError: nothing was committed yet.

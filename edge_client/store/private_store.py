@@ -1,4 +1,4 @@
-"""The private store: one folder (0700) with all that a box keeps to itself between rounds. Torch-free.
+"""The private store: one folder (0700) with all private data that a device keeps between rounds. Torch-free.
 
 format.json     the format version, and whose store it is
 lock            held by the agent; trainer.lock is held by its training process
@@ -10,7 +10,7 @@ seen.json       highest (epoch, round, attempt) of a broadcast
 coordinator.json  the coordinator's key that counts, once it was replaced
 delivered.json  receipts that ended outbox entries
 finalised.json  the outcome of the federation      models/      exported models
-events.jsonl    see `events`
+events.jsonl    see `fedcg.event_log`
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ PARTIAL_BYTES = 2 * MAX_ARTIFACT_BYTES
 
 @dataclass(frozen=True)
 class DeliveryRecord:
-    """How an update ended."""
+    """The end of an update."""
 
     artifact: str
     round: int
@@ -193,7 +193,7 @@ class PrivateStore:
         return (epoch, round_number, attempt)
 
     def save_seen(self, highest: Position) -> None:
-        """Remember the highest broadcast admitted."""
+        """Store the highest broadcast admitted."""
         _write_json(self.root / "seen.json", {"highest": highest})
 
     def pinned_key(self, enrolled: VerifyKey) -> PinnedKey:
@@ -207,7 +207,7 @@ class PrivateStore:
             raise _damaged(self.root / "coordinator.json") from error
 
     def save_pinned_key(self, enrolled: VerifyKey, pinned: PinnedKey) -> None:
-        """Remember the coordinator's key that counts."""
+        """Store the coordinator's key that counts."""
         values = {"enrolled": enrolled.hex, "key": pinned.key.hex, "serial": pinned.serial}
         _write_json(self.root / "coordinator.json", values)
 
@@ -216,7 +216,7 @@ class PrivateStore:
         return tuple(DeliveryRecord(**entry) for entry in _read_json(self.root / "delivered.json").get("entries", ()))
 
     def save_delivery(self, record: DeliveryRecord) -> None:
-        """Remember a receipt: this ends the outbox entry."""
+        """Store a receipt: this ends the outbox entry."""
         entries = [asdict(entry) for entry in (*self.deliveries(), record)][-RECEIPTS_KEPT:]
         _write_json(self.root / "delivered.json", {"entries": entries})
 
@@ -228,11 +228,11 @@ class PrivateStore:
         return None if generation.outbox.artifact in ended else generation.outbox
 
     def finalised(self) -> dict[str, Any]:
-        """What the end of the federation brought; empty before it."""
+        """The outcome of the federation; empty before its end."""
         return _read_json(self.root / "finalised.json")
 
     def save_finalised(self, outcome: dict[str, Any]) -> None:
-        """Remember what the end of the federation brought."""
+        """Store the outcome of the federation."""
         _write_json(self.root / "finalised.json", outcome)
 
     def prune_artifacts(self, kept: set[str]) -> None:
@@ -241,7 +241,7 @@ class PrivateStore:
 
 
 def _secret(path: Path) -> bytes | None:
-    """The secret in a file of ours, or None when there is no such file; anything else is an error, never a new secret."""
+    """The secret in a file of the store, or None when there is no such file; anything else is an error, never a new secret."""
     try:
         path.chmod(0o600)
         value = path.read_bytes()
@@ -255,10 +255,10 @@ def _secret(path: Path) -> bytes | None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """A small JSON file of ours; only an absent one counts as empty.
+    """A small JSON file of the store; only an absent one counts as empty.
 
     Raises:
-        StoreError: it is there and can't be read, or does not hold what we wrote: an empty one in its place would start the
+        StoreError: it is there and can't be read, or its content is damaged: an empty one in its place would start the
             order of broadcasts anew, or trust a key that was rotated away.
     """
     try:

@@ -1,4 +1,4 @@
-"""How good a personal model is on this box, and which of two is better. For this box's eyes only. Uses torch."""
+"""The quality of a personal model on this device, and the better one of two. Never sent. Uses torch."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Measured:
     """Accuracies in [0, 1] of one personal model; None where there are no images to measure on.
 
     Attributes:
-        val: on the validation split; it alone decides which model is better, with `val_loss` between equals.
-        test: on this box's held-out images.
+        val: on the validation split; it alone decides between two models, with `val_loss` between equals.
+        test: on this device's held-out images.
         common: on the balanced set that all clients of a demo share.
     """
 
@@ -36,7 +36,7 @@ class Measured:
         return other is None or is_preferred(self.val, self.val_loss, other.val, other.val_loss)
 
     def as_scores(self, prefix: str) -> dict[str, float]:
-        """The known figures, by name, to be kept with a generation."""
+        """The measured figures, by name, to be kept with a generation."""
         named = {"val": self.val, "val_loss": self.val_loss, "test": self.test, "common": self.common}
         return {f"{prefix}.{name}": value for name, value in named.items() if value is not None}
 

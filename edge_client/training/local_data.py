@@ -1,8 +1,8 @@
-"""This box's images for a round: decoded once, split by content, held to the round's snapshot. Uses torch.
+"""This device's images for a round: decoded once, split by content, held to the round's snapshot. Uses torch.
 
 Where the source has `train/` and `test/`, `test/` is the held-out set and `train/` is split 90/10 into train and val, unless
 there is a `val/` too; otherwise everything is split 80/10/10. The split goes by content hash, so growing data never moves an
-image. What can't be decoded is in no split and no snapshot.
+image. A file that can't be decoded is in no split and no snapshot.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fedcg.learning.image_set import FileEntry, ImageSet, SkippedImage
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.messages.messages import DeclineReason
 
-# Shares of what the source does not split itself, by the splits that it brings.
+# Shares of the images that the source does not split itself, by the splits that it has.
 SHARES = {
     frozenset[str](): {"train": 0.8, "val": 0.1, "test": 0.1},
     frozenset({"test"}): {"train": 0.9, "val": 0.1},
@@ -51,7 +51,7 @@ class LocalData:
     """The data folder of one device.
 
     Args:
-        root: this box's images, in any form that `read_images` takes.
+        root: this device's images, in any form that `read_images` takes.
         common: folder with a balanced test set that all clients of a demo share, or None.
         store: keeps the snapshot of the round that was accepted last.
         on_skipped: gets the images that could not be decoded, whenever the source was read for a new snapshot.

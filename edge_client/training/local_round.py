@@ -53,11 +53,11 @@ BEST_SLOTS = ("best", "best_shadow")
 
 @dataclass(frozen=True)
 class Workplace:
-    """What all local work shares.
+    """The context of all local work.
 
     Attributes:
         place: torch device; `threads` of torch on the CPU.
-        batch_scale: share of the spec's batch size that fits this box.
+        batch_scale: share of the spec's batch size that fits this device.
         working: called at every step.
     """
 
@@ -72,7 +72,7 @@ class Workplace:
     working: Callable[[], None] = lambda: None
 
     def sized(self, spec: FederationSpec) -> FederationSpec:
-        """The spec with the batch size that fits this box; the same spec where the whole batch does."""
+        """The spec with the batch size that fits this device; the same spec where the whole batch does."""
         batch = spec.params.get("batch_size")
         if self.batch_scale >= 1.0 or not isinstance(batch, int):
             return spec
@@ -85,7 +85,7 @@ class Workplace:
 
 @dataclass(frozen=True)
 class _Start:
-    """Where a round starts from: the stored state, or the initial weights."""
+    """The start of a round: the stored state, or the initial weights."""
 
     personal: ClientState
     shadow: ClientState | None
@@ -127,7 +127,7 @@ def decode_aggregate(store: PrivateStore, spec: FederationSpec, method: Method, 
 
 
 def as_aggregate(decoded: Artifact) -> Aggregate:
-    """A decoded aggregate as a method takes it."""
+    """A decoded aggregate in the form that a method takes."""
     return Aggregate(to_weights(decoded.parts), decoded.header.label_distribution)
 
 
@@ -136,7 +136,7 @@ def train_round(work: Workplace, command: TrainRound) -> Generation:
 
     Raises:
         RoundError: it can't be done here; nothing was changed.
-        FirewallError: the update may not leave this box; nothing was changed.
+        FirewallError: the update may not leave this device; nothing was changed.
         CodecError: the spec's codec can't hold it; nothing was changed.
         DivergedError: the training diverged; nothing was changed.
         WireError: the aggregate is not usable.
@@ -145,10 +145,10 @@ def train_round(work: Workplace, command: TrainRound) -> Generation:
     stored = work.store.generations.load()
     if stored is not None and stored.generation.spec != spec.digest:
         raise RoundError(DeclineReason.SPEC_REFUSED, "the private state belongs to another spec")
-    if stored is not None and command.cursor <= stored.generation.cursor:
+    if stored is not None and command.round_attempt <= stored.generation.round_attempt:
         return stored.generation  # committed before a crash: never trained twice
     started = work.clock()
-    attempt = command.cursor
+    attempt = command.round_attempt
     progress = ProgressEvents(work.events, attempt, os.getpid(), work.clock, work.working)
     progress("load", 0, 1)
     data = work.data.for_round(spec, attempt.round)
@@ -209,7 +209,7 @@ def _train_shadow(
 
 
 def _commit(work: Workplace, command: TrainRound, spec: FederationSpec, done: _Outcome) -> Generation:
-    personal, attempt = done.result.private.parts, command.cursor
+    personal, attempt = done.result.private.parts, command.round_attempt
     done.ctx.progress("evaluate", 0, 1)
     common = work.data.common_test(spec)
     own = measure(spec, personal, done.data, common, work.place)
@@ -240,7 +240,7 @@ def _commit(work: Workplace, command: TrainRound, spec: FederationSpec, done: _O
             slots[slot] = personal_parts(parts)
             scores |= {**measured.as_scores(slot), f"{slot}.round": float(attempt.round)}
     new = NewGeneration(
-        cursor=attempt,
+        round_attempt=attempt,
         spec=spec.digest,
         slots={name: to_arrays(parts) for name, parts in slots.items()},
         snapshot=done.data.snapshot,

@@ -1,4 +1,4 @@
-"""The commands that the agent gives the training process, and its reports. Torch-free."""
+"""The agent's commands to the training process, and its reports. Torch-free."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fedcg.worker_process import Exited
 
 @dataclass(frozen=True)
 class Ready:
-    """Report: torch is loaded, work can come."""
+    """Report: torch is loaded; the process takes commands."""
 
     pid: int
 
@@ -20,14 +20,14 @@ class Ready:
 class Committed:
     """Report: the round is durable; the store holds the result."""
 
-    cursor: RoundAttempt
+    round_attempt: RoundAttempt
 
 
 @dataclass(frozen=True)
 class Failed:
     """Report: the round can't be trained; nothing was changed."""
 
-    cursor: RoundAttempt
+    round_attempt: RoundAttempt
     reason: DeclineReason
     detail: str
 

@@ -1,11 +1,11 @@
-"""The end of a federation on one box: choose the personal model by validation, export it, measure it. Uses torch.
+"""The end of a federation on one device: choose the personal model by validation, export it, measure it. Uses torch.
 
-Five candidates: `own`, the personal model of the best validation round; `downloaded`, the latest personal model with whatever of it
-the final aggregate brings in its place; `tuned`, the downloaded one after one local pass; `interpolated`, the mean of the latest
+Five candidates: `own`, the personal model of the best validation round; `downloaded`, the latest personal model with the parts
+that the final aggregate holds taken from it; `tuned`, the downloaded one after one local pass; `interpolated`, the mean of the latest
 and the downloaded weights; `averaged`, the mean of the latest and the tuned weights. All are measured alike, on the same validation
-images, by their calibrated loss; the least loss is exported. Accuracy on some 200 validation images cannot tell candidates apart
+images, by their calibrated loss; the least loss is exported. Accuracy on some 200 validation images cannot distinguish candidates
 that differ by one to three points, and favours `own`, which is the most accurate of as many rounds there as the federation has;
-the loss has less noise. Test and common images are measured for the record and have no part in the choice.
+the loss has less noise. Test and common images are measured for the record and do not influence the choice.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fedcg.wire.parts import Part
 
 @dataclass(frozen=True)
 class Candidate:
-    """A personal model that could be served.
+    """A candidate for the personal model to serve.
 
     Attributes:
         loss: its calibrated loss on the validation images; None without such images.
@@ -71,7 +71,7 @@ def choose_model(work: Workplace, command: ChooseModel) -> Outcome:
 
 def _choose(work: Workplace, command: ChooseModel, stored: StoredState) -> Outcome:
     spec, method = load_spec(work.store, command.spec)
-    # The round after the last one: the same snapshot as before unless images came or went since.
+    # The round after the last one: the same snapshot as before unless images were added or removed since.
     data = work.data.for_round(spec, spec.rounds + 1)
     common = work.data.common_test(spec)
     work.working()
@@ -85,7 +85,7 @@ def _choose(work: Workplace, command: ChooseModel, stored: StoredState) -> Outco
     shadow = Measured.from_scores(scores, "best_shadow")
     outcome: Outcome = {
         "candidate": chosen.name,
-        "round": stored.generation.cursor.round,
+        "round": stored.generation.round_attempt.round,
         "best_round": int(scores["best.round"]),
         "accuracy_personal": chosen.measured.test,
         "accuracy_common_personal": chosen.measured.common,
@@ -101,7 +101,7 @@ def _choose(work: Workplace, command: ChooseModel, stored: StoredState) -> Outco
     if work.config.export.enabled:
         work.working()
         exported = export_model(
-            work, spec, stored.generation.cursor.round, chosen.parts, chosen.measured, data.snapshot, last=True
+            work, spec, stored.generation.round_attempt.round, chosen.parts, chosen.measured, data.snapshot, last=True
         )
         outcome |= exported | {"accuracy_common_onnx": common_accuracy(work, spec, Path(str(exported["model_dir"])))}
     return outcome

@@ -1,4 +1,4 @@
-"""A box's personal model to its versions of ONNX models: after a round that made it better, and at the end. Uses torch."""
+"""A device's personal model to its versions of ONNX models: after a round that made it better, and at the end. Uses torch."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ def export_best(work: Workplace) -> None:
         ExportError: it can't be exported; the version in use stays.
     """
     stored = work.store.generations.load()
-    if stored is None or int(stored.generation.scores["best.round"]) != stored.generation.cursor.round:
+    if stored is None or int(stored.generation.scores["best.round"]) != stored.generation.round_attempt.round:
         return
     generation = stored.generation
     spec, _ = load_spec(work.store, generation.spec)
     measured = Measured.from_scores(generation.scores, "best")
     parts = to_weights(stored.slots["best"])
     snapshot = work.store.generations.snapshot(generation)
-    outcome = export_model(work, spec, generation.cursor.round, parts, measured, snapshot)
-    work.events.write("exported", round=generation.cursor.round, **outcome)
+    outcome = export_model(work, spec, generation.round_attempt.round, parts, measured, snapshot)
+    work.events.write("exported", round=generation.round_attempt.round, **outcome)
 
 
 def export_model(
@@ -52,19 +52,19 @@ def export_model(
     *,
     last: bool = False,
 ) -> Outcome:
-    """Export a personal model and put it in use, unless the one in use is better on this box's test images.
+    """Export a personal model and put it in use, unless the one in use is better on this device's test images.
 
     Args:
-        work: the box.
+        work: the context of the device's local work.
         spec: the federation's spec.
         round_number: the round the weights come from.
         parts: extractor and classifier.
-        measured: how good they are, for the manifest.
-        snapshot: which images are whose.
+        measured: their accuracies, for the manifest.
+        snapshot: the images of each split.
         last: also try variants, where the configuration asks for them.
 
     Returns:
-        What is in use now, for the events; `gate` is the reason why the new model is not.
+        The version in use now, for the events; `gate` is the reason why the new model is not.
 
     Raises:
         ExportError: it can't be exported; the version in use stays.

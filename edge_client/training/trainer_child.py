@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 
 def trainer_main(connection: Connection, config: AgentConfig) -> None:
-    """Carry out the agent's commands until the agent is gone; a half-done round leaves nothing behind."""
+    """Carry out the agent's commands until the agent is gone; an unfinished round leaves nothing behind."""
     store = PrivateStore.open(config.store, config.federation, config.device)
     events = EventLog(config.store / "events.jsonl", time.time)
     with store.locked("trainer.lock", wait_s=LOCK_WAIT_S):
@@ -109,7 +109,7 @@ class Trainer:
 
     def _train(self, command: TrainRound) -> TrainerReport:
         if self._obstacle is not None:
-            return Failed(command.cursor, DeclineReason.NOT_ELIGIBLE, self._obstacle)
+            return Failed(command.round_attempt, DeclineReason.NOT_ELIGIBLE, self._obstacle)
         try:
             generation = train_round(self._work, command)
         except Exception as error:  # noqa: BLE001 - a run loop: one round's failure must not end the process
@@ -117,9 +117,9 @@ class Trainer:
                 self._give_up(command, error)
             reason = reason_for(error)
             if reason is DeclineReason.TRAINING_FAILED and not isinstance(error, EdgeError | OSError):
-                _log.exception("%s failed on %s", command.cursor, self._work.config.device)
-            return Failed(command.cursor, reason, self._explain(error))
-        return Committed(generation.cursor)
+                _log.exception("%s failed on %s", command.round_attempt, self._work.config.device)
+            return Failed(command.round_attempt, reason, self._explain(error))
+        return Committed(generation.round_attempt)
 
     def afterwards(self, report: TrainerReport) -> None:
         """Export the personal model after a round that made it better; the round's report is already sent."""
@@ -130,8 +130,8 @@ class Trainer:
             export_best(self._work)
         # A full disk, too, must not end the process: the next round tries again.
         except (ExportError, LearningError, OSError) as error:
-            self._events.write("export_failed", round=report.cursor.round, detail=str(error))
-            _log.warning("the model of round %d is not exported: %s", report.cursor.round, error)
+            self._events.write("export_failed", round=report.round_attempt.round, detail=str(error))
+            _log.warning("the model of round %d is not exported: %s", report.round_attempt.round, error)
 
     def _explain(self, error: Exception) -> str:
         advice = f". {advice_for(error, self._work.store.root)}" if isinstance(error, OSError) else ""
@@ -139,7 +139,7 @@ class Trainer:
 
     def _give_up(self, command: TrainRound, error: Exception) -> None:
         """End the process: in this one every further call of the GPU fails. The agent starts another."""
-        at = command.cursor
+        at = command.round_attempt
         self._events.write("card_failed", round=at.round, attempt=at.attempt, pid=os.getpid(), detail=str(error))
         os._exit(BROKEN_EXIT)
 
@@ -156,10 +156,10 @@ class Trainer:
 
 
 def reason_for(error: Exception) -> DeclineReason:
-    """The closed-set reason that goes to the coordinator; the error's text never leaves the box."""
+    """The closed-set reason that goes to the coordinator; the error's text never leaves the device."""
     if isinstance(error, RoundError):
         return error.reason
-    if isinstance(error, DivergedError | CodecError):  # a codec refuses numbers that no sound training comes to
+    if isinstance(error, DivergedError | CodecError):  # a codec refuses numbers that sound training does not produce
         return DeclineReason.DIVERGED
     if isinstance(error, FirewallError):
         return DeclineReason.UPLOAD_NOT_ALLOWED

@@ -1,4 +1,4 @@
-"""The training process as the agent sees it: started, given work, replaced when it dies. Torch-free; only the child imports torch."""
+"""The agent's handle on the training process: starts it, gives it work, replaces it when it dies. Torch-free; only the child imports torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fedcg.worker_process import WorkerProcess
 
 
 class TrainerHandle(Protocol):
-    """A training process, or what a test puts in its place."""
+    """A training process, or its substitute in a test."""
 
     def start(self) -> int:
         """Start (again) and return the process id; reports come through the callback given at construction."""
@@ -23,7 +23,7 @@ class TrainerHandle(Protocol):
         """Hand the process its next command."""
 
     def stop(self) -> None:
-        """End the process, if it runs; what it had not committed is repeated another time."""
+        """End the process, if it runs; work that it had not committed is repeated later."""
 
 
 def trainer_process(config: AgentConfig, deliver: Callable[[TrainerReport], None]) -> WorkerProcess:

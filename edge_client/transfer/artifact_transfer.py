@@ -1,4 +1,4 @@
-"""The artifacts of a device on their way: the update up, spec and aggregates down, over the carrier that is configured."""
+"""Transfers of a device's artifacts: the update up, spec and aggregates down, over the configured carrier."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from fedcg.wire.transfer.chunks import Chunk
 
 
 class Reporter(Protocol):
-    """Writes lines about what is refused, and about errors of the disk."""
+    """Reports refused messages and errors of the disk."""
 
-    def noting(self, refused: str) -> AbstractContextManager[None]:
-        """Write a line about the error that ends the context."""
+    def recording_errors(self, refused: str) -> AbstractContextManager[None]:
+        """Record an error that ends the context."""
         ...
 
     def refuse(self, what: str, error: Exception) -> None:
-        """Something that came is not used."""
+        """Count something received that is not used."""
         ...
 
-    def stumble(self, what: str, error: OSError) -> None:
-        """The disk failed at something."""
+    def disk_failed(self, what: str, error: OSError) -> None:
+        """Report that the disk failed during an action."""
         ...
 
 
@@ -48,7 +48,7 @@ class ArtifactCarrier(Protocol):
         """Send chunks of the update."""
 
     def fetch(self, ref: ArtifactRef, ranges: Ranges) -> None:
-        """Have chunks of an artifact sent."""
+        """Ask for chunks of an artifact."""
 
     @property
     def is_sending(self) -> bool:
@@ -66,7 +66,7 @@ class ArtifactTransfer:
         carrier: moves chunks.
         window: what one download may have under way; None for no bound.
         max_bytes: of the largest artifact that is fetched.
-        reporter: writes down what fails.
+        reporter: records failures.
         events: the event log.
     """
 
@@ -86,7 +86,7 @@ class ArtifactTransfer:
         self._events = events
 
     def start(self) -> None:
-        """Begin to carry; what was left by transfers of long ago is deleted."""
+        """Begin to carry; files of expired transfers are deleted."""
         self._store.partials.collect()
         self._carrier.start()
 
@@ -95,7 +95,7 @@ class ArtifactTransfer:
         self._carrier.close()
 
     def close(self) -> None:
-        """Let go of all files; what came stays on disk."""
+        """Close all files; received chunks stay on disk."""
         self._downloads.close()
 
     # Up
@@ -121,7 +121,7 @@ class ArtifactTransfer:
         return self._downloads.are_pending
 
     def want(self, downloads: tuple[Wanted, ...], now: float) -> None:
-        """From now on exactly these are wanted.
+        """Replace the wanted downloads by these.
 
         Raises:
             TooLargeError: one is over its bound; nothing is fetched.
@@ -140,14 +140,14 @@ class ArtifactTransfer:
     def keep_completed(self, state: SessionState, now: float) -> Event | None:
         """Take over a download that has become complete."""
         download = None
-        with self._reporter.noting("download"):
+        with self._reporter.recording_errors("download"):
             download = self._downloads.completed(now)
         return None if download is None else self._keep(download, state, now)
 
     def ask(self, now: float) -> Event | None:
-        """Ask for what is missing; an event when nothing of it comes."""
+        """Ask for missing chunks; returns an event when none of them comes."""
         is_silent = False
-        with self._reporter.noting("download"):
+        with self._reporter.recording_errors("download"):
             for ref, ranges in list(self._downloads.needs(now)):
                 self._carrier.fetch(ref, ranges)
             is_silent = self._carrier.is_answered_in_session and self._downloads.is_silent(now)
@@ -163,7 +163,7 @@ class ArtifactTransfer:
             self._reporter.refuse("spec", error)
         except OSError as error:
             self._downloads.failed(download.artifact, now)  # a full disk: tried again when there is room
-            self._reporter.stumble("a download", error)
+            self._reporter.disk_failed("a download", error)
             return None
         self._downloads.kept(download.artifact)
         self._events.write(

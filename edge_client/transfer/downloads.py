@@ -1,6 +1,6 @@
-"""Downloads under way: chunks go to disk as they come, what is missing is asked for, and silence is noticed.
+"""Downloads under way: chunks go to disk as they arrive, missing ones are asked for, and silence is noticed.
 
-What a killed agent had received is found again (`fedcg.wire.transfer.partial_files`). A disk that is full or broken pauses a download.
+Chunks that a killed agent had received are found again (`fedcg.wire.transfer.partial_files`). A disk that is full or broken pauses a download.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Downloads:
         return bool(self._active)
 
     def want(self, downloads: tuple[Wanted, ...], now: float) -> None:
-        """From now on exactly these are wanted; what has come of them already is kept.
+        """Replace the wanted downloads by these; chunks of them that were received already are kept.
 
         Raises:
             TooLargeError: a spec larger than any real one, or an aggregate above the bound; nothing is fetched.
@@ -159,7 +159,7 @@ class Downloads:
         download.not_before = now + DISK_PATIENCE_S
 
     def needs(self, now: float) -> Iterator[tuple[ArtifactRef, Ranges]]:
-        """What to ask the coordinator for now: artifact and chunk ranges.
+        """The next request to the coordinator: artifact and chunk ranges.
 
         Raises:
             OSError: the disk failed; the download pauses.
@@ -175,7 +175,7 @@ class Downloads:
                 yield download.wanted.ref, ranges
 
     def is_silent(self, now: float) -> bool:
-        """Whether something asked for has not moved for a while; asking counts anew afterwards."""
+        """Whether a requested download has not moved for a while; the time is measured anew afterwards."""
         silent = [
             download
             for download in self._active.values()
@@ -187,12 +187,12 @@ class Downloads:
         return bool(silent)
 
     def close(self) -> None:
-        """Let go of all files; what came stays on disk."""
+        """Close all files; received chunks stay on disk."""
         for download in self._active.values():
             self._close(download)
 
     def _receiver(self, download: _Download, now: float) -> DurableReceiver | None:
-        """The files of a download, opened when they are needed first; None while the disk is not trusted."""
+        """The files of a download, opened at their first use; None while the disk is paused after an error."""
         if now < download.not_before:
             return None
         if download.receiver is None:

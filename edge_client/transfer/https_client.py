@@ -1,7 +1,7 @@
-"""Carries artifacts between this box and its coordinator over HTTPS: down by `Range`, up by `Content-Range`.
+"""Carries artifacts between this device and its coordinator over HTTPS: down by `Range`, up by `Content-Range`.
 
-Mutual TLS 1.3 with the device's own certificate, one connection per direction, kept for as long as it works. There is no window:
-what is missing of an artifact is fetched or put as a whole, and after a failure the rest of it.
+Mutual TLS 1.3 with the device's own certificate, one connection per direction, kept while it works. There is no window:
+the missing part of an artifact is fetched or put as a whole, and after a failure the rest of it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from fedcg.wire.transport.mqtt_config import TlsFiles
 CONNECT_S = 10.0
 JOIN_S = 2.0
 SEND_BYTES = 16 * 1024
-"""Handed to the connection at once: so much must get through within `STALL_S`."""
+"""Bytes handed to the connection at once: they must get through within `STALL_S`."""
 MAX_REFUSAL_BYTES = 4096
 _log = logging.getLogger(__name__)
 SourceT = TypeVar("SourceT")
@@ -51,7 +51,7 @@ class HttpsCarrier:
         events: the event log; gets a line when the carrier fails and when it works again.
     """
 
-    is_answered_in_session = False  # what does not come is asked for again, ever more slowly
+    is_answered_in_session = False  # chunks that do not come are asked for again, with longer and longer pauses
 
     def __init__(self, url: str, tls: TlsFiles, deliver: Callable[[Chunk], None], events: EventLog) -> None:
         self._deliver = deliver
@@ -67,7 +67,7 @@ class HttpsCarrier:
         self._down.start()
 
     def close(self) -> None:
-        """Stop soon; what came is kept by whoever took it."""
+        """Stop soon; received chunks were delivered already."""
         self._up.close()
         self._down.close()
 
@@ -104,7 +104,7 @@ class HttpsCarrier:
 
 
 class Direction(Generic[SourceT]):
-    """What waits for one connection, and the thread that carries it, one artifact after the other.
+    """The artifacts that wait for one connection, and the thread that carries them, one after the other.
 
     An artifact that waits or is under way is not taken twice, and a failure forgets it: the side that misses it asks again, ever
     more slowly when nothing comes.
@@ -136,7 +136,7 @@ class Direction(Generic[SourceT]):
         self._thread.start()
 
     def close(self) -> None:
-        """Stop at once; what was not carried is forgotten."""
+        """Stop at once; artifacts that were not carried are forgotten."""
         with self._filled:
             self._closing = True
             self._filled.notify()
@@ -201,7 +201,7 @@ def check_ready(url: str, tls: TlsFiles) -> None:
     """Ask the coordinator's listener whether it lets this device in.
 
     Raises:
-        TransportError, OSError, HTTPException: it does not answer, or refuses; says why.
+        TransportError, OSError, HTTPException: it does not answer, or refuses, with the reason.
     """
     with contextlib.closing(Line(url, tls)) as line:
         line.ready()
@@ -217,7 +217,7 @@ class Line:
         self._connection: http.client.HTTPSConnection | None = None
 
     def hang_up(self) -> None:
-        """Make whoever waits for the network stop soon."""
+        """Make a thread that waits for the network stop soon."""
         connection = self._connection
         secured = None if connection is None else connection.sock
         if secured is not None:
@@ -225,7 +225,7 @@ class Line:
                 socket.socket.shutdown(secured, socket.SHUT_RDWR)  # not TLS's own, which another thread may be using
 
     def close(self) -> None:
-        """Let go of the connection; the next request makes a new one."""
+        """Close the connection; the next request makes a new one."""
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
@@ -252,7 +252,7 @@ class Line:
         self._exchange(ask, lambda response: None)
 
     def get(self, ref: ArtifactRef, first: int, count: int, deliver: Callable[[Chunk], None]) -> None:
-        """Get chunks of an artifact and deliver each as soon as it is here."""
+        """Get chunks of an artifact and deliver each as soon as it is received."""
         span = span_of(ref, first, count)
 
         def take(response: http.client.HTTPResponse) -> None:
@@ -316,7 +316,7 @@ def _check_granted(response: http.client.HTTPResponse) -> None:
     if response.status < http.client.BAD_REQUEST:
         return
     try:
-        told = Refusal.model_validate_json(response.read(MAX_REFUSAL_BYTES)).error
+        message = Refusal.model_validate_json(response.read(MAX_REFUSAL_BYTES)).error
     except ValidationError:
-        told = response.reason
-    raise TransportError(f"the coordinator refused ({response.status}): {told}")
+        message = response.reason
+    raise TransportError(f"the coordinator refused ({response.status}): {message}")

@@ -1,1 +1,1 @@
-"""What both sides write for a device: its agent.toml. One template, because a bundle and an enrolled box must not differ."""
+"""The agent.toml of a device, which both sides write. One template, because a bundle and an enrolled device must not differ."""

@@ -28,11 +28,11 @@ def render_agent_config(
     """The text of agent.toml.
 
     Args:
-        federation: what the device joins.
+        federation: the federation that the device joins.
         device: its id.
         host: the broker's name or address.
         port: the broker's port.
-        preset: what the broker takes.
+        preset: the broker's limits.
         enrolment_url: where the certificate is renewed; None where a person brings new certificates.
         carrier_url: where artifacts can travel over HTTPS; None where the coordinator offers only MQTT.
         data: where the images are; relative to the file.

@@ -1,20 +1,20 @@
-"""Errors of the wire. Whoever refuses a message counts it under the error's `reason`.
+"""Errors of the wire. The side that refuses a message counts it under the error's `reason`.
 
 WireError
-├── MalformedError           bytes that are not what the protocol allows                        malformed
+├── MalformedError           bytes that the protocol does not allow                             malformed
 │   ├── TooLargeError            a declared or real size above its bound                        too_large
-│   ├── VersionError             a protocol version that this side does not speak               version
+│   ├── VersionError             a protocol version that this side does not support             version
 │   ├── OtherDeviceError         a message of, or for, another device than its topic's          other_device
 │   └── OtherFederationError     a message of another federation                                other_federation
 ├── CodecError               numbers that the chosen codec can't hold                           codec
 ├── SignatureError           a signature that does not verify, or an unknown sender             forged
 ├── OrderError               a message out of its order                                         order
-│   ├── ReplayError              one that was taken before, or is behind what was taken         replayed
+│   ├── ReplayError              one that was taken before, or is older than the last one      replayed
 │   ├── OldEpochError            one of a coordinator that lost its lease                       older_epoch
 │   └── OtherSessionError        one of another session, or without any                         other_session
 ├── IntegrityError           content whose sha256 or layout is not the declared one             damaged
 │   └── UnknownBaseError         a difference to an aggregate that is not at hand
-├── CapacityError            a bound of our own is taken up; the other side tries again later   capacity
+├── CapacityError            a bound of this side is taken up; the other side tries again later capacity
 └── TransportError           the link or the broker refused                                     transport
 """
 
@@ -36,7 +36,7 @@ class WireError(FedcgError):
 
 
 class MalformedError(WireError):
-    """Bytes that are not what the protocol allows."""
+    """Bytes that the protocol does not allow."""
 
     reason = "malformed"
     exit_code = BAD_INPUT
@@ -49,7 +49,7 @@ class TooLargeError(MalformedError):
 
 
 class VersionError(MalformedError):
-    """A protocol version that this side does not speak."""
+    """A protocol version that this side does not support."""
 
     reason = "version"
 
@@ -73,7 +73,7 @@ class CodecError(WireError):
 
 
 class SignatureError(WireError):
-    """A signature that does not verify (forged, or altered on the way), or a sender nobody enrolled."""
+    """A signature that does not verify (forged, or altered on the way), or a sender that is not enrolled."""
 
     reason = "forged"
 
@@ -85,7 +85,7 @@ class OrderError(WireError):
 
 
 class ReplayError(OrderError):
-    """A message that was taken before, or is behind what was taken."""
+    """A message that was taken before, or is older than the last one taken."""
 
     reason = "replayed"
 
@@ -113,7 +113,7 @@ class UnknownBaseError(IntegrityError):
 
 
 class CapacityError(WireError):
-    """A bound of our own is taken up; the other side tries again later."""
+    """A bound of this side is taken up; the other side tries again later."""
 
     reason = "capacity"
 

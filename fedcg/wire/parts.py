@@ -1,4 +1,4 @@
-"""The closed list of what can be named on the wire: parts of a model, fields of a report, layouts of tensors.
+"""The closed list of names on the wire: parts of a model, fields of a report, layouts of tensors.
 
 Everything that may cross the wire is listed here. Nothing here knows how a part is trained.
 """
@@ -32,7 +32,7 @@ class ReportField(str, Enum):
 
 
 class Health(str, Enum):
-    """How a device says it is doing; a closed set, so that free text can never leave a box."""
+    """The condition that a device reports; a closed set, so that free text can never leave a device."""
 
     OK = "ok"
     HOT = "hot"
@@ -48,7 +48,7 @@ DEFAULT_ALLOW_REPORT: frozenset[ReportField] = frozenset(
 
 TensorDtype = Literal["float32", "int64"]
 
-# Codecs by name; what each does, and the laws it keeps, is told in `codecs`.
+# Codecs by name; `codecs` describes each one and its laws.
 AggregateCodec = Literal["f32", "f16"]
 UpdateCodec = Literal["f32", "f16", "i8", "f16-delta", "i8-delta"]
 TensorCodec = Literal["f32", "f16", "i8", "f16-delta", "i8-delta", "i64"]
@@ -75,7 +75,7 @@ PartLayouts = Mapping[Part, tuple[TensorLayout, ...]]
 
 
 class Report(BaseModel):
-    """What a device may say about a local round; every field but none is required, absent means not told."""
+    """The report of a device about a local round; every field is optional, absent means not reported."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

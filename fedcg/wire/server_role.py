@@ -1,4 +1,4 @@
-"""Which server a certificate of the coordinator's authority is for, and TLS clients that talk to no other.
+"""Which server a certificate of the coordinator's authority is for, and TLS clients that accept no other.
 
 One authority certifies all of a coordinator's servers, so a valid certificate alone does not show which one answers: the
 common name does. Without this the key of one server would do for every other.

@@ -1,8 +1,8 @@
-"""Which protocol versions this program speaks, and how two sides agree on one.
+"""The protocol versions that this program supports, and how two sides agree on one.
 
-A hello lists the device's versions, a welcome picks the highest that both speak. Hello, welcome and refusal keep their form
+A hello lists the device's versions, a welcome picks the highest that both support. Hello, welcome and refusal keep their form
 for ever (`v` stays 1); only the messages of a session depend on its version. A coordinator of version N serves N and N-1, from
-version 2 on: nothing that spoke version 1 was ever deployed.
+version 2 on: no program with version 1 was ever deployed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Side = Literal["device", "coordinator"]
 
 
 def agree(device: Sequence[int]) -> int | None:
-    """The highest version that a device and this program speak, or None."""
+    """The highest version that a device and this program support, or None."""
     return max(set(device) & set(SPOKEN), default=None)
 
 
@@ -27,7 +27,7 @@ def outdated(device: Sequence[int], coordinator: Sequence[int]) -> Side:
 
 
 def explain_versions(device: Sequence[int], coordinator: Sequence[int]) -> str:
-    """Why two sides can't talk, and what to do, for people."""
+    """The reason why two sides have no version in common, and what to do, for people."""
     ours, theirs = (", ".join(map(str, sorted(side))) for side in (device, coordinator))
     what = "agent on this device" if outdated(device, coordinator) == "device" else "coordinator"
-    return f"the device speaks protocol version {ours}, the coordinator {theirs}: update the {what}"
+    return f"the device supports protocol version {ours}, the coordinator {theirs}: update the {what}"

@@ -132,7 +132,7 @@ class CommittingTrainer:
 
     def send(self, command: TrainerCommand) -> None:
         assert not isinstance(command, ChooseModel)
-        attempt = command.cursor
+        attempt = command.round_attempt
         self.update = self._world.devices["a"].make_update(attempt.round, attempt.attempt, command.aggregate)
         self._store.generations.commit(toy_generation(self._world.spec, attempt, self.update))
         threading.Thread(target=self._report, args=(Committed(attempt),), daemon=True).start()

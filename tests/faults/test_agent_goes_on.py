@@ -67,7 +67,7 @@ def test_a_link_that_shrinks_while_a_box_trains_delays_its_update_and_loses_noth
     command = training(world)
     usual, world.broker.max_payload = world.broker.max_payload, NOWHERE
     world.trainer.commit(command)
-    world.trainer.deliver(Committed(command.cursor))
+    world.trainer.deliver(Committed(command.round_attempt))
     wait_until(lambda: bool(errors(world)), "the update can't be cut")
     assert "the link takes payloads of 88 bytes" in errors(world)[0]
     world.broker.max_payload = usual

@@ -64,7 +64,7 @@ def test_a_clock_that_is_ten_years_off_is_refused_and_agent_and_doctor_name_it_a
     found = diagnosed(broker, tmp_path, now)
     for told in (error, found["broker"].detail):
         assert said in told
-        assert f"clock, which says {now:%Y-%m-%d}" in told
+        assert f"clock, which shows {now:%Y-%m-%d}" in told
         assert "timedatectl set-ntp true" in told
     for check in ("clock", "certificate", "broker"):
         assert found[check].state == "failed", found[check]

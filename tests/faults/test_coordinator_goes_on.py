@@ -11,7 +11,7 @@ import pytest
 
 from coordinator.config import RoundSettings
 from coordinator.rounds.round_engine import Phase
-from coordinator.service.service_context import Setup
+from coordinator.service.service_context import ServiceContext
 from fedcg.wire.messages.messages import DeclineReason
 from fedcg.wire.transport import mqtt
 from fedcg.wire.transport.mqtt import MqttTransport
@@ -45,11 +45,11 @@ def test_a_broker_with_too_small_packets_does_not_end_the_coordinator_which_conn
     world = world_of(make, tmp_path, clients=())
     with scripted_broker() as broker:
 
-        def setup() -> Setup:
-            given = World.setup(world)
+        def service_context() -> ServiceContext:
+            given = World.service_context(world)
             return replace(given, connect=lambda will: MqttTransport(replace(broker.config(), keepalive_s=60), will))
 
-        monkeypatch.setattr(world, "setup", setup)
+        monkeypatch.setattr(world, "service_context", service_context)
         with RunningService(world) as running:
             for _ in range(3):
                 assert broker.welcome(properties=b"\x27" + (600).to_bytes(4, "big")).next() is None

@@ -30,7 +30,7 @@ from coordinator.http.app import Beside
 from coordinator.pki.signing_keys import SigningIdentity
 from coordinator.rounds.records import AggregateRecord, FederationRecord
 from coordinator.service.service import Service
-from coordinator.service.service_context import MakeWorker, Setup
+from coordinator.service.service_context import MakeWorker, ServiceContext
 from coordinator.storage.store import Store
 from coordinator.updates.robustness import Distances
 from fedcg.event_log import EventLog
@@ -444,12 +444,12 @@ class World:
         for device in self.devices.values():
             self.store.add_device(device.name, device.key.public.hex, 1.0)
 
-    def setup(self) -> Setup:
+    def service_context(self) -> ServiceContext:
         def make_worker(settings: WorkerSettings, notify: Callable[[Any], None]) -> Any:
             self.workers.append((self.make_worker or PlainWorker)(settings, notify))
             return self.workers[-1]
 
-        return Setup(
+        return ServiceContext(
             federation=self.store.federation(self.spec.federation),
             spec=self.spec,
             store=self.store,
@@ -529,7 +529,7 @@ class RunningService:
     async def _main(self) -> None:
         loop, thread = asyncio.get_running_loop(), ThreadPoolExecutor(1, "service")
         try:
-            self._service = await loop.run_in_executor(thread, Service, self._world.setup())
+            self._service = await loop.run_in_executor(thread, Service, self._world.service_context())
             try:
                 await loop.run_in_executor(thread, self._service.start)
                 async with self._beside(self._service):

@@ -209,17 +209,19 @@ class FakeTrainer:
             self.deliver(Chosen(command.aggregate, succeeded=True))
             return
         self.commit(command)
-        self.deliver(Committed(command.cursor))
+        self.deliver(Committed(command.round_attempt))
 
     def commit(self, command: TrainRound) -> None:
-        update = update_of(self.spec, command.cursor)
-        self.store.generations.commit(toy_generation(self.spec, command.cursor, update, seed=command.cursor.round))
+        update = update_of(self.spec, command.round_attempt)
+        self.store.generations.commit(
+            toy_generation(self.spec, command.round_attempt, update, seed=command.round_attempt.round)
+        )
 
     def stop(self) -> None:
         """Nothing runs."""
 
     def rounds(self) -> list[RoundAttempt]:
-        return [command.cursor for command in self.commands if isinstance(command, TrainRound)]
+        return [command.round_attempt for command in self.commands if isinstance(command, TrainRound)]
 
 
 MakeWorld = Callable[..., "World"]

@@ -34,7 +34,7 @@ def work_slowly_then_idle(connection: Connection, _config: AgentConfig) -> None:
         for _ in range(8):  # twice as long as a silent one may be
             idle.wait(STALL_S / 4)
             connection.send(Working())
-        connection.send(Committed(command.cursor))
+        connection.send(Committed(command.round_attempt))
 
 
 def serve(connection: Connection, settings: WorkerSettings, first_time: Callable[[Connection], None]) -> None:

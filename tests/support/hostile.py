@@ -142,11 +142,11 @@ class DrawingTrainer(FakeTrainer):
     images = ""  # tells a copy of a box with images of its own from the box
 
     def commit(self, command: TrainRound) -> None:
-        cursor = command.cursor
-        header = update_header(self.spec, cursor.round, cursor.attempt, self.device, command.aggregate)
-        seed = hashlib.sha256(f"{self.device}{self.images} {cursor.round} {command.aggregate}".encode()).digest()
+        round_attempt = command.round_attempt
+        header = update_header(self.spec, round_attempt.round, round_attempt.attempt, self.device, command.aggregate)
+        seed = hashlib.sha256(f"{self.device}{self.images} {round_attempt.round} {command.aggregate}".encode()).digest()
         parts = random_parts(shared_layouts(self.spec), int.from_bytes(seed, "big"))
-        self.store.generations.commit(toy_generation(self.spec, cursor, pack(header, parts, self.spec.codec)))
+        self.store.generations.commit(toy_generation(self.spec, round_attempt, pack(header, parts, self.spec.codec)))
 
 
 @dataclass
@@ -265,7 +265,7 @@ class Federation:
     def assert_nothing_counted_or_trained_twice(self) -> None:
         """One accepted update per device and attempt, one receipt per update, no round trained again after its commit."""
         for box in self.boxes.values():
-            trained = [(cursor.round, cursor.attempt) for cursor in box.trainer.rounds()]
+            trained = [(round_attempt.round, round_attempt.attempt) for round_attempt in box.trainer.rounds()]
             assert len(trained) == len(set(trained)), f"{box.name} trained {trained}"
             ended = [event["artifact"] for event in box.events("receipt")]
             assert len(ended) == len(set(ended)), f"{box.name} had receipts for {ended}"

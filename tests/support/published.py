@@ -33,13 +33,13 @@ class Published:
 
 def receiver_of(world: World, published: Published, notify: Callable[[Any], None]) -> Receiver:
     """The receiver of a world, not started."""
-    setup = world.setup()
+    context = world.service_context()
     return Receiver(
-        UpdateChecks(setup.spec, setup.store, setup.artifacts, setup.clock),
-        setup.artifacts.root / ".partial",
-        setup.limits,
+        UpdateChecks(context.spec, context.store, context.artifacts, context.clock),
+        context.artifacts.root / ".partial",
+        context.limits,
         cast(Publisher, published),
-        setup.events,
-        Refusals(setup.events),
+        context.events,
+        Refusals(context.events),
         notify,
     )

@@ -30,7 +30,7 @@ from coordinator.aggregation.worker_messages import JobDone, Updates, WorkerSett
 from coordinator.pki.signing_keys import SigningIdentity
 from coordinator.rounds.records import AggregateRecord, FederationRecord
 from coordinator.service.service import Service
-from coordinator.service.service_context import Setup
+from coordinator.service.service_context import ServiceContext
 from coordinator.storage.store import Store
 from coordinator.updates.robustness import Distances
 from edge_client.agent.loop import Agent
@@ -134,7 +134,7 @@ async def run_coordinator(root: Path, started: Callable[[Service], None] = lambd
         HOST, plan.broker_port, COORDINATOR, tls=Pki(Path(plan.pki)).tls(COORDINATOR), keepalive_s=plan.keepalive_s,
         max_packet=limits.max_packet, in_flight=limits.in_flight,
     )  # fmt: skip
-    setup = Setup(
+    context = ServiceContext(
         federation=store.federation(FEDERATION),
         spec=spec,
         store=store,
@@ -147,7 +147,7 @@ async def run_coordinator(root: Path, started: Callable[[Service], None] = lambd
         clock=lambda: time.time() + plan.coordinator_ahead_s,
         make_worker=DigestWorker,
     )
-    service, (loop, thread) = Service(setup), (asyncio.get_running_loop(), ThreadPoolExecutor(1))
+    service, (loop, thread) = Service(context), (asyncio.get_running_loop(), ThreadPoolExecutor(1))
     await loop.run_in_executor(thread, service.start)
     started(service)
     try:
@@ -189,12 +189,17 @@ class UntaughtTrainer:
             self._store.save_finalised({"aggregate": command.aggregate})
             self._deliver(Chosen(command.aggregate, succeeded=True))
             return
-        cursor, device = command.cursor, self._device
+        round_attempt, device = command.round_attempt, self._device
         images = self._store.root.parent.name  # a copy of a box sees other images
-        where = {"kind": "update", "round": cursor.round, "attempt": cursor.attempt, "base": command.aggregate}
-        update = packed(self._spec, f"{images} {cursor}", client=device, report=Report(examples=5), **where)
-        self._store.generations.commit(toy_generation(self._spec, cursor, update))
-        self._deliver(Committed(cursor))
+        where = {
+            "kind": "update",
+            "round": round_attempt.round,
+            "attempt": round_attempt.attempt,
+            "base": command.aggregate,
+        }
+        update = packed(self._spec, f"{images} {round_attempt}", client=device, report=Report(examples=5), **where)
+        self._store.generations.commit(toy_generation(self._spec, round_attempt, update))
+        self._deliver(Committed(round_attempt))
 
     def stop(self) -> None:
         """Nothing runs."""

@@ -21,7 +21,7 @@ from coordinator.pki.signing_keys import SigningIdentity
 from coordinator.rounds.records import AggregateRecord, FederationRecord
 from coordinator.rounds.round_engine import Phase
 from coordinator.service.service import Service
-from coordinator.service.service_context import Setup
+from coordinator.service.service_context import ServiceContext
 from coordinator.storage.store import Store
 from coordinator.updates.robustness import Distances
 from experiments.bench.transport.broker import FEDERATION, SECONDS_MAX, Bench, bench, device_name, expect, process_of
@@ -167,7 +167,7 @@ def _run_service(made: Bench, spec: FederationSpec, limits: LinkLimits, pipe: An
     store.add_federation(record, initial)
     for name in made.devices:
         store.add_device(name, made.public(name), 1.0)
-    setup = Setup(
+    context = ServiceContext(
         federation=store.federation(FEDERATION),
         spec=spec,
         store=store,
@@ -179,7 +179,7 @@ def _run_service(made: Bench, spec: FederationSpec, limits: LinkLimits, pipe: An
         limits=limits,
         make_worker=NoWorker,
     )
-    service = Service(setup)
+    service = Service(context)
     service.start()
     work = threading.Thread(target=service.run, daemon=True)
     work.start()

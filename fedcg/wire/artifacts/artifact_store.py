@@ -1,4 +1,4 @@
-"""A directory of artifacts, each in a file named by its sha256. Knows nothing of what is inside."""
+"""A directory of artifacts, each in a file named by its sha256. Knows nothing of their content."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ID = re.compile(r"[0-9a-f]{64}")
 
 
 class ArtifactStore:
-    """Artifacts in one directory, `root`; what `put` returned survives a power cut."""
+    """Artifacts in one directory, `root`; one whose id `put` returned survives a power cut."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -40,7 +40,7 @@ class ArtifactStore:
 
         Raises:
             FileNotFoundError: it is not here.
-            IntegrityError: the file's content is not what its name says; delete it and fetch it again.
+            IntegrityError: the file's content does not have the sha256 in its name; delete it and fetch it again.
         """
         data = self.path(artifact).read_bytes()
         if hashlib.sha256(data).hexdigest() != artifact:
@@ -50,7 +50,7 @@ class ArtifactStore:
         return data
 
     def path(self, artifact: str) -> Path:
-        """Where an artifact is or would be.
+        """The path of an artifact, whether or not it exists.
 
         Raises:
             MalformedError: not 64 hex digits.

@@ -1,7 +1,7 @@
 """Artifacts: a header and tensors in one blob that is named by the sha256 of its bytes.
 
-The blob's outer form is `container`'s business, where blobs are kept `artifact_store`'s, how they travel `transfer`'s;
-`inspection` looks into them without expecting anything.
+`container` defines the blob's outer form, `artifact_store` keeps blobs, `transfer` moves them;
+`inspection` reads them without a layout.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class ArtifactHeader(BaseModel):
     """The header of an artifact.
 
     Attributes:
-        client: who made it; "coordinator" for an aggregate.
+        client: its maker; "coordinator" for an aggregate.
         base: sha256 of the aggregate that the local round started from, or None; deltas are taken to its decoded tensors.
         label_distribution: the published p(y), one number per class.
         codecs: how each tensor ("part/name") is coded; `pack` fills it in.
-        versions, determinism: what a repetition with the same bits needs; given by the caller.
+        versions, determinism: the facts that a repetition with the same bits needs; given by the caller.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -196,7 +196,7 @@ def unpack(
 
 
 def _known_base(header: ArtifactHeader, codecs: Codecs, base: Base | None) -> PartArrays | None:
-    """What the deltas are taken to; None where there are none.
+    """The base of the deltas; None where there are none.
 
     Raises:
         UnknownBaseError: it is not the aggregate that the header names.

@@ -1,4 +1,4 @@
-"""Codecs: what becomes of one tensor's numbers in a payload, and back. Torch-free; knows no headers, parts or files.
+"""Codecs: from one tensor's numbers to their bytes in a payload, and back. Torch-free; knows no headers, parts or files.
 
 | codec | a float32 tensor's payload |
 |---|---|
@@ -8,7 +8,7 @@
 | `f16-delta`, `i8-delta` | the same of the difference to the base, the decoded tensor that sender and receiver both hold |
 | `i64` | of an int64 tensor: its numbers |
 
-A codec chosen for a whole artifact is each large float32 tensor's; `tensor_codec` says what the others get. Laws (property-tested), for finite
+A codec chosen for a whole artifact is each large float32 tensor's; `tensor_codec` gives the codec of the others. Laws (property-tested), for finite
 x, with x' = decode(encode(x)), base b (0 by value), d = x - b, ε = 2^-23:
 
   * `f32`, `i64`: x' = x, bit for bit;
@@ -42,7 +42,7 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 Numbers = npt.NDArray[np.float64]
 Pieces = Mapping[str, npt.NDArray[Any]]
-"""What is stored of one tensor, by the suffix of its key; the tensor itself under ""."""
+"""The stored pieces of one tensor, by the suffix of its key; the tensor itself under ""."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def tensor_codec(layout: TensorLayout, codec: UpdateCodec, *, has_base: bool) ->
     """The codec of one tensor where `codec` is the artifact's.
 
     Integers and 0-d tensors stay exact, and so does a float32 tensor with fewer than `MIN_CHANNEL` numbers per row of its first axis
-    (biases, batch norm's weights and statistics): few bytes, on which much hangs.
+    (biases, batch norm's weights and statistics): they are few bytes and matter much.
 
     Args:
         layout: the tensor.
@@ -106,7 +106,7 @@ def fits(layout: TensorLayout, codec: TensorCodec) -> bool:
 
 
 def stored_tensors(shape: tuple[int, ...], codec: TensorCodec) -> dict[str, Stored]:
-    """What a payload holds of a tensor of this shape, by the suffix of its key."""
+    """The pieces of a tensor of this shape in a payload, by the suffix of its key."""
     stored = {"": Stored(STORED_AS[codec], shape)}
     return stored | {SCALE_SUFFIX: Stored("F32", shape[:1])} if codec.startswith("i8") else stored
 

@@ -73,7 +73,7 @@ def decompress_payload(frame: bytes, max_bytes: int) -> bytes:
 
 
 def header_fields(data: bytes) -> Mapping[str, object]:
-    """The header as plain JSON, unknown fields included: for an observer that must see what should not be there.
+    """The header as plain JSON, unknown fields included: for an observer that must see unexpected fields.
 
     Raises:
         MalformedError: no artifact, or a header that is not a JSON object.

@@ -1,7 +1,7 @@
-"""What is really inside an artifact, for an observer who trusts neither side.
+"""The actual content of an artifact, for an observer that trusts neither side.
 
-Unlike `artifacts.unpack`, no layout is expected: whatever tensors, parts and header fields are there get reported. `decode` reads coded
-tensors as the header says they are coded, and leaves as they came those that are not what it says.
+Unlike `artifacts.unpack`, no layout is expected: all tensors, parts and header fields are reported. `decode` reads coded
+tensors by the codecs in the header, and leaves those that do not fit their codec as they came.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _DTYPES |= {f"F{8 * size}": f"<f{size}" for size in (2, 4, 8)} | {"BOOL": "?"}
 
 @dataclass(frozen=True)
 class Inspection:
-    """What an artifact holds.
+    """The content of an artifact.
 
     Attributes:
         header: the header's JSON as it came, unknown fields included.
@@ -74,7 +74,7 @@ class Decoded:
 
 
 def decode(seen: Inspection, base: Inspection | None = None) -> Decoded:
-    """The tensors of an artifact, decoded as its header says.
+    """The tensors of an artifact, decoded by the codecs in its header.
 
     Args:
         seen: the artifact.
@@ -100,7 +100,7 @@ def decode(seen: Inspection, base: Inspection | None = None) -> Decoded:
 
 
 def _pieces(seen: Inspection, key: str, codec: TensorCodec) -> Mapping[str, npt.NDArray[Any]] | None:
-    """What is stored of a tensor, by suffix; None where it is not what its codec stores."""
+    """The stored pieces of a tensor, by suffix; None where they are not those of its codec."""
     if key not in seen.tensors or (codec.startswith("i8") and seen.tensors[key].ndim == 0):
         return None
     expected = stored_tensors(seen.tensors[key].shape, codec)
@@ -113,7 +113,7 @@ def _pieces(seen: Inspection, key: str, codec: TensorCodec) -> Mapping[str, npt.
 
 
 def inspect(data: bytes, max_bytes: int = MAX_ARTIFACT_BYTES) -> Inspection:
-    """Decode whatever is in an artifact.
+    """Decode the content of an artifact.
 
     Args:
         data: the bytes of the artifact.

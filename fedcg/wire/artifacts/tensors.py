@@ -1,6 +1,6 @@
 """Tensors as bytes: numpy arrays of named parts to safetensors and back, bounded by the layouts both sides agreed on.
 
-What is stored of each tensor is its codec's business (`codecs`). Knows nothing of headers or compression (`artifacts`); no pickle, no
+`codecs` defines how each tensor is stored. Knows nothing of headers or compression (`artifacts`); no pickle, no
 torch.
 """
 
@@ -35,7 +35,7 @@ class RawTensor(TypedDict):
 
 _DTYPES: Mapping[TensorDtype, str] = {"float32": "F32", "int64": "I64"}
 _LENGTH_BYTES = 8
-# What the JSON header of a safetensors file says about one tensor besides its name: dtype, up to 8 dimensions, two offsets.
+# The fields of one tensor in the JSON header of a safetensors file besides its name: dtype, up to 8 dimensions, two offsets.
 _ENTRY_BYTES = 200
 _HEADER_SLACK_BYTES = 64
 
@@ -82,7 +82,7 @@ def encode_tensors(parts: PartArrays, codecs: Codecs, base: PartArrays | None = 
     Args:
         parts: per part, float32 or int64 arrays by name, any memory order.
         codecs: of every tensor.
-        base: what deltas are taken to.
+        base: the tensors that deltas are taken to.
 
     Raises:
         MalformedError: another element type, or a codec that is missing or can't hold such a tensor.
@@ -111,7 +111,7 @@ def decode_tensors(
         data: the payload.
         layouts: what must be inside.
         codecs: of every tensor.
-        base: what deltas were taken to.
+        base: the tensors that deltas were taken to.
 
     Returns:
         Per part of the layouts, writable float32 and int64 arrays by name in memory of their own.
@@ -137,7 +137,7 @@ def decode_tensors(
 
 
 def read_payload(data: bytes) -> dict[str, RawTensor]:
-    """Whatever tensors a safetensors payload holds, by key, uninterpreted.
+    """All tensors of a safetensors payload, by key, uninterpreted.
 
     Raises:
         MalformedError: not a safetensors payload.
@@ -172,7 +172,7 @@ def _all(layouts: PartLayouts) -> Iterator[tuple[Part, TensorLayout]]:
 
 
 def _stored(layouts: PartLayouts, codecs: Codecs) -> dict[str, Stored]:
-    """What a payload holds, by full key.
+    """The pieces of a payload, by full key.
 
     Raises:
         IntegrityError: codecs of other tensors, or one that can't hold its tensor.
@@ -218,7 +218,7 @@ def _check(data: bytes, stored: Mapping[str, Stored]) -> None:
     length = int.from_bytes(data[:_LENGTH_BYTES], "little")
     found, expected = len(data) - _LENGTH_BYTES - length, sum(piece.data_bytes for piece in stored.values())
     if found != expected:
-        raise IntegrityError(f"a tensor payload holds {found} bytes of elements; the layouts say {expected}")
+        raise IntegrityError(f"a tensor payload holds {found} bytes of elements; the layouts require {expected}")
     try:
         header = json.loads(data[_LENGTH_BYTES : _LENGTH_BYTES + length])
     except (ValueError, RecursionError) as error:  # nested too deeply for Python's parser
@@ -231,4 +231,6 @@ def _check(data: bytes, stored: Mapping[str, Stored]) -> None:
     for key, piece in stored.items():
         dtype, shape = header[key].get("dtype"), header[key].get("shape")
         if dtype != piece.dtype or shape != list(piece.shape):
-            raise IntegrityError(f"tensor {key} is {dtype} {shape}; its layout says {piece.dtype} {list(piece.shape)}")
+            raise IntegrityError(
+                f"tensor {key} is {dtype} {shape}; its layout requires {piece.dtype} {list(piece.shape)}"
+            )

@@ -1,6 +1,6 @@
-"""A device's first contact with its coordinator: the token's text, what is asked and answered over HTTPS, and what is signed.
+"""A device's first contact with its coordinator: the token's text, the requests and answers over HTTPS, and the signed statements.
 
-Both sides use this; neither the listener (coordinator) nor the box's side (edge_client) is known here.
+Both sides use this; it imports neither the listener (coordinator) nor the device's side (edge_client).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SECRET_BYTES = 32
 CHECK_BYTES = 4
 MAX_TOKEN_CHARS = 2048
 MAX_BODY_BYTES = 16 * 1024
-"""Of a request and of an answer; both hold at most two certificates."""
+"""Bound on a request and on an answer; both hold at most two certificates."""
 AUTHORITY_PATH = "/v1/authority"
 ENROL_PATH = "/v1/enrol"
 RENEW_PATH = "/v1/renew"
@@ -52,7 +52,7 @@ class Token(_Strict):
     Attributes:
         id: names the token in lists; not secret.
         secret: 32 random bytes; the coordinator keeps only their hash.
-        authority: sha256 of the public key of the only authority that may be talked to, in hex.
+        authority: sha256 of the public key of the only authority to trust, in hex.
         coordinator: `message_key_digest` of the only coordinator that may be joined.
         url: where to enrol, when the operator put it in.
         device: the only id that it enrols, when it is bound to one.
@@ -69,7 +69,7 @@ class Token(_Strict):
 
     @property
     def text(self) -> str:
-        """What the operator hands over: one word, with a checksum against typing errors and cut ends."""
+        """The token's text for the operator to hand over: one word, with a checksum against typing errors and cut ends."""
         body = self.model_dump_json(by_alias=True, exclude_none=True).encode()
         return TOKEN_PREFIX + base64.urlsafe_b64encode(_check_sum(body) + body).decode().rstrip("=")
 
@@ -126,7 +126,7 @@ class EnrolRequest(_Strict):
 
 
 class EnrolAnswer(_Strict):
-    """What a new device needs to work; `signature` is the coordinator's message key's, over `answer_statement`."""
+    """The certificate and settings of a new device; `signature` is the coordinator's message key's, over `answer_statement`."""
 
     device: Identifier
     federation: Identifier
@@ -161,7 +161,7 @@ class Refusal(_Strict):
 
 
 def enrolment_statement(token: str, device: str, tls_key: str, signing_key: str) -> bytes:
-    """What the new message key signs, so that a device registers only a key of its own.
+    """The statement that the new message key signs, so that a device registers only a key of its own.
 
     Args:
         token: id of the token.
@@ -173,18 +173,18 @@ def enrolment_statement(token: str, device: str, tls_key: str, signing_key: str)
 
 
 def answer_statement(request: EnrolRequest, answer: EnrolAnswer) -> bytes:
-    """What the coordinator signs: everything that it answers, and the very request, so that no answer fits another request."""
+    """The statement that the coordinator signs: its whole answer and the request, so that no answer fits another request."""
     values = [request.model_dump(mode="json"), answer.model_dump(mode="json", exclude={"signature"})]
     return f"{_ANSWER_DOMAIN}\0{json.dumps(values, sort_keys=True)}".encode()
 
 
 def message_key_digest(key: str) -> str:
-    """The sha256 of a message key, both in hex: what a token holds of its coordinator's."""
+    """The sha256 of a message key, both in hex; a token holds that of its coordinator's key."""
     return hashlib.sha256(bytes.fromhex(key)).hexdigest()
 
 
 def renewal_statement(device: str, tls_key: str) -> bytes:
-    """What the message key signs for the next TLS key: a stolen TLS key alone renews nothing."""
+    """The statement that the message key signs for the next TLS key: a stolen TLS key alone renews nothing."""
     return f"{_RENEW_DOMAIN}\0{device}\0{tls_key}".encode()
 
 
@@ -197,7 +197,7 @@ def certificate_key_digest(certificate: x509.Certificate) -> str:
     """`key_digest` of a certificate's key.
 
     Raises:
-        MalformedError: not an elliptic-curve key; we make no other.
+        MalformedError: not an elliptic-curve key; this program makes no other.
     """
     key = certificate.public_key()
     if not isinstance(key, ec.EllipticCurvePublicKey):

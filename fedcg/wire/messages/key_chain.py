@@ -48,18 +48,18 @@ def open_key_chain(data: bytes, federation: str, pinned: PinnedKey) -> PinnedKey
 
     Args:
         data: the bytes as they came.
-        federation: whose messages are listened to.
+        federation: the federation whose messages are accepted.
         pinned: the key that counts until now.
 
     Raises:
-        MalformedError: no envelope with a chain in it, or one that was made for somebody else.
+        MalformedError: no envelope with a chain in it, or one for another recipient.
         SignatureError: a link or the envelope is not signed by the key it should be, or the chain is not of the pinned key.
         OrderError: the chain ends before the pinned key, or its links are not in order.
     """
     envelope = read_envelope(data)
     chain = envelope.message
     if not isinstance(chain, KeyChain) or chain.sender != COORDINATOR or chain.recipient != EVERYONE:
-        raise MalformedError(f"a {chain.kind} message of {chain.sender!r} where the coordinator's keys are told")
+        raise MalformedError(f"a {chain.kind} message of {chain.sender!r} where the coordinator's keys are published")
     if chain.federation != federation:
         raise OtherFederationError(f"the coordinator's keys of federation {chain.federation!r}")
     followed = follow(chain, pinned)
@@ -69,7 +69,7 @@ def open_key_chain(data: bytes, federation: str, pinned: PinnedKey) -> PinnedKey
 
 
 def follow(chain: KeyChain, pinned: PinnedKey) -> PinnedKey:
-    """What `open_key_chain` does, with a chain whose envelope and addressee are somebody else's business.
+    """Like `open_key_chain`, for a chain whose envelope and addressee the caller has checked.
 
     Raises:
         SignatureError, OrderError: as above.
@@ -96,7 +96,7 @@ def follow(chain: KeyChain, pinned: PinnedKey) -> PinnedKey:
 
 
 def check_links(chain: KeyChain) -> None:
-    """Check that every link is signed by the key it replaces and follows the one before; what they lead from is not checked.
+    """Check that every link is signed by the key it replaces and follows the one before; the first key is not checked.
 
     Raises:
         SignatureError, OrderError: they don't.

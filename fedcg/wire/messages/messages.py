@@ -41,7 +41,7 @@ class RoundAttempt:
 
 
 NO_ATTEMPT = RoundAttempt(0, 0)
-"""What a message is about that is about no round."""
+"""The round attempt in messages that concern no round."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Outcome(str, Enum):
 
 
 class DeclineReason(str, Enum):
-    """Why a device does not take part in a round; a closed set, so that free text can never leave a box."""
+    """Why a device does not take part in a round; a closed set, so that free text can never leave a device."""
 
     UPLOAD_NOT_ALLOWED = "upload_not_allowed"
     REPORT_NOT_ALLOWED = "report_not_allowed"
@@ -82,7 +82,7 @@ class DeclineReason(str, Enum):
 
 
 class CohortVerdict(str, Enum):
-    """How a device's cohort secret stands beside those of the other devices, by their marks."""
+    """Whether a device's cohort secret equals those of the other devices, by their marks."""
 
     ALONE = "alone"
     SAME = "same"
@@ -90,7 +90,7 @@ class CohortVerdict(str, Enum):
 
 
 class Carrier(str, Enum):
-    """What carries the artifacts of a device; control messages always go over MQTT."""
+    """The carrier of a device's artifacts; control messages always go over MQTT."""
 
     MQTT = "mqtt"
     HTTPS = "https"
@@ -190,7 +190,7 @@ class Hello(_Message):
     """A device opens a session. Fields of a later version are ignored when its `versions` name one.
 
     Attributes:
-        versions: protocol versions that the device speaks.
+        versions: protocol versions that the device supports.
         cohort: marks its cohort secret, None where it has none.
         heartbeat_s: the longest time in seconds between two of its messages.
         carrier: how its artifacts travel.
@@ -214,7 +214,7 @@ class Hello(_Message):
 
 
 class Heartbeat(_Message):
-    """The device is there; sent when its heartbeat interval passed without another message."""
+    """The device is online; sent when its heartbeat interval passed without another message."""
 
     kind: Literal["heartbeat"] = "heartbeat"
 
@@ -234,7 +234,7 @@ class Refusal(_Message):
     """The coordinator answers a hello that it has no protocol version in common with.
 
     Attributes:
-        versions: what the coordinator speaks.
+        versions: those that the coordinator supports.
         device_versions: those of the hello.
         update: the side that is behind.
     """
@@ -247,7 +247,7 @@ class Refusal(_Message):
 
 
 class Invite(_Message):
-    """Asks one device to take part in (round, attempt); `cohort` is how its cohort secret stands beside the others'."""
+    """Asks one device to take part in (round, attempt); `cohort` compares its cohort secret with the others'."""
 
     kind: Literal["invite"] = "invite"
     cohort: CohortVerdict = CohortVerdict.ALONE

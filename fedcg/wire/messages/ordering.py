@@ -1,4 +1,4 @@
-"""Order on the wire: what is too old, repeated or foreign. Order, not time, defeats replay.
+"""Order on the wire: refuses messages that are too old, repeated or foreign. Order, not time, defeats replay.
 
 Broadcasts must not go back in (epoch, round, attempt). Everything between one device and the coordinator belongs to a
 session, made of a nonce from each side, and carries an increasing counter. Knows nothing of signatures; call it after them.
@@ -62,7 +62,7 @@ def session_id(device_nonce: str, coordinator_nonce: str) -> str:
 
 @dataclass
 class Session:
-    """One side of a session: stamps what goes out, admits what comes in.
+    """One side of a session: stamps outgoing messages, admits incoming ones.
 
     Attributes:
         session_id: from `session_id`.

@@ -143,7 +143,7 @@ class Envelope:
 
 
 def read_envelope(data: bytes) -> Envelope:
-    """Take an envelope apart; whose it is has still to be checked.
+    """Take an envelope apart; its signature has still to be checked.
 
     Raises:
         TooLargeError: over the bound; nothing was parsed.
@@ -162,7 +162,7 @@ def open_envelope(data: bytes, resolve: Callable[[str], VerifyKey | None]) -> An
 
     Args:
         data: the bytes as they came.
-        resolve: the public key of a sender's id, or None when nobody of that name is enrolled.
+        resolve: the public key of a sender's id, or None when no device of that name is enrolled.
 
     Raises:
         TooLargeError: over the bound; nothing was parsed.
@@ -173,7 +173,7 @@ def open_envelope(data: bytes, resolve: Callable[[str], VerifyKey | None]) -> An
     message = envelope.message
     key = resolve(message.sender)
     if key is None:
-        raise SignatureError(f"a {message.kind} message from {message.sender!r}, whom nobody enrolled")
+        raise SignatureError(f"a {message.kind} message from {message.sender!r}, which is not enrolled")
     if not envelope.is_signed_by(key):
         raise SignatureError(f"a {message.kind} message claims to be from {message.sender!r} but is not signed by it")
     return message

@@ -1,6 +1,6 @@
-"""The only place that spells a topic, and the only truth about who may write or read which one.
+"""The only place that spells a topic, and the only source of the rules of which identity may write or read which topic.
 
-Brokers' access lists (Mosquitto's file, the in-process brokers' rules) are generated from here; nothing here talks to a broker.
+Brokers' access lists (Mosquitto's file, the in-process brokers' rules) are generated from here; nothing here connects to a broker.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _ANY = "+"
 
 
 class TopicKind(str, Enum):
-    """What a topic is for; the value is its tail under the federation or under the device."""
+    """The kind of a topic; the value is its tail under the federation or under the device."""
 
     OFFER = "offer"
     COORDINATOR = "coordinator"
@@ -32,7 +32,7 @@ class TopicKind(str, Enum):
 
 
 class Role(str, Enum):
-    """What an identity is to the federation."""
+    """The role of an identity in the federation."""
 
     COORDINATOR = "coordinator"
     OBSERVER = "observer"
@@ -59,7 +59,7 @@ _READS: dict[Role, tuple[TopicKind, ...]] = {
 
 @dataclass(frozen=True)
 class ParsedTopic:
-    """A topic of ours, taken apart; `device` is None on broadcasts."""
+    """A topic of the protocol, taken apart; `device` is None on broadcasts."""
 
     kind: TopicKind
     device: str | None
@@ -105,7 +105,7 @@ class Topics:
 
     @property
     def prefix(self) -> str:
-        """What all topics of the federation start with, slash included."""
+        """The prefix of all topics of the federation, slash included."""
         return f"fedcg/1/{self.federation}/"
 
     @property
@@ -165,7 +165,7 @@ class Topics:
         return f"{self.prefix}#"
 
     def parse(self, topic: str) -> ParsedTopic | None:
-        """What a concrete topic is, or None when it is not one of this federation's."""
+        """A concrete topic taken apart, or None when it is not one of this federation's."""
         parsed = self._parse_filter(topic)
         return None if parsed is None or parsed.device == _ANY else parsed
 

@@ -1,4 +1,4 @@
-"""What known brokers and services take, as named settings. Knows no MQTT library.
+"""The limits of known brokers and services, as named settings. Knows no MQTT library.
 
 The figures are the services' documented limits. Only Mosquitto is run here; a Mosquitto that is limited the same way stands
 for the others in the tests.
@@ -21,7 +21,7 @@ class LinkLimits:
     """How a link to a broker is used.
 
     Attributes:
-        max_packet: largest MQTT packet in bytes, whatever the broker tells.
+        max_packet: largest MQTT packet in bytes, whatever the broker announces.
         in_flight: QoS 1 publishes that wait for the broker's acknowledgement at most.
         window: what one transfer may have under way.
         shared: what all transfers to one receiver together may have under way: they meet in its queue at the broker.
@@ -38,7 +38,7 @@ class LinkLimits:
 
 
 PRESETS: dict[PresetName, LinkLimits] = {
-    # Queue of 1,000 messages and 64 MB per session in the configuration that we generate.
+    # Queue of 1,000 messages and 64 MB per session in the generated configuration.
     "mosquitto": LinkLimits(2_000_000, IN_FLIGHT, Window(), Window(500, 32_000_000), 40e6),
     # 128 KB per publish, not adjustable; 100 unacknowledged publishes and 512 KB/s per connection; 7 slashes in a topic.
     "aws-iot": LinkLimits(128 * 1024, IN_FLIGHT, Window(), Window(64, 4_000_000), 400e3),

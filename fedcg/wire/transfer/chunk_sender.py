@@ -1,6 +1,6 @@
 """Sends granted chunks as the link takes them: each is read from disk when its turn comes, so memory stays flat.
 
-One thread per sender, fair between receivers. It keeps no state that a restart could lose: what was granted and never
+One thread per sender, fair between receivers. It keeps no state that a restart could lose: a chunk that was granted and never
 sent is granted again by its receiver. A chunk that still waits for the link is not sent twice, however often it is granted.
 """
 
@@ -26,7 +26,7 @@ HIGH_WATER_BYTES = 2_000_000  # so much may wait for the link; at 300 MB/s it la
 HIGH_WATER_MESSAGES = 200  # for small chunks; control messages need room in the transport's queue
 PAUSE_S = 0.003
 REFUSED_S = 0.05
-MAX_GRANTED = 256  # chunks of one receiver; whoever wants more asks again
+MAX_GRANTED = 256  # chunks of one receiver; a receiver that wants more asks again
 SPARE_PUBLICATIONS = 16  # finished ones that may be held beside twice as many as were under way at the last look
 BURST_CHUNKS = 16
 HASHED_BYTES = 1 << 16
@@ -147,7 +147,7 @@ class ChunkSender:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop at once; what was granted and not published is forgotten."""
+        """Stop at once; chunks that were granted and not published are forgotten."""
         with self._filled:
             self._closing = True
             self._filled.notify()
@@ -162,7 +162,7 @@ class ChunkSender:
             return bool(self._turns) or any(sent.is_under_way for sent in self._under_way.values())
 
     def serve(self, topic: str, source: ChunkFile, ranges: Ranges) -> None:
-        """Send these chunks on a topic (QoS 1), after what was granted there before."""
+        """Send these chunks on a topic (QoS 1), after those granted there before."""
         key = (topic, source.ref.id)
         with self._filled:
             known = self._jobs.get(key)
@@ -182,7 +182,7 @@ class ChunkSender:
         bytes_per_s: float,
         burst: int = BURST_CHUNKS,
     ) -> None:
-        """Send all chunks once, at most once each (QoS 0), for as long as `is_current` says so.
+        """Send all chunks once, at most once each (QoS 0), while `is_current` is True.
 
         Args:
             topic: where to.
@@ -204,7 +204,7 @@ class ChunkSender:
             self.sent.pop(artifact, None)
 
     def drop_waiting(self) -> None:
-        """Forget what was granted and not published: the link is gone, and receivers ask again."""
+        """Forget the chunks that were granted and not published: the link is gone, and receivers ask again."""
         with self._filled:
             self._jobs.clear()
             self._turns.clear()
@@ -275,7 +275,7 @@ class ChunkSender:
             publication = self._transport.publish(job.topic, frame)
         except TransportError as error:
             _LOG.info("not published on %s: %s", job.topic, error)
-            self.drop_waiting()  # no link, or a full queue: whoever still wants it asks again
+            self.drop_waiting()  # no link, or a full queue: a receiver that still wants it asks again
             return False
         with self._filled:
             self._remember((job.topic, job.source.ref.id, index), publication)
@@ -283,7 +283,7 @@ class ChunkSender:
         return True
 
     def _remember(self, key: tuple[str, str, int], publication: Publication) -> None:
-        """Keep what is under way, and little of what was: a publication holds its chunk's bytes."""
+        """Keep publications under way, and few finished ones: each holds its chunk's bytes."""
         self._under_way[key] = publication
         if len(self._under_way) >= self._look_at:
             self._under_way = {name: sent for name, sent in self._under_way.items() if sent.is_under_way}

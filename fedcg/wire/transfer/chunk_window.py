@@ -1,8 +1,8 @@
-"""Which chunks of an artifact are here, and which to ask for next. Pure; holds no data.
+"""Which chunks of an artifact were received, and which to ask for next. Pure; holds no data.
 
-Over MQTT a window bounds what is under way: a broker's queue for the receiver has a bound (`broker_presets`), and drops what it
-does not hold. The window starts small, grows with every chunk that comes quickly, and shrinks when chunks take long: what is
-under way must not fill the queues of a slow link, behind which keepalives and receipts would wait. Over HTTPS there is no such
+Over MQTT a window bounds the chunks under way: a broker's queue for the receiver has a bound (`broker_presets`), and messages
+beyond it are dropped. The window starts small, grows with every chunk that comes quickly, and shrinks when chunks take long: the
+chunks under way must not fill the queues of a slow link, behind which keepalives and receipts would wait. Over HTTPS there is no such
 queue and no window: everything that is missing is asked for at once.
 """
 
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 from fedcg.wire.messages.messages import ArtifactRef
 
-FIRST_CHUNKS = 4  # asked for before anything is known of the link
+FIRST_CHUNKS = 4  # asked for before the link was measured
 MAX_STALL_S = 60.0
 MAX_RANGES = 256  # of one request; the bound of the message
 GAP_FACTOR = 2.0  # a link is given this many times the pause between two chunks before its grants count as lost
 CALMING = 0.75  # how fast that patience shrinks again, per chunk
-UNDER_WAY_S = 4.0  # what is granted should arrive within this time
+UNDER_WAY_S = 4.0  # granted chunks should arrive within this time
 Ranges = tuple[tuple[int, int], ...]
 
 
@@ -35,7 +35,7 @@ class Window:
 
 
 class Grants:
-    """The book of one artifact: received, granted, missing.
+    """The record of one artifact's chunks: received, granted, missing.
 
     Args:
         ref: the announced artifact; the caller has checked that its size is acceptable.
@@ -62,7 +62,7 @@ class Grants:
 
     @property
     def complete(self) -> bool:
-        """Whether every chunk is here."""
+        """Whether every chunk was received."""
         return self._count == self.ref.chunks
 
     @property
@@ -71,7 +71,7 @@ class Grants:
         return len(self._granted)
 
     def has(self, index: int) -> bool:
-        """Whether a chunk is here."""
+        """Whether a chunk was received."""
         return bool(self._have[index])
 
     def restore(self, indices: Iterable[int]) -> None:
@@ -86,7 +86,7 @@ class Grants:
         return self._add(index)
 
     def start_again(self) -> None:
-        """Forget everything: what came does not add up."""
+        """Forget everything: the chunks do not add up to the artifact."""
         self._have = bytearray(self.ref.chunks)
         self._count = self._next = 0
         self._granted.clear()

@@ -1,8 +1,8 @@
 """How an artifact crosses a link: cut into chunks, granted under a window, put together again.
 
-Pure: no I/O, no threads, no clock of its own. A receiver grants chunks (`Need` messages, see `grants`) and a sender sends
-what was granted; lost, repeated, reordered and foreign chunks do no harm. Broadcast chunks may be fed without any grant.
-Receivers are in `partial`, senders in `sender`.
+Pure: no I/O, no threads, no clock of its own. A receiver grants chunks (`Need` messages, see `chunk_window`) and a sender sends
+the granted ones; lost, repeated, reordered and foreign chunks do no harm. Broadcast chunks may be fed without any grant.
+Receivers are in `partial_files`, senders in `chunk_sender`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Chunk:
 
 
 def chunk_bytes_for(max_payload: int, configured: int = MAX_CHUNK_BYTES) -> int:
-    """The chunk size for a link: the smallest of what it takes, what is configured and 120 KB, minus the frame's head.
+    """The chunk size for a link: the smallest of the link's limit, the configured one and 120 KB, minus the frame's head.
 
     Raises:
         TransportError: the link takes too little for any chunk.
@@ -88,7 +88,7 @@ def chunk_frame(artifact: str, index: int, data: bytes, check: bytes = b"") -> b
 
 
 def read_frame(frame: bytes) -> Chunk:
-    """The chunk in a frame, its content not yet held against its hash: for who checks the whole artifact. Copies nothing.
+    """The chunk in a frame, its content not yet compared with its hash: for a caller that checks the whole artifact. Copies nothing.
 
     Raises:
         TooLargeError: over the bound of the protocol.
@@ -121,7 +121,7 @@ def check_chunk(ref: ArtifactRef, chunk: Chunk) -> bool:
     """Whether a chunk is one of this artifact.
 
     Raises:
-        MalformedError: it says so, with an index or a length that the artifact can't have.
+        MalformedError: it names this artifact, with an index or a length that the artifact can't have.
     """
     if chunk.artifact != ref.id:
         return False

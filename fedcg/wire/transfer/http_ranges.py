@@ -1,7 +1,7 @@
-"""What both sides of the HTTPS carrier agree on: paths, and byte ranges of artifacts in headers.
+"""The conventions of the HTTPS carrier for both sides: paths, and byte ranges of artifacts in headers.
 
-A device gets what it misses of an artifact with `GET` and a `Range`, and puts what a `need` names of its update with `PUT` and a
-`Content-Range`; the bytes are the artifact's own. Pure: no I/O.
+A device gets the missing part of an artifact with `GET` and a `Range`, and puts the ranges of its update that a `need` names
+with `PUT` and a `Content-Range`; the bytes are the artifact's own. Pure: no I/O.
 """
 
 from __future__ import annotations

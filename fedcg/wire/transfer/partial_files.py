@@ -1,8 +1,8 @@
-"""Artifacts that are half here, on disk: what a process received before it was killed is not fetched again.
+"""Half-received artifacts on disk: chunks that a process received before it was killed are not fetched again.
 
 A transfer is one file, `<name>.part`: every chunk at its place, and behind them the journal, a head (artifact, size, chunk
 size) and one record per chunk (index, the chunk's own hash). Nothing is fsynced on the way, and no order of writing is relied
-on: whoever opens the file again reads every recorded chunk and believes it only when its hash fits, so a torn or altered file
+on: a process that opens the file again reads every recorded chunk and keeps it only when its hash fits, so a torn or altered file
 costs its bad chunks and no others. The sha256 of the whole is always checked before `finish` cuts the journal off and hands
 the file over.
 """
@@ -34,7 +34,7 @@ _NAME = re.compile(r"(?:[a-z0-9][a-z0-9-]{0,62}@)?[0-9a-f]{64}")
 
 
 class PartialFile:
-    """The file of one transfer. Opening it finds what is there already (`present`).
+    """The file of one transfer. Opening it finds the chunks that are there already (`present`).
 
     Args:
         path: of the file; made when it is missing, one of another transfer is replaced.
@@ -72,11 +72,11 @@ class PartialFile:
             self._hashed += 1
 
     def finish(self) -> Path:
-        """Check the whole and return where it lies; the file is closed. Making it durable is left to who takes it over.
+        """Check the whole and return its path; the file is closed. The caller that takes it over makes it durable.
 
         Raises:
-            IntegrityError: it does not have the announced sha256. What is still `present` then are the chunks whose own hashes
-                fit, when others do not; when all of them fit, none can be believed.
+            IntegrityError: it does not have the announced sha256. The chunks still `present` then are those whose own hashes
+                fit, when others do not; when all of them fit, none is kept.
         """
         while self._hashed < self.ref.chunks:
             self._digest.update(self._read(self._hashed))
@@ -95,7 +95,7 @@ class PartialFile:
         return self._path
 
     def close(self) -> None:
-        """Let go of the file; it stays."""
+        """Close the file; it stays."""
         if self._file >= 0:
             os.close(self._file)
         self._file = -1
@@ -123,7 +123,7 @@ class PartialFile:
             if index == self._hashed:
                 self._digest.update(data)
                 self._hashed += 1
-        os.utime(self._file)  # what is worked on does not expire
+        os.utime(self._file)  # a file in use does not expire
 
     def _is_whole(self) -> bool:
         """Whether the file was finished and not taken over."""
@@ -144,7 +144,7 @@ class PartialFile:
     def _start_again(self) -> None:
         self._forget()
         os.ftruncate(self._file, 0)
-        _write_all(self._file, self._head, self.ref.size)  # sparse: what is in front takes no room yet
+        _write_all(self._file, self._head, self.ref.size)  # sparse: the part in front takes no room yet
         self._end = self.ref.size + HEAD_BYTES
 
     def _read(self, index: int) -> bytes:
@@ -209,7 +209,7 @@ class DurableReceiver:
         Raises:
             MalformedError: not complete yet.
             IntegrityError: the chunks don't add up to the announced sha256; the receiver goes on with those that are sound, or
-                from nothing when no chunk shows what is wrong.
+                from nothing when no chunk's hash is wrong.
         """
         if not self.complete:
             raise MalformedError("an artifact was read before all its chunks were there")
@@ -221,18 +221,18 @@ class DurableReceiver:
             raise
 
     def close(self) -> None:
-        """Let go of the file; what came stays on disk."""
+        """Close the file; received chunks stay on disk."""
         self._file.close()
 
 
 class Partials:
-    """A folder of half-received artifacts, bounded in number and bytes; the oldest that nobody works on give way.
+    """A folder of half-received artifacts, bounded in number and bytes; the oldest that are not in use are deleted first.
 
     Args:
         root: the folder, on the file system where the artifacts end up; made when the first transfer begins.
         max_files: transfers kept at most.
         max_bytes: the sum of their announced sizes at most.
-        expire_s: transfers that nobody opened for so long are deleted by `collect`.
+        expire_s: transfers that were not opened for so long are deleted by `collect`.
         clock: unix time, that of the files.
     """
 
@@ -257,7 +257,7 @@ class Partials:
 
         Args:
             ref: the announced artifact.
-            owner: who sends it; transfers of different owners never share a file.
+            owner: its sender; transfers of different owners never share a file.
 
         Raises:
             CapacityError: the bounds are taken up by transfers that are under way.
@@ -273,7 +273,7 @@ class Partials:
         return file
 
     def release(self, artifact: str, owner: str = "") -> None:
-        """Nobody works on a transfer any more; its file stays for later."""
+        """End the work on a transfer; its file stays for later."""
         self._open.discard(_name(artifact, owner))
 
     def discard(self, artifact: str, owner: str = "") -> None:
@@ -288,7 +288,7 @@ class Partials:
             self._delete(name)
 
     def collect(self) -> None:
-        """Delete what has expired and what belongs to no transfer."""
+        """Delete expired files and files that belong to no transfer."""
         if not self._root.is_dir():
             return
         oldest = self._clock() - self._expire_s
@@ -335,7 +335,7 @@ class Partials:
 
 
 def _stat(path: Path) -> os.stat_result | None:
-    """What is known of a file; None when another thread has just taken it over."""
+    """The size and time of a file; None when another thread has just taken it over."""
     try:
         return path.stat()
     except FileNotFoundError:

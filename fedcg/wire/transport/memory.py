@@ -32,7 +32,7 @@ def topic_matches(topic_filter: str, topic: str) -> bool:
 
 
 def allow_all(_identity: str, _action: Action, _topic: str) -> bool:
-    """Rules of a broker that trusts everybody."""
+    """Rules of a broker that allows every access."""
     return True
 
 
@@ -73,7 +73,7 @@ class MemoryBroker:
                 self.attach(transport)
 
     def attach(self, transport: MemoryTransport) -> None:
-        """Connect a transport; a client of the same identity is thrown out, as MQTT does."""
+        """Connect a transport; a client of the same identity is disconnected, as MQTT demands."""
         with self._lock:
             if transport.identity in self._sessions:
                 self.drop(transport.identity)
@@ -157,7 +157,7 @@ class MemoryTransport:
         self._broker.attach(self)
 
     def subscribe(self, topic: str, qos: int = 1) -> None:
-        """Ask for a topic filter, now and after every reconnect."""
+        """Subscribe to a topic filter, now and after every reconnect."""
         if topic not in self.filters:
             self.filters.append(topic)
         if self._broker.is_attached(self):
@@ -177,7 +177,7 @@ class MemoryTransport:
         return _ROUTED
 
     def change_will(self, will: Will) -> None:
-        """Leave another will from now on; this connects anew, without triggering the old one."""
+        """Replace the will; this connects anew, without triggering the old one."""
         self.will = will
         if self._broker.is_attached(self):
             self._broker.detach(self)
@@ -214,7 +214,7 @@ class MemoryTransport:
             raise TransportError(f"{self.identity} does not read: {QUEUE_MAX} messages wait for it") from error
 
     def link_changed(self, *, up: bool) -> None:
-        """Learn from the broker that the link came or went."""
+        """Take from the broker that the link was made or lost."""
         self._inbox.put(_Link(up))
 
     def _deliver(self, on_delivery: OnDelivery, on_link: OnLink) -> None:

@@ -1,6 +1,6 @@
-"""Transport over MQTT 5 or 3.1.1: connects, and connects again, and keeps its promises over broken links.
+"""Transport over MQTT 5 or 3.1.1: connects, reconnects, and keeps its guarantees over broken links.
 
-One thread per transport owns the link and every callback; other threads only put into a bounded queue. What was sent and not
+One thread per transport owns the link and every callback; other threads only put into a bounded queue. A message that was sent and not
 acknowledged when a link broke is sent again after the reconnect when it was QoS 1, and dropped when it was QoS 0. The connection,
 on paho, is in `mqtt_link`.
 """
@@ -45,7 +45,7 @@ TURN = 32  # messages that leave before the other direction has its turn
 TICK_S = 1.0  # how often keepalive is looked after when nothing happens
 ANSWER_FACTOR = 2.0  # a broker may take this many times `connect_timeout_s` to answer CONNECT, and then SUBSCRIBE
 ACK_S = 60.0  # without any acknowledgement while some are owed; at 2 KB/s a chunk of 120 KB takes so long
-HEADER_BYTES = 512  # fixed header, topic (at most 170 bytes for us), properties
+HEADER_BYTES = 512  # fixed header, topic (at most 170 bytes in this protocol), properties
 
 
 def backoff_s(failures: int, rng: random.Random) -> float:
@@ -58,12 +58,12 @@ class MqttTransport:
     """A client of an MQTT broker that keeps itself connected.
 
     Args:
-        config: the broker and who we are on it.
-        will: what the broker says when we vanish.
+        config: the broker and this client's identity on it.
+        will: the message that the broker publishes when this client vanishes.
         rng: jitter of the backoff.
 
     Attributes:
-        last_error: why there is no link now, for people; None while there is one.
+        last_error: the reason why there is no link now, for people; None while there is one.
         attempts: connections tried so far.
     """
 
@@ -103,13 +103,13 @@ class MqttTransport:
         """
         if self._thread is not None or self._closing.is_set():
             raise TransportError("a transport is started once")
-        self._context()  # files that can't be used are told to the caller, not to a thread
+        self._context()  # files that can't be used raise in the caller, not in a thread
         self._on_delivery, self._on_link = on_delivery, on_link
         self._thread = threading.Thread(target=self._run, name=f"mqtt-{self._config.identity}", daemon=True)
         self._thread.start()
 
     def subscribe(self, topic: str, qos: int = 1) -> None:
-        """Ask for a topic filter, now and after every reconnect."""
+        """Subscribe to a topic filter, now and after every reconnect."""
         with self._lock:
             self._filters[topic] = qos
             self._new_filters.append((topic, qos))
@@ -136,7 +136,7 @@ class MqttTransport:
 
     @property
     def backlog(self) -> Backlog:
-        """What is queued, or sent and not acknowledged."""
+        """The messages that are queued, or sent and not acknowledged."""
         return self._outgoing.backlog
 
     @property
@@ -150,7 +150,7 @@ class MqttTransport:
         return self._versions[-1]
 
     def change_will(self, will: Will) -> None:
-        """Leave another will from now on; this connects anew, without triggering the old one."""
+        """Replace the will; this connects anew, without triggering the old one."""
         self._will = will
         self.reconnect()
 
@@ -162,7 +162,7 @@ class MqttTransport:
     def close(self) -> None:
         """Let queued messages leave for a moment, disconnect without triggering the will, stop the thread.
 
-        A thread that hangs in a handshake nobody answers is not waited for; it ends by itself when that times out.
+        A thread that hangs in an unanswered handshake is not waited for; it ends by itself when that times out.
         """
         self._closing.set()
         self._wake()
@@ -178,7 +178,7 @@ class MqttTransport:
         try:
             self._wake_in.send(b"x")
         except OSError:
-            return  # full, so it wakes anyway; or closed, so nobody is left to wake
+            return  # full, so it wakes anyway; or closed, so no thread is left to wake
 
     def _close_wake(self) -> None:
         self._wake_in.close()
@@ -222,7 +222,7 @@ class MqttTransport:
         except Exception as error:  # noqa: BLE001 - the run loop: broken bytes from a broker must not end the transport
             if not isinstance(error, WireError):
                 _LOG.exception("the MQTT client failed; connecting again")
-            self.last_error = f"the broker at {self._config.address} sent something unexpected: {error}"
+            self.last_error = f"the broker at {self._config.address} sent unexpected data: {error}"
         finally:
             if reached and not self._accepted and not self._anew.is_set():
                 self._versions.reverse()
@@ -267,14 +267,14 @@ class MqttTransport:
             wait_s = 0.0 if is_busy else TICK_S if close_at is None else TICK_S / 10
             if link.move(self._wake_out.fileno(), wait_s):
                 self._wake_out.recv(65_536)
-                self._is_woken = False  # before the queue is looked at: who comes later wakes again
+                self._is_woken = False  # before the queue is read: a later message wakes the thread again
 
     def _await_answer(self) -> None:
         # On a link that stands the answer comes behind chunks, as acknowledgements do.
         self._answer_by = time.monotonic() + (ACK_S if self._up else ANSWER_FACTOR * self._config.connect_timeout_s)
 
     def _hand_over(self, link: MqttLink) -> bool:
-        """Let leave what the link takes at once, and the rest stay in our bounded queue; whether the link would take more."""
+        """Send the messages that the link takes at once and keep the rest in the bounded queue; returns whether it would take more."""
         if self._accepted and self._new_filters:
             with self._lock:
                 filters, self._new_filters = self._new_filters, []
@@ -346,10 +346,10 @@ class MqttTransport:
 
 
 def probe(config: MqttConfig, timeout_s: float = 10.0) -> str:
-    """Connect once and hang up, for a doctor; returns the protocol version that the broker took.
+    """Connect once and disconnect, for `fedcg doctor`; returns the protocol version that the broker accepted.
 
     Raises:
-        TransportError: why it did not work, and what to look at.
+        TransportError: with the reason, and what to check.
     """
     transport = MqttTransport(config)
     linked = threading.Event()
@@ -366,4 +366,4 @@ def probe(config: MqttConfig, timeout_s: float = 10.0) -> str:
 
 
 def _ignore(_: object) -> None:
-    """A callback of nobody."""
+    """A callback that does nothing."""

@@ -1,4 +1,4 @@
-"""How to reach a broker, and what to tell an operator when it can't be reached. Knows nothing of MQTT libraries."""
+"""How to reach a broker, and the messages for an operator when it can't be reached. Knows nothing of MQTT libraries."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from fedcg.wire.clocks import SET_CLOCK, clock_says, explain_dates
+from fedcg.wire.clocks import SET_CLOCK, clock_time, explain_dates
 from fedcg.wire.errors import TransportError
 from fedcg.wire.server_role import ServerRole, ServerRoleError, expect_role
 
 Protocol = Literal["5", "3.1.1", "auto"]
 PROTOCOL_MAX_PACKET = 268_435_455
-MAX_INBOUND = 2 << 20  # bytes; what our brokers pass on, and many times a chunk
+MAX_INBOUND = 2 << 20  # bytes; the limit of the generated broker configuration, and many times a chunk
 MIN_PACKET_BYTES = (
     17 * 1024
 )  # a control message of 16 KB, its signature, topic and header: a link that takes less is none
@@ -39,10 +39,10 @@ class TlsFiles:
     key: Path
 
     def context(self, role: ServerRole = ServerRole.BROKER) -> ssl.SSLContext:
-        """A TLS 1.3 client context that checks the server's certificate, name and role and shows our own.
+        """A TLS 1.3 client context that checks the server's certificate, name and role and shows this side's own.
 
         Raises:
-            TransportError: a file is missing or not usable; says which.
+            TransportError: names the file that is missing or not usable.
         """
         for path in (self.ca, self.cert, self.key):
             if not path.is_file():
@@ -70,12 +70,12 @@ class MqttConfig:
         identity: MQTT client id; over TLS the certificate's common name must be the same.
         tls: mutual TLS; None only with `insecure` and a loopback host.
         protocol: "auto" tries MQTT 5 first and falls back to 3.1.1 when the broker refuses it.
-        queue_max, queue_max_bytes: bound on what waits to be sent or acknowledged.
-        assumed_max_packet: largest packet in bytes for a broker that does not tell its own (any with 3.1.1); the
+        queue_max, queue_max_bytes: bound on the messages that wait to be sent or acknowledged.
+        assumed_max_packet: largest packet in bytes for a broker that does not announce its own (any with 3.1.1); the
             smallest limit among the known brokers is 128 KB.
-        max_packet: largest packet in bytes whatever the broker tells, for services that take less than they tell.
+        max_packet: largest packet in bytes whatever the broker announces, for services that take less than they announce.
         max_inbound: largest packet in bytes that is taken from the broker; a larger one ends the link before it is read.
-        in_flight: QoS 1 publishes sent and not acknowledged at most; fewer when the broker says so.
+        in_flight: QoS 1 publishes sent and not acknowledged at most; fewer when the broker announces so.
     """
 
     host: str
@@ -108,7 +108,7 @@ class MqttConfig:
 
 
 def explain_failure(config: MqttConfig, error: OSError) -> str:
-    """What an operator should look at when connecting failed with `error`."""
+    """The cause for an operator to check when connecting failed with `error`."""
     if isinstance(error, ServerRoleError):
         cause = f"its certificate was not accepted: {error.verify_message}. Check host and port; else somebody is in between"
     elif isinstance(error, ssl.SSLCertVerificationError):
@@ -130,7 +130,7 @@ def explain_failure(config: MqttConfig, error: OSError) -> str:
 
 
 def explain_refusal(config: MqttConfig, reason: str) -> str:
-    """What an operator should look at when the broker answered with a refusal."""
+    """The message for an operator when the broker answered with a refusal."""
     return (
         f"the broker at {config.address} refused {config.identity!r}: {reason}. Likely causes: the identity is not in the "
         "broker's access list, it is not the certificate's common name, or the protocol version is not supported"
@@ -138,18 +138,18 @@ def explain_refusal(config: MqttConfig, reason: str) -> str:
 
 
 def explain_silence(config: MqttConfig, reason: str) -> str:
-    """What an operator should look at when the broker hung up before it answered; TLS 1.3 shows no better reason."""
+    """The message for an operator when the broker hung up before it answered; TLS 1.3 shows no better reason."""
     causes = "the protocol version is not supported"
     if config.tls is not None:
         causes = (
             f"the broker does not accept the certificate {config.tls.cert} (signed by another CA, expired, revoked, or a clock "
-            f"is wrong: this machine's says {clock_says()}; {SET_CLOCK}, and the broker's), or {causes}"
+            f"is wrong: this machine's shows {clock_time()}; {SET_CLOCK}, and the broker's), or {causes}"
         )
     return f"the broker at {config.address} hung up before answering ({reason}). Likely causes: {causes}"
 
 
 def explain_break(config: MqttConfig, error: OSError, *, reached: bool, accepted: bool) -> str:
-    """What an operator should look at when a link broke, by how far it had come."""
+    """The message for an operator when a link broke, by the step that it had reached."""
     if not reached:
         return explain_failure(config, error)
     if not accepted:
@@ -158,7 +158,7 @@ def explain_break(config: MqttConfig, error: OSError, *, reached: bool, accepted
 
 
 def explain_small_packets(config: MqttConfig, largest: int) -> str:
-    """What an operator should change when the broker takes packets that are too small for this protocol."""
+    """The message for an operator when the broker takes packets that are too small for this protocol."""
     return (
         f"the broker at {config.address} takes packets of at most {largest} bytes, and {MIN_PACKET_BYTES} are needed: raise its "
         "maximum packet size (Mosquitto: max_packet_size)"
@@ -166,11 +166,11 @@ def explain_small_packets(config: MqttConfig, largest: int) -> str:
 
 
 def explain_subscription(config: MqttConfig, topics: list[str], answers: list[str]) -> str:
-    """What an operator should change when a subscription was not granted.
+    """The message for an operator when a subscription was not granted.
 
     Args:
         config: the broker.
-        topics: what was asked for.
+        topics: the requested ones.
         answers: per topic why it was refused, "" when it was not; a broker may send too few or too many.
     """
     refused = [f"{topic}: {answer}" for topic, answer in zip(topics, answers) if answer]  # noqa: B905 - of other lengths

@@ -34,8 +34,8 @@ class MqttLink(paho.Client):
     Args:
         config: the broker.
         context: for TLS; None for plain text.
-        protocol: the version to speak.
-        will: what the broker publishes when this side vanishes.
+        protocol: the version to use.
+        will: the message that the broker publishes when this side vanishes.
 
     Attributes:
         is_accepted: whether the broker has answered CONNECT.
@@ -110,7 +110,7 @@ class MqttLink(paho.Client):
         if self.socket() is not None and self.loop_misc() is not OK:
             raise ConnectionError("a ping was not answered within the keepalive")
         if len(self._out_packet) > MAX_UNSENT:
-            raise ConnectionError("it does not read what is sent to it")
+            raise ConnectionError("it does not read the packets sent to it")
         return wake in ready
 
     def hang_up(self) -> None:

@@ -1,4 +1,4 @@
-"""What waits to leave over a link: bounded in messages and bytes, in order, until it is sent or acknowledged.
+"""The messages that wait for a link: bounded in messages and bytes, in order, until they are sent or acknowledged.
 
 Knows nothing of MQTT libraries; safe to use from several threads.
 """
@@ -89,7 +89,7 @@ class OutgoingQueue:
             return message
 
     def acknowledged(self, message: Outgoing) -> None:
-        """Forget a QoS 1 publish that the broker has."""
+        """Forget a QoS 1 publish that the broker acknowledged."""
         with self._lock:
             del self._unacked[message]
             self._bytes -= len(message.payload)
@@ -102,7 +102,7 @@ class OutgoingQueue:
             return time.monotonic() - self._owed_since if self._unacked else 0.0
 
     def link_lost(self) -> None:
-        """Queue again, in order, what was QoS 1 and not acknowledged; drop what was QoS 0."""
+        """Queue again, in order, the unacknowledged QoS 1 publishes; drop those of QoS 0."""
         with self._lock:
             waiting = [*self._unacked, *self._queue]
             self._unacked.clear()

@@ -23,7 +23,7 @@ class Delivery:
 
 @dataclass(frozen=True)
 class Will:
-    """What the broker publishes (QoS 1) when this client vanishes."""
+    """The message that the broker publishes (QoS 1) when this client vanishes."""
 
     topic: str
     payload: bytes
@@ -31,7 +31,7 @@ class Will:
 
 
 class Publication(Protocol):
-    """One publish, for who wants to know what became of it."""
+    """One publish, for a caller that follows its progress."""
 
     @property
     def is_under_way(self) -> bool:
@@ -40,7 +40,7 @@ class Publication(Protocol):
 
 @dataclass(frozen=True)
 class Backlog:
-    """What was published and has not left: queued, or sent at QoS 1 and not acknowledged."""
+    """The messages that were published and have not left: queued, or sent at QoS 1 and not acknowledged."""
 
     messages: int = 0
     bytes: int = 0
@@ -53,11 +53,11 @@ _LOG = logging.getLogger(__name__)
 
 
 def call_out(callback: Callable[[ArgumentT], None], argument: ArgumentT) -> None:
-    """Call a user's callback from a transport's thread, which must survive whatever the callback raises."""
+    """Call a user's callback from a transport's thread, which must survive every exception of the callback."""
     try:
         callback(argument)
     except Exception:  # noqa: BLE001 - the outermost frame of a transport's thread; logged with its traceback
-        _LOG.exception("a transport's callback failed; what it was told is lost")
+        _LOG.exception("a transport's callback failed; the event that it was given is lost")
 
 
 class Transport(Protocol):
@@ -77,7 +77,7 @@ class Transport(Protocol):
         """Connect in the background and keep connecting, with backoff, until `close`."""
 
     def subscribe(self, topic: str, qos: int = 1) -> None:
-        """Ask for a topic filter, now and after every reconnect."""
+        """Subscribe to a topic filter, now and after every reconnect."""
 
     def publish(self, topic: str, payload: bytes, *, qos: int = 1, retain: bool = False) -> Publication:
         """Hand bytes to the broker; never blocks on the network. From any thread.
@@ -87,11 +87,11 @@ class Transport(Protocol):
         """
 
     def change_will(self, will: Will) -> None:
-        """Leave another will from now on; this connects anew, without triggering the old one."""
+        """Replace the will; this connects anew, without triggering the old one."""
 
     @property
     def backlog(self) -> Backlog:
-        """What waits to leave; who sends much waits until it is small."""
+        """The messages that wait to leave; a caller that sends much waits until they are few."""
 
     @property
     def max_payload(self) -> int:

@@ -67,7 +67,7 @@ def test_an_update_made_earlier_is_judged_by_the_policy_of_now() -> None:
     with pytest.raises(FirewallError, match="allow_report") as caught:
         check_kept(kept, PolicySection(allow_report=DEFAULT_ALLOW_REPORT - {ReportField.EXAMPLES}), DEVICE)
     assert caught.value.tensor == "examples"
-    with pytest.raises(FirewallError, match="no update"):
+    with pytest.raises(FirewallError, match="not an update"):
         check_kept(b"anything", EVERYTHING, DEVICE)
 
 

@@ -271,7 +271,7 @@ def test_revocation_ends_a_fetch_that_is_under_way(bench: Bench) -> None:
     data = bytes(48_000_000)
     name = bench.world.artifacts.put(data)
     assert bench.running is not None
-    bench.running.service.library.allow(name)
+    bench.running.service.published.allow(name)
     connection = connect(bench.port, bench.pki.tls("a").context(ServerRole.CARRIER))
     connection.request("GET", f"{ARTIFACTS_PATH}/{name}")
     response = connection.getresponse()

@@ -16,13 +16,13 @@ from coordinator.cli.opening import create_home
 from coordinator.config import CoordinatorConfig
 from coordinator.members.bundle_enrolment import enrol
 from coordinator.messaging import flood_limits as floods
-from coordinator.messaging.flood_limits import FloodGate, LineLimit
+from coordinator.messaging.flood_limits import FloodLimits, LineLimit
 from coordinator.paths import Home
-from coordinator.service.service_context import Setup
+from coordinator.service.service_context import ServiceContext
 from coordinator.storage.store import Store
 from coordinator.token_buckets import Buckets
 from fedcg.event_log import EventLog, read_events
-from fedcg.refusal_counter import ALWAYS_TOLD, MAX_TEXT, Refusals
+from fedcg.refusal_counter import ALWAYS_REPORTED, MAX_TEXT, Refusals
 from fedcg.wire.errors import MalformedError, SignatureError
 from fedcg.wire.messages.messages import Heartbeat, Need
 from fedcg.wire.messages.topics import TopicKind
@@ -54,48 +54,48 @@ def test_a_bucket_gives_what_it_holds_and_then_what_it_gains() -> None:
     assert taken(lambda: buckets.take("b"), 9) == 5
 
 
-def sent(gate: FloodGate, clock: Clock, rate: int, seconds: float, device: str = "a") -> int:
+def sent(limits: FloodLimits, clock: Clock, rate: int, seconds: float, device: str = "a") -> int:
     """Send at an even rate; how many were let through."""
     passed = 0
     for _ in range(int(rate * seconds)):
         clock.now += 1.0 / rate
-        passed += gate.admits(device, TopicKind.UP_CONTROL)
+        passed += limits.admits(device, TopicKind.UP_CONTROL)
     return passed
 
 
 def test_500_messages_a_second_are_thinned_out_for_ever_and_4000_are_silenced_within_a_second() -> None:
     clock = Clock()
-    gate = FloodGate(clock)
-    passed = sent(gate, clock, 500, 60.0)
-    assert gate.silenced() == frozenset()
+    limits = FloodLimits(clock)
+    passed = sent(limits, clock, 500, 60.0)
+    assert limits.silenced() == frozenset()
     assert passed == pytest.approx(floods.MESSAGES_AT_ONCE + 60 * floods.MESSAGES_PER_S, rel=0.01)
-    sent(gate, clock, 4000, 1.0)
-    assert gate.silenced() == {"a"}
-    assert sent(gate, clock, 100, 10.0) == 0
-    assert sent(gate, clock, 100, 10.0, "b") == 1000
-    assert gate.silenced() == {"a"}
+    sent(limits, clock, 4000, 1.0)
+    assert limits.silenced() == {"a"}
+    assert sent(limits, clock, 100, 10.0) == 0
+    assert sent(limits, clock, 100, 10.0, "b") == 1000
+    assert limits.silenced() == {"a"}
 
 
 def test_a_silence_ends_by_itself_and_its_device_starts_with_a_full_bucket() -> None:
     clock = Clock()
-    gate = FloodGate(clock)
-    sent(gate, clock, 10_000, 1.0)
-    assert gate.is_silenced("a")
-    assert gate.silenced() == {"a"}
+    limits = FloodLimits(clock)
+    sent(limits, clock, 10_000, 1.0)
+    assert limits.is_silenced("a")
+    assert limits.silenced() == {"a"}
     clock.now += floods.SILENCE_S
-    assert gate.silenced() == frozenset()
-    assert not gate.is_silenced("a")
-    assert sent(gate, clock, 100, 5.0) == 500
-    sent(gate, clock, 10_000, 1.0)
-    assert gate.silenced() == {"a"}
+    assert limits.silenced() == frozenset()
+    assert not limits.is_silenced("a")
+    assert sent(limits, clock, 100, 5.0) == 500
+    sent(limits, clock, 10_000, 1.0)
+    assert limits.silenced() == {"a"}
 
 
 def test_devices_that_nobody_knows_share_a_bucket_and_are_not_silenced() -> None:
     clock = Clock()
-    gate = FloodGate(clock)
-    assert sent(gate, clock, 10_000, 1.0, device="") < 1300
-    assert sent(gate, clock, 10, 1.0) == 10
-    assert gate.silenced() == frozenset()
+    limits = FloodLimits(clock)
+    assert sent(limits, clock, 10_000, 1.0, device="") < 1300
+    assert sent(limits, clock, 10, 1.0) == 10
+    assert limits.silenced() == frozenset()
 
 
 def test_a_device_can_cause_few_lines_of_the_kinds_that_it_can_repeat_and_all_of_the_others(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_refusals_are_counted_by_device_and_one_devices_flood_hides_nobody_elses
     assert (refusals.of("a"), refusals.of("b"), refusals.of("c")) == (10_000, 2, 0)
     assert refusals.counts == {"forged": 10_001, "malformed": 1}
     lines = (tmp_path / "events.jsonl").read_text().splitlines()
-    assert len(lines) <= ALWAYS_TOLD + 14 + 2
+    assert len(lines) <= ALWAYS_REPORTED + 14 + 2
     assert max(map(len, lines)) < 2 * MAX_TEXT + 200
 
 
@@ -172,14 +172,14 @@ def test_a_list_of_silenced_devices_that_can_not_be_read_keeps_nobody_out(home: 
 class FloodedWorld(World):
     """Remembers who was silenced."""
 
-    def setup(self) -> Setup:
+    def service_context(self) -> ServiceContext:
         self.told: list[set[str]] = []
 
         def publish_access(silenced: Collection[str]) -> bool:
             self.told.append(set(silenced))
             return True
 
-        return replace(super().setup(), publish_access=publish_access)
+        return replace(super().service_context(), publish_access=publish_access)
 
 
 @pytest.fixture

@@ -36,12 +36,12 @@ class Rounds:
 
 def test_silence_is_counted_from_the_last_message_in_units_of_the_promise(tmp_path: Path) -> None:
     rounds: Any = Rounds("a", "b", "old", "of chunks")
-    chunks: Any = SimpleNamespace(heard_at=lambda device: 900.0 if device == "of chunks" else -math.inf)
+    chunks: Any = SimpleNamespace(last_seen_at=lambda device: 900.0 if device == "of chunks" else -math.inf)
     liveness = Liveness(rounds, chunks, EventLog(tmp_path / "events.jsonl", time.time))
     for device, every_s in (("a", 10), ("b", 30), ("old", None), ("of chunks", 100)):
         liveness.expect(device, every_s, 0.0)
     for device, at in (("a", 5.0), ("a", 2.0), ("stranger", 2.0)):
-        liveness.heard(device, at)
+        liveness.mark_seen(device, at)
     liveness.miss_silent(5.0 + MISSED * 10)
     assert rounds.online == {"a", "b", "old", "of chunks"}
     liveness.miss_silent(5.0 + MISSED * 10 + 0.1)

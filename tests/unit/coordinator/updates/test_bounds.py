@@ -15,7 +15,7 @@ import pytest
 from coordinator.http.app import _ended
 from coordinator.rounds.round_engine import UpdateStored
 from coordinator.updates import receiver as receiver_module
-from coordinator.updates.published_artifacts import Library
+from coordinator.updates.published_artifacts import PublishedArtifacts
 from coordinator.updates.receiver import Broken, Receiver
 from coordinator.updates.upload_windows import Grant, Received, Uploads
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
@@ -39,20 +39,20 @@ def world(tmp_path: Path) -> Iterator[World]:
     made.close()
 
 
-def test_the_library_announces_what_is_on_disk_and_refuses_what_is_damaged(tmp_path: Path) -> None:
+def test_published_artifacts_are_those_on_disk_and_damaged_ones_are_refused(tmp_path: Path) -> None:
     store = ArtifactStore(tmp_path)
     data = bytes(300 * 1000)
     artifact = store.put(data)
-    library = Library(store, 300)
-    assert library.known(artifact) is None
-    assert library.ref(artifact) == make_ref(data, 300)
-    assert library.known(artifact) is library.source(artifact)
-    library.change_chunk_bytes(400)
-    assert library.ref(artifact) == make_ref(data, 400)
+    artifacts = PublishedArtifacts(store, 300)
+    assert artifacts.known(artifact) is None
+    assert artifacts.ref(artifact) == make_ref(data, 300)
+    assert artifacts.known(artifact) is artifacts.source(artifact)
+    artifacts.change_chunk_bytes(400)
+    assert artifacts.ref(artifact) == make_ref(data, 400)
     store.path(artifact).write_bytes(b"rotten")
-    library.change_chunk_bytes(300)
+    artifacts.change_chunk_bytes(300)
     with pytest.raises(IntegrityError, match="damaged"):
-        library.source(artifact)
+        artifacts.source(artifact)
 
 
 def uploads_of(world: World, window: Window | None = None, shared: Window | None = None) -> Uploads:

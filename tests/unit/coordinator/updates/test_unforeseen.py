@@ -84,9 +84,9 @@ def test_a_chunk_that_fails_in_an_unforeseen_way_ends_its_update_alone(
 
 def test_the_cohort_of_those_that_stay_is_judged_without_a_device_that_is_gone() -> None:
     cohorts = Cohorts()
-    cohorts.hear("a", "1" * 32)
-    cohorts.hear("b", "1" * 32)
-    assert cohorts.hear("odd", "2" * 32) == ("a", "b")
+    cohorts.note("a", "1" * 32)
+    cohorts.note("b", "1" * 32)
+    assert cohorts.note("odd", "2" * 32) == ("a", "b")
     assert cohorts.verdict("a") is CohortVerdict.DIFFERENT
     cohorts.forget("odd")
     assert cohorts.verdict("a") is CohortVerdict.SAME
@@ -104,7 +104,7 @@ def test_a_revoked_device_no_longer_makes_the_others_cohort_differ(
         world.wait_event("online", 3)
         cohorts = running.service._cohorts
         for device, mark in (("a", "2"), ("b", "1"), ("c", "1")):
-            cohorts.hear(device, mark * 32)
+            cohorts.note(device, mark * 32)
         assert cohorts.verdict("b") is CohortVerdict.DIFFERENT
         world.store.register.end_membership("a", DeviceState.REVOKED, "lost", 2.0)
         world.wait_event("departed")

@@ -41,7 +41,7 @@ def test_a_goodbye_is_confirmed_and_ends_the_membership(service_world: World, tm
 
 def test_a_goodbye_that_the_device_did_not_sign_ends_nothing(service_world: World, tmp_path: Path) -> None:
     with RunningService(service_world) as running:
-        with pytest.raises(NoAnswerError, match="does not know this device"):
+        with pytest.raises(NoAnswerError, match="does not accept this device"):
             talk(service_world, tmp_path, SigningKey.generate(), Purpose.LEAVE, 1.5)
         assert running.service.refusals["forged"] > 0
     assert [device.state for device in service_world.store.devices()] == [DeviceState.ENROLLED] * 2
@@ -60,7 +60,7 @@ def test_a_recorded_goodbye_of_another_session_ends_nothing(service_world: World
         recorded = [delivery.payload for delivery in heard]
         assert any(isinstance(decode(payload[OVERHEAD_BYTES:]), Leave) for payload in recorded)
         admit_again(service_world, "a")
-        wait_until(lambda: running.service._ingest.knows("a"), "it is a member again")
+        wait_until(lambda: running.service._message_checks.knows("a"), "it is a member again")
         service_world.devices["a"].silent = True
         service_world.devices["a"].start()
         wait_until(lambda: "a" in running.service.state.online, "it is back")
@@ -121,7 +121,7 @@ def files_of(folder: Path) -> set[str]:
 def test_everything_private_is_erased_and_the_images_and_the_configuration_stay(
     enrolled: AgentConfig, tmp_path: Path
 ) -> None:
-    left = leave(enrolled, erase=True, tell=False, timeout_s=1.0)
+    left = leave(enrolled, erase=True, notify=False, timeout_s=1.0)
     assert not left.confirmed
     assert files_of(tmp_path / "box") == {"agent.toml"}
     assert not enrolled.store.exists()
@@ -131,7 +131,7 @@ def test_everything_private_is_erased_and_the_images_and_the_configuration_stay(
 
 def test_without_erase_everything_stays(enrolled: AgentConfig, tmp_path: Path) -> None:
     before = files_of(tmp_path / "box")
-    assert leave(enrolled, erase=False, tell=False, timeout_s=1.0).erased == ()
+    assert leave(enrolled, erase=False, notify=False, timeout_s=1.0).erased == ()
     assert before <= files_of(tmp_path / "box")
     assert stat.S_IMODE((tmp_path / "box" / "signing.key").stat().st_mode) == 0o600
 
@@ -140,21 +140,21 @@ def test_nothing_is_erased_when_nobody_confirms_or_an_agent_runs_or_the_images_l
     enrolled: AgentConfig, tmp_path: Path
 ) -> None:
     with pytest.raises(EnrolError, match=r"did not confirm.*Nothing was erased.*fedcg device revoke line-4"):
-        leave(enrolled, erase=True, tell=True, timeout_s=1.0)
+        leave(enrolled, erase=True, notify=True, timeout_s=1.0)
     before = files_of(tmp_path / "box")
     store = PrivateStore.open(enrolled.store, enrolled.federation, enrolled.device)
     with store.locked(), pytest.raises(StoreLockedError):
-        leave(enrolled, erase=True, tell=False, timeout_s=1.0)
+        leave(enrolled, erase=True, notify=False, timeout_s=1.0)
     inside = enrolled.model_copy(update={"data": DataSection(root=enrolled.store / "images")})
     with pytest.raises(EnrolError, match="move them first"):
-        leave(inside, erase=True, tell=False, timeout_s=1.0)
+        leave(inside, erase=True, notify=False, timeout_s=1.0)
     assert files_of(tmp_path / "box") == before
 
 
 def test_an_erasure_that_was_cut_off_can_be_finished(enrolled: AgentConfig, tmp_path: Path) -> None:
     enrolled.keys.signing.unlink()
     (enrolled.store / "secrets" / "device.key").unlink()
-    leave(enrolled, erase=True, tell=False, timeout_s=1.0)
+    leave(enrolled, erase=True, notify=False, timeout_s=1.0)
     assert files_of(tmp_path / "box") == {"agent.toml"}
 
 

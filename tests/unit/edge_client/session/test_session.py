@@ -371,26 +371,26 @@ def test_an_outbox_of_an_earlier_run_is_announced_after_the_welcome() -> None:
     ]
 
 
-CURSORS = [RoundAttempt(round_number, attempt) for round_number in (1, 2, 3) for attempt in (1, 2)]
-cursors = st.sampled_from(CURSORS)
+ATTEMPTS = [RoundAttempt(round_number, attempt) for round_number in (1, 2, 3) for attempt in (1, 2)]
+attempts = st.sampled_from(ATTEMPTS)
 network_events: st.SearchStrategy[Event] = st.one_of(
     st.just(Tick()),
     st.builds(LinkChanged, st.booleans()),
     st.builds(CoordinatorSeen, st.integers(1, 3), st.booleans()),
     st.builds(Welcomed, st.integers(1, 3)),
-    cursors.map(lambda cursor: offer(cursor.round, cursor.attempt)),
+    attempts.map(lambda round_attempt: offer(round_attempt.round, round_attempt.attempt)),
     st.just(ended()),
-    st.builds(Invited, cursors),
+    st.builds(Invited, attempts),
     st.just(ArtifactStored(SPEC.id)),
     st.integers(1, 3).map(lambda number: ArtifactStored(aggregate(number).id)),
     st.just(ArtifactStored(aggregate(9).id)),
     st.just(SpecChecked(SPEC.id, None)),
     st.just(DownloadSilent()),
     st.just(TrainerReady()),
-    cursors.map(lambda cursor: need(update(cursor.round, cursor.attempt).id)),
+    attempts.map(lambda round_attempt: need(update(round_attempt.round, round_attempt.attempt).id)),
     st.builds(
-        lambda cursor, outcome: receipt(update(cursor.round, cursor.attempt).id, outcome),
-        cursors,
+        lambda round_attempt, outcome: receipt(update(round_attempt.round, round_attempt.attempt).id, outcome),
+        attempts,
         st.sampled_from(Outcome),
     ),
 )
@@ -443,8 +443,8 @@ class Shell:
         if isinstance(command, TrainRound):
             assert self.running is None
             assert self.outbox is None
-            assert not self.committed or command.cursor > self.committed[-1], "trained twice"
-            self.running = command.cursor
+            assert not self.committed or command.round_attempt > self.committed[-1], "trained twice"
+            self.running = command.round_attempt
         elif isinstance(command, ChooseModel):
             assert self.running is None
             self.running = command.aggregate
@@ -461,8 +461,8 @@ class Shell:
                 assert self.outbox is not None
                 assert command.message.artifact == self.outbox
             elif isinstance(command.message, Accept):
-                cursor = RoundAttempt(command.message.round, command.message.attempt)
-                assert cursor == self.state.invited
+                round_attempt = RoundAttempt(command.message.round, command.message.attempt)
+                assert round_attempt == self.state.invited
         elif isinstance(command, SendChunks):
             assert command.update == self.outbox
 

@@ -90,16 +90,16 @@ def test_a_store_whose_private_networks_have_started_takes_no_secret(tmp_path: P
 def test_a_device_is_compared_with_all_others(others: list[str | None], verdict: CohortVerdict) -> None:
     cohorts = Cohorts()
     for number, mark in enumerate(others):
-        cohorts.hear(f"site-{number}", mark)
+        cohorts.note(f"site-{number}", mark)
     unlike = tuple(f"site-{number}" for number, mark in enumerate(others) if mark != "m")
-    assert cohorts.hear("mine", "m") == unlike
+    assert cohorts.note("mine", "m") == unlike
     assert cohorts.verdict("mine") is verdict
 
 
 def test_devices_without_a_secret_are_alike() -> None:
     cohorts = Cohorts()
-    cohorts.hear("site-1", None)
-    assert cohorts.hear("site-2", None) == ()
+    cohorts.note("site-1", None)
+    assert cohorts.note("site-2", None) == ()
     assert cohorts.verdict("site-1") is CohortVerdict.SAME
 
 

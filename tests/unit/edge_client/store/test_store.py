@@ -54,13 +54,16 @@ def test_a_commit_gives_back_exactly_what_was_put_in(store: PrivateStore) -> Non
     count = state.slots["personal"][Part.GENERATOR]["count"]
     assert (count.shape, count.dtype) == ((), np.dtype(np.int64))
     generation = state.generation
-    assert (generation.cursor, generation.spec, dict(generation.scores)) == (
+    assert (generation.round_attempt, generation.spec, dict(generation.scores)) == (
         RoundAttempt(3, 2),
         SPEC.digest,
         dict(new.scores),
     )
     assert store.generations.update_bytes(generation) == b"update"
     assert store.generations.snapshot(generation) == toy_snapshot()
+    body, _, _ = (store.root / "generations" / "1" / "state.json").read_bytes().partition(b"\n")
+    stored = json.loads(body)
+    assert stored["cursor"] == stored["outbox"]["cursor"] == {"round": 3, "attempt": 2}  # the stored keys of format 1
 
 
 def test_two_generations_are_kept_and_older_ones_deleted(store: PrivateStore) -> None:
@@ -81,13 +84,13 @@ def test_a_damaged_newest_generation_falls_back_to_the_one_before_and_says_so(
     path.write_bytes(content)
     generation, problems = reopened(store).generations.current()
     assert generation is not None
-    assert generation.cursor == RoundAttempt(1, 1)
+    assert generation.round_attempt == RoundAttempt(1, 1)
     assert len(problems) == 1
     assert str(newest.number) in problems[0]
     store.generations.commit(toy_generation(SPEC, RoundAttempt(2, 1)))
     generation, problems = store.generations.current()
     assert generation is not None
-    assert (generation.cursor, problems) == (RoundAttempt(2, 1), ())
+    assert (generation.round_attempt, problems) == (RoundAttempt(2, 1), ())
 
 
 def test_a_store_without_any_whole_generation_says_what_to_do(store: PrivateStore) -> None:
@@ -101,7 +104,7 @@ STEPS = ("write_durably", "fsync_path", "replace_durably")
 
 
 def sabotaged_commit(
-    monkeypatch: pytest.MonkeyPatch, store: PrivateStore, cut_before: int, cursor: RoundAttempt
+    monkeypatch: pytest.MonkeyPatch, store: PrivateStore, cut_before: int, round_attempt: RoundAttempt
 ) -> bool:
     """Commit with the power cut before one durable step; whether the commit got through."""
     steps = itertools.count()
@@ -116,7 +119,7 @@ def sabotaged_commit(
 
             patch.setattr(f"edge_client.store.generations.{name}", wrapped)
         try:
-            store.generations.commit(toy_generation(SPEC, cursor))
+            store.generations.commit(toy_generation(SPEC, round_attempt))
         except PowerCutError:
             return False
     return True
@@ -130,13 +133,13 @@ def test_a_power_cut_at_any_step_of_a_commit_leaves_the_old_or_the_new_state_who
     while not sabotaged_commit(monkeypatch, store, cuts, RoundAttempt(2, 1)):
         generation, problems = reopened(store).generations.current()
         assert generation is not None
-        assert (generation.cursor, problems) == (RoundAttempt(1, 1), ()), f"before step {cuts}"
+        assert (generation.round_attempt, problems) == (RoundAttempt(1, 1), ()), f"before step {cuts}"
         assert store.generations.update_bytes(generation) == b"update"
         cuts += 1
     assert cuts >= 7  # four files, two folders, the pointer
     generation, _ = reopened(store).generations.current()
     assert generation is not None
-    assert generation.cursor == RoundAttempt(2, 1)
+    assert generation.round_attempt == RoundAttempt(2, 1)
 
 
 def test_what_a_cut_commit_left_behind_never_counts(monkeypatch: pytest.MonkeyPatch, store: PrivateStore) -> None:
@@ -165,7 +168,7 @@ def test_the_last_commit_always_counts(
     assert generation is not None
     assert generation.outbox is not None
     round_number, attempt, update = commits[-1]
-    assert (generation.cursor, generation.outbox.cursor) == (RoundAttempt(round_number, attempt),) * 2
+    assert (generation.round_attempt, generation.outbox.round_attempt) == (RoundAttempt(round_number, attempt),) * 2
     assert generations.update_bytes(generation) == update
 
 

@@ -137,7 +137,7 @@ def test_one_failing_read_of_the_newest_generation_does_not_bring_back_the_one_b
     bad_disk.undo()
     generation, problems = fresh.current()
     assert generation is not None
-    assert (generation.cursor, problems) == (RoundAttempt(2, 1), ())
+    assert (generation.round_attempt, problems) == (RoundAttempt(2, 1), ())
 
 
 @pytest.mark.parametrize("look", ["current", "newest"])
@@ -160,7 +160,7 @@ def test_the_newest_generation_is_that_of_another_process_and_falls_back_like_th
     restarted = Generations(store.root)
     fallback, problems = restarted.current()
     assert fallback is not None
-    assert (fallback.cursor, len(problems)) == (RoundAttempt(1, 1), 1)
+    assert (fallback.round_attempt, len(problems)) == (RoundAttempt(1, 1), 1)
     assert restarted.newest() == fallback, "what was found damaged at the start does not count later on"
     (store.root / "generations" / "2" / "state.json").write_bytes(b"torn")
     assert Generations(store.root).newest() == fallback

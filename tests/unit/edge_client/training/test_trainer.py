@@ -45,7 +45,7 @@ def test_a_round_commits_private_state_snapshot_scores_and_update_together(tmp_p
     state = site.state()
     assert set(state.slots) == {"personal", "shadow", "best", "best_shadow"}
     assert set(state.slots["personal"]) == set(Part)
-    assert state.generation.cursor == RoundAttempt(1, 1)
+    assert state.generation.round_attempt == RoundAttempt(1, 1)
     snapshot = site.store.generations.snapshot(state.generation)
     assert snapshot.counts()["test"] == 15
     assert snapshot.counts()["train"] + snapshot.counts()["val"] == 36

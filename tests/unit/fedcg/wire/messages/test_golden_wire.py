@@ -105,7 +105,7 @@ def test_a_private_store_of_every_format_opens_with_all_that_it_holds_and_goes_o
     spec, new = toy_spec(), toy_generation(toy_spec(), RoundAttempt(2, 1), artifacts()["update"], seed=2)
     state = store.generations.load()
     assert state is not None
-    assert (state.generation.number, state.generation.cursor) == (2, RoundAttempt(2, 1))
+    assert (state.generation.number, state.generation.round_attempt) == (2, RoundAttempt(2, 1))
     assert state.slots["personal"][Part.EXTRACTOR]["weight"].tolist() == (
         np.asarray(new.slots["personal"][Part.EXTRACTOR]["weight"]).tolist()
     )
@@ -122,7 +122,7 @@ def test_a_private_store_of_every_format_opens_with_all_that_it_holds_and_goes_o
     assert (pinned.key, pinned.serial) == (NEW_KEY.public, 1)
     assert store.finalised()["aggregate"] == "b" * 64
     store.generations.commit(toy_generation(spec, RoundAttempt(3, 1)))
-    assert store.generations.current()[0].cursor == RoundAttempt(3, 1)  # type: ignore[union-attr]
+    assert store.generations.current()[0].round_attempt == RoundAttempt(3, 1)  # type: ignore[union-attr]
 
 
 def test_a_private_store_is_still_written_as_it_was(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def test_a_refusal_names_both_sides_and_the_one_that_is_behind() -> None:
     assert versions.outdated((1,), (2, 3)) == "device"
     assert versions.outdated((4, 5), (2, 3)) == "coordinator"
     told = versions.explain_versions((1,), (2, 3))
-    assert told == "the device speaks protocol version 1, the coordinator 2, 3: update the agent on this device"
+    assert told == "the device supports protocol version 1, the coordinator 2, 3: update the agent on this device"
     assert "update the coordinator" in versions.explain_versions((4, 5), (2, 3))
 
 

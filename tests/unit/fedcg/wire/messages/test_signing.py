@@ -39,9 +39,9 @@ def test_a_message_in_anothers_name_is_refused() -> None:
         open_envelope(seal(MESSAGE, OTHER), resolve)
 
 
-def test_a_sender_nobody_enrolled_is_refused() -> None:
+def test_a_sender_that_is_not_enrolled_is_refused() -> None:
     stranger = MESSAGE.model_copy(update={"sender": "stranger"})
-    with pytest.raises(SignatureError, match="nobody enrolled"):
+    with pytest.raises(SignatureError, match="not enrolled"):
         open_envelope(seal(stranger, KEY), resolve)
 
 

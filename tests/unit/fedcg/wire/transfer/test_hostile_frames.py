@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from coordinator.messaging.message_checks import Ingest, Sessions
+from coordinator.messaging.message_checks import MessageChecks, Sessions
 from edge_client.messaging.coordinator_link import CoordinatorLink
 from edge_client.messaging.coordinator_trust import CoordinatorTrust
 from edge_client.messaging.handshake import Handshake
@@ -153,8 +153,8 @@ class CoordinatorsDoor:
         self.published = Published()
         self.receiver = receiver_of(world, self.published, lambda event: None)
         self.refusals = self.receiver._refusals
-        self.ingest = Ingest(TOPICS, sessions, self.refusals)
-        self.ingest.learn_keys([(DEVICE, KEY.public.hex)])
+        self.checks = MessageChecks(TOPICS, sessions, self.refusals)
+        self.checks.learn_keys([(DEVICE, KEY.public.hex)])
         self.receiver._announced(DEVICE, Manifest(**UP, artifact=REF, round=1, attempt=1))
 
     @property
@@ -209,7 +209,7 @@ def test_the_coordinator_takes_or_refuses_each_message_and_counts_each_refusal_o
 ) -> None:
     door = doors[0]
     before = door.count
-    taken = door.ingest.open(Delivery(topic, payload, retained=False))
+    taken = door.checks.open(Delivery(topic, payload, retained=False))
     assert door.count == before + (taken is None)
 
 
@@ -256,7 +256,7 @@ def test_what_is_too_large_takes_no_memory(doors: Doors, size: int) -> None:
 
     def refuse() -> None:
         before = coordinator.refusals.counts.get("too_large", 0)
-        coordinator.ingest.open(Delivery(TOPICS.up_control(DEVICE), envelope, retained=False))
+        coordinator.checks.open(Delivery(TOPICS.up_control(DEVICE), envelope, retained=False))
         coordinator.receiver._feed(DEVICE, chunk)
         assert coordinator.refusals.counts["too_large"] == before + 2
         for topic, payload in ((TOPICS.offer, envelope), (TOPICS.aggregate, chunk)):
