@@ -33,7 +33,7 @@ from fedcg.learning.training.evaluation import evaluate
 from fedcg.wire.artifacts.artifacts import ArtifactHeader, Base, pack
 from fedcg.wire.artifacts.tensors import PartArrays
 from fedcg.wire.parts import Part, Report, ReportField
-from tests.support.learning_cases import roots_from_seed
+from tests.support.learning.learning_cases import roots_from_seed
 
 BASE = "0" * 64
 SETTINGS = RobustnessSettings()

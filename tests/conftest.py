@@ -11,7 +11,7 @@ from hypothesis import settings
 
 from coordinator.broker.mosquitto import QueueLimits
 from fedcg.find_mosquitto import find_mosquitto
-from tests.support.brokers import DEVICES, Pki, RunningMosquitto
+from tests.support.broker.brokers import DEVICES, Pki, RunningMosquitto
 
 # Under CI the examples are the same in every run; elsewhere each run looks at new ones. Timings are never asserted.
 settings.register_profile("explore", deadline=None)

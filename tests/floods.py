@@ -49,16 +49,9 @@ from fedcg.wire.transport.mqtt import MqttTransport
 from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles
 from fedcg.wire.transport.transport import Will
 from fedcg.wire.versions import SPOKEN
-from tests.support.artifact_chunks import make_ref
-from tests.support.brokers import free_port
-from tests.support.coordinator_support import (
-    FEDERATION,
-    FakeDevice,
-    PlainWorker,
-    aggregate_bytes,
-    tiny_spec,
-    wait_until,
-)
+from tests.support.coordinator.world import FEDERATION, FakeDevice, PlainWorker, aggregate_bytes, tiny_spec
+from tests.support.waiting import free_port, wait_until
+from tests.support.wire.artifact_chunks import make_ref
 
 HONEST = ("a", "b", "c")
 FLOODER = "flooder"

@@ -31,9 +31,10 @@ from fedcg.event_log import EventLog
 from fedcg.wire.artifacts.artifacts import artifact_id
 from fedcg.wire.transfer.chunk_sender import ChunkFile
 from fedcg.wire.transport.memory import MemoryTransport
-from tests.support.coordinator_support import RunningService, World, aggregate_bytes, tiny_spec, wait_until
-from tests.support.edge_worlds import make_config, toy_generation
-from tests.support.hanging_children import count_and_never_merge
+from tests.support.coordinator.hanging_children import count_and_never_merge
+from tests.support.coordinator.world import RunningService, World, aggregate_bytes, tiny_spec
+from tests.support.edge.world import make_config, toy_generation
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "architecture.md"

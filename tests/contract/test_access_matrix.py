@@ -21,8 +21,9 @@ from coordinator.paths import BROKER_NAME
 from coordinator.pki.authority import Credential, create_ca, credential_of, issue
 from fedcg.wire.transport.mqtt import MqttTransport
 from fedcg.wire.transport.transport import Will
-from tests.support.broker_plant import TOPICS, Plant, open_plant
-from tests.support.brokers import Client, Intruder, wait_until
+from tests.support.broker.broker_plant import TOPICS, Plant, open_plant
+from tests.support.broker.brokers import Client, Intruder
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.broker
 ACCEPTED, NOT_AUTHORIZED = 0, 5

@@ -18,7 +18,7 @@ from fedcg.wire.transfer.chunks import chunk_bytes_for
 from fedcg.wire.transport import mqtt
 from fedcg.wire.transport.mqtt import HEADER_BYTES, MqttTransport
 from fedcg.wire.transport.mqtt_config import MIN_PACKET_BYTES, Protocol
-from tests.support.broker_packets import (
+from tests.support.broker.broker_packets import (
     PINGREQ,
     PONG,
     PUBLISH,
@@ -30,7 +30,8 @@ from tests.support.broker_packets import (
     scripted_broker,
     suback,
 )
-from tests.support.brokers import Client, wait_until
+from tests.support.broker.brokers import Client
+from tests.support.waiting import wait_until
 
 OFFERED, GRANTED = "fedcg/1/laws/offer", b"\x01"
 SMALL, LARGE = (b"\x27" + size.to_bytes(4, "big") for size in (600, 200_000))

@@ -21,19 +21,10 @@ from fedcg.wire.transport.mqtt import MqttConfig, MqttTransport, TlsFiles, probe
 from fedcg.wire.transport.mqtt_config import Protocol
 from fedcg.wire.transport.transport import Will
 from tests.conftest import StartMosquitto
-from tests.support.broker_packets import CONNECT, connack, scripted_broker
-from tests.support.brokers import (
-    DEADLINE_S,
-    DEVICES,
-    HOST,
-    Client,
-    Pki,
-    RunningMosquitto,
-    acl_for,
-    mqtt_client,
-    wait_until,
-)
-from tests.support.throttle import Throttle
+from tests.support.broker.broker_packets import CONNECT, connack, scripted_broker
+from tests.support.broker.brokers import DEADLINE_S, DEVICES, HOST, Client, Pki, RunningMosquitto, acl_for, mqtt_client
+from tests.support.broker.throttle import Throttle
+from tests.support.waiting import wait_until
 
 TOPICS = Topics("links")
 

@@ -16,9 +16,10 @@ from fedcg.wire.messages.topics import Topics
 from fedcg.wire.transfer.broker_presets import PRESETS, limits_for
 from fedcg.wire.transfer.chunks import FRAME_OVERHEAD_BYTES
 from tests.conftest import StartMosquitto
-from tests.support.brokers import RunningMosquitto, acl_for, wait_until
-from tests.support.throttle import Throttle, Weather
-from tests.support.transfer_parties import FEDERATION, Parties, Plan
+from tests.support.broker.brokers import RunningMosquitto, acl_for
+from tests.support.broker.throttle import Throttle, Weather
+from tests.support.waiting import wait_until
+from tests.support.wire.transfer_parties import FEDERATION, Parties, Plan
 
 LIKE: dict[PresetName, QueueLimits] = {
     "mosquitto": QueueLimits(),

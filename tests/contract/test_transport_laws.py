@@ -12,8 +12,9 @@ from fedcg.wire.errors import TransportError
 from fedcg.wire.messages.topics import Topics
 from fedcg.wire.transport.mqtt_config import Protocol as MqttVersion
 from fedcg.wire.transport.transport import Delivery, Will
-from tests.support.benches import AmqttServer, Bench, MemoryBench, MqttBench
-from tests.support.brokers import Client, Pki, RunningMosquitto, acl_for, wait_until
+from tests.support.broker.benches import AmqttServer, Bench, MemoryBench, MqttBench
+from tests.support.broker.brokers import Client, Pki, RunningMosquitto, acl_for
+from tests.support.waiting import wait_until
 
 TOPICS = Topics("laws")
 VERSIONS: dict[str, MqttVersion] = {"mosquitto-5": "5", "mosquitto-3.1.1": "3.1.1"}

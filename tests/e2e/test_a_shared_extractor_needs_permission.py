@@ -10,8 +10,8 @@ import pytest
 
 from fedcg.wire.artifacts.artifacts import read_header
 from fedcg.wire.errors import WireError
+from tests.support.edge.toml_edit import set_values
 from tests.support.stack import Stack, wait_for
-from tests.support.toml_edit import set_values
 
 pytestmark = [pytest.mark.broker, pytest.mark.slow, pytest.mark.timeout(280)]
 WILLING, STRICT = "site-1", "site-2"

@@ -15,9 +15,9 @@ from fedcg.wire.messages.messages import COORDINATOR, Manifest
 from fedcg.wire.messages.signing import SigningKey, seal
 from fedcg.wire.messages.topics import Topics
 from fedcg.wire.transport.mqtt import MqttConfig, MqttTransport, TlsFiles
-from tests.support.artifact_chunks import frames_for, make_ref
 from tests.support.plant import as_artifact, ask_for_the_extractor
 from tests.support.stack import Stack, wait_for
+from tests.support.wire.artifact_chunks import frames_for, make_ref
 
 pytestmark = [pytest.mark.broker, pytest.mark.timeout(280)]
 THIEF = "site-1"

@@ -20,8 +20,8 @@ import pytest
 
 from coordinator.broker.deployed_mosquitto import ACCOUNT
 from fedcg.find_mosquitto import find_mosquitto
-from tests.support.brokers import free_port
 from tests.support.stack import CLASSES, wait_for, write_images
+from tests.support.waiting import free_port
 
 pytestmark = [pytest.mark.broker, pytest.mark.slow, pytest.mark.timeout(280)]
 README = Path(__file__).parents[2] / "README.md"

@@ -19,7 +19,7 @@ import pytest
 import tomllib
 
 from export import load
-from tests.support.export_models import encoded, picture
+from tests.support.learning.export_models import encoded, picture
 from tests.support.serving import PNG, install_versions, serving
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # installs packages

@@ -33,8 +33,8 @@ from fedcg.learning.simulation.party import ClientData, Party
 from fedcg.learning.simulation.simulation import simulate
 from fedcg.learning.simulation.state import Schedule, Simulation
 from fedcg.learning.simulation.tasks import LocalTask
-from tests.support import ray_cases
-from tests.support.learning_cases import bright_images, quick_spec, roots_from_seed, same
+from tests.support.learning import ray_cases
+from tests.support.learning.learning_cases import bright_images, quick_spec, roots_from_seed, same
 from tests.support.stack import wait_for
 
 pytestmark = [

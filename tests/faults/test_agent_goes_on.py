@@ -26,7 +26,8 @@ from edge_client.training.messages import Committed, TrainerCommand
 from fedcg.wire.messages.messages import Accept, ArtifactRef, Decline, DeclineReason, Hello, Manifest, RoundAttempt
 from fedcg.wire.transfer.chunks import Chunk
 from fedcg.wire.transport.transport import Delivery as Incoming
-from tests.support.edge_worlds import FakeTrainer, World, aggregate_of, toy_parts, wait_until
+from tests.support.edge.world import FakeTrainer, World, aggregate_of, toy_parts
+from tests.support.waiting import wait_until
 from tests.unit.edge_client.agent.test_agent import SHARED
 
 UPDATE = ArtifactRef(id="e" * 64, size=4000, chunk_bytes=500)

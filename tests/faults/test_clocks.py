@@ -13,8 +13,9 @@ from edge_client.cli.doctor import Finding, examine
 from edge_client.config import AgentConfig, BrokerSection, DataSection, TlsSection
 from fedcg.wire.messages.messages import COORDINATOR
 from tests.conftest import StartMosquitto
-from tests.support.brokers import HOST, Client, Pki, RunningMosquitto, acl_for, mqtt_client, wait_until
-from tests.support.transfer_parties import FEDERATION, Parties, Plan
+from tests.support.broker.brokers import HOST, Client, Pki, RunningMosquitto, acl_for, mqtt_client
+from tests.support.waiting import wait_until
+from tests.support.wire.transfer_parties import FEDERATION, Parties, Plan
 
 pytestmark = [pytest.mark.broker, pytest.mark.timeout(120)]
 TEN_YEARS = timedelta(days=3652)

@@ -13,12 +13,13 @@ import pytest
 from edge_client.store.private_store import PrivateStore
 from fedcg.wire.messages.messages import COORDINATOR, Manifest
 from tests.conftest import StartMosquitto
-from tests.support.brokers import acl_for
-from tests.support.coordinator_support import FEDERATION, RunningService, wait_until
+from tests.support.broker.brokers import acl_for
+from tests.support.broker.throttle import Throttle, Weather
+from tests.support.coordinator.world import FEDERATION, RunningService
 from tests.support.hostile import Box, Federation, HostileBroker, Passing
-from tests.support.throttle import Throttle, Weather
-from tests.support.transfer_parties import FEDERATION as TRANSFERS
-from tests.support.transfer_parties import Parties, Plan
+from tests.support.waiting import wait_until
+from tests.support.wire.transfer_parties import FEDERATION as TRANSFERS
+from tests.support.wire.transfer_parties import Parties, Plan
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -15,8 +15,9 @@ from coordinator.service.service_context import ServiceContext
 from fedcg.wire.messages.messages import DeclineReason
 from fedcg.wire.transport import mqtt
 from fedcg.wire.transport.mqtt import MqttTransport
-from tests.support.broker_packets import SUBSCRIBE, scripted_broker, suback
-from tests.support.coordinator_support import RunningService, World, aggregate_bytes, tiny_spec, wait_until
+from tests.support.broker.broker_packets import SUBSCRIBE, scripted_broker, suback
+from tests.support.coordinator.world import RunningService, World, aggregate_bytes, tiny_spec
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture

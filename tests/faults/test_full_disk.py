@@ -9,8 +9,9 @@ import pytest
 
 from fedcg.wire.messages.messages import COORDINATOR
 from tests.conftest import StartMosquitto
-from tests.support.brokers import acl_for, wait_until
-from tests.support.transfer_parties import FEDERATION, Parties, Plan
+from tests.support.broker.brokers import acl_for
+from tests.support.waiting import wait_until
+from tests.support.wire.transfer_parties import FEDERATION, Parties, Plan
 
 pytestmark = [pytest.mark.slow, pytest.mark.broker, pytest.mark.timeout(120)]
 SIZE = 400_000

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from export.model.versions import POINTER_NAME, Slots
 from fedcg.wire.messages.signing import SigningKey
-from tests.support.export_models import encoded, make_parts, make_spec, picture, write_images
+from tests.support.learning.export_models import encoded, make_parts, make_spec, picture, write_images
 from tests.support.serving import PNG, install_versions, serving
 
 FULL_AT = """

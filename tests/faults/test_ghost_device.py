@@ -9,9 +9,10 @@ import pytest
 
 from fedcg.wire.messages.messages import COORDINATOR
 from tests.conftest import StartMosquitto
-from tests.support.brokers import RunningMosquitto, acl_for, wait_until
-from tests.support.throttle import Throttle, Weather
-from tests.support.transfer_parties import FEDERATION, Parties, Plan
+from tests.support.broker.brokers import RunningMosquitto, acl_for
+from tests.support.broker.throttle import Throttle, Weather
+from tests.support.waiting import wait_until
+from tests.support.wire.transfer_parties import FEDERATION, Parties, Plan
 
 pytestmark = [pytest.mark.broker, pytest.mark.slow, pytest.mark.timeout(200)]
 DEADLINE_S = 25.0  # longer than the three heartbeats of 5 s after which a device is missed

@@ -14,8 +14,9 @@ from coordinator.config import BrokerSettings, CoordinatorConfig
 from coordinator.members.revocation import evict, revoke
 from coordinator.storage.store import Store
 from fedcg.wire.transport.mqtt import MqttTransport
-from tests.support.broker_plant import TOPICS, Plant, open_plant
-from tests.support.brokers import Client, free_port, wait_until
+from tests.support.broker.broker_plant import TOPICS, Plant, open_plant
+from tests.support.broker.brokers import Client
+from tests.support.waiting import free_port, wait_until
 
 WITHIN_S = 60.0
 PROBES = 5

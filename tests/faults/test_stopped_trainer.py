@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.edge.toml_edit import set_values
 from tests.support.stack import Stack
-from tests.support.toml_edit import set_values
 
 pytestmark = [pytest.mark.broker, pytest.mark.slow, pytest.mark.timeout(280)]
 PARAMS = {"epochs": 6, "server_iterations": 100, "server_batch": 16, "ramp_rounds": 2}

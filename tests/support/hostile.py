@@ -31,7 +31,7 @@ from fedcg.wire.messages.signing import OVERHEAD_BYTES, SigningKey
 from fedcg.wire.messages.topics import TopicKind, Topics
 from fedcg.wire.transfer.chunks import chunk_frame, parse_chunk
 from fedcg.wire.transport.memory import MemoryBroker, MemoryTransport
-from tests.support.coordinator_support import (
+from tests.support.coordinator.world import (
     FEDERATION,
     PlainWorker,
     RunningService,
@@ -41,9 +41,9 @@ from tests.support.coordinator_support import (
     shared_layouts,
     tiny_spec,
     update_header,
-    wait_until,
 )
-from tests.support.edge_worlds import FakeTrainer, toy_generation
+from tests.support.edge.world import FakeTrainer, toy_generation
+from tests.support.waiting import wait_until
 
 TOPICS = Topics(FEDERATION)
 CHUNKS = (TopicKind.AGGREGATE, TopicKind.UP_CHUNK, TopicKind.DOWN_CHUNK)

@@ -37,8 +37,8 @@ from fedcg.wire.transfer.chunks import parse_chunk
 from fedcg.wire.transport.memory import MemoryBroker, MemoryTransport
 from fedcg.wire.transport.transport import Delivery
 from fedcg.wire.versions import PROTOCOL_VERSION
-from tests.support.artifact_chunks import frames_for, make_ref
-from tests.support.receivers import Receiver
+from tests.support.edge.receivers import Receiver
+from tests.support.wire.artifact_chunks import frames_for, make_ref
 
 DEADLINE_S = 20.0
 MessageT = TypeVar("MessageT", bound=AnyMessage)

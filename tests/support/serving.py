@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from export.model.manifest import Takes
-from tests.support.export_models import TestImages, install_model
+from tests.support.learning.export_models import TestImages, install_model
 from tests.support.stack import wait_for
 
 PNG = {"Content-Type": "image/png"}

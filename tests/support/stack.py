@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from tests.support.brokers import free_port, wait_until
-from tests.support.toml_edit import set_values
+from tests.support.edge.toml_edit import set_values
+from tests.support.waiting import free_port, wait_until
 
 CLASSES = ("circle", "cross", "stripe")
 

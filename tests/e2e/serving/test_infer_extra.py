@@ -14,7 +14,7 @@ import pytest
 
 from export.model.preprocess import load_image
 from export.model.runtime import Model
-from tests.support.export_models import CLASSES, install_model, write_images
+from tests.support.learning.export_models import CLASSES, install_model, write_images
 from tests.support.serving import serving
 
 pytestmark = (

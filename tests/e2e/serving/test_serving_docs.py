@@ -19,7 +19,7 @@ from export import load
 from export.errors import InputError
 from export.model.preprocess import load_image
 from export.model.runtime import Model
-from tests.support.export_models import encoded, picture
+from tests.support.learning.export_models import encoded, picture
 from tests.support.serving import Server, install_versions, serving
 
 PAGE = (Path(__file__).parents[3] / "docs" / "serving.md").read_text()

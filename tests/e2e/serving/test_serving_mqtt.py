@@ -19,10 +19,11 @@ from export.model.runtime import Model
 from export.model.versions import Slots
 from fedcg.wire.transport.mqtt import MqttConfig, MqttTransport
 from tests.conftest import StartMosquitto
-from tests.support.brokers import HOST, Client, Pki, RunningMosquitto, wait_until
+from tests.support.broker.brokers import HOST, Client, Pki, RunningMosquitto
 from tests.support.commands import run_fedcg
-from tests.support.export_models import encoded, picture
+from tests.support.learning.export_models import encoded, picture
 from tests.support.serving import install_versions
+from tests.support.waiting import wait_until
 
 PREFIX = "fedcg-infer/line-1"
 ACL = f"""user line-1

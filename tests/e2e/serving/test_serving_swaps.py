@@ -14,7 +14,7 @@ import pytest
 from export.model.preprocess import load_image
 from export.model.runtime import Model
 from export.model.versions import Slots
-from tests.support.export_models import encoded, picture
+from tests.support.learning.export_models import encoded, picture
 from tests.support.serving import Server, install_versions, multipart, serving
 
 CALLERS = 6

@@ -16,8 +16,9 @@ from edge_client.cli.status import read_status
 from fedcg.wire.messages.messages import COORDINATOR, Finished, Invite, Manifest, Need, Offer, Receipt, Welcome
 from fedcg.wire.messages.signing import SigningKey, seal
 from fedcg.wire.messages.topics import TopicKind
-from tests.support.coordinator_support import RunningService, wait_until
+from tests.support.coordinator.world import RunningService
 from tests.support.hostile import TOPICS, Behaviour, Federation, HostileBroker, Passing, alter, honest
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(200)
 BROKERS_KEY = SigningKey.generate()

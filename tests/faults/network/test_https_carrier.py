@@ -15,10 +15,11 @@ import pytest
 from coordinator.service.service import Service
 from fedcg.wire.messages.messages import COORDINATOR, Carrier
 from tests.conftest import StartMosquitto
-from tests.support.brokers import acl_for, free_port
-from tests.support.throttle import Weather
-from tests.support.transfer_parties import FEDERATION, Parties, Plan, run_agent, run_coordinator
-from tests.support.transfer_worlds import SOME, MakeWorld, chunks_of, worlds
+from tests.support.broker.brokers import acl_for
+from tests.support.broker.throttle import Weather
+from tests.support.waiting import free_port
+from tests.support.wire.transfer_parties import FEDERATION, Parties, Plan, run_agent, run_coordinator
+from tests.support.wire.transfer_worlds import SOME, MakeWorld, chunks_of, worlds
 
 pytestmark = [pytest.mark.broker, pytest.mark.timeout(200)]
 

@@ -24,11 +24,11 @@ from coordinator.config import ApiSettings, BrokerSettings, CarrierSettings, Coo
 from coordinator.members.revocation import revoke
 from coordinator.paths import Home
 from coordinator.storage.store import Store
-from tests.support.brokers import free_port
-from tests.support.coordinator_support import FEDERATION
-from tests.support.homes import add_federation, bundle
+from tests.support.coordinator.homes import add_federation, bundle
+from tests.support.coordinator.world import FEDERATION
 from tests.support.serving import Server, install_versions
 from tests.support.stack import wait_for
+from tests.support.waiting import free_port
 
 HOST = "127.0.0.1"
 DESCRIPTORS = 1024

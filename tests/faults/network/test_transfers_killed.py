@@ -11,8 +11,8 @@ import pytest
 from fedcg.wire.messages.messages import COORDINATOR, MAX_CHUNK_BYTES, Carrier
 from fedcg.wire.transfer.chunks import FRAME_OVERHEAD_BYTES
 from tests.conftest import StartMosquitto
-from tests.support.throttle import Weather
-from tests.support.transfer_worlds import SOME, MakeWorld, chunks_of, worlds
+from tests.support.broker.throttle import Weather
+from tests.support.wire.transfer_worlds import SOME, MakeWorld, chunks_of, worlds
 
 pytestmark = [pytest.mark.broker, pytest.mark.timeout(200)]
 PERSISTENCE = ("persistence true", "autosave_interval 1")

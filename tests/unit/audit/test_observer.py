@@ -23,8 +23,8 @@ from fedcg.wire.messages.signing import SigningKey, seal
 from fedcg.wire.messages.topics import Topics
 from fedcg.wire.parts import Part, Report
 from fedcg.wire.transport.memory import MemoryBroker, MemoryTransport
-from tests.support.artifact_chunks import frames_for, make_ref
 from tests.support.stack import wait_for
+from tests.support.wire.artifact_chunks import frames_for, make_ref
 
 TOPICS = Topics("digits")
 KEY = SigningKey.generate()

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.coordinator_support import World as ServiceWorld
-from tests.support.coordinator_support import aggregate_bytes, tiny_spec
-from tests.support.edge_worlds import MakeWorld, World
+from tests.support.coordinator.world import World as ServiceWorld
+from tests.support.coordinator.world import aggregate_bytes, tiny_spec
+from tests.support.edge.world import MakeWorld, World
 
 
 @pytest.fixture

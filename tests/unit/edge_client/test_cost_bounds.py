@@ -8,7 +8,8 @@ from edge_client.config import PolicySection
 from edge_client.firewall import check_spec
 from fedcg.wire.messages.messages import EVERYONE, Accept, ArtifactRef, Decline, DeclineReason, Need, Offer
 from fedcg.wire.parts import Part
-from tests.support.edge_worlds import MakeWorld, aggregate_of, toy_parts, toy_spec, wait_until
+from tests.support.edge.world import MakeWorld, aggregate_of, toy_parts, toy_spec
+from tests.support.waiting import wait_until
 
 
 @pytest.mark.parametrize(

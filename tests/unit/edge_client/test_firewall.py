@@ -20,7 +20,7 @@ from fedcg.wire.artifacts.tensors import Array
 from fedcg.wire.errors import CodecError
 from fedcg.wire.messages.messages import DeclineReason
 from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, Health, Part, Report, ReportField, TensorLayout
-from tests.support.edge_worlds import DEVICE, LAYOUTS, toy_parts, toy_spec
+from tests.support.edge.world import DEVICE, LAYOUTS, toy_parts, toy_spec
 
 SHARED = (Part.CLASSIFIER, Part.GENERATOR)
 FACTS = UpdateFacts(DEVICE, 3, 2, {"torch": "2.13.0"}, {"threads": "1"})

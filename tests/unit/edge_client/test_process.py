@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from fedcg.event_log import read_events
-from tests.support.brokers import free_port
-from tests.support.edge_worlds import wait_until, write_device
+from tests.support.edge.world import write_device
+from tests.support.waiting import free_port, wait_until
 
 Start = Callable[[], subprocess.Popen[str]]
 

@@ -13,7 +13,7 @@ from export.model.runtime import Predictor
 from fedcg.imaging import Pixels
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.parts import Part
-from tests.support.export_models import TestImages, make_parts, make_spec, write_images
+from tests.support.learning.export_models import TestImages, make_parts, make_spec, write_images
 
 
 @pytest.fixture(autouse=True)

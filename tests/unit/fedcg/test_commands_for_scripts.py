@@ -16,7 +16,7 @@ import pytest
 
 from fedcg.cli import app, main
 from tests.support.commands import run_fedcg
-from tests.support.export_models import picture
+from tests.support.learning.export_models import picture
 from tests.support.serving import install_versions
 
 NO_DATA_OUT = {

@@ -15,7 +15,7 @@ from PIL import Image
 from fedcg.imaging import ImageError, TooManyPixelsError, decode_image
 from fedcg.learning.data import decoding
 from fedcg.learning.errors import DataError
-from tests.support.export_models import encoded, image_form, picture
+from tests.support.learning.export_models import encoded, image_form, picture
 
 
 def _animation() -> bytes:

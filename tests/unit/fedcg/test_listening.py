@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from fedcg import listening
 from fedcg.listening import Caps, Connections, Listener, http_config, network_of, own_hosts_only
-from tests.support.brokers import wait_until
+from tests.support.waiting import wait_until
 
 HOST = "127.0.0.1"
 OTHER = "127.0.0.2"

@@ -31,8 +31,9 @@ from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.artifacts.artifacts import read_header, unpack
 from fedcg.wire.messages.messages import Outcome
-from tests.support.coordinator_support import RunningService, World, shared_layouts, wait_until
-from tests.support.driven_worker import DrivenWorker
+from tests.support.coordinator.driven_worker import DrivenWorker
+from tests.support.coordinator.world import RunningService, World, shared_layouts
+from tests.support.waiting import wait_until
 
 PLAN = """
 federation = "tiny"

@@ -33,8 +33,9 @@ from fedcg.wire.artifacts.artifacts import Base, pack, unpack
 from fedcg.wire.artifacts.tensors import Array
 from fedcg.wire.messages.messages import Outcome
 from fedcg.wire.parts import Part, Report
-from tests.support import hanging_children
-from tests.support.coordinator_support import (
+from tests.support.coordinator import hanging_children
+from tests.support.coordinator.driven_worker import DrivenWorker
+from tests.support.coordinator.world import (
     FakeDevice,
     PlainWorker,
     RunningService,
@@ -44,9 +45,8 @@ from tests.support.coordinator_support import (
     shared_layouts,
     tiny_spec,
     update_header,
-    wait_until,
 )
-from tests.support.driven_worker import DrivenWorker
+from tests.support.waiting import wait_until
 from tests.unit.coordinator.aggregation.test_aggregation import plan_file
 
 Parts = dict[Part, dict[str, Array]]

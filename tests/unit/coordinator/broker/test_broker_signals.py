@@ -21,7 +21,7 @@ from coordinator.config import BrokerSettings, CoordinatorConfig
 from coordinator.errors import BrokerError
 from coordinator.paths import Home
 from coordinator.storage.store import Store
-from tests.support.brokers import free_port, wait_until
+from tests.support.waiting import free_port, wait_until
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ from coordinator.pki.authority import create_ca, credential_of, issue, observers
 from coordinator.storage.store import Store
 from edge_client.config import load_config as load_agent_config
 from fedcg.wire.messages.signing import SigningKey, VerifyKey
-from tests.support.homes import add_federation, call
+from tests.support.coordinator.homes import add_federation, call
 
 AS_WHOEVER_RUNS_THIS = ["user root"] if os.geteuid() == 0 else []
 

@@ -25,10 +25,11 @@ from coordinator.storage.store import Store
 from fedcg.wire.messages.topics import Topics
 from fedcg.wire.transport.mqtt import MqttTransport
 from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles
-from tests.support.brokers import Client, free_port, mqtt_client
+from tests.support.broker.brokers import Client, mqtt_client
 from tests.support.commands import run_fedcg
-from tests.support.coordinator_support import FEDERATION, wait_until
-from tests.support.homes import add_federation, bundle
+from tests.support.coordinator.homes import add_federation, bundle
+from tests.support.coordinator.world import FEDERATION
+from tests.support.waiting import free_port, wait_until
 
 
 @pytest.fixture

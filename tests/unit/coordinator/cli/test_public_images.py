@@ -21,7 +21,7 @@ from fedcg.learning.errors import DataError
 from fedcg.learning.spec import FederationSpec, ImageForm
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.artifacts.artifacts import unpack
-from tests.support.coordinator_support import World
+from tests.support.coordinator.world import World
 from tests.unit.coordinator.aggregation.test_aggregation import plan_file, run_to_the_end
 
 GREY = ImageForm(mode="L", height=28, width=28, mean=(0.5,), std=(0.5,))

@@ -22,10 +22,11 @@ from fedcg.wire.messages.enrolment_messages import load_certificate
 from fedcg.wire.messages.messages import Carrier, Manifest, Outcome
 from fedcg.wire.server_role import ServerRole
 from fedcg.wire.transfer.http_ranges import ARTIFACTS_PATH, READY_PATH, UPDATES_PATH, span_of
-from tests.support.artifact_chunks import frames_for
-from tests.support.brokers import HOST, Pki, free_port
-from tests.support.carriers import Answer, ask, carrying, connect
-from tests.support.coordinator_support import FakeDevice, RunningService, World, aggregate_bytes, tiny_spec, wait_until
+from tests.support.broker.brokers import HOST, Pki
+from tests.support.coordinator.carriers import Answer, ask, carrying, connect
+from tests.support.coordinator.world import FakeDevice, RunningService, World, aggregate_bytes, tiny_spec
+from tests.support.waiting import free_port, wait_until
+from tests.support.wire.artifact_chunks import frames_for
 
 
 @dataclass

@@ -41,7 +41,7 @@ from fedcg.wire.messages.enrolment_messages import (
     load_certificate,
 )
 from fedcg.wire.messages.signing import SigningKey
-from tests.support.enrolments import FEDERATION, Desk, open_home, running_desk
+from tests.support.coordinator.enrolments import FEDERATION, Desk, open_home, running_desk
 
 
 @pytest.fixture

@@ -26,8 +26,8 @@ from fedcg.wire.messages.enrolment_messages import ENROL_PATH, EnrolAnswer, Enro
 from fedcg.wire.messages.signing import SigningKey
 from fedcg.wire.transport.mqtt import probe
 from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles
-from tests.support.brokers import HOST
-from tests.support.enrolments import Desk, Pretender, json_of, open_home, running_desk
+from tests.support.broker.brokers import HOST
+from tests.support.coordinator.enrolments import Desk, Pretender, json_of, open_home, running_desk
 
 Change = Callable[[dict[str, Any]], dict[str, Any]]
 

@@ -26,10 +26,11 @@ from fedcg.wire.messages.enrolment_messages import ENROL_PATH, load_certificate
 from fedcg.wire.messages.messages import Carrier, Welcome
 from fedcg.wire.server_role import ServerRole
 from fedcg.wire.transfer.http_ranges import READY_PATH
-from tests.support.brokers import DEVICES, Pki, free_port
-from tests.support.carriers import ask, carrying, connect
-from tests.support.coordinator_support import RunningService, World, aggregate_bytes, tiny_spec, wait_until
-from tests.support.enrolments import Desk, open_home, running_desk
+from tests.support.broker.brokers import DEVICES, Pki
+from tests.support.coordinator.carriers import ask, carrying, connect
+from tests.support.coordinator.enrolments import Desk, open_home, running_desk
+from tests.support.coordinator.world import RunningService, World, aggregate_bytes, tiny_spec
+from tests.support.waiting import free_port, wait_until
 
 REFUSED = (ssl.SSLError, ConnectionError)
 

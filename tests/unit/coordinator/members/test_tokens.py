@@ -22,8 +22,8 @@ from coordinator.pki.authority import CA_NAME, credential_of
 from coordinator.rounds.records import DeviceState, TokenState
 from coordinator.storage.store import Store
 from fedcg.wire.messages.enrolment_messages import Token, certificate_key_digest, load_certificate
-from tests.support.enrolments import open_home
-from tests.support.homes import call
+from tests.support.coordinator.enrolments import open_home
+from tests.support.coordinator.homes import call
 
 
 @pytest.fixture

@@ -27,8 +27,9 @@ from fedcg.wire.errors import MalformedError, SignatureError
 from fedcg.wire.messages.messages import Heartbeat, Need
 from fedcg.wire.messages.topics import TopicKind
 from tests.support.commands import run_fedcg
-from tests.support.coordinator_support import RunningService, World, aggregate_bytes, tiny_spec, wait_until
-from tests.support.homes import add_federation
+from tests.support.coordinator.homes import add_federation
+from tests.support.coordinator.world import RunningService, World, aggregate_bytes, tiny_spec
+from tests.support.waiting import wait_until
 
 
 class Clock:

@@ -17,7 +17,8 @@ from fedcg.event_log import EventLog
 from fedcg.wire.messages.messages import COORDINATOR, Heartbeat, Hello, Invite, Welcome
 from fedcg.wire.messages.signing import seal
 from fedcg.wire.versions import SPOKEN
-from tests.support.coordinator_support import FakeDevice, RunningService, World, aggregate_bytes, tiny_spec, wait_until
+from tests.support.coordinator.world import FakeDevice, RunningService, World, aggregate_bytes, tiny_spec
+from tests.support.waiting import wait_until
 
 
 class Rounds:

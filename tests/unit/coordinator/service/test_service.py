@@ -33,8 +33,7 @@ from fedcg.wire.messages.signing import SigningKey, open_envelope, seal
 from fedcg.wire.parts import Part, Report
 from fedcg.wire.transport.transport import Publication
 from fedcg.wire.versions import SPOKEN
-from tests.support.artifact_chunks import make_ref
-from tests.support.coordinator_support import (
+from tests.support.coordinator.world import (
     FakeDevice,
     RunningService,
     World,
@@ -43,8 +42,9 @@ from tests.support.coordinator_support import (
     shared_layouts,
     tiny_spec,
     update_header,
-    wait_until,
 )
+from tests.support.waiting import wait_until
+from tests.support.wire.artifact_chunks import make_ref
 
 MakeWorld = Callable[..., World]
 

@@ -26,9 +26,10 @@ from fedcg.wire.transfer.chunk_window import Window
 from fedcg.wire.transfer.chunks import parse_chunk
 from fedcg.wire.transfer.partial_files import Partials
 from fedcg.wire.transport.memory import MemoryTransport
-from tests.support.artifact_chunks import frames_for, make_ref
-from tests.support.coordinator_support import RunningService, World, aggregate_bytes, tiny_spec, wait_until
-from tests.support.published import Published, receiver_of
+from tests.support.coordinator.published import Published, receiver_of
+from tests.support.coordinator.world import RunningService, World, aggregate_bytes, tiny_spec
+from tests.support.waiting import wait_until
+from tests.support.wire.artifact_chunks import frames_for, make_ref
 
 
 @pytest.fixture

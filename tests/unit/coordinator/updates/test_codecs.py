@@ -25,7 +25,7 @@ from fedcg.wire.artifacts.artifacts import Base, artifact_id, pack, read_header
 from fedcg.wire.artifacts.codecs import MIN_CHANNEL
 from fedcg.wire.artifacts.container import decompress_payload, join_artifact, split_artifact
 from fedcg.wire.parts import Part, UpdateCodec
-from tests.support.coordinator_support import (
+from tests.support.coordinator.world import (
     RunningService,
     World,
     aggregate_bytes,

@@ -26,7 +26,7 @@ from fedcg.wire.messages.messages import (
 from fedcg.wire.messages.signing import SigningKey
 from fedcg.wire.parts import Part, ReportField
 from fedcg.worker_process import Exited
-from tests.support.edge_worlds import (
+from tests.support.edge.world import (
     DEVICE,
     FakeTrainer,
     MakeWorld,
@@ -36,8 +36,8 @@ from tests.support.edge_worlds import (
     toy_parts,
     toy_spec,
     update_of,
-    wait_until,
 )
+from tests.support.waiting import wait_until
 
 SHARED = (Part.CLASSIFIER, Part.GENERATOR)
 

@@ -21,7 +21,7 @@ from fedcg.event_log import EventLog, read_events
 from fedcg.wire.messages.messages import Accept, Decline, DeclineReason, Hello, Manifest, RoundAttempt
 from fedcg.wire.parts import Part
 from fedcg.worker_process import Exited
-from tests.support.edge_worlds import DEVICE, FakeTrainer, MakeWorld, World, aggregate_of, toy_parts
+from tests.support.edge.world import DEVICE, FakeTrainer, MakeWorld, World, aggregate_of, toy_parts
 
 NO_DOG = "/srv/images/dog: the spec has no class 'dog'; its classes are bar, dot"
 
@@ -141,7 +141,7 @@ def test_the_end_is_told_with_the_model_and_its_accuracy(
     told: str,
 ) -> None:
     monkeypatch.setattr(_Chooser, "outcome", outcome, raising=False)
-    monkeypatch.setattr("tests.support.edge_worlds.FakeTrainer", _Chooser)
+    monkeypatch.setattr("tests.support.edge.world.FakeTrainer", _Chooser)
     world = make_world()
     begin(world)
     world.coordinator.wait(Accept)

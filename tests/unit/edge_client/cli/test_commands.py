@@ -17,9 +17,9 @@ from edge_client.store.private_store import DeliveryRecord, PrivateStore
 from fedcg.wire.messages.messages import RoundAttempt
 from fedcg.wire.messages.signing import SigningKey
 from tests.conftest import StartMosquitto
-from tests.support.brokers import Pki, RunningMosquitto, acl_for
+from tests.support.broker.brokers import Pki, RunningMosquitto, acl_for
 from tests.support.commands import run_fedcg
-from tests.support.edge_worlds import toy_generation, toy_spec
+from tests.support.edge.world import toy_generation, toy_spec
 
 NOW = datetime.now(timezone.utc)
 

@@ -21,9 +21,9 @@ from edge_client.store.private_store import PrivateStore
 from fedcg.event_log import EventLog
 from fedcg.wire.messages.signing import SigningKey
 from tests.support.commands import run_fedcg
-from tests.support.conversations import box_config, talk
-from tests.support.coordinator_support import FEDERATION, RunningService, World
-from tests.support.edge_worlds import write_device
+from tests.support.coordinator.world import FEDERATION, RunningService, World
+from tests.support.edge.conversations import box_config, talk
+from tests.support.edge.world import write_device
 
 NOBODY = 65534
 

@@ -11,7 +11,7 @@ from typer.testing import Result
 
 from edge_client.config import load_config
 from tests.support.commands import run_fedcg
-from tests.support.enrolments import Desk, open_home, running_desk
+from tests.support.coordinator.enrolments import Desk, open_home, running_desk
 
 
 @pytest.fixture

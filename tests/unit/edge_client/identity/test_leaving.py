@@ -22,9 +22,10 @@ from fedcg.wire.messages.topics import Topics
 from fedcg.wire.transport.memory import MemoryTransport
 from fedcg.wire.transport.transport import Delivery
 from tests.support.commands import run_fedcg
-from tests.support.conversations import talk
-from tests.support.coordinator_support import FEDERATION, RunningService, World, wait_until
-from tests.support.enrolments import open_home, running_desk
+from tests.support.coordinator.enrolments import open_home, running_desk
+from tests.support.coordinator.world import FEDERATION, RunningService, World
+from tests.support.edge.conversations import talk
+from tests.support.waiting import wait_until
 
 TOPICS = Topics(FEDERATION)
 

@@ -33,8 +33,8 @@ from fedcg.wire.messages.enrolment_messages import (
     renewal_statement,
 )
 from fedcg.wire.messages.signing import SigningKey
-from tests.support.brokers import wait_until
-from tests.support.enrolments import Desk, open_home, running_desk
+from tests.support.coordinator.enrolments import Desk, open_home, running_desk
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture

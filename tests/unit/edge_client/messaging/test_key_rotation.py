@@ -16,7 +16,8 @@ from fedcg.wire.errors import WireError
 from fedcg.wire.messages.key_chain import PinnedKey, make_link
 from fedcg.wire.messages.messages import COORDINATOR, EVERYONE, Accept, Hello, KeyChain, KeyLink, Manifest
 from fedcg.wire.messages.signing import SigningKey, seal
-from tests.support.edge_worlds import DEVICE, FEDERATION, World, aggregate_of, toy_parts, wait_until
+from tests.support.edge.world import DEVICE, FEDERATION, World, aggregate_of, toy_parts
+from tests.support.waiting import wait_until
 from tests.unit.edge_client.agent.test_agent import SHARED
 
 KEYS = [SigningKey.generate() for _ in range(4)]

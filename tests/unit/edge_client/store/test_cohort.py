@@ -16,7 +16,7 @@ from edge_client.store.cohort_secret import code_of, create, join, mark_of, secr
 from edge_client.store.private_store import PrivateStore
 from fedcg.cli import app
 from fedcg.wire.messages.messages import CohortVerdict, Hello, RoundAttempt
-from tests.support.edge_worlds import DEVICE, FEDERATION, MakeWorld, toy_generation, toy_spec, write_device
+from tests.support.edge.world import DEVICE, FEDERATION, MakeWorld, toy_generation, toy_spec, write_device
 
 SECRETS = st.binary(min_size=32, max_size=32)
 

@@ -23,7 +23,7 @@ from edge_client.store.private_store import RECEIPTS_KEPT, DeliveryRecord, Priva
 from fedcg import files
 from fedcg.wire.messages.messages import RoundAttempt
 from fedcg.wire.parts import Part
-from tests.support.edge_worlds import DEVICE, FEDERATION, toy_generation, toy_snapshot, toy_spec
+from tests.support.edge.world import DEVICE, FEDERATION, toy_generation, toy_snapshot, toy_spec
 
 SPEC = toy_spec()
 

@@ -17,16 +17,8 @@ from fedcg.files import file_sha256
 from fedcg.wire.messages.key_chain import PinnedKey
 from fedcg.wire.messages.messages import Manifest, RoundAttempt
 from fedcg.wire.messages.signing import SigningKey
-from tests.support.edge_worlds import (
-    DEVICE,
-    FEDERATION,
-    MakeWorld,
-    toy_generation,
-    toy_snapshot,
-    toy_spec,
-    update_of,
-    wait_until,
-)
+from tests.support.edge.world import DEVICE, FEDERATION, MakeWorld, toy_generation, toy_snapshot, toy_spec, update_of
+from tests.support.waiting import wait_until
 
 SPEC = toy_spec()
 ENROLLED = SigningKey.generate().public

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.training_site import Site, real_spec
+from tests.support.edge.training_site import Site, real_spec
 
 
 @pytest.fixture(autouse=True)

@@ -24,7 +24,7 @@ from fedcg.wire.artifacts.artifacts import ArtifactHeader, Base, artifact_id, pa
 from fedcg.wire.artifacts.inspection import inspect
 from fedcg.wire.messages.messages import COORDINATOR
 from fedcg.wire.parts import Part, Report, ReportField, TensorLayout, UpdateCodec
-from tests.support.edge_worlds import DEVICE, toy_spec
+from tests.support.edge.world import DEVICE, toy_spec
 
 CODECS: tuple[UpdateCodec, ...] = get_args(UpdateCodec)
 SHAPE = (20, 16)  # of the generator's weight, and of the extractor's: nothing but the firewall's rules tells them apart

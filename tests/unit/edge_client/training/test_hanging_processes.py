@@ -24,10 +24,10 @@ from edge_client.training.messages import Committed, Ready, TrainerReport
 from edge_client.training.trainer_handle import trainer_process
 from fedcg.learning.training.device_errors import BROKEN_EXIT, is_sticky
 from fedcg.wire.messages.messages import RoundAttempt
-from tests.support import hanging_children
-from tests.support.driven_worker import DrivenWorker
-from tests.support.edge_worlds import make_config
-from tests.support.hanging_children import STALL_S
+from tests.support.coordinator import hanging_children
+from tests.support.coordinator.driven_worker import DrivenWorker
+from tests.support.coordinator.hanging_children import STALL_S
+from tests.support.edge.world import make_config
 
 JOB = Job("tiny", 1, 1, "0" * 64, "1" * 64, "2" * 64)
 

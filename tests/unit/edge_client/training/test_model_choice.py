@@ -23,7 +23,7 @@ from fedcg.learning.tensor_conversion import to_weights
 from fedcg.learning.training.evaluation import calibrated_loss
 from fedcg.wire.artifacts.artifacts import unpack
 from fedcg.wire.parts import Part
-from tests.support.training_site import Site, real_spec
+from tests.support.edge.training_site import Site, real_spec
 
 NAMES = ["own", "downloaded", "interpolated", "tuned", "averaged"]
 

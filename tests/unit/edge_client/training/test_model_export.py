@@ -14,7 +14,7 @@ from export.errors import GateError
 from export.model.manifest import read_manifest
 from export.model.signature import required
 from export.model.versions import Slots
-from tests.support.training_site import Site, real_spec
+from tests.support.edge.training_site import Site, real_spec
 
 
 def test_at_the_end_the_best_candidate_is_exported_and_described_once(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from edge_client.firewall import check_spec
 from edge_client.training.messages import Committed, Failed
 from fedcg.wire.messages.messages import DeclineReason, RoundAttempt
 from fedcg.wire.parts import DEFAULT_ALLOW_REPORT, ReportField
-from tests.support.edge_worlds import CLASSES
-from tests.support.training_site import Site, real_spec
+from tests.support.edge.training_site import Site, real_spec
+from tests.support.edge.world import CLASSES
 
 
 @pytest.mark.parametrize(

@@ -28,13 +28,9 @@ from fedcg.wire.artifacts.inspection import inspect
 from fedcg.wire.errors import CodecError
 from fedcg.wire.messages.messages import DeclineReason, RoundAttempt
 from fedcg.wire.parts import Part, ReportField, TensorLayout, is_delta
-from tests.support.edge_worlds import (
-    CLASSES,
-    aggregate_of,
-    draw_images,
-    wait_until,
-)
-from tests.support.training_site import Site, real_spec
+from tests.support.edge.training_site import Site, real_spec
+from tests.support.edge.world import CLASSES, aggregate_of, draw_images
+from tests.support.waiting import wait_until
 
 COHORT_KEY = b"c" * 32
 

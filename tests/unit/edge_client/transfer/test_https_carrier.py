@@ -25,8 +25,9 @@ from fedcg.provision.agent_config import render_agent_config
 from fedcg.wire.messages.messages import ArtifactRef, Carrier
 from fedcg.wire.messages.signing import SigningKey
 from fedcg.wire.transport.memory import MemoryBroker, MemoryTransport
-from tests.support.brokers import HOST, Pki, free_port
-from tests.support.edge_worlds import DEVICE, FEDERATION, make_config, wait_until
+from tests.support.broker.brokers import HOST, Pki
+from tests.support.edge.world import DEVICE, FEDERATION, make_config
+from tests.support.waiting import free_port, wait_until
 
 REF = ArtifactRef(id="a" * 64, size=100_000, chunk_bytes=1000)
 OTHER = ArtifactRef(id="b" * 64, size=5_000, chunk_bytes=1000)

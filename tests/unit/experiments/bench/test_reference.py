@@ -34,7 +34,7 @@ from fedcg.learning.spec import ImageForm, NetworkChoice
 from fedcg.learning.training.losses import kl_teacher_student
 from fedcg.learning.training.training_loop import FeatureSource, LossMeter, train_classifier
 from fedcg.wire.parts import Part
-from tests.support.learning_cases import CLASSES, context, plan
+from tests.support.learning.learning_cases import CLASSES, context, plan
 
 CHOICES = [("conv", "conv_published"), ("conv", "conv"), ("mlp", "mlp")]
 STEPS = 3

@@ -21,7 +21,7 @@ from fedcg.learning.spec import NetworkChoice, ParameterValue
 from fedcg.learning.training.losses import Divergence
 from fedcg.learning.training.training_loop import FeatureSource, train_classifier
 from fedcg.wire.parts import Part
-from tests.support.learning_cases import context, plan
+from tests.support.learning.learning_cases import context, plan
 from tests.unit.experiments.bench.test_reference import (
     COLOUR,
     colour_images,

@@ -20,7 +20,7 @@ from experiments.simulation.party_builder import party_of
 from fedcg.learning.data.public_images import read_public
 from fedcg.learning.registry import get_method
 from fedcg.learning.spec import ImageForm
-from tests.support.learning_cases import quick_spec
+from tests.support.learning.learning_cases import quick_spec
 
 FORM = ImageForm(mode="L", height=8, width=8, mean=(0.5,), std=(0.5,))
 

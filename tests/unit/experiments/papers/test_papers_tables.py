@@ -24,7 +24,7 @@ from experiments.papers.sheets import (
     traffic_sheet,
 )
 from experiments.papers.traffic import traffic
-from tests.support.papers_cases import CIFAR, record, write
+from tests.support.learning.papers_cases import CIFAR, record, write
 
 W10 = "fedmd_cg:table1:cifar10-w10"
 

@@ -27,7 +27,7 @@ from fedcg.learning.simulation.runners import SerialRunner
 from fedcg.learning.simulation.simulation import simulate
 from fedcg.learning.simulation.state import Schedule, Simulation
 from fedcg.learning.simulation.tasks import LocalTask
-from tests.support.learning_cases import bright_images, quick_spec, roots_from_seed, same
+from tests.support.learning.learning_cases import bright_images, quick_spec, roots_from_seed, same
 
 NAMES = ("a", "b", "c")
 

@@ -22,7 +22,7 @@ from experiments.simulation.run_slots import open_ray_lanes
 from fedcg import cli
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.simulation.party import Roots
-from tests.support.brokers import free_port
+from tests.support.waiting import free_port
 
 TINY = "--clients 2 --partition iid --images-per-client 20 --rounds 1 --local-epochs 1 --image-size 16 --method local"
 

@@ -23,7 +23,7 @@ from fedcg.learning.simulation.state import Schedule
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.parts import AggregateCodec, Part, UpdateCodec
 from tests.support.commands import run_fedcg
-from tests.support.learning_cases import plan, same
+from tests.support.learning.learning_cases import plan, same
 from tests.unit.fedcg.learning.simulation.test_simulation_rounds import party, same_states
 
 

@@ -12,7 +12,7 @@ from export.model.manifest import read_manifest
 from export.model.preprocess import load_image
 from export.model.runtime import Model
 from export.model.versions import Slots
-from tests.support.export_models import TestImages, image_form, install_model
+from tests.support.learning.export_models import TestImages, image_form, install_model
 
 
 def _named_by(directory: Path, images: TestImages) -> list[int]:

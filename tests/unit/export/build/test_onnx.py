@@ -28,7 +28,7 @@ from fedcg.learning.networks import load_part
 from fedcg.learning.spec import FederationSpec
 from fedcg.learning.training.evaluation import evaluate
 from fedcg.wire.parts import Part
-from tests.support.export_models import (
+from tests.support.learning.export_models import (
     CLASSES,
     TestImages,
     flip_bit,

@@ -26,7 +26,7 @@ from fedcg.imaging import ImageForm, Pixels
 from fedcg.learning.data import decoding
 from fedcg.learning.data import image_folder as data
 from fedcg.learning.data.decoding import fit_pixels
-from tests.support.export_models import TestImages, encoded, image_form, make_parts, make_spec, picture
+from tests.support.learning.export_models import TestImages, encoded, image_form, make_parts, make_spec, picture
 
 FORMS = {"landscape": (20, 24), "square": (32, 32), "tall": (17, 5), "large": (61, 90)}
 

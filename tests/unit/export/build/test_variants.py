@@ -20,7 +20,15 @@ from export.model.preprocess import load_image
 from export.model.runtime import Floats, Model
 from export.model.versions import Slots
 from tests.support.commands import run_fedcg
-from tests.support.export_models import CLASSES, encoded, flip_bit, image_form, install_model, picture, write_images
+from tests.support.learning.export_models import (
+    CLASSES,
+    encoded,
+    flip_bit,
+    image_form,
+    install_model,
+    picture,
+    write_images,
+)
 
 FORM = image_form()
 Clock = Callable[..., None]

@@ -19,7 +19,7 @@ from export.model.runtime import Model
 from export.model.versions import Slots
 from fedcg.imaging import Pixels
 from tests.support.commands import run_fedcg
-from tests.support.export_models import TestImages, install_model
+from tests.support.learning.export_models import TestImages, install_model
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ from export.model.preprocess import load_image
 from export.model.runtime import Model
 from fedcg.wire.parts import Part
 from tests.support.commands import run_fedcg
-from tests.support.export_models import CLASSES, LOADED_PROBE, TestImages, install_model, make_parts, make_spec
+from tests.support.learning.export_models import CLASSES, LOADED_PROBE, TestImages, install_model, make_parts, make_spec
 
 
 @pytest.fixture

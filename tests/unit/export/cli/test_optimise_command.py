@@ -15,7 +15,7 @@ from export.model.signature import required, signer_of
 from export.model.versions import Slots
 from fedcg.wire.messages.signing import SigningKey
 from tests.support.commands import run_fedcg
-from tests.support.export_models import install_model
+from tests.support.learning.export_models import install_model
 
 Clock = Callable[..., None]
 

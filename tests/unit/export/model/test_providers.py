@@ -24,7 +24,7 @@ from export.model.runtime import Model
 from export.model.versions import Slots
 from export.serving.live_model import ServedModel
 from tests.support.commands import run_fedcg
-from tests.support.export_models import write_images
+from tests.support.learning.export_models import write_images
 from tests.support.serving import install_versions
 
 ALL = ["CPUExecutionProvider", "AzureExecutionProvider", "CUDAExecutionProvider", "TensorrtExecutionProvider"]

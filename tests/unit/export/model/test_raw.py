@@ -20,7 +20,14 @@ from export.model.runtime import Model, Predictor
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.parts import Part
 from tests.support.commands import run_fedcg
-from tests.support.export_models import image_form, install_model, make_parts, make_spec, random_pixels, write_images
+from tests.support.learning.export_models import (
+    image_form,
+    install_model,
+    make_parts,
+    make_spec,
+    random_pixels,
+    write_images,
+)
 
 Parts = Mapping[Part, Mapping[str, torch.Tensor]]
 

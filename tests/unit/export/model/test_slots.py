@@ -26,7 +26,7 @@ from export.model.manifest import (
 )
 from export.model.versions import POINTER_NAME, Slots, resolve
 from fedcg.imaging import ImageForm
-from tests.support.export_models import flip_bit
+from tests.support.learning.export_models import flip_bit
 
 
 def _manifest(content: bytes, round_number: int = 1) -> Manifest:

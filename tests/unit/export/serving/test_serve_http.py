@@ -23,7 +23,7 @@ from export.model.runtime import Model
 from export.serving.server import Settings, _bound
 from fedcg.listening import Caps, Connections
 from tests.support.commands import run_fedcg
-from tests.support.export_models import CLASSES, LOADED_PROBE, encoded, picture
+from tests.support.learning.export_models import CLASSES, LOADED_PROBE, encoded, picture
 from tests.support.serving import JSON, PNG, Server, install_versions, multipart, serving
 
 MAX_BYTES = 300_000

@@ -18,7 +18,7 @@ from PIL import Image, PngImagePlugin
 
 from export.errors import RefusedError
 from export.serving.request_bodies import BODIES_AT_ONCE, Bodies, Body, Limits, check_type, parse_multipart, read_images
-from tests.support.export_models import encoded, image_form, picture
+from tests.support.learning.export_models import encoded, image_form, picture
 from tests.support.serving import multipart
 
 LIMITS = Limits(max_bytes=1_000_000, max_pixels=10_000, max_images=3)

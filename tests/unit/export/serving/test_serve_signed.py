@@ -15,7 +15,7 @@ from export.serving.drift_watch import Verdict
 from export.serving.live_model import ServedModel
 from fedcg.wire.messages.signing import SigningKey
 from tests.support.commands import run_fedcg
-from tests.support.export_models import encoded, flip_bit, picture
+from tests.support.learning.export_models import encoded, flip_bit, picture
 from tests.support.serving import PNG, install_versions, serving
 
 Alter = Callable[[Path, Path], None]

@@ -16,7 +16,7 @@ from export.model.versions import Slots
 from export.serving.drift_watch import FAILURES, Verdict, Watch
 from export.serving.live_model import ServedModel
 from fedcg.wire.parts import Part
-from tests.support.export_models import encoded, make_parts, make_spec, picture
+from tests.support.learning.export_models import encoded, make_parts, make_spec, picture
 from tests.support.serving import PNG, Server, install_versions, serving
 from tests.watch_rates import DAMAGE, TRAFFIC, taken_back
 

@@ -11,7 +11,7 @@ from fedcg.learning.networks.initial_weights import complete_spec
 from fedcg.learning.registry import get_method, method_names
 from fedcg.learning.spec import FederationPlan, FederationSpec
 from fedcg.wire.parts import Part, UpdateCodec
-from tests.support.learning_cases import plan, quick_spec
+from tests.support.learning.learning_cases import plan, quick_spec
 
 
 def coded(method: str, codec: UpdateCodec) -> FederationSpec:

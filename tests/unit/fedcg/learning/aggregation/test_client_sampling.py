@@ -19,7 +19,7 @@ from fedcg.learning.seeds import Streams
 from fedcg.learning.simulation.tasks import MemorySpill
 from fedcg.learning.training.losses import Divergence
 from fedcg.wire.parts import Part
-from tests.support.learning_cases import context, quick_spec, same
+from tests.support.learning.learning_cases import context, quick_spec, same
 
 SHARED = (Part.GENERATOR, Part.CLASSIFIER)
 COUNTS = {"a": (1, 3, 0), "b": (3, 0, 0), "c": (4, 1, 0)}

@@ -38,7 +38,7 @@ from fedcg.learning.seeds import Streams
 from fedcg.learning.simulation.tasks import MemorySpill
 from fedcg.learning.training.losses import Divergence
 from fedcg.wire.parts import Part
-from tests.support.learning_cases import context, quick_spec
+from tests.support.learning.learning_cases import context, quick_spec
 
 SHARED = (Part.GENERATOR, Part.CLASSIFIER)
 

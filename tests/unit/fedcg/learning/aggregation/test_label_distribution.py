@@ -12,7 +12,7 @@ from fedcg.learning.aggregation.label_distribution import label_probabilities, r
 from fedcg.learning.method import Update
 from fedcg.learning.simulation.tasks import MemorySpill
 from fedcg.wire.parts import Part
-from tests.support.learning_cases import context, quick_spec
+from tests.support.learning.learning_cases import context, quick_spec
 
 
 def test_labels_that_nobody_has_get_no_probability_and_the_others_share_it() -> None:

@@ -18,7 +18,7 @@ from fedcg.learning.simulation.simulation import simulate
 from fedcg.learning.simulation.state import Schedule
 from fedcg.learning.simulation.tasks import MemorySpill
 from fedcg.wire.parts import Part
-from tests.support.learning_cases import bright_images, context, quick_spec, roots_from_seed, same
+from tests.support.learning.learning_cases import bright_images, context, quick_spec, roots_from_seed, same
 
 PAGE = Path(__file__).parents[5] / "docs" / "adding-a-method.md"
 NAME = "shared_classifier"

@@ -33,7 +33,7 @@ from fedcg.learning.training.training_loop import (
     train_classifier,
 )
 from fedcg.wire.parts import Part
-from tests.support.learning_cases import bright_images, context, quick_spec, same
+from tests.support.learning.learning_cases import bright_images, context, quick_spec, same
 
 METHODS = method_names()
 

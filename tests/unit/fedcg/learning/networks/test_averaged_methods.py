@@ -23,7 +23,7 @@ from fedcg.learning.simulation.tasks import MemorySpill
 from fedcg.learning.spec import FederationPlan, ImageForm, NetworkChoice, ParameterValue
 from fedcg.learning.training.training_loop import Block
 from fedcg.wire.parts import Part
-from tests.support.learning_cases import CLASSES, bright_images, context, quick_spec, same
+from tests.support.learning.learning_cases import CLASSES, bright_images, context, quick_spec, same
 
 STILL = 1e-30  # a learning rate at which nothing moves, so that a student's start shows
 SHARING = [name for name in method_names() if get_method(name).shared_up]

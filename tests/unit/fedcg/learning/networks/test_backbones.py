@@ -34,7 +34,7 @@ from fedcg.learning.training.training_loop import extract_features, image_blocks
 from fedcg.wire.artifacts.artifacts import ArtifactHeader, pack, unpack
 from fedcg.wire.messages.messages import MAX_ARTIFACT_BYTES
 from fedcg.wire.parts import Part, Report
-from tests.support.learning_cases import bright_images, context, same
+from tests.support.learning.learning_cases import bright_images, context, same
 
 EVERY_CUT = [f"{backbone}@{layer}" for backbone, cuts in BACKBONES.items() for layer in cuts.strides]
 ROOT = Path(__file__).parents[5]

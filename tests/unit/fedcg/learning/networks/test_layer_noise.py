@@ -15,7 +15,7 @@ from fedcg.learning.networks.initial_weights import initial_parts
 from fedcg.learning.networks.layer_randomness import lent_generators, seeded_layers
 from fedcg.learning.training.training_loop import train_classifier
 from fedcg.wire.parts import Part
-from tests.support.learning_cases import bright_images, context, quick_spec, same
+from tests.support.learning.learning_cases import bright_images, context, quick_spec, same
 
 PARAMS = TrainingParams(epochs=2, batch_size=8)
 

@@ -16,7 +16,7 @@ from fedcg.learning.networks.spectral import SpectralConv2d, SpectralLinear
 from fedcg.learning.seeds import Streams, spec_root
 from fedcg.learning.spec import FederationPlan, FederationSpec, ImageForm, NetworkChoice
 from fedcg.wire.parts import Part, ReportField
-from tests.support.learning_cases import CLASSES, GREY, plan, quick_spec, same
+from tests.support.learning.learning_cases import CLASSES, GREY, plan, quick_spec, same
 
 CIFAR = ImageForm(mode="RGB", height=32, width=32, mean=(0.5,) * 3, std=(0.25,) * 3)
 TEN = tuple("abcdefghij")

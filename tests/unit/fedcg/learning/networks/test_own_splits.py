@@ -21,7 +21,7 @@ from fedcg.learning.registry import get_method
 from fedcg.learning.spec import NetworkChoice
 from fedcg.learning.split_names import ALLOW_VARIABLE, allow_here, registered
 from fedcg.wire.parts import Part
-from tests.support.learning_cases import bright_images, context, plan, same
+from tests.support.learning.learning_cases import bright_images, context, plan, same
 
 PAGE = Path(__file__).parents[5] / "docs" / "adding-a-network.md"
 PRELUDE = """

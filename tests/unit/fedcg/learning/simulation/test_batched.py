@@ -25,8 +25,16 @@ from fedcg.learning.training import training_loop as loops
 from fedcg.learning.training.stacked_training import Learner, train_classifiers
 from fedcg.learning.training.training_loop import train_classifier
 from fedcg.wire.parts import Part
-from tests.support.learning_cases import GREY, bright_images, context, plan_of, quick_spec, roots_from_seed, same
-from tests.support.replayed_steps import ReplayedStep
+from tests.support.learning.learning_cases import (
+    GREY,
+    bright_images,
+    context,
+    plan_of,
+    quick_spec,
+    roots_from_seed,
+    same,
+)
+from tests.support.learning.replayed_steps import ReplayedStep
 
 SIZES = {"a": 44, "b": 30, "c": 9}  # six steps an epoch, four, and one: 9 images leave one over
 SPLITS = ("lenet5", "lenet5_relu")

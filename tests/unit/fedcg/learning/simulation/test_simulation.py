@@ -20,7 +20,7 @@ from fedcg.learning.simulation.simulation import simulate
 from fedcg.learning.simulation.state import Schedule, Simulation
 from fedcg.learning.training.evaluation import consistency, evaluate, generator_spread
 from fedcg.wire.parts import Part
-from tests.support.learning_cases import bright_images, context, quick_spec, roots_from_seed, same
+from tests.support.learning.learning_cases import bright_images, context, quick_spec, roots_from_seed, same
 
 NAMES = ("a", "b", "c")
 

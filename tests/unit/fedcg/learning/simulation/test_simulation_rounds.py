@@ -19,7 +19,7 @@ from fedcg.learning.simulation.state import Failure, Schedule, Simulation
 from fedcg.learning.simulation.tasks import LocalTask, RoundRecord, local_task
 from fedcg.learning.spec import ParameterValue
 from fedcg.wire.parts import Part
-from tests.support.learning_cases import bright_images, quick_spec, roots_from_seed, same
+from tests.support.learning.learning_cases import bright_images, quick_spec, roots_from_seed, same
 
 NAMES = ("a", "b", "c")
 

@@ -13,7 +13,7 @@ from fedcg.learning.spec import FederationSpec, ImageForm
 from fedcg.learning.training.augmentation import Augmentation, Augmenter
 from fedcg.learning.training.training_loop import FeatureSource, extract_features, image_blocks, index_blocks
 from fedcg.wire.parts import Part
-from tests.support.learning_cases import bright_images, plan, quick_spec
+from tests.support.learning.learning_cases import bright_images, plan, quick_spec
 
 STREAMS = Streams(b"x")
 

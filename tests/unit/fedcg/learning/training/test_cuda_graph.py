@@ -14,7 +14,7 @@ from fedcg.learning.aggregation.distillation import Distillation, Rows, distil
 from fedcg.learning.training import cuda_graph
 from fedcg.learning.training.cuda_graph import graphed
 from fedcg.learning.training.losses import cross_entropy
-from tests.support.learning_cases import context, quick_spec
+from tests.support.learning.learning_cases import context, quick_spec
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 MANY = 1000

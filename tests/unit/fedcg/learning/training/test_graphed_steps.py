@@ -15,8 +15,8 @@ from fedcg.learning.simulation.tasks import MemorySpill
 from fedcg.learning.spec import FederationSpec, NetworkChoice, ParameterValue
 from fedcg.learning.training import cuda_graph
 from fedcg.learning.training import training_loop as loops
-from tests.support.learning_cases import GREY, bright_images, context, plan_of, same
-from tests.support.replayed_steps import ReplayedStep
+from tests.support.learning.learning_cases import GREY, bright_images, context, plan_of, same
+from tests.support.learning.replayed_steps import ReplayedStep
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 IMAGES = 44  # with batches of 8: five, and a smaller one

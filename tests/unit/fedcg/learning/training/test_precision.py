@@ -15,7 +15,7 @@ from fedcg.learning.registry import get_method
 from fedcg.learning.simulation.tasks import MemorySpill
 from fedcg.learning.spec import NetworkChoice
 from fedcg.learning.training.precision import in_precision
-from tests.support.learning_cases import GREY, bright_images, context, plan_of, quick_spec, same
+from tests.support.learning.learning_cases import GREY, bright_images, context, plan_of, quick_spec, same
 
 
 def in_bf16(ctx: RoundContext) -> RoundContext:

@@ -18,8 +18,8 @@ from fedcg.wire.messages.signing import open_envelope, read_envelope, seal
 from fedcg.wire.parts import Part
 from fedcg.wire.transfer.chunks import parse_chunk
 from fedcg.wire.versions import PROTOCOL_VERSION, SPOKEN
-from tests.support.edge_worlds import toy_generation, toy_parts, toy_spec
-from tests.support.golden_files import (
+from tests.support.edge.world import toy_generation, toy_parts, toy_spec
+from tests.support.wire.golden_files import (
     COORDINATOR_KEY,
     DEVICE,
     FEDERATION,

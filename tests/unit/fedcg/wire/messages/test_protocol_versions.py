@@ -10,10 +10,11 @@ import pytest
 from fedcg.wire import versions
 from fedcg.wire.messages.messages import COORDINATOR, Hello, Invite, Refusal, Welcome
 from fedcg.wire.messages.signing import SigningKey, seal
-from tests.support.coordinator_support import FakeDevice, RunningService, World, aggregate_bytes, tiny_spec, wait_until
-from tests.support.edge_worlds import DEVICE
-from tests.support.edge_worlds import World as EdgeWorld
-from tests.support.edge_worlds import wait_until as edge_wait
+from tests.support.coordinator.world import FakeDevice, RunningService, World, aggregate_bytes, tiny_spec
+from tests.support.edge.world import DEVICE
+from tests.support.edge.world import World as EdgeWorld
+from tests.support.waiting import wait_until
+from tests.support.waiting import wait_until as edge_wait
 
 
 @pytest.fixture

@@ -48,13 +48,14 @@ from fedcg.wire.transfer.chunks import Chunk, chunk_frame
 from fedcg.wire.transfer.partial_files import Partials
 from fedcg.wire.transport.memory import MemoryBroker, MemoryTransport
 from fedcg.wire.transport.transport import Delivery
-from tests.support.artifact_chunks import frames_for, make_ref
-from tests.support.coordinator_support import RunningService, World, aggregate_bytes, tiny_spec, wait_until
-from tests.support.edge_worlds import DEVICE as AGENT
-from tests.support.edge_worlds import FEDERATION, aggregate_of, toy_parts, toy_spec
-from tests.support.edge_worlds import World as AgentWorld
-from tests.support.edge_worlds import wait_until as agent_wait
-from tests.support.published import Published, receiver_of
+from tests.support.coordinator.published import Published, receiver_of
+from tests.support.coordinator.world import RunningService, World, aggregate_bytes, tiny_spec
+from tests.support.edge.world import DEVICE as AGENT
+from tests.support.edge.world import FEDERATION, aggregate_of, toy_parts, toy_spec
+from tests.support.edge.world import World as AgentWorld
+from tests.support.waiting import wait_until
+from tests.support.waiting import wait_until as agent_wait
+from tests.support.wire.artifact_chunks import frames_for, make_ref
 
 TOPICS = Topics(FEDERATION)
 KEY, STRANGER, COORDINATORS = (SigningKey.generate() for _ in range(3))

@@ -17,7 +17,7 @@ from fedcg.wire.errors import CapacityError, IntegrityError, MalformedError
 from fedcg.wire.messages.messages import ArtifactRef
 from fedcg.wire.transfer.chunks import Chunk, Window, parse_chunk, read_frame
 from fedcg.wire.transfer.partial_files import HEAD_BYTES, RECORD_BYTES, DurableReceiver, Partials
-from tests.support.artifact_chunks import cut, frames_for, make_ref
+from tests.support.wire.artifact_chunks import cut, frames_for, make_ref
 
 DATA = random.Random(1).randbytes(256 * 9 + 17)
 REF = make_ref(DATA, 256)

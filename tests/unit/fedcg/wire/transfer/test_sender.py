@@ -18,8 +18,8 @@ from fedcg.wire.transfer.chunk_sender import HIGH_WATER_BYTES, MAX_GRANTED, Chun
 from fedcg.wire.transfer.chunks import parse_chunk
 from fedcg.wire.transport.send_queue import Outgoing, OutgoingQueue
 from fedcg.wire.transport.transport import Backlog
-from tests.support.artifact_chunks import cut, make_ref
-from tests.support.brokers import wait_until
+from tests.support.waiting import wait_until
+from tests.support.wire.artifact_chunks import cut, make_ref
 
 DATA = random.Random(3).randbytes(100 * 50_000 + 3)
 

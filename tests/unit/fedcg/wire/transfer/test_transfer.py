@@ -19,8 +19,8 @@ from fedcg.wire.transfer.chunks import (
     parse_chunk,
     read_frame,
 )
-from tests.support.artifact_chunks import cut, frames_for, make_ref
-from tests.support.receivers import Receiver
+from tests.support.edge.receivers import Receiver
+from tests.support.wire.artifact_chunks import cut, frames_for, make_ref
 
 DATA = random.Random(1).randbytes(256 * 9 + 17)
 REF = make_ref(DATA, 256)

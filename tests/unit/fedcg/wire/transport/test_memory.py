@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from fedcg.wire.transport.memory import MemoryBroker, MemoryTransport, topic_matches
-from tests.support.brokers import Client, wait_until
+from tests.support.broker.brokers import Client
+from tests.support.waiting import wait_until
 
 
 @pytest.mark.parametrize(

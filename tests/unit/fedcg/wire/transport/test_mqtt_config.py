@@ -9,7 +9,8 @@ import pytest
 from fedcg.wire.errors import TransportError
 from fedcg.wire.transport.mqtt import BACKOFF_CAP_S, MqttTransport, backoff_s, probe
 from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles, explain_failure
-from tests.support.brokers import HOST, Pki, free_port
+from tests.support.broker.brokers import HOST, Pki
+from tests.support.waiting import free_port
 
 
 @pytest.mark.parametrize("host", ["broker.example.org", "192.168.1.5", "0.0.0.0"])  # noqa: S104 - refused here

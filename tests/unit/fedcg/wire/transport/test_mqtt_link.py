@@ -15,7 +15,7 @@ from fedcg.wire.errors import MalformedError
 from fedcg.wire.server_role import ServerRole, expect_role
 from fedcg.wire.transport import mqtt_link
 from fedcg.wire.transport.mqtt_link import MqttLink
-from tests.support.broker_packets import (
+from tests.support.broker.broker_packets import (
     CONNECT,
     PINGREQ,
     PONG,
@@ -28,7 +28,7 @@ from tests.support.broker_packets import (
     scripted_broker,
     text,
 )
-from tests.support.brokers import DEADLINE_S
+from tests.support.broker.brokers import DEADLINE_S
 
 
 @pytest.fixture

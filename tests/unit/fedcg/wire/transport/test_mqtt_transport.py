@@ -15,7 +15,7 @@ from fedcg.wire.transport.mqtt import MqttTransport
 from fedcg.wire.transport.mqtt_config import Protocol
 from fedcg.wire.transport.mqtt_link import MqttLink
 from fedcg.wire.transport.transport import Will
-from tests.support.broker_packets import (
+from tests.support.broker.broker_packets import (
     CONNECT,
     DISCONNECT,
     PINGREQ,
@@ -32,7 +32,8 @@ from tests.support.broker_packets import (
     suback,
     text,
 )
-from tests.support.brokers import DEADLINE_S, Client, wait_until
+from tests.support.broker.brokers import DEADLINE_S, Client
+from tests.support.waiting import wait_until
 
 Connect = Callable[..., Client]
 

@@ -10,7 +10,7 @@ import threading
 import time
 from dataclasses import dataclass
 
-from tests.support.brokers import HOST
+from tests.support.broker.brokers import HOST
 
 PIECE = 2048
 TURN_S = 0.02

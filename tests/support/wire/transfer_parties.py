@@ -1,6 +1,6 @@
 """A federation of real processes that learn nothing: the real agent and the real coordinator over a real broker.
 
-`python -m tests.support.transfer_parties coordinator|agent ROOT [DEVICE]` runs one of them; `Parties` starts, kills and asks them.
+`python -m tests.support.wire.transfer_parties coordinator|agent ROOT [DEVICE]` runs one of them; `Parties` starts, kills and asks them.
 """
 
 from __future__ import annotations
@@ -53,9 +53,10 @@ from fedcg.wire.transfer.broker_presets import limits_for
 from fedcg.wire.transfer.partial_files import HEAD_BYTES, RECORD_BYTES
 from fedcg.wire.transport.mqtt import MqttTransport
 from fedcg.wire.transport.mqtt_config import MqttConfig
-from tests.support.brokers import HOST, Pki, wait_until
-from tests.support.carriers import carrying
-from tests.support.edge_worlds import toy_generation
+from tests.support.broker.brokers import HOST, Pki
+from tests.support.coordinator.carriers import carrying
+from tests.support.edge.world import toy_generation
+from tests.support.waiting import wait_until
 
 FEDERATION = "transfers"
 
@@ -266,7 +267,7 @@ class Parties:
         what = ["coordinator", str(self.root)] if name == COORDINATOR else ["agent", str(self.root), name]
         with (self.root / f"{name}.log").open("ab") as log:
             self.running[name] = subprocess.Popen(
-                [sys.executable, "-m", "tests.support.transfer_parties", *what], stdout=log, stderr=log
+                [sys.executable, "-m", "tests.support.wire.transfer_parties", *what], stdout=log, stderr=log
             )
 
     def change_carrier(self, device: str, port: int | None) -> None:

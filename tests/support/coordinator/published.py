@@ -11,7 +11,7 @@ from coordinator.updates.update_checks import UpdateChecks
 from fedcg.refusal_counter import Refusals
 from fedcg.wire.messages.messages import Carrier, Manifest, Outcome
 from fedcg.wire.transfer.chunk_window import Ranges
-from tests.support.coordinator_support import World
+from tests.support.coordinator.world import World
 
 
 class Published:

@@ -20,7 +20,7 @@ from fedcg.learning.spec import FederationPlan, FederationSpec, NetworkChoice, P
 from fedcg.learning.tensor_conversion import to_arrays
 from fedcg.wire.messages.messages import RoundAttempt
 from fedcg.wire.messages.signing import SigningKey
-from tests.support.edge_worlds import (
+from tests.support.edge.world import (
     CLASSES,
     DEVICE,
     FEDERATION,

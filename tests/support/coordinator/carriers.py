@@ -18,7 +18,7 @@ from coordinator.pki.server_tls import server_context
 from coordinator.service.service import Service
 from fedcg.listening import Caps, Connections
 from fedcg.wire.server_role import ServerRole
-from tests.support.brokers import HOST, Pki
+from tests.support.broker.brokers import HOST, Pki
 
 
 @asynccontextmanager

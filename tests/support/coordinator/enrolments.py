@@ -28,8 +28,8 @@ from coordinator.storage.store import Store
 from fedcg.event_log import EventLog, read_events
 from fedcg.listening import Caps, Connections
 from fedcg.wire.messages.enrolment_messages import Token
-from tests.support.brokers import free_port
-from tests.support.homes import add_federation
+from tests.support.coordinator.homes import add_federation
+from tests.support.waiting import free_port
 
 FEDERATION = "casting"
 

@@ -64,8 +64,9 @@ from fedcg.wire.transfer.chunks import parse_chunk
 from fedcg.wire.transport.memory import MemoryBroker, MemoryTransport
 from fedcg.wire.transport.transport import Delivery, Will
 from fedcg.wire.versions import SPOKEN
-from tests.support.artifact_chunks import frames_for, make_ref
-from tests.support.receivers import Receiver
+from tests.support.edge.receivers import Receiver
+from tests.support.waiting import wait_until
+from tests.support.wire.artifact_chunks import frames_for, make_ref
 
 FEDERATION = "tiny"
 DEADLINE_S = 30.0
@@ -78,14 +79,6 @@ LAYOUTS: dict[Part, tuple[TensorLayout, ...]] = {
     ),
     Part.EXTRACTOR: (TensorLayout(name="weight", dtype="float32", shape=(7,)),),
 }
-
-
-def wait_until(condition: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> None:
-    end = time.monotonic() + deadline_s
-    pause = threading.Event()
-    while not condition():
-        assert time.monotonic() < end, f"not within {deadline_s} s: {what}"
-        pause.wait(0.005)
 
 
 def tiny_spec(rounds: int = 2) -> FederationSpec:

@@ -52,14 +52,6 @@ LAYOUTS = {
 }
 
 
-def wait_until(condition: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> None:
-    """Poll a condition; AssertionError with `what` after the deadline."""
-    end = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < end, f"not within {deadline_s} s: {what}"
-        threading.Event().wait(0.005)
-
-
 def toy_spec(
     *,
     upload: tuple[Part, ...] = (Part.CLASSIFIER, Part.GENERATOR),

@@ -1,4 +1,4 @@
-"""Writes the golden files of this version: `python -m tests.support.golden_files`. Writes what is missing, and never over what is there.
+"""Writes the golden files of this version: `python -m tests.support.wire.golden_files`. Writes what is missing, and never over what is there.
 
 A frame, artifact, store or database that a version wrote is what later versions must read: existing files are history.
 """
@@ -57,10 +57,10 @@ from fedcg.wire.messages.messages import (
 from fedcg.wire.messages.signing import SigningKey, seal
 from fedcg.wire.parts import Part, Report
 from fedcg.wire.versions import PROTOCOL_VERSION
-from tests.support.artifact_chunks import frames_for, make_ref
-from tests.support.edge_worlds import toy_generation, toy_parts, toy_spec
+from tests.support.edge.world import toy_generation, toy_parts, toy_spec
+from tests.support.wire.artifact_chunks import frames_for, make_ref
 
-GOLDEN = Path(__file__).parents[1] / "golden"
+GOLDEN = Path(__file__).parents[2] / "golden"
 FEDERATION, DEVICE = "shapes", "site-1"
 SHARED = (Part.CLASSIFIER, Part.GENERATOR)
 

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Iterator
 
 from fedcg.wire.transport.mqtt_config import MqttConfig, Protocol
-from tests.support.brokers import DEADLINE_S, HOST
+from tests.support.broker.brokers import DEADLINE_S, HOST
 
 CONNECT, PUBLISH, PUBACK, SUBSCRIBE, PINGREQ, DISCONNECT = 1, 3, 4, 8, 12, 14
 KEEPALIVE_S = 30

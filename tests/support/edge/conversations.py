@@ -11,8 +11,8 @@ from edge_client.session.state import Purpose
 from edge_client.store.private_store import PrivateStore
 from fedcg.wire.messages.signing import SigningKey
 from fedcg.wire.transport.memory import MemoryTransport
-from tests.support.coordinator_support import FEDERATION, World
-from tests.support.edge_worlds import make_config
+from tests.support.coordinator.world import FEDERATION, World
+from tests.support.edge.world import make_config
 
 
 def box_config(root: Path) -> AgentConfig:

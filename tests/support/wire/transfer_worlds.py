@@ -10,9 +10,10 @@ from typing import Any
 from fedcg.wire.messages.messages import COORDINATOR, Carrier
 from fedcg.wire.transfer.chunks import FRAME_OVERHEAD_BYTES
 from tests.conftest import StartMosquitto
-from tests.support.brokers import RunningMosquitto, acl_for, free_port
-from tests.support.throttle import Throttle, Weather
-from tests.support.transfer_parties import FEDERATION, Parties, Plan
+from tests.support.broker.brokers import RunningMosquitto, acl_for
+from tests.support.broker.throttle import Throttle, Weather
+from tests.support.waiting import free_port
+from tests.support.wire.transfer_parties import FEDERATION, Parties, Plan
 
 SIZE = 1_000_000
 CHUNK = 16 * 1024 - FRAME_OVERHEAD_BYTES

@@ -15,8 +15,9 @@ from fedcg.wire.transport.mqtt import MqttTransport
 from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles
 from fedcg.wire.transport.mqtt_config import Protocol as MqttVersion
 from fedcg.wire.transport.transport import Will
-from tests.support.brokers import HOST, Client, Intruder, Pki, free_port, wait_until
-from tests.support.throttle import Throttle
+from tests.support.broker.brokers import HOST, Client, Intruder, Pki
+from tests.support.broker.throttle import Throttle
+from tests.support.waiting import free_port, wait_until
 
 
 class Bench(Protocol):

@@ -20,8 +20,9 @@ from fedcg.wire.messages.topics import Topics
 from fedcg.wire.transport.mqtt import MqttTransport
 from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles
 from fedcg.wire.transport.transport import Will
-from tests.support.brokers import Client, free_port, wait_until
-from tests.support.homes import add_federation, bundle
+from tests.support.broker.brokers import Client
+from tests.support.coordinator.homes import add_federation, bundle
+from tests.support.waiting import free_port, wait_until
 
 FEDERATION = "casting"
 TOPICS = Topics(FEDERATION)

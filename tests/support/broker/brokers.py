@@ -6,8 +6,6 @@ import os
 import socket
 import subprocess
 import threading
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -24,25 +22,11 @@ from fedcg.wire.server_role import ServerRole
 from fedcg.wire.transport.mqtt import MqttConfig, MqttTransport, TlsFiles
 from fedcg.wire.transport.mqtt_config import Protocol
 from fedcg.wire.transport.transport import Delivery, Transport, Will
+from tests.support.waiting import free_port, wait_until
 
 HOST = "127.0.0.1"
 DEVICES = ("a", "b", "c")
 DEADLINE_S = 15.0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
-
-
-def wait_until(condition: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> None:
-    """Wait for a condition; AssertionError with `what` after the deadline."""
-    end = time.monotonic() + deadline_s
-    pause = threading.Event()
-    while not condition():
-        assert time.monotonic() < end, f"not within {deadline_s} s: {what}"
-        pause.wait(0.005)
 
 
 @dataclass(frozen=True)
