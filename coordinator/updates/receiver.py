@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from sqlalchemy.exc import SQLAlchemyError
+
 from coordinator.messaging.publisher import Publisher
 from coordinator.rounds.records import UpdateRecord
 from coordinator.rounds.round_engine import UpdateRefused, UpdateStored
@@ -216,10 +218,10 @@ class Receiver:
             self._uploads.close()
 
     def _guarded(self, device: str, manifest: Manifest, work: _Work) -> None:
-        """Keep an unexpected error to its update, so that the others go on. Errors of the coordinator's disk are raised."""
+        """Keep an unexpected error to its update, so that the others go on. Errors of the coordinator's disk and database are raised."""
         try:
             work()
-        except (WireError, OSError):
+        except (WireError, OSError, SQLAlchemyError):
             raise
         except Exception as error:  # after a restart the same would happen again: the update is rejected
             where = f"the update of {device} to round {manifest.round}, attempt {manifest.attempt}"

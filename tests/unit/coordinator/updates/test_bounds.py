@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy.exc import OperationalError
 
 from coordinator.http.app import _ended
 from coordinator.rounds.round_engine import UpdateStored
+from coordinator.storage.store import Store
 from coordinator.updates import receiver as receiver_module
 from coordinator.updates.published_artifacts import PublishedArtifacts
 from coordinator.updates.receiver import Broken, Receiver
@@ -249,19 +251,35 @@ def test_an_update_whose_attempt_closed_while_it_came_is_late_although_the_round
     assert (world.store.updates(("tiny", 1, 1)), events) == ([], [])
 
 
-def test_a_failing_disk_ends_the_service_and_costs_no_update(
-    receiver: Receiver, world: World, published: Published, events: list[Any], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("subject", "method", "error"),
+    [
+        (ArtifactStore, "get", OSError("the disk is gone")),
+        (Store, "end_update", OperationalError("insert", {}, Exception("the database is locked"))),
+    ],
+)
+def test_a_failing_disk_or_database_ends_the_service_and_costs_no_update(
+    receiver: Receiver,
+    world: World,
+    published: Published,
+    events: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    subject: type,
+    method: str,
+    error: Exception,
 ) -> None:
     def broken(*_: object) -> None:
-        raise OSError("the disk is gone")
+        raise error
 
-    monkeypatch.setattr(ArtifactStore, "get", broken)
+    monkeypatch.setattr(subject, method, broken)
     data = world.devices["a"].make_update(1, 1, world.base_id)
-    with pytest.raises(OSError, match="gone"):
+    with pytest.raises(type(error)):
         deliver(receiver, manifest_of(world, data), data)
     wait_until(lambda: bool(events), "the service is notified")
-    assert isinstance(events[0], Broken)
+    assert events == [Broken(error)]
     assert published.receipts == []
+    monkeypatch.undo()
+    assert world.store.updates(("tiny", 1, 1)) == []
 
 
 def test_a_finished_coordinator_may_leave_when_its_devices_have_left(
