@@ -1,6 +1,6 @@
 """The agent's protocol as a pure state machine: `step(state, event, now) -> (state, commands)`.
 
-No clock, no randomness, no I/O. An event first changes the state (`_HANDLERS`), then `_advance` gives the
+No clock, no randomness, no I/O. An event first changes the state (`_HANDLERS`), then `due_commands.advance` gives the
 commands that now follow from the state. Laws (property-tested over random event orders):
   * a round attempt that was committed is never started again;
   * nothing is started while an update waits for its receipt, so an outbox is never overwritten;
@@ -14,13 +14,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from edge_client.session.due_commands import Step, advance, decline
 from edge_client.session.events import (
     ArtifactLost,
     ArtifactStored,
-    CheckSpec,
-    ChooseModel,
     Chosen,
-    Command,
     CoordinatorSeen,
     Done,
     DownloadSilent,
@@ -32,36 +30,24 @@ from edge_client.session.events import (
     Left,
     LinkChanged,
     LoadUpdate,
-    Note,
     Offered,
     OutboxFound,
     Receipted,
     RecordDelivery,
     RoundCommitted,
     RoundFailed,
-    Send,
     SendChunks,
-    SendHello,
     Sending,
     SpecChecked,
-    StartTrainer,
     Tick,
     TrainerDied,
     TrainerReady,
-    TrainRound,
-    Want,
-    Wanted,
     Welcomed,
 )
 from edge_client.session.state import (
-    BROADCAST_PATIENCE_S,
     GRANT_PATIENCE_S,
-    HELLO_EVERY_S,
-    LEAVE_EVERY_S,
     MANIFEST_FIRST_S,
-    MANIFEST_MAX_S,
     REFUSED_HELLO_S,
-    SILENCE_S,
     TRAINER_BACKOFF_MAX_S,
     TRAINER_BACKOFF_S,
     TRAINER_DEATHS,
@@ -70,9 +56,7 @@ from edge_client.session.state import (
     SessionState,
     Trainer,
 )
-from fedcg.wire.messages.messages import Accept, Decline, DeclineReason, Leave, Manifest, RoundAttempt
-
-Step = tuple[SessionState, tuple[Command, ...]]
+from fedcg.wire.messages.messages import DeclineReason, RoundAttempt
 
 
 def step(state: SessionState, event: Event, now: float) -> Step:
@@ -88,10 +72,8 @@ def step(state: SessionState, event: Event, now: float) -> Step:
     """
     handler: Callable[[SessionState, Any, float], Step] = _HANDLERS[type(event)]
     state, commands = handler(state, event, now)
-    for advance in _ADVANCES[state.purpose]:
-        state, more = advance(state, now)
-        commands += more
-    return state, commands
+    state, more = advance(state, now)
+    return state, commands + more
 
 
 # ------------------------------------------------------------------ events change the state
@@ -155,13 +137,13 @@ def _invited(state: SessionState, event: Invited, now: float) -> Step:
     round_attempt = event.round_attempt
     state = replace(state, invited=round_attempt, accepted=None)
     if state.declined is not None and state.declined[0] == round_attempt:
-        return _decline(state, round_attempt, state.declined[1])
+        return decline(state, round_attempt, state.declined[1])
     if state.committed is None or round_attempt > state.committed:
         return state, ()
     if state.delivery is not None and state.delivery.round_attempt == round_attempt:
         return replace(state, delivery=replace(state.delivery, manifest_at=now)), ()
     # Trained and receipted already, or an earlier attempt: there is nothing left to deliver for it.
-    return _decline(state, round_attempt, DeclineReason.NOT_ELIGIBLE)
+    return decline(state, round_attempt, DeclineReason.NOT_ELIGIBLE)
 
 
 def _granted(state: SessionState, event: Granted, now: float) -> Step:
@@ -209,7 +191,7 @@ def _trainer_died(state: SessionState, event: TrainerDied, now: float) -> Step:
         return state, ()
     state = replace(state, deaths=0)
     if isinstance(job, RoundAttempt):
-        return _decline(state, job, DeclineReason.TRAINING_FAILED)
+        return decline(state, job, DeclineReason.TRAINING_FAILED)
     return replace(state, finalised=job, succeeded=False), ()
 
 
@@ -231,7 +213,7 @@ def _outbox_found(state: SessionState, event: OutboxFound, now: float) -> Step:
 
 
 def _round_failed(state: SessionState, event: RoundFailed, now: float) -> Step:
-    return _decline(_idle(state), event.round_attempt, event.reason)
+    return decline(_idle(state), event.round_attempt, event.reason)
 
 
 def _finalised(state: SessionState, event: Chosen, now: float) -> Step:
@@ -262,141 +244,6 @@ _HANDLERS: dict[type[Any], Callable[[SessionState, Any, float], Step]] = {
     RoundFailed: _round_failed,
     Chosen: _finalised,
 }
-
-
-# ------------------------------------------------------------------ commands that follow from the state
-
-
-def _advance_hello(state: SessionState, now: float) -> Step:
-    if not state.up or state.welcomed or now < state.hello_at:
-        return state, ()
-    return replace(state, hello_at=now + HELLO_EVERY_S), (SendHello(),)
-
-
-def _advance_greeting(state: SessionState, now: float) -> Step:
-    if not state.welcomed or state.done:
-        return state, ()
-    return replace(state, done=True), (Done(succeeded=True),)
-
-
-def _advance_leave(state: SessionState, now: float) -> Step:
-    if not state.welcomed or state.done or now < state.leave_at:
-        return state, ()
-    return replace(state, leave_at=now + LEAVE_EVERY_S), (Send(Leave(**state.addressed())),)
-
-
-def _advance_trainer(state: SessionState, now: float) -> Step:
-    if state.trainer is not Trainer.GONE or now < state.trainer_at or state.done:
-        return state, ()
-    return replace(state, trainer=Trainer.STARTING), (StartTrainer(),)
-
-
-def _advance_round(state: SessionState, now: float) -> Step:
-    offer, round_attempt = state.offer, state.offered
-    if offer is None or round_attempt is None or not _is_asked(state, round_attempt):
-        return state, ()
-    if state.bound_spec not in (None, offer.spec.id):
-        return _decline(state, round_attempt, DeclineReason.SPEC_REFUSED)
-    if state.verdict is None or state.verdict[0] != offer.spec.id:
-        return state, (CheckSpec(offer.spec.id),) if offer.spec.id in state.stored else ()
-    if state.verdict[1] is not None:
-        return _decline(state, round_attempt, state.verdict[1])
-    commands: tuple[Command, ...] = ()
-    if state.welcomed and state.accepted != round_attempt:
-        state = replace(state, accepted=round_attempt)
-        commands = (Send(Accept(**state.addressed(round_attempt))), Note("accepted", round_attempt))
-    is_free = state.trainer is Trainer.IDLE and state.job is None and state.delivery is None
-    if is_free and offer.aggregate.id in state.stored:
-        state = replace(state, trainer=Trainer.BUSY, job=round_attempt, job_spec=offer.spec.id)
-        commands += (TrainRound(round_attempt, offer.spec.id, offer.aggregate.id),)
-    return state, commands
-
-
-def _advance_end(state: SessionState, now: float) -> Step:
-    finished = state.finished
-    if finished is None or state.done:
-        return state, ()
-    if state.finalised == finished.aggregate.id:
-        if state.delivery is not None:
-            return state, ()
-        return replace(state, done=True), (Done(state.succeeded),)
-    at_hand = {finished.spec.id, finished.aggregate.id} <= state.stored
-    if not at_hand or state.trainer is not Trainer.IDLE or state.job is not None:
-        return state, ()
-    state = replace(state, trainer=Trainer.BUSY, job=finished.aggregate.id)
-    return state, (ChooseModel(finished.spec.id, finished.aggregate.id),)
-
-
-def _advance_delivery(state: SessionState, now: float) -> Step:
-    delivery = state.delivery
-    if delivery is None:
-        return state, ()
-    delay_s = min(delivery.delay_s * 2.0, MANIFEST_MAX_S)
-    later = replace(delivery, manifest_at=now + delivery.delay_s, delay_s=delay_s)
-    if delivery.update is None and now >= delivery.manifest_at:
-        return replace(state, delivery=later), (LoadUpdate(),)
-    if delivery.update is None or not state.welcomed:
-        return state, ()
-    if delivery.silent_since is not None and now >= delivery.silent_since + SILENCE_S:
-        waiting = replace(delivery, silent_since=None)
-        state = replace(state, welcomed=False, hello_at=now + HELLO_EVERY_S, delivery=waiting)
-        return state, (SendHello(),)
-    if now < delivery.manifest_at:
-        return state, ()
-    silent_since = now if delivery.silent_since is None else delivery.silent_since
-    state = replace(state, delivery=replace(later, silent_since=silent_since))
-    message = Manifest(**state.addressed(delivery.round_attempt), artifact=delivery.update)
-    return state, (Send(message), Note("manifest", delivery.round_attempt))
-
-
-def _advance_wanted(state: SessionState, now: float) -> Step:
-    wanted = tuple(download for download in _downloads(state) if download.ref.id not in state.stored)
-    if wanted == state.wanted:
-        return state, ()
-    return replace(state, wanted=wanted), (Want(wanted),)
-
-
-_ADVANCES: dict[Purpose, tuple[Callable[[SessionState, float], Step], ...]] = {
-    Purpose.TRAIN: (
-        _advance_hello,
-        _advance_trainer,
-        _advance_round,
-        _advance_end,
-        _advance_delivery,
-        _advance_wanted,
-    ),
-    Purpose.GREET: (_advance_hello, _advance_greeting),
-    Purpose.LEAVE: (_advance_hello, _advance_leave),
-}
-
-
-def _downloads(state: SessionState) -> tuple[Wanted, ...]:
-    patience = BROADCAST_PATIENCE_S if state.live else 0.0
-    if state.finished is not None:
-        if state.finalised == state.finished.aggregate.id:
-            return ()
-        return (Wanted("spec", state.finished.spec, 0.0), Wanted("aggregate", state.finished.aggregate, 0.0))
-    round_attempt = state.offered
-    if state.offer is None or round_attempt is None:
-        return ()
-    asked = _is_asked(state, round_attempt)
-    spec = Wanted("spec", state.offer.spec, 0.0 if asked else None)
-    return (spec, Wanted("aggregate", state.offer.aggregate, patience if asked else None))
-
-
-def _is_asked(state: SessionState, round_attempt: RoundAttempt) -> bool:
-    """Whether this device should train this attempt: invited, not trained yet, not refused."""
-    is_refused = state.declined is not None and state.declined[0] == round_attempt
-    is_behind = state.committed is not None and round_attempt <= state.committed
-    return state.invited == round_attempt and not is_refused and not is_behind
-
-
-def _decline(state: SessionState, round_attempt: RoundAttempt, reason: DeclineReason) -> Step:
-    state = replace(state, declined=(round_attempt, reason))
-    commands: tuple[Command, ...] = (Note("declined", round_attempt, reason.value),)
-    if state.welcomed:
-        commands = (Send(Decline(**state.addressed(round_attempt), reason=reason)), *commands)
-    return state, commands
 
 
 def _idle(state: SessionState) -> SessionState:

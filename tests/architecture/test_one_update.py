@@ -48,7 +48,7 @@ PLACES = {  # by the beginning of a thread's name
 }
 STEPS = (  # in the order in which the update first comes to them; the last one has only to come after the receipt
     "edge_client/store/generations.py: update_path",
-    "edge_client/session/state_machine.py: _advance_delivery",
+    "edge_client/session/due_commands.py: _advance_delivery",
     "edge_client/messaging/coordinator_link.py: send",
     "coordinator/service/service.py: _on_delivery",
     "coordinator/messaging/message_checks.py: open",

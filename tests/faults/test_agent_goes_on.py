@@ -140,7 +140,7 @@ def test_a_commit_counts_before_its_update_is_read_which_is_tried_until_it_works
 
 def test_nothing_is_trained_while_an_update_could_not_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     state, _ = drive(SessionState("shapes", "a"), OutboxFound(RoundAttempt(1, 1)), TrainerReady())
-    monkeypatch.setattr("edge_client.session.state_machine._is_asked", lambda *_: True)
+    monkeypatch.setattr("edge_client.session.due_commands._is_asked", lambda *_: True)
     assert not [command for command in drive(state, Tick())[1] if isinstance(command, TrainRound)]
     assert state.delivery == Delivery(RoundAttempt(1, 1), None, manifest_at=1.0, delay_s=2.0)
 

@@ -1,0 +1,184 @@
+"""What follows from the state of a session: the commands that are due now, and the state after them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from edge_client.session.events import (
+    CheckSpec,
+    ChooseModel,
+    Command,
+    Done,
+    LoadUpdate,
+    Note,
+    Send,
+    SendHello,
+    StartTrainer,
+    TrainRound,
+    Want,
+    Wanted,
+)
+from edge_client.session.state import (
+    BROADCAST_PATIENCE_S,
+    HELLO_EVERY_S,
+    LEAVE_EVERY_S,
+    MANIFEST_MAX_S,
+    SILENCE_S,
+    Purpose,
+    SessionState,
+    Trainer,
+)
+from fedcg.wire.messages.messages import Accept, Decline, DeclineReason, Leave, Manifest, RoundAttempt
+
+Step = tuple[SessionState, tuple[Command, ...]]
+
+
+def advance(state: SessionState, now: float) -> Step:
+    """Give every command that is due.
+
+    Args:
+        state: what is known.
+        now: monotonic seconds.
+
+    Returns:
+        The new state, and the commands to carry out in their order.
+    """
+    commands: tuple[Command, ...] = ()
+    for step in _ADVANCES[state.purpose]:
+        state, more = step(state, now)
+        commands += more
+    return state, commands
+
+
+def _advance_hello(state: SessionState, now: float) -> Step:
+    if not state.up or state.welcomed or now < state.hello_at:
+        return state, ()
+    return replace(state, hello_at=now + HELLO_EVERY_S), (SendHello(),)
+
+
+def _advance_greeting(state: SessionState, now: float) -> Step:
+    if not state.welcomed or state.done:
+        return state, ()
+    return replace(state, done=True), (Done(succeeded=True),)
+
+
+def _advance_leave(state: SessionState, now: float) -> Step:
+    if not state.welcomed or state.done or now < state.leave_at:
+        return state, ()
+    return replace(state, leave_at=now + LEAVE_EVERY_S), (Send(Leave(**state.addressed())),)
+
+
+def _advance_trainer(state: SessionState, now: float) -> Step:
+    if state.trainer is not Trainer.GONE or now < state.trainer_at or state.done:
+        return state, ()
+    return replace(state, trainer=Trainer.STARTING), (StartTrainer(),)
+
+
+def _advance_round(state: SessionState, now: float) -> Step:
+    offer, round_attempt = state.offer, state.offered
+    if offer is None or round_attempt is None or not _is_asked(state, round_attempt):
+        return state, ()
+    if state.bound_spec not in (None, offer.spec.id):
+        return decline(state, round_attempt, DeclineReason.SPEC_REFUSED)
+    if state.verdict is None or state.verdict[0] != offer.spec.id:
+        return state, (CheckSpec(offer.spec.id),) if offer.spec.id in state.stored else ()
+    if state.verdict[1] is not None:
+        return decline(state, round_attempt, state.verdict[1])
+    commands: tuple[Command, ...] = ()
+    if state.welcomed and state.accepted != round_attempt:
+        state = replace(state, accepted=round_attempt)
+        commands = (Send(Accept(**state.addressed(round_attempt))), Note("accepted", round_attempt))
+    is_free = state.trainer is Trainer.IDLE and state.job is None and state.delivery is None
+    if is_free and offer.aggregate.id in state.stored:
+        state = replace(state, trainer=Trainer.BUSY, job=round_attempt, job_spec=offer.spec.id)
+        commands += (TrainRound(round_attempt, offer.spec.id, offer.aggregate.id),)
+    return state, commands
+
+
+def _advance_end(state: SessionState, now: float) -> Step:
+    finished = state.finished
+    if finished is None or state.done:
+        return state, ()
+    if state.finalised == finished.aggregate.id:
+        if state.delivery is not None:
+            return state, ()
+        return replace(state, done=True), (Done(state.succeeded),)
+    at_hand = {finished.spec.id, finished.aggregate.id} <= state.stored
+    if not at_hand or state.trainer is not Trainer.IDLE or state.job is not None:
+        return state, ()
+    state = replace(state, trainer=Trainer.BUSY, job=finished.aggregate.id)
+    return state, (ChooseModel(finished.spec.id, finished.aggregate.id),)
+
+
+def _advance_delivery(state: SessionState, now: float) -> Step:
+    delivery = state.delivery
+    if delivery is None:
+        return state, ()
+    delay_s = min(delivery.delay_s * 2.0, MANIFEST_MAX_S)
+    later = replace(delivery, manifest_at=now + delivery.delay_s, delay_s=delay_s)
+    if delivery.update is None and now >= delivery.manifest_at:
+        return replace(state, delivery=later), (LoadUpdate(),)
+    if delivery.update is None or not state.welcomed:
+        return state, ()
+    if delivery.silent_since is not None and now >= delivery.silent_since + SILENCE_S:
+        waiting = replace(delivery, silent_since=None)
+        state = replace(state, welcomed=False, hello_at=now + HELLO_EVERY_S, delivery=waiting)
+        return state, (SendHello(),)
+    if now < delivery.manifest_at:
+        return state, ()
+    silent_since = now if delivery.silent_since is None else delivery.silent_since
+    state = replace(state, delivery=replace(later, silent_since=silent_since))
+    message = Manifest(**state.addressed(delivery.round_attempt), artifact=delivery.update)
+    return state, (Send(message), Note("manifest", delivery.round_attempt))
+
+
+def _advance_wanted(state: SessionState, now: float) -> Step:
+    wanted = tuple(download for download in _downloads(state) if download.ref.id not in state.stored)
+    if wanted == state.wanted:
+        return state, ()
+    return replace(state, wanted=wanted), (Want(wanted),)
+
+
+_ADVANCES: dict[Purpose, tuple[Callable[[SessionState, float], Step], ...]] = {
+    Purpose.TRAIN: (
+        _advance_hello,
+        _advance_trainer,
+        _advance_round,
+        _advance_end,
+        _advance_delivery,
+        _advance_wanted,
+    ),
+    Purpose.GREET: (_advance_hello, _advance_greeting),
+    Purpose.LEAVE: (_advance_hello, _advance_leave),
+}
+
+
+def _downloads(state: SessionState) -> tuple[Wanted, ...]:
+    patience = BROADCAST_PATIENCE_S if state.live else 0.0
+    if state.finished is not None:
+        if state.finalised == state.finished.aggregate.id:
+            return ()
+        return (Wanted("spec", state.finished.spec, 0.0), Wanted("aggregate", state.finished.aggregate, 0.0))
+    round_attempt = state.offered
+    if state.offer is None or round_attempt is None:
+        return ()
+    asked = _is_asked(state, round_attempt)
+    spec = Wanted("spec", state.offer.spec, 0.0 if asked else None)
+    return (spec, Wanted("aggregate", state.offer.aggregate, patience if asked else None))
+
+
+def _is_asked(state: SessionState, round_attempt: RoundAttempt) -> bool:
+    """Whether this device should train this attempt: invited, not trained yet, not refused."""
+    is_refused = state.declined is not None and state.declined[0] == round_attempt
+    is_behind = state.committed is not None and round_attempt <= state.committed
+    return state.invited == round_attempt and not is_refused and not is_behind
+
+
+def decline(state: SessionState, round_attempt: RoundAttempt, reason: DeclineReason) -> Step:
+    """Decline a round attempt, now and whenever its invite is repeated."""
+    state = replace(state, declined=(round_attempt, reason))
+    commands: tuple[Command, ...] = (Note("declined", round_attempt, reason.value),)
+    if state.welcomed:
+        commands = (Send(Decline(**state.addressed(round_attempt), reason=reason)), *commands)
+    return state, commands
