@@ -1,4 +1,4 @@
-"""Errors of the experiments.
+"""Errors of the experiments; exit code 2 for sources and options, 1 for the others.
 
 ExperimentError
 ├── SourceError    a data source that can't be used, or a partition that can't be made of it
@@ -9,17 +9,25 @@ ExperimentError
 
 from __future__ import annotations
 
+from typing import ClassVar
 
-class ExperimentError(Exception):
+from fedcg.errors import BAD_INPUT, FedcgError
+
+
+class ExperimentError(FedcgError):
     """Base of everything the experiments raise."""
 
 
 class SourceError(ExperimentError):
     """A data source that can't be used, or a partition that can't be made of it."""
 
+    exit_code: ClassVar[int] = BAD_INPUT
+
 
 class OptionError(ExperimentError):
     """Options that don't go together, or a folder that is no demo's."""
+
+    exit_code: ClassVar[int] = BAD_INPUT
 
 
 class ProcessError(ExperimentError):

@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from experiments.errors import OptionError
 from experiments.papers.catalogue import Preset, find_presets
 from experiments.papers.comparison import Comparison, compare
 from experiments.papers.missing import missing_runs
@@ -52,21 +51,17 @@ def tables_command(
     as_markdown: Annotated[bool, typer.Option("--markdown", help="print Markdown")] = False,
 ) -> None:
     """Print the papers' tables beside our runs: mean ± standard deviation over (seeds), and what the orders come to."""
-    try:
-        chosen = None if paper is None else find_presets(paper)
-        folder = read_folder(runs)
-        if as_json:
-            typer.echo(json.dumps(_everything(folder, chosen)))
-            return
-        if list_missing:
-            sheets = [missing_sheet(missing_runs(folder.runs, chosen))]
-        elif by_bytes:
-            sheets = [traffic_sheet(traffic(folder.runs))]
-        else:
-            sheets = _comparison_sheets(compare(folder.runs, chosen), by_client=by_client)
-    except OptionError as error:
-        Console(stderr=True, highlight=False).print(f"Error: {error}", markup=False, soft_wrap=True)
-        raise typer.Exit(2) from error
+    chosen = None if paper is None else find_presets(paper)
+    folder = read_folder(runs)
+    if as_json:
+        typer.echo(json.dumps(_everything(folder, chosen)))
+        return
+    if list_missing:
+        sheets = [missing_sheet(missing_runs(folder.runs, chosen))]
+    elif by_bytes:
+        sheets = [traffic_sheet(traffic(folder.runs))]
+    else:
+        sheets = _comparison_sheets(compare(folder.runs, chosen), by_client=by_client)
     _show(sheets, folder, as_markdown=as_markdown)
 
 

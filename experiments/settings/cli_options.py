@@ -10,11 +10,11 @@ from typing import Annotated, Any
 
 import typer
 from pydantic import BaseModel, ValidationError
-from rich.console import Console
 
 from experiments.data.source import DIGITS
 from experiments.errors import ExperimentError, OptionError
 from experiments.settings.options import Setting
+from fedcg.errors import BadInputError
 from fedcg.learning.errors import NetworkError
 from fedcg.learning.registry import method_names
 from fedcg.learning.split_names import allow_here, check_name
@@ -65,21 +65,19 @@ def _is_typed(source: object) -> bool:
     return getattr(source, "name", "") == "COMMANDLINE"
 
 
-def bad_input(why: str) -> typer.Exit:
-    """Exit code 2, with the reason on one line: a path in a box would be broken in the middle."""
-    Console(stderr=True, highlight=False).print(f"Error: {why}", markup=False, soft_wrap=True)
-    return typer.Exit(2)
-
-
 @contextmanager
 def bad_input_ends() -> Iterator[None]:
-    """Within the block, bad values and data that can't be used end the command with exit code 2 and the reason."""
+    """Within the block, bad values and data that can't be used are bad input, whatever raised the error.
+
+    Raises:
+        BadInputError: in the place of another error, with its reason.
+    """
     try:
         yield
     except ValidationError as error:
-        raise bad_input(reasons(error)) from error
+        raise BadInputError(reasons(error)) from error
     except (ExperimentError, NetworkError) as error:
-        raise bad_input(str(error)) from error
+        raise BadInputError(str(error)) from error
 
 
 def reasons(error: ValidationError) -> str:

@@ -30,7 +30,6 @@ def transport_command(
 
     With --sessions: seconds of whole rounds in which nobody trains, from the opened attempt to the stored aggregate.
     """
-    from coordinator.errors import CoordinatorError
     from experiments.bench.transport.rounds import round_of
     from experiments.bench.transport.transfers import LARGE, SMALL, filled, measure
     from experiments.bench.transport.transfers import as_json as figures
@@ -44,22 +43,18 @@ def transport_command(
     def tell(text: str) -> None:
         typer.echo(text, err=True)
 
-    try:
-        if sessions:
-            found = round_of(sessions, sizes[0], rounds, limits_for(), tell)
-            record |= {"sessions": found.sessions, "size": found.size, "round_s": found.seconds}
-            lines = [f"{sessions} sessions x {found.size} bytes: rounds of {', '.join(map(str, found.seconds))} s"]
-        else:
-            cases = [filled(one, chunks, megabytes * 1_000_000) for one in sizes for chunks in window or [16, 64]]
-            measured = measure(cases, repeats, tell)
-            record |= {"repeats": repeats, "cases": figures(measured)}
-            lines = [
-                f"{one.case.size:>9} bytes, window {one.case.window:>3}, {one.case.sessions:>2} sessions: "
-                f"{one.mb_per_s(one.ours_s):.1f} MB/s, paho alone {one.mb_per_s(one.paho_s):.1f} (ratio {one.ratio:.2f})"
-                for one in measured
-            ]
-    except CoordinatorError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(1) from error
+    if sessions:
+        found = round_of(sessions, sizes[0], rounds, limits_for(), tell)
+        record |= {"sessions": found.sessions, "size": found.size, "round_s": found.seconds}
+        lines = [f"{sessions} sessions x {found.size} bytes: rounds of {', '.join(map(str, found.seconds))} s"]
+    else:
+        cases = [filled(one, chunks, megabytes * 1_000_000) for one in sizes for chunks in window or [16, 64]]
+        measured = measure(cases, repeats, tell)
+        record |= {"repeats": repeats, "cases": figures(measured)}
+        lines = [
+            f"{one.case.size:>9} bytes, window {one.case.window:>3}, {one.case.sessions:>2} sessions: "
+            f"{one.mb_per_s(one.ours_s):.1f} MB/s, paho alone {one.mb_per_s(one.paho_s):.1f} (ratio {one.ratio:.2f})"
+            for one in measured
+        ]
     for line in [json.dumps(record, indent=1)] if as_json else lines:
         typer.echo(line)
