@@ -80,6 +80,6 @@ def test_the_quick_measurement_gives_every_figure_and_loses_no_request() -> None
 @pytest.mark.slow
 def test_a_network_that_there_is_not_is_an_error() -> None:
     run = subprocess.run([*FEDCG, "--network", "lenet7"], capture_output=True, check=False, timeout=100, text=True)
-    assert run.returncode == 1
+    assert run.returncode == 2
     assert "lenet7" in run.stderr
     assert "Traceback" not in run.stderr
