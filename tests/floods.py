@@ -49,7 +49,9 @@ from fedcg.wire.transport.mqtt import MqttTransport
 from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles
 from fedcg.wire.transport.transport import Will
 from fedcg.wire.versions import SPOKEN
-from tests.support.coordinator.world import FEDERATION, FakeDevice, PlainWorker, aggregate_bytes, tiny_spec
+from tests.support.coordinator.fake_device import FakeDevice
+from tests.support.coordinator.toy_artifacts import FEDERATION, aggregate_bytes, tiny_spec
+from tests.support.coordinator.world import PlainWorker
 from tests.support.waiting import free_port, wait_until
 from tests.support.wire.artifact_chunks import make_ref
 

@@ -32,7 +32,8 @@ from fedcg.wire.artifacts.artifacts import artifact_id
 from fedcg.wire.transfer.chunk_sender import ChunkFile
 from fedcg.wire.transport.memory import MemoryTransport
 from tests.support.coordinator.hanging_children import count_and_never_merge
-from tests.support.coordinator.world import RunningService, World, aggregate_bytes, tiny_spec
+from tests.support.coordinator.toy_artifacts import aggregate_bytes, tiny_spec
+from tests.support.coordinator.world import RunningService, World
 from tests.support.edge.world import make_config, toy_generation
 from tests.support.waiting import wait_until
 

@@ -15,7 +15,8 @@ from fedcg.wire.messages.messages import COORDINATOR, Manifest
 from tests.conftest import StartMosquitto
 from tests.support.broker.brokers import acl_for
 from tests.support.broker.throttle import Throttle, Weather
-from tests.support.coordinator.world import FEDERATION, RunningService
+from tests.support.coordinator.toy_artifacts import FEDERATION
+from tests.support.coordinator.world import RunningService
 from tests.support.hostile import Box, Federation, HostileBroker, Passing
 from tests.support.waiting import wait_until
 from tests.support.wire.transfer_parties import FEDERATION as TRANSFERS

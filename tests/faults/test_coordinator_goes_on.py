@@ -16,7 +16,8 @@ from fedcg.wire.messages.messages import DeclineReason
 from fedcg.wire.transport import mqtt
 from fedcg.wire.transport.mqtt import MqttTransport
 from tests.support.broker.broker_packets import SUBSCRIBE, scripted_broker, suback
-from tests.support.coordinator.world import RunningService, World, aggregate_bytes, tiny_spec
+from tests.support.coordinator.toy_artifacts import aggregate_bytes, tiny_spec
+from tests.support.coordinator.world import RunningService, World
 from tests.support.waiting import wait_until
 
 

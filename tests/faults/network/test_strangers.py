@@ -25,7 +25,7 @@ from coordinator.members.revocation import revoke
 from coordinator.paths import Home
 from coordinator.storage.store import Store
 from tests.support.coordinator.homes import add_federation, bundle
-from tests.support.coordinator.world import FEDERATION
+from tests.support.coordinator.toy_artifacts import FEDERATION
 from tests.support.serving import Server, install_versions
 from tests.support.stack import wait_for
 from tests.support.waiting import free_port

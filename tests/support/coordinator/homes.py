@@ -13,7 +13,7 @@ from coordinator.rounds.records import AggregateRecord, FederationRecord
 from coordinator.storage.store import Store
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from tests.support.commands import run_fedcg
-from tests.support.coordinator.world import aggregate_bytes, tiny_spec
+from tests.support.coordinator.toy_artifacts import aggregate_bytes, tiny_spec
 
 
 def add_federation(home: Home, name: str, devices: Sequence[str] = (), *, codec: str = "f32") -> None:

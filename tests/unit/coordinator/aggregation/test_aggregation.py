@@ -32,7 +32,8 @@ from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.artifacts.artifacts import read_header, unpack
 from fedcg.wire.messages.messages import Outcome
 from tests.support.coordinator.driven_worker import DrivenWorker
-from tests.support.coordinator.world import RunningService, World, shared_layouts
+from tests.support.coordinator.toy_artifacts import shared_layouts
+from tests.support.coordinator.world import RunningService, World
 from tests.support.waiting import wait_until
 
 PLAN = """

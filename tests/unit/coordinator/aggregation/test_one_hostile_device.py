@@ -35,17 +35,15 @@ from fedcg.wire.messages.messages import Outcome
 from fedcg.wire.parts import Part, Report
 from tests.support.coordinator import hanging_children
 from tests.support.coordinator.driven_worker import DrivenWorker
-from tests.support.coordinator.world import (
-    FakeDevice,
-    PlainWorker,
-    RunningService,
-    World,
+from tests.support.coordinator.fake_device import FakeDevice
+from tests.support.coordinator.toy_artifacts import (
     aggregate_bytes,
     random_parts,
     shared_layouts,
     tiny_spec,
     update_header,
 )
+from tests.support.coordinator.world import PlainWorker, RunningService, World
 from tests.support.waiting import wait_until
 from tests.unit.coordinator.aggregation.test_aggregation import plan_file
 

@@ -28,7 +28,7 @@ from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles
 from tests.support.broker.brokers import Client, mqtt_client
 from tests.support.commands import run_fedcg
 from tests.support.coordinator.homes import add_federation, bundle
-from tests.support.coordinator.world import FEDERATION
+from tests.support.coordinator.toy_artifacts import FEDERATION
 from tests.support.waiting import free_port, wait_until
 
 

@@ -24,7 +24,9 @@ from fedcg.wire.server_role import ServerRole
 from fedcg.wire.transfer.http_ranges import ARTIFACTS_PATH, READY_PATH, UPDATES_PATH, span_of
 from tests.support.broker.brokers import HOST, Pki
 from tests.support.coordinator.carriers import Answer, ask, carrying, connect
-from tests.support.coordinator.world import FakeDevice, RunningService, World, aggregate_bytes, tiny_spec
+from tests.support.coordinator.fake_device import FakeDevice
+from tests.support.coordinator.toy_artifacts import aggregate_bytes, tiny_spec
+from tests.support.coordinator.world import RunningService, World
 from tests.support.waiting import free_port, wait_until
 from tests.support.wire.artifact_chunks import frames_for
 

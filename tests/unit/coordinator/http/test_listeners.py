@@ -29,7 +29,8 @@ from fedcg.wire.transfer.http_ranges import READY_PATH
 from tests.support.broker.brokers import DEVICES, Pki
 from tests.support.coordinator.carriers import ask, carrying, connect
 from tests.support.coordinator.enrolments import Desk, open_home, running_desk
-from tests.support.coordinator.world import RunningService, World, aggregate_bytes, tiny_spec
+from tests.support.coordinator.toy_artifacts import aggregate_bytes, tiny_spec
+from tests.support.coordinator.world import RunningService, World
 from tests.support.waiting import free_port, wait_until
 
 REFUSED = (ssl.SSLError, ConnectionError)

@@ -18,7 +18,8 @@ from coordinator.storage.membership_store import Admitted
 from coordinator.storage.store import Store
 from fedcg.wire.messages.messages import Invite
 from fedcg.wire.messages.signing import SigningKey
-from tests.support.coordinator.world import FEDERATION, RunningService, World, aggregate_bytes, tiny_spec
+from tests.support.coordinator.toy_artifacts import FEDERATION, aggregate_bytes, tiny_spec
+from tests.support.coordinator.world import RunningService, World
 from tests.support.waiting import wait_until
 
 KEY = (FEDERATION, 2, 1)

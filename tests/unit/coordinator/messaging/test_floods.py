@@ -28,7 +28,8 @@ from fedcg.wire.messages.messages import Heartbeat, Need
 from fedcg.wire.messages.topics import TopicKind
 from tests.support.commands import run_fedcg
 from tests.support.coordinator.homes import add_federation
-from tests.support.coordinator.world import RunningService, World, aggregate_bytes, tiny_spec
+from tests.support.coordinator.toy_artifacts import aggregate_bytes, tiny_spec
+from tests.support.coordinator.world import RunningService, World
 from tests.support.waiting import wait_until
 
 

@@ -25,7 +25,8 @@ from fedcg.wire.transport.memory import MemoryTransport
 from fedcg.wire.transport.transport import Delivery
 from tests.support.commands import run_fedcg
 from tests.support.coordinator.enrolments import open_home, running_desk
-from tests.support.coordinator.world import FEDERATION, RunningService, World, aggregate_bytes, tiny_spec
+from tests.support.coordinator.toy_artifacts import FEDERATION, aggregate_bytes, tiny_spec
+from tests.support.coordinator.world import RunningService, World
 from tests.support.waiting import wait_until
 
 

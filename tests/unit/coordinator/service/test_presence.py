@@ -17,7 +17,9 @@ from fedcg.event_log import EventLog
 from fedcg.wire.messages.messages import COORDINATOR, Heartbeat, Hello, Invite, Welcome
 from fedcg.wire.messages.signing import seal
 from fedcg.wire.versions import SPOKEN
-from tests.support.coordinator.world import FakeDevice, RunningService, World, aggregate_bytes, tiny_spec
+from tests.support.coordinator.fake_device import FakeDevice
+from tests.support.coordinator.toy_artifacts import aggregate_bytes, tiny_spec
+from tests.support.coordinator.world import RunningService, World
 from tests.support.waiting import wait_until
 
 

@@ -33,16 +33,15 @@ from fedcg.wire.messages.signing import SigningKey, open_envelope, seal
 from fedcg.wire.parts import Part, Report
 from fedcg.wire.transport.transport import Publication
 from fedcg.wire.versions import SPOKEN
-from tests.support.coordinator.world import (
-    FakeDevice,
-    RunningService,
-    World,
+from tests.support.coordinator.fake_device import FakeDevice
+from tests.support.coordinator.toy_artifacts import (
     aggregate_bytes,
     random_parts,
     shared_layouts,
     tiny_spec,
     update_header,
 )
+from tests.support.coordinator.world import RunningService, World
 from tests.support.waiting import wait_until
 from tests.support.wire.artifact_chunks import make_ref
 

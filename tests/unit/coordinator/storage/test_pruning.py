@@ -13,7 +13,8 @@ from coordinator.storage.pruning import Pruner
 from coordinator.updates.published_artifacts import OPEN_FILES
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.messages.messages import Outcome
-from tests.support.coordinator.world import FEDERATION, RunningService, World, aggregate_bytes, tiny_spec
+from tests.support.coordinator.toy_artifacts import FEDERATION, aggregate_bytes, tiny_spec
+from tests.support.coordinator.world import RunningService, World
 from tests.support.waiting import wait_until
 
 MakeWorld = Callable[..., World]

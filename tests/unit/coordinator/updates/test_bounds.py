@@ -29,7 +29,8 @@ from fedcg.wire.transfer.chunks import parse_chunk
 from fedcg.wire.transfer.partial_files import Partials
 from fedcg.wire.transport.memory import MemoryTransport
 from tests.support.coordinator.published import Published, receiver_of
-from tests.support.coordinator.world import RunningService, World, aggregate_bytes, tiny_spec
+from tests.support.coordinator.toy_artifacts import aggregate_bytes, tiny_spec
+from tests.support.coordinator.world import RunningService, World
 from tests.support.waiting import wait_until
 from tests.support.wire.artifact_chunks import frames_for, make_ref
 

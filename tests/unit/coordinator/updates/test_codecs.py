@@ -25,15 +25,14 @@ from fedcg.wire.artifacts.artifacts import Base, artifact_id, pack, read_header
 from fedcg.wire.artifacts.codecs import MIN_CHANNEL
 from fedcg.wire.artifacts.container import decompress_payload, join_artifact, split_artifact
 from fedcg.wire.parts import Part, UpdateCodec
-from tests.support.coordinator.world import (
-    RunningService,
-    World,
+from tests.support.coordinator.toy_artifacts import (
     aggregate_bytes,
     random_parts,
     shared_layouts,
     tiny_spec,
     update_header,
 )
+from tests.support.coordinator.world import RunningService, World
 from tests.unit.coordinator.aggregation.test_aggregation import plan_file
 
 SPEC = tiny_spec().model_copy(update={"codec": "i8-delta", "with_base": (Part.CLASSIFIER,)})

@@ -14,7 +14,8 @@ from coordinator.rounds.records import DeviceState
 from coordinator.updates.upload_windows import Uploads
 from coordinator.updates.validation import validate_update
 from fedcg.wire.messages.messages import CohortVerdict, Outcome
-from tests.support.coordinator.world import RunningService, World, aggregate_bytes, tiny_spec
+from tests.support.coordinator.toy_artifacts import aggregate_bytes, tiny_spec
+from tests.support.coordinator.world import RunningService, World
 from tests.support.waiting import wait_until
 
 
