@@ -66,7 +66,7 @@ def test_a_broker_with_too_small_packets_does_not_end_the_coordinator_which_conn
 def test_a_round_that_gathers_takes_the_third_box_along_and_opens_without_a_fourth(
     make: type[World], tmp_path: Path
 ) -> None:
-    world = world_of(make, tmp_path, clients=("a", "b", "c", "d"), rounds=RoundSettings(gather_s=1.0, retry_s=0.0))
+    world = world_of(make, tmp_path, clients=("a", "b", "c", "d"), pacing=RoundSettings(gather_s=1.0, retry_s=0.0))
     with RunningService(world):
         for name in ("a", "b"):
             world.devices[name].start()
@@ -79,7 +79,7 @@ def test_a_round_that_gathers_takes_the_third_box_along_and_opens_without_a_four
 def test_a_box_that_declines_does_not_burn_the_attempts_before_the_operator_can_help(
     make: type[World], tmp_path: Path
 ) -> None:
-    world = world_of(make, tmp_path, clients=("a", "b"), rounds=RoundSettings(gather_s=0.0, retry_s=0.5))
+    world = world_of(make, tmp_path, clients=("a", "b"), pacing=RoundSettings(gather_s=0.0, retry_s=0.5))
     world.devices["b"].decline = DeclineReason.NO_DATA
     with RunningService(world):
         world.start_devices()

@@ -54,6 +54,7 @@ class FakeDevice:
     silent: bool = False
     carrier: Carrier = Carrier.MQTT  # over HTTPS the test puts what is granted
     decline: DeclineReason | None = None
+    heartbeat_s: int | None = None
     received: list[AnyMessage] = field(default_factory=list)
     artifacts: dict[str, bytes] = field(default_factory=dict)
     asked_for: list[tuple[int, int]] = field(default_factory=list)
@@ -117,7 +118,14 @@ class FakeDevice:
         self.nonces += 1
         self.nonce = f"{self.nonces:032x}"
         self.session = None
-        hello = Hello(**self._addressed(), nonce=self.nonce, versions=SPOKEN, agent="fake-1", carrier=self.carrier)
+        hello = Hello(
+            **self._addressed(),
+            nonce=self.nonce,
+            versions=SPOKEN,
+            agent="fake-1",
+            carrier=self.carrier,
+            heartbeat_s=self.heartbeat_s,
+        )
         self.transport.publish(self.topics.up_control(self.name), seal(hello, self.key))
 
     def tell(self, message: AnyMessage) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,7 @@ class World:
     deadline_s: float = 600.0
     public_data: Path | None = None
     keep_rounds: int = 10
-    rounds: RoundSettings = field(default_factory=lambda: RoundSettings(gather_s=0.0, retry_s=0.0))
+    pacing: RoundSettings = field(default_factory=lambda: RoundSettings(gather_s=0.0, retry_s=0.0))
 
     def __post_init__(self) -> None:
         self.broker = MemoryBroker(self._rules)
@@ -132,7 +133,7 @@ class World:
             events=EventLog(self.root / "events.jsonl", time.time),
             make_worker=make_worker,
             keep_rounds=self.keep_rounds,
-            rounds=self.rounds,
+            rounds=self.pacing,
         )
 
     def start_devices(self) -> None:
@@ -152,6 +153,13 @@ class World:
     def wait_event(self, name: str, count: int = 1) -> dict[str, Any]:
         wait_until(lambda: len(self.events(name)) >= count, f"{name} x{count}; so far {self.events()[-8:]}")
         return self.events(name)[count - 1]
+
+    def wait_finished(self) -> str:
+        """All devices have the final aggregate; returns its id."""
+        final = str(self.wait_event("finished")["aggregate"])
+        for device in self.devices.values():
+            wait_until(partial(device.artifacts.__contains__, final), f"{device.name} has the final aggregate")
+        return final
 
     def _rules(self, identity: str, action: str, topic: str) -> bool:
         topics = Topics(self.spec.federation)

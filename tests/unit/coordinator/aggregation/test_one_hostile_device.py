@@ -104,7 +104,7 @@ def test_rounds_close_without_a_negative_variance_and_a_norm_of_9e4_and_their_de
         make_worker=AggregationWorker,
         min_clients=3,
         max_attempts=1,
-        rounds=RoundSettings(gather_s=600.0, retry_s=0.0),  # the first round waits for all five
+        pacing=RoundSettings(gather_s=600.0, retry_s=0.0),  # the first round waits for all five
     )
     for name, spoil in (("mallory", negative_variance), ("oscar", huge)):
         world.devices[name] = Spoiler(name, world.broker, spec, world.key, spoil=spoil)
