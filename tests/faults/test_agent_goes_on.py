@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from edge_client.agent.loop import Agent
-from edge_client.messaging.inbox import MAX_BYTES, Inbox, Item
+from edge_client.messaging.inbox import MAX_BYTES
 from edge_client.session.events import (
     Event,
     LinkChanged,
@@ -24,7 +24,6 @@ from edge_client.session.state import MANIFEST_MAX_S, Delivery, SessionState, Tr
 from edge_client.session.state_machine import step
 from edge_client.training.messages import Committed, TrainerCommand
 from fedcg.wire.messages.messages import Accept, ArtifactRef, Decline, DeclineReason, Hello, Manifest, RoundAttempt
-from fedcg.wire.transfer.chunks import Chunk
 from fedcg.wire.transport.transport import Delivery as Incoming
 from tests.support.edge.world import FakeTrainer, World, aggregate_of, toy_parts
 from tests.support.waiting import wait_until
@@ -175,16 +174,3 @@ def test_what_a_broker_pours_into_an_agent_that_does_not_read_is_bounded_in_byte
     while not agent._inbox.empty():
         kept += isinstance(agent._inbox.get_nowait(), Incoming)
     assert kept * size <= MAX_BYTES + size
-
-
-def test_the_inbox_keeps_order_and_counts_what_was_taken() -> None:
-    inbox = Inbox()
-    items: list[Item] = [
-        Incoming("t", b"1", retained=False),
-        Chunk("0" * 64, 0, b"2"),
-        Incoming("t", b"3", retained=True),
-    ]
-    for item in items:
-        inbox.put_nowait(item)
-    assert [inbox.get_nowait() for _ in items] == items
-    assert inbox.qsize() == 0

@@ -192,16 +192,6 @@ def test_connections_with_a_revoked_certificate_end_in_the_handshake(coordinator
     coordinator.let_go()
 
 
-def test_a_device_that_is_revoked_meanwhile_fails_in_its_next_handshake(coordinator: Coordinator) -> None:
-    assert coordinator.https(coordinator.ports["carrier"], "/v1/ready", "late") == 204
-    with closing(Store(coordinator.home.database)) as store:
-        revoke(coordinator.home, store, "late", "", time.time())
-    for place, path in (("carrier", "/v1/ready"), ("enrolment", "/v1/authority")):
-        with pytest.raises((ssl.SSLError, ConnectionError)):
-            coordinator.https(coordinator.ports[place], path, "late")
-    assert coordinator.answers()
-
-
 def test_the_members_lock_holds_up_enrolments_and_nobody_else(coordinator: Coordinator) -> None:
     """More requests wait for the lock than the web framework and asyncio have threads."""
     body = json.dumps(

@@ -11,7 +11,6 @@ import json
 import os
 import random
 import resource
-import shutil
 import signal
 import subprocess
 import sys
@@ -288,12 +287,6 @@ class Parties:
         assert process.poll() is None, self.tail(name)
         process.send_signal(signal.SIGKILL)
         process.wait(timeout=10)
-
-    def copy(self, device: str) -> str:
-        """Copy a box as it is, key and private store; returns the copy's name."""
-        name = f"{device}~copy"
-        shutil.copytree(self.root / device, self.root / name)
-        return name
 
     def limit_files(self, name: str, size: int = resource.RLIM_INFINITY) -> None:
         """From now on a process can't make a file larger than this many bytes, as if its disk were full."""

@@ -25,8 +25,7 @@ from fedcg.wire.transfer.http_ranges import ARTIFACTS_PATH, READY_PATH, UPDATES_
 from tests.support.broker.brokers import HOST, Pki
 from tests.support.coordinator.carriers import Answer, ask, carrying, connect
 from tests.support.coordinator.fake_device import FakeDevice
-from tests.support.coordinator.toy_artifacts import aggregate_bytes, tiny_spec
-from tests.support.coordinator.world import RunningService, World
+from tests.support.coordinator.world import MakeWorld, RunningService, World
 from tests.support.waiting import free_port, wait_until
 from tests.support.wire.artifact_chunks import frames_for
 
@@ -85,9 +84,8 @@ class Bench:
 
 
 @pytest.fixture
-def bench(tmp_path: Path, pki: Pki) -> Iterator[Bench]:
-    spec = tiny_spec(1)
-    world = World(tmp_path / "home", spec, aggregate_bytes(spec, 0, 0, seed=1))
+def bench(make_world: MakeWorld, pki: Pki) -> Iterator[Bench]:
+    world = make_world(1)
     for device in world.devices.values():
         device.carrier = Carrier.HTTPS
     made = Bench(world, pki, free_port())
@@ -95,7 +93,6 @@ def bench(tmp_path: Path, pki: Pki) -> Iterator[Bench]:
     world.start_devices()
     yield made
     made.stop()
-    world.close()
 
 
 def test_an_aggregate_is_fetched_whole_and_by_range(bench: Bench) -> None:
@@ -307,10 +304,9 @@ def test_a_device_has_a_few_requests_at_once_and_others_are_not_held_up(bench: B
     ("carriers", "is_broadcast"), [((Carrier.HTTPS, Carrier.HTTPS), False), ((Carrier.HTTPS, Carrier.MQTT), True)]
 )
 def test_an_aggregate_is_broadcast_only_when_somebody_listens(
-    tmp_path: Path, carriers: tuple[Carrier, Carrier], is_broadcast: bool
+    make_world: MakeWorld, carriers: tuple[Carrier, Carrier], is_broadcast: bool
 ) -> None:
-    spec = tiny_spec(1)
-    world = World(tmp_path / "home", spec, aggregate_bytes(spec, 0, 0, seed=1))
+    world = make_world(1)
     for device, carrier in zip(world.devices.values(), carriers, strict=True):
         device.carrier = carrier
     with RunningService(world):
@@ -318,4 +314,3 @@ def test_an_aggregate_is_broadcast_only_when_somebody_listens(
         a = world.devices["a"]
         wait_until(lambda: bool(a.asked_for), "a has what it needs and is granted chunks of its update")
         assert (a.topics.aggregate in a.heard_on) == is_broadcast
-    world.close()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import json
 import socket
-import ssl
 import stat
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +21,7 @@ from coordinator.errors import HomeError
 from coordinator.http import tls_listeners as listeners
 from coordinator.http.rate_limits import Rate
 from coordinator.paths import Home
-from coordinator.pki.authority import create_ca, credential_of, issue
+from coordinator.pki.authority import credential_of
 from edge_client.config import load_config
 from edge_client.errors import EnrolError
 from edge_client.identity.credentials import TlsKey
@@ -267,24 +265,6 @@ def test_requests_are_bounded_and_strict(home: Home) -> None:
         assert raw(desk, "GET", "/api/v1/devices", None)[0] == 404
         assert raw(desk, "GET", "/openapi.json", None)[0] == 404
         assert desk.store.devices() == []
-
-
-def test_a_client_certificate_of_another_authority_is_refused_in_the_handshake(desk: Desk, tmp_path: Path) -> None:
-    create_ca(tmp_path / "other")
-    stranger = issue(tmp_path / "other", "line-4")
-    context = trusting(authority_of(desk.home))
-    context.load_cert_chain(stranger.certificate, stranger.key)
-    port = desk.home.config().enrolment.port
-    assert port is not None
-    heard = b""
-    with (
-        contextlib.suppress(ssl.SSLError, ConnectionError),
-        socket.create_connection(("127.0.0.1", port)) as plain,
-        context.wrap_socket(plain, server_hostname="127.0.0.1") as secured,
-    ):
-        secured.sendall(b"GET /v1/authority HTTP/1.1\r\nHost: x\r\n\r\n")
-        heard = secured.recv(10)
-    assert heard == b""
 
 
 def test_of_boxes_that_show_one_token_at_once_exactly_one_gets_in(desk: Desk, tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import socket
 import ssl
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -21,7 +20,6 @@ from edge_client.identity.enrol import enrol
 from edge_client.identity.enrolment_client import trusting
 from edge_client.identity.keys import load_keys
 from edge_client.identity.renewal import renew
-from fedcg import listening
 from fedcg.wire.messages.enrolment_messages import ENROL_PATH, load_certificate
 from fedcg.wire.messages.messages import Carrier, Welcome
 from fedcg.wire.server_role import ServerRole
@@ -29,8 +27,7 @@ from fedcg.wire.transfer.http_ranges import READY_PATH
 from tests.support.broker.brokers import DEVICES, Pki
 from tests.support.coordinator.carriers import ask, carrying, connect
 from tests.support.coordinator.enrolments import Desk, open_home, running_desk
-from tests.support.coordinator.toy_artifacts import aggregate_bytes, tiny_spec
-from tests.support.coordinator.world import RunningService, World
+from tests.support.coordinator.world import MakeWorld, RunningService, World
 from tests.support.waiting import free_port, wait_until
 
 REFUSED = (ssl.SSLError, ConnectionError)
@@ -39,10 +36,9 @@ REFUSED = (ssl.SSLError, ConnectionError)
 class Site:
     """A service of a and b with its carrier, and an authority of its own."""
 
-    def __init__(self, root: Path) -> None:
-        spec = tiny_spec(1)
+    def __init__(self, root: Path, world: World) -> None:
         self.pki = Pki.create(root / "pki", ("coordinator", *DEVICES))
-        self.world = World(root / "home", spec, aggregate_bytes(spec, 0, 0, seed=1))
+        self.world = world
         self.port = free_port()
 
     def ready(self, device: str) -> int:
@@ -50,14 +46,13 @@ class Site:
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
-    made = Site(tmp_path)
+def site(tmp_path: Path, make_world: MakeWorld) -> Iterator[Site]:
+    made = Site(tmp_path, make_world(1))
     for device in made.world.devices.values():
         device.carrier = Carrier.HTTPS
     with RunningService(made.world, lambda service: carrying(made.pki.directory, made.port, service)):
         made.world.start_devices()
         yield made
-    made.world.close()
 
 
 @pytest.fixture
@@ -127,16 +122,6 @@ def test_reads_of_the_carrier_that_hang_hold_up_no_round(site: Site, monkeypatch
         go.set()
         for connection in held:
             connection.close()
-
-
-def test_a_connection_whose_request_does_not_end_is_ended(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listening, "STALL_S", 0.3)
-    with running_desk(home), secured(home) as slow:
-        slow.sendall(b"POST /v1/enrol HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
-        heard = b""
-        with suppress(*REFUSED):
-            heard = slow.recv(10)
-    assert heard == b""
 
 
 def test_refusals_of_strangers_delay_no_renewal(home: Home, tmp_path: Path) -> None:

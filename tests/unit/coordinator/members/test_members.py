@@ -18,22 +18,19 @@ from coordinator.storage.membership_store import Admitted
 from coordinator.storage.store import Store
 from fedcg.wire.messages.messages import Invite
 from fedcg.wire.messages.signing import SigningKey
-from tests.support.coordinator.toy_artifacts import FEDERATION, aggregate_bytes, tiny_spec
-from tests.support.coordinator.world import RunningService, World
+from tests.support.coordinator.toy_artifacts import FEDERATION
+from tests.support.coordinator.world import MakeWorld, RunningService, World
 from tests.support.waiting import wait_until
 
 KEY = (FEDERATION, 2, 1)
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    spec = tiny_spec(2)
-    base = aggregate_bytes(spec, 0, 0, seed=1)
-    made = World(tmp_path / "home", spec, base, clients=("a", "b", "c"), min_clients=2)
+def world(make_world: MakeWorld) -> World:
+    made = make_world(clients=("a", "b", "c"))
     for device in made.devices.values():
         device.silent = True
-    yield made
-    made.close()
+    return made
 
 
 def waiting_for_c(world: World, running: RunningService) -> None:
