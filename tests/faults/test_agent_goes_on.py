@@ -17,7 +17,6 @@ from edge_client.session.events import (
     OutboxFound,
     RoundCommitted,
     Tick,
-    TrainerReady,
     TrainRound,
 )
 from edge_client.session.state import MANIFEST_MAX_S, Delivery, SessionState, Trainer, next_deadline
@@ -135,13 +134,6 @@ def test_a_commit_counts_before_its_update_is_read_which_is_tried_until_it_works
     assert MANIFEST_MAX_S == 30.0
     state, _ = drive(state, OutboxFound(RoundAttempt(1, 1), UPDATE), now=95.0)
     assert state.delivery == Delivery(RoundAttempt(1, 1), UPDATE, manifest_at=95.0)
-
-
-def test_nothing_is_trained_while_an_update_could_not_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    state, _ = drive(SessionState("shapes", "a"), OutboxFound(RoundAttempt(1, 1)), TrainerReady())
-    monkeypatch.setattr("edge_client.session.due_commands._is_asked", lambda *_: True)
-    assert not [command for command in drive(state, Tick())[1] if isinstance(command, TrainRound)]
-    assert state.delivery == Delivery(RoundAttempt(1, 1), None, manifest_at=1.0, delay_s=2.0)
 
 
 def test_an_update_that_was_announced_stays_announced_while_it_is_cut_for_a_new_link() -> None:

@@ -7,6 +7,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from typing_extensions import Self
+
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts.artifacts import Base, pack, unpack
 from fedcg.wire.messages.messages import (
@@ -72,9 +74,9 @@ class FakeDevice:
         self.stopped = threading.Event()
         self.trained: set[tuple[int, int]] = set()
 
-    def start(self) -> FakeDevice:
+    def start(self) -> Self:
         will = Will(self.topics.status(self.name), seal(self._status(online=False), self.key))
-        self.transport = MemoryTransport(self.broker, self.name, will)
+        self.transport = self.make_transport(will)
         for topic in (
             self.topics.offer,
             self.topics.coordinator,
@@ -86,6 +88,9 @@ class FakeDevice:
         self.transport.start(self._delivered, self._link)
         threading.Thread(target=self._repeat, daemon=True).start()
         return self
+
+    def make_transport(self, will: Will) -> MemoryTransport:
+        return MemoryTransport(self.broker, self.name, will)
 
     def stop(self) -> None:
         self.stopped.set()

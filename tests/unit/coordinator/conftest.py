@@ -1,4 +1,4 @@
-"""Worlds that end with the test."""
+"""Worlds, coordinators' directories and enrolment listeners that end with the test."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from coordinator.paths import Home
+from tests.support.coordinator.enrolments import Desk, open_home, running_desk
 from tests.support.coordinator.toy_artifacts import tiny_spec
 from tests.support.coordinator.world import MakeWorld, World
 
@@ -24,3 +26,16 @@ def make_world(tmp_path: Path) -> Iterator[MakeWorld]:
     yield make
     for world in worlds:
         world.close()
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    """A coordinator's directory with a federation and a port for enrolments."""
+    return open_home(tmp_path / "home")
+
+
+@pytest.fixture
+def desk(home: Home) -> Iterator[Desk]:
+    """Its running enrolment listener."""
+    with running_desk(home) as running:
+        yield running

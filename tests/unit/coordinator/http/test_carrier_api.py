@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import socket
 import ssl
 import time
 from collections.abc import Iterator
@@ -27,7 +26,6 @@ from tests.support.coordinator.carriers import Answer, ask, carrying, connect
 from tests.support.coordinator.fake_device import FakeDevice
 from tests.support.coordinator.world import MakeWorld, RunningService, World
 from tests.support.waiting import free_port, wait_until
-from tests.support.wire.artifact_chunks import frames_for
 
 
 @dataclass
@@ -141,18 +139,6 @@ def test_an_update_put_in_pieces_is_counted_once(bench: Bench) -> None:
     assert bench.world.artifacts.get(manifest.artifact.id) == data
 
 
-def test_chunks_that_come_both_ways_make_one_update(bench: Bench) -> None:
-    device = bench.device("a")
-    manifest, data = bench.announced("a")
-    assert bench.put("a", manifest, data, 0, 4).status == 204
-    for frame in frames_for(data, manifest.artifact, [(2, manifest.artifact.chunks)]):
-        device.transport.publish(device.topics.up_chunk("a"), frame)
-    assert bench.receipt("a") is Outcome.ACCEPTED
-    stored = bench.world.wait_event("update_stored")
-    assert (stored["received"], stored["repeated"]) == (manifest.artifact.chunks, 2)
-    assert len(bench.world.events("update_stored")) == 1
-
-
 def test_a_device_cannot_put_an_update_as_another(bench: Bench) -> None:
     manifest, data = bench.announced("b")
     bench.announced("a")
@@ -192,30 +178,6 @@ def test_bodies_that_are_not_what_their_headers_say_take_nothing(bench: Bench) -
     assert longer.status == 400
     assert bench.put("a", manifest, data, 0, manifest.artifact.chunks).status == 204
     assert bench.world.wait_event("update_stored")["repeated"] == 0  # nothing of the others had counted
-
-
-def test_bytes_behind_the_declared_body_are_no_part_of_the_update(bench: Bench) -> None:
-    manifest, data = bench.announced("a")
-    span = span_of(manifest.artifact, 0, 1)
-    head = (
-        f"PUT {UPDATES_PATH}/{manifest.artifact.id} HTTP/1.1\r\nHost: x\r\nContent-Length: {span.length}\r\n"
-        f"Content-Range: {span.content_range}\r\n\r\n"
-    )
-    context = bench.pki.tls("a").context(ServerRole.CARRIER)
-    with (
-        socket.create_connection((HOST, bench.port), 20) as plain,
-        context.wrap_socket(plain, server_hostname=HOST) as secured,
-    ):
-        secured.sendall(head.encode() + data[: span.length] + data[span.length : 3 * span.length])
-        heard = b""
-        with contextlib.suppress(OSError):
-            while piece := secured.recv(4096):
-                heard += piece
-    assert heard.startswith(b"HTTP/1.1 204")
-    assert b"HTTP/1.1 400" in heard
-    assert bench.put("a", manifest, data, 1, manifest.artifact.chunks).status == 204
-    stored = bench.world.wait_event("update_stored")
-    assert (stored["received"], stored["repeated"]) == (manifest.artifact.chunks, 0)
 
 
 def test_nobody_gets_in_without_a_certificate_of_the_authority_or_with_older_tls(bench: Bench, tmp_path: Path) -> None:

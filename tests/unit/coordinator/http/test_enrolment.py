@@ -6,7 +6,6 @@ import http.client
 import json
 import socket
 import stat
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -39,18 +38,7 @@ from fedcg.wire.messages.enrolment_messages import (
     load_certificate,
 )
 from fedcg.wire.messages.signing import SigningKey
-from tests.support.coordinator.enrolments import FEDERATION, Desk, open_home, running_desk
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Home:
-    return open_home(tmp_path / "home")
-
-
-@pytest.fixture
-def desk(home: Home) -> Iterator[Desk]:
-    with running_desk(home) as running:
-        yield running
+from tests.support.coordinator.enrolments import FEDERATION, Desk, running_desk
 
 
 def authority_of(home: Home) -> x509.Certificate:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import ssl
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -27,15 +27,9 @@ from fedcg.wire.messages.signing import SigningKey
 from fedcg.wire.transport.mqtt import probe
 from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles
 from tests.support.broker.brokers import HOST
-from tests.support.coordinator.enrolments import Desk, Pretender, json_of, open_home, running_desk
+from tests.support.coordinator.enrolments import Desk, Pretender, json_of
 
 Change = Callable[[dict[str, Any]], dict[str, Any]]
-
-
-@pytest.fixture
-def desk(tmp_path: Path) -> Iterator[Desk]:
-    with running_desk(open_home(tmp_path / "home")) as running:
-        yield running
 
 
 def authority_of(home: Home) -> Path:

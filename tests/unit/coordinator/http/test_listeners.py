@@ -26,7 +26,7 @@ from fedcg.wire.server_role import ServerRole
 from fedcg.wire.transfer.http_ranges import READY_PATH
 from tests.support.broker.brokers import DEVICES, Pki
 from tests.support.coordinator.carriers import ask, carrying, connect
-from tests.support.coordinator.enrolments import Desk, open_home, running_desk
+from tests.support.coordinator.enrolments import Desk, running_desk
 from tests.support.coordinator.world import MakeWorld, RunningService, World
 from tests.support.waiting import free_port, wait_until
 
@@ -53,11 +53,6 @@ def site(tmp_path: Path, make_world: MakeWorld) -> Iterator[Site]:
     with RunningService(made.world, lambda service: carrying(made.pki.directory, made.port, service)):
         made.world.start_devices()
         yield made
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Home:
-    return open_home(tmp_path / "home")
 
 
 def secured(home: Home) -> ssl.SSLSocket:

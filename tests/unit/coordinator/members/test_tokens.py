@@ -22,13 +22,7 @@ from coordinator.pki.authority import CA_NAME, credential_of
 from coordinator.rounds.records import DeviceState, TokenState
 from coordinator.storage.store import Store
 from fedcg.wire.messages.enrolment_messages import Token, certificate_key_digest, load_certificate
-from tests.support.coordinator.enrolments import open_home
 from tests.support.coordinator.homes import call
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Home:
-    return open_home(tmp_path / "home")
 
 
 @pytest.fixture

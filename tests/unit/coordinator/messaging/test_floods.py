@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +18,6 @@ from coordinator.messaging import flood_limits as floods
 from coordinator.messaging.flood_limits import FloodLimits, LineLimit
 from coordinator.paths import Home
 from coordinator.storage.store import Store
-from coordinator.token_buckets import Buckets
 from fedcg.event_log import EventLog, read_events
 from fedcg.refusal_counter import ALWAYS_REPORTED, MAX_TEXT, Refusals
 from fedcg.wire.errors import MalformedError, SignatureError
@@ -37,21 +35,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-def taken(take: Callable[[], bool], count: int) -> int:
-    return sum(take() for _ in range(count))
-
-
-def test_a_bucket_gives_what_it_holds_and_then_what_it_gains() -> None:
-    clock = Clock()
-    buckets: Buckets[str] = Buckets(per_s=2.0, at_once=5.0, clock=clock)
-    assert taken(lambda: buckets.take("a"), 9) == 5
-    clock.now = 1.5  # 3 more
-    assert taken(lambda: buckets.take("a"), 9) == 3
-    clock.now = 100.0  # never more than it holds
-    assert taken(lambda: buckets.take("a"), 9) == 5
-    assert taken(lambda: buckets.take("b"), 9) == 5
 
 
 def sent(limits: FloodLimits, clock: Clock, rate: int, seconds: float, device: str = "a") -> int:

@@ -37,11 +37,6 @@ def open_attempt(store: Store, attempt: int = 1) -> None:
     store.open_attempt(("f", 1, attempt), "0" * 64, frozenset("abc"), 10.0, 110.0)
 
 
-def test_the_lease_number_only_grows(store: Store) -> None:
-    assert [store.next_epoch(), store.next_epoch()] == [1, 2]
-    assert store.epoch() == 2
-
-
 def test_every_commit_reaches_the_disk(store: Store, tmp_path: Path) -> None:
     with store._engine.connect() as connection:
         assert connection.exec_driver_sql("PRAGMA synchronous").scalar_one() == 2
@@ -72,17 +67,6 @@ def test_an_attempt_that_is_being_merged_takes_no_update_any_more(store: Store) 
     assert store.start_distilling(KEY, 5.0) == [first]
     assert store.end_update(update("b", artifact="2")) is None
     assert store.updates(KEY) == [first]
-
-
-def test_a_rejected_update_makes_its_client_a_declined_participant(store: Store) -> None:
-    open_attempt(store)
-    store.end_update(update("b", Outcome.REJECTED))
-    states = {person.client: person.state for person in store.participants(KEY)}
-    assert states == {
-        "a": ParticipantState.INVITED,
-        "b": ParticipantState.DECLINED,
-        "c": ParticipantState.INVITED,
-    }
 
 
 def test_closing_stores_the_aggregate_or_nothing(store: Store) -> None:
