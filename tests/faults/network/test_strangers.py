@@ -194,16 +194,8 @@ def test_connections_with_a_revoked_certificate_end_in_the_handshake(coordinator
 
 def test_the_members_lock_holds_up_enrolments_and_nobody_else(coordinator: Coordinator) -> None:
     """More requests wait for the lock than the web framework and asyncio have threads."""
-    body = json.dumps(
-        {
-            "token": "0" * 16,
-            "secret": "0" * 64,
-            "device": "x",
-            "request": "x",
-            "signing_key": "0" * 64,
-            "proof": "0" * 128,
-        }
-    ).encode()
+    values = {"token": "0" * 16, "secret": "0" * 64, "signing_key": "0" * 64, "proof": "0" * 128}
+    body = json.dumps({**values, "device": "x", "request": "x"}).encode()
     context, waiting = coordinator.context(), ExitStack()
     with coordinator.home.changing_members(), waiting:
         for _ in range(60):

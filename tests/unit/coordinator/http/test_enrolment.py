@@ -20,12 +20,11 @@ from coordinator.errors import HomeError
 from coordinator.http import tls_listeners as listeners
 from coordinator.http.rate_limits import Rate
 from coordinator.paths import Home
-from coordinator.pki.authority import credential_of
 from edge_client.config import load_config
 from edge_client.errors import EnrolError
 from edge_client.identity.credentials import TlsKey
 from edge_client.identity.enrol import Folder, enrol
-from edge_client.identity.enrolment_client import ask, trusting
+from edge_client.identity.enrolment_client import ask
 from edge_client.identity.keys import load_keys
 from fedcg.listening import Caps, Connections
 from fedcg.wire.messages.enrolment_messages import (
@@ -39,10 +38,6 @@ from fedcg.wire.messages.enrolment_messages import (
 )
 from fedcg.wire.messages.signing import SigningKey
 from tests.support.coordinator.enrolments import FEDERATION, Desk, running_desk
-
-
-def authority_of(home: Home) -> x509.Certificate:
-    return load_certificate(credential_of(home.pki, "ca").certificate.read_bytes())
 
 
 def request_of(token: Token, device: str, tls: TlsKey, signing: SigningKey, **changes: Any) -> EnrolRequest:
@@ -60,13 +55,11 @@ def request_of(token: Token, device: str, tls: TlsKey, signing: SigningKey, **ch
 
 
 def send(desk: Desk, request: EnrolRequest) -> EnrolAnswer:
-    return ask(desk.url, ENROL_PATH, request, EnrolAnswer, trusting(authority_of(desk.home)))
+    return ask(desk.url, ENROL_PATH, request, EnrolAnswer, desk.context())
 
 
 def raw(desk: Desk, method: str, path: str, body: bytes | None) -> tuple[int, dict[str, Any]]:
-    host, port = "127.0.0.1", desk.home.config().enrolment.port
-    context = trusting(authority_of(desk.home))
-    connection = http.client.HTTPSConnection(host, port, context=context, timeout=10)
+    connection = http.client.HTTPSConnection("127.0.0.1", desk.port, context=desk.context(), timeout=10)
     try:
         connection.request(method, path, body)
         response = connection.getresponse()
@@ -85,7 +78,7 @@ def test_one_step_makes_a_device_that_is_ready_to_run_and_whose_keys_never_left(
     keys = load_keys(config)
     assert keys.coordinator == SigningKey.load(desk.home.signing_key).public
     certificate = load_certificate((out / "tls" / "device.pem").read_bytes())
-    certificate.verify_directly_issued_by(authority_of(desk.home))
+    certificate.verify_directly_issued_by(load_certificate(desk.authority.read_bytes()))
     assert certificate.subject.rfc4514_string() == "CN=line-4"
     life = certificate.not_valid_after_utc - certificate.not_valid_before_utc
     assert 29 <= life.days <= 31

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.client
-import socket
 import ssl
 import threading
 from collections.abc import Iterator
@@ -13,11 +12,10 @@ from pathlib import Path
 import pytest
 
 from coordinator.http import carrier_api
-from coordinator.paths import CRL_NAME, Home
+from coordinator.paths import CRL_NAME
 from coordinator.pki.authority import write_revocations
 from edge_client.config import load_config
 from edge_client.identity.enrol import enrol
-from edge_client.identity.enrolment_client import trusting
 from edge_client.identity.keys import load_keys
 from edge_client.identity.renewal import renew
 from fedcg.wire.messages.enrolment_messages import ENROL_PATH, load_certificate
@@ -26,7 +24,7 @@ from fedcg.wire.server_role import ServerRole
 from fedcg.wire.transfer.http_ranges import READY_PATH
 from tests.support.broker.brokers import DEVICES, Pki
 from tests.support.coordinator.carriers import ask, carrying, connect
-from tests.support.coordinator.enrolments import Desk, running_desk
+from tests.support.coordinator.enrolments import Desk
 from tests.support.coordinator.world import MakeWorld, RunningService, World
 from tests.support.waiting import free_port, wait_until
 
@@ -53,15 +51,6 @@ def site(tmp_path: Path, make_world: MakeWorld) -> Iterator[Site]:
     with RunningService(made.world, lambda service: carrying(made.pki.directory, made.port, service)):
         made.world.start_devices()
         yield made
-
-
-def secured(home: Home) -> ssl.SSLSocket:
-    """A connection to the enrolment listener that has shown no certificate."""
-    port = home.config().enrolment.port
-    assert port is not None
-    context = trusting(load_certificate((home.pki / "ca.pem").read_bytes()))
-    plain = socket.create_connection(("127.0.0.1", port), timeout=20)
-    return context.wrap_socket(plain, server_hostname="127.0.0.1")
 
 
 def test_a_revoked_certificate_fails_in_the_handshake_as_soon_as_the_list_names_it(site: Site) -> None:
@@ -119,41 +108,24 @@ def test_reads_of_the_carrier_that_hang_hold_up_no_round(site: Site, monkeypatch
             connection.close()
 
 
-def test_refusals_of_strangers_delay_no_renewal(home: Home, tmp_path: Path) -> None:
-    def post() -> int:
-        connection = http.client.HTTPConnection("127.0.0.1")
-        connection.sock = secured(home)
-        connection.request("POST", ENROL_PATH, b"{}")
-        status = connection.getresponse().status
-        connection.close()
-        return status
-
-    with running_desk(home) as desk:
-        box = tmp_path / "box"
-        enrol(desk.token("line-4"), box)
-        wait_until(lambda: post() == 429, "strangers at this address have to wait")
-        config = load_config(box / "agent.toml", {})
-        renew(config, load_keys(config).signing)
-        assert len(desk.events("certificate_renewed")) == 1
+def refused(desk: Desk, path: str, context: ssl.SSLContext) -> int:
+    """The status of a request that says nothing."""
+    connection = http.client.HTTPSConnection("127.0.0.1", desk.port, context=context)
+    connection.request("POST", path, b"{}")
+    status = connection.getresponse().status
+    connection.close()
+    return status
 
 
-def test_the_devices_own_refusals_are_limited_too(home: Home, tmp_path: Path) -> None:
-    with running_desk(home) as desk:
-        box = tmp_path / "box"
-        enrol(desk.token("line-4"), box)
-        assert _renewals_until_limited(desk, box) <= 20
-
-
-def _renewals_until_limited(desk: Desk, box: Path) -> int:
-    config = load_config(box / "agent.toml", {})
+def test_refusals_of_strangers_delay_no_renewal_and_those_of_devices_are_limited_too(
+    desk: Desk, tmp_path: Path
+) -> None:
+    enrol(desk.token("line-4"), tmp_path / "box")
+    wait_until(lambda: refused(desk, ENROL_PATH, desk.context()) == 429, "strangers at this address have to wait")
+    config = load_config(tmp_path / "box" / "agent.toml", {})
+    renew(config, load_keys(config).signing)
+    assert len(desk.events("certificate_renewed")) == 1
     assert config.tls is not None
-    context = trusting(load_certificate(config.tls.ca.read_bytes()))
-    context.load_cert_chain(config.tls.cert, config.tls.key)
-    for count in range(100):
-        connection = http.client.HTTPSConnection("127.0.0.1", desk.home.config().enrolment.port, context=context)
-        connection.request("POST", "/v1/renew", b"{}")
-        status = connection.getresponse().status
-        connection.close()
-        if status == 429:
-            return count
-    raise AssertionError("never limited")
+    own = desk.context()
+    own.load_cert_chain(config.tls.cert, config.tls.key)
+    assert 429 in [refused(desk, "/v1/renew", own) for _ in range(21)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -156,7 +157,12 @@ def test_the_round_completes_without_a_flooding_device_which_comes_back_when_its
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world, silenced = make_world(clients=("a", "b", "c")), list[set[str]]()
-    context = replace(world.service_context(), publish_access=lambda devices: not silenced.append(set(devices)))
+
+    def publish_access(devices: Collection[str]) -> bool:
+        silenced.append(set(devices))
+        return True
+
+    context = replace(world.service_context(), publish_access=publish_access)
     monkeypatch.setattr(world, "service_context", lambda: context)
     monkeypatch.setattr(floods, "FLOOD_AT_ONCE", 300.0)
     monkeypatch.setattr(floods, "SILENCE_S", 2.0)

@@ -24,20 +24,6 @@ def run_whole(world: World) -> None:
         assert running.service.state.phase is Phase.FINISHED
 
 
-def held(world: World) -> int:
-    return sum(world.artifacts.path(artifact).stat().st_size for artifact in world.artifacts.ids())
-
-
-def test_the_disk_holds_as_much_after_many_rounds_as_after_few(make_world: MakeWorld) -> None:
-    few, many, unpruned = make_world(4, keep_rounds=2), make_world(10, keep_rounds=2), make_world(10, keep_rounds=100)
-    for world in (few, many, unpruned):
-        run_whole(world)
-    assert abs(held(many) - held(few)) < 200  # headers spell rounds with one digit or two
-    assert len(list(many.artifacts.ids())) == len(list(few.artifacts.ids()))
-    assert held(unpruned) > 3 * held(many)  # which is what the others would have grown to
-    assert sum(int(event["files"]) for event in many.events("pruned")) > 20
-
-
 def test_what_is_kept_is_the_last_rounds_with_what_they_start_from(make_world: MakeWorld) -> None:
     world = make_world(6, keep_rounds=2)
     run_whole(world)
