@@ -105,16 +105,6 @@ def test_a_subscriber_gets_the_retained_message_marked_as_such(bench: Bench) -> 
     assert [delivery.retained for delivery in witness.deliveries if delivery.payload == payload] == [False]
 
 
-def test_an_empty_retained_message_clears_the_topic(bench: Bench) -> None:
-    coordinator = listening(bench, "coordinator", TOPICS.offer)
-    coordinator.transport.publish(TOPICS.offer, unique("old offer"), retain=True)
-    coordinator.transport.publish(TOPICS.offer, b"", retain=True)
-    fence(bench, coordinator, TOPICS.offer, coordinator)
-    late = listening(bench, "a", TOPICS.offer)
-    fence(bench, late, TOPICS.offer, coordinator)
-    assert not [delivery for delivery in late.deliveries if delivery.retained]
-
-
 def test_a_subscription_made_while_connected_takes_effect(bench: Bench) -> None:
     coordinator = bench.connect("coordinator").start().await_link()
     kept = unique("kept")

@@ -85,13 +85,6 @@ def test_fedmd_cg_runs_over_the_python_broker_and_says_that_label_counts_cross_i
     assert summary["parts_on_wire"] == ["classifier", "generator"]
 
 
-def test_an_unusable_data_folder_is_named_before_anything_starts(tmp_path: Path) -> None:
-    done = _fedcg("demo", "--data", "nowhere", "--out", "run", cwd=tmp_path)
-    assert done.returncode == 2
-    assert "nowhere" in done.stderr
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.slow
 def test_an_interrupted_demo_leaves_no_process_and_resumes_to_the_same_aggregate(demo: Path, tmp_path: Path) -> None:
     started = subprocess.Popen(

@@ -85,6 +85,10 @@ class Plant:
             self.processes.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment))
         return self.processes[-1]
 
+    def fedcg(self, name: str, *words: str) -> subprocess.Popen[bytes]:
+        """Start a `fedcg` command on the home."""
+        return self.start_python(name, "fedcg", *words, "--dir", str(self.home.root))
+
     def start_python(self, name: str, *module: str) -> subprocess.Popen[bytes]:
         return self.start(name, sys.executable, "-m", *module)
 
@@ -95,6 +99,12 @@ class Plant:
     def close_clients(self) -> None:
         while self.clients:
             self.clients.pop().transport.close()
+
+    def close(self) -> None:
+        """Close the clients and end the processes."""
+        self.close_clients()
+        for process in reversed(self.processes):
+            end(process)
 
     def command(self, *arguments: str) -> str:
         done = subprocess.run(
@@ -135,14 +145,12 @@ def open_plant(
             broker = made.start("broker", str(found.binary), *configured, environment=found.environment())
             wait_until(lambda: listens(made.port) or broker.poll() is not None, "mosquitto listens")
         else:
-            broker = made.start_python("broker", "fedcg", "broker", "run", "--dir", str(home.root))
+            broker = made.fedcg("broker", "broker", "run")
             wait_until(lambda: "ready" in made.log("broker") or broker.poll() is not None, "the broker is ready", 30)
         assert broker.poll() is None, made.log("broker")
         yield made
     finally:
-        made.close_clients()
-        for process in reversed(made.processes):
-            end(process)
+        made.close()
 
 
 def listens(port: int) -> bool:
