@@ -1,4 +1,4 @@
-"""One update is followed from the device's store to the aggregation worker: where its id goes is what docs/architecture.md says.
+"""One update is followed from the device's store to the aggregation worker: its way is the one that docs/architecture.md shows.
 
 `python -m tests.architecture.test_one_update` prints the table for the document.
 """

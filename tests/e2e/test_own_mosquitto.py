@@ -122,8 +122,8 @@ def test_the_printed_commands_lead_to_a_box_that_is_welcome(operator: Operator) 
     folder = operator.folder
     operator.run(init)
     operator.run(create)
-    told = operator.run(deploy)
-    assert f"{start.split()[0]} -c {folder / 'config' / 'mosquitto.conf'}" in told
+    output = operator.run(deploy)
+    assert f"{start.split()[0]} -c {folder / 'config' / 'mosquitto.conf'}" in output
     operator.start("mosquitto", start)
     wait_for(operator.listens, "Mosquitto listens", 30)
     if IS_ROOT:
@@ -137,7 +137,7 @@ def test_the_printed_commands_lead_to_a_box_that_is_welcome(operator: Operator) 
     operator.run(doctor)
     operator.start("agent", agent)
     box = folder / "box" / "store" / "events.jsonl"
-    wait_for(lambda: operator.has_event(box, '"event": "welcomed"'), "the box and the coordinator hear each other")
+    wait_for(lambda: operator.has_event(box, '"event": "welcomed"'), "the coordinator has answered the box")
     for name in ("agent", "coordinator", "mosquitto"):
         end(operator.running[name])
     assert (folder / "config" / "data" / "mosquitto.db").stat().st_size > 0  # sessions outlive a restart

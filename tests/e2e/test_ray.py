@@ -88,13 +88,13 @@ def nodes() -> Iterator[TwoNodes]:
 
 
 @pytest.fixture(scope="module")
-def told() -> list[str]:
+def messages() -> list[str]:
     return []
 
 
 @pytest.fixture(scope="module")
-def cluster(nodes: TwoNodes, told: list[str]) -> Iterator[RayCluster]:
-    with open_cluster(nodes.address, told.append) as opened:
+def cluster(nodes: TwoNodes, messages: list[str]) -> Iterator[RayCluster]:
+    with open_cluster(nodes.address, messages.append) as opened:
         yield opened
 
 
@@ -204,14 +204,14 @@ def test_a_node_with_another_build_is_refused_when_the_cluster_is_opened_and_whe
         simulate(party("fedavg"), Schedule(rounds=1), runner=RayRunner())
 
 
-def test_another_cpu_on_a_node_is_told_once(
-    cluster: RayCluster, told: list[str], monkeypatch: pytest.MonkeyPatch
+def test_another_cpu_on_a_node_is_reported_once(
+    cluster: RayCluster, messages: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert not [line for line in told if "another CPU" in line]
+    assert not [line for line in messages if "another CPU" in line]
     monkeypatch.setattr(ray_cluster, "own_processor", lambda: "a Z80")
     simulator = RaySimulator(cluster, 1, Event())
     simulator(party("local"), Schedule(rounds=2))
-    assert len([line for line in told if "another CPU" in line and "a Z80" in line]) == 1
+    assert len([line for line in messages if "another CPU" in line and "a Z80" in line]) == 1
 
 
 @contextmanager

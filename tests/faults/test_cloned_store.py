@@ -1,5 +1,5 @@
 """A box and a copy of it, with the same identity and private store and images of its own: what came first counts, once, the
-other one is told `conflict`, and so are both operators."""
+other one gets the receipt `conflict`, and both operators a message."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def test_of_a_box_and_its_copy_the_first_update_counts_and_the_other_is_a_confli
     assert first["artifact"] != second["artifact"]
     kept = federation.world.store.updates((FEDERATION, 1, 1))
     assert [update.artifact for update in kept if update.client == "a"] == [first["artifact"]]
-    (told,) = federation.world.events("update_refused")
-    assert (told["client"], told["outcome"]) == ("a", "conflict")
+    (refused,) = federation.world.events("update_refused")
+    assert (refused["client"], refused["outcome"]) == ("a", "conflict")
     for logger in ("coordinator.updates.receiver", "edge_client.agent.command_executor"):
         assert any(record.name == logger and "private store" in record.message for record in caplog.records), logger
     federation.assert_completed()

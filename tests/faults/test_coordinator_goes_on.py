@@ -29,7 +29,7 @@ def test_a_broker_with_too_small_packets_does_not_end_the_coordinator_which_conn
         with RunningService(world) as running:
             for _ in range(3):
                 assert broker.welcome(properties=b"\x27" + (600).to_bytes(4, "big")).next() is None
-            wait_until(lambda: "packets of at most 600 bytes" in caplog.text, "it says why")
+            wait_until(lambda: "packets of at most 600 bytes" in caplog.text, "the cause is logged")
             peer = broker.welcome()
             peer.send(suback("5", int.from_bytes(peer.expect(SUBSCRIBE)[:2], "big"), b"\x01\x01\x01"))
             wait_until(lambda: running.service.is_connected, "it has a link")

@@ -47,9 +47,9 @@ def _left(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir())
 
 
-def _advises(told: str, root: Path) -> None:
-    assert f"Free space on, or repair, {root}, then try again" in told, told
-    assert "the version in use stays" in told
+def _advises(message: str, root: Path) -> None:
+    assert f"Free space on, or repair, {root}, then try again" in message, message
+    assert "the version in use stays" in message
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ ALSO += [(_optimise, part) for part in ("/model.onnx", "/model-.*[.]onnx", "/man
     ("command", "part"),
     [(_export, "/model.onnx"), *(pytest.param(*case, marks=pytest.mark.slow) for case in ALSO)],
 )
-def test_each_write_of_a_command_that_finds_no_room_is_told_and_the_server_goes_on(
+def test_each_write_of_a_command_that_finds_no_room_is_reported_and_the_server_goes_on(
     tmp_path: Path, checkpoint: Path, command: Callable[[Path, Path], list[str]], part: str
 ) -> None:
     root = tmp_path / "models"

@@ -116,7 +116,7 @@ def test_a_link_that_goes_dead_for_longer_than_the_keepalive_is_found_again(make
     parties = world.parties
     parties.await_chunks(lambda: parties.uploaded("a"), SOME, "the upload is under way")
     world.link.hold()
-    parties.event(COORDINATOR, "offline", "the will is heard", 1.5 * parties.plan.keepalive_s + 20.0)
+    parties.event(COORDINATOR, "offline", "the will arrives", 1.5 * parties.plan.keepalive_s + 20.0)
     world.link.release()
     came = world.finish()
     assert came["received"] == chunks_of(came)

@@ -27,7 +27,7 @@ from tests.support.waiting import free_port, wait_until
 
 FEDERATION = "casting"
 TOPICS = Topics(FEDERATION)
-HEARD = {
+SUBSCRIBED = {
     "coordinator": (TOPICS.all_up_control(), TOPICS.all_up_chunk(), TOPICS.all_status()),
     "observer": (TOPICS.everything(),),
 }
@@ -75,8 +75,8 @@ class Plant:
         return made
 
     def connect(self, name: str, *, wait: bool = True) -> Client:
-        """A client that hears what its identity is meant to hear."""
-        made = self.client(name, *HEARD.get(name, (TOPICS.down_control(name),))).start()
+        """A client with the subscriptions of its identity."""
+        made = self.client(name, *SUBSCRIBED.get(name, (TOPICS.down_control(name),))).start()
         return made.await_link() if wait else made
 
     def start(self, name: str, *command: str, environment: Mapping[str, str] = os.environ) -> subprocess.Popen[bytes]:

@@ -45,7 +45,7 @@ REPEAT_S = 1.0
 
 @dataclass
 class FakeDevice:
-    """A scripted device: takes part in everything, unless told otherwise. Works on its transport's thread."""
+    """A scripted device: takes part in everything, unless its fields differ. Works on its transport's thread."""
 
     name: str
     broker: MemoryBroker
@@ -60,7 +60,7 @@ class FakeDevice:
     received: list[AnyMessage] = field(default_factory=list)
     artifacts: dict[str, bytes] = field(default_factory=dict)
     asked_for: list[tuple[int, int]] = field(default_factory=list)
-    heard_on: set[str] = field(default_factory=set)
+    received_on: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.topics = Topics(self.spec.federation)
@@ -183,7 +183,7 @@ class FakeDevice:
             self._take(delivery)
 
     def _take(self, delivery: Delivery) -> None:
-        self.heard_on.add(delivery.topic)
+        self.received_on.add(delivery.topic)
         if delivery.topic in (self.topics.aggregate, self.topics.down_chunk(self.name)):
             self._chunk(delivery.payload)
             return

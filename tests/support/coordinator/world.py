@@ -196,7 +196,7 @@ class RunningService:
             self._thread.join(DEADLINE_S)
 
     def vanish(self) -> None:
-        """Go without a word: the link drops with the will, nothing is flushed, nobody is told."""
+        """End as a killed process does: the link drops with the will, and nothing is flushed."""
         self._world.broker.drop(COORDINATOR)
         self.stop()
 

@@ -131,7 +131,7 @@ def _die_at_once(*_: object) -> None:
     os._exit(9)
 
 
-def test_a_worker_that_talks_much_and_reads_late_holds_nobody_up(
+def test_a_worker_that_sends_much_and_reads_late_delays_no_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("coordinator.aggregation.worker_handle.worker_main", _talk_before_reading)
@@ -157,15 +157,15 @@ def _talk_before_reading(connection: Connection, _settings: WorkerSettings) -> N
     connection.recv()
 
 
-def test_progress_is_told_at_the_first_step_then_sparsely_and_at_the_last() -> None:
-    told: list[Any] = []
+def test_progress_is_reported_at_the_first_step_then_sparsely_and_at_the_last() -> None:
+    sent: list[Any] = []
     now = [0.0]
-    throttle = Throttle(Job("tiny", 1, 1, "", "", ""), told.append, lambda: now[0])
+    throttle = Throttle(Job("tiny", 1, 1, "", "", ""), sent.append, lambda: now[0])
     for phase in ("teacher", "distil"):
         for step in range(1, 101):
             now[0] += 0.01
             throttle(phase, step, 100)
-    steps = [(event.phase, event.step) for event in told if isinstance(event, Progressed)]
+    steps = [(event.phase, event.step) for event in sent if isinstance(event, Progressed)]
     assert steps[0] == ("teacher", 1)
     assert ("teacher", 100) in steps
     assert ("distil", 1) in steps

@@ -7,7 +7,7 @@ import http.client
 import ssl
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ import pytest
 from coordinator.http.carrier_api import MEMBER_S
 from coordinator.members.bundle_enrolment import certificate_record
 from coordinator.rounds.records import DeviceState
+from coordinator.service.service import Service
 from edge_client.transfer.https_client import check_ready
 from fedcg.wire.errors import TransportError
 from fedcg.wire.messages.enrolment_messages import load_certificate
@@ -35,19 +36,11 @@ class Bench:
     world: World
     pki: Pki
     port: int
-    running: RunningService | None = None
     ahead_s: float = 0.0
+    service: Service = field(init=False)
 
     def clock(self) -> float:
         return time.monotonic() + self.ahead_s
-
-    def start(self) -> None:
-        self.running = RunningService(self.world, lambda s: carrying(self.pki.directory, self.port, s, self.clock))
-        self.running.__enter__()
-
-    def stop(self) -> None:
-        assert self.running is not None
-        self.running.__exit__()
 
     def device(self, name: str) -> FakeDevice:
         return self.world.devices[name]
@@ -87,10 +80,10 @@ def bench(make_world: MakeWorld, pki: Pki) -> Iterator[Bench]:
     for device in world.devices.values():
         device.carrier = Carrier.HTTPS
     made = Bench(world, pki, free_port())
-    made.start()
-    world.start_devices()
-    yield made
-    made.stop()
+    with RunningService(world, lambda service: carrying(pki.directory, made.port, service, made.clock)) as running:
+        made.service = running.service
+        world.start_devices()
+        yield made
 
 
 def test_an_aggregate_is_fetched_whole_and_by_range(bench: Bench) -> None:
@@ -200,7 +193,7 @@ def ready(connection: http.client.HTTPSConnection) -> int:
         return connection.getresponse().status
 
 
-def test_a_certificate_of_nobody_in_the_register_is_refused_and_told(bench: Bench) -> None:
+def test_a_certificate_of_no_registered_device_is_refused_and_logged(bench: Bench) -> None:
     assert ask(bench.port, bench.pki, "a", READY_PATH).status == 204
     for identity in ("c", "observer", "coordinator"):
         assert ask(bench.port, bench.pki, identity, READY_PATH).status == 403
@@ -232,8 +225,7 @@ def test_the_certificate_of_a_replaced_box_is_refused_although_the_new_one_has_i
 def test_revocation_ends_a_fetch_that_is_under_way(bench: Bench) -> None:
     data = bytes(48_000_000)
     name = bench.world.artifacts.put(data)
-    assert bench.running is not None
-    bench.running.service.published.allow(name)
+    bench.service.published.allow(name)
     connection = connect(bench.port, bench.pki.tls("a").context(ServerRole.CARRIER))
     connection.request("GET", f"{ARTIFACTS_PATH}/{name}")
     response = connection.getresponse()
@@ -275,4 +267,4 @@ def test_an_aggregate_is_broadcast_only_when_somebody_listens(
         world.start_devices()
         a = world.devices["a"]
         wait_until(lambda: bool(a.asked_for), "a has what it needs and is granted chunks of its update")
-        assert (a.topics.aggregate in a.heard_on) == is_broadcast
+        assert (a.topics.aggregate in a.received_on) == is_broadcast

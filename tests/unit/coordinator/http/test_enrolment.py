@@ -1,4 +1,4 @@
-"""Enrolment over real HTTPS: a real listener, the real client, and servers that only pretend."""
+"""Enrolment over real HTTPS: a real listener, the real client, and impostors."""
 
 from __future__ import annotations
 
@@ -147,12 +147,12 @@ def test_an_expired_a_revoked_and_a_guessed_token_are_refused_with_their_reason(
     desk.ahead_s = 3601.0
     revoke_token(desk.store, revoked.id, desk.clock())
     guessed = known.model_copy(update={"secret": b"g" * 32, "device": "c"})
-    nobodys = known.model_copy(update={"id": "f" * 16, "device": "c"})
+    unknown = known.model_copy(update={"id": "f" * 16, "device": "c"})
     for token, why in (
         (expired, "expired"),
         (revoked, "the operator revoked"),
         (guessed, "not valid here"),
-        (nobodys, "not valid here"),
+        (unknown, "not valid here"),
     ):
         with pytest.raises(EnrolError, match=why):
             enrol(token, tmp_path / token.id / why.split()[0])
@@ -222,8 +222,8 @@ def test_a_flood_of_guesses_is_slowed_by_address_and_a_good_token_works_again_la
         limited = 403
         while limited != 200:  # the bucket refills within seconds
             fresh = request_of(good, "line-4", TlsKey.generate(), SigningKey.generate())
-            limited, told = raw(desk, "POST", ENROL_PATH, fresh.model_dump_json().encode())
-            assert limited in (200, 429), told
+            limited, answer = raw(desk, "POST", ENROL_PATH, fresh.model_dump_json().encode())
+            assert limited in (200, 429), answer
 
 
 def test_requests_are_bounded_and_strict(home: Home) -> None:
@@ -239,9 +239,9 @@ def test_requests_are_bounded_and_strict(home: Home) -> None:
             [],
         )
         for changed in wrong:
-            status, told = raw(desk, "POST", ENROL_PATH, json.dumps(changed).encode())
+            status, answer = raw(desk, "POST", ENROL_PATH, json.dumps(changed).encode())
             assert status == 422
-            assert good.secret not in json.dumps(told)
+            assert good.secret not in json.dumps(answer)
         assert raw(desk, "POST", ENROL_PATH, b"not json")[0] == 422
         assert raw(desk, "GET", "/api/v1/devices", None)[0] == 404
         assert raw(desk, "GET", "/openapi.json", None)[0] == 404
@@ -265,7 +265,7 @@ def test_of_boxes_that_show_one_token_at_once_exactly_one_gets_in(desk: Desk, tm
     assert sum(f"used already, by device '{admitted[0]}'" in outcome for outcome in outcomes) == 3
 
 
-def test_a_port_that_is_taken_is_told_with_the_setting(home: Home) -> None:
+def test_a_port_that_is_taken_is_reported_with_the_setting(home: Home) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         settings = EnrolmentSettings(port=other.getsockname()[1])
         with (
@@ -288,7 +288,7 @@ def test_a_folder_that_holds_a_device_or_other_things_is_left_alone(desk: Desk, 
     assert Folder(tmp_path / "full").signing_key.exists() is False
 
 
-def test_a_coordinator_that_is_not_there_and_a_url_that_is_none_are_told(home: Home, tmp_path: Path) -> None:
+def test_a_coordinator_that_is_not_there_and_a_url_that_is_none_are_reported(home: Home, tmp_path: Path) -> None:
     with running_desk(home) as desk:
         token = desk.token("a")
     with pytest.raises(EnrolError, match="nobody listens there"):

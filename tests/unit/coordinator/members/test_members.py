@@ -1,4 +1,4 @@
-"""Devices that stop being members while the service runs: nobody waits for them, nothing that they say counts."""
+"""Devices that stop being members while the service runs: no round waits for them, and their messages are refused."""
 
 from __future__ import annotations
 

@@ -114,8 +114,8 @@ def test_devices_are_shown_with_state_and_certificate_and_revoked_by_a_command(
     assert code == 0
     assert "SIGHUP" in output  # no broker of ours runs
     for _ in range(2):  # again does no harm
-        told = json.loads(call("device", "revoke", "a", "--dir", home.root, "--json")[1])
-        assert (told["was_member"], told["certificates"]) == (False, 1)
+        answer = json.loads(call("device", "revoke", "a", "--dir", home.root, "--json")[1])
+        assert (answer["was_member"], answer["certificates"]) == (False, 1)
     (listed,) = json.loads(call("device", "list", "--dir", home.root, "--json")[1])
     assert (listed["state"], listed["reason"]) == ("revoked", "stolen")
     assert "user a" not in (home.broker / "acl").read_text()

@@ -96,7 +96,7 @@ def test_a_device_can_cause_few_lines_of_the_kinds_that_it_can_repeat_and_all_of
     assert [events.write("online", client="a") for _ in range(7)] == [True] * 5 + [False] * 2
 
 
-def test_refusals_are_counted_by_device_and_one_devices_flood_hides_nobody_elses(tmp_path: Path) -> None:
+def test_refusals_are_counted_by_device_and_one_devices_flood_hides_no_other_devices(tmp_path: Path) -> None:
     refusals = Refusals(EventLog(tmp_path / "events.jsonl", time.time))
     for _ in range(10_000):
         refusals.note("a topic", SignatureError("x" * 5000), "a")
