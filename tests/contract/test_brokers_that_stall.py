@@ -157,6 +157,14 @@ def test_a_broker_that_answers_pings_and_acknowledges_nothing_is_left_and_gets_a
     assert client.links == [True, False, True]
 
 
+def test_a_keepalive_longer_than_asked_for_does_not_hide_a_dead_link(broker: ScriptedBroker, connect: Connect) -> None:
+    client = connect(keepalive_s=1)
+    peer = broker.welcome(properties=b"\x13\xff\xff")
+    client.await_link()
+    peer.expect(PINGREQ)
+    wait_until(lambda: client.links == [True, False], "the silence after the ping ends the link")
+
+
 def answer_pings(peer: Peer) -> list[int]:
     """Answer every ping from now on, and nothing else; returns the list that grows with each."""
     pings: list[int] = []
