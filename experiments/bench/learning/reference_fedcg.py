@@ -1,6 +1,6 @@
-"""FedCG as its paper prints it (alg. 1 and 2), one step at a time: the oracle of the tests and the baseline of the measurements.
+"""FedCG as its paper prints it (alg. 1 and 2), one step at a time: the expected values of the tests and the baseline of the measurements.
 
-Nothing is clever here: images are augmented and normalised batch by batch, the extractor runs in every step of the GAN, the global
+Nothing is optimised here: images are augmented and normalised batch by batch, the extractor runs in every step of the GAN, the global
 generator in every step of the classifier, the discriminator has a pass for real and one for generated rows, the generator runs
 again for its own step, and on the server every teacher runs in every step of the student. Layers and optimisers are torch's own.
 The readings of eq. 1-6 are those of `methods.fedcg`, and so are the random draws: after a step, losses and weights are the same.

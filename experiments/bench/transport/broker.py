@@ -33,7 +33,7 @@ START_S = 20.0
 
 
 def device_name(number: int) -> str:
-    """What the bench calls its devices."""
+    """The id of a bench device."""
     return f"device-{number:04}"
 
 
@@ -121,13 +121,13 @@ def process_of(run: Callable[..., None]) -> Iterator[Any]:
 
 
 def expect(pipe: Any) -> Any:
-    """What the other end of a pipe says next.
+    """The next message from the other end of a pipe.
 
     Raises:
-        BrokerError: it says nothing, or its process ended.
+        BrokerError: nothing comes, or its process ended.
     """
     if not pipe.poll(SECONDS_MAX):
-        raise BrokerError(f"a process of the bench said nothing for {SECONDS_MAX} s")
+        raise BrokerError(f"a process of the bench sent nothing for {SECONDS_MAX} s")
     try:
         return pipe.recv()
     except EOFError as error:

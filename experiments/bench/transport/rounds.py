@@ -1,4 +1,4 @@
-"""Rounds in which nobody trains, of the real coordinator with many sessions: what a round costs beside learning."""
+"""Rounds without training, of the real coordinator with many sessions: what a round costs beside learning."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from fedcg.wire.transport.mqtt import MqttTransport
 
 @dataclass(frozen=True)
 class Round:
-    """Rounds in which nobody trains.
+    """Rounds without training.
 
     Attributes:
         seconds: from the opened attempt to its stored aggregate, of each round.
@@ -88,7 +88,7 @@ class NoWorker:
         """Nothing runs."""
 
 
-def round_of(sessions: int, size: int, rounds: int, limits: LinkLimits, tell: Callable[[str], None]) -> Round:
+def round_of(sessions: int, size: int, rounds: int, limits: LinkLimits, announce: Callable[[str], None]) -> Round:
     """Rounds of the real coordinator with sessions that do not train, in one or two other processes.
 
     Raises:
@@ -96,7 +96,7 @@ def round_of(sessions: int, size: int, rounds: int, limits: LinkLimits, tell: Ca
     """
     names = [device_name(number) for number in range(sessions)]
     with bench(names) as made:
-        tell(f"{sessions} sessions x {size} bytes, {rounds} rounds ...")
+        announce(f"{sessions} sessions x {size} bytes, {rounds} rounds ...")
         spec = _spec(size, rounds)
         halves = [half for half in (names[0::2], names[1::2]) if half]
         make = partial(_update, size, rounds)

@@ -31,7 +31,7 @@ class WeightedSums:
         self._total: float = 0  # whole numbers: exact, whatever their order
 
     def add(self, weight: float, tensors: Weights) -> None:
-        """Count one client's tensors; the same names and shapes as everybody's.
+        """Count one client's tensors; the same names and shapes as all others.
 
         Raises:
             ValueError: a weight that is not positive.
@@ -83,12 +83,12 @@ def weighted_average(clients: Iterable[tuple[float, Weights]]) -> dict[str, torc
 
 @dataclass(frozen=True)
 class Merged:
-    """The average of some updates, and what their reports said.
+    """The average of some updates, and what they reported.
 
     Attributes:
         parts: averaged weights per part.
         examples: n_i per client, in client-id order.
-        label_counts: n_i^y per client, for those that told, in client-id order.
+        label_counts: n_i^y per client, for those that reported them, in client-id order.
     """
 
     parts: dict[Part, dict[str, torch.Tensor]]
@@ -164,7 +164,7 @@ class AverageAggregator:
 
     Args:
         parts: what to average.
-        spill: told who was added; holds no rows.
+        spill: records who was added; holds no rows.
     """
 
     def __init__(self, parts: frozenset[Part], spill: Spill) -> None:

@@ -35,7 +35,7 @@ _DTYPES = {torch.float32: "float32", torch.int64: "int64"}
 
 
 class NetworkSpec(Protocol):
-    """What networks are built from; a `FederationSpec` and a `FederationPlan` both say it."""
+    """What networks are built from; a `FederationSpec` and a `FederationPlan` both have it."""
 
     @property
     def network(self) -> NetworkChoice:

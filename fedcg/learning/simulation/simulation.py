@@ -1,7 +1,7 @@
 """Many clients and the server, round after round, calling exactly the functions that agents and coordinator call.
 
 Order of execution never changes results: every client's streams are its own, and aggregation runs in client-id order. What a
-round consists of is in `simulation_tasks`, who runs it in `runners`.
+round consists of is in `tasks`, who runs it in `runners`.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def update_of(client: str, result: LocalResult) -> Update:
     """What the server would decode of a local round.
 
     Raises:
-        ValueError: the report does not tell the number of examples.
+        ValueError: the report lacks the number of examples.
     """
     if result.report.examples is None:
         raise ValueError(f"{client}: a report without its number of examples")
