@@ -137,9 +137,7 @@ def check_ray() -> None:
 
 
 @contextmanager
-def open_cluster(
-    address: str, announce: Announce, *, cpus: int | None = None, object_bytes: int = _OBJECTS_BYTES
-) -> Iterator[RayCluster]:
+def open_cluster(address: str, announce: Announce, *, cpus: int | None = None) -> Iterator[RayCluster]:
     """A cluster for the length of the block.
 
     Args:
@@ -147,7 +145,6 @@ def open_cluster(
             machine is a node of.
         announce: prints a line for the operator.
         cpus: of a local cluster; all of this process when None.
-        object_bytes: size of a local cluster's object store.
 
     Raises:
         OptionError: no such cluster, or a node of it has another build.
@@ -156,7 +153,7 @@ def open_cluster(
         with _local_settings() as folder:
             options: dict[str, Any] = {
                 "num_cpus": cpus or len(os.sched_getaffinity(0)),
-                "object_store_memory": object_bytes,
+                "object_store_memory": _OBJECTS_BYTES,
                 "include_dashboard": False,
                 "_temp_dir": str(folder),
             }

@@ -29,12 +29,12 @@ from experiments.parallel.ray_simulator import RaySimulator
 from fedcg.learning.method import DivergedError
 from fedcg.learning.networks.initial_weights import initial_parts
 from fedcg.learning.registry import get_method
-from fedcg.learning.simulation.party import ClientData, Party
+from fedcg.learning.simulation.party import Party
 from fedcg.learning.simulation.simulation import simulate
 from fedcg.learning.simulation.state import Schedule, Simulation
 from fedcg.learning.simulation.tasks import LocalTask
 from tests.support.learning import ray_cases
-from tests.support.learning.learning_cases import bright_images, quick_spec, roots_from_seed, same
+from tests.support.learning.learning_cases import NAMES, assert_same_simulation, party_of
 from tests.support.stack import wait_for
 
 pytestmark = [
@@ -45,7 +45,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Tip. In future versions of Ray:FutureWarning"),
 ]
 
-NAMES = ("a", "b", "c")
 NODE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 80_000_000}
 TINY = shlex.split(
     "--clients 2 --partition iid --images-per-client 40 --local-epochs 1 --image-size 16 --set fedcg.server_iterations=3 "
@@ -106,35 +105,14 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def party(method: str) -> Party:
-    data = {
-        name: ClientData(*(bright_images(count, 10 * number + count) for count in (24, 9, 9)))
-        for number, name in enumerate(NAMES)
-    }
-    public = bright_images(10, 77).images if get_method(method).needs_public else None
-    return Party(quick_spec(method), data, roots_from_seed(0, NAMES), common=bright_images(6, 99), public=public)
-
-
-def assert_equal(one: Simulation, other: Simulation) -> None:
-    assert one.rounds == other.rounds
-    for name, curve in one.curves.items():
-        assert [replace(record, seconds=None) for record in curve] == [
-            replace(record, seconds=None) for record in other.curves[name]
-        ]
-        assert all(same(weights, other.states[name].parts[part]) for part, weights in one.states[name].parts.items())
-    assert one.aggregate.parts.keys() == other.aggregate.parts.keys()
-    assert all(same(weights, other.aggregate.parts[part]) for part, weights in one.aggregate.parts.items())
-    assert one.global_accuracy == other.global_accuracy
-
-
 @pytest.mark.parametrize("method", ["fedcg", "fedmd_cg", "feddf"])
 def test_two_nodes_share_a_simulation_and_give_that_of_one_process(
     cluster: RayCluster, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert cluster.slots(1) == 2
     monkeypatch.setattr(ray_runner, "local_task", partial(ray_cases.noted, tmp_path))
-    one = party(method)
-    assert_equal(simulate(one, Schedule(rounds=2), runner=RayRunner()), simulate(one, Schedule(rounds=2)))
+    one = party_of(method)
+    assert_same_simulation(simulate(one, Schedule(rounds=2), runner=RayRunner()), simulate(one, Schedule(rounds=2)))
     assert len(list(tmp_path.iterdir())) == 2  # a name per node
 
 
@@ -142,8 +120,8 @@ def test_a_task_whose_worker_is_killed_is_repeated(
     cluster: RayCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ray_runner, "local_task", partial(ray_cases.killed_after_training, tmp_path))
-    one = party("fedavg")
-    assert_equal(simulate(one, Schedule(rounds=2), runner=RayRunner()), simulate(one, Schedule(rounds=2)))
+    one = party_of("fedavg")
+    assert_same_simulation(simulate(one, Schedule(rounds=2), runner=RayRunner()), simulate(one, Schedule(rounds=2)))
     assert {path.name for path in tmp_path.iterdir()} == {"killed-1", "killed-2"}
 
 
@@ -159,8 +137,8 @@ def test_a_task_whose_node_is_lost_is_repeated_on_another(
     accident = Thread(target=lose_it)
     accident.start()
     try:
-        one = party("fedavg")
-        assert_equal(simulate(one, Schedule(rounds=2), runner=RayRunner()), simulate(one, Schedule(rounds=2)))
+        one = party_of("fedavg")
+        assert_same_simulation(simulate(one, Schedule(rounds=2), runner=RayRunner()), simulate(one, Schedule(rounds=2)))
     finally:
         accident.join()
         nodes.replace_second()
@@ -175,15 +153,15 @@ def test_a_run_whose_own_process_is_killed_goes_on_after_the_last_round_reported
 
     monkeypatch.setattr(ray_simulator, "host", host)
     rounds: list[int] = []
-    one = party("fedmd_cg")
+    one = party_of("fedmd_cg")
     found = RaySimulator(cluster, 1, Event())(one, Schedule(rounds=3), on_round=lambda now: rounds.append(now.rounds))
     assert (tmp_path / "killed").exists()
     assert rounds == [1, 2, 3]
-    assert_equal(found, simulate(one, Schedule(rounds=3)))
+    assert_same_simulation(found, simulate(one, Schedule(rounds=3)))
 
 
 def test_a_run_that_loses_a_node_between_rounds_gives_the_same(cluster: RayCluster, nodes: TwoNodes) -> None:
-    one = party("fedcg")
+    one = party_of("fedcg")
 
     def lose_a_node(now: Simulation) -> None:
         if now.rounds == 1:
@@ -193,7 +171,7 @@ def test_a_run_that_loses_a_node_between_rounds_gives_the_same(cluster: RayClust
         found = RaySimulator(cluster, 1, Event())(one, Schedule(rounds=3), on_round=lose_a_node)
     finally:
         nodes.replace_second()
-    assert_equal(found, simulate(one, Schedule(rounds=3)))
+    assert_same_simulation(found, simulate(one, Schedule(rounds=3)))
 
 
 def first_tasks(one: Party) -> tuple[list[LocalTask], Any]:
@@ -206,7 +184,7 @@ def test_an_exception_on_a_worker_is_raised_here_as_it_was_there(
     cluster: RayCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ray_runner, "local_task", ray_cases.mistaken)
-    one = party("fedavg")
+    one = party_of("fedavg")
     tasks, server = first_tasks(one)
     runner = RayRunner()
     runner.start(one)
@@ -231,8 +209,7 @@ def test_no_more_tasks_are_handed_out_than_about_as_many_as_run_at_once(cluster:
 def test_a_client_that_diverges_and_a_server_that_does_tell_the_reasons_they_tell_without_ray(
     cluster: RayCluster,
 ) -> None:
-    spec = quick_spec("fedavg", optimiser="sgd", lr=1e18)
-    one = replace(party("fedavg"), spec=spec)
+    one = party_of("fedavg", optimiser="sgd", lr=1e18)
     found, expected = simulate(one, Schedule(rounds=1), runner=RayRunner()), simulate(one, Schedule(rounds=1))
     assert found.failures == expected.failures
     assert len(found.failures) == len(NAMES)
@@ -256,7 +233,7 @@ def test_a_node_with_another_build_is_refused_when_the_cluster_is_opened_and_whe
         ray_cluster.check_nodes(cluster)
     monkeypatch.setattr(ray_runner, "own_build", other)
     with pytest.raises(RunError, match=r"can't be used: torch \S+ instead of 0\.0\.1"):
-        simulate(party("fedavg"), Schedule(rounds=1), runner=RayRunner())
+        simulate(party_of("fedavg"), Schedule(rounds=1), runner=RayRunner())
 
 
 def test_another_cpu_on_a_node_is_told_once(
@@ -265,7 +242,7 @@ def test_another_cpu_on_a_node_is_told_once(
     assert not [line for line in told if "another CPU" in line]
     monkeypatch.setattr(ray_cluster, "own_processor", lambda: "a Z80")
     simulator = RaySimulator(cluster, 1, Event())
-    simulator(party("local"), Schedule(rounds=2))
+    simulator(party_of("local"), Schedule(rounds=2))
     assert len([line for line in told if "another CPU" in line and "a Z80" in line]) == 1
 
 
@@ -273,7 +250,7 @@ def test_runs_that_are_stopped_end_with_an_error(cluster: RayCluster) -> None:
     stopping = Event()
     simulator = RaySimulator(cluster, 1, stopping)
     with pytest.raises(RunError, match="stopped"):
-        simulator(party("fedavg"), Schedule(rounds=4), on_round=lambda _now: stopping.set())
+        simulator(party_of("fedavg"), Schedule(rounds=4), on_round=lambda _now: stopping.set())
 
 
 @contextmanager

@@ -118,7 +118,7 @@ def measure(trained: Trained) -> Iterator[Case]:
         ]
         yield _case(trained.spec, "update", codec, coded)
     for aggregate_codec in get_args(AggregateCodec):
-        decoded, size = WireCoding(_coded(trained.spec, "f32", aggregate_codec)).sized_aggregate(trained.final.parts)
+        decoded, size = WireCoding(_coded(trained.spec, "f32", aggregate_codec)).aggregate(trained.final.parts)
         features = torch.cat([rows for _, rows in sorted(trained.features.items())])
         yield _case(trained.spec, "aggregate", aggregate_codec, [(trained.final.parts, features, decoded, size)])
 

@@ -139,26 +139,6 @@ class RunningAverage:
         return Merged(parts, dict(sorted(self._examples.items())), dict(sorted(self._label_counts.items())))
 
 
-def settled(
-    average: RunningAverage, parts: frozenset[Part], updates: Mapping[str, Callable[[], Update]]
-) -> RunningAverage:
-    """The average of exactly these updates: `average` with whoever is missing, or a new one where it counts somebody else."""
-    if not average.clients <= updates.keys():
-        average = RunningAverage(parts)
-    for client in sorted(updates.keys() - average.clients):
-        average.add(updates[client]())
-    return average
-
-
-def average_updates(updates: Mapping[str, Callable[[], Update]], parts: frozenset[Part]) -> Merged:
-    """Average some parts of all updates by number of examples, in client-id order, one update loaded at a time.
-
-    Raises:
-        ValueError: no update.
-    """
-    return settled(RunningAverage(parts), parts, updates).merged()
-
-
 class AverageAggregator:
     """FedAvg's server half: the average by number of examples, of updates in any order.
 
@@ -184,7 +164,10 @@ class AverageAggregator:
             self._spill.put(update.client, {"examples": torch.tensor(update.examples)})
 
     def finish(self, updates: Mapping[str, Callable[[], Update]]) -> tuple[Aggregate, ServerState]:
-        """The average of exactly these updates."""
-        self._average = settled(self._average, self._parts, updates)
+        """The average of exactly these updates, those that were not added loaded in client-id order, one at a time."""
+        if not self._average.clients <= updates.keys():
+            self._average = RunningAverage(self._parts)
+        for client in sorted(updates.keys() - self._average.clients):
+            self._average.add(updates[client]())
         aggregate = Aggregate(self.merged.parts)
         return aggregate, ServerState(aggregate)

@@ -38,8 +38,8 @@ class Roots:
 class Coding(Protocol):
     """What the wire does to numbers, done without a wire. Laws: it can be pickled; the same parts give the same numbers."""
 
-    def aggregate(self, parts: Mapping[Part, Weights]) -> Mapping[Part, Weights]:
-        """An aggregate as both sides have it.
+    def aggregate(self, parts: Mapping[Part, Weights]) -> tuple[Mapping[Part, Weights], int]:
+        """An aggregate as both sides have it, and the bytes it takes.
 
         Raises:
             DivergedError: it can't be coded.

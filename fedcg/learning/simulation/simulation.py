@@ -154,7 +154,7 @@ def _decoded(party: Party, server: ServerState) -> ServerState:
     """What server and clients both go on from: the aggregate as the wire brings it."""
     if party.coding is None:
         return server
-    parts = party.coding.aggregate(server.aggregate.parts)
+    parts, _ = party.coding.aggregate(server.aggregate.parts)
     return replace(server, aggregate=replace(server.aggregate, parts=parts))
 
 
