@@ -139,6 +139,18 @@ class RunningAverage:
         return Merged(parts, dict(sorted(self._examples.items())), dict(sorted(self._label_counts.items())))
 
 
+def average_updates(updates: Mapping[str, Callable[[], Update]], parts: frozenset[Part]) -> Merged:
+    """Average some parts of all updates by number of examples, in client-id order, one update loaded at a time.
+
+    Raises:
+        ValueError: no update.
+    """
+    average = RunningAverage(parts)
+    for client in sorted(updates):
+        average.add(updates[client]())
+    return average.merged()
+
+
 class AverageAggregator:
     """FedAvg's server half: the average by number of examples, of updates in any order.
 
