@@ -146,7 +146,7 @@ def _kill_group(child: Child) -> None:
     """Kill what is left of a child's process group.
 
     While a member of the group lives, the kernel gives its number to no new process; so when the child is gone and its
-    number is in use again, the group was empty and the number is somebody else's.
+    number is in use again, the group was empty and the number belongs to another process.
     """
     pid = child.process.pid
     with contextlib.suppress(ProcessLookupError, PermissionError):

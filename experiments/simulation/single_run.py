@@ -25,7 +25,7 @@ from experiments.simulation.checkpoints import Checkpoints
 from experiments.simulation.party_builder import party_of
 from experiments.simulation.simulation_record import record_of, write_json
 from fedcg.learning.networks.initial_weights import complete_spec
-from fedcg.learning.simulation.simulation import NOBODY_TRAINED
+from fedcg.learning.simulation.simulation import NONE_TRAINED
 from fedcg.learning.simulation.state import Schedule, Simulation
 from fedcg.learning.spec import FederationSpec, ImageForm, plan_from_mapping
 
@@ -153,7 +153,7 @@ def _names(cohort: Cohort) -> list[tuple[str, str]]:
 
 def _worthless(result: Simulation) -> str | None:
     """Why a run is worthless: no client trained in any round; None for others."""
-    idle = sum(failure.reason == NOBODY_TRAINED for failure in result.server_failures)
+    idle = sum(failure.reason == NONE_TRAINED for failure in result.server_failures)
     if idle < result.rounds:
         return None
     reasons = sorted({failure.reason for failures in result.failures.values() for failure in failures})

@@ -39,7 +39,7 @@ from fedcg.learning.simulation.tasks import (
 from fedcg.learning.training.evaluation import evaluate
 from fedcg.wire.parts import Part
 
-NOBODY_TRAINED = "no client of this round could train"
+NONE_TRAINED = "no client of this round could train"
 _PERSONAL = (Part.EXTRACTOR, Part.CLASSIFIER)
 
 
@@ -191,7 +191,7 @@ def _aggregate(
 ) -> tuple[ServerState, str | None]:
     """The server's state after a round, and why it stayed what it was, if it did."""
     if not results:
-        return server, NOBODY_TRAINED
+        return server, NONE_TRAINED
     updates = {name: update_of(name, result) for name, result in results.items()}
     spill = MemorySpill()
     try:
@@ -223,7 +223,7 @@ def _measured(party: Party, runner: Runner, now: Simulation, outcomes: Mapping[s
 def _global_accuracy(party: Party, states: Mapping[str, ClientState]) -> float:
     """FedMD-CG's global test accuracy: of the average of the clients' whole models, extractors too, by number of images.
 
-    Measured on the common test set, or on everybody's own test images together where there is none.
+    Measured on the common test set, or on all clients' own test images together where there is none.
     """
     names = sorted(states)
     weights = {name: float(len(party.datasets[name].train)) for name in names}

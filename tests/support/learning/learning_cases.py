@@ -65,7 +65,7 @@ def quick_spec(
 
 
 def bright_images(count: int, seed: int, classes: tuple[str, ...] = CLASSES) -> ImageSet:
-    """Noisy images whose brightness tells their class."""
+    """Noisy images whose brightness depends on their class."""
     stream = torch.Generator().manual_seed(seed)
     labels = torch.arange(count) % len(classes)
     level = 40 + 80 * labels.view(-1, 1, 1, 1)

@@ -84,12 +84,12 @@ def test_a_graph_launches_fewer_kernels_than_its_step() -> None:
 def test_the_quick_measurements_print_their_ratios_as_json() -> None:
     one_thread = ["--threads", "1", "--quick", "--json"]
     run = subprocess.run([*FEDCG, "bench", "round", "--processes", "1", *one_thread], capture_output=True, check=True)
-    told = json.loads(run.stdout)
-    assert told["extrapolated"] == {"epochs": [1, 20], "server_iterations": [5, 2000]}
+    record = json.loads(run.stdout)
+    assert record["extrapolated"] == {"epochs": [1, 20], "server_iterations": [5, 2000]}
     for name in ("equal_maths", "joint_pass", "compact"):
-        assert told[f"speedup_{name}"] == told[name]["speedup"]["round"] > 0
-        expected = told["reference_seconds"]["round"] / told[name]["seconds"]["round"]
-        assert told[f"speedup_{name}"] == pytest.approx(expected, rel=1e-2)
+        assert record[f"speedup_{name}"] == record[name]["speedup"]["round"] > 0
+        expected = record["reference_seconds"]["round"] / record[name]["seconds"]["round"]
+        assert record[f"speedup_{name}"] == pytest.approx(expected, rel=1e-2)
     run = subprocess.run(
         [*FEDCG, "bench", "train", "--networks", "mlp/mlp", "--batch", "8", *one_thread],
         capture_output=True,

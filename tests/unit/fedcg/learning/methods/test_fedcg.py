@@ -49,7 +49,7 @@ def test_the_feature_penalty_of_fedcg_is_gamma_times_the_mean_square() -> None:
 
 
 class Undecided(nn.Module):
-    """A discriminator that cannot tell anything apart, so that only the diversity term moves the generator."""
+    """A discriminator with one answer for everything, so that only the diversity term moves the generator."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -13,7 +13,7 @@ from fedcg.learning.networks.initial_weights import initial_parts
 from fedcg.learning.registry import get_method
 from fedcg.learning.simulation import tasks as simulation_tasks
 from fedcg.learning.simulation.party import ClientData, Party
-from fedcg.learning.simulation.simulation import NOBODY_TRAINED, participants, simulate
+from fedcg.learning.simulation.simulation import NONE_TRAINED, participants, simulate
 from fedcg.learning.simulation.state import Failure, Schedule, Simulation
 from fedcg.learning.simulation.tasks import LocalTask, RoundRecord, local_task
 from fedcg.wire.parts import Part
@@ -51,7 +51,7 @@ def test_a_round_in_which_everybody_diverges_changes_nothing_and_the_run_goes_on
     first = get_method("fedavg").init_server(wild.spec, initial_parts(wild.spec, wild.roots.cohort))
     assert done.rounds == 2
     assert same_parts(done.aggregate.parts, first.aggregate.parts)
-    assert done.server_failures == (Failure(1, NOBODY_TRAINED), Failure(2, NOBODY_TRAINED))
+    assert done.server_failures == (Failure(1, NONE_TRAINED), Failure(2, NONE_TRAINED))
     assert set(done.failures) == set(done.shadow_failures) == set(NAMES)
     assert all(torch.isfinite(weights).all() for part in done.states["a"].parts.values() for weights in part.values())
 
