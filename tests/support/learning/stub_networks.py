@@ -54,18 +54,6 @@ class Identity(nn.Module):
         return features + 0.0 * self.unused
 
 
-class Linear(nn.Module):
-    """A generator that maps the noise linearly: its features spread as its weight is large."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.full((8, 2), 0.1))
-
-    def forward(self, noise: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """[B, 8] -> [B, 2]."""
-        return noise @ self.weight
-
-
 def settled(student: Pair) -> list[float]:
     """The probabilities that a student with one answer has come to."""
     logits: torch.Tensor = student.generator(torch.zeros(1, 1), torch.zeros(1, dtype=torch.int64))

@@ -18,7 +18,7 @@ from tests.support.learning.learning_cases import (
     context,
     quick_spec,
 )
-from tests.support.learning.stub_networks import Answer, GivenFeatures, Linear, block_of
+from tests.support.learning.stub_networks import Answer, GivenFeatures, block_of
 
 
 def test_gamma_rises_from_zero_on_a_logistic_ramp() -> None:
@@ -46,28 +46,6 @@ def test_the_feature_penalty_of_fedcg_is_gamma_times_the_mean_square() -> None:
     assert value.item() == pytest.approx(0.5 * (1 + 9) / 4)
     value.backward()
     assert features.grad is not None
-
-
-class Undecided(nn.Module):
-    """A discriminator with one answer for everything, so that only the diversity term moves the generator."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.zeros(1))
-
-    def forward(self, features: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return 0.0 * features.sum(dim=1) + self.bias
-
-
-def test_the_mode_seeking_term_opens_the_generator_of_fedcg() -> None:
-    def spread(diversity: float) -> float:
-        generator = Linear()
-        params = fedcg.FedcgParams(steps=60, batch_size=8, gan_lr=0.01, diversity=diversity, weight_decay=0.0)
-        source = cast("FeatureSource", GivenFeatures(torch.zeros(16, 2)))
-        fedcg.train_gan(generator, Undecided(), source, params, context(quick_spec("fedcg")))
-        return float(generator.weight.detach().norm())
-
-    assert spread(1.0) > spread(0.0) + 0.5
 
 
 def test_the_two_gan_networks_pull_in_opposite_directions() -> None:

@@ -24,7 +24,7 @@ from tests.support.learning.learning_cases import (
     quick_spec,
     same,
 )
-from tests.support.learning.stub_networks import PATTERN, Answer, GivenFeatures, Linear, Scale, block_of
+from tests.support.learning.stub_networks import PATTERN, Answer, GivenFeatures, Scale, block_of
 
 
 def test_fedmd_cg_replays_the_label_distribution_that_came_down() -> None:
@@ -138,36 +138,6 @@ def test_equation_6_raises_the_asked_class_above_what_the_divergence_asks_for() 
     alone, asked = settled_answer(), settled_answer(lambda5=1.0)
     assert alone[0] - alone[1] == pytest.approx(1.0, abs=0.1)
     assert asked[0] - asked[1] > alone[0] - alone[1] + 0.5
-
-
-class Table(nn.Module):
-    """A generator with one answer per label."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.answers = nn.Parameter(torch.zeros(3, 3))
-
-    def forward(self, noise: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return self.answers[labels]
-
-
-def test_a_generator_of_fedmd_cg_learns_each_class_from_that_classs_features() -> None:
-    real = torch.tensor([[1.0, 0.0, 0.5], [0.0, 1.0, 0.0], [-1.0, -1.0, 2.0]])
-    source = GivenFeatures(real.repeat(4, 1), torch.arange(12) % 3)
-    generator = Table()
-    train(generator, source, steps=200, batch_size=4, generator_lr=0.05, lambda4=1.0)
-    assert torch.allclose(generator.answers.detach(), real, atol=0.05)
-
-
-def test_the_diversity_term_of_fedmd_cg_opens_the_generator() -> None:
-    def spread(lambda6: float) -> float:
-        generator = Linear()
-        real = torch.randn(16, 2, generator=torch.Generator().manual_seed(0))
-        weights = {"lambda4": 1.0, "lambda5": 1.0, "lambda6": lambda6, "weight_decay": 1e-4}
-        train(generator, GivenFeatures(real), steps=60, batch_size=8, generator_lr=0.02, **weights)
-        return float(generator.weight.detach().norm())
-
-    assert spread(10.0) > 2 * spread(0.0)
 
 
 def test_the_replayed_classes_follow_the_published_label_distribution() -> None:
