@@ -30,7 +30,7 @@ loaded = [name for name in ("torch", "paho", "onnx", "safetensors", "fedcg.wire"
 print("LOADED", loaded, file=sys.stderr)
 sys.exit(code)
 """
-"""A program that runs `fedcg` with its arguments and tells on stderr what of the learning core and the wire it loaded."""
+"""A program that runs `fedcg` with its arguments and prints on stderr what of the learning core and the wire it loaded."""
 
 
 def image_form(mode: str = "RGB", height: int = 20, width: int = 24) -> ImageForm:
