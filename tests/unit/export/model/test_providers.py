@@ -19,7 +19,7 @@ from export.build import variants
 from export.build.variants import HeldOut, add_variants
 from export.model import providers, versions
 from export.model.manifest import read_manifest
-from export.model.providers import available_providers, in_words
+from export.model.providers import available_providers
 from export.model.runtime import Model
 from export.model.versions import Slots
 from export.serving.live_model import ServedModel
@@ -77,13 +77,6 @@ def _held_out(root: Path, shape: tuple[int, int, int] = (20, 24, 3)) -> HeldOut:
     images = [random.integers(0, 256, shape, dtype=np.uint8) for _ in range(8)]
     labels = Model.load(root, threads=1).predict(images).argmax(axis=1)
     return HeldOut(images, [int(label) for label in labels], images[:4])
-
-
-def test_a_person_reads_the_order() -> None:
-    assert (
-        in_words(["TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider"])
-        == "TensorRT > CUDA > CPU"
-    )
 
 
 def test_each_model_has_engines_of_its_own_that_go_with_its_version(
