@@ -9,11 +9,10 @@ from hypothesis import strategies as st
 
 from fedcg.wire.errors import MalformedError, TooLargeError, TransportError
 from fedcg.wire.messages.messages import MAX_CHUNK_BYTES, ArtifactRef
-from fedcg.wire.transfer.chunk_window import MAX_RANGES, Grants
+from fedcg.wire.transfer.chunk_window import MAX_RANGES, Grants, Window
 from fedcg.wire.transfer.chunks import (
     FRAME_OVERHEAD_BYTES,
     Chunk,
-    Window,
     chunk_bytes_for,
     chunk_frame,
     parse_chunk,
