@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coordinator.rounds.records import AttemptState, ParticipantState
+from coordinator.rounds.records import AttemptState, ParticipantState, UpdateRecord
 from coordinator.rounds.round_engine import Phase
 from fedcg.wire.artifacts.artifacts import artifact_id, pack
 from fedcg.wire.messages.messages import (
@@ -167,12 +167,20 @@ def test_an_update_after_the_round_was_closed_without_it_is_late(make_world: Mak
     a, b = world.devices["a"], world.devices["b"]
     b.silent = True
     world.store.open_attempt(("tiny", 1, 1), world.base_id, frozenset("ab"), 1.0, 2.0)
+    store_update(world, "a")
     world.store.start_distilling(("tiny", 1, 1), 3.0)
     with RunningService(world):
         a.start()
         b.start()
         wait_until(lambda: b.session is not None, "a session")
         assert end_of(b, 1, 1, b.make_update(1, 1, world.base_id)).outcome is Outcome.LATE
+
+
+def store_update(world: World, name: str) -> None:
+    """The update of a device to the first attempt is accepted and stored."""
+    data = world.devices[name].make_update(1, 1, world.base_id)
+    artifact = world.artifacts.put(data)
+    world.store.end_update(UpdateRecord("tiny", 1, 1, name, artifact, len(data), Outcome.ACCEPTED, "", None, 1.0, 2.0))
 
 
 def spoilt(world: World, spoil: str) -> bytes:
@@ -398,6 +406,24 @@ def test_a_coordinator_that_comes_back_resumes_the_same_attempt_with_its_stored_
     assert world.workers[1].asked[:2] == [("open", 1, 1), ("add", "a", update_a)]
     assert ("finish", (("a", update_a, 11), ("b", update_b, 11))) in world.workers[1].asked
     assert [event["epoch"] for event in world.events("started")] == [1, 2]
+
+
+def test_a_coordinator_killed_after_a_rejection_merges_nothing_below_the_quorum(make_world: MakeWorld) -> None:
+    world = make_world(rounds=1)
+    key, store = ("tiny", 1, 1), world.store
+    store.open_attempt(key, world.base_id, frozenset("ab"), 0.0, 600.0)
+    for name in "ab":
+        store_update(world, name)
+    store.start_distilling(key, 3.0)
+    store.reject_update(key, "b", "its teacher pass failed")  # and then it is killed
+    with RunningService(world):
+        world.start_devices()
+        until_finished(world)
+    assert [(record.attempt, record.state) for record in store.attempts("tiny")] == [
+        (1, AttemptState.FAILED),
+        (2, AttemptState.CLOSED),
+    ]
+    assert [event["clients"] for event in world.events("distilling")] == [["a", "b"]]
 
 
 def test_a_coordinator_that_comes_back_after_the_end_still_serves_the_final_aggregate(make_world: MakeWorld) -> None:
