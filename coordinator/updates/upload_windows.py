@@ -182,13 +182,13 @@ class Uploads:
 
     def _grant(self, device: str, upload: _Upload, now: float) -> Grant | None:
         room = self._room(upload)
-        if room <= 0:
+        before = upload.receiver.under_way
+        ranges = upload.receiver.next_need(now, max(0, room))  # also without room: it gives up grants that stalled
+        self._count(upload, upload.receiver.under_way - before)
+        if ranges is None and room <= 0:
             self._held_back[device] = None
             return None
         self._held_back.pop(device, None)
-        before = upload.receiver.under_way
-        ranges = upload.receiver.next_need(now, room)
-        self._count(upload, upload.receiver.under_way - before)
         return None if ranges is None else Grant(device, upload.manifest, ranges)
 
     def _room(self, upload: _Upload) -> int:

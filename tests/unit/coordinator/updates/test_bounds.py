@@ -151,6 +151,21 @@ def test_all_devices_together_stay_under_the_shared_window_and_take_turns(world:
     assert sorted(ended) == ["a", "b", "c"]
 
 
+def test_chunks_that_were_lost_under_a_full_shared_window_are_granted_again(world: World) -> None:
+    shared = Window(chunks=8, bytes=1 << 30)
+    uploads = uploads_of(world, Window(chunks=4), shared)
+    data = {name: random.Random(name).randbytes(20 * 1024) for name in ("a", "b", "c")}
+    grants = {name: begin(uploads, name, manifest_of(world, content)) for name, content in data.items()}
+    assert [name for name, grant in grants.items() if grant is not None] == ["a", "b"]
+    granted: set[str] = set()
+    for tick in range(1, 100):  # whatever is granted is lost
+        now = 0.25 * tick
+        granted |= {grant.device for grant in uploads.stalled(now)}
+        granted |= {grant.device for grant in uploads.held_back(now)}
+        assert uploads._chunks <= shared.chunks
+    assert granted == {"a", "b", "c"}
+
+
 @pytest.fixture
 def published() -> Published:
     return Published()
