@@ -297,6 +297,23 @@ def test_a_failing_disk_or_database_ends_the_service_and_costs_no_update(
     assert world.store.updates(("tiny", 1, 1)) == []
 
 
+def test_a_damaged_base_on_the_coordinators_disk_ends_the_service_and_blames_no_device(
+    receiver: Receiver, world: World, published: Published, events: list[Any]
+) -> None:
+    data = world.devices["a"].make_update(1, 1, world.base_id)
+    base = world.artifacts.path(world.base_id)
+    damaged = bytearray(base.read_bytes())
+    damaged[-1] ^= 1
+    base.write_bytes(damaged)
+    with pytest.raises(OSError, match=r"damaged.*" + world.base_id):
+        deliver(receiver, manifest_of(world, data), data)
+    wait_until(lambda: bool(events), "the service is notified")
+    [broken] = events
+    assert isinstance(broken.error, OSError)
+    assert broken.error.filename == str(base)
+    assert (receiver._refusals.of("a"), published.receipts) == (0, [])
+
+
 def test_a_finished_coordinator_may_leave_when_its_devices_have_left(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
