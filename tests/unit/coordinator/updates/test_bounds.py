@@ -17,7 +17,7 @@ from coordinator.http.app import _ended
 from coordinator.rounds.round_engine import UpdateStored
 from coordinator.storage.store import Store
 from coordinator.updates import receiver as receiver_module
-from coordinator.updates.published_artifacts import PublishedArtifacts
+from coordinator.updates.published_artifacts import OPEN_FILES, PublishedArtifacts
 from coordinator.updates.receiver import Broken, Receiver
 from coordinator.updates.upload_windows import Grant, Received, Uploads
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
@@ -56,6 +56,16 @@ def test_published_artifacts_are_those_on_disk_and_damaged_ones_are_refused(tmp_
     artifacts.change_chunk_bytes(300)
     with pytest.raises(IntegrityError, match="damaged"):
         artifacts.source(artifact)
+
+
+def test_the_artifact_that_was_not_used_for_the_longest_time_is_closed_first(tmp_path: Path) -> None:
+    store = ArtifactStore(tmp_path)
+    ids = [store.put(bytes([number])) for number in range(OPEN_FILES + 1)]
+    artifacts = PublishedArtifacts(store, 300)
+    opened = [artifacts.source(artifact) for artifact in ids[:-1]]
+    assert artifacts.known(ids[0]) is opened[0]
+    artifacts.source(ids[-1])
+    assert [artifacts.known(artifact) is None for artifact in ids] == [False, True] + [False] * (OPEN_FILES - 1)
 
 
 def uploads_of(world: World, window: Window | None = None, shared: Window | None = None) -> Uploads:
