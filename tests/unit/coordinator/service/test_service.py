@@ -94,6 +94,15 @@ def test_two_rounds_run_from_hello_to_the_final_aggregate(make_world: MakeWorld)
     assert [record.state for record in world.store.attempts("tiny")] == [AttemptState.CLOSED] * 2
 
 
+def test_what_devices_accepted_in_earlier_rounds_is_not_kept(make_world: MakeWorld) -> None:
+    world = make_world(rounds=4)
+    with RunningService(world) as running:
+        world.start_devices()
+        until_finished(world)
+        assert len(world.events("accepted")) == 8
+        assert len(running.service._invitations._accepted) == 2
+
+
 def test_every_update_is_on_disk_and_in_the_database_before_its_receipt(make_world: MakeWorld) -> None:
     world = make_world()
     seen: list[bool] = []
