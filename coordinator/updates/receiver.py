@@ -301,10 +301,15 @@ class Receiver:
         if isinstance(event, Received):
             self._end_with(self._checks.check(event), event.manifest, event)
         elif event is not None:
-            with self._filled:  # granted frames may come as soon as the grant is published
-                frames = self._frames.get(event.device, SPARE_FRAMES) + sum(count for _, count in event.ranges)
-                self._frames[event.device] = min(frames, MAX_FRAMES)
+            if event.is_queued:
+                self._admit(event)
             self._publisher.need(event.device, event.manifest, event.ranges)
+
+    def _admit(self, grant: Grant) -> None:
+        """Let the granted frames in; they may come as soon as the grant is published."""
+        with self._filled:
+            frames = self._frames.get(grant.device, SPARE_FRAMES) + sum(count for _, count in grant.ranges)
+            self._frames[grant.device] = min(frames, MAX_FRAMES)
 
     # How an update ends
 

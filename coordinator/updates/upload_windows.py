@@ -19,11 +19,16 @@ from fedcg.wire.transfer.partial_files import DurableReceiver, Partials
 
 @dataclass(frozen=True)
 class Grant:
-    """Chunks that a device may send now."""
+    """Chunks that a device may send now.
+
+    Attributes:
+        is_queued: they come as frames over MQTT, through the coordinator's queue at the broker.
+    """
 
     device: str
     manifest: Manifest
     ranges: Ranges
+    is_queued: bool
 
 
 @dataclass(frozen=True)
@@ -189,7 +194,7 @@ class Uploads:
             self._held_back[device] = None
             return None
         self._held_back.pop(device, None)
-        return None if ranges is None else Grant(device, upload.manifest, ranges)
+        return None if ranges is None else Grant(device, upload.manifest, ranges, upload.is_queued)
 
     def _room(self, upload: _Upload) -> int:
         """How many more chunks of this upload the shared window takes; one transfer alone always gets some."""

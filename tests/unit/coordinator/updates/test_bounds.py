@@ -227,6 +227,16 @@ def test_a_frame_that_was_not_granted_never_reaches_the_receivers_thread(
     assert not receiver.frame("a", frame)
 
 
+def test_a_device_that_was_granted_chunks_over_https_may_send_no_frames(
+    receiver: Receiver, world: World, published: Published
+) -> None:
+    published.used_carrier = Carrier.HTTPS
+    data = world.devices["a"].make_update(1, 1, world.base_id)
+    receiver.announce("a", manifest_of(world, data))
+    wait_until(lambda: bool(published.needs), "chunks are granted")
+    assert not receiver.frame("a", next(frames_for(data, manifest_of(world, data).artifact)))
+
+
 def test_a_device_has_one_manifest_in_the_queue_however_many_it_sends(
     receiver: Receiver, world: World, published: Published
 ) -> None:
