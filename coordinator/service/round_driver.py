@@ -141,6 +141,7 @@ class RoundDriver:
         aggregates = self._store.aggregates(self._id)
         for aggregate in aggregates:
             self._published.allow(aggregate.artifact)
+        self._report_pruned(self._pruner.sweep(self._context.clock()))
         self._prune(aggregates[-1].round)
         self._published.allow(self._context.federation.spec)
         self._events.write("resumed", phase=self._state.phase.value, round=self._state.round)
@@ -212,7 +213,10 @@ class RoundDriver:
         shutil.rmtree(spilled, ignore_errors=True)
 
     def _prune(self, closed: int) -> None:
-        files, size = self._pruner.prune(closed)
+        self._report_pruned(self._pruner.prune(closed))
+
+    def _report_pruned(self, deleted: tuple[int, int]) -> None:
+        files, size = deleted
         if files:
             self._events.write("pruned", files=files, bytes=size)
 

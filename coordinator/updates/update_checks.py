@@ -105,8 +105,12 @@ class UpdateChecks:
         return self._record(device, manifest, manifest_at, Outcome.REJECTED, reason[:300])
 
     def store_end(self, record: UpdateRecord) -> UpdateRecord | None:
-        """Store how an update ended; see `Store.end_update`."""
-        return self._store.end_update(record)
+        """Store how an update ended; see `Store.end_update`. The file of one that was good and is not stored is deleted."""
+        stored = self._store.end_update(record)
+        is_stored = stored is not None and stored.artifact == record.artifact
+        if record.outcome is Outcome.ACCEPTED and not is_stored:  # else its id is only what the device announced
+            self._artifacts.delete(record.artifact)
+        return stored
 
     def _yardstick_for(self, attempt: AttemptRecord) -> Yardstick:
         """The base and the typical distances by which the updates of an attempt are measured, made once a round."""

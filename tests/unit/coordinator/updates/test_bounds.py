@@ -283,7 +283,17 @@ def test_an_update_whose_attempt_closed_while_it_came_is_late_although_the_round
     for frame in frames_for(data, manifest.artifact):
         receiver.chunk("a", parse_chunk(frame)).result(30)
     assert published.receipts == [(manifest.artifact.id, Outcome.LATE)]
+    assert not world.artifacts.has(manifest.artifact.id)
     assert (world.store.updates(("tiny", 1, 1)), events) == ([], [])
+
+
+def test_a_late_manifest_that_names_a_file_of_the_coordinator_does_not_delete_it(
+    receiver: Receiver, world: World, published: Published
+) -> None:
+    assert world.store.start_distilling(("tiny", 1, 1), 1.0) == []
+    receiver.announce("a", manifest_of(world, world.base))
+    wait_until(lambda: bool(published.receipts), "a receipt")
+    assert world.artifacts.has(world.base_id)
 
 
 @pytest.mark.parametrize(
