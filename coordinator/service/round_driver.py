@@ -297,7 +297,7 @@ class RoundDriver:
         reported = {update.client: update.examples for update in updates}
         weights = given_weights(reported, self._context.robustness)
         self._store.weigh(key, weights)
-        self._receiver.end_attempt(Outcome.LATE, "the round was closed without this update")
+        self._receiver.end_attempt(command.at, Outcome.LATE, "the round was closed without this update")
         where = {"round": command.round, "attempt": command.attempt}
         self._events.write("distilling", **where, clients=sorted(accepted))
         for client in sorted(client for client in reported if weights[client] != reported[client]):
@@ -316,7 +316,7 @@ class RoundDriver:
     def _fail_attempt(self, command: FailAttempt) -> None:
         now, first_attempt = self._context.clock(), command.first_attempt
         self._store.fail_attempt(self._key(command), command.reason, now, first_attempt)
-        self._receiver.end_attempt(Outcome.CLOSED, "the attempt ended without an aggregate")
+        self._receiver.end_attempt(command.at, Outcome.CLOSED, "the attempt ended without an aggregate")
         self._events.write("attempt_failed", round=command.round, attempt=command.attempt, reason=command.reason)
         self._drop_rows(command)
 

@@ -33,6 +33,7 @@ from fedcg.wire.messages.messages import (
     ArtifactRef,
     Manifest,
     Outcome,
+    RoundAttempt,
 )
 from fedcg.wire.transfer.broker_presets import LinkLimits
 from fedcg.wire.transfer.chunks import FRAME_OVERHEAD_BYTES, Chunk, read_frame
@@ -157,9 +158,9 @@ class Receiver:
         """Drop the upload of a device that is no longer a member."""
         self._put(lambda: self._end(device))
 
-    def end_attempt(self, outcome: Outcome, reason: str) -> None:
-        """End all uploads, also those that earlier processes left: the attempt takes no more updates."""
-        self._put(lambda: self._end_all(outcome, reason))
+    def end_attempt(self, attempt: RoundAttempt, outcome: Outcome, reason: str) -> None:
+        """End the uploads of an attempt that takes no more updates, and delete what earlier processes left."""
+        self._put(lambda: self._end_all(attempt, outcome, reason))
 
     def tick(self) -> None:
         """Grant again to uploads that stalled."""
@@ -375,10 +376,10 @@ class Receiver:
             self._frames.pop(device, None)
         self._uploads.end(device)
 
-    def _end_all(self, outcome: Outcome, reason: str) -> None:
-        abandoned = self._uploads.manifests()
+    def _end_all(self, attempt: RoundAttempt, outcome: Outcome, reason: str) -> None:
+        ended = self._uploads.end_attempt(attempt)
         with self._filled:
-            self._frames.clear()
-        self._uploads.clear()
-        for device, manifest in abandoned.items():
+            for device in ended:
+                self._frames.pop(device, None)
+        for device, manifest in ended.items():
             self._publisher.receipt(device, manifest, outcome, reason)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedcg.wire.messages.messages import Carrier, Manifest
+from fedcg.wire.messages.messages import Carrier, Manifest, RoundAttempt
 from fedcg.wire.transfer.chunk_window import Ranges, Window
 from fedcg.wire.transfer.chunks import Chunk
 from fedcg.wire.transfer.partial_files import DurableReceiver, Partials
@@ -61,7 +61,7 @@ class _Upload:
 
 
 class Uploads:
-    """The receivers of one attempt.
+    """The receivers of one federation's updates.
 
     Args:
         partials: where half-received updates lie.
@@ -148,20 +148,24 @@ class Uploads:
         upload = self._active.get(device)
         return None if upload is None else upload.manifest
 
-    def manifests(self) -> dict[str, Manifest]:
-        """The updates that are under way, by device."""
-        return {device: upload.manifest for device, upload in self._active.items()}
-
     def end(self, device: str) -> None:
         """Forget a device's upload and its chunks."""
         upload = self._let_go(device)
         if upload is not None:
             self._partials.discard(upload.manifest.artifact.id, device)
 
-    def clear(self) -> None:
-        """Forget all uploads, also those that an earlier process left: the attempt takes no more updates."""
-        self.close()
+    def end_attempt(self, attempt: RoundAttempt) -> dict[str, Manifest]:
+        """Forget the uploads of an attempt, and files that an earlier process left: the attempt takes no more updates.
+
+        Returns:
+            The manifests of those uploads, by device.
+        """
+        manifests = {device: upload.manifest for device, upload in self._active.items()}
+        ended = {device: manifest for device, manifest in manifests.items() if manifest.at <= attempt}
+        for device in ended:
+            self.end(device)
         self._partials.clear()
+        return ended
 
     def close(self) -> None:
         """Close all files; received chunks stay on disk for the next process."""

@@ -23,7 +23,7 @@ from coordinator.updates.upload_windows import Grant, Received, Uploads
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.artifacts.artifacts import artifact_id
 from fedcg.wire.errors import IntegrityError, TransportError
-from fedcg.wire.messages.messages import MAX_CHUNK_BYTES, Carrier, Manifest, Outcome
+from fedcg.wire.messages.messages import MAX_CHUNK_BYTES, Carrier, Manifest, Outcome, RoundAttempt
 from fedcg.wire.transfer.chunk_window import Window
 from fedcg.wire.transfer.chunks import parse_chunk
 from fedcg.wire.transfer.partial_files import Partials
@@ -251,6 +251,29 @@ def test_a_device_has_one_manifest_in_the_queue_however_many_it_sends(
     assert asked.result(30)
     wait_until(lambda: bool(published.needs), "the newest one is answered")
     assert published.receipts == []
+
+
+def test_the_end_of_an_attempt_ends_no_upload_of_the_next_one(
+    receiver: Receiver, world: World, published: Published
+) -> None:
+    old, new = (world.devices["a"].make_update(1, attempt, world.base_id) for attempt in (1, 2))
+    other = manifest_of(world, world.devices["b"].make_update(1, 1, world.base_id))
+    receiver.announce("b", other)
+    assert receiver.announced("b").result(30) == other.artifact
+    busy = threading.Event()
+    asked = receiver._ask(lambda: busy.wait(30))
+    receiver.announce("a", manifest_of(world, old))  # waits, and the next one takes its turn
+    world.store.fail_attempt(("tiny", 1, 1), "x", 1.0)
+    receiver.end_attempt(RoundAttempt(1, 1), Outcome.CLOSED, "the attempt ended without an aggregate")
+    world.store.open_attempt(("tiny", 1, 2), world.base_id, frozenset(world.clients), 2.0, 600.0)
+    manifest = manifest_of(world, new).model_copy(update={"attempt": 2})
+    receiver.announce("a", manifest)
+    busy.set()
+    assert asked.result(30)
+    for frame in frames_for(new, manifest.artifact):
+        receiver.chunk("a", parse_chunk(frame)).result(30)
+    wait_until(lambda: len(published.receipts) == 2, "two receipts")
+    assert published.receipts == [(other.artifact.id, Outcome.CLOSED), (manifest.artifact.id, Outcome.ACCEPTED)]
 
 
 def deliver(receiver: Receiver, manifest: Manifest, data: bytes) -> None:
