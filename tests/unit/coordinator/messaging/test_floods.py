@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -53,6 +55,18 @@ def test_a_bucket_gives_what_it_holds_and_then_what_it_gains() -> None:
     clock.now = 100.0  # never more than it holds
     assert taken(lambda: buckets.take("a"), 9) == 5
     assert taken(lambda: buckets.take("b"), 9) == 5
+
+
+def test_threads_that_share_a_bucket_take_no_more_than_it_holds() -> None:
+    buckets: Buckets[str] = Buckets(per_s=1.0, at_once=5_000.0, clock=Clock())
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            counts = list(threads.map(lambda _: taken(lambda: buckets.take("a"), 5_000), range(4)))
+    finally:
+        sys.setswitchinterval(before)
+    assert sum(counts) == 5_000
 
 
 def sent(limits: FloodLimits, clock: Clock, rate: int, seconds: float, device: str = "a") -> int:
