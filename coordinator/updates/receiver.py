@@ -2,7 +2,8 @@
 
 Manifests and chunks are handled in the order of their arrival. Chunk frames come straight from the transport, and only as
 many as their device was granted are queued; the queue is bounded in bytes, and a frame that does not fit is dropped, counted,
-and asked for again. The database decides whether an attempt still takes an update, so no answer waits for the loop that drives the rounds.
+and asked for again. The database decides whether an attempt still takes an update, so after a manifest
+no answer waits for the loop that drives the rounds.
 """
 
 from __future__ import annotations
