@@ -180,19 +180,11 @@ class _Child:
 
 
 def requests_of(connection: Connection) -> Iterator[Any]:
-    """The parent's requests, in the child: ask for the next one when a request is done. The child ends with its parent."""
-    waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
-
-    def read() -> None:
-        with contextlib.suppress(EOFError, OSError):
-            while True:
-                waiting.put(connection.recv())
-        os._exit(0)  # the parent is gone, and its requests are of no use
-
-    threading.Thread(target=read, name="requests", daemon=True).start()
-    for handled in itertools.count():
-        connection.send(Rested(handled))
-        yield waiting.get()
+    """The parent's requests, in the child, until the parent is gone: ask for the next one when a request is done."""
+    with contextlib.suppress(EOFError, OSError):
+        for handled in itertools.count():
+            connection.send(Rested(handled))
+            yield connection.recv()
 
 
 def _run_child(connection: Connection, parent: int, main: Callable[..., None], arguments: tuple[Any, ...]) -> None:

@@ -7,7 +7,7 @@ import http.client
 import ssl
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -261,16 +261,16 @@ def test_a_device_has_a_few_requests_at_once_and_others_are_not_held_up(bench: B
 def test_fetches_that_wait_for_the_disk_count_among_a_devices_requests(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert bench.running is not None
-    published, base = bench.running.service.published, bench.world.base_id
-    source, may_read = published.source, threading.Semaphore(0)
+    published, base = bench.service.published, bench.world.base_id
+    may_read = threading.Semaphore(0)
+    source: Callable[[str], ChunkFile] = published.source
 
     def slow_source(artifact: str) -> ChunkFile:
         may_read.acquire()
         return source(artifact)
 
     monkeypatch.setattr(carrier_api, "MEMBER_S", 1000.0)  # no read of the register waits for the same threads
-    assert bench.get("a", base).status == 200
+    assert ask(bench.port, bench.pki, "a", READY_PATH).status == 204  # takes no place
     monkeypatch.setattr(published, "source", slow_source)
     with ThreadPoolExecutor(7) as threads:
         fetches = [threads.submit(bench.get, "a", base) for _ in range(7)]

@@ -15,7 +15,8 @@ from fedcg.wire.artifacts.artifacts import unpack
 from fedcg.wire.messages.messages import Carrier, Manifest, Outcome
 from fedcg.wire.transfer.chunks import parse_chunk
 from tests.support.coordinator.published import Published, receiver_of
-from tests.support.coordinator.world import World, aggregate_bytes, tiny_spec
+from tests.support.coordinator.toy_artifacts import aggregate_bytes, tiny_spec
+from tests.support.coordinator.world import World
 from tests.support.waiting import wait_until
 from tests.support.wire.artifact_chunks import frames_for, make_ref
 
