@@ -4,6 +4,8 @@ CoordinatorError
 ├── HomeError           a coordinator's directory that is missing, in use, or not what it should be
 ├── ConfigError         a configuration file with errors; all of them are named
 ├── PlanError           a federation plan that can't be opened
+├── SteeringError       a change of a federation or a device that can't be made now
+│   └── NotFoundError   what was named does not exist
 ├── EnrolmentError      a device that can't be added
 ├── StoreError          the database refused, or has another version
 ├── AggregationError    the updates of an attempt could not be merged
@@ -33,6 +35,14 @@ class ConfigError(CoordinatorError):
 
 class PlanError(CoordinatorError):
     """A federation plan that can't be opened."""
+
+
+class SteeringError(CoordinatorError):
+    """A change of a federation or a device that can't be made now."""
+
+
+class NotFoundError(SteeringError):
+    """What was named does not exist."""
 
 
 class EnrolmentError(CoordinatorError):

@@ -253,8 +253,6 @@ def _barred(state: RoundState, event: Barred, now: float) -> Step:
 
 def _policy_changed(state: RoundState, event: PolicyChanged, now: float) -> Step:
     state = replace(state, policy=event.policy)
-    if state.phase is Phase.FINISHED and state.round < event.policy.rounds:
-        return _open_if_enough(_waiting(state, state.round + 1, 1, first_attempt=1), now)
     if state.phase is Phase.COLLECTING:
         moved, commands = _move_deadline(state, min(state.deadline_at, now + event.policy.deadline_s))
         judged, more = _judge(moved, now)
@@ -279,7 +277,7 @@ def _stopped(state: RoundState, event: Stopped, now: float) -> Step:
     if state.phase is Phase.FINISHED:
         return state, ()
     under_way = state.phase in (Phase.COLLECTING, Phase.DISTILLING)
-    failed = FailAttempt(state.round, state.attempt, event.reason, state.first_attempt)
+    failed = FailAttempt(state.round, state.attempt, event.reason, state.attempt + 1)
     ended = replace(state, phase=Phase.FINISHED, reason=event.reason, held="")
     return ended, (failed, Finish()) if under_way else (Finish(),)
 

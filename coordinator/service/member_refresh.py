@@ -16,7 +16,7 @@ from coordinator.messaging.cohort_marks import Cohorts
 from coordinator.messaging.flood_limits import FLOOD_PER_S, SILENCE_S
 from coordinator.messaging.message_checks import MessageChecks
 from coordinator.messaging.publisher import Publisher
-from coordinator.rounds.pacing import Expected
+from coordinator.rounds.pacing import Barred, Expected
 from coordinator.rounds.records import DeviceState, ParticipantState
 from coordinator.rounds.round_engine import Departed, Phase
 from coordinator.service.round_driver import RoundDriver
@@ -74,6 +74,16 @@ class MemberRefresh:
         self._read_at = time.monotonic()
         members = self._context.store.members()
         self._round_driver.apply(Expected(frozenset(member.id for member in members)))
+        barred = {
+            member.id: f"disabled by an operator: {member.disabled_because}".removesuffix(": ")
+            for member in members
+            if member.disabled_at is not None
+        }
+        if self._round_driver.requires_cohort_secret:
+            barred |= self._cohorts.outsiders()
+        if barred != self._round_driver.state.barred:
+            self._context.events.write("barred", clients=[f"{name}: {why}" for name, why in sorted(barred.items())])
+            self._round_driver.apply(Barred(barred))
         for device in sorted(self._message_checks.learn_keys((member.id, member.public_key) for member in members)):
             self._context.events.write("departed", client=device)
             self._cohorts.forget(device)

@@ -28,7 +28,8 @@ from coordinator.aggregation.worker_messages import (
 )
 from coordinator.errors import StoreError
 from coordinator.messaging.publisher import Publisher
-from coordinator.rounds.records import AggregateRecord
+from coordinator.rounds.pacing import Held, Policy, PolicyChanged, Released, Stopped
+from coordinator.rounds.records import AggregateRecord, FederationRecord, FederationStatus
 from coordinator.rounds.round_commands import (
     Command,
     Distil,
@@ -56,7 +57,7 @@ from coordinator.storage.store import Key
 from coordinator.updates.published_artifacts import PublishedArtifacts
 from coordinator.updates.receiver import Receiver
 from coordinator.updates.robustness import Distances, given_weights, limits_of, medians_of, over
-from coordinator.updates.track_record import LEFT_OUT_ROUNDS, left_out, typical_distances
+from coordinator.updates.track_record import LEFT_OUT_ROUNDS, left_out, plateau_reason, typical_distances
 from fedcg.wire.messages.messages import Outcome
 
 _REPORTS: dict[type[WorkerEvent], str] = {
@@ -104,10 +105,8 @@ class RoundDriver:
         self._worker = worker
         self._receiver = receiver
         self._pruner = Pruner(context.store, context.artifacts, self._id, context.keep_rounds, self._forget)
-        self._policy = replace(
-            context.federation.policy, gather_s=context.rounds.gather_s, retry_s=context.rounds.retry_s
-        )
-        self._state = RoundState(self._policy)
+        self._record = context.federation
+        self._state = RoundState(self._policy_of(context.federation))
         self.announced_at = 0.0
         self.worker_pid: int | None = None
         self._base = ""
@@ -129,6 +128,11 @@ class RoundDriver:
         return self._state
 
     @property
+    def requires_cohort_secret(self) -> bool:
+        """Whether devices without the others' cohort secret are not invited."""
+        return self._record.operator_policy.require_cohort
+
+    @property
     def base(self) -> str:
         """Artifact id of the aggregate that the open attempt starts from."""
         return self._base
@@ -137,7 +141,7 @@ class RoundDriver:
         """Rebuild the state from the database and go on where it was left."""
         stored = self._store.round_state(self._id)
         pace = replace(stored.pace, expected=self._state.pace.expected)
-        self._state = replace(stored, policy=self._policy, pace=pace)
+        self._state = replace(stored, policy=self._state.policy, pace=pace, barred=self._state.barred)
         aggregates = self._store.aggregates(self._id)
         for aggregate in aggregates:
             self._published.allow(aggregate.artifact)
@@ -146,6 +150,35 @@ class RoundDriver:
         self._events.write("resumed", phase=self._state.phase.value, round=self._state.round)
         self._judge_devices(self._state.round)
         self.apply(Restarted())
+        self._follow_status(self._record)
+
+    def follow(self, record: FederationRecord, *, resume: bool = False) -> None:
+        """Follow what an operator changed; `resume` also lets a federation go on that paused after failed attempts."""
+        before, self._record = self._record, record
+        policy = self._policy_of(record)
+        if policy != self._state.policy:
+            self.apply(PolicyChanged(policy))
+        if (record.status, record.status_reason) != (before.status, before.status_reason):
+            self._follow_status(record)
+        if resume:
+            self.apply(Released())
+
+    def _follow_status(self, record: FederationRecord) -> None:
+        if record.status is FederationStatus.STOPPED:
+            self.apply(Stopped(record.status_reason))
+        elif record.status is FederationStatus.HELD:
+            self.apply(Held(record.status_reason))
+        elif self._state.held:
+            self.apply(Released())
+
+    def _policy_of(self, record: FederationRecord) -> Policy:
+        """The federation's policy with the coordinator's own waiting times and secret."""
+        return replace(
+            record.engine_policy,
+            gather_s=self._context.rounds.gather_s,
+            retry_s=self._context.rounds.retry_s,
+            selection_key=self._context.worker.secret,
+        )
 
     def apply(self, event: Event) -> None:
         """Pass an event to the engine and carry out its commands."""
@@ -205,7 +238,13 @@ class RoundDriver:
         self._drop_rows(done)
         self._prune(done.round)
         self._judge_devices(done.round + 1)
+        plateau = plateau_reason(self._store, self._id, self._record.operator_policy)
+        if plateau:  # before the next attempt opens
+            self._store.set_status(self._id, FederationStatus.STOPPED, plateau)
+            self.apply(Held(plateau))
         self.apply(AggregateStored(done.round, done.attempt))
+        if plateau:
+            self.apply(Stopped(plateau))
 
     def _drop_rows(self, ended: JobDone | FailAttempt) -> None:
         spilled = spill_directory(self._context.worker.spill, self._id, ended.round, ended.attempt)
@@ -227,7 +266,7 @@ class RoundDriver:
         if state.phase in (Phase.WAITING, Phase.PAUSED):
             return
         finished = state.phase is Phase.FINISHED
-        aggregate = (self._aggregate(state.round)).artifact if finished else self._base
+        aggregate = self._store.aggregates(self._id)[-1].artifact if finished else self._base
         spec_ref = self._published.ref(self._context.federation.spec)
         aggregate_ref = self._published.ref(aggregate)
         if finished:
@@ -315,14 +354,21 @@ class RoundDriver:
         self._receiver.end_attempt(Outcome.CLOSED, "the attempt ended without an aggregate")
         self._events.write("attempt_failed", round=command.round, attempt=command.attempt, reason=command.reason)
         self._drop_rows(command)
+        self._judge_devices(command.round)
 
     def _pause(self, command: Pause) -> None:
         log.error("federation %s is paused: %s", self._id, command.reason)
         self._events.write("paused", reason=command.reason)
 
     def _finish(self, command: Finish) -> None:
-        final = self._aggregate(self._state.round)
-        self._events.write("finished", round=self._state.round, attempt=self._state.attempt, aggregate=final.artifact)
+        final = self._store.aggregates(self._id)[-1]
+        self._events.write(
+            "finished",
+            round=self._state.round,
+            attempt=self._state.attempt,
+            aggregate=final.artifact,
+            reason=self._state.reason,
+        )
         self.announce()
 
     def _aggregate(self, round_number: int) -> AggregateRecord:

@@ -20,6 +20,7 @@ from coordinator.messaging.flood_limits import FloodLimits
 from coordinator.messaging.message_checks import FromDevice, MessageChecks, Sessions
 from coordinator.messaging.publisher import Publisher, status_will
 from coordinator.rounds.pacing import LinkChanged
+from coordinator.rounds.records import FederationRecord
 from coordinator.rounds.round_engine import Phase, RoundState, Tick, UpdateRefused, UpdateStored
 from coordinator.service.invitations import REMIND_S, Invitations
 from coordinator.service.liveness import Liveness
@@ -46,6 +47,7 @@ OFFER_EVERY_S = 30.0
 LEAVE_AFTER_S = 5.0
 LEAVE_AT_LATEST_S = 60.0
 CLOSE_TIMEOUT_S = 2.0
+STEER_TIMEOUT_S = 30.0
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +57,14 @@ class _Stop:
     pass
 
 
-_Item = Delivery | Reply | Exited | UpdateStored | UpdateRefused | Broken | LinkChanged | _Stop
+@dataclass(frozen=True)
+class _Steer:
+    record: FederationRecord
+    resume: bool
+    done: Future[None]
+
+
+_Item = Delivery | Reply | Exited | UpdateStored | UpdateRefused | Broken | LinkChanged | _Stop | _Steer
 
 
 class Service:
@@ -179,6 +188,12 @@ class Service:
                 ticked_at = time.monotonic()
                 self._tick()
 
+    def steer(self, record: FederationRecord, *, resume: bool = False) -> None:
+        """Follow what an operator changed in the federation or its devices; returns when it is done. From another thread."""
+        done: Future[None] = Future()
+        self._queue.put(_Steer(record, resume, done))
+        done.result(STEER_TIMEOUT_S)
+
     def stop(self) -> None:
         """Make `run` return. From any thread."""
         self._queue.put(_Stop())
@@ -223,6 +238,10 @@ class Service:
             self._round_driver.apply(item)
         elif isinstance(item, Broken):
             raise item.error
+        elif isinstance(item, _Steer):
+            self._members.refresh()
+            self._round_driver.follow(item.record, resume=item.resume)
+            item.done.set_result(None)
         elif not isinstance(item, _Stop):
             for event in self._worker.follow(item):
                 self._round_driver.follow_worker(event)

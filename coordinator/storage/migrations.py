@@ -29,6 +29,15 @@ _STEPS: dict[int, tuple[str, ...]] = {
     ),
     # how far updates are from their base, and what they count for
     3: ("ALTER TABLE updates ADD COLUMN distances VARCHAR", "ALTER TABLE updates ADD COLUMN weight INTEGER"),
+    4: (
+        "ALTER TABLE federations ADD COLUMN status VARCHAR DEFAULT 'running' NOT NULL",
+        "ALTER TABLE federations ADD COLUMN status_reason VARCHAR DEFAULT '' NOT NULL",
+        "ALTER TABLE federations ADD COLUMN policy VARCHAR DEFAULT '{}' NOT NULL",
+        "ALTER TABLE federations ADD COLUMN continued_from VARCHAR",
+        "ALTER TABLE devices ADD COLUMN disabled_at FLOAT",
+        "ALTER TABLE devices ADD COLUMN disabled_because VARCHAR DEFAULT '' NOT NULL",
+        "ALTER TABLE updates ADD COLUMN figures VARCHAR",
+    ),
 }
 SCHEMA_VERSION = max(_STEPS) + 1
 

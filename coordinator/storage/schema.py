@@ -54,6 +54,8 @@ devices = Table(
     Column("state", String, nullable=False, server_default="enrolled"),
     Column("ended_at", Float),
     Column("ended_because", String, nullable=False, server_default=""),
+    Column("disabled_at", Float),
+    Column("disabled_because", String, nullable=False, server_default=""),
 )
 certificates = Table(
     "certificates",
@@ -92,6 +94,10 @@ federations = Table(
     Column("deadline_s", Float, nullable=False),
     Column("first_attempt", Integer, nullable=False, default=1),
     Column("created_at", Float, nullable=False),
+    Column("status", String, nullable=False, server_default="running"),
+    Column("status_reason", String, nullable=False, server_default=""),
+    Column("policy", String, nullable=False, server_default="{}"),
+    Column("continued_from", String),
 )
 key_links = Table(
     "key_links",
@@ -145,6 +151,7 @@ updates = Table(
     Column("stored_at", Float, nullable=False),
     Column("distances", String),
     Column("weight", Integer),
+    Column("figures", String),
 )
 aggregates = Table(
     "aggregates",

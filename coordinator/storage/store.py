@@ -22,6 +22,7 @@ from coordinator.rounds.records import (
     DeviceRecord,
     DeviceState,
     FederationRecord,
+    FederationStatus,
     ParticipantRecord,
     ParticipantState,
     UpdateRecord,
@@ -98,6 +99,12 @@ class Store(schema.Queries):
         table = schema.devices
         self._write(update(table).where(table.c.id == device).values(last_seen_at=now, agent=agent))
 
+    def disable(self, device: str, at: float | None, reason: str) -> None:
+        """Store that a device is not invited since a time, or (None) that it is."""
+        table = schema.devices
+        values = {"disabled_at": at, "disabled_because": reason[:300]}
+        self._write(update(table).where(table.c.id == device).values(**values))
+
     # Federations
 
     def add_federation(self, federation: FederationRecord, initial: AggregateRecord) -> None:
@@ -134,6 +141,17 @@ class Store(schema.Queries):
         last = self.last_attempt(federation)
         if last is not None and last.state is AttemptState.FAILED:
             self._write(_count_from(federation, last.attempt + 1))
+
+    def set_status(self, federation: str, status: FederationStatus, reason: str) -> None:
+        """Store what the operator wants of a federation, and why."""
+        table = schema.federations
+        values = {"status": status.value, "status_reason": reason[:300]}
+        self._write(update(table).where(table.c.id == federation).values(**values))
+
+    def set_policy(self, federation: str, policy: str) -> None:
+        """Store how the rounds of a federation go, as JSON of `RoundPolicy`."""
+        table = schema.federations
+        self._write(update(table).where(table.c.id == federation).values(policy=policy))
 
     def key_links(self, federation: str) -> tuple[KeyLink, ...]:
         """How the coordinator's message key was replaced, oldest first."""
@@ -306,19 +324,20 @@ class Store(schema.Queries):
         """The state of the round engine, rebuilt; no client is online in it."""
         record = self.federation(federation)
         last = self.last_attempt(federation)
-        state = RoundState(policy=record.policy, first_attempt=record.first_attempt)
+        policy = record.engine_policy
+        state = RoundState(policy, first_attempt=record.first_attempt)
         if last is None:
             return state
         if last.state is AttemptState.CLOSED:
-            if last.round >= record.rounds:
-                return RoundState(record.policy, Phase.FINISHED, last.round, last.attempt)
-            return RoundState(record.policy, round=last.round + 1)
+            if last.round >= policy.rounds:
+                return RoundState(policy, Phase.FINISHED, last.round, last.attempt)
+            return RoundState(policy, round=last.round + 1)
         if last.state is AttemptState.FAILED:
             return record.after_failure(last)
         people = self.participants((federation, last.round, last.attempt))
         stored = self.updates((federation, last.round, last.attempt))
         return RoundState(
-            record.policy,
+            policy,
             Phase.COLLECTING if last.state is AttemptState.COLLECTING else Phase.DISTILLING,
             last.round,
             last.attempt,

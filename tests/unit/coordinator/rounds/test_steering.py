@@ -61,17 +61,9 @@ def test_a_paused_federation_is_released_without_a_restart_and_counts_failures_a
 
 def test_a_stopped_federation_fails_its_attempt_and_ends_with_the_last_aggregate() -> None:
     state, commands = play(opened(), Stopped("enough"))
-    assert commands == [FailAttempt(1, 1, "enough", 1), Finish()]
+    assert commands == [FailAttempt(1, 1, "enough", 2), Finish()]
     assert (state.phase, state.reason) == (Phase.FINISHED, "enough")
     assert play(state, Stopped("again"), CameOnline("c"))[1] == []
-
-
-def test_a_finished_federation_goes_on_when_it_gets_more_rounds() -> None:
-    state = opened(policy=replace(POLICY, rounds=1))
-    state, commands = closed(state)
-    assert commands[-1] == Finish()
-    state, commands = play(state, PolicyChanged(POLICY))
-    assert commands[0] == OpenAttempt(2, 1, frozenset("ab"), 100.0)
 
 
 def test_a_shorter_deadline_counts_from_the_change_and_a_longer_one_from_the_next_attempt() -> None:
