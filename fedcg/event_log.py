@@ -47,6 +47,7 @@ class EventLog:
     Args:
         path: of the file.
         clock: unix time.
+        about: fields of every line.
         allows: whether one more line of (event, client) is written; lines without a client always are.
     """
 
@@ -56,6 +57,11 @@ class EventLog:
         self._path = path
         self._clock = clock
         self._allows = allows
+        self._about = about or {}
+
+    def about(self, **fields: EventValue) -> EventLog:
+        """The same log, whose lines all have these fields."""
+        return EventLog(self._path, self._clock, self._allows, {**self._about, **fields})
 
     def write(self, event: str, **fields: EventValue) -> bool:
         """Append one event; a full disk never stops the program.
@@ -66,7 +72,7 @@ class EventLog:
         client = fields.get("client")
         if isinstance(client, str) and not self._allows(event, client):
             return False
-        line = json.dumps({"t": round(self._clock(), 3), "event": event, **fields}) + "\n"
+        line = json.dumps({"t": round(self._clock(), 3), "event": event, **self._about, **fields}) + "\n"
         try:
             descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         except OSError:

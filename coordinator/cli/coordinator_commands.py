@@ -126,8 +126,8 @@ def federation_plan(
     as_json: AsJson = False,
 ) -> None:
     """Check a plan, or print an example of one; docs/plan.md has every field."""
-    from coordinator.cli.create_federation import example_plan, read_plan
     from coordinator.errors import PlanError
+    from coordinator.service.create_federation import example_plan, read_plan
 
     if example:
         print(example_plan(), end="")
@@ -145,8 +145,8 @@ def federation_create(
     as_json: AsJson = False,
 ) -> None:
     """Open a federation: check the plan, complete it to a spec, make the initial aggregate."""
-    from coordinator.cli.create_federation import read_plan
     from coordinator.cli.opening import open_federation
+    from coordinator.service.create_federation import read_plan
 
     with store_of(directory) as (home, store), home.changing_members():
         record, initial = open_federation(home, store, read_plan(plan))

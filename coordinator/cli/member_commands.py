@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from coordinator.storage.store import Store
     from fedcg.event_log import EventLog
 
+JoinedFederation = Annotated[
+    str | None,
+    typer.Option("--federation", help="The federation that the device joins; needed where there are several."),
+]
 token_app = typer.Typer(help="Make, list and revoke the one-time tokens that devices enrol with.", no_args_is_help=True)
 device_app = typer.Typer(
     help="List, show and revoke devices; make bundles for sites without a network.", no_args_is_help=True
@@ -41,6 +45,7 @@ def token_create(
         str | None,
         typer.Option(help="URL under which devices reach the enrolment listener, if not the one in coordinator.toml."),
     ] = None,
+    federation: JoinedFederation = None,
     as_json: AsJson = False,
 ) -> None:
     """Make a one-time token for a device; it is shown once, and holds the digest of this coordinator's authority."""
@@ -49,7 +54,9 @@ def token_create(
 
     with store_of(directory) as (home, store):
         now = time.time()
-        token = create_token(home, store, now, device=device, replaces=replaces, hours=hours, url=url)
+        token = create_token(
+            home, store, now, device=device, replaces=replaces, hours=hours, url=url, federation=federation
+        )
         is_broker_here = bool(running_brokers(home))
         expires_at = now + hours * 3600
         _event_log(home).write("token_created", token=token.id, client=token.device or "", until=expires_at)
@@ -100,6 +107,7 @@ def device_add(
     ids: Annotated[list[str], typer.Argument(help="Ids: lower-case letters, digits, dashes.")],
     directory: Directory,
     out: Annotated[Path, typer.Option("--out", help="Where the bundles go: OUT/ID.")],
+    federation: JoinedFederation = None,
     as_json: AsJson = False,
 ) -> None:
     """Enrol devices without a network: certificate, keys and agent.toml of each in a bundle that a person carries.
@@ -110,7 +118,7 @@ def device_add(
     from coordinator.members.bundle_enrolment import enrol
 
     with store_of(directory) as (home, store), home.changing_members():
-        bundles = enrol(home, store, ids, out, time.time())
+        bundles = enrol(home, store, ids, out, time.time(), federation)
         reloaded = publish_access(home)
     values: dict[str, object] = {
         "devices": {device: str(path) for device, path in bundles.items()},

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import signal
 import ssl
+import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from functools import partial
 
@@ -16,7 +17,6 @@ from starlette.responses import JSONResponse
 from coordinator.aggregation.worker_messages import WorkerSettings
 from coordinator.broker.access_lists import publish_access, silence
 from coordinator.config import CoordinatorConfig, check_api_host
-from coordinator.errors import HomeError
 from coordinator.http.app import Beside, create_app
 from coordinator.http.carrier_api import create_carrier_app
 from coordinator.http.enrolment_api import create_enrolment_app
@@ -29,7 +29,8 @@ from coordinator.paths import Home
 from coordinator.pki.authority import CA_NAME, credential_of, server_credential
 from coordinator.pki.server_tls import server_context
 from coordinator.pki.signing_keys import SigningIdentity, load_signing_identity
-from coordinator.service.service import Service
+from coordinator.rounds.records import FederationRecord
+from coordinator.service.coordinator import ContextOf, Coordinator
 from coordinator.service.service_context import ServiceContext
 from coordinator.storage.store import Store
 from fedcg.event_log import EventLog
@@ -56,7 +57,7 @@ def run_coordinator(home: Home, *, exit_when_finished: bool = False, print_line:
         The exit code: 0 when it was asked to end or is finished, 1 when it failed.
 
     Raises:
-        HomeError: another coordinator runs there, or it has no federation yet.
+        HomeError: another coordinator runs there.
         ConfigError: the configuration is not usable.
     """
     config = home.require().config()
@@ -68,38 +69,42 @@ def run_coordinator(home: Home, *, exit_when_finished: bool = False, print_line:
         bound("api", config.api.host, config.api.port, connections) as listener,
         listening("enrolment", config.enrolment, config.enrolment_host, connections) as enrolment,
         listening("carrier", config.carrier, config.carrier_host, connections) as carrier,
-        _context(home, config) as context,
+        _opened(home) as (store, events),
     ):
-        print_line(f"coordinator of {context.federation.id} on http://{config.api.host}:{config.api.port}")
+        there = ", ".join(record.id for record in store.federations()) or "no federation yet"
+        print_line(f"coordinator of {there} on http://{config.api.host}:{config.api.port}")
         if enrolment is not None:
             print_line(f"enrolment on {config.enrolment_url}")
         if carrier is not None:
             print_line(f"HTTPS carrier on {config.carrier_url}")
 
         @asynccontextmanager
-        async def serve_devices(service: Service) -> AsyncIterator[None]:
+        async def serve_devices(coordinator: Coordinator) -> AsyncIterator[None]:
             async with AsyncExitStack() as servers:
                 if enrolment is not None:
-                    await servers.enter_async_context(_enrolment(home, config, context, enrolment))
+                    await servers.enter_async_context(_enrolment(home, config, coordinator, enrolment))
                 if carrier is not None:
-                    await servers.enter_async_context(_carrier(home, config, service, carrier))
+                    await servers.enter_async_context(_carrier(home, config, coordinator, carrier))
                 yield
 
-        return _serve(context, config, listener, serve_devices, exit_when_finished=exit_when_finished)
+        artifacts = ArtifactStore(home.artifacts)
+        coordinator = Coordinator(store, artifacts, events, _contexts(home, config, store, artifacts, events))
+        return _serve(home, config, coordinator, listener, serve_devices, exit_when_finished=exit_when_finished)
 
 
 def _enrolment(
-    home: Home, config: CoordinatorConfig, context: ServiceContext, listener: Listener
+    home: Home, config: CoordinatorConfig, coordinator: Coordinator, listener: Listener
 ) -> AbstractAsyncContextManager[None]:
     """The server for enrolment and renewal, not yet started."""
+    store = coordinator.store
     admission = Admission(
         home=home,
-        store=context.store,
+        store=store,
         config=config,
-        events=context.events,
-        clock=context.clock,
+        events=coordinator.events,
+        clock=time.time,
         publish=lambda: publish_access(home),
-        evict=lambda device: evict(home, device),
+        evict=lambda device: evict(home, device, [record.id for record in store.federations()]),
     )
     application = create_enrolment_app(admission, FailureLimits(time.monotonic), FailureLimits(time.monotonic))
     own = server_credential(home.pki, "enrolment", config.enrolment_host)
@@ -107,17 +112,18 @@ def _enrolment(
 
 
 def _carrier(
-    home: Home, config: CoordinatorConfig, service: Service, listener: Listener
+    home: Home, config: CoordinatorConfig, coordinator: Coordinator, listener: Listener
 ) -> AbstractAsyncContextManager[None]:
     """The HTTPS carrier's server, not yet started."""
     own = server_credential(home.pki, "carrier", config.carrier_host)
-    application = create_carrier_app(service, time.monotonic)
+    application = create_carrier_app(coordinator, time.monotonic)
     return serving(application, listener, server_context(home.pki, own, ssl.CERT_REQUIRED))
 
 
 def _serve(
-    context: ServiceContext,
+    home: Home,
     config: CoordinatorConfig,
+    coordinator: Coordinator,
     listener: Listener,
     serve_devices: Beside,
     *,
@@ -130,7 +136,9 @@ def _serve(
         code = max(code, wanted)
         server.should_exit = True
 
-    application = create_app(context, request_exit, exit_when_finished=exit_when_finished, beside=serve_devices)
+    application = create_app(
+        home, coordinator, request_exit, exit_when_finished=exit_when_finished, beside=serve_devices
+    )
     names = (config.api.host, *config.api.names)
     setting = "[api] names in coordinator.toml"
     checked = own_hosts_only(application, names, setting, lambda message: JSONResponse({"detail": message}, 400))
@@ -144,29 +152,40 @@ def _serve(
 
 
 @contextmanager
-def _context(home: Home, config: CoordinatorConfig) -> Iterator[ServiceContext]:
+def _opened(home: Home) -> Iterator[tuple[Store, EventLog]]:
     store = Store(home.database)
-    events = EventLog(home.events_file, time.time, LineLimit().allows)
-    known: SigningIdentity | None = None
-
-    def signing_identity() -> SigningIdentity:
-        nonlocal known
-        known = load_signing_identity(home, store, known)
-        return known
-
     try:
         silence(home, ())  # completes what a killed coordinator left undone; blocks while a federation is being opened
-        federations = store.federations()
-        if not federations:
-            raise HomeError(f"{home.root} has no federation yet; open one with `fedcg federation create`")
-        artifacts = ArtifactStore(home.artifacts)
-        yield ServiceContext(
-            federation=federations[0],
-            spec=FederationSpec.parse(artifacts.get(federations[0].spec)),
+        yield store, EventLog(home.events_file, time.time, LineLimit().allows)
+    finally:
+        store.close()
+
+
+def _contexts(
+    home: Home, config: CoordinatorConfig, store: Store, artifacts: ArtifactStore, events: EventLog
+) -> ContextOf:
+    """Gives the dependencies of each federation's service."""
+    identities: dict[str, SigningIdentity] = {}
+    silenced: dict[str, frozenset[str]] = {}
+    changing = threading.Lock()
+
+    def signing_identity(federation: str) -> SigningIdentity:
+        identities[federation] = load_signing_identity(home, store, identities.get(federation), federation)
+        return identities[federation]
+
+    def shut_out(federation: str, devices: Collection[str]) -> bool:
+        with changing:
+            silenced[federation] = frozenset(devices)
+            return silence(home, frozenset().union(*silenced.values()))
+
+    def context_of(record: FederationRecord) -> ServiceContext:
+        return ServiceContext(
+            federation=record,
+            spec=FederationSpec.parse(artifacts.get(record.spec)),
             store=store,
             artifacts=artifacts,
-            connect=lambda will: _connect(home, config, will),
-            signing_identity=signing_identity,
+            connect=lambda will: _connect(home, config, record.id, will),
+            signing_identity=partial(signing_identity, record.id),
             worker=WorkerSettings(
                 config.aggregation.threads,
                 config.aggregation.device,
@@ -177,18 +196,18 @@ def _context(home: Home, config: CoordinatorConfig) -> Iterator[ServiceContext]:
                 config.aggregation.public_images,
                 config.aggregation.stall_s,
             ),
-            events=events,
-            publish_access=partial(silence, home),
+            events=events.about(federation=record.id),
+            publish_access=partial(shut_out, record.id),
             limits=config.broker.limits,
             keep_rounds=config.storage.keep_rounds,
             rounds=config.rounds,
             robustness=config.robustness,
         )
-    finally:
-        store.close()
+
+    return context_of
 
 
-def _connect(home: Home, config: CoordinatorConfig, will: Will) -> Transport:
+def _connect(home: Home, config: CoordinatorConfig, federation: str, will: Will) -> Transport:
     own = credential_of(home.pki, COORDINATOR)
     tls = TlsFiles(credential_of(home.pki, CA_NAME).certificate, own.certificate, own.key)
     broker = config.broker
@@ -201,6 +220,7 @@ def _connect(home: Home, config: CoordinatorConfig, will: Will) -> Transport:
             protocol=broker.protocol,
             max_packet=broker.limits.max_packet,
             in_flight=broker.limits.in_flight,
+            federation=federation,
         ),
         will,
     )

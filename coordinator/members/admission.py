@@ -98,7 +98,7 @@ class Admission:
                 _check_token(token, request.device, now)
                 _check_proof(request, key)
                 earlier = self._admit(token, request, key, purpose, now)
-            return self._answer(request, earlier)
+            return self._answer(request, earlier, token.federation or self.store.federations()[0].id)
 
     def renew(self, peer: x509.Certificate | None, request: RenewRequest) -> RenewAnswer:
         """The next certificate of a device.
@@ -173,11 +173,11 @@ class Admission:
             raise RefusedError("the device is not enrolled any more; ask the operator for a new token")
         return known.public_key
 
-    def _answer(self, request: EnrolRequest, certificate: CertificateRecord) -> EnrolAnswer:
+    def _answer(self, request: EnrolRequest, certificate: CertificateRecord, federation: str) -> EnrolAnswer:
         key = load_signing_identity(self.home, self.store).key
         answer = EnrolAnswer(
             device=request.device,
-            federation=self.store.federations()[0].id,
+            federation=federation,
             certificate=certificate.pem,
             authority=self.authority().decode(),
             coordinator_key=key.public.hex,

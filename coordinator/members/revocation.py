@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
+from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -58,8 +59,8 @@ def revoke(home: Home, store: Store, device: str, reason: str, now: float) -> Re
     return Revoked(was_member, len(revoked), reloaded)
 
 
-def evict(home: Home, device: str) -> bool:
-    """End the session that a replaced device still has at the broker, by connecting under its name for a moment.
+def evict(home: Home, device: str, federations: Collection[str]) -> bool:
+    """End the sessions that a replaced device still has at the broker, by connecting under its name for a moment.
 
     An access list can't distinguish the old device from the new one, which has the same name; the revocation list keeps the old
     one from coming back.
@@ -72,7 +73,11 @@ def evict(home: Home, device: str) -> bool:
         own = issue(home.pki, device, life=EVICTION_LIFE, target=Path(folder))
         tls = TlsFiles(credential_of(home.pki, CA_NAME).certificate, own.certificate, own.key)
         try:
-            probe(MqttConfig(broker.host, broker.port, device, tls=tls, protocol=broker.protocol), EVICTION_TIMEOUT_S)
+            for federation in federations:
+                config = MqttConfig(
+                    broker.host, broker.port, device, tls=tls, protocol=broker.protocol, federation=federation
+                )
+                probe(config, EVICTION_TIMEOUT_S)
         except TransportError as error:
             log.warning("the session of the device that %s replaces was not ended: %s", device, error)
             return False

@@ -96,6 +96,7 @@ class TokenRecord:
         replaces: whether it puts a new machine in the place of `device`.
         used_for: digest of the request that used it (`admission.purpose`): the same request again gets the same answer for a while.
         serial: the certificate that it gave out.
+        federation: whose agent.toml the device gets; None for the first one.
     """
 
     id: str
@@ -109,6 +110,7 @@ class TokenRecord:
     used_by: str | None = None
     used_for: str | None = None
     serial: str | None = None
+    federation: str | None = None
 
     def state(self, now: float) -> TokenState:
         """Whether it can still be used."""

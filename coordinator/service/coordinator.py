@@ -12,7 +12,10 @@ from coordinator.rounds.round_engine import Phase
 from coordinator.service.service import Service
 from coordinator.service.service_context import ServiceContext
 from coordinator.storage.store import Store
+from coordinator.updates.published_artifacts import PublishedArtifacts
 from fedcg.event_log import EventLog
+from fedcg.learning.spec import FederationSpec
+from fedcg.wire.artifacts.artifact_store import ArtifactStore
 
 ContextOf = Callable[[FederationRecord], ServiceContext]
 """The dependencies of the service of a federation."""
@@ -25,23 +28,27 @@ class _Running:
     work: Future[None]
 
 
+def _raise(error: BaseException) -> None:
+    raise error
+
+
 class Coordinator:
     """Runs a service for every federation that was started.
 
     Args:
         store: the database.
+        artifacts: specs, updates and aggregates.
         events: the event log.
         context_of: gives the dependencies of a federation's service.
-        on_failure: gets the error of a service that failed, on its thread; the process must end then.
     """
 
-    def __init__(
-        self, store: Store, events: EventLog, context_of: ContextOf, on_failure: Callable[[BaseException], None]
-    ) -> None:
+    def __init__(self, store: Store, artifacts: ArtifactStore, events: EventLog, context_of: ContextOf) -> None:
         self.store = store
+        self.artifacts = artifacts
+        self._specs: dict[str, FederationSpec] = {}
         self.events = events
         self._context_of = context_of
-        self._on_failure = on_failure
+        self._on_failure: Callable[[BaseException], None] = _raise
         self._running: dict[str, _Running] = {}
         self._changing = threading.Lock()
 
@@ -50,8 +57,30 @@ class Coordinator:
         """The running services by federation."""
         return {federation: running.service for federation, running in list(self._running.items())}
 
-    def start(self) -> None:
-        """Start the service of every federation that was started. Blocks until each has rebuilt its state."""
+    @property
+    def is_finished(self) -> bool:
+        """Whether every federation that was started is over and its devices have left, or a minute has passed since."""
+        services = self.services.values()
+        return bool(services) and all(service.finished_and_left.is_set() for service in services)
+
+    def spec(self, record: FederationRecord) -> FederationSpec:
+        """The spec of a federation."""
+        if record.id not in self._specs:
+            self._specs[record.id] = FederationSpec.parse(self.artifacts.get(record.spec))
+        return self._specs[record.id]
+
+    def published(self, artifact: str) -> PublishedArtifacts | None:
+        """The artifacts of the federation whose devices may fetch this one; None where there is none."""
+        services = self.services.values()
+        return next((service.published for service in services if service.published.allows(artifact)), None)
+
+    def start(self, on_failure: Callable[[BaseException], None]) -> None:
+        """Start the service of every federation that was started. Blocks until each has rebuilt its state.
+
+        Args:
+            on_failure: gets the error of a service that failed, on its thread; the process must end then.
+        """
+        self._on_failure = on_failure
         for record in self.store.federations():
             self.follow(record.id)
 

@@ -37,6 +37,7 @@ _STEPS: dict[int, tuple[str, ...]] = {
         "ALTER TABLE devices ADD COLUMN disabled_at FLOAT",
         "ALTER TABLE devices ADD COLUMN disabled_because VARCHAR DEFAULT '' NOT NULL",
         "ALTER TABLE updates ADD COLUMN figures VARCHAR",
+        "ALTER TABLE tokens ADD COLUMN federation VARCHAR",
     ),
 }
 SCHEMA_VERSION = max(_STEPS) + 1

@@ -81,6 +81,7 @@ tokens = Table(
     Column("used_by", String),
     Column("used_for", String),
     Column("serial", String),
+    Column("federation", String),
 )
 federations = Table(
     "federations",

@@ -5,12 +5,12 @@ Whatever must be true together is one transaction here; a method returns only af
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Table, Update, and_, insert, select, update
+from sqlalchemy import Insert, Table, Update, and_, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from coordinator.errors import EnrolmentError, PlanError, StoreError
@@ -107,8 +107,10 @@ class Store(schema.Queries):
 
     # Federations
 
-    def add_federation(self, federation: FederationRecord, initial: AggregateRecord) -> None:
-        """Open a federation together with its initial aggregate.
+    def add_federation(
+        self, federation: FederationRecord, initial: AggregateRecord, links: Collection[KeyLink] = (), now: float = 0.0
+    ) -> None:
+        """Open a federation together with its initial aggregate and the history of the coordinator's message key.
 
         Raises:
             PlanError: there is one of that name.
@@ -117,6 +119,7 @@ class Store(schema.Queries):
             self._write(
                 insert(schema.federations).values(**asdict(federation)),
                 insert(schema.aggregates).values(**asdict(initial)),
+                *(_added_link(federation.id, link, now) for link in links),
             )
         except IntegrityError as error:
             raise PlanError(f"there is a federation {federation.id!r} already") from error
@@ -160,9 +163,9 @@ class Store(schema.Queries):
         query = select(*columns).where(table.c.federation == federation).order_by(table.c.serial)
         return tuple(self._all(KeyLink, query))
 
-    def add_key_link(self, federation: str, link: KeyLink, now: float) -> None:
-        """Store a link: the key that it names counts from now on."""
-        self._write(insert(schema.key_links).values(federation=federation, made_at=now, **link.model_dump()))
+    def add_key_links(self, links: Mapping[str, KeyLink], now: float) -> None:
+        """Store a link of each federation: the key that they name counts from now on."""
+        self._write(*(_added_link(federation, link, now) for federation, link in links.items()))
 
     # Attempts
 
@@ -348,6 +351,10 @@ class Store(schema.Queries):
             first_attempt=record.first_attempt,
             accepted=frozenset(person.client for person in people if person.state is ParticipantState.ACCEPTED),
         )
+
+
+def _added_link(federation: str, link: KeyLink, now: float) -> Insert:
+    return insert(schema.key_links).values(federation=federation, made_at=now, **link.model_dump())
 
 
 def _is(table: Table, key: Key) -> Any:

@@ -42,6 +42,7 @@ def mqtt_config(config: AgentConfig) -> MqttConfig:
         host=config.broker.host,
         port=config.broker.port,
         identity=config.device,
+        federation=config.federation,
         tls=tls,
         insecure=config.broker.insecure,
         protocol=config.broker.protocol,

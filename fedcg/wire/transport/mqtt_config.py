@@ -67,7 +67,8 @@ class MqttConfig:
     """A broker and this client's identity on it.
 
     Attributes:
-        identity: MQTT client id; over TLS the certificate's common name must be the same.
+        identity: over TLS the certificate's common name must be the same.
+        federation: sets the connections of one identity apart, one per federation; "" for its only one.
         tls: mutual TLS; None only with `insecure` and a loopback host.
         protocol: "auto" tries MQTT 5 first and falls back to 3.1.1 when the broker refuses it.
         queue_max, queue_max_bytes: bound on the messages that wait to be sent or acknowledged.
@@ -92,6 +93,7 @@ class MqttConfig:
     max_packet: int = PROTOCOL_MAX_PACKET
     max_inbound: int = MAX_INBOUND
     in_flight: int = IN_FLIGHT
+    federation: str = ""
 
     def __post_init__(self) -> None:
         if self.tls is None and not (self.insecure and is_loopback(self.host)):
@@ -100,6 +102,11 @@ class MqttConfig:
             )
         if self.tls is not None and self.insecure:
             raise ValueError("insecure=True contradicts the TLS files; leave one of them out")
+
+    @property
+    def client_id(self) -> str:
+        """The MQTT client id; the part before the dot is the identity."""
+        return f"{self.identity}.{self.federation}" if self.federation else self.identity
 
     @property
     def address(self) -> str:

@@ -24,8 +24,8 @@ from coordinator.aggregation.worker_messages import (
     WorkerDied,
     WorkerSettings,
 )
-from coordinator.cli.create_federation import InitialArtifacts, make_artifacts, read_plan
 from coordinator.config import RoundSettings
+from coordinator.service.create_federation import InitialArtifacts, make_artifacts, read_plan
 from coordinator.updates.robustness import Distances
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts.artifact_store import ArtifactStore

@@ -12,8 +12,8 @@ import pytest
 from safetensors.numpy import load, save
 
 from coordinator.aggregation.server_state import unpack_aggregate
-from coordinator.cli.create_federation import make_artifacts, read_plan
 from coordinator.errors import ValidationError
+from coordinator.service.create_federation import make_artifacts, read_plan
 from coordinator.updates.robustness import Yardstick
 from coordinator.updates.validation import Expected, base_in, max_update_bytes, validate_update
 from fedcg.learning.networks.initial_weights import initial_parts
