@@ -60,6 +60,8 @@ class DeviceRecord:
     state: DeviceState = DeviceState.ENROLLED
     ended_at: float | None = None
     ended_because: str = ""
+    disabled_at: float | None = None
+    disabled_because: str = ""
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,14 @@ class TokenRecord:
 
 @dataclass(frozen=True)
 class FederationRecord:
-    """A federation; `spec` is the artifact id of its spec, which is also the spec's digest."""
+    """A federation.
+
+    Attributes:
+        spec: the artifact id of its spec, which is also the spec's digest.
+        status: `running`, or what the operator made of it; `status_reason` says why.
+        policy: the operator's policy of its rounds, as JSON.
+        continued_from: the federation whose last aggregate it started from.
+    """
 
     id: str
     method: str
@@ -120,9 +129,13 @@ class FederationRecord:
     deadline_s: float
     first_attempt: int
     created_at: float
+    status: str = "running"
+    status_reason: str = ""
+    policy: str = "{}"
+    continued_from: str | None = None
 
     @property
-    def policy(self) -> Policy:
+    def round_policy(self) -> Policy:
         """The part of it that the round engine needs."""
         return Policy(self.rounds, self.min_clients, self.max_attempts, self.deadline_s)
 
@@ -130,7 +143,7 @@ class FederationRecord:
         """The state of the round engine when the last attempt failed."""
         failed = last.attempt - self.first_attempt + 1
         state = RoundState(
-            self.policy,
+            self.round_policy,
             round=last.round,
             attempt=last.attempt + 1,
             reason=last.reason,
@@ -176,6 +189,7 @@ class UpdateRecord:
         report: the device's report, as JSON.
         distances: JSON of each part's distance from the aggregate that the round started from.
         weight: the number of examples that it counts for, once the updates to be merged are known.
+        figures: JSON of what validation measured.
     """
 
     federation: str
@@ -191,6 +205,7 @@ class UpdateRecord:
     stored_at: float
     distances: str | None = None
     weight: int | None = None
+    figures: str | None = None
 
     @property
     def examples(self) -> int:

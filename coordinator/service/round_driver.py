@@ -105,7 +105,7 @@ class RoundDriver:
         self._receiver = receiver
         self._pruner = Pruner(context.store, context.artifacts, self._id, context.keep_rounds, self._forget)
         self._policy = replace(
-            context.federation.policy, gather_s=context.rounds.gather_s, retry_s=context.rounds.retry_s
+            context.federation.round_policy, gather_s=context.rounds.gather_s, retry_s=context.rounds.retry_s
         )
         self._state = RoundState(self._policy)
         self.announced_at = 0.0

@@ -28,6 +28,7 @@ from coordinator.rounds.records import (
 )
 from coordinator.rounds.round_engine import Phase, RoundState
 from coordinator.storage import schema
+from coordinator.storage.database import open_database
 from coordinator.storage.membership_store import Register
 from fedcg.wire.messages.messages import KeyLink, Outcome
 
@@ -43,7 +44,7 @@ class Store(schema.Queries):
     """
 
     def __init__(self, path: Path) -> None:
-        super().__init__(schema.open_database(path))
+        super().__init__(open_database(path))
         self.register = Register(self._engine)
 
     def close(self) -> None:
@@ -306,19 +307,19 @@ class Store(schema.Queries):
         """The state of the round engine, rebuilt; no client is online in it."""
         record = self.federation(federation)
         last = self.last_attempt(federation)
-        state = RoundState(policy=record.policy, first_attempt=record.first_attempt)
+        state = RoundState(policy=record.round_policy, first_attempt=record.first_attempt)
         if last is None:
             return state
         if last.state is AttemptState.CLOSED:
             if last.round >= record.rounds:
-                return RoundState(record.policy, Phase.FINISHED, last.round, last.attempt)
-            return RoundState(record.policy, round=last.round + 1)
+                return RoundState(record.round_policy, Phase.FINISHED, last.round, last.attempt)
+            return RoundState(record.round_policy, round=last.round + 1)
         if last.state is AttemptState.FAILED:
             return record.after_failure(last)
         people = self.participants((federation, last.round, last.attempt))
         stored = self.updates((federation, last.round, last.attempt))
         return RoundState(
-            record.policy,
+            record.round_policy,
             Phase.COLLECTING if last.state is AttemptState.COLLECTING else Phase.DISTILLING,
             last.round,
             last.attempt,
