@@ -34,7 +34,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 ROTATE_BYTES = 32 * 1024 * 1024
@@ -52,7 +52,11 @@ class EventLog:
     """
 
     def __init__(
-        self, path: Path, clock: Callable[[], float], allows: Callable[[str, str], bool] = lambda event, client: True
+        self,
+        path: Path,
+        clock: Callable[[], float],
+        allows: Callable[[str, str], bool] = lambda event, client: True,
+        about: Mapping[str, EventValue] | None = None,
     ) -> None:
         self._path = path
         self._clock = clock

@@ -145,11 +145,11 @@ def federation_create(
     as_json: AsJson = False,
 ) -> None:
     """Open a federation: check the plan, complete it to a spec, make the initial aggregate."""
-    from coordinator.cli.opening import open_federation
-    from coordinator.service.create_federation import read_plan
+    from coordinator.service.create_federation import open_federation, read_plan
 
     with store_of(directory) as (home, store), home.changing_members():
-        record, initial = open_federation(home, store, read_plan(plan))
+        record = open_federation(home, store, read_plan(plan))
+        initial = store.aggregates(record.id)[0]
     values: dict[str, object] = {"federation": record.id, "spec": record.spec, "aggregate": initial.artifact}
     print_result(values, f"Opened federation {record.id} ({record.method}, {record.rounds} rounds).", as_json=as_json)
 

@@ -78,7 +78,7 @@ def create_app(
 
 async def _leave(coordinator: Coordinator, request_exit: RequestExit) -> None:
     while not coordinator.is_finished:
-        await asyncio.sleep(TICK_S)  # noqa: ASYNC110 - it is set on threads of the services
+        await asyncio.sleep(TICK_S)
     request_exit(0)
 
 

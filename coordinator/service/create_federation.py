@@ -163,7 +163,7 @@ def _last_weights(spec: FederationSpec, store: ArtifactStore, other: str, aggreg
 def open_federation(
     home: Home, store: Store, plan: FederationPlan, *, held: bool = False, continued_from: str | None = None
 ) -> FederationRecord:
-    """Complete a plan to a spec, make the initial aggregate, and register both. Blocks while another change of members is made.
+    """Complete a plan to a spec, make the initial aggregate, and register both. Call it with `home.changing_members` held.
 
     Args:
         home: the coordinator's directory.
@@ -198,9 +198,8 @@ def open_federation(
         continued_from=continued_from,
     )
     initial = AggregateRecord(plan.federation, 0, 0, made.aggregate, made.aggregate_bytes, made.server_state, now)
-    with home.changing_members():
-        store.add_federation(record, initial, links_for(home, store, record.id), now)
-        publish_access(home)
+    store.add_federation(record, initial, links_for(home, store, record.id), now)
+    publish_access(home)
     return record
 
 

@@ -29,6 +29,7 @@ from coordinator.rounds.records import (
 )
 from coordinator.rounds.round_engine import Phase, RoundState
 from coordinator.storage import schema
+from coordinator.storage.database import open_database
 from coordinator.storage.membership_store import Register
 from fedcg.wire.messages.messages import KeyLink, Outcome
 
@@ -44,7 +45,7 @@ class Store(schema.Queries):
     """
 
     def __init__(self, path: Path) -> None:
-        super().__init__(schema.open_database(path))
+        super().__init__(open_database(path))
         self.register = Register(self._engine)
 
     def close(self) -> None:

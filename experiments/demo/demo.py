@@ -17,10 +17,11 @@ from typing import Any
 from rich.console import Console
 
 from coordinator.broker.access_lists import publish_access
-from coordinator.cli.opening import create_home, open_federation
+from coordinator.cli.opening import create_home
 from coordinator.config import AggregationSettings, ApiSettings, BrokerSettings, CoordinatorConfig
 from coordinator.members.bundle_enrolment import enrol
 from coordinator.paths import Home
+from coordinator.service.create_federation import open_federation
 from coordinator.storage.store import Store
 from experiments.data.deal import client_names
 from experiments.data.partition_folders import Prepared, load_prepared, prepare

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import sqlite3
 from pathlib import Path
+from typing import cast
 
 import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import Column, MetaData, String
 
 from coordinator.errors import StoreError
 from coordinator.rounds.records import DeviceState
 from coordinator.rounds.round_engine import Phase
+from coordinator.storage import migrations
+from coordinator.storage.database import open_database
 from coordinator.storage.migrations import SCHEMA_VERSION
+from coordinator.storage.schema import metadata
 from coordinator.storage.store import Store
 from fedcg.wire.messages.messages import Outcome
 
@@ -46,8 +54,34 @@ def foreign_keys(path: Path) -> set[tuple[object, ...]]:
     return found
 
 
+def differences(path: Path) -> list[object]:
+    """What an automatic migration would change to bring the database to the tables that the queries use."""
+    engine = open_database(path)
+    with engine.connect() as connection:
+        # Alembic takes a default of '' in SQLite for a change; PostgreSQL's comparison covers the defaults of both.
+        options = {"compare_type": True, "compare_server_default": connection.dialect.name != "sqlite"}
+        found: list[object] = compare_metadata(MigrationContext.configure(connection, opts=options), metadata)
+    engine.dispose()
+    return found
+
+
+def test_a_column_without_its_revision_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    changed = MetaData()
+    for table in metadata.sorted_tables:
+        table.to_metadata(changed)
+    changed.tables["devices"].append_column(Column("owner", String))
+    monkeypatch.setitem(globals(), "metadata", changed)
+    assert [change[0] for change in cast("list[tuple[str, ...]]", differences(tmp_path / "new.sqlite"))] == [
+        "add_column"
+    ]
+
+
 def test_every_version_has_its_golden_database() -> None:
     assert {path.name for path in GOLDEN.iterdir()} == {f"version-{version}.sql" for version in VERSIONS}
+    scripts = ScriptDirectory(str(Path(migrations.__file__).parent))
+    assert [script.revision for script in reversed(list(scripts.walk_revisions()))] == [
+        str(number) for number in VERSIONS
+    ]
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -89,6 +123,8 @@ def test_a_migrated_database_has_the_tables_of_a_new_one(version: int, tmp_path:
     Store(new).close()
     assert columns(path) == columns(new)
     assert foreign_keys(path) == foreign_keys(new)
+    assert differences(path) == []
+    assert differences(new) == []
 
 
 def test_a_migration_that_fails_leaves_the_database_as_it_was(tmp_path: Path) -> None:
@@ -103,10 +139,28 @@ def test_a_migration_that_fails_leaves_the_database_as_it_was(tmp_path: Path) ->
     assert columns(path) == before
 
 
-def test_a_database_of_a_newer_program_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "newer",
+    [
+        f"PRAGMA user_version = {SCHEMA_VERSION + 1}",
+        f"CREATE TABLE alembic_version AS SELECT '{SCHEMA_VERSION + 1}' AS version_num",
+    ],
+)
+def test_a_database_of_a_newer_program_is_refused(newer: str, tmp_path: Path) -> None:
     path = tmp_path / "database.sqlite"
     connection = sqlite3.connect(path)
-    connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
+    connection.execute(newer)
+    connection.commit()
     connection.close()
     with pytest.raises(StoreError, match=f"up to version {SCHEMA_VERSION}"):
+        Store(path)
+
+
+def test_a_database_of_another_program_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "database.sqlite"
+    connection = sqlite3.connect(path)
+    connection.execute("CREATE TABLE alembic_version AS SELECT '1b2c3d' AS version_num")
+    connection.commit()
+    connection.close()
+    with pytest.raises(StoreError, match="of another program"):
         Store(path)

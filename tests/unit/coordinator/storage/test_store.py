@@ -134,7 +134,7 @@ def test_a_failed_attempt_that_does_not_count_moves_the_first_that_does_and_the_
         assert (state.phase, state.attempt, state.first_attempt) == (Phase.WAITING, attempt + 1, attempt + 1)
     open_attempt(store, attempt=4)
     store.fail_attempt(("f", 1, 4), "declined", 30.0, 4)
-    state = replace(store.round_state("f"), policy=replace(FEDERATION.policy, gather_s=0.0, retry_s=10.0))
+    state = replace(store.round_state("f"), policy=replace(FEDERATION.round_policy, gather_s=0.0, retry_s=10.0))
     for client in ("a", "b"):
         state, _ = transition(state, CameOnline(client), 31.0)
     assert transition(state, Tick(), 39.9)[1] == ()
