@@ -77,7 +77,7 @@ def create_app(
 
 
 async def _leave(coordinator: Coordinator, request_exit: RequestExit) -> None:
-    while not coordinator.is_finished:
+    while not coordinator.is_finished:  # noqa: ASYNC110 - the services' threads change it
         await asyncio.sleep(TICK_S)
     request_exit(0)
 

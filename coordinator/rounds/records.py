@@ -158,7 +158,7 @@ class FederationRecord:
         return RoundPolicy.model_validate({**planned, **json.loads(self.policy)})
 
     @property
-    def engine_policy(self) -> Policy:
+    def round_policy(self) -> Policy:
         """The part of it that the round engine needs."""
         policy = self.operator_policy
         return Policy(
@@ -175,7 +175,7 @@ class FederationRecord:
     def after_failure(self, last: AttemptRecord) -> RoundState:
         """The state of the round engine when the last attempt failed."""
         failed = last.attempt - self.first_attempt + 1
-        policy = self.engine_policy
+        policy = self.round_policy
         state = RoundState(
             policy,
             round=last.round,

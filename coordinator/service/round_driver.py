@@ -174,7 +174,7 @@ class RoundDriver:
     def _policy_of(self, record: FederationRecord) -> Policy:
         """The federation's policy with the coordinator's own waiting times and secret."""
         return replace(
-            record.engine_policy,
+            record.round_policy,
             gather_s=self._context.rounds.gather_s,
             retry_s=self._context.rounds.retry_s,
             selection_key=self._context.worker.secret,

@@ -328,7 +328,7 @@ class Store(schema.Queries):
         """The state of the round engine, rebuilt; no client is online in it."""
         record = self.federation(federation)
         last = self.last_attempt(federation)
-        policy = record.engine_policy
+        policy = record.round_policy
         state = RoundState(policy, first_attempt=record.first_attempt)
         if last is None:
             return state

@@ -228,7 +228,7 @@ def test_the_operators_interface_refuses_another_hosts_name(coordinator: Coordin
     port = coordinator.ports["api"]
     own = [HOST, f"{HOST}:{port}", "localhost", "[::1]:1"]
     assert [coordinator.api(host=name) for name in own] == [200] * 4
-    assert [coordinator.api("/api/v1/federation", name) for name in ("evil.example", f"evil.example:{port}")] == [
+    assert [coordinator.api("/api/v1/federations/tiny", name) for name in ("evil.example", f"evil.example:{port}")] == [
         400
     ] * 2
 

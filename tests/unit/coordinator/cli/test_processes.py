@@ -139,19 +139,19 @@ def test_the_http_interface_tells_about_federation_rounds_and_devices(home: Home
     wait_until(lambda: get(home, "/healthz")[0] == 200 or process.poll() is not None, "it answers")
     assert process.poll() is None, processes.output("coordinator")
     assert get(home, "/readyz")[0] == 503
-    _, federation = get(home, "/api/v1/federation")
+    _, federation = get(home, "/api/v1/federations/tiny")
     assert isinstance(federation, dict)
     assert (federation["federation"], federation["phase"], federation["epoch"]) == (FEDERATION, "waiting", 1)
     assert federation["upload"] == ["classifier", "generator"]
-    assert get(home, "/api/v1/rounds") == (200, [])
-    assert get(home, "/api/v1/rounds/1")[0] == 404
+    assert get(home, "/api/v1/federations/tiny/rounds") == (200, [])
+    assert get(home, "/api/v1/federations/tiny/rounds/1")[0] == 404
     _, devices = get(home, "/api/v1/devices")
     assert isinstance(devices, list)
-    assert [(device["id"], device["online"]) for device in devices] == [("a", False)]
+    assert [(device["id"], device["online"]) for device in devices] == [("a", [])]
     store = Store(home.database)
     store.open_attempt((FEDERATION, 1, 1), "0" * 64, frozenset({"a"}), 1.0, 2.0)
     store.close()
-    _, rounds = get(home, "/api/v1/rounds/1")
+    _, rounds = get(home, "/api/v1/federations/tiny/rounds/1")
     assert isinstance(rounds, dict)
     assert rounds["attempts"][0]["participants"] == [{"client": "a", "state": "invited", "reason": ""}]
 
@@ -176,7 +176,7 @@ def test_a_killed_coordinator_takes_its_worker_along_and_its_lease_is_not_reused
     wait_until(lambda: not Path(f"/proc/{worker_pid()}").exists(), "the worker is gone")
     processes.start("again", "coordinator", "run", "--dir", home.root)
     wait_until(lambda: get(home, "/healthz")[0] == 200, "it answers again")
-    _, federation = get(home, "/api/v1/federation")
+    _, federation = get(home, "/api/v1/federations/tiny")
     assert isinstance(federation, dict)
     assert federation["epoch"] == 2
 

@@ -74,7 +74,7 @@ def test_killed_before_the_commit_the_old_key_counts_and_the_next_try_uses_the_s
         raise CutError
 
     with monkeypatch.context() as patched:
-        patched.setattr(store, "add_key_link", cut)
+        patched.setattr(store, "add_key_links", cut)
         with pytest.raises(CutError):
             rotate_key(home, store, 1.0)
     assert load_signing_identity(home, store).key.public == first.key.public
