@@ -164,9 +164,10 @@ class Service:
 
     def start(self) -> None:
         """Start the worker, rebuild the state, connect."""
-        self._worker.start()
         self._members.refresh()
         self._round_driver.restart()
+        if self.state.phase is not Phase.FINISHED:
+            self._worker.start()
         self._members.drop_strangers()
         for topic in (self._topics.all_up_control(), self._topics.all_up_chunk(), self._topics.all_status()):
             self._transport.subscribe(topic)
@@ -346,7 +347,9 @@ class Service:
         self._invitations.remind(REMIND_S)
         if self.state.phase is not Phase.FINISHED:
             return
-        self._finished_at = self._finished_at or now
+        if self._finished_at is None:
+            self._finished_at = now
+            self._worker.stop()  # it holds memory, and a GPU
         since = now - self._finished_at
         if since >= LEAVE_AT_LATEST_S or (since >= LEAVE_AFTER_S and not self.state.online):
             self.finished_and_left.set()

@@ -299,7 +299,7 @@ def test_a_device_needs_a_federation_to_join(home: Home, tmp_path: Path) -> None
     assert "federation create" in output
 
 
-def test_a_home_serves_one_federation_and_shows_where_it_stands(home: Home, tmp_path: Path) -> None:
+def test_a_home_has_several_federations_and_shows_where_each_stands(home: Home, tmp_path: Path) -> None:
     with_federation(home)
     plan = tmp_path / "plan.toml"
     plan.write_text(
@@ -307,11 +307,16 @@ def test_a_home_serves_one_federation_and_shows_where_it_stands(home: Home, tmp_
         '[image]\nmode = "L"\nheight = 28\nwidth = 28\nmean = [0.5]\nstd = [0.5]\n'
     )
     code, output = call("federation", "create", plan, "--dir", home.root)
+    assert code == 0, output
+    code, output = call("federation", "create", plan, "--dir", home.root)
     assert code == 2
-    assert "casting" in output
-    shown = json.loads(call("federation", "show", "--dir", home.root, "--json")[1])
-    assert (shown["federation"], shown["phase"], shown["round"]) == ("casting", "waiting", 1)
-    assert (shown["codec"], shown["aggregate_codec"]) == ("i8-delta", "f32")
+    assert "there is a federation 'second' already" in output
+    shown = [json.loads(line) for line in call("federation", "show", "--dir", home.root, "--json")[1].splitlines()]
+    assert [(each["federation"], each["phase"], each["round"]) for each in shown] == [
+        ("casting", "waiting", 1),
+        ("second", "waiting", 1),
+    ]
+    assert (shown[0]["codec"], shown[0]["aggregate_codec"]) == ("i8-delta", "f32")
     assert "updates coded i8-delta, aggregates f32" in call("federation", "show", "--dir", home.root)[1]
 
 
