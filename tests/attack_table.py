@@ -30,9 +30,10 @@ from fedcg.learning.simulation.tasks import LocalOutcome, LocalTask
 from fedcg.learning.spec import FederationSpec, plan_from_mapping
 from fedcg.learning.tensor_conversion import to_arrays, to_weights
 from fedcg.learning.training.evaluation import evaluate
-from fedcg.wire.artifacts.artifacts import ArtifactHeader, Base, pack
+from fedcg.wire.artifacts.artifacts import Base, pack
 from fedcg.wire.artifacts.tensors import PartArrays
 from fedcg.wire.parts import Part, Report, ReportField
+from tests.support.coordinator.toy_artifacts import update_header
 from tests.support.learning.learning_cases import roots_from_seed
 
 BASE = "0" * 64
@@ -145,16 +146,7 @@ class AttackedRunner(SerialRunner):
 
 
 def _validated(spec: FederationSpec, client: str, result: LocalResult, base: Base) -> PartArrays:
-    header = ArtifactHeader(
-        kind="update",
-        method=spec.method,
-        federation=spec.federation,
-        round=1,
-        attempt=1,
-        client=client,
-        base=BASE,
-        report=result.report,
-    )
+    header = update_header(spec, 1, 1, client, BASE, report=result.report)
     data = pack(header, to_arrays(result.shared.parts), spec.codec)
     return validate_update(data, spec, Expected(spec.federation, 1, 1, client, BASE), base).parts
 

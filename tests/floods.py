@@ -10,7 +10,6 @@ import itertools
 import random
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -21,16 +20,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from coordinator.cli.opening import create_home
 from coordinator.cli.run import _context
-from coordinator.config import BrokerSettings, CoordinatorConfig
-from coordinator.members.bundle_enrolment import enrol
 from coordinator.paths import Home
-from coordinator.rounds.records import AggregateRecord, FederationRecord
 from coordinator.service.service import Service
-from coordinator.storage.store import Store
 from fedcg.event_log import read_events
-from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.errors import TransportError
 from fedcg.wire.messages.messages import (
     Decline,
@@ -46,11 +39,15 @@ from fedcg.wire.messages.messages import (
 from fedcg.wire.messages.signing import SigningKey, seal
 from fedcg.wire.transfer.chunks import chunk_frame
 from fedcg.wire.transport.mqtt import MqttTransport
-from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles
+from fedcg.wire.transport.mqtt_config import MqttConfig
 from fedcg.wire.transport.transport import Will
 from fedcg.wire.versions import SPOKEN
-from tests.support.coordinator.world import FEDERATION, FakeDevice, PlainWorker, aggregate_bytes, tiny_spec
-from tests.support.waiting import free_port, wait_until
+from tests.support.broker.broker_plant import Plant, open_plant
+from tests.support.coordinator.fake_device import FakeDevice
+from tests.support.coordinator.homes import bundle
+from tests.support.coordinator.toy_artifacts import FEDERATION, tiny_spec
+from tests.support.coordinator.world import PlainWorker
+from tests.support.waiting import wait_until
 from tests.support.wire.artifact_chunks import make_ref
 
 HONEST = ("a", "b", "c")
@@ -83,22 +80,11 @@ class _AnyBroker:
 class Box(FakeDevice):
     """A scripted device on a real broker."""
 
-    home: Path = Path()
-    port: int = 0
+    home: Home = field(kw_only=True)
 
-    def start(self) -> Box:
-        folder = self.home.parent / "bundles" / self.name
-        tls = TlsFiles(folder / "tls" / "ca.pem", folder / "tls" / "device.pem", folder / "tls" / "device.key")
-        will = Will(self.topics.status(self.name), seal(self._status(online=False), self.key))
-        self.transport: Any = MqttTransport(MqttConfig("127.0.0.1", self.port, self.name, tls=tls), will)
-        topics = self.topics
-        for topic in (topics.offer, topics.coordinator, topics.aggregate):
-            self.transport.subscribe(topic)
-        for topic in (topics.down_control(self.name), topics.down_chunk(self.name)):
-            self.transport.subscribe(topic)
-        self.transport.start(self._delivered, self._link)
-        threading.Thread(target=self._repeat, daemon=True).start()
-        return self
+    def make_transport(self, will: Will) -> Any:
+        tls = Plant(self.home.root.parent, self.home).tls(self.name)
+        return MqttTransport(MqttConfig("127.0.0.1", self.home.config().broker.port, self.name, tls=tls), will)
 
     def send_update(self, round_number: int, attempt: int, data: bytes) -> Any:
         """After a while, as if it had trained."""
@@ -232,93 +218,43 @@ class Outcome:
     events: list[dict[str, Any]] = field(repr=False)
 
 
-@dataclass
-class Site:
-    """Home, broker and coordinator."""
-
-    root: Path
-    rounds: int = ROUNDS
-    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
-
-    @property
-    def home(self) -> Home:
-        return Home(self.root / "home")
-
-    def prepare(self) -> None:
-        spec = tiny_spec(rounds=self.rounds)
-        home = create_home(self.root / "home", CoordinatorConfig(broker=BrokerSettings(port=free_port())))
-        artifacts, store = ArtifactStore(home.artifacts), Store(home.database)
-        base = aggregate_bytes(spec, 0, 0, seed=1)
-        record = FederationRecord(
-            FEDERATION, spec.method, artifacts.put(spec.canonical()), spec.rounds, len(HONEST), 10, DEADLINE_S, 1, 1.0
-        )
-        initial = AggregateRecord(FEDERATION, 0, 0, artifacts.put(base), len(base), artifacts.put(b"state"), 1.0)
-        store.add_federation(record, initial)
-        enrol(home, store, [*HONEST, FLOODER], self.root / "bundles", time.time())
-        store.close()
-
-    def start(self, name: str, *command: str) -> subprocess.Popen[bytes]:
-        with (self.root / f"{name}.log").open("ab") as log:
-            process = subprocess.Popen([sys.executable, "-m", *command], stdout=log, stderr=log)
-        self.processes.append(process)
-        return process
-
-    def log(self, name: str) -> str:
-        path = self.root / f"{name}.log"
-        return path.read_text() if path.exists() else ""
-
-    def events(self, name: str = "") -> list[dict[str, Any]]:
-        return [dict(event) for event in read_events(self.home.events_file) if name in ("", event["event"])]
-
-    def box(self, name: str) -> Box:
-        key = SigningKey.load(self.root / "bundles" / name / "signing.key")
-        coordinator = SigningKey.load(self.home.signing_key)
-        any_broker: Any = _AnyBroker()
-        port = self.home.config().broker.port
-        return Box(name, any_broker, tiny_spec(rounds=self.rounds), coordinator, key, home=self.home.root, port=port)
-
-    def stop(self) -> None:
-        for process in reversed(self.processes):
-            process.terminate()
-        for process in self.processes:
-            _end(process)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    try:
-        process.wait(timeout=5)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait(timeout=20)
+def box(root: Path, name: str) -> Box:
+    """A device of the plant in a folder."""
+    home = Home(root / "home")
+    key = SigningKey.load(bundle(home, name) / "signing.key")
+    coordinator = SigningKey.load(home.signing_key)
+    any_broker: Any = _AnyBroker()
+    return Box(name, any_broker, tiny_spec(ROUNDS), coordinator, key, home=home)
 
 
 @contextmanager
-def site(root: Path, rounds: int = ROUNDS) -> Iterator[Site]:
+def plant(root: Path) -> Iterator[Plant]:
     """A running broker and coordinator, no device yet."""
-    made = Site(root, rounds)
-    made.prepare()
-    try:
-        made.start("broker", "fedcg", "broker", "run", "--dir", str(made.home.root))
-        wait_until(lambda: "ready" in made.log("broker"), "the broker is ready")
-        made.start("coordinator", "tests.floods", "coordinator", str(root))
-        wait_until(lambda: any(event["up"] for event in made.events("link")), "the coordinator is connected")
+    record = {"rounds": ROUNDS, "min_clients": len(HONEST), "max_attempts": 10, "deadline_s": DEADLINE_S}
+    devices = (*HONEST, FLOODER)
+    with open_plant(root, "run", devices, FEDERATION, spec=tiny_spec(ROUNDS), **record) as made:
+        made.start_python("coordinator", "tests.floods", "coordinator", str(root))
+        wait_until(lambda: any(event["up"] for event in events(made, "link")), "the coordinator is connected")
         yield made
-    finally:
-        made.stop()
+
+
+def events(made: Plant, name: str = "") -> list[dict[str, Any]]:
+    return [dict(event) for event in read_events(made.home.events_file) if name in ("", event["event"])]
 
 
 def flooded(root: Path, kind: str, rate: int, hard_rate: int, deadline_s: float = 120.0) -> Outcome:
     """Run a federation to its end while its device `FLOODER` floods."""
-    with site(root) as running:
-        running.start("flooder", "tests.floods", "flood", str(root), kind, str(rate), str(hard_rate))
-        wait_until(lambda: bool(running.events("online")), f"the flooder is online {running.log('flooder')}")
-        boxes = [running.box(name).start() for name in HONEST]
+    root.mkdir(exist_ok=True)
+    with plant(root) as made:
+        made.start_python("flooder", "tests.floods", "flood", str(root), kind, str(rate), str(hard_rate))
+        wait_until(lambda: bool(events(made, "online")), f"the flooder is online {made.log('flooder')}")
+        boxes = [box(root, name).start() for name in HONEST]
         try:
-            wait_until(lambda: bool(running.events("finished")), f"the end {running.log('flooder')}", deadline_s)
+            wait_until(lambda: bool(events(made, "finished")), f"the end {made.log('flooder')}", deadline_s)
         finally:
-            for box in boxes:
-                box.stop()
-        return _outcome(running.events(), running.home.events_file.stat().st_size)
+            for one in boxes:
+                one.stop()
+        return _outcome(events(made), made.home.events_file.stat().st_size)
 
 
 def _outcome(events: list[dict[str, Any]], log_bytes: int) -> Outcome:
@@ -370,7 +306,6 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["coordinator"]:
         _coordinate(Path(sys.argv[2]))
     elif sys.argv[1:2] == ["flood"]:
-        place = Site(Path(sys.argv[2]))
-        Flooder(place.box(FLOODER), sys.argv[3], int(sys.argv[4]), int(sys.argv[5])).run()
+        Flooder(box(Path(sys.argv[2]), FLOODER), sys.argv[3], int(sys.argv[4]), int(sys.argv[5])).run()
     else:
         _table(tuple(sys.argv[1].split(",")) if len(sys.argv) > 1 else KINDS)

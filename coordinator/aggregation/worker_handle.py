@@ -59,6 +59,7 @@ class AggregationWorker:
         self._process = WorkerProcess("fedcg-aggregation", worker_main, (settings,), settings.stall_s, deliver)
         self._wanted: list[Request] = []
         self._is_ready = False
+        self._is_stopped = False
         self._restart_at: float | None = None
         self._under_way = ""  # the client whose update the worker counts now
         self._broke = ""  # the reason that the process reported before it ended
@@ -67,6 +68,7 @@ class AggregationWorker:
     def start(self) -> None:
         """Start the worker; requests may come at once."""
         self._is_ready, self._restart_at, self._under_way, self._broke = False, None, "", ""
+        self._is_stopped = False
         self._process.start()
 
     def open(self, job: Job) -> None:
@@ -90,12 +92,13 @@ class AggregationWorker:
 
     def stop(self) -> None:
         """End the worker at once; whatever it has not stored is computed again."""
+        self._is_stopped, self._is_ready, self._restart_at = True, False, None
         self._process.stop()
 
     def follow(self, reply: Reply | Exited) -> tuple[WorkerEvent, ...]:
         """Take a reply of the process; returns the events that follow for the round."""
         if isinstance(reply, Exited):
-            return self._died(reply)
+            return () if self._is_stopped else self._died(reply)
         if isinstance(reply, WorkerBroke):
             self._broke = reply.reason
             return ()

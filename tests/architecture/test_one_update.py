@@ -1,4 +1,4 @@
-"""One update is followed from the device's store to the aggregation worker: where its id goes is what docs/architecture.md says.
+"""One update is followed from the device's store to the aggregation worker: its way is the one that docs/architecture.md shows.
 
 `python -m tests.architecture.test_one_update` prints the table for the document.
 """
@@ -26,14 +26,15 @@ from edge_client.identity.keys import AgentKeys
 from edge_client.messaging.coordinator_link import offline_will
 from edge_client.session.events import ChooseModel
 from edge_client.store.private_store import PrivateStore
-from edge_client.training.messages import Committed, Ready, TrainerCommand, TrainerReport
+from edge_client.training.messages import Committed, TrainerCommand, TrainerReport
 from fedcg.event_log import EventLog
 from fedcg.wire.artifacts.artifacts import artifact_id
 from fedcg.wire.transfer.chunk_sender import ChunkFile
 from fedcg.wire.transport.memory import MemoryTransport
 from tests.support.coordinator.hanging_children import count_and_never_merge
-from tests.support.coordinator.world import RunningService, World, aggregate_bytes, tiny_spec
-from tests.support.edge.world import make_config, toy_generation
+from tests.support.coordinator.toy_artifacts import tiny_spec
+from tests.support.coordinator.world import RunningService, World
+from tests.support.edge.world import FakeTrainer, make_config, toy_generation
 from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -119,46 +120,37 @@ class Trace:
         return next(text for name, text in PLACES.items() if thread.startswith(name))
 
 
-class CommittingTrainer:
-    """Commits one update at once; what the training process does before is a test of its own."""
+class HeldTrainer(FakeTrainer):
+    """Commits one update at once, and reports it when it may; what the training process does before is a test of its own."""
 
     def __init__(self, world: World, store: PrivateStore, deliver: Callable[[TrainerReport], None]) -> None:
-        self._world, self._store, self._deliver = world, store, deliver
+        super().__init__(store, world.spec, deliver)
+        self._device = world.devices["a"]
         self.may_go = threading.Event()
         self.update = b""
 
-    def start(self) -> int:
-        self._deliver(Ready(1))
-        return 1
-
-    def send(self, command: TrainerCommand) -> None:
+    def work(self, command: TrainerCommand) -> None:
         assert not isinstance(command, ChooseModel)
         attempt = command.round_attempt
-        self.update = self._world.devices["a"].make_update(attempt.round, attempt.attempt, command.aggregate)
-        self._store.generations.commit(toy_generation(self._world.spec, attempt, self.update))
+        self.update = self._device.make_update(attempt.round, attempt.attempt, command.aggregate)
+        self.store.generations.commit(toy_generation(self.spec, attempt, self.update))
         threading.Thread(target=self._report, args=(Committed(attempt),), daemon=True).start()
 
     def _report(self, report: Committed) -> None:
         self.may_go.wait()
-        self._deliver(report)
-
-    def stop(self) -> None:
-        """Nothing runs."""
+        self.deliver(report)
 
 
 def followed(folder: Path) -> Trace:
     """Follow the update of the one device of a federation until the worker has counted it and its receipt is stored."""
     spec = tiny_spec(rounds=1)
-    base = aggregate_bytes(spec, 0, 0, seed=1)
-    world = World(
-        folder / "home", spec, base, clients=("a",), min_clients=1, make_worker=worker_handle.AggregationWorker
-    )
+    world = World(folder / "home", spec, clients=("a",), min_clients=1, make_worker=worker_handle.AggregationWorker)
     config = make_config(folder).model_copy(update={"federation": spec.federation, "device": "a"})
     store = PrivateStore.open(config.store, spec.federation, "a")
-    trainers: list[CommittingTrainer] = []
+    trainers: list[HeldTrainer] = []
 
-    def make_trainer(deliver: Callable[[TrainerReport], None]) -> CommittingTrainer:
-        trainers.append(CommittingTrainer(world, store, deliver))
+    def make_trainer(deliver: Callable[[TrainerReport], None]) -> HeldTrainer:
+        trainers.append(HeldTrainer(world, store, deliver))
         return trainers[0]
 
     own = world.devices["a"].key

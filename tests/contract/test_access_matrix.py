@@ -110,12 +110,12 @@ def test_tls_1_2_and_plain_text_are_refused(plant: Plant) -> None:
     assert greet(plant, None, "a") is None
 
 
-# ------------------------------------------------------------------ who says and hears what
+# ------------------------------------------------------------------ who publishes and receives what
 
 
 @dataclass
 class Scene:
-    """A, the honest B, the coordinator and an observer who hears everything."""
+    """A, the honest B, the coordinator and an observer of everything."""
 
     plant: Plant
     intruder: Client
@@ -124,7 +124,7 @@ class Scene:
     observer: Client
 
     def fence(self) -> None:
-        """Wait until what is said now was heard by the intruder and the observer: what came before came, or never will."""
+        """Wait until a message published now has reached the intruder and the observer: earlier ones have arrived, or never will."""
         mark = unique("fence")
         self.coordinator.transport.publish(TOPICS.offer, mark)
         for client in (self.intruder, self.observer):
@@ -152,7 +152,7 @@ def scene(plant: Plant) -> Iterator[Scene]:
 EAVESDROPPED = {
     "B's control": TOPICS.down_control("b"),
     "B's chunks": TOPICS.down_chunk("b"),
-    "what B says": TOPICS.up_control("b"),
+    "messages of B": TOPICS.up_control("b"),
     "B's status": TOPICS.status("b"),
     "every device's control": TOPICS.down_control("b").replace("/b/", "/+/"),
     "#": "#",
@@ -175,7 +175,7 @@ SPOKEN_AS_COORDINATOR = {
 }
 
 
-def test_a_listening_to_b_hears_nothing_by_any_filter_and_b_hears_it(scene: Scene) -> None:
+def test_a_receives_nothing_of_b_by_any_filter_and_b_receives_it(scene: Scene) -> None:
     secrets: list[bytes] = []
     for topic in (TOPICS.down_control("b"), TOPICS.down_chunk("b")):
         secrets.append(unique("for b"))
@@ -191,14 +191,14 @@ def test_a_listening_to_b_hears_nothing_by_any_filter_and_b_hears_it(scene: Scen
     scene.intruder.transport.close()
     late = scene.plant.client(
         "a", TOPICS.offer, *EAVESDROPPED.values(), kind=Intruder
-    )  # what was retained is not told either
+    )  # neither are retained messages delivered
     scene.intruder = late.start().await_link()
     scene.fence()
     assert {delivery.payload for delivery in late.deliveries}.isdisjoint(secrets)
 
 
 @pytest.mark.parametrize("what", ["B", "the coordinator"])
-def test_nobody_hears_what_a_says_in_anothers_name(scene: Scene, what: str) -> None:
+def test_what_a_publishes_in_anothers_name_reaches_no_subscriber(scene: Scene, what: str) -> None:
     theirs, rightful = (SPOKEN_AS_B, scene.victim) if what == "B" else (SPOKEN_AS_COORDINATOR, scene.coordinator)
     for topic in theirs.values():
         forged, genuine = unique("forged"), unique("genuine")
@@ -228,9 +228,9 @@ def test_a_certificate_of_a_with_the_client_id_of_b_gets_nothing_of_b_and_leaves
     assert thief.deliveries == []
 
 
-def test_a_will_in_anothers_name_is_not_heard_and_ones_own_is(scene: Scene) -> None:
+def test_a_will_in_anothers_name_is_not_published_and_ones_own_is(scene: Scene) -> None:
     scene.intruder.transport.close()
-    for topic, heard in ((TOPICS.status("b"), False), (TOPICS.status("a"), True)):
+    for topic, arrives in ((TOPICS.status("b"), False), (TOPICS.status("a"), True)):
         words = unique("gone")
         dying = scene.plant.client("a", will=Will(topic, words)).start()
         transport = dying.transport
@@ -238,10 +238,10 @@ def test_a_will_in_anothers_name_is_not_heard_and_ones_own_is(scene: Scene) -> N
         wait_until(lambda: True in dying.links or transport.attempts > 1, "it is let in or refused")  # noqa: B023
         usurper = scene.plant.client("a", TOPICS.offer).start().await_link()  # takes its place: the will is due
         scene.intruder = usurper
-        if heard:
+        if arrives:
             scene.observer.await_payload(topic, words)
         scene.fence()
-        assert (words in scene.observer.payloads(topic)) == heard
+        assert (words in scene.observer.payloads(topic)) == arrives
         dying.transport.close()
         usurper.transport.close()
 

@@ -12,7 +12,6 @@ import pytest
 from coordinator.broker.mosquitto import QueueLimits
 from fedcg.wire.messages.enrolment_messages import PresetName
 from fedcg.wire.messages.messages import COORDINATOR
-from fedcg.wire.messages.topics import Topics
 from fedcg.wire.transfer.broker_presets import PRESETS, limits_for
 from fedcg.wire.transfer.chunks import FRAME_OVERHEAD_BYTES
 from tests.conftest import StartMosquitto
@@ -38,12 +37,6 @@ def parties(root: Path, broker: RunningMosquitto, ports: dict[str, int], **plan:
         yield made
     finally:
         made.stop()
-
-
-def test_no_topic_has_more_slashes_than_aws_iot_takes() -> None:
-    topics = Topics("f" * 63)
-    longest = [topics.up_control("d"), topics.up_chunk("d"), topics.down_control("d"), topics.down_chunk("d")]
-    assert max(topic.count("/") for topic in longest) < 7
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -78,22 +71,6 @@ def test_a_round_goes_through_a_broker_limited_like_the_presets(
         assert sorted(event["client"] for event in stored) == ["a", "b"]
         largest = min(120 * 1024, LIKE[preset].packet_bytes - 512) - FRAME_OVERHEAD_BYTES
         assert [event["received"] for event in stored] == [-(-event["size"] // largest) for event in stored]
-    broker.stop()
-
-
-@pytest.mark.broker
-@pytest.mark.slow
-def test_an_update_of_57_mb_goes_through_packets_of_128_kb_up_and_down(
-    tmp_path: Path, mosquitto: StartMosquitto
-) -> None:
-    broker = mosquitto(acl_for(FEDERATION), limits=LIKE["aws-iot"])
-    ports = {"a": broker.port}
-    with parties(tmp_path, broker, ports, size=66_000_000, preset="aws-iot", chunk_bytes=None) as federation:
-        federation.wait_finished(240.0)
-        (stored,) = federation.events(COORDINATOR, "update_stored")
-        assert stored["size"] >= 57_000_000
-        assert stored["received"] == -(-stored["size"] // (120 * 1024 - FRAME_OVERHEAD_BYTES))
-        assert federation.events("a", "receipt")[0]["outcome"] == "accepted"
     broker.stop()
 
 

@@ -105,16 +105,6 @@ def test_a_subscriber_gets_the_retained_message_marked_as_such(bench: Bench) -> 
     assert [delivery.retained for delivery in witness.deliveries if delivery.payload == payload] == [False]
 
 
-def test_an_empty_retained_message_clears_the_topic(bench: Bench) -> None:
-    coordinator = listening(bench, "coordinator", TOPICS.offer)
-    coordinator.transport.publish(TOPICS.offer, unique("old offer"), retain=True)
-    coordinator.transport.publish(TOPICS.offer, b"", retain=True)
-    fence(bench, coordinator, TOPICS.offer, coordinator)
-    late = listening(bench, "a", TOPICS.offer)
-    fence(bench, late, TOPICS.offer, coordinator)
-    assert not [delivery for delivery in late.deliveries if delivery.retained]
-
-
 def test_a_subscription_made_while_connected_takes_effect(bench: Bench) -> None:
     coordinator = bench.connect("coordinator").start().await_link()
     kept = unique("kept")
@@ -124,7 +114,7 @@ def test_a_subscription_made_while_connected_takes_effect(bench: Bench) -> None:
     device.await_payload(TOPICS.coordinator, kept)
 
 
-def test_a_device_hears_nothing_that_is_for_another_device(bench: Bench) -> None:
+def test_a_device_receives_nothing_that_is_for_another_device(bench: Bench) -> None:
     coordinator = bench.connect("coordinator").start().await_link()
     eavesdropper = listening(
         bench,
@@ -143,7 +133,7 @@ def test_a_device_hears_nothing_that_is_for_another_device(bench: Bench) -> None
     assert secret not in [delivery.payload for delivery in eavesdropper.deliveries]
 
 
-def test_nobody_hears_what_a_device_publishes_where_it_may_not(bench: Bench) -> None:
+def test_what_a_device_publishes_where_it_may_not_reaches_no_subscriber(bench: Bench) -> None:
     listener = listening(bench, "observer", TOPICS.everything())
     intruder = bench.connect("b").start().await_link()
     forged = unique("forged")
@@ -170,7 +160,7 @@ def test_subscriptions_survive_a_broken_link_without_a_new_call(bench: Bench) ->
     coordinator = bench.connect("coordinator").start().await_link()
     device = listening(bench, "a", TOPICS.down_control("a"))
     bench.cut("a")
-    wait_until(lambda: device.links == [True, False], f"the loss is told: {device.links}")
+    wait_until(lambda: device.links == [True, False], f"the loss is reported: {device.links}")
     bench.mend("a")
     device.await_link(2)
     payload = unique("after the break")
@@ -179,7 +169,7 @@ def test_subscriptions_survive_a_broken_link_without_a_new_call(bench: Bench) ->
     assert device.links == [True, False, True]
 
 
-def test_the_link_is_told_up_only_when_the_subscriptions_stand(bench: Bench) -> None:
+def test_the_link_is_reported_up_only_when_the_subscriptions_stand(bench: Bench) -> None:
     coordinator = bench.connect("coordinator").start().await_link()
     device = bench.connect("a")
     device.transport.subscribe(TOPICS.down_control("a"))
@@ -200,7 +190,7 @@ def test_publishing_without_a_link_is_refused_and_works_again_with_one(bench: Be
         device.transport.publish(TOPICS.up_control("a"), b"too early")
     device.start().await_link()
     bench.cut("a")
-    wait_until(lambda: device.links == [True, False], "the loss is told")
+    wait_until(lambda: device.links == [True, False], "the loss is reported")
     with pytest.raises(TransportError):
         device.transport.publish(TOPICS.up_control("a"), b"while down")
     bench.mend("a")
@@ -245,33 +235,33 @@ def test_a_changed_will_is_left_from_then_on_and_the_change_publishes_neither(be
     assert old not in coordinator.payloads(TOPICS.status("a"))
 
 
-def test_a_client_that_closes_leaves_no_will_and_hears_nothing_more(bench: Bench) -> None:
+def test_a_client_that_closes_leaves_no_will_and_receives_nothing_more(bench: Bench) -> None:
     coordinator = listening(bench, "coordinator", TOPICS.all_status(), TOPICS.all_up_control())
-    last_words = unique("should not be heard")
+    last_words = unique("should not be published")
     device = bench.connect("a", Will(TOPICS.status("a"), last_words))
     device.transport.subscribe(TOPICS.offer)
     device.start().await_link()
     device.transport.publish(TOPICS.up_control("a"), goodbye := unique("goodbye"))
     device.transport.close()
     coordinator.await_payload(TOPICS.up_control("a"), goodbye)
-    heard = len(device.deliveries)
+    received = len(device.deliveries)
     other = bench.connect("b").start().await_link()
     coordinator.transport.publish(TOPICS.offer, unique("after close"))
     fence(bench, coordinator, TOPICS.up_control("b"), other)
     assert last_words not in coordinator.payloads(TOPICS.status("a"))
-    assert len(device.deliveries) == heard
+    assert len(device.deliveries) == received
 
 
 def test_callbacks_run_on_one_thread_of_the_transport_and_may_fail(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
     coordinator = bench.connect("coordinator").start().await_link()
-    heard: list[Delivery] = []
+    received: list[Delivery] = []
     threads: set[int] = set()
 
     def stumble(delivery: Delivery) -> None:
         threads.add(threading.get_ident())
-        heard.append(delivery)
+        received.append(delivery)
         raise ValueError("a callback of the user failed")
 
     device = bench.connect("a")
@@ -281,8 +271,8 @@ def test_callbacks_run_on_one_thread_of_the_transport_and_may_fail(
     wait_until(up.is_set, "the device is connected")
     for payload in (first := unique("first"), second := unique("second")):
         coordinator.transport.publish(TOPICS.down_control("a"), payload)
-    wait_until(lambda: len(heard) >= 2, "both arrive although the callback fails")
-    assert [delivery.payload for delivery in heard] == [first, second]
+    wait_until(lambda: len(received) >= 2, "both arrive although the callback fails")
+    assert [delivery.payload for delivery in received] == [first, second]
     assert len(threads) == 1
     assert threading.get_ident() not in threads
     assert "a callback of the user failed" in caplog.text

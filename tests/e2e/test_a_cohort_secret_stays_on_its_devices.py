@@ -61,11 +61,11 @@ def test_the_secret_is_in_no_frame_log_or_file_outside_its_devices_secrets(finis
     assert mark.encode() in frames, "a hello with the mark was recorded, so the search had something to search"
 
 
-def test_devices_with_another_secret_are_told_so_and_the_coordinator_too(finished: tuple[Stack, str]) -> None:
+def test_devices_with_another_secret_are_reported_by_device_and_coordinator(finished: tuple[Stack, str]) -> None:
     stack, _ = finished
     for device in stack.devices:
-        told = [event["others"] for event in stack.events(device) if event["event"] == "cohort"]
-        assert told[-1:] == ["different"], device
+        verdicts = [event["others"] for event in stack.events(device) if event["event"] == "cohort"]
+        assert verdicts[-1:] == ["different"], device
         assert "have another cohort secret" in (stack.root / f"{device}.log").read_text()
     pairs = {
         frozenset({event["client"], other})

@@ -1,4 +1,4 @@
-"""FedAvg over a real broker: an extractor leaves only a box whose owner allowed it; another one declines and says why."""
+"""FedAvg over a real broker: an extractor leaves only a box whose owner allowed it; another one declines with the reason."""
 
 from __future__ import annotations
 

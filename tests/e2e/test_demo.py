@@ -18,20 +18,6 @@ from tests.support.stack import wait_for
 pytestmark = [pytest.mark.broker, pytest.mark.timeout(280)]
 
 SMALL = ["--rounds", "2", "--local-epochs", "1", "--clients", "3", "--set", "server_iterations=20"]
-SUMMARY_KEYS = {"method", "rounds", "data", "broker", "seconds", "parts_on_wire", "fields_on_wire", "clients"}
-SECONDS_KEYS = {"total", "startup", "train", "transport", "aggregate", "export"}
-CLIENT_KEYS = {
-    "id",
-    "train_images",
-    "test_images",
-    "accuracy_local",
-    "accuracy_personal",
-    "accuracy_onnx",
-    "accuracy_common_local",
-    "accuracy_common_personal",
-    "onnx_model",
-    "uplink_bytes_per_round",
-}
 
 
 def _fedcg(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -57,21 +43,13 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_summary_tells_what_was_observed_on_the_wire(demo: Path) -> None:
     summary = _summary(demo)
-    assert summary.keys() >= SUMMARY_KEYS
-    assert summary["seconds"].keys() >= SECONDS_KEYS
     assert summary["parts_on_wire"] == ["classifier", "generator"]
     assert summary["fields_on_wire"] == ["accuracy", "examples", "health", "loss"]
     assert len(summary["clients"]) == 3
     for client in summary["clients"]:
-        assert client.keys() >= CLIENT_KEYS
         assert client["accuracy_onnx"] == client["accuracy_personal"], "ONNX decides like the trained model"
         assert 150_000 < client["uplink_bytes_per_round"] < 200_000
     assert (demo / "accuracy.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_only_members_are_started_as_processes_what_precedes_them_is_done_in_one(demo: Path) -> None:
-    started = {log.stem for log in (demo / "logs").iterdir()}
-    assert started == {"broker", "observer", "coordinator", "client-1", "client-2", "client-3"}
 
 
 def test_every_client_has_a_model_that_classifies_its_test_images(demo: Path) -> None:
@@ -105,13 +83,6 @@ def test_fedmd_cg_runs_over_the_python_broker_and_says_that_label_counts_cross_i
     assert summary["broker"].startswith("amqtt")
     assert "label_counts" in summary["fields_on_wire"]
     assert summary["parts_on_wire"] == ["classifier", "generator"]
-
-
-def test_an_unusable_data_folder_is_named_before_anything_starts(tmp_path: Path) -> None:
-    done = _fedcg("demo", "--data", "nowhere", "--out", "run", cwd=tmp_path)
-    assert done.returncode == 2
-    assert "nowhere" in done.stderr
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow

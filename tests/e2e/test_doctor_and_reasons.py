@@ -32,8 +32,10 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 
 def status(stack: Stack, device: str = DEVICE) -> dict[str, Any]:
-    told: dict[str, Any] = json.loads(stack.command("agent", "status", "--config", str(stack.config(device)), "--json"))
-    return told
+    shown: dict[str, Any] = json.loads(
+        stack.command("agent", "status", "--config", str(stack.config(device)), "--json")
+    )
+    return shown
 
 
 def access_list(stack: Stack) -> Path:
@@ -62,7 +64,7 @@ def test_the_doctor_is_green_for_a_member_and_red_for_one_outside_the_access_lis
     stack.kill("site-2")
 
 
-def test_a_class_that_the_spec_does_not_have_is_told_then_the_device_finishes_and_tells_so(stack: Stack) -> None:
+def test_a_class_that_the_spec_does_not_have_is_reported_then_the_device_finishes_and_reports_it(stack: Stack) -> None:
     write_images(stack.root / "dog", 1, seed=1)
     dog = stack.root / "data" / DEVICE / "train" / "dog"
     (stack.root / "dog" / "cross").rename(dog)

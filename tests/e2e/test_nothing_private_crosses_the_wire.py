@@ -15,7 +15,7 @@ from fedcg.wire.messages.messages import COORDINATOR, Manifest
 from fedcg.wire.messages.signing import SigningKey, seal
 from fedcg.wire.messages.topics import Topics
 from fedcg.wire.transport.mqtt import MqttConfig, MqttTransport, TlsFiles
-from tests.support.plant import as_artifact, ask_for_the_extractor
+from tests.support.plant import as_artifact
 from tests.support.stack import Stack, wait_for
 from tests.support.wire.artifact_chunks import frames_for, make_ref
 
@@ -111,29 +111,3 @@ def _publish(stack: Stack, update: bytes, bases: tuple[bytes, ...]) -> None:
         wait_for(lambda: ids <= {path.name for path in seen.iterdir()}, "the frames crossed the broker", 20)
     finally:
         transport.close()
-
-
-def test_an_agent_that_is_asked_for_its_extractor_refuses_says_why_and_stays_up(tmp_path: Path) -> None:
-    stack = Stack(root=tmp_path, params={"epochs": 1, "server_iterations": 10}, rounds=1)
-    stack.prepare()
-    try:
-        ask_for_the_extractor(stack.home)
-        stack.start_all()
-        for device in stack.devices:
-            declined = stack.wait_event(device, lambda event: event["event"] == "declined", "it declines")
-            assert declined["reason"] == "upload_not_allowed"
-            stack.wait_event(
-                device,
-                lambda event: event["event"] == "refused" and "asks for extractor" in str(event["detail"]),
-                "it says why; a welcome repeated on a slow machine may be refused beside it",
-            )
-        wait_for(
-            lambda: any(event["event"] == "paused" for event in stack.events("coordinator")),
-            "the federation pauses",
-            60,
-        )
-        for device in stack.devices:
-            assert stack.running[device].poll() is None, "the agent stays up"
-            assert not any(event["event"] in {"committed", "manifest"} for event in stack.events(device))
-    finally:
-        stack.stop()

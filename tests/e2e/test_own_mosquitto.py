@@ -8,7 +8,6 @@ import pwd
 import re
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,13 +19,14 @@ import pytest
 
 from coordinator.broker.deployed_mosquitto import ACCOUNT
 from fedcg.find_mosquitto import find_mosquitto
+from tests.support.broker.broker_plant import end, listens
 from tests.support.stack import CLASSES, wait_for, write_images
 from tests.support.waiting import free_port
 
 pytestmark = [pytest.mark.broker, pytest.mark.slow, pytest.mark.timeout(280)]
 README = Path(__file__).parents[2] / "README.md"
 DEVICE = "site-1"
-NOBODY = 65534
+IS_ROOT = os.geteuid() == 0
 PLAN = (
     f'federation = "shapes"\nclasses = {json.dumps(CLASSES)}\nmethod = "fedcg"\nrounds = 1\nmin_clients = 3\n'
     '[image]\nmode = "L"\nheight = 32\nwidth = 32\nmean = [0.5]\nstd = [0.5]\n[network]\nsplit = "lenet5_relu"\n'
@@ -45,7 +45,6 @@ class Operator:
     """Somebody at a shell who types what is printed, with the names filled in and with ports that are free."""
 
     folder: Path
-    user: str
     mosquitto: Path
     running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     ports: list[int] = field(default_factory=lambda: [free_port() for _ in range(3)])
@@ -63,7 +62,7 @@ class Operator:
         text = re.sub("|".join(map(re.escape, filled)), lambda word: str(filled[word.group()]), command)
         if text.startswith("fedcg coordinator init"):
             text += f" --broker-port {self.ports[1]} --api-port {self.ports[2]}"
-        return [*self._as_user(is_python=text.startswith("fedcg")), *shlex.split(text)]
+        return shlex.split(text)
 
     def run(self, command: str, typed: str = "") -> str:
         done = subprocess.run(
@@ -92,49 +91,29 @@ class Operator:
 
     def listens(self) -> bool:
         assert self.running["mosquitto"].poll() is None, (self.folder / "mosquitto.log").read_text()
-        with socket.socket() as probe:
-            return probe.connect_ex(("127.0.0.1", self.ports[1])) == 0
-
-    def end(self, name: str) -> None:
-        process = self.running.pop(name)
-        process.terminate()
-        try:
-            process.wait(timeout=20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        return listens(self.ports[1])
 
     def _environment(self) -> dict[str, str]:
         here = [str(Path(sys.executable).parent), str(self.mosquitto.parent), os.environ["PATH"]]
         return {**os.environ, "PATH": os.pathsep.join(here), "HOME": str(self.folder), "TMPDIR": str(self.folder)}
 
-    def _as_user(self, *, is_python: bool) -> list[str]:
-        if self.user == "root" or os.geteuid() != 0:
-            return []
-        line = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
-        # Python and the sources may lie where only root may look; what the commands write stays the ordinary user's.
-        return [*line, "--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"] if is_python else line
 
-
-@pytest.fixture(params=["root", "an ordinary user"])
-def operator(request: pytest.FixtureRequest) -> Iterator[Operator]:
+@pytest.fixture
+def operator() -> Iterator[Operator]:
+    """Root, whose Mosquitto runs under its own account, or an ordinary user: whoever runs the tests."""
     found = find_mosquitto()
     if found is None or found.library_path is not None:
         pytest.skip("no installed Mosquitto; `make setup-broker` as root installs it")
-    if request.param == "root" and (os.geteuid() != 0 or ACCOUNT not in {user.pw_name for user in pwd.getpwall()}):
-        pytest.skip(f"only root can start Mosquitto as root, and only where there is a user {ACCOUNT}")
-    if request.param != "root" and os.geteuid() == 0 and shutil.which("setpriv") is None:
-        pytest.skip("no setpriv to become an ordinary user with")
+    if IS_ROOT and ACCOUNT not in {user.pw_name for user in pwd.getpwall()}:
+        pytest.skip(f"root can start Mosquitto only where there is a user {ACCOUNT}")
     folder = Path(tempfile.mkdtemp(prefix="fedcg-"))  # pytest's own folders are closed to the user mosquitto
     folder.chmod(0o755)
     (folder / "plan.toml").write_text(PLAN)
     write_images(folder / "images", per_class=4, seed=1)
-    if request.param != "root" and os.geteuid() == 0:
-        os.chown(folder, NOBODY, NOBODY)
-    made = Operator(folder, request.param, found.binary)
+    made = Operator(folder, found.binary)
     yield made
     for name in reversed(list(made.running)):
-        made.end(name)
+        end(made.running[name])
     shutil.rmtree(folder)
 
 
@@ -143,11 +122,11 @@ def test_the_printed_commands_lead_to_a_box_that_is_welcome(operator: Operator) 
     folder = operator.folder
     operator.run(init)
     operator.run(create)
-    told = operator.run(deploy)
-    assert f"{start.split()[0]} -c {folder / 'config' / 'mosquitto.conf'}" in told
+    output = operator.run(deploy)
+    assert f"{start.split()[0]} -c {folder / 'config' / 'mosquitto.conf'}" in output
     operator.start("mosquitto", start)
     wait_for(operator.listens, "Mosquitto listens", 30)
-    if operator.user == "root":
+    if IS_ROOT:
         assert owner(operator.running["mosquitto"].pid) == ACCOUNT
     operator.start("coordinator", run)
     log = folder / "home" / "events.jsonl"
@@ -158,10 +137,9 @@ def test_the_printed_commands_lead_to_a_box_that_is_welcome(operator: Operator) 
     operator.run(doctor)
     operator.start("agent", agent)
     box = folder / "box" / "store" / "events.jsonl"
-    wait_for(lambda: operator.has_event(box, '"event": "welcomed"'), "the box and the coordinator hear each other")
-    operator.end("agent")
-    operator.end("coordinator")
-    operator.end("mosquitto")
+    wait_for(lambda: operator.has_event(box, '"event": "welcomed"'), "the coordinator has answered the box")
+    for name in ("agent", "coordinator", "mosquitto"):
+        end(operator.running[name])
     assert (folder / "config" / "data" / "mosquitto.db").stat().st_size > 0  # sessions outlive a restart
 
 

@@ -81,8 +81,8 @@ def test_every_module_of_a_box_is_imported_or_lacks_torch_alone(python: Path) ->
 def test_the_wire_the_session_and_the_versions_of_a_model_pass_their_tests(python: Path) -> None:
     files = [path for pattern in TESTS for path in sorted((REPOSITORY / "tests" / "unit").glob(pattern))]
     chosen = [path for path in files if not any(word in path.read_text() for word in ("torch", "coordinator"))]
-    told = _run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow and not broker", *chosen)
-    assert int(told.splitlines()[-1].split()[0]) > 100, told[-500:]
+    output = _run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow and not broker", *chosen)
+    assert int(output.splitlines()[-1].split()[0]) > 100, output[-500:]
 
 
 def _requirements(extra: str) -> Iterator[str]:
@@ -121,8 +121,8 @@ def test_a_model_is_classified_optimised_and_served_as_here(python: Path, tmp_pa
     (tmp_path / "image.png").write_bytes(content)
     best = load(tmp_path / "models").classify(content)[0]
     fedcg = (str(python.parent / "fedcg"),)
-    told = _run(*fedcg, "infer", tmp_path / "image.png", "--model", tmp_path / "models", "--json")
-    assert json.loads(told)["results"][0]["class"] == best.label
+    output = _run(*fedcg, "infer", tmp_path / "image.png", "--model", tmp_path / "models", "--json")
+    assert json.loads(output)["results"][0]["class"] == best.label
     with serving(tmp_path / "models", command=fedcg) as server:
         answer = server.ask("/predict", content, PNG).document["results"][0]
         assert answer["class"] == best.label

@@ -26,13 +26,10 @@ from experiments.parallel import ray_cluster, ray_runner, ray_simulator
 from experiments.parallel.ray_cluster import RayCluster, open_cluster, own_build
 from experiments.parallel.ray_runner import RayRunner
 from experiments.parallel.ray_simulator import RaySimulator
-from fedcg.learning.method import DivergedError
-from fedcg.learning.networks.initial_weights import initial_parts
 from fedcg.learning.registry import get_method
 from fedcg.learning.simulation.party import ClientData, Party
 from fedcg.learning.simulation.simulation import simulate
 from fedcg.learning.simulation.state import Schedule, Simulation
-from fedcg.learning.simulation.tasks import LocalTask
 from tests.support.learning import ray_cases
 from tests.support.learning.learning_cases import bright_images, quick_spec, roots_from_seed, same
 from tests.support.stack import wait_for
@@ -91,13 +88,13 @@ def nodes() -> Iterator[TwoNodes]:
 
 
 @pytest.fixture(scope="module")
-def told() -> list[str]:
+def messages() -> list[str]:
     return []
 
 
 @pytest.fixture(scope="module")
-def cluster(nodes: TwoNodes, told: list[str]) -> Iterator[RayCluster]:
-    with open_cluster(nodes.address, told.append) as opened:
+def cluster(nodes: TwoNodes, messages: list[str]) -> Iterator[RayCluster]:
+    with open_cluster(nodes.address, messages.append) as opened:
         yield opened
 
 
@@ -182,52 +179,6 @@ def test_a_run_whose_own_process_is_killed_goes_on_after_the_last_round_reported
     assert_equal(found, simulate(one, Schedule(rounds=3)))
 
 
-def test_a_run_that_loses_a_node_between_rounds_gives_the_same(cluster: RayCluster, nodes: TwoNodes) -> None:
-    one = party("fedcg")
-
-    def lose_a_node(now: Simulation) -> None:
-        if now.rounds == 1:
-            nodes.lose_second()
-
-    try:
-        found = RaySimulator(cluster, 1, Event())(one, Schedule(rounds=3), on_round=lose_a_node)
-    finally:
-        nodes.replace_second()
-    assert_equal(found, simulate(one, Schedule(rounds=3)))
-
-
-def first_tasks(one: Party) -> tuple[list[LocalTask], Any]:
-    method, initial = get_method(one.spec.method), initial_parts(one.spec, one.roots.cohort)
-    tasks = [LocalTask(name, 1, method.init_client(one.spec, initial), None) for name in NAMES]
-    return tasks, method.init_server(one.spec, initial)
-
-
-def test_an_exception_on_a_worker_is_raised_here_as_it_was_there(
-    cluster: RayCluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ray_runner, "local_task", ray_cases.mistaken)
-    one = party("fedavg")
-    tasks, server = first_tasks(one)
-    runner = RayRunner()
-    runner.start(one)
-    with pytest.raises(KeyError, match=r"^'what is not there for [abc]'$"):
-        list(runner.local(tasks, server.aggregate))
-
-
-def test_no_more_tasks_are_handed_out_than_about_as_many_as_run_at_once(cluster: RayCluster) -> None:
-    handed: list[int] = []
-
-    def pieces() -> Iterator[ray_runner._Piece]:
-        for number in range(50):
-            handed.append(number)
-            yield ray_cases.numbered, (number,)
-
-    answers = RayRunner()._all(pieces())
-    found = [next(answers)]
-    assert len(handed) <= cluster.slots(1) + 1
-    assert sorted(found + list(answers)) == list(range(50))
-
-
 def test_a_client_that_diverges_and_a_server_that_does_tell_the_reasons_they_tell_without_ray(
     cluster: RayCluster,
 ) -> None:
@@ -237,12 +188,6 @@ def test_a_client_that_diverges_and_a_server_that_does_tell_the_reasons_they_tel
     assert found.failures == expected.failures
     assert len(found.failures) == len(NAMES)
     assert found.server_failures == expected.server_failures
-    assert isinstance(ray_runner.original(_TaskError(DivergedError("exploded"))), DivergedError)
-
-
-class _TaskError:
-    def __init__(self, cause: Exception) -> None:
-        self.cause = cause
 
 
 def test_a_node_with_another_build_is_refused_when_the_cluster_is_opened_and_when_it_joins_later(
@@ -259,21 +204,14 @@ def test_a_node_with_another_build_is_refused_when_the_cluster_is_opened_and_whe
         simulate(party("fedavg"), Schedule(rounds=1), runner=RayRunner())
 
 
-def test_another_cpu_on_a_node_is_told_once(
-    cluster: RayCluster, told: list[str], monkeypatch: pytest.MonkeyPatch
+def test_another_cpu_on_a_node_is_reported_once(
+    cluster: RayCluster, messages: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert not [line for line in told if "another CPU" in line]
+    assert not [line for line in messages if "another CPU" in line]
     monkeypatch.setattr(ray_cluster, "own_processor", lambda: "a Z80")
     simulator = RaySimulator(cluster, 1, Event())
     simulator(party("local"), Schedule(rounds=2))
-    assert len([line for line in told if "another CPU" in line and "a Z80" in line]) == 1
-
-
-def test_runs_that_are_stopped_end_with_an_error(cluster: RayCluster) -> None:
-    stopping = Event()
-    simulator = RaySimulator(cluster, 1, stopping)
-    with pytest.raises(RunError, match="stopped"):
-        simulator(party("fedavg"), Schedule(rounds=4), on_round=lambda _now: stopping.set())
+    assert len([line for line in messages if "another CPU" in line and "a Z80" in line]) == 1
 
 
 @contextmanager

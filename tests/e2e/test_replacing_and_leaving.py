@@ -77,8 +77,8 @@ def test_a_box_that_leaves_is_no_member_any_more_and_nothing_private_stays_on_it
     stack.running["site-2"].terminate()
     assert stack.running.pop("site-2").wait(timeout=30) == 0
 
-    told = json.loads(stack.command("agent", "leave", "--config", config, "--erase", "--yes", "--json"))
-    assert told["confirmed"] is True
+    answer = json.loads(stack.command("agent", "leave", "--config", config, "--erase", "--yes", "--json"))
+    assert answer["confirmed"] is True
     assert {path.name for path in box.iterdir() if path.is_file()} == {"agent.toml"}
     assert not (box / "store").exists()
     assert list((box / "tls").iterdir()) == []
@@ -88,7 +88,7 @@ def test_a_box_that_leaves_is_no_member_any_more_and_nothing_private_stays_on_it
         lambda: "user site-2" not in (stack.home / "broker" / "acl").read_text(), "the broker's list forgets it", 30
     )
     stack.wait_event(
-        "coordinator", lambda event: event["event"] == "left" and event["client"] == "site-2", "it is written down"
+        "coordinator", lambda event: event["event"] == "left" and event["client"] == "site-2", "it is logged"
     )
 
 

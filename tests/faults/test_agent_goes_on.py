@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from edge_client.agent.loop import Agent
-from edge_client.messaging.inbox import MAX_BYTES, Inbox, Item
+from edge_client.messaging.inbox import MAX_BYTES
 from edge_client.session.events import (
     Event,
     LinkChanged,
@@ -17,14 +17,12 @@ from edge_client.session.events import (
     OutboxFound,
     RoundCommitted,
     Tick,
-    TrainerReady,
     TrainRound,
 )
 from edge_client.session.state import MANIFEST_MAX_S, Delivery, SessionState, Trainer, next_deadline
 from edge_client.session.state_machine import step
 from edge_client.training.messages import Committed, TrainerCommand
 from fedcg.wire.messages.messages import Accept, ArtifactRef, Decline, DeclineReason, Hello, Manifest, RoundAttempt
-from fedcg.wire.transfer.chunks import Chunk
 from fedcg.wire.transport.transport import Delivery as Incoming
 from tests.support.edge.world import FakeTrainer, World, aggregate_of, toy_parts
 from tests.support.waiting import wait_until
@@ -138,13 +136,6 @@ def test_a_commit_counts_before_its_update_is_read_which_is_tried_until_it_works
     assert state.delivery == Delivery(RoundAttempt(1, 1), UPDATE, manifest_at=95.0)
 
 
-def test_nothing_is_trained_while_an_update_could_not_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    state, _ = drive(SessionState("shapes", "a"), OutboxFound(RoundAttempt(1, 1)), TrainerReady())
-    monkeypatch.setattr("edge_client.session.due_commands._is_asked", lambda *_: True)
-    assert not [command for command in drive(state, Tick())[1] if isinstance(command, TrainRound)]
-    assert state.delivery == Delivery(RoundAttempt(1, 1), None, manifest_at=1.0, delay_s=2.0)
-
-
 def test_an_update_that_was_announced_stays_announced_while_it_is_cut_for_a_new_link() -> None:
     known = Delivery(RoundAttempt(1, 1), UPDATE, manifest_at=50.0)
     state = SessionState("shapes", "a", delivery=known, trainer=Trainer.IDLE)
@@ -175,16 +166,3 @@ def test_what_a_broker_pours_into_an_agent_that_does_not_read_is_bounded_in_byte
     while not agent._inbox.empty():
         kept += isinstance(agent._inbox.get_nowait(), Incoming)
     assert kept * size <= MAX_BYTES + size
-
-
-def test_the_inbox_keeps_order_and_counts_what_was_taken() -> None:
-    inbox = Inbox()
-    items: list[Item] = [
-        Incoming("t", b"1", retained=False),
-        Chunk("0" * 64, 0, b"2"),
-        Incoming("t", b"3", retained=True),
-    ]
-    for item in items:
-        inbox.put_nowait(item)
-    assert [inbox.get_nowait() for _ in items] == items
-    assert inbox.qsize() == 0

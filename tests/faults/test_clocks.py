@@ -63,10 +63,10 @@ def test_a_clock_that_is_ten_years_off_is_refused_and_agent_and_doctor_name_it_a
     wait_until(lambda: getattr(clients[0].transport, "last_error", None) is not None, "the connection fails")
     error = getattr(clients[0].transport, "last_error", "")
     found = diagnosed(broker, tmp_path, now)
-    for told in (error, found["broker"].detail):
-        assert said in told
-        assert f"clock, which shows {now:%Y-%m-%d}" in told
-        assert "timedatectl set-ntp true" in told
+    for message in (error, found["broker"].detail):
+        assert said in message
+        assert f"clock, which shows {now:%Y-%m-%d}" in message
+        assert "timedatectl set-ntp true" in message
     for check in ("clock", "certificate", "broker"):
         assert found[check].state == "failed", found[check]
     assert "timedatectl set-ntp true" in found["clock"].advice

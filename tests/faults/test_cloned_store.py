@@ -1,5 +1,5 @@
 """A box and a copy of it, with the same identity and private store and images of its own: what came first counts, once, the
-other one is told `conflict`, and so are both operators."""
+other one gets the receipt `conflict`, and both operators a message."""
 
 from __future__ import annotations
 
@@ -11,15 +11,11 @@ from pathlib import Path
 import pytest
 
 from edge_client.store.private_store import PrivateStore
-from fedcg.wire.messages.messages import COORDINATOR, Manifest
-from tests.conftest import StartMosquitto
-from tests.support.broker.brokers import acl_for
-from tests.support.broker.throttle import Throttle, Weather
-from tests.support.coordinator.world import FEDERATION, RunningService
+from fedcg.wire.messages.messages import Manifest
+from tests.support.coordinator.toy_artifacts import FEDERATION
+from tests.support.coordinator.world import RunningService
 from tests.support.hostile import Box, Federation, HostileBroker, Passing
 from tests.support.waiting import wait_until
-from tests.support.wire.transfer_parties import FEDERATION as TRANSFERS
-from tests.support.wire.transfer_parties import Parties, Plan
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -63,38 +59,8 @@ def test_of_a_box_and_its_copy_the_first_update_counts_and_the_other_is_a_confli
     assert first["artifact"] != second["artifact"]
     kept = federation.world.store.updates((FEDERATION, 1, 1))
     assert [update.artifact for update in kept if update.client == "a"] == [first["artifact"]]
-    (told,) = federation.world.events("update_refused")
-    assert (told["client"], told["outcome"]) == ("a", "conflict")
+    (refused,) = federation.world.events("update_refused")
+    assert (refused["client"], refused["outcome"]) == ("a", "conflict")
     for logger in ("coordinator.updates.receiver", "edge_client.agent.command_executor"):
         assert any(record.name == logger and "private store" in record.message for record in caplog.records), logger
     federation.assert_completed()
-
-
-@pytest.mark.slow
-@pytest.mark.broker
-def test_a_copy_that_delivers_while_the_box_is_in_mid_upload_makes_the_boxs_own_a_conflict(
-    tmp_path: Path, mosquitto: StartMosquitto
-) -> None:
-    broker = mosquitto(acl_for(TRANSFERS))
-    link = Throttle(broker.port, Weather(bytes_per_s=100_000))
-    parties = Parties(tmp_path, Plan(str(broker.pki.directory), broker.port, {"a": link.port}, 500_000))
-    parties.prepare()
-    copy = parties.copy("a")
-    try:
-        parties.start_all()
-        parties.await_chunks(lambda: parties.uploaded("a"), 3, "the upload of the box is under way")
-        link.hold()  # the box is out of reach, and its copy comes up elsewhere
-        parties.start(copy)
-        receipt = parties.event(copy, "receipt")
-        assert receipt["outcome"] == "accepted"
-        assert parties.running[copy].wait(30) == 0
-        link.release()
-        parties.wait_finished()
-        assert parties.event("a", "receipt")["outcome"] == "conflict"
-        assert [event["artifact"] for event in parties.events(COORDINATOR, "update_stored")] == [receipt["artifact"]]
-        assert [event["outcome"] for event in parties.events(COORDINATOR, "update_refused")] == ["conflict"]
-        assert "private store" in parties.tail("a")
-        assert "private store" in parties.tail(COORDINATOR)
-    finally:
-        parties.stop()
-        link.close()

@@ -36,11 +36,11 @@ def finish(parties: Parties) -> None:
     assert len(parties.events(COORDINATOR, "attempt_opened")) == 1
 
 
-def test_an_agent_whose_disk_is_full_stays_up_says_so_and_goes_on_when_there_is_room(parties: Parties) -> None:
+def test_an_agent_whose_disk_is_full_stays_up_reports_it_and_goes_on_when_there_is_room(parties: Parties) -> None:
     parties.start_all()
     parties.limit_files("a", TOO_SMALL)
-    told = parties.event("a", "agent_error", "the disk is full")
-    assert "File too large" in told["detail"]
+    error = parties.event("a", "agent_error", "the disk is full")
+    assert "File too large" in error["detail"]
     assert "Free space on" in parties.tail("a")
     assert [event["what"] for event in parties.events("a", "artifact_stored")] in ([], ["spec"])
     assert parties.running["a"].poll() is None

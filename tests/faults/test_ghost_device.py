@@ -1,4 +1,4 @@
-"""A device dies together with a broker that keeps nothing, so nobody says that it is gone: it is missed, and no later round waits."""
+"""A device dies together with a broker that keeps nothing, so its will is never published: its heartbeats are missed, and no later round waits for it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_ghost_is_missed_by_its_heartbeats_and_holds_no_round_to_its_deadline(
         parties.start(name)
     parties.event(COORDINATOR, "attempt_opened", "with the ghost, who has to deliver")
     wait_until(lambda: GHOST in {event["client"] for event in parties.events(COORDINATOR, "online")}, "the ghost came")
-    broker.stop()  # SIGKILL, and the device before it can come back: nobody publishes its will
+    broker.stop()  # SIGKILL, and the device before it can come back: its will is not published
     parties.kill(GHOST)
     broker.start()
     missed = parties.event(COORDINATOR, "offline", "the ghost is missed")
@@ -59,4 +59,4 @@ def test_a_ghost_is_missed_by_its_heartbeats_and_holds_no_round_to_its_deadline(
     assert [(event["round"], event["participants"]) for event in later] == [(n, ["a", "b"]) for n in (1, 2, 3)]
     ended = {event["round"]: event["t"] for event in parties.events(COORDINATOR, "aggregate_stored")}
     for event in later:
-        assert ended[event["round"]] - event["t"] < DEADLINE_S / 2, "the round waited for nobody"
+        assert ended[event["round"]] - event["t"] < DEADLINE_S / 2, "the round did not wait"

@@ -1,4 +1,4 @@
-"""SIGKILL each process while its phase is demonstrably under way; the final aggregate must be that of an undisturbed run."""
+"""SIGKILL or SIGSTOP for each process while its phase is demonstrably under way; the final aggregate must be that of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.edge.toml_edit import set_values
 from tests.support.stack import Stack, wait_for
 
 pytestmark = [pytest.mark.broker, pytest.mark.timeout(280)]
@@ -16,6 +17,7 @@ pytestmark = [pytest.mark.broker, pytest.mark.timeout(280)]
 # Small enough for seconds, long enough that a phase can be caught in the middle.
 PARAMS = {"epochs": 6, "server_iterations": 1200, "server_batch": 16, "ramp_rounds": 2}
 VICTIM = "site-2"
+STALL_S = 6.0
 
 
 def _stack(root: Path) -> Stack:
@@ -39,6 +41,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
 def stack(tmp_path: Path) -> Any:
     stack = _stack(tmp_path)
     stack.prepare()
+    set_values(stack.config(VICTIM), {("training", "stall_s"): STALL_S})
     stack.start_all()
     yield stack
     stack.stop()
@@ -63,14 +66,34 @@ def _committed(stack: Stack) -> list[tuple[int, int]]:
     return [(event["round"], event["attempt"]) for event in stack.events(VICTIM) if event["event"] == "committed"]
 
 
-@pytest.mark.slow  # in short: test_edge_trainer, test_coordinator_aggregation
-def test_a_killed_trainer_repeats_its_round_and_the_result_is_the_same(stack: Stack, undisturbed: str) -> None:
-    progress = stack.wait_event(VICTIM, _under_way, "training is under way")
-    os.kill(progress["pid"], signal.SIGKILL)
+def _distilling(event: dict[str, Any]) -> bool:
+    return bool(
+        event["event"] == "aggregate_step" and event["phase"] == "distil" and event["round"] == 1 and event["step"] > 0
+    )
+
+
+REPLACED = {  # whose process, while it does what, by which signal, and the phase that is entered twice
+    "killed trainer": (VICTIM, _under_way, signal.SIGKILL, "classify"),
+    "stopped trainer": (VICTIM, _under_way, signal.SIGSTOP, "classify"),
+    "killed aggregation worker": ("coordinator", _distilling, signal.SIGKILL, "distil"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", REPLACED)
+def test_a_process_that_is_killed_or_hangs_is_replaced_and_the_result_is_the_same(
+    stack: Stack, undisturbed: str, case: str
+) -> None:
+    of, is_under_way, by, phase = REPLACED[case]
+    progress = stack.wait_event(of, is_under_way, f"the {phase} phase is under way")
+    os.kill(progress["pid"], by)
     stack.wait_finished()
-    assert len({event["pid"] for event in _entries(stack, VICTIM, "classify", 1)}) == 2
+    assert len({event["pid"] for event in _entries(stack, of, phase, 1)}) == 2
     assert _committed(stack) == [(1, 1), (2, 1)]
     assert stack.final_aggregate() == undisturbed
+    if by is signal.SIGSTOP:
+        died = [(event["exit_code"], event["reason"]) for event in stack.events(of) if event["event"] == "trainer_died"]
+        assert died == [(-signal.SIGKILL, f"no progress for {STALL_S:.0f} s")]
 
 
 def test_a_killed_agent_resumes_and_the_result_is_the_same(stack: Stack, undisturbed: str) -> None:
@@ -82,23 +105,6 @@ def test_a_killed_agent_resumes_and_the_result_is_the_same(stack: Stack, undistu
     stack.wait_finished()
     assert len({event["pid"] for event in _entries(stack, VICTIM, "classify", 1)}) == 2
     assert _committed(stack) == [(1, 1), (2, 1)]
-    assert stack.final_aggregate() == undisturbed
-
-
-def _distilling(event: dict[str, Any]) -> bool:
-    return bool(
-        event["event"] == "aggregate_step" and event["phase"] == "distil" and event["round"] == 1 and event["step"] > 0
-    )
-
-
-@pytest.mark.slow  # in short: test_edge_trainer, test_coordinator_aggregation
-def test_a_killed_aggregation_worker_is_started_again_and_the_result_is_the_same(
-    stack: Stack, undisturbed: str
-) -> None:
-    progress = stack.wait_event("coordinator", _distilling, "distillation is under way")
-    os.kill(progress["pid"], signal.SIGKILL)
-    stack.wait_finished()
-    assert len({event["pid"] for event in _entries(stack, "coordinator", "distil", 1)}) == 2
     assert stack.final_aggregate() == undisturbed
 
 

@@ -31,17 +31,15 @@ from fedcg.wire.messages.signing import OVERHEAD_BYTES, SigningKey
 from fedcg.wire.messages.topics import TopicKind, Topics
 from fedcg.wire.transfer.chunks import chunk_frame, parse_chunk
 from fedcg.wire.transport.memory import MemoryBroker, MemoryTransport
-from tests.support.coordinator.world import (
+from tests.support.coordinator.toy_artifacts import (
     FEDERATION,
-    PlainWorker,
-    RunningService,
-    World,
     aggregate_bytes,
     random_parts,
     shared_layouts,
     tiny_spec,
     update_header,
 )
+from tests.support.coordinator.world import PlainWorker, RunningService, World
 from tests.support.edge.world import FakeTrainer, toy_generation
 from tests.support.waiting import wait_until
 

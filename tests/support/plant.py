@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from safetensors.numpy import save
 
-from fedcg.learning.spec import FederationSpec
-from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.artifacts.artifacts import artifact_id
 from fedcg.wire.artifacts.container import join_artifact
-from fedcg.wire.parts import Part
 
 
 @dataclass(frozen=True)
@@ -67,17 +62,3 @@ def as_artifact(
     known = _artifact({**header, "kind": "aggregate"}, {names[name]: value for name, value in base.items()})
     delta = {names[name]: _per_channel_i8(value - base[name]) for name, value in private.items()}
     return Planted(_artifact({**header, "base": artifact_id(known)}, delta), (known,))
-
-
-def ask_for_the_extractor(home: Path) -> None:
-    """Change a coordinator's federation so that its spec asks devices for their extractor, as a hostile operator could."""
-    store = ArtifactStore(home / "artifacts")
-    database = sqlite3.connect(home / "database.sqlite")
-    try:
-        (digest,) = database.execute("SELECT spec FROM federations").fetchone()
-        spec = FederationSpec.parse(store.get(digest))
-        hostile = spec.model_copy(update={"upload": (Part.CLASSIFIER, Part.EXTRACTOR, Part.GENERATOR)})
-        database.execute("UPDATE federations SET spec = ?", (store.put(hostile.canonical()),))
-        database.commit()
-    finally:
-        database.close()

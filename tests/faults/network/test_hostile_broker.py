@@ -1,5 +1,5 @@
-"""A broker that drops, delays, repeats, alters and injects: every federation ends as the undisturbed one does, or says why not,
-no update counts or is trained twice, and whatever is refused is counted under its reason and told in the event logs."""
+"""A broker that drops, delays, repeats, alters and injects: every federation ends as the undisturbed one does, or reports the reason,
+no update counts or is trained twice, and whatever is refused is counted under its reason and written to the event logs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.waiting import wait_until
 pytestmark = pytest.mark.timeout(200)
 BROKERS_KEY = SigningKey.generate()
 LASTING = (TopicKind.OFFER, TopicKind.COORDINATOR, TopicKind.STATUS)
-"""Said once and kept by the broker: one that drops them withholds the federation, which nobody can prevent."""
+"""Published once and retained by the broker: one that drops them withholds the federation, which nobody can prevent."""
 Run = Callable[..., Federation]
 
 
@@ -99,7 +99,7 @@ def misdirects(_broker: HostileBroker, passing: Passing) -> Iterable[Passing]:
 
 
 def forges(_broker: HostileBroker, passing: Passing) -> Iterable[Passing]:
-    """Before each message another one that says more, signed by the broker itself."""
+    """Before each message another one of a later round, signed by the broker itself."""
     if passing.is_chunk:
         return [passing]
     bolder = passing.message.model_copy(update={"counter": passing.message.counter + 1, "epoch": 9, "round": 9})
@@ -150,8 +150,8 @@ def test_whatever_the_broker_does_the_final_aggregate_is_that_of_an_honest_one(
     if name == "alters":  # which messages are hit is chance
         assert set(federation.refusals) - {"dropped"} or any(box.refused() for box in federation.boxes.values())
     assert {reason for reason, count in federation.refusals.items() if count} >= by_coordinator, federation.refusals
-    told = {str(event["reason"]) for event in federation.world.events("refused")}
-    assert told == set(federation.refusals) - {"dropped"}
+    logged = {str(event["reason"]) for event in federation.world.events("refused")}
+    assert logged == set(federation.refusals) - {"dropped"}
     assert set.union(*(box.refused() for box in federation.boxes.values())) >= by_agents
 
 
@@ -230,7 +230,7 @@ def test_recordings_of_an_earlier_epoch_and_of_ended_sessions_are_refused_on_bot
     assert all({"older_epoch", "other_session"} <= box.refused() for box in federation.boxes.values())
 
 
-def test_an_agent_refuses_whatever_a_broker_makes_of_what_it_heard(make: Run) -> None:
+def test_an_agent_refuses_whatever_a_broker_makes_of_earlier_messages(make: Run) -> None:
     federation = make(devices=("a",), rounds=1)
     box = federation.boxes["a"]
     held: list[Passing] = []

@@ -77,7 +77,7 @@ def test_a_link_that_is_reset_again_and_again_loses_nothing_that_had_arrived(mak
     down = world.download()
     assert (down["resumed"], down["received"]) == (0, chunks_of(down))
     troubles = [event for event in world.parties.events("a", "carrier") if not event["works"]]
-    assert troubles, "a reset is told"
+    assert troubles, "a reset is logged"
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from coordinator.members.revocation import revoke
 from coordinator.paths import Home
 from coordinator.storage.store import Store
 from tests.support.coordinator.homes import add_federation, bundle
-from tests.support.coordinator.world import FEDERATION
+from tests.support.coordinator.toy_artifacts import FEDERATION
 from tests.support.serving import Server, install_versions
 from tests.support.stack import wait_for
 from tests.support.waiting import free_port
@@ -192,28 +192,10 @@ def test_connections_with_a_revoked_certificate_end_in_the_handshake(coordinator
     coordinator.let_go()
 
 
-def test_a_device_that_is_revoked_meanwhile_fails_in_its_next_handshake(coordinator: Coordinator) -> None:
-    assert coordinator.https(coordinator.ports["carrier"], "/v1/ready", "late") == 204
-    with closing(Store(coordinator.home.database)) as store:
-        revoke(coordinator.home, store, "late", "", time.time())
-    for place, path in (("carrier", "/v1/ready"), ("enrolment", "/v1/authority")):
-        with pytest.raises((ssl.SSLError, ConnectionError)):
-            coordinator.https(coordinator.ports[place], path, "late")
-    assert coordinator.answers()
-
-
 def test_the_members_lock_holds_up_enrolments_and_nobody_else(coordinator: Coordinator) -> None:
     """More requests wait for the lock than the web framework and asyncio have threads."""
-    body = json.dumps(
-        {
-            "token": "0" * 16,
-            "secret": "0" * 64,
-            "device": "x",
-            "request": "x",
-            "signing_key": "0" * 64,
-            "proof": "0" * 128,
-        }
-    ).encode()
+    values = {"token": "0" * 16, "secret": "0" * 64, "signing_key": "0" * 64, "proof": "0" * 128}
+    body = json.dumps({**values, "device": "x", "request": "x"}).encode()
     context, waiting = coordinator.context(), ExitStack()
     with coordinator.home.changing_members(), waiting:
         for _ in range(60):

@@ -6,16 +6,17 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from coordinator.cli.opening import create_home
 from coordinator.config import BrokerSettings, CoordinatorConfig
 from coordinator.paths import Home
 from coordinator.pki.authority import CA_NAME, credential_of
-from fedcg.find_mosquitto import Mosquitto, find_mosquitto
+from fedcg.find_mosquitto import find_mosquitto
 from fedcg.wire.messages.topics import Topics
 from fedcg.wire.transport.mqtt import MqttTransport
 from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles
@@ -26,7 +27,7 @@ from tests.support.waiting import free_port, wait_until
 
 FEDERATION = "casting"
 TOPICS = Topics(FEDERATION)
-HEARD = {
+SUBSCRIBED = {
     "coordinator": (TOPICS.all_up_control(), TOPICS.all_up_chunk(), TOPICS.all_status()),
     "observer": (TOPICS.everything(),),
 }
@@ -39,6 +40,7 @@ class Plant:
     root: Path
     home: Home
     clients: list[Client] = field(default_factory=list)
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     @property
     def port(self) -> int:
@@ -73,13 +75,36 @@ class Plant:
         return made
 
     def connect(self, name: str, *, wait: bool = True) -> Client:
-        """A client that hears what its identity is meant to hear."""
-        made = self.client(name, *HEARD.get(name, (TOPICS.down_control(name),))).start()
+        """A client with the subscriptions of its identity."""
+        made = self.client(name, *SUBSCRIBED.get(name, (TOPICS.down_control(name),))).start()
         return made.await_link() if wait else made
+
+    def start(self, name: str, *command: str, environment: Mapping[str, str] = os.environ) -> subprocess.Popen[bytes]:
+        """Start a process, whose output goes to `<root>/<name>.log`, until the plant closes."""
+        with (self.root / f"{name}.log").open("wb") as log:
+            self.processes.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment))
+        return self.processes[-1]
+
+    def fedcg(self, name: str, *words: str) -> subprocess.Popen[bytes]:
+        """Start a `fedcg` command on the home."""
+        return self.start_python(name, "fedcg", *words, "--dir", str(self.home.root))
+
+    def start_python(self, name: str, *module: str) -> subprocess.Popen[bytes]:
+        return self.start(name, sys.executable, "-m", *module)
+
+    def log(self, name: str) -> str:
+        path = self.root / f"{name}.log"
+        return path.read_text() if path.exists() else ""
 
     def close_clients(self) -> None:
         while self.clients:
             self.clients.pop().transport.close()
+
+    def close(self) -> None:
+        """Close the clients and end the processes."""
+        self.close_clients()
+        for process in reversed(self.processes):
+            end(process)
 
     def command(self, *arguments: str) -> str:
         done = subprocess.run(
@@ -94,47 +119,49 @@ class Plant:
 
 
 @contextmanager
-def open_plant(root: Path, kind: str) -> Iterator[Plant]:
+def open_plant(
+    root: Path, kind: str, devices: Sequence[str] = ("a", "b", "c"), federation: str = FEDERATION, **options: Any
+) -> Iterator[Plant]:
     """A plant with a broker.
 
     Args:
         root: an empty folder.
         kind: "run" for the Mosquitto of `fedcg broker run`, "deployed" for one that runs what `fedcg deploy mosquitto` wrote.
+        devices: that have a bundle.
+        federation: its id.
+        options: of the federation, see `add_federation`.
     """
     found = find_mosquitto()
     assert found is not None, "mark the test with `broker`"
-    out = root / "deployed"
-    config = CoordinatorConfig(broker=BrokerSettings(port=free_port()))
-    home = create_home(root / "home", config, observers=("observer",))
-    add_federation(home, FEDERATION, ["a", "b", "c"])
+    home = create_home(
+        root / "home", CoordinatorConfig(broker=BrokerSettings(port=free_port())), observers=("observer",)
+    )
+    add_federation(home, federation, devices, **options)
     made = Plant(root, home)
-    if kind == "deployed":
-        process = _run_deployed(made, found, out)
-    else:
-        command = [sys.executable, "-m", "fedcg", "broker", "run", "--dir", str(home.root)]
-        process = _run(root, command, {**os.environ})
-        wait_until(lambda: "ready" in (root / "broker.log").read_text(), "the broker is ready", 30)
     try:
+        if kind == "deployed":
+            made.command("deploy", "mosquitto", "--out", str(root / "deployed"))
+            configured = ("-c", str(root / "deployed" / "mosquitto.conf"))
+            broker = made.start("broker", str(found.binary), *configured, environment=found.environment())
+            wait_until(lambda: listens(made.port) or broker.poll() is not None, "mosquitto listens")
+        else:
+            broker = made.fedcg("broker", "broker", "run")
+            wait_until(lambda: "ready" in made.log("broker") or broker.poll() is not None, "the broker is ready", 30)
+        assert broker.poll() is None, made.log("broker")
         yield made
     finally:
-        made.close_clients()
-        process.terminate()
+        made.close()
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(timeout=5)
+    except subprocess.TimeoutExpired:
+        process.kill()
         process.wait(timeout=20)
-
-
-def _run(root: Path, command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    with (root / "broker.log").open("wb") as log:
-        return subprocess.Popen(command, stdout=log, stderr=log, env=environment)
-
-
-def _run_deployed(plant: Plant, mosquitto: Mosquitto, out: Path) -> subprocess.Popen[bytes]:
-    plant.command("deploy", "mosquitto", "--out", str(out))
-    process = _run(plant.root, [str(mosquitto.binary), "-c", str(out / "mosquitto.conf")], mosquitto.environment())
-
-    def listens() -> bool:
-        assert process.poll() is None, (plant.root / "broker.log").read_text()
-        with socket.socket() as probe:
-            return probe.connect_ex(("127.0.0.1", plant.port)) == 0
-
-    wait_until(listens, "mosquitto listens")
-    return process

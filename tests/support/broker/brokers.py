@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import threading
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -126,13 +125,12 @@ class Intruder(MqttTransport):
 
 
 class Client:
-    """A transport and everything it heard."""
+    """A transport and everything it received."""
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
         self.deliveries: list[Delivery] = []
         self.links: list[bool] = []
-        self.threads: set[int] = set()
 
     def start(self) -> Client:
         self.transport.start(self._delivered, self._link_changed)
@@ -149,7 +147,6 @@ class Client:
         wait_until(lambda: payload in self.payloads(topic), f"{payload[:40]!r} on {topic}")
 
     def _delivered(self, delivery: Delivery) -> None:
-        self.threads.add(threading.get_ident())
         self.deliveries.append(delivery)
 
     def _link_changed(self, up: bool) -> None:

@@ -1,4 +1,4 @@
-"""A TCP proxy with a bad link: delay with jitter, a rate, stalls, resets, cuts, and links that go dead without a word."""
+"""A TCP proxy with a bad link: delay with jitter, a rate, stalls, resets, cuts, and links that go dead without an error."""
 
 from __future__ import annotations
 
@@ -46,7 +46,6 @@ class Throttle:
         self.weather = weather
         self.resets = 0
         self.carried = 0
-        self.connections = 0
         self._target_port = target_port
         self._rng = random.Random(seed)
         self._flowing = threading.Event()
@@ -64,7 +63,7 @@ class Throttle:
         self._spawn(self._accept)
 
     def hold(self) -> None:
-        """Carry nothing any more, without telling anybody."""
+        """Carry nothing any more; the connections stay open."""
         self._flowing.clear()
 
     def release(self) -> None:
@@ -115,7 +114,6 @@ class Throttle:
                 near.close()
                 far.close()
                 continue
-            self.connections += 1
             for sock in (near, far):
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -22,12 +22,13 @@ from coordinator.http.tls_listeners import listening, serving
 from coordinator.members.admission import Admission
 from coordinator.members.tokens import create_token
 from coordinator.paths import Home
-from coordinator.pki.authority import Credential, server_credential
+from coordinator.pki.authority import CA_NAME, Credential, credential_of, server_credential
 from coordinator.pki.server_tls import server_context
 from coordinator.storage.store import Store
+from edge_client.identity.enrolment_client import trusting
 from fedcg.event_log import EventLog, read_events
 from fedcg.listening import Caps, Connections
-from fedcg.wire.messages.enrolment_messages import Token
+from fedcg.wire.messages.enrolment_messages import Token, load_certificate
 from tests.support.coordinator.homes import add_federation
 from tests.support.waiting import free_port
 
@@ -57,6 +58,18 @@ class Desk:
         url = self.home.config().enrolment_url
         assert url is not None
         return url
+
+    @property
+    def port(self) -> int:
+        return int(self.home.config().enrolment.port or 0)
+
+    @property
+    def authority(self) -> Path:
+        return credential_of(self.home.pki, CA_NAME).certificate
+
+    def context(self) -> ssl.SSLContext:
+        """For a client that knows the authority and shows no certificate."""
+        return trusting(load_certificate(self.authority.read_bytes()))
 
     def clock(self) -> float:
         return time.time() + self.ahead_s

@@ -18,7 +18,9 @@ from fedcg.wire.messages.messages import COORDINATOR, CoordinatorStatus
 from fedcg.wire.messages.topics import Topics
 from fedcg.wire.transport.memory import MemoryBroker, MemoryTransport
 from fedcg.wire.transport.transport import Delivery
-from tests.support.coordinator.world import FakeDevice, World, aggregate_bytes
+from tests.support.coordinator.fake_device import FakeDevice
+from tests.support.coordinator.toy_artifacts import aggregate_bytes
+from tests.support.coordinator.world import World
 
 
 def hosting(service: Service, artifacts: ArtifactStore) -> Coordinator:

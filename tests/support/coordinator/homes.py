@@ -5,25 +5,31 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from coordinator.members.bundle_enrolment import enrol
 from coordinator.paths import Home
 from coordinator.rounds.records import AggregateRecord, FederationRecord
 from coordinator.storage.store import Store
+from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from tests.support.commands import run_fedcg
-from tests.support.coordinator.world import aggregate_bytes, tiny_spec
+from tests.support.coordinator.toy_artifacts import aggregate_bytes, tiny_spec
 
 
-def add_federation(home: Home, name: str, devices: Sequence[str] = (), *, codec: str = "f32") -> None:
+def add_federation(
+    home: Home, name: str, devices: Sequence[str] = (), *, spec: FederationSpec | None = None, **record: Any
+) -> None:
     """Open a federation with spec and initial aggregate; the bundles of its devices go to `bundles` beside the home."""
-    spec, artifacts = tiny_spec().model_copy(update={"codec": codec}), ArtifactStore(home.artifacts)
+    spec, artifacts = spec or tiny_spec(), ArtifactStore(home.artifacts)
     base = aggregate_bytes(spec, 0, 0, seed=1)
-    record = FederationRecord(name, "fedcg", artifacts.put(spec.canonical()), 3, 2, 2, 600.0, 1, 1.0)
+    federation = FederationRecord(name, "fedcg", artifacts.put(spec.canonical()), 3, 2, 2, 600.0, 1, 1.0)
+    federation = replace(federation, **record)
     initial = AggregateRecord(name, 0, 0, artifacts.put(base), len(base), artifacts.put(b"state"), 1.0)
     with closing(Store(home.database)) as store:
-        store.add_federation(record, initial)
+        store.add_federation(federation, initial)
         if devices:
             enrol(home, store, devices, home.root.parent / "bundles", time.time())
 

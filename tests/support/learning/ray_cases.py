@@ -55,16 +55,6 @@ def hangs_on(node: str, folder: Path, party: Party, task: LocalTask, aggregate: 
     return local_task(party, task, aggregate)
 
 
-def numbered(number: int) -> int:
-    """A piece of work that is its own answer."""
-    return number
-
-
-def mistaken(_party: Party, task: LocalTask, _aggregate: Aggregate) -> LocalOutcome:
-    """A local round with a mistake in it."""
-    raise KeyError(f"what is not there for {task.client}")
-
-
 def host_killed_after_a_round(
     folder: Path, demands: Demands, party: Party, schedule: Schedule, resume: Simulation | None
 ) -> Iterator[Reported]:

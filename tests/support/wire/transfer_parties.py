@@ -8,10 +8,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import os
 import random
 import resource
-import shutil
 import signal
 import subprocess
 import sys
@@ -37,9 +35,8 @@ from edge_client.agent.loop import Agent
 from edge_client.config import AgentConfig, BrokerSection, DataSection, ExportSection, TlsSection
 from edge_client.identity.keys import AgentKeys, mqtt_config
 from edge_client.messaging.coordinator_link import offline_will
-from edge_client.session.events import ChooseModel, Chosen
+from edge_client.session.events import TrainRound
 from edge_client.store.private_store import PrivateStore
-from edge_client.training.messages import Committed, Ready, TrainerCommand, TrainerReport
 from experiments.bench.transport.rounds import NoWorker
 from fedcg.event_log import EventLog
 from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice
@@ -55,7 +52,7 @@ from fedcg.wire.transport.mqtt import MqttTransport
 from fedcg.wire.transport.mqtt_config import MqttConfig
 from tests.support.broker.brokers import HOST, Pki
 from tests.support.coordinator.carriers import carrying
-from tests.support.edge.world import toy_generation
+from tests.support.edge.world import FakeTrainer, toy_generation
 from tests.support.waiting import wait_until
 
 FEDERATION = "transfers"
@@ -173,56 +170,30 @@ class DigestWorker(NoWorker):
         self.notify(done)
 
 
-class UntaughtTrainer:
+class UntaughtTrainer(FakeTrainer):
     """Commits an update of the planned size at once."""
 
-    def __init__(self, store: PrivateStore, spec: FederationSpec, deliver: Callable[[TrainerReport], None]) -> None:
-        self._store = store
-        self._spec = spec
-        self._deliver = deliver
-
-    def start(self) -> int:
-        self._deliver(Ready(os.getpid()))
-        return os.getpid()
-
-    def send(self, command: TrainerCommand) -> None:
-        if isinstance(command, ChooseModel):
-            self._store.save_finalised({"aggregate": command.aggregate})
-            self._deliver(Chosen(command.aggregate, succeeded=True))
-            return
-        round_attempt, device = command.round_attempt, self._device
-        images = self._store.root.parent.name  # a copy of a box sees other images
-        where = {
-            "kind": "update",
-            "round": round_attempt.round,
-            "attempt": round_attempt.attempt,
-            "base": command.aggregate,
-        }
-        update = packed(self._spec, f"{images} {round_attempt}", client=device, report=Report(examples=5), **where)
-        self._store.generations.commit(toy_generation(self._spec, round_attempt, update))
-        self._deliver(Committed(round_attempt))
-
-    def stop(self) -> None:
-        """Nothing runs."""
-
-    @property
-    def _device(self) -> str:
-        return str(json.loads((self._store.root / "format.json").read_text())["device"])
+    def commit(self, command: TrainRound) -> None:
+        round_attempt = command.round_attempt
+        device = str(json.loads((self.store.root / "format.json").read_text())["device"])
+        where = {"round": round_attempt.round, "attempt": round_attempt.attempt, "client": device}
+        about = {"kind": "update", "base": command.aggregate, "report": Report(examples=5)}
+        update = packed(self.spec, f"{device} {round_attempt}", **where, **about)
+        self.store.generations.commit(toy_generation(self.spec, round_attempt, update))
 
 
-def agent_config(root: Path, box: str) -> AgentConfig:
-    """Of a box; a copy of a box is called DEVICE~ANYTHING."""
-    plan, device = Plan.load(root), box.partition("~")[0]
+def agent_config(root: Path, device: str) -> AgentConfig:
+    plan = Plan.load(root)
     tls = Pki(Path(plan.pki)).tls(device)
     return AgentConfig(
         federation=FEDERATION,
         device=device,
-        store=root / box / "store",
+        store=root / device / "store",
         carrier=Carrier.HTTPS if device in plan.carrier_ports else Carrier.MQTT,
         carrier_url=f"https://{HOST}:{plan.carrier_ports[device]}" if device in plan.carrier_ports else None,
         broker=BrokerSection(
             host=HOST,
-            port=plan.agent_ports[device] if box == device else plan.broker_port,
+            port=plan.agent_ports[device],
             keepalive_s=plan.keepalive_s,
             preset=plan.preset,
             chunk_bytes=plan.chunk_bytes,
@@ -233,13 +204,11 @@ def agent_config(root: Path, box: str) -> AgentConfig:
     )
 
 
-def run_agent(root: Path, box: str) -> int:
+def run_agent(root: Path, device: str) -> int:
     """The real agent, with a trainer that learns nothing."""
-    config = agent_config(root, box)
-    device = config.device
-    keys = AgentKeys(
-        SigningKey.load(root / box / "signing.key"), SigningKey.load(root / COORDINATOR / "signing.key").public
-    )
+    config = agent_config(root, device)
+    own, coordinator = (SigningKey.load(root / name / "signing.key") for name in (device, COORDINATOR))
+    keys = AgentKeys(own, coordinator.public)
     store = PrivateStore.open(config.store, FEDERATION, device)
     spec = Plan.load(root).spec()
     with store.locked("lock", wait_s=5.0):
@@ -288,12 +257,6 @@ class Parties:
         assert process.poll() is None, self.tail(name)
         process.send_signal(signal.SIGKILL)
         process.wait(timeout=10)
-
-    def copy(self, device: str) -> str:
-        """Copy a box as it is, key and private store; returns the copy's name."""
-        name = f"{device}~copy"
-        shutil.copytree(self.root / device, self.root / name)
-        return name
 
     def limit_files(self, name: str, size: int = resource.RLIM_INFINITY) -> None:
         """From now on a process can't make a file larger than this many bytes, as if its disk were full."""

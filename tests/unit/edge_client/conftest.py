@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.coordinator.toy_artifacts import aggregate_bytes, tiny_spec
 from tests.support.coordinator.world import World as ServiceWorld
-from tests.support.coordinator.world import aggregate_bytes, tiny_spec
 from tests.support.edge.world import MakeWorld, World
 
 

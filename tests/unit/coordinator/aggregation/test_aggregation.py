@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
-from collections.abc import Callable
-from functools import partial
+from contextlib import closing
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -32,8 +30,8 @@ from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.artifacts.artifacts import read_header, unpack
 from fedcg.wire.messages.messages import Outcome
 from tests.support.coordinator.driven_worker import DrivenWorker
-from tests.support.coordinator.world import RunningService, World, shared_layouts
-from tests.support.waiting import wait_until
+from tests.support.coordinator.toy_artifacts import shared_layouts
+from tests.support.coordinator.world import RunningService, World
 
 PLAN = """
 federation = "tiny"
@@ -49,6 +47,7 @@ mean = [0.5]
 std = [0.5]
 [network]
 noise_dim = 8
+generator = "mlp_small"
 [params]
 epochs = 1
 {params}
@@ -67,48 +66,30 @@ def plan_file(folder: Path, method: str = "fedcg", rounds: int = 2, params: str 
     return path
 
 
-@pytest.fixture(scope="module")
-def founded(tmp_path_factory: pytest.TempPathFactory) -> tuple[InitialArtifacts, ArtifactStore]:
-    folder = tmp_path_factory.mktemp("founded")
-    return make_artifacts(read_plan(plan_file(folder)), folder / "artifacts"), ArtifactStore(folder / "artifacts")
+def founded(folder: Path, *plan: Any, public: Path | None = None) -> tuple[InitialArtifacts, ArtifactStore]:
+    """The first artifacts of a planned federation."""
+    made = make_artifacts(read_plan(plan_file(folder, *plan)), folder / "artifacts", public, 5)
+    return made, ArtifactStore(folder / "artifacts")
 
 
-def real_world(root: Path, founded: tuple[InitialArtifacts, ArtifactStore]) -> World:
-    ids, store = founded
+def real_world(root: Path, ids: InitialArtifacts, store: ArtifactStore, **options: Any) -> World:
+    """A world with the real worker."""
     spec = FederationSpec.parse(store.get(ids.spec))
-    return World(root, spec, store.get(ids.aggregate), store.get(ids.server_state), make_worker=AggregationWorker)
+    return World(
+        root, spec, store.get(ids.aggregate), store.get(ids.server_state), make_worker=AggregationWorker, **options
+    )
 
 
-def run_to_the_end(world: World, disturb: Callable[[RunningService], RunningService] | None = None) -> str:
+def run_to_the_end(world: World) -> str:
     """A whole federation of two scripted devices; returns the final aggregate's id."""
-    running = RunningService(world)
-    with running:
+    with closing(world), RunningService(world):
         world.start_devices()
-        again = running if disturb is None else disturb(running)
-        final = world.wait_event("finished")["aggregate"]
-        for device in world.devices.values():
-            wait_until(partial(device.artifacts.__contains__, final), f"{device.name} has the final aggregate")
-        again.stop()
-    world.close()
-    return str(final)
+        return world.wait_finished()
 
 
-@pytest.fixture(scope="module")
-def peaceful(
-    tmp_path_factory: pytest.TempPathFactory, founded: tuple[InitialArtifacts, ArtifactStore]
-) -> tuple[World, str]:
-    """A federation that nobody disturbed, over, and its final aggregate."""
-    world = real_world(tmp_path_factory.mktemp("undisturbed"), founded)
-    return world, run_to_the_end(world)
-
-
-@pytest.fixture(scope="module")
-def undisturbed(peaceful: tuple[World, str]) -> str:
-    return peaceful[1]
-
-
-def test_two_rounds_run_with_the_real_worker(peaceful: tuple[World, str]) -> None:
-    world, final = peaceful
+def test_two_rounds_run_with_the_real_worker(tmp_path: Path) -> None:
+    world = real_world(tmp_path / "home", *founded(tmp_path))
+    final = run_to_the_end(world)
     for device in world.devices.values():
         assert [receipt.outcome for receipt in device.receipts()] == [Outcome.ACCEPTED] * 2
     header = read_header(world.artifacts.get(final))
@@ -120,46 +101,8 @@ def test_two_rounds_run_with_the_real_worker(peaceful: tuple[World, str]) -> Non
     assert not list((world.root / "spill").glob("*/*/*"))
 
 
-def distilling(world: World, round_number: int) -> dict[str, Any]:
-    """Wait until the student's loop of a round is under way."""
-
-    def found() -> list[dict[str, Any]]:
-        return [
-            event
-            for event in world.events("aggregate_step")
-            if event["phase"] == "distil" and event["round"] == round_number and 0 < event["step"] < event["steps"]
-        ]
-
-    wait_until(lambda: bool(found()), "distillation is under way")
-    return found()[0]
-
-
-def entries(world: World, phase: str, round_number: int) -> set[int]:
-    return {
-        event["pid"]
-        for event in world.events("phase_started")
-        if event["phase"] == phase and event["round"] == round_number
-    }
-
-
-def test_a_worker_killed_while_it_distils_is_started_again_and_ends_with_the_same_bytes(
-    tmp_path: Path, founded: tuple[InitialArtifacts, ArtifactStore], undisturbed: str
-) -> None:
-    world = real_world(tmp_path, founded)
-
-    def disturb(running: RunningService) -> RunningService:
-        os.kill(distilling(world, 1)["pid"], signal.SIGKILL)
-        return running
-
-    assert run_to_the_end(world, disturb) == undisturbed
-    assert len(entries(world, "distil", 1)) == 2
-    assert len(world.events("worker_died")) == 1
-    assert {attempt.attempt for attempt in world.store.attempts("tiny")} == {1}
-
-
 def test_a_method_that_shares_nothing_runs_over_the_same_wire(tmp_path: Path) -> None:
-    ids = make_artifacts(read_plan(plan_file(tmp_path, "local", rounds=1, params="")), tmp_path / "artifacts")
-    world = real_world(tmp_path / "home", (ids, ArtifactStore(tmp_path / "artifacts")))
+    world = real_world(tmp_path / "home", *founded(tmp_path, "local", 1, ""))
     final = run_to_the_end(world)
     assert read_header(world.artifacts.get(final)).codecs == {}
     update = world.devices["a"].receipts()[0].artifact
@@ -188,7 +131,7 @@ def _die_at_once(*_: object) -> None:
     os._exit(9)
 
 
-def test_a_worker_that_talks_much_and_reads_late_holds_nobody_up(
+def test_a_worker_that_sends_much_and_reads_late_delays_no_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("coordinator.aggregation.worker_handle.worker_main", _talk_before_reading)
@@ -214,15 +157,15 @@ def _talk_before_reading(connection: Connection, _settings: WorkerSettings) -> N
     connection.recv()
 
 
-def test_progress_is_told_at_the_first_step_then_sparsely_and_at_the_last() -> None:
-    told: list[Any] = []
+def test_progress_is_reported_at_the_first_step_then_sparsely_and_at_the_last() -> None:
+    sent: list[Any] = []
     now = [0.0]
-    throttle = Throttle(Job("tiny", 1, 1, "", "", ""), told.append, lambda: now[0])
+    throttle = Throttle(Job("tiny", 1, 1, "", "", ""), sent.append, lambda: now[0])
     for phase in ("teacher", "distil"):
         for step in range(1, 101):
             now[0] += 0.01
             throttle(phase, step, 100)
-    steps = [(event.phase, event.step) for event in told if isinstance(event, Progressed)]
+    steps = [(event.phase, event.step) for event in sent if isinstance(event, Progressed)]
     assert steps[0] == ("teacher", 1)
     assert ("teacher", 100) in steps
     assert ("distil", 1) in steps
@@ -233,3 +176,15 @@ def test_progress_is_told_at_the_first_step_then_sparsely_and_at_the_last() -> N
 def test_the_coordinators_own_process_loads_no_torch() -> None:
     code = "import sys, coordinator.cli.run, coordinator.cli.coordinator_commands, coordinator.broker.access_lists; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_stopped_worker_stays_stopped_until_it_is_started_again(tmp_path: Path) -> None:
+    with driven(tmp_path) as worker:
+        first = worker.until(WorkerReady).pid
+        worker.worker.stop()
+        assert not Path(f"/proc/{first}").exists()
+        worker.drain(1.0)
+        assert not any(isinstance(event, WorkerDied) for event in worker.events)
+        worker.events.clear()
+        worker.worker.start()
+        assert worker.until(WorkerReady).pid != first

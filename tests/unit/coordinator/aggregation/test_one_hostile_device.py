@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from coordinator.aggregation.worker import JobRunner, public_images
-from coordinator.aggregation.worker_handle import MAX_DEATHS, AggregationWorker
+from coordinator.aggregation.worker_handle import MAX_DEATHS
 from coordinator.aggregation.worker_messages import (
     AddUpdate,
     FinishJob,
@@ -25,7 +25,7 @@ from coordinator.aggregation.worker_messages import (
     WorkerSettings,
 )
 from coordinator.config import RoundSettings
-from coordinator.service.create_federation import InitialArtifacts, make_artifacts, read_plan
+from coordinator.service.create_federation import InitialArtifacts
 from coordinator.updates.robustness import Distances
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
@@ -35,19 +35,15 @@ from fedcg.wire.messages.messages import Outcome
 from fedcg.wire.parts import Part, Report
 from tests.support.coordinator import hanging_children
 from tests.support.coordinator.driven_worker import DrivenWorker
-from tests.support.coordinator.world import (
-    FakeDevice,
-    PlainWorker,
-    RunningService,
-    World,
-    aggregate_bytes,
+from tests.support.coordinator.fake_device import FakeDevice
+from tests.support.coordinator.toy_artifacts import (
     random_parts,
     shared_layouts,
-    tiny_spec,
     update_header,
 )
+from tests.support.coordinator.world import MakeWorld, PlainWorker, RunningService
 from tests.support.waiting import wait_until
-from tests.unit.coordinator.aggregation.test_aggregation import plan_file
+from tests.unit.coordinator.aggregation.test_aggregation import founded, real_world
 
 Parts = dict[Part, dict[str, Array]]
 JOB = Job("tiny", 1, 1, "0" * 64, "1" * 64, "2" * 64)
@@ -82,32 +78,18 @@ def huge(parts: Parts) -> None:
 
 
 @pytest.fixture(scope="module")
-def founded(tmp_path_factory: pytest.TempPathFactory) -> tuple[InitialArtifacts, ArtifactStore]:
-    folder = tmp_path_factory.mktemp("founded")
-    plan = plan_file(folder, rounds=3, params="server_iterations = 2\nserver_batch = 4")
-    plan.write_text(plan.read_text().replace("noise_dim = 8", 'noise_dim = 8\ngenerator = "mlp_small"'))
-    return make_artifacts(read_plan(plan), folder / "artifacts"), ArtifactStore(folder / "artifacts")
+def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[InitialArtifacts, ArtifactStore]:
+    return founded(tmp_path_factory.mktemp("founded"), "fedcg", 3, "server_iterations = 2\nserver_batch = 4")
 
 
 @pytest.mark.slow
 def test_rounds_close_without_a_negative_variance_and_a_norm_of_9e4_and_their_devices_are_left_out(
-    tmp_path: Path, founded: tuple[InitialArtifacts, ArtifactStore]
+    tmp_path: Path, first: tuple[InitialArtifacts, ArtifactStore]
 ) -> None:
-    ids, store = founded
-    spec = FederationSpec.parse(store.get(ids.spec))
-    base, state = store.get(ids.aggregate), store.get(ids.server_state)
     honest = ("a", "b", "c")
-    world = World(
-        tmp_path,
-        spec,
-        base,
-        state,
-        clients=honest,
-        make_worker=AggregationWorker,
-        min_clients=3,
-        max_attempts=1,
-        rounds=RoundSettings(gather_s=600.0, retry_s=0.0),  # the first round waits for all five
-    )
+    all_first = RoundSettings(gather_s=600.0, retry_s=0.0)  # the first round waits for all five
+    world = real_world(tmp_path, *first, clients=honest, min_clients=3, max_attempts=1, pacing=all_first)
+    spec = world.spec
     for name, spoil in (("mallory", negative_variance), ("oscar", huge)):
         world.devices[name] = Spoiler(name, world.broker, spec, world.key, spoil=spoil)
         world.store.add_device(name, world.devices[name].key.public.hex, 1.0)
@@ -128,22 +110,18 @@ class RejectingWorker(PlainWorker):
     """Can't merge one client's update, which it says when it is asked to merge."""
 
     def finish(self, updates: Any, limits: Any) -> None:
-        assert self._job is not None
+        assert self.job is not None
         if any(client == "b" for client, *_ in updates):
             self.asked.append(("finish", updates))
-            self._notify(UpdateFailed(self._job.round, self._job.attempt, "b", "its logits are not finite"))
+            self._reply(UpdateFailed(self.job.round, self.job.attempt, "b", "its logits are not finite"))
         else:
             super().finish(updates, limits)
 
 
-def hostile_world(root: Path, **settings: Any) -> World:
-    spec = tiny_spec(rounds=5)
-    base = aggregate_bytes(spec, 0, 0, seed=1)
-    return World(root, spec, base, clients=("a", "b", "c"), make_worker=RejectingWorker, **settings)
-
-
-def test_an_update_whose_merge_fails_is_rejected_durably_and_the_round_closes_with_the_others(tmp_path: Path) -> None:
-    world = hostile_world(tmp_path)
+def test_an_update_whose_merge_fails_is_rejected_durably_and_the_round_closes_with_the_others(
+    make_world: MakeWorld,
+) -> None:
+    world = make_world(5, clients=("a", "b", "c"), make_worker=RejectingWorker)
     first, bad, last = world.devices.values()
     last.silent = True
     with RunningService(world) as running:
@@ -171,18 +149,16 @@ def test_an_update_whose_merge_fails_is_rejected_durably_and_the_round_closes_wi
     left_out = world.events("left_out")
     assert [(event["client"], event["round"]) for event in left_out] == [("b", 3)]
     assert [sorted(event["participants"]) for event in world.events("attempt_opened")][3:] == [["a", "c"]] * 2
-    world.close()
 
 
-def test_an_attempt_that_needs_the_rejected_update_fails_by_the_devices_name(tmp_path: Path) -> None:
-    world = hostile_world(tmp_path, min_clients=3, max_attempts=2)
+def test_an_attempt_that_needs_the_rejected_update_fails_by_the_devices_name(make_world: MakeWorld) -> None:
+    world = make_world(5, clients=("a", "b", "c"), make_worker=RejectingWorker, min_clients=3, max_attempts=2)
     with RunningService(world):
         world.start_devices()
         paused = world.wait_event("paused")
     assert "the update of b was rejected (its logits are not finite); 2 updates are left, and 3 are needed" in str(
         paused["reason"]
     )
-    world.close()
 
 
 # ------------------------------------------------------------------ the worker's handle
@@ -249,9 +225,9 @@ class Benches:
 
 
 @pytest.fixture
-def benches(tmp_path: Path, founded: tuple[InitialArtifacts, ArtifactStore]) -> Benches:
+def benches(tmp_path: Path, first: tuple[InitialArtifacts, ArtifactStore]) -> Benches:
     torch.set_num_threads(1)
-    return Benches(tmp_path, *founded)
+    return Benches(tmp_path, *first)
 
 
 def merged(bench: JobRunner, said: list[Reply], *updates: tuple[str, str, int], limits: Distances | None = None) -> str:

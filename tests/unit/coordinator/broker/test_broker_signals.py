@@ -1,4 +1,4 @@
-"""Which process gets SIGHUP after a change of the broker's lists: the broker, and never whoever has its process id by now."""
+"""Which process gets SIGHUP after a change of the broker's lists: the broker, and never another process with its process id."""
 
 from __future__ import annotations
 

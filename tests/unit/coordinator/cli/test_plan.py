@@ -51,7 +51,7 @@ def test_the_example_has_every_field_with_its_default_and_makes_a_federation(tmp
 
 
 @pytest.mark.parametrize("command", ["plan", "create"])
-def test_everything_that_is_wrong_with_a_plan_is_told_at_once_with_its_line(tmp_path: Path, command: str) -> None:
+def test_everything_that_is_wrong_with_a_plan_is_reported_at_once_with_its_line(tmp_path: Path, command: str) -> None:
     home = tmp_path / "home"
     run_fedcg("coordinator", "init", "--dir", str(home))
     plan = tmp_path / "plan.toml"
@@ -59,8 +59,8 @@ def test_everything_that_is_wrong_with_a_plan_is_told_at_once_with_its_line(tmp_
         'federation = "Shapes One"\nclasses = ["a"]\nmethod = "fedgc"\nrounds = 0\nmin_client = 3\ncodec = "f8"\n'
         '[image]\nmode = "GRAY"\nheight = 2\nmean = [0.5]\nstd = [0]\n'
     )
-    told = _run(command, str(plan), *(["--dir", str(home)] if command == "create" else []))
-    assert told.exit_code == 2
+    result = _run(command, str(plan), *(["--dir", str(home)] if command == "create" else []))
+    assert result.exit_code == 2
     for line in (
         "line 1: federation: must be 1 to 63 small letters, digits and dashes",
         "line 2: classes: ",
@@ -74,19 +74,19 @@ def test_everything_that_is_wrong_with_a_plan_is_told_at_once_with_its_line(tmp_
         "line 11: image.std.0: must be greater than 0",
         "plan.toml: 10 problems",
     ):
-        assert line in told.stderr, told.stderr
+        assert line in result.stderr, result.stderr
 
 
 @pytest.mark.slow
-def test_a_parameter_that_the_method_does_not_have_is_told_in_words(tmp_path: Path) -> None:
+def test_a_parameter_that_the_method_does_not_have_is_reported_in_words(tmp_path: Path) -> None:
     home, plan = tmp_path / "home", tmp_path / "plan.toml"
     run_fedcg("coordinator", "init", "--dir", str(home))
     plan.write_text(f"{_run('plan', '--example').stdout}ephocs = 3\nlr = -1.0\n")
-    told = _run("create", str(plan), "--dir", str(home))
-    assert told.exit_code == 2
-    assert "ephocs: there is no such setting (did you mean `epochs`?)" in told.stderr
-    assert "lr: must be greater than 0" in told.stderr
-    assert "pydantic" not in told.stderr
+    result = _run("create", str(plan), "--dir", str(home))
+    assert result.exit_code == 2
+    assert "ephocs: there is no such setting (did you mean `epochs`?)" in result.stderr
+    assert "lr: must be greater than 0" in result.stderr
+    assert "pydantic" not in result.stderr
 
 
 def test_a_coordinator_toml_that_is_wrong_names_lines_and_nearest_settings(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_a_coordinator_toml_that_is_wrong_names_lines_and_nearest_settings(tmp_p
     path = home / "coordinator.toml"
     path.write_text(path.read_text().replace("certificate_days", "certificate_dais"))
     number = 1 + next(n for n, line in enumerate(path.read_text().splitlines()) if "certificate_dais" in line)
-    told = run_fedcg("coordinator", "run", "--dir", str(home))
-    assert told.exit_code == 2
-    assert f"line {number}: enrolment.certificate_dais" in told.stderr
-    assert "did you mean `certificate_days`?" in told.stderr
+    result = run_fedcg("coordinator", "run", "--dir", str(home))
+    assert result.exit_code == 2
+    assert f"line {number}: enrolment.certificate_dais" in result.stderr
+    assert "did you mean `certificate_days`?" in result.stderr

@@ -11,18 +11,16 @@ import pytest
 from PIL import Image
 
 from coordinator.aggregation.worker import public_images
-from coordinator.aggregation.worker_handle import AggregationWorker
 from coordinator.config import AggregationSettings, CoordinatorConfig
 from coordinator.errors import PlanError
 from coordinator.paths import Home
 from coordinator.service.create_federation import make_artifacts, read_plan
 from fedcg.learning.data.public_images import read_public, spread
 from fedcg.learning.errors import DataError
-from fedcg.learning.spec import FederationSpec, ImageForm
-from fedcg.wire.artifacts.artifact_store import ArtifactStore
+from fedcg.learning.spec import ImageForm
 from fedcg.wire.artifacts.artifacts import unpack
-from tests.support.coordinator.world import World
-from tests.unit.coordinator.aggregation.test_aggregation import plan_file, run_to_the_end
+from tests.support.coordinator.toy_artifacts import shared_layouts
+from tests.unit.coordinator.aggregation.test_aggregation import founded, plan_file, real_world, run_to_the_end
 
 GREY = ImageForm(mode="L", height=28, width=28, mean=(0.5,), std=(0.5,))
 
@@ -127,15 +125,10 @@ def test_a_method_that_needs_public_images_is_refused_without_them(tmp_path: Pat
 
 def test_a_feddf_federation_distils_on_the_coordinators_public_images(tmp_path: Path) -> None:
     params = "server_iterations = 3\nserver_batch = 4"
-    public, store = write_public(tmp_path / "public", 6), ArtifactStore(tmp_path / "artifacts")
-    ids = make_artifacts(
-        read_plan(plan_file(tmp_path, "feddf", rounds=1, params=params)), tmp_path / "artifacts", public, 5
-    )
-    spec = FederationSpec.parse(store.get(ids.spec))
-    base, state = store.get(ids.aggregate), store.get(ids.server_state)
-    world = World(tmp_path / "home", spec, base, state, make_worker=AggregationWorker, public_data=public)
-    final = run_to_the_end(world)
-    merged = unpack(world.artifacts.get(final), {part: spec.layouts[part] for part in spec.upload})
+    public = write_public(tmp_path / "public", 6)
+    made = founded(tmp_path, "feddf", 1, params, public=public)
+    world = real_world(tmp_path / "home", *made, public_data=public)
+    merged = unpack(world.artifacts.get(run_to_the_end(world)), shared_layouts(world.spec))
     assert {part.value for part in merged.parts} == {"extractor", "classifier"}
     phases = {event["phase"] for event in world.events("phase_started")}
     assert phases == {"teacher", "distil"}, json.dumps(world.events())

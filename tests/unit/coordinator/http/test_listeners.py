@@ -3,33 +3,29 @@
 from __future__ import annotations
 
 import http.client
-import socket
 import ssl
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
 
 from coordinator.http import carrier_api
-from coordinator.paths import CRL_NAME, Home
+from coordinator.paths import CRL_NAME
 from coordinator.pki.authority import write_revocations
 from edge_client.config import load_config
 from edge_client.identity.enrol import enrol
-from edge_client.identity.enrolment_client import trusting
 from edge_client.identity.keys import load_keys
 from edge_client.identity.renewal import renew
-from fedcg import listening
 from fedcg.wire.messages.enrolment_messages import ENROL_PATH, load_certificate
 from fedcg.wire.messages.messages import Carrier, Welcome
 from fedcg.wire.server_role import ServerRole
 from fedcg.wire.transfer.http_ranges import READY_PATH
 from tests.support.broker.brokers import DEVICES, Pki
 from tests.support.coordinator.carriers import ask, carrying, connect
-from tests.support.coordinator.enrolments import Desk, open_home, running_desk
-from tests.support.coordinator.world import RunningService, World, aggregate_bytes, tiny_spec
+from tests.support.coordinator.enrolments import Desk
+from tests.support.coordinator.world import MakeWorld, RunningService, World
 from tests.support.waiting import free_port, wait_until
 
 REFUSED = (ssl.SSLError, ConnectionError)
@@ -38,10 +34,9 @@ REFUSED = (ssl.SSLError, ConnectionError)
 class Site:
     """A service of a and b with its carrier, and an authority of its own."""
 
-    def __init__(self, root: Path) -> None:
-        spec = tiny_spec(1)
+    def __init__(self, root: Path, world: World) -> None:
         self.pki = Pki.create(root / "pki", ("coordinator", *DEVICES))
-        self.world = World(root / "home", spec, aggregate_bytes(spec, 0, 0, seed=1))
+        self.world = world
         self.port = free_port()
 
     def ready(self, device: str) -> int:
@@ -49,28 +44,13 @@ class Site:
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
-    made = Site(tmp_path)
+def site(tmp_path: Path, make_world: MakeWorld) -> Iterator[Site]:
+    made = Site(tmp_path, make_world(1))
     for device in made.world.devices.values():
         device.carrier = Carrier.HTTPS
     with RunningService(made.world, lambda service: carrying(made.pki.directory, made.port, service)):
         made.world.start_devices()
         yield made
-    made.world.close()
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Home:
-    return open_home(tmp_path / "home")
-
-
-def secured(home: Home) -> ssl.SSLSocket:
-    """A connection to the enrolment listener that has shown no certificate."""
-    port = home.config().enrolment.port
-    assert port is not None
-    context = trusting(load_certificate((home.pki / "ca.pem").read_bytes()))
-    plain = socket.create_connection(("127.0.0.1", port), timeout=20)
-    return context.wrap_socket(plain, server_hostname="127.0.0.1")
 
 
 def test_a_revoked_certificate_fails_in_the_handshake_as_soon_as_the_list_names_it(site: Site) -> None:
@@ -128,51 +108,24 @@ def test_reads_of_the_carrier_that_hang_hold_up_no_round(site: Site, monkeypatch
             connection.close()
 
 
-def test_a_connection_whose_request_does_not_end_is_ended(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listening, "STALL_S", 0.3)
-    with running_desk(home), secured(home) as slow:
-        slow.sendall(b"POST /v1/enrol HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
-        heard = b""
-        with suppress(*REFUSED):
-            heard = slow.recv(10)
-    assert heard == b""
+def refused(desk: Desk, path: str, context: ssl.SSLContext) -> int:
+    """The status of a request that says nothing."""
+    connection = http.client.HTTPSConnection("127.0.0.1", desk.port, context=context)
+    connection.request("POST", path, b"{}")
+    status = connection.getresponse().status
+    connection.close()
+    return status
 
 
-def test_refusals_of_strangers_delay_no_renewal(home: Home, tmp_path: Path) -> None:
-    def post() -> int:
-        connection = http.client.HTTPConnection("127.0.0.1")
-        connection.sock = secured(home)
-        connection.request("POST", ENROL_PATH, b"{}")
-        status = connection.getresponse().status
-        connection.close()
-        return status
-
-    with running_desk(home) as desk:
-        box = tmp_path / "box"
-        enrol(desk.token("line-4"), box)
-        wait_until(lambda: post() == 429, "strangers at this address have to wait")
-        config = load_config(box / "agent.toml", {})
-        renew(config, load_keys(config).signing)
-        assert len(desk.events("certificate_renewed")) == 1
-
-
-def test_the_devices_own_refusals_are_limited_too(home: Home, tmp_path: Path) -> None:
-    with running_desk(home) as desk:
-        box = tmp_path / "box"
-        enrol(desk.token("line-4"), box)
-        assert _renewals_until_limited(desk, box) <= 20
-
-
-def _renewals_until_limited(desk: Desk, box: Path) -> int:
-    config = load_config(box / "agent.toml", {})
+def test_refusals_of_strangers_delay_no_renewal_and_those_of_devices_are_limited_too(
+    desk: Desk, tmp_path: Path
+) -> None:
+    enrol(desk.token("line-4"), tmp_path / "box")
+    wait_until(lambda: refused(desk, ENROL_PATH, desk.context()) == 429, "strangers at this address have to wait")
+    config = load_config(tmp_path / "box" / "agent.toml", {})
+    renew(config, load_keys(config).signing)
+    assert len(desk.events("certificate_renewed")) == 1
     assert config.tls is not None
-    context = trusting(load_certificate(config.tls.ca.read_bytes()))
-    context.load_cert_chain(config.tls.cert, config.tls.key)
-    for count in range(100):
-        connection = http.client.HTTPSConnection("127.0.0.1", desk.home.config().enrolment.port, context=context)
-        connection.request("POST", "/v1/renew", b"{}")
-        status = connection.getresponse().status
-        connection.close()
-        if status == 429:
-            return count
-    raise AssertionError("never limited")
+    own = desk.context()
+    own.load_cert_chain(config.tls.cert, config.tls.key)
+    assert 429 in [refused(desk, "/v1/renew", own) for _ in range(21)]

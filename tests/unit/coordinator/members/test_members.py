@@ -1,9 +1,8 @@
-"""Devices that stop being members while the service runs: nobody waits for them, nothing that they say counts."""
+"""Devices that stop being members while the service runs: no round waits for them, and their messages are refused."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
 from itertools import pairwise
 from pathlib import Path
@@ -12,27 +11,22 @@ import pytest
 from cryptography import x509
 
 from coordinator.pki.authority import create_ca, issue, write_revocations
-from coordinator.rounds.records import CertificateRecord, DeviceState, ParticipantState, TokenRecord
+from coordinator.rounds.records import DeviceState, ParticipantState
 from coordinator.rounds.round_engine import Phase
-from coordinator.storage.membership_store import Admitted
-from coordinator.storage.store import Store
 from fedcg.wire.messages.messages import Invite
-from fedcg.wire.messages.signing import SigningKey
-from tests.support.coordinator.world import FEDERATION, RunningService, World, aggregate_bytes, tiny_spec
+from tests.support.coordinator.toy_artifacts import FEDERATION
+from tests.support.coordinator.world import MakeWorld, RunningService, World
 from tests.support.waiting import wait_until
 
 KEY = (FEDERATION, 2, 1)
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    spec = tiny_spec(2)
-    base = aggregate_bytes(spec, 0, 0, seed=1)
-    made = World(tmp_path / "home", spec, base, clients=("a", "b", "c"), min_clients=2)
+def world(make_world: MakeWorld) -> World:
+    made = make_world(clients=("a", "b", "c"))
     for device in made.devices.values():
         device.silent = True
-    yield made
-    made.close()
+    return made
 
 
 def waiting_for_c(world: World, running: RunningService) -> None:
@@ -75,27 +69,6 @@ def test_a_revoked_devices_messages_are_refused_and_it_is_not_invited_any_more(w
         assert len(world.devices["c"].of(Invite)) == invites
 
 
-def test_a_box_that_takes_a_place_over_is_heard_and_the_one_before_is_not(world: World) -> None:
-    with RunningService(world) as running:
-        waiting_for_c(world, running)
-        old = world.devices["c"]
-        old_key, old.key = old.key, SigningKey.generate()
-        certificate = CertificateRecord("2a", "c", 1.0, 9e9, None, "pem")
-        world.store.register.add_token(
-            TokenRecord("t" * 16, "0" * 64, "c", replaces=True, created_at=1.0, expires_at=9e9)
-        )
-        admitted = Admitted("t" * 16, "what", old.key.public.hex, certificate, replaces=True)
-        world.store.register.admit(admitted, 2.0)
-        wait_until(lambda: "c" not in running.service.state.online, "the one before is gone")
-        old.hello()
-        wait_until(lambda: "c" in running.service.state.online, "the new box is heard")
-        refused = running.service.refusals.get("forged", 0)
-        new_key, old.key = old.key, old_key
-        old.hello()
-        wait_until(lambda: running.service.refusals.get("forged", 0) > refused, "the one before is refused")
-        old.key = new_key
-
-
 def test_who_departed_while_no_coordinator_ran_holds_up_no_round_afterwards(world: World) -> None:
     with RunningService(world) as running:
         waiting_for_c(world, running)
@@ -104,41 +77,6 @@ def test_who_departed_while_no_coordinator_ran_holds_up_no_round_afterwards(worl
     with RunningService(world):
         world.wait_event("finished")
         assert world.events("distilling")[-1]["clients"] == ["a", "b"]
-
-
-# ------------------------------------------------------------------ the register
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    opened = Store(tmp_path / "database.sqlite")
-    yield opened
-    opened.close()
-
-
-def admitted(device: str, token: str, serial: str, *, replaces: bool = False) -> Admitted:
-    return Admitted(token, "what", "b" * 64, CertificateRecord(serial, device, 1.0, 100.0, None, "pem"), replaces)
-
-
-def test_a_replaced_box_loses_its_certificates_and_its_key_in_one_step(store: Store) -> None:
-    register = store.register
-    for name in ("t", "u"):
-        register.add_token(TokenRecord(name, "0" * 64, None, replaces=name == "u", created_at=1.0, expires_at=100.0))
-    register.admit(admitted("a", "t", "1"), 2.0)
-    register.admit(admitted("a", "u", "2", replaces=True), 3.0)
-    assert [(known.serial, known.revoked_at) for known in register.certificates("a")] == [("1", 3.0), ("2", None)]
-    assert [known.serial for known in register.revoked_certificates(50.0)] == ["1"]
-    assert register.revoked_certificates(100.0) == []  # it has expired: no list has to name it
-
-
-def test_a_device_that_left_or_was_revoked_is_no_member_but_is_remembered(store: Store) -> None:
-    store.add_device("a", "a" * 64, 1.0)
-    assert store.register.end_membership("a", DeviceState.LEFT, "", 5.0)
-    assert not store.register.end_membership("a", DeviceState.REVOKED, "late", 6.0)
-    assert store.members() == []
-    kept = store.device("a")
-    assert kept is not None
-    assert (kept.state, kept.ended_at) == (DeviceState.LEFT, 5.0)
 
 
 def test_every_revocation_list_is_newer_than_the_one_before_and_outlives_nobody_but_the_authority(

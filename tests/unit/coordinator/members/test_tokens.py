@@ -22,13 +22,7 @@ from coordinator.pki.authority import CA_NAME, credential_of
 from coordinator.rounds.records import DeviceState, TokenState
 from coordinator.storage.store import Store
 from fedcg.wire.messages.enrolment_messages import Token, certificate_key_digest, load_certificate
-from tests.support.coordinator.enrolments import open_home
 from tests.support.coordinator.homes import call
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Home:
-    return open_home(tmp_path / "home")
 
 
 @pytest.fixture
@@ -120,8 +114,8 @@ def test_devices_are_shown_with_state_and_certificate_and_revoked_by_a_command(
     assert code == 0
     assert "SIGHUP" in output  # no broker of ours runs
     for _ in range(2):  # again does no harm
-        told = json.loads(call("device", "revoke", "a", "--dir", home.root, "--json")[1])
-        assert (told["was_member"], told["certificates"]) == (False, 1)
+        answer = json.loads(call("device", "revoke", "a", "--dir", home.root, "--json")[1])
+        assert (answer["was_member"], answer["certificates"]) == (False, 1)
     (listed,) = json.loads(call("device", "list", "--dir", home.root, "--json")[1])
     assert (listed["state"], listed["reason"]) == ("revoked", "stolen")
     assert "user a" not in (home.broker / "acl").read_text()

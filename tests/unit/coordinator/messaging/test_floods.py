@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,9 +18,7 @@ from coordinator.members.bundle_enrolment import enrol
 from coordinator.messaging import flood_limits as floods
 from coordinator.messaging.flood_limits import FloodLimits, LineLimit
 from coordinator.paths import Home
-from coordinator.service.service_context import ServiceContext
 from coordinator.storage.store import Store
-from coordinator.token_buckets import Buckets
 from fedcg.event_log import EventLog, read_events
 from fedcg.refusal_counter import ALWAYS_REPORTED, MAX_TEXT, Refusals
 from fedcg.wire.errors import MalformedError, SignatureError
@@ -28,7 +26,7 @@ from fedcg.wire.messages.messages import Heartbeat, Need
 from fedcg.wire.messages.topics import TopicKind
 from tests.support.commands import run_fedcg
 from tests.support.coordinator.homes import add_federation
-from tests.support.coordinator.world import RunningService, World, aggregate_bytes, tiny_spec
+from tests.support.coordinator.world import MakeWorld, RunningService
 from tests.support.waiting import wait_until
 
 
@@ -38,21 +36,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-def taken(take: Callable[[], bool], count: int) -> int:
-    return sum(take() for _ in range(count))
-
-
-def test_a_bucket_gives_what_it_holds_and_then_what_it_gains() -> None:
-    clock = Clock()
-    buckets: Buckets[str] = Buckets(per_s=2.0, at_once=5.0, clock=clock)
-    assert taken(lambda: buckets.take("a"), 9) == 5
-    clock.now = 1.5  # 3 more
-    assert taken(lambda: buckets.take("a"), 9) == 3
-    clock.now = 100.0  # never more than it holds
-    assert taken(lambda: buckets.take("a"), 9) == 5
-    assert taken(lambda: buckets.take("b"), 9) == 5
 
 
 def sent(limits: FloodLimits, clock: Clock, rate: int, seconds: float, device: str = "a") -> int:
@@ -113,7 +96,7 @@ def test_a_device_can_cause_few_lines_of_the_kinds_that_it_can_repeat_and_all_of
     assert [events.write("online", client="a") for _ in range(7)] == [True] * 5 + [False] * 2
 
 
-def test_refusals_are_counted_by_device_and_one_devices_flood_hides_nobody_elses(tmp_path: Path) -> None:
+def test_refusals_are_counted_by_device_and_one_devices_flood_hides_no_other_devices(tmp_path: Path) -> None:
     refusals = Refusals(EventLog(tmp_path / "events.jsonl", time.time))
     for _ in range(10_000):
         refusals.note("a topic", SignatureError("x" * 5000), "a")
@@ -170,31 +153,17 @@ def test_a_list_of_silenced_devices_that_can_not_be_read_keeps_nobody_out(home: 
     assert listed(home) == {"coordinator", "a", "b"}
 
 
-class FloodedWorld(World):
-    """Remembers who was silenced."""
-
-    def service_context(self) -> ServiceContext:
-        self.told: list[set[str]] = []
-
-        def publish_access(silenced: Collection[str]) -> bool:
-            self.told.append(set(silenced))
-            return True
-
-        return replace(super().service_context(), publish_access=publish_access)
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[FloodedWorld]:
-    spec = tiny_spec(rounds=2)
-    base = aggregate_bytes(spec, 0, 0, seed=1)
-    made = FloodedWorld(tmp_path / "home", spec, base, clients=("a", "b", "c"))
-    yield made
-    made.close()
-
-
 def test_the_round_completes_without_a_flooding_device_which_comes_back_when_its_silence_is_over(
-    world: FloodedWorld, monkeypatch: pytest.MonkeyPatch
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    world, silenced = make_world(clients=("a", "b", "c")), list[set[str]]()
+
+    def publish_access(devices: Collection[str]) -> bool:
+        silenced.append(set(devices))
+        return True
+
+    context = replace(world.service_context(), publish_access=publish_access)
+    monkeypatch.setattr(world, "service_context", lambda: context)
     monkeypatch.setattr(floods, "FLOOD_AT_ONCE", 300.0)
     monkeypatch.setattr(floods, "SILENCE_S", 2.0)
     a, b, c = (world.devices[name] for name in "abc")
@@ -222,14 +191,15 @@ def test_the_round_completes_without_a_flooding_device_which_comes_back_when_its
         world.wait_event("silence_ended")
         a.tell(beat)
         wait_until(lambda: "a" in running.service.state.online, "it is back")
-        wait_until(lambda: world.told == [{"a"}, set()], "the access list follows")
+        wait_until(lambda: silenced == [{"a"}, set()], "the access list follows")
         links = [event["t"] >= world.events("silenced")[0]["t"] for event in world.events("link") if event["up"]]
         assert True in links  # a new one: what of the flood waits at the broker is left behind
 
 
 def test_a_flood_that_stays_below_the_bound_is_thinned_out_before_signatures_are_checked(
-    world: FloodedWorld, monkeypatch: pytest.MonkeyPatch
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    world = make_world()
     monkeypatch.setattr(floods, "MESSAGES_AT_ONCE", 50.0)
     monkeypatch.setattr(floods, "MESSAGES_PER_S", 1.0)
     a, b = world.devices["a"], world.devices["b"]

@@ -1,4 +1,4 @@
-"""The coordinator replaces its message key: killed at any point the key that counts can be loaded, and devices are told of it."""
+"""The coordinator replaces its message key: killed at any point, the key that counts can be loaded, and devices learn of it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ from fedcg.wire.messages.key_chain import PinnedKey, make_link, open_key_chain
 from fedcg.wire.messages.messages import COORDINATOR, Offer, Receipt
 from fedcg.wire.messages.signing import SigningKey, open_envelope
 from fedcg.wire.messages.topics import Topics
-from fedcg.wire.transport.memory import MemoryTransport
-from fedcg.wire.transport.transport import Delivery
 from tests.support.commands import run_fedcg
 from tests.support.coordinator.enrolments import open_home, running_desk
-from tests.support.coordinator.world import FEDERATION, RunningService, World, aggregate_bytes, tiny_spec
+from tests.support.coordinator.toy_artifacts import FEDERATION
+from tests.support.coordinator.world import MakeWorld, RunningService
 from tests.support.waiting import wait_until
 
 
@@ -129,78 +128,29 @@ def test_the_command_tells_what_it_did_and_refuses_where_nobody_knows_the_key(
     fresh.close()
 
 
-# ------------------------------------------------------------------ the running service
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    spec = tiny_spec(1)
-    made = World(tmp_path / "home", spec, aggregate_bytes(spec, 0, 0, seed=1), clients=("a", "b"), min_clients=2)
-    made.devices["b"].silent = True
-    yield made
-    made.close()
-
-
-def spy_on(world: World) -> tuple[MemoryTransport, list[Delivery]]:
-    heard: list[Delivery] = []
-    spy = MemoryTransport(world.broker, "observer")
-    spy.subscribe(Topics(FEDERATION).everything())
-    spy.start(heard.append, lambda _up: None)
-    return spy, heard
-
-
-def rotated(signing_identity: SigningIdentity, number: int) -> SigningIdentity:
-    key = SigningKey.generate()
-    return SigningIdentity(
-        key, (*signing_identity.links, make_link(FEDERATION, number, 1, signing_identity.key, key.public))
-    )
-
-
-def test_a_running_coordinator_takes_the_new_key_tells_it_first_and_says_everything_anew(
-    world: World, monkeypatch: pytest.MonkeyPatch
+def test_a_running_coordinator_publishes_the_new_key_first_and_then_everything_signed_by_it(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("coordinator.service.service.REFRESH_S", 0.1)
-    topics = Topics(FEDERATION)
+    world = make_world(rounds=1)
+    world.devices["b"].silent = True
+    topics, sent = Topics(FEDERATION), list[tuple[str, bytes]]()
     with RunningService(world) as running:
-        for device in world.devices.values():
-            device.start()
+        world.start_devices()
         wait_until(lambda: len(world.devices["a"].of(Receipt)) == 1, "a has delivered")
-        spy, heard = spy_on(world)
-        wait_until(lambda: bool(heard), "the spy hears")
-        before = len(heard)
-        old = world.signing_identity
-        world.signing_identity = rotated(old, 1)
+        world.broker.record = lambda _identity, topic, payload: sent.append((topic, payload))
+        old, new = world.key, SigningKey.generate()
+        world.signing_identity = SigningIdentity(new, (make_link(FEDERATION, 1, 1, old, new.public),))
         for device in world.devices.values():
-            device.coordinator = world.signing_identity.key
+            device.coordinator = new
         world.wait_event("key_rotated")
-        wait_until(
-            lambda: sum(delivery.topic == topics.offer for delivery in heard[before:]) >= 1, "the offer is told anew"
-        )
-        told = [delivery for delivery in heard[before:] if delivery.topic in (topics.keys, topics.offer)]
-        assert told[0].topic == topics.keys
-        followed = open_key_chain(told[0].payload, FEDERATION, PinnedKey(old.key.public))
-        assert followed == PinnedKey(world.signing_identity.key.public, 1)
-        offer = next(delivery for delivery in told if delivery.topic == topics.offer)
-        assert isinstance(open_envelope(offer.payload, lambda _: world.signing_identity.key.public), Offer)
+        wait_until(lambda: topics.offer in dict(sent), "the offer is published again")
+        first, chain = next((topic, data) for topic, data in sent if topic in (topics.keys, topics.offer))
+        assert first == topics.keys
+        assert open_key_chain(chain, FEDERATION, PinnedKey(old.public)) == PinnedKey(new.public, 1)
+        assert isinstance(open_envelope(dict(sent)[topics.offer], lambda _: new.public), Offer)
         world.devices["b"].silent = False
         world.devices["b"].act()
         world.wait_event("finished")
         will = running.service._transport.will  # type: ignore[attr-defined]
-        assert open_envelope(will.payload, lambda _: world.signing_identity.key.public).sender == COORDINATOR
-        spy.close()
-
-
-def test_a_restarted_coordinator_tells_the_chain_again(world: World) -> None:
-    world.signing_identity = rotated(rotated(world.signing_identity, 1), 2)
-    with RunningService(world):
-        wait_until(lambda: Topics(FEDERATION).keys in world.broker._retained, "the chain is told")
-        spy, heard = spy_on(world)
-        wait_until(
-            lambda: any(delivery.topic == Topics(FEDERATION).keys for delivery in heard),
-            "it is kept for who comes later",
-        )
-        spy.close()
-    chain = next(delivery for delivery in heard if delivery.topic == Topics(FEDERATION).keys)
-    assert chain.retained
-    first = PinnedKey(world.signing_identity.key.public, 2)
-    assert open_key_chain(chain.payload, FEDERATION, first) == first
+        assert open_envelope(will.payload, lambda _: new.public).sender == COORDINATOR

@@ -7,11 +7,10 @@ from dataclasses import replace
 import pytest
 
 from coordinator.rounds.pacing import RETRY_MAX_S, Accepted, Expected, LinkChanged, Policy
-from coordinator.rounds.round_commands import Command, FailAttempt, MoveDeadline, OpenAttempt, Pause
+from coordinator.rounds.round_commands import FailAttempt, MoveDeadline, OpenAttempt, Pause
 from coordinator.rounds.round_engine import (
     AggregationFailed,
     CameOnline,
-    Event,
     Phase,
     Restarted,
     RoundState,
@@ -19,19 +18,11 @@ from coordinator.rounds.round_engine import (
     UpdateRefused,
     UpdateStored,
     WentOffline,
-    transition,
 )
+from tests.support.coordinator.engine import play
 
 POLICY = Policy(rounds=2, min_clients=2, max_attempts=2, deadline_s=100.0, gather_s=5.0, retry_s=10.0)
 HASTY = replace(POLICY, gather_s=0.0, retry_s=0.0)
-
-
-def play(state: RoundState, *events: Event, now: float) -> tuple[RoundState, list[Command]]:
-    commands: list[Command] = []
-    for event in events:
-        state, more = transition(state, event, now)
-        commands += more
-    return state, commands
 
 
 def opened(policy: Policy = HASTY) -> RoundState:

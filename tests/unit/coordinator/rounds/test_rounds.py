@@ -20,7 +20,6 @@ from coordinator.rounds.pacing import (
     Stopped,
 )
 from coordinator.rounds.round_commands import (
-    Command,
     Distil,
     FailAttempt,
     Finish,
@@ -45,17 +44,10 @@ from coordinator.rounds.round_engine import (
     WentOffline,
     transition,
 )
+from tests.support.coordinator.engine import play
 
 CLIENTS = ("a", "b", "c", "d")
 POLICY = Policy(rounds=2, min_clients=2, max_attempts=2, deadline_s=100.0, gather_s=0.0, retry_s=0.0)
-
-
-def play(state: RoundState, *events: Event, now: float = 0.0) -> tuple[RoundState, list[Command]]:
-    commands: list[Command] = []
-    for event in events:
-        state, more = transition(state, event, now)
-        commands += more
-    return state, commands
 
 
 def opened(*clients: str, policy: Policy = POLICY) -> RoundState:

@@ -12,7 +12,8 @@ from coordinator.rounds.records import AttemptState, FederationStatus
 from coordinator.rounds.round_engine import Phase
 from fedcg.wire.messages.messages import DeclineReason, Finished, Offer
 from tests.support.coordinator.federations import Federations
-from tests.support.coordinator.world import World, aggregate_bytes, tiny_spec
+from tests.support.coordinator.toy_artifacts import aggregate_bytes, tiny_spec
+from tests.support.coordinator.world import World
 from tests.support.waiting import wait_until
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,25 +12,9 @@ from coordinator.storage.pruning import Pruner
 from coordinator.updates.published_artifacts import OPEN_FILES
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.messages.messages import Outcome
-from tests.support.coordinator.world import FEDERATION, RunningService, World, aggregate_bytes, tiny_spec
+from tests.support.coordinator.toy_artifacts import FEDERATION
+from tests.support.coordinator.world import MakeWorld, RunningService, World
 from tests.support.waiting import wait_until
-
-MakeWorld = Callable[..., World]
-
-
-@pytest.fixture
-def make_world(tmp_path: Path) -> Iterator[MakeWorld]:
-    worlds: list[World] = []
-
-    def make(rounds: int, keep_rounds: int) -> World:
-        spec = tiny_spec(rounds)
-        base = aggregate_bytes(spec, 0, 0, seed=1)
-        worlds.append(World(tmp_path / f"home-{len(worlds)}", spec, base, keep_rounds=keep_rounds))
-        return worlds[-1]
-
-    yield make
-    for world in worlds:
-        world.close()
 
 
 def run_whole(world: World) -> None:
@@ -41,22 +24,8 @@ def run_whole(world: World) -> None:
         assert running.service.state.phase is Phase.FINISHED
 
 
-def held(world: World) -> int:
-    return sum(world.artifacts.path(artifact).stat().st_size for artifact in world.artifacts.ids())
-
-
-def test_the_disk_holds_as_much_after_many_rounds_as_after_few(make_world: MakeWorld) -> None:
-    few, many, unpruned = make_world(4, 2), make_world(10, 2), make_world(10, 100)
-    for world in (few, many, unpruned):
-        run_whole(world)
-    assert abs(held(many) - held(few)) < 200  # headers spell rounds with one digit or two
-    assert len(list(many.artifacts.ids())) == len(list(few.artifacts.ids()))
-    assert held(unpruned) > 3 * held(many)  # which is what the others would have grown to
-    assert sum(int(event["files"]) for event in many.events("pruned")) > 20
-
-
 def test_what_is_kept_is_the_last_rounds_with_what_they_start_from(make_world: MakeWorld) -> None:
-    world = make_world(6, 2)
+    world = make_world(6, keep_rounds=2)
     run_whole(world)
     aggregates = {record.round: record for record in world.store.aggregates(FEDERATION)}
     kept = {number for number, record in aggregates.items() if world.artifacts.has(record.artifact)}
@@ -73,7 +42,7 @@ def test_what_is_kept_is_the_last_rounds_with_what_they_start_from(make_world: M
 def test_a_restart_after_pruning_goes_on_and_still_answers_a_device_that_repeats_an_old_manifest(
     make_world: MakeWorld,
 ) -> None:
-    world = make_world(4, 1)
+    world = make_world(4, keep_rounds=1)
     with RunningService(world) as running:
         world.start_devices()
         wait_until(lambda: running.service.state.round >= 3, "round 3 opens")
@@ -97,7 +66,7 @@ def test_a_restart_after_pruning_goes_on_and_still_answers_a_device_that_repeats
 
 
 def test_pruning_that_was_interrupted_is_made_up_for_and_shared_files_stay(make_world: MakeWorld) -> None:
-    world = make_world(5, 100)
+    world = make_world(5, keep_rounds=100)
     run_whole(world)
     forgotten: list[str] = []
     first = world.store.updates((FEDERATION, 1, 1))[0].artifact
@@ -126,19 +95,17 @@ def open_artifacts(world: World) -> list[str]:
 
 
 def test_no_file_of_a_deleted_aggregate_stays_open(make_world: MakeWorld) -> None:
-    world = make_world(10, 2)
+    world = make_world(10, keep_rounds=2)
     with RunningService(world):
         world.start_devices()
-        final = world.wait_event("finished")["aggregate"]
-        for device in world.devices.values():
-            wait_until(lambda device=device: final in device.artifacts, "the final aggregate is fetched")  # type: ignore[misc]
+        final = world.wait_finished()
         found = open_artifacts(world)
         assert [name for name in found if name.endswith(" (deleted)")] == []
         assert str(world.artifacts.path(final)) in found  # the newest one is served
 
 
 def test_few_files_stay_open_however_many_rounds_are_kept(make_world: MakeWorld) -> None:
-    world = make_world(25, 100)
+    world = make_world(25, keep_rounds=100)
     with RunningService(world):
         world.start_devices()
         world.wait_event("finished")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.errors import EnrolmentError, StoreError
+from coordinator.errors import StoreError
 from coordinator.rounds.records import AggregateRecord, AttemptState, FederationRecord, ParticipantState, UpdateRecord
 from coordinator.rounds.round_commands import OpenAttempt
 from coordinator.rounds.round_engine import CameOnline, Phase, Tick, transition
@@ -37,24 +37,11 @@ def open_attempt(store: Store, attempt: int = 1) -> None:
     store.open_attempt(("f", 1, attempt), "0" * 64, frozenset("abc"), 10.0, 110.0)
 
 
-def test_the_lease_number_only_grows(store: Store) -> None:
-    assert [store.next_epoch(), store.next_epoch()] == [1, 2]
-    assert store.epoch() == 2
-
-
 def test_every_commit_reaches_the_disk(store: Store, tmp_path: Path) -> None:
     with store._engine.connect() as connection:
         assert connection.exec_driver_sql("PRAGMA synchronous").scalar_one() == 2
         assert connection.exec_driver_sql("PRAGMA journal_mode").scalar_one() == "wal"
         assert connection.exec_driver_sql("PRAGMA foreign_keys").scalar_one() == 1
-
-
-def test_a_device_is_enrolled_once(store: Store) -> None:
-    with pytest.raises(EnrolmentError, match="already"):
-        store.add_device("a", "f" * 64, 2.0)
-    found = store.device("a")
-    assert found is not None
-    assert found.public_key == "a" * 64
 
 
 def test_an_update_that_ended_keeps_its_first_end(store: Store) -> None:
@@ -72,17 +59,6 @@ def test_an_attempt_that_is_being_merged_takes_no_update_any_more(store: Store) 
     assert store.start_distilling(KEY, 5.0) == [first]
     assert store.end_update(update("b", artifact="2")) is None
     assert store.updates(KEY) == [first]
-
-
-def test_a_rejected_update_makes_its_client_a_declined_participant(store: Store) -> None:
-    open_attempt(store)
-    store.end_update(update("b", Outcome.REJECTED))
-    states = {person.client: person.state for person in store.participants(KEY)}
-    assert states == {
-        "a": ParticipantState.INVITED,
-        "b": ParticipantState.DECLINED,
-        "c": ParticipantState.INVITED,
-    }
 
 
 def test_closing_stores_the_aggregate_or_nothing(store: Store) -> None:
@@ -146,20 +122,3 @@ def test_who_had_accepted_an_open_attempt_is_known_after_a_restart(store: Store)
     store.answer(KEY, "b", ParticipantState.ACCEPTED)
     store.answer(KEY, "c", ParticipantState.DECLINED, "no_data")
     assert store.round_state("f").accepted == {"b"}
-
-
-def test_failed_attempts_pause_the_federation_until_it_is_resumed(store: Store) -> None:
-    open_attempt(store)
-    store.fail_attempt(KEY, "no quorum", 20.0)
-    assert (store.round_state("f").phase, store.round_state("f").attempt) == (Phase.WAITING, 2)
-    open_attempt(store, attempt=2)
-    store.fail_attempt(("f", 1, 2), "no quorum", 30.0)
-    paused = store.round_state("f")
-    assert paused.phase is Phase.PAUSED
-    assert "no quorum" in paused.reason
-    store.resume("f")
-    resumed = store.round_state("f")
-    assert (resumed.phase, resumed.attempt) == (Phase.WAITING, 3)
-    open_attempt(store, attempt=3)
-    store.fail_attempt(("f", 1, 3), "no quorum", 40.0)
-    assert store.round_state("f").phase is Phase.WAITING

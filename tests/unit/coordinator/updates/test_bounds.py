@@ -28,17 +28,14 @@ from fedcg.wire.transfer.chunks import parse_chunk
 from fedcg.wire.transfer.partial_files import Partials
 from fedcg.wire.transport.memory import MemoryTransport
 from tests.support.coordinator.published import Published, receiver_of
-from tests.support.coordinator.world import RunningService, World, aggregate_bytes, tiny_spec
+from tests.support.coordinator.world import MakeWorld, RunningService, World
 from tests.support.waiting import wait_until
 from tests.support.wire.artifact_chunks import frames_for, make_ref
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    spec = tiny_spec(rounds=1)
-    made = World(tmp_path / "home", spec, aggregate_bytes(spec, 0, 0, seed=1))
-    yield made
-    made.close()
+def world(make_world: MakeWorld) -> World:
+    return make_world(rounds=1)
 
 
 def test_published_artifacts_are_those_on_disk_and_damaged_ones_are_refused(tmp_path: Path) -> None:
@@ -57,73 +54,13 @@ def test_published_artifacts_are_those_on_disk_and_damaged_ones_are_refused(tmp_
         artifacts.source(artifact)
 
 
-def uploads_of(world: World, window: Window | None = None, shared: Window | None = None) -> Uploads:
-    partials = Partials(world.root / "artifacts" / ".partial", 16, 1 << 30)
-    return Uploads(partials, window or Window(), shared or Window(500, 32_000_000))
-
-
-def begin(uploads: Uploads, device: str, manifest: Manifest, now: float = 0.0, at: float = 100.0) -> object:
-    return uploads.begin(device, manifest, now, at, Carrier.MQTT)
-
-
 def manifest_of(world: World, data: bytes) -> Manifest:
     return Manifest(**world.devices["a"]._addressed(1, 1), artifact=make_ref(data, 1024))
 
 
-def test_a_repeated_manifest_does_not_start_an_upload_again_and_a_complete_one_is_handed_over(world: World) -> None:
-    data = world.devices["a"].make_update(1, 1, world.base_id)
-    manifest, uploads = manifest_of(world, data), uploads_of(world)
-    assert isinstance(begin(uploads, "a", manifest), Grant)
-    frames = [parse_chunk(frame) for frame in frames_for(data, manifest.artifact)]
-    assert begin(uploads, "a", manifest, 0.1, 101.0) is None
-    complete = [uploads.feed("a", chunk, 0.2) for chunk in frames][-1]
-    assert isinstance(complete, Received)
-    assert (complete.file.read_bytes(), complete.manifest_at) == (data, 100.0)
-    assert (complete.resumed, complete.fresh, complete.repeated) == (0, len(frames), 0)
-    uploads.end("a")
-    assert uploads.feed("a", frames[0], 0.3) is None
-    assert list(uploads.stalled(99.0)) == []
-
-
-def test_over_https_everything_that_is_missing_is_granted_at_once(world: World) -> None:
-    data = random.Random(1).randbytes(400 * 1024)
-    manifest, uploads = manifest_of(world, data), uploads_of(world)
-    grant = uploads.begin("a", manifest, 0.0, 0.0, Carrier.HTTPS)
-    assert isinstance(grant, Grant)
-    assert grant.ranges == ((0, manifest.artifact.chunks),)
-    uploads.feed("a", parse_chunk([*frames_for(data, manifest.artifact)][7]), 0.1)
-    assert list(uploads.stalled(1.0)) == []
-    [again] = uploads.stalled(9.0)
-    assert again.ranges == ((0, 7), (8, manifest.artifact.chunks - 8))
-
-
-def test_a_restarted_coordinator_asks_for_the_rest_only(world: World) -> None:
-    data = world.devices["a"].make_update(1, 1, world.base_id)
-    manifest, first = manifest_of(world, data), uploads_of(world)
-    frames = [parse_chunk(frame) for frame in frames_for(data, manifest.artifact)]
-    begin(first, "a", manifest)
-    for chunk in frames[1:-2]:
-        first.feed("a", chunk, 0.1)  # and then it is killed: nothing is closed
-    second = uploads_of(world)
-    grant = begin(second, "a", manifest, at=200.0)
-    assert isinstance(grant, Grant)
-    assert grant.ranges == ((0, 1), (len(frames) - 2, 2))
-    ended = [second.feed("a", chunk, 0.1) for chunk in (frames[0], *frames[-2:])][-1]
-    assert isinstance(ended, Received)
-    assert ended.file.read_bytes() == data
-    assert (ended.resumed, ended.fresh, ended.repeated) == (len(frames) - 3, 3, 0)
-    second.close()
-    assert ended.file.exists()
-    third = uploads_of(world)
-    whole = begin(third, "a", manifest, at=300.0)
-    assert isinstance(whole, Received)
-    third.end("a")
-    assert not list((world.root / "artifacts" / ".partial").iterdir())
-
-
 def test_all_devices_together_stay_under_the_shared_window_and_take_turns(world: World) -> None:
     shared = Window(chunks=5, bytes=1 << 30)
-    uploads = uploads_of(world, Window(chunks=4), shared)
+    uploads = Uploads(Partials(world.root / "artifacts" / ".partial", 16, 1 << 30), Window(chunks=4), shared)
     data = {name: random.Random(name).randbytes(20 * 1024) for name in ("a", "b", "c")}
     manifests = {name: manifest_of(world, content) for name, content in data.items()}
     frames = {name: [*frames_for(data[name], manifests[name].artifact)] for name in data}
@@ -141,7 +78,7 @@ def test_all_devices_together_stay_under_the_shared_window_and_take_turns(world:
         assert len(queue) <= shared.chunks
 
     for name in data:
-        granted(begin(uploads, name, manifests[name]))
+        granted(uploads.begin(name, manifests[name], 0.0, 100.0, Carrier.MQTT))
     while queue:
         name, index = queue.pop(0)
         granted(uploads.feed(name, parse_chunk(frames[name][index]), 0.0))
@@ -287,9 +224,7 @@ def test_a_finished_coordinator_may_leave_when_its_devices_have_left(
     monkeypatch.setattr("coordinator.service.service.LEAVE_AFTER_S", 0.0)
     with RunningService(world) as running:
         world.start_devices()
-        final = world.wait_event("finished")["aggregate"]
-        for device in world.devices.values():
-            wait_until(lambda device=device: final in device.artifacts, "the final aggregate is fetched")  # type: ignore[misc]
+        world.wait_finished()
         assert not running.service.finished_and_left.is_set()
         for name in world.clients:
             world.broker.drop(name)
@@ -312,21 +247,6 @@ def test_an_offer_that_finds_the_queue_full_is_published_later(world: World, mon
         world.start_devices()
         world.wait_event("finished")
     assert len(offers) >= 3  # refused, repeated, and the end of the federation
-
-
-def test_a_service_that_fails_says_so_instead_of_going_on(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "no space left on device")
-
-    monkeypatch.setattr(ArtifactStore, "adopt", broken)
-    running = RunningService(world).__enter__()
-    world.start_devices()
-    wait_until(lambda: not running._thread.is_alive(), "the service ends")
-    with pytest.raises(AssertionError, match="the service failed") as failed:
-        running.__exit__()
-    assert isinstance(failed.value.__cause__, OSError)
-    assert world.store.updates(("tiny", 1, 1)) == []
-    assert all(device.receipts() == [] for device in world.devices.values())
 
 
 def test_a_service_that_a_full_disk_ended_says_what_to_do(caplog: pytest.LogCaptureFixture) -> None:

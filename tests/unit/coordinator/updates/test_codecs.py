@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,28 +14,25 @@ from safetensors.numpy import load, save
 
 from coordinator.aggregation.server_state import unpack_aggregate
 from coordinator.errors import ValidationError
-from coordinator.service.create_federation import make_artifacts, read_plan
 from coordinator.updates.robustness import Yardstick
 from coordinator.updates.validation import Expected, base_in, max_update_bytes, validate_update
 from fedcg.learning.networks.initial_weights import initial_parts
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import spec_root
 from fedcg.learning.spec import FederationSpec
-from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.artifacts.artifacts import Base, artifact_id, pack, read_header
 from fedcg.wire.artifacts.codecs import MIN_CHANNEL
 from fedcg.wire.artifacts.container import decompress_payload, join_artifact, split_artifact
 from fedcg.wire.parts import Part, UpdateCodec
-from tests.support.coordinator.world import (
-    RunningService,
-    World,
+from tests.support.coordinator.toy_artifacts import (
     aggregate_bytes,
     random_parts,
     shared_layouts,
     tiny_spec,
     update_header,
 )
-from tests.unit.coordinator.aggregation.test_aggregation import plan_file
+from tests.support.coordinator.world import RunningService, World
+from tests.unit.coordinator.aggregation.test_aggregation import founded
 
 SPEC = tiny_spec().model_copy(update={"codec": "i8-delta", "with_base": (Part.CLASSIFIER,)})
 AGGREGATE = aggregate_bytes(SPEC, 0, 0, seed=1)
@@ -103,11 +101,9 @@ def test_no_more_bytes_are_taken_than_the_codec_needs() -> None:
 
 
 def test_a_federation_of_differences_runs_to_its_end(tmp_path: Path) -> None:
-    world = World(tmp_path, SPEC, AGGREGATE)
-    with RunningService(world):
+    with closing(World(tmp_path, SPEC, AGGREGATE)) as world, RunningService(world):
         world.start_devices()
         world.wait_event("finished")
-    world.close()
     stored = [event["artifact"] for event in world.events("update_stored")]
     assert len(stored) == 4
     for artifact in stored:
@@ -115,10 +111,7 @@ def test_a_federation_of_differences_runs_to_its_end(tmp_path: Path) -> None:
 
 
 def test_the_first_aggregate_is_the_decoded_one_for_both_sides(tmp_path: Path) -> None:
-    ids, store = (
-        make_artifacts(read_plan(plan_file(tmp_path)), tmp_path / "artifacts"),
-        ArtifactStore(tmp_path / "artifacts"),
-    )
+    ids, store = founded(tmp_path)
     spec = FederationSpec.parse(store.get(ids.spec))
     assert (spec.codec, spec.aggregate_codec) == ("i8-delta", "f16")
     method = get_method(spec.method)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.config import CoordinatorConfig, RobustnessSettings, load_config, render_config
+from coordinator.config import RobustnessSettings
 from coordinator.errors import ValidationError
 from coordinator.rounds.records import AggregateRecord, FederationRecord, UpdateRecord
 from coordinator.storage.store import Store
@@ -88,15 +88,6 @@ def test_no_weight_grows_and_none_vanishes(reported: dict[str, int], share: floa
     assert all(1 <= weights[client] <= count for client, count in reported.items())
     if share * len(weights) > 1:
         assert all(weight <= share * sum(weights.values()) + len(weights) for weight in weights.values())
-
-
-def test_the_configuration_is_written_and_read_again(tmp_path: Path) -> None:
-    settings = RobustnessSettings(
-        weight_medians=2.0, max_share=0.5, examples={"site-1": 2000, "x": 1}, clip_medians=4.0
-    )
-    path = tmp_path / "coordinator.toml"
-    path.write_text(render_config(CoordinatorConfig(robustness=settings)))
-    assert load_config(path).robustness == settings
 
 
 # ------------------------------------------------------------------ distances

@@ -21,7 +21,8 @@ from edge_client.store.private_store import PrivateStore
 from fedcg.event_log import EventLog
 from fedcg.wire.messages.signing import SigningKey
 from tests.support.commands import run_fedcg
-from tests.support.coordinator.world import FEDERATION, RunningService, World
+from tests.support.coordinator.toy_artifacts import FEDERATION
+from tests.support.coordinator.world import RunningService, World
 from tests.support.edge.conversations import box_config, talk
 from tests.support.edge.world import write_device
 

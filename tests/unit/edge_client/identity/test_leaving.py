@@ -23,7 +23,8 @@ from fedcg.wire.transport.memory import MemoryTransport
 from fedcg.wire.transport.transport import Delivery
 from tests.support.commands import run_fedcg
 from tests.support.coordinator.enrolments import open_home, running_desk
-from tests.support.coordinator.world import FEDERATION, RunningService, World
+from tests.support.coordinator.toy_artifacts import FEDERATION
+from tests.support.coordinator.world import RunningService, World
 from tests.support.edge.conversations import talk
 from tests.support.waiting import wait_until
 

@@ -10,7 +10,9 @@ import pytest
 from fedcg.wire import versions
 from fedcg.wire.messages.messages import COORDINATOR, Hello, Invite, Refusal, Welcome
 from fedcg.wire.messages.signing import SigningKey, seal
-from tests.support.coordinator.world import FakeDevice, RunningService, World, aggregate_bytes, tiny_spec
+from tests.support.coordinator.fake_device import FakeDevice
+from tests.support.coordinator.toy_artifacts import aggregate_bytes, tiny_spec
+from tests.support.coordinator.world import RunningService, World
 from tests.support.edge.world import DEVICE
 from tests.support.edge.world import World as EdgeWorld
 from tests.support.waiting import wait_until

@@ -49,7 +49,8 @@ from fedcg.wire.transfer.partial_files import Partials
 from fedcg.wire.transport.memory import MemoryBroker, MemoryTransport
 from fedcg.wire.transport.transport import Delivery
 from tests.support.coordinator.published import Published, receiver_of
-from tests.support.coordinator.world import RunningService, World, aggregate_bytes, tiny_spec
+from tests.support.coordinator.toy_artifacts import aggregate_bytes, tiny_spec
+from tests.support.coordinator.world import RunningService, World
 from tests.support.edge.world import DEVICE as AGENT
 from tests.support.edge.world import FEDERATION, aggregate_of, toy_parts, toy_spec
 from tests.support.edge.world import World as AgentWorld

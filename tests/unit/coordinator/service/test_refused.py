@@ -1,0 +1,114 @@
+"""What the running service does not take: updates that must not be merged, and messages that are not authentic or not in order."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+from coordinator.rounds.records import ParticipantState
+from coordinator.rounds.round_engine import Phase
+from fedcg.wire.artifacts.artifacts import artifact_id, pack
+from fedcg.wire.messages.messages import AnyMessage, DeviceStatus, Invite, Manifest, Need, Outcome
+from fedcg.wire.messages.signing import SigningKey, seal
+from fedcg.wire.parts import Part, Report
+from tests.support.coordinator.toy_artifacts import random_parts, shared_layouts, update_header
+from tests.support.coordinator.world import MakeWorld, RunningService, World
+from tests.support.waiting import wait_until
+from tests.support.wire.artifact_chunks import make_ref
+
+SPOILT: dict[str, tuple[str, dict[str, Any]]] = {  # the reason given, and what the header says instead of the truth
+    "nan": ("NaN", {}),
+    "huge": ("away from the round's base", {}),
+    "extractor": ("layouts", {}),
+    "shape": ("layouts", {}),
+    "garbage": ("header", {}),
+    "base": ("base", {"base": "0" * 64}),
+    "client": ("client", {"client": "b"}),
+    "round": ("round", {"round": 2}),
+    "report": ("loss", {"report": Report(examples=3, loss=1.0)}),
+    "examples": ("examples", {"report": Report(accuracy=0.5)}),
+}
+
+
+def spoilt(world: World, spoil: str) -> bytes:
+    spec = world.spec
+    parts = random_parts(shared_layouts(spec), seed=5)
+    if spoil == "nan":
+        parts[Part.CLASSIFIER]["weight"][0, 0] = np.nan
+    elif spoil == "huge":
+        parts[Part.GENERATOR]["weight"] *= np.float32(1e7)
+    elif spoil == "extractor":
+        parts |= random_parts({Part.EXTRACTOR: spec.layouts[Part.EXTRACTOR]}, 6)
+    elif spoil == "shape":
+        parts[Part.CLASSIFIER]["weight"] = parts[Part.CLASSIFIER]["weight"][:, :7].copy()
+    elif spoil == "garbage":
+        return b"FCGA" + bytes(2000)
+    header = update_header(spec, 1, 1, "a", world.base_id)
+    return pack(header.model_copy(update=SPOILT[spoil][1]), parts)
+
+
+@pytest.mark.parametrize("spoil", SPOILT)
+def test_an_update_that_must_not_be_merged_is_rejected_with_its_reason(make_world: MakeWorld, spoil: str) -> None:
+    world = make_world(clients=("a", "b"), max_attempts=1)
+    a = world.devices["a"]
+    a.silent = world.devices["b"].silent = True
+    with RunningService(world) as running:
+        world.start_devices()
+        wait_until(lambda: bool(a.of(Invite)), "an invite")
+        data = spoilt(world, spoil)
+        a.send_update(1, 1, data)
+        wait_until(lambda: bool(a.receipts()), "a receipt")
+        assert a.receipts()[0].outcome is Outcome.REJECTED
+        assert SPOILT[spoil][0] in a.receipts()[0].reason
+        assert not world.artifacts.has(artifact_id(data))
+        wait_until(lambda: running.service.state.phase is Phase.PAUSED, "one of two is not enough")
+    people = {person.client: person.state for person in world.store.participants(("tiny", 1, 1))}
+    assert people["a"] is ParticipantState.DECLINED
+
+
+def test_an_announced_update_over_its_bound_is_rejected_before_a_byte_is_asked_for(make_world: MakeWorld) -> None:
+    world = make_world()
+    a = world.devices["a"]
+    a.silent = True
+    with RunningService(world):
+        world.start_devices()
+        wait_until(lambda: bool(a.of(Invite)), "an invite")
+        manifest = Manifest(**a._addressed(1, 1), artifact=make_ref(bytes(20_000_000), 1024))
+        a.tell(manifest)
+        wait_until(lambda: bool(a.receipts()), "a receipt")
+    assert a.receipts()[0].outcome is Outcome.REJECTED
+    assert a.of(Need) == []
+
+
+def test_what_is_not_authentic_or_not_in_order_is_refused_and_counted(make_world: MakeWorld) -> None:
+    world = make_world()
+    a, b = world.devices["a"], world.devices["b"]
+    a.silent = b.silent = True
+    with RunningService(world) as running:
+        world.start_devices()
+        wait_until(lambda: bool(a.of(Invite)), "an invite")
+        assert a.session is not None
+        good = Manifest(**a._addressed(1, 1), artifact=make_ref(a.make_update(1, 1, world.base_id), 1024))
+        stamped = a.session.stamp(good)
+        forged: list[tuple[AnyMessage, SigningKey, str]] = [
+            (stamped, SigningKey.generate(), "forged"),
+            (stamped.model_copy(update={"sender": "stranger"}), a.key, "forged"),
+            (stamped.model_copy(update={"sender": "b"}), b.key, "other_device"),
+            (stamped.model_copy(update={"session": "0" * 64}), a.key, "other_session"),
+            (stamped.model_copy(update={"counter": 1}), a.key, "replayed"),
+            (stamped.model_copy(update={"federation": "other"}), a.key, "other_federation"),
+            (DeviceStatus(**a._addressed(), online=False), a.key, "malformed"),
+        ]
+        for number, (message, key, _) in enumerate(forged, 1):
+            a.transport.publish(a.topics.up_control("a"), seal(message, key))
+            wait_until(lambda: len(world.events("refused")) == number, "the refusal is logged")  # noqa: B023
+        reasons = [reason for _, _, reason in forged]
+        assert [event["reason"] for event in world.events("refused")] == reasons
+        assert running.service.refusals == {"dropped": 0, **Counter(reasons)}
+        assert a.of(Need) == []
+        assert a.receipts() == []
+        a.transport.publish(a.topics.up_control("a"), seal(stamped, a.key))
+        wait_until(lambda: bool(a.of(Need)), "the authentic one is answered")
