@@ -11,7 +11,7 @@ import queue
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from audit.capture import Capture
@@ -27,25 +27,7 @@ WRITE_EVERY_S = 0.25
 QUIET_S = 1.0  # after the end was announced: late chunks and receipts still count
 MAX_QUEUED = 100_000
 _FRAME = struct.Struct(">II")
-
-
-def read_frames(path: Path) -> Iterator[tuple[str, bytes]]:
-    """(topic, payload) of every frame in a `frames.bin`; a torn last frame is left out.
-
-    Raises:
-        CaptureError: the file can't be read.
-    """
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise CaptureError(f"{path} can't be read: {error}") from error
-    at = 0
-    while at + _FRAME.size <= len(data):
-        topic_size, payload_size = _FRAME.unpack_from(data, at)
-        start = at + _FRAME.size
-        at = start + topic_size + payload_size
-        if at <= len(data):
-            yield data[start : start + topic_size].decode(), data[start + topic_size : at]
+"""In front of each frame of `frames.bin`: bytes of its topic and of its payload, which follow."""
 
 
 class Observer:

@@ -63,7 +63,7 @@ class StoreDamagedError(StoreError):
 
 
 class EnrolError(EdgeError):
-    """This box could not be enrolled, its certificate not renewed, or it could not leave; says what to do."""
+    """This box could not be enrolled, its certificate not renewed, or it could not leave; the message names the next step."""
 
 
 class NoAnswerError(EdgeError):

@@ -4,7 +4,7 @@ ExperimentError
 ├── SourceError    a data source that can't be used, or a partition that can't be made of it
 ├── OptionError    options that don't go together, or a folder that is no demo's
 ├── ProcessError   a process of the demo ended too early, or a step of it failed
-└── RunError       a simulated run that came to nothing
+└── RunError       a simulated run without a result
 """
 
 from __future__ import annotations
@@ -35,4 +35,4 @@ class ProcessError(ExperimentError):
 
 
 class RunError(ExperimentError):
-    """A simulated run that came to nothing: no client could train, or its workers kept dying."""
+    """A simulated run without a result: no client could train, or its workers kept dying."""

@@ -17,7 +17,7 @@ RECORD_FORMAT = 1
 
 
 def machine() -> dict[str, object]:
-    """Processor, CPUs, memory and GPU of this machine; None where it does not say."""
+    """Processor, CPUs, memory and GPU of this machine; None where it is unknown."""
     profile = detect()
     return {
         "kind": profile.kind.value,

@@ -1,7 +1,7 @@
 """Personal model to ONNX: exported, verified, versioned, and run on the box.
 
-`preprocess`, `manifest`, `slots`, `runtime`, `serve` (with the modules beside it) and `cli` import no torch: the first
-three and `runtime` need the `infer` extra, `serve` the extra `serve`. `to_onnx`, `verify` and `package` belong to the box that trains.
+`model`, `serving` and `cli` import no torch: `model` needs the extra `infer`, `serving` the extra `serve`. `build` belongs to the
+box that trains.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ ExportError
 ├── GateError             the new model is worse than the one in service
 ├── ServingError          the server cannot start: its port is taken, its address is not this machine's
 ├── RefusedError          a request that the server does not answer with a prediction
-│   └── QueueFullError    one of more than it takes at a time
+│   └── QueueFullError    the queue is full
 ├── ConversionError       the network could not be written as ONNX
 └── VerificationError     the ONNX model does not do what the trained one does
 """
@@ -88,7 +88,7 @@ class RefusedError(ExportError):
 
 
 class QueueFullError(RefusedError):
-    """As much waits as the server takes; the same request may succeed in a moment."""
+    """The queue is full; the same request may succeed in a moment."""
 
     def __init__(self, why: str) -> None:
         super().__init__(429, "queue_full", f"{why}; try again in a second", retry_after_s=1)

@@ -182,9 +182,9 @@ def _run_child(connection: Connection, parent: int, main: Callable[..., None], a
     main(connection, *arguments)
 
 
-def die_with_parent(parent: int) -> None:
-    """Ask the kernel to kill this process when the thread that started it ends, however that ends (Linux)."""
+def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
+    """Ask the kernel to send this process a signal when the thread that started it ends, however that ends (Linux)."""
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # it ended before the request was made
         os._exit(1)

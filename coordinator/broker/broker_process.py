@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
+import os
 import signal
 import socket
 import ssl
 import subprocess
-import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 from coordinator.broker.access_lists import PID_NAME, refresh_access
 from coordinator.broker.mosquitto import write_config
@@ -19,10 +19,10 @@ from coordinator.paths import BROKER_NAME, Home, held
 from coordinator.pki.authority import server_credential
 from coordinator.pki.server_tls import server_context
 from fedcg.find_mosquitto import Mosquitto, find_mosquitto
+from fedcg.worker_process import die_with_parent
 
 EMBEDDED_PID_NAME = "embedded-broker.pid"
 START_TIMEOUT_S = 15.0
-PR_SET_PDEATHSIG = 1
 
 Report = Callable[[str], None]
 
@@ -92,7 +92,7 @@ def _supervise(home: Home, mosquitto: Mosquitto, port: int, ready: Callable[[], 
     child = subprocess.Popen(
         [str(mosquitto.binary), "-c", str(config)],
         env=mosquitto.environment(),
-        preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+        preexec_fn=partial(_begin_child, os.getpid()),
     )
 
     def end(number: int, _frame: object) -> None:
@@ -115,8 +115,8 @@ def _supervise(home: Home, mosquitto: Mosquitto, port: int, ready: Callable[[], 
     return 0 if stopping else (code or 1)
 
 
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+def _begin_child(parent: int) -> None:
+    die_with_parent(parent, signal.SIGTERM)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until it has a handler of its own
 
 

@@ -43,7 +43,8 @@ from fedcg.wire.messages.signing import SigningKey, seal
 from fedcg.wire.messages.topics import Topics
 from fedcg.wire.transfer.broker_presets import DEFAULT_PRESET, PRESETS, LinkLimits
 from fedcg.wire.transfer.chunk_sender import ChunkFile, ChunkSender
-from fedcg.wire.transfer.chunks import Ranges, chunk_bytes_for
+from fedcg.wire.transfer.chunk_window import Ranges
+from fedcg.wire.transfer.chunks import chunk_bytes_for
 from fedcg.wire.transport.transport import Transport, Will
 
 log = logging.getLogger(__name__)

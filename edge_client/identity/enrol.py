@@ -77,7 +77,7 @@ def enrol(token: Token, out: Path, *, url: str | None = None, device: str | None
         data: where the images are, for agent.toml.
 
     Raises:
-        EnrolError: says what to do. When another authority, or another of its servers, answered, the secret was not sent.
+        EnrolError: its message names the next step. When another authority, or another of its servers, answered, the secret was not sent.
     """
     place, name = _wanted(token, url, device)
     folder = Folder(out)

@@ -42,7 +42,7 @@ def renew(config: AgentConfig, signing: SigningKey) -> x509.Certificate:
     """Get the next certificate, with a new key, and put both in place of the current pair.
 
     Raises:
-        EnrolError: says what to do; the current pair stays.
+        EnrolError: its message names the next step; the current pair stays.
         OSError: there is no place for a new pair.
     """
     if config.tls is None or config.enrolment.url is None:

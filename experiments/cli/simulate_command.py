@@ -103,6 +103,7 @@ def simulate_command(values: Values, typed: frozenset[str]) -> None:
                 raise OptionError(f"--resume goes on with the folder's own options; leave out {', '.join(stray)}")
             folder, batch = options.resume, load_batch(options.resume)
         _check(batch)
+        _check_workers(batch, options)
         if options.ray is None:  # a cluster may have what this machine lacks
             _check_device(batch.runs[0].setting.device)
         if options.tensorboard:
@@ -193,14 +194,18 @@ def _check_device(device: str) -> None:
         raise OptionError(f"--device {device}: {str(error).splitlines()[0]}") from error
 
 
+def _check_workers(batch: Batch, options: SimulateOptions) -> None:
+    is_alone = options.ray is None and options.workers in {None, 1}
+    if batch.runs[0].setting.batched_clients and not is_alone:
+        raise OptionError("--batched-clients train in one process; leave out --workers and --ray")
+
+
 def _lanes(batch: Batch, workers: int | None, ray: str | None) -> AbstractContextManager[Lanes]:
     settings = [planned.setting for planned in batch.runs]
     batched = settings[0].batched_clients
-    if batched and (ray is not None or workers not in {None, 1}):
-        raise OptionError("--batched-clients train in one process; leave out --workers and --ray")
     if ray is not None:
-        tell = partial(Console(stderr=True).print, markup=False, highlight=False, soft_wrap=True)
-        return open_ray_lanes(ray, settings, workers, tell)
+        announce = partial(Console(stderr=True).print, markup=False, highlight=False, soft_wrap=True)
+        return open_ray_lanes(ray, settings, workers, announce)
     count = workers or default_workers(max(setting.clients for setting in settings), settings[0].device)
     return open_lanes(1 if batched else count, settings[0].threads, batched=batched)
 

@@ -40,7 +40,7 @@ def tables_command(
         str | None, typer.Option(help="one table or a group, e.g. fedcg:table1:cifar10-4, fedmd_cg:table1:cifar10")
     ] = None,
     list_missing: Annotated[
-        bool, typer.Option("--list-missing", help="name the runs that nobody has done at published settings")
+        bool, typer.Option("--list-missing", help="name the runs that are missing at published settings")
     ] = False,
     by_bytes: Annotated[
         bool,
@@ -50,7 +50,7 @@ def tables_command(
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON with everything")] = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="print Markdown")] = False,
 ) -> None:
-    """Print the papers' tables beside our runs: mean ± standard deviation over (seeds), and what the orders come to."""
+    """Print the papers' tables beside our runs: mean ± standard deviation over (seeds), and the judgement of the stated orders."""
     chosen = None if paper is None else find_presets(paper)
     folder = read_folder(runs)
     if as_json:
@@ -99,9 +99,9 @@ def _show(sheets: Sequence[Sheet], folder: Folder, *, as_markdown: bool) -> None
         console.print(table)
         for note in sheet.notes:
             console.print(note, markup=False, soft_wrap=True)
-    told = Console(stderr=True, highlight=False)
+    errors = Console(stderr=True, highlight=False)
     if not any(sheet.rows for sheet in sheets):
-        told.print("No runs here that these tables could show.", markup=False)
-    told.print(f"{len(folder.runs)} simulated runs; {folder.older} older records (format 1) not used.", markup=False)
+        errors.print("No runs here that these tables could show.", markup=False)
+    errors.print(f"{len(folder.runs)} simulated runs; {folder.older} older records (format 1) not used.", markup=False)
     for file, reason in folder.damaged:
-        told.print(f"Damaged: {file}: {reason}", markup=False, soft_wrap=True)
+        errors.print(f"Damaged: {file}: {reason}", markup=False, soft_wrap=True)

@@ -25,7 +25,7 @@ SPLIT = {"train": 0.9, "val": 0.1}
 
 @dataclass(frozen=True)
 class Cohort:
-    """Everybody's images.
+    """All clients' images.
 
     Attributes:
         clients: by id, in id order.

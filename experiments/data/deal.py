@@ -43,7 +43,7 @@ class DealOptions:
         test: `proportional`: a client's test images follow its training images' class proportions, and one balanced common set
             is held out; `even`: the test images are dealt out at random and evenly, and the common set is all of them
             (FedMD-CG appendix E).
-        public_images: so many training images, without labels, for the server (FedDF); disjoint from everybody's.
+        public_images: so many training images, without labels, for the server (FedDF); disjoint from every client's.
     """
 
     clients: int

@@ -33,7 +33,7 @@ _FORMAT = 1
 
 @dataclass(frozen=True, eq=False)
 class Decoded:
-    """One picture's pixels, [C, H, W] uint8, and the sha256 of its image file; None where nobody needs it."""
+    """One picture's pixels, [C, H, W] uint8, and the sha256 of its image file; None where it is not needed."""
 
     pixels: NDArray[np.uint8]
     sha256: str | None
@@ -51,7 +51,7 @@ class Decoder:
         self._known: dict[str, Decoded | SkippedImage] = {}
 
     def __call__(self, picture: Picture, *, is_hashed: bool) -> Decoded | SkippedImage:
-        """Decode a picture, or say why it can't be.
+        """Decode a picture, or give the reason why it can't be decoded.
 
         Args:
             picture: any.
@@ -144,7 +144,7 @@ def _read(folder: Path, files: list[str], form: ImageForm) -> dict[str, Decoded 
     pixels = np.load(folder / "pixels.npy", mmap_mode="r")
     record = json.loads((folder / "files.json").read_text())
     if pixels.shape != (len(files), form.channels, form.height, form.width) or len(record["sha256"]) != len(files):
-        raise ValueError(f"{folder} holds other images than its name says")
+        raise ValueError(f"{folder} holds other images than its name stands for")
     skipped: dict[str, str] = record["skipped"]
     return {
         file: SkippedImage(file, skipped[file]) if file in skipped else Decoded(pixels[row], record["sha256"][row])

@@ -16,7 +16,7 @@ def open_source(text: str) -> Source:
             `test` and perhaps `val` of such, of domains of either, or with IDX or CIFAR files. See docs/data.md.
 
     Raises:
-        SourceError: nothing usable; names the file or folder and says what was expected.
+        SourceError: nothing usable; names the file or folder and what was expected.
     """
     if text == DIGITS:
         return digits()

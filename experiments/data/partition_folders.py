@@ -69,7 +69,7 @@ def prepare(source: Source, out: Path, options: DealOptions) -> Prepared:
 
     Every client gets every class folder, also an empty one, so that class lists agree. Without a test part in the
     source, a sixth of each class becomes test and another sixth (at most 200, the same in every class) common test.
-    The file names of public images say nothing of their classes.
+    The file names of public images do not show their classes.
 
     Args:
         source: the images.

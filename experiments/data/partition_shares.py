@@ -93,7 +93,7 @@ def draw_shares(
         generator: the stream.
 
     Raises:
-        SourceError: no draw gives everybody as many.
+        SourceError: no draw gives every client as many.
     """
     for _ in range(MAX_REDRAWS):
         shares = partition.shares(clients, len(pool), generator)

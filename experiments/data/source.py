@@ -63,7 +63,7 @@ def _firsts(pictures: PicturesPerClass) -> itertools.chain[Picture]:
 
 
 def _is_grey(picture: Picture | None) -> bool:
-    """A damaged image says nothing about the others: whoever decodes it names and skips it."""
+    """Whether an image is grey. A damaged one counts as grey, so that the others decide; it is named and skipped when it is decoded."""
     if picture is None:
         return True
     if isinstance(picture, RowPicture):

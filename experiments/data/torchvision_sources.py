@@ -54,7 +54,7 @@ def named_source(text: str) -> Source:
     """Open `NAME` or `NAME:ROOT`.
 
     Raises:
-        SourceError: an unknown name; torchvision is not installed; or neither files nor a network: says where files belong.
+        SourceError: an unknown name; torchvision is not installed; or neither files nor a network: names where files belong.
     """
     name, _, folder = text.partition(":")
     known = _KNOWN.get(name)
@@ -78,7 +78,7 @@ def _part(kind: Callable[..., Any], root: Path, known: _Known, words: dict[str, 
     try:
         return kind(str(root), download=False, **words)
     except (OSError, RuntimeError):
-        pass  # torchvision's way to say that files are missing or damaged
+        pass  # what torchvision raises for missing or damaged files
     try:
         root.mkdir(parents=True, exist_ok=True)
         return kind(str(root), download=True, **words)

@@ -1,6 +1,6 @@
-"""The demo: a whole federation on this machine, every member a process of its own, started by its command.
+"""The demo: a whole federation on this machine, every participant a process of its own, started by its command.
 
-Owns the order of the steps, the folder of a run and its resumption. What is done once before the members start (home, federation,
+Owns the order of the steps, the folder of a run and its resumption. What is done once before the participants start (home, federation,
 bundles) calls the functions behind the commands, in this process: each command would import the same packages anew. Imports no torch.
 """
 
@@ -26,7 +26,7 @@ from coordinator.storage.store import Store
 from experiments.data.deal import client_names
 from experiments.data.partition_folders import Prepared, load_prepared, prepare
 from experiments.data.source import Source
-from experiments.demo.event_follower import AgentStory, CoordinatorStory, Follower
+from experiments.demo.event_follower import AgentHistory, CoordinatorHistory, Follower
 from experiments.demo.processes import POLL_S, Child, Children, children, fedcg
 from experiments.demo.progress import Progress
 from experiments.demo.run_folder import LOOPBACK, Run, write_secrets
@@ -56,10 +56,10 @@ class Demo:
         self._progress = Progress(console, run.setting.rounds)
         self._clients = client_names(run.setting.clients)
         self._done = run.done()
-        self._agents = {client: AgentStory(client) for client in self._clients}
+        self._agents = {client: AgentHistory(client) for client in self._clients}
         self._followers = {client: Follower(run.bundle(client) / "store" / "events.jsonl") for client in self._clients}
-        self._coordinator = CoordinatorStory()
-        self._diary = Follower(run.home / "events.jsonl")
+        self._coordinator = CoordinatorHistory()
+        self._coordinator_log = Follower(run.home / "events.jsonl")
         self._broker_named = run.broker
 
     async def run(self) -> dict[str, Any]:
@@ -101,7 +101,7 @@ class Demo:
         observer = await self._start_observer(processes)
         lines = await processes.line(broker, "ready", READY_S)
         self._broker_named = lines[0].removeprefix("broker:").strip()
-        self._progress.say(f"broker: {self._broker_named}")
+        self._progress.print_once(f"broker: {self._broker_named}")
         await data
         self._allowed = self._policy()
         await processes.line(observer, "ready", READY_S)  # before the agents: it misses nothing that a device sends
@@ -183,7 +183,7 @@ class Demo:
         return await processes.start(client, command, environment)
 
     def _policy(self) -> tuple[frozenset[Part], frozenset[ReportField]]:
-        """What the demo's devices may tell: the defaults and what the spec can't do without; told when that is more."""
+        """What the demo's devices may upload and report: the defaults and what the spec requires; more than the defaults is printed."""
         home = Home(self._run.home)
         with contextlib.closing(Store(home.database)) as store:
             spec = FederationSpec.parse((home.artifacts / store.federations()[0].spec).read_bytes())
@@ -191,9 +191,9 @@ class Demo:
         for key, more in (("allow_upload", parts), ("allow_report", fields)):
             if more:
                 names = ", ".join(sorted(name.value for name in more))
-                self._progress.say(
-                    f"{spec.method} asks for {names}: the demo's devices allow it, a real one must be told to "
-                    f"(policy.{key} in agent.toml)"
+                self._progress.print_once(
+                    f"{spec.method} asks for {names}: the demo's devices allow it, a real one needs policy.{key} "
+                    "in agent.toml"
                 )
         return DEFAULT_ALLOW_UPLOAD | parts, DEFAULT_ALLOW_REPORT | fields
 
@@ -202,7 +202,7 @@ class Demo:
     def _look(self) -> None:
         for client, follower in self._followers.items():
             self._agents[client].take(follower.new())
-        self._coordinator.take(self._diary.new())
+        self._coordinator.take(self._coordinator_log.new())
         self._progress.show(list(self._agents.values()), self._coordinator)
 
     async def _watch(self) -> None:
@@ -211,7 +211,7 @@ class Demo:
             await asyncio.sleep(0.2)
 
     async def _until_finished(self, processes: Children, agents: list[Child]) -> None:
-        """Wait until every agent ended by itself; anybody else's end, or a pause, ends the demo."""
+        """Wait until every agent ended by itself; the end of another process, or a pause, ends the demo."""
         while any(agent.is_running for agent in agents):
             for agent in agents:
                 if not agent.is_running and agent.process.returncode != 0:
@@ -228,7 +228,7 @@ class Demo:
         end = time.monotonic() + SETTLE_S
         while not self._wire().get("finished"):
             if time.monotonic() > end:
-                self._progress.say(
+                self._progress.print_once(
                     "the observer did not see the end of everything that began to cross: see observer/wire.json"
                 )
                 return

@@ -1,7 +1,4 @@
-"""Follows the diaries (JSON lines) that agents and the coordinator write, and turns them into what a person asks about.
-
-Knows the names of the events; not how any of them comes about.
-"""
+"""Follows the event logs (JSON lines) of agents and coordinator, and turns them into states, times and figures."""
 
 from __future__ import annotations
 
@@ -62,8 +59,8 @@ class RoundTimes:
 
 
 @dataclass
-class AgentStory:
-    """What one agent's event log tells.
+class AgentHistory:
+    """The history of one agent, from its event log.
 
     Attributes:
         rounds: times by round number; a later attempt of a round overwrites an earlier one.
@@ -87,7 +84,7 @@ class AgentStory:
         return self.rounds.setdefault(whole(event, "round"), RoundTimes())
 
     def take(self, events: Iterable[Event]) -> None:
-        """Go on with the story."""
+        """Add events, oldest first."""
         for event in events:
             self._take(event)
 
@@ -132,14 +129,14 @@ _STATES = {
 
 
 @dataclass
-class CoordinatorStory:
-    """What the coordinator's event log tells.
+class CoordinatorHistory:
+    """The history of the coordinator, from its event log.
 
     Attributes:
         base: the aggregate that each round started from, by round.
         produced: the aggregate that each round ended with, by round.
         available: unix seconds since when each aggregate could be fetched, by its sha256.
-        paused: why the federation stands still, when it does.
+        paused: why the federation is paused, when it is.
     """
 
     round: int = 0
@@ -152,7 +149,7 @@ class CoordinatorStory:
     paused: str | None = None
 
     def take(self, events: Iterable[Event]) -> None:
-        """Go on with the story."""
+        """Add events, oldest first."""
         for event in events:
             self._take(event)
 

@@ -43,7 +43,7 @@ class Child:
     """A started process and where its output goes: a log file, from `offset` bytes on.
 
     Attributes:
-        outlives_others: it is stopped after all others, because they say goodbye through it.
+        outlives_others: it is stopped after all others, because they publish their last messages through it.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Child:
         return self.log.read_bytes()[self.offset :].decode(errors="replace").splitlines()
 
     def ended_too_early(self) -> ProcessError:
-        """The error that tells how it ended."""
+        """The error with its exit code and last lines."""
         last = "\n".join(self.lines()[-TAIL_LINES:])
         return ProcessError(f"{self.name} ended with exit code {self.process.returncode}; see {self.log}:\n{last}")
 
@@ -119,7 +119,7 @@ class Children:
             if not child.is_running:
                 raise child.ended_too_early()
             if time.monotonic() > end:
-                raise ProcessError(f"{child.name} did not say {wanted!r} within {deadline_s:.0f} s; see {child.log}")
+                raise ProcessError(f"{child.name} did not print {wanted!r} within {deadline_s:.0f} s; see {child.log}")
             await asyncio.sleep(POLL_S)
 
     async def stop(self, *children: Child) -> None:
@@ -146,7 +146,7 @@ def _kill_group(child: Child) -> None:
     """Kill what is left of a child's process group.
 
     While a member of the group lives, the kernel gives its number to no new process; so when the child is gone and its
-    number is in use again, the group was empty and the number is somebody else's.
+    number is in use again, the group was empty and the number belongs to another process.
     """
     pid = child.process.pid
     with contextlib.suppress(ProcessLookupError, PermissionError):

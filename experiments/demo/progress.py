@@ -1,4 +1,4 @@
-"""Live progress of a demo on a terminal, or plain lines where there is none. Shows stories; changes nothing."""
+"""Live progress of a demo on a terminal, or plain lines where there is none. Shows histories; changes nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from experiments.demo.event_follower import AgentStory, CoordinatorStory, number
+from experiments.demo.event_follower import AgentHistory, CoordinatorHistory, number
 from experiments.demo.summary import mean, percent
 
 BAR = 12
@@ -30,7 +30,7 @@ def _bar(step: int, steps: int) -> str:
     return "█" * done + "░" * (BAR - done)
 
 
-def _accuracies(agent: AgentStory, prefix: str) -> str:
+def _accuracies(agent: AgentHistory, prefix: str) -> str:
     if not agent.curve:
         return ""
     event = agent.curve[max(agent.curve)]
@@ -39,7 +39,7 @@ def _accuracies(agent: AgentStory, prefix: str) -> str:
 
 
 class Progress:
-    """Shows the stories.
+    """Shows the histories.
 
     Args:
         console: where to; it is live when the console is a terminal.
@@ -50,31 +50,31 @@ class Progress:
         self._console = console
         self._rounds = rounds
         self._live = Live(console=console, refresh_per_second=8, transient=True) if console.is_terminal else None
-        self._told: set[str] = set()
+        self._printed: set[str] = set()
 
     def shown(self) -> AbstractContextManager[object]:
         """Show the live table while the block lasts."""
         return self._live or nullcontext()
 
-    def say(self, line: str) -> None:
+    def print_once(self, line: str) -> None:
         """Print a line that stays, once."""
-        if line not in self._told:
-            self._told.add(line)
+        if line not in self._printed:
+            self._printed.add(line)
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    def show(self, agents: Sequence[AgentStory], coordinator: CoordinatorStory) -> None:
-        """Show where everybody is."""
+    def show(self, agents: Sequence[AgentHistory], coordinator: CoordinatorHistory) -> None:
+        """Show the state of the coordinator and of every agent."""
         if self._live is not None:
             self._live.update(self.render(agents, coordinator))
         if coordinator.base:
-            self.say("the first round is open")
+            self.print_once("the first round is open")
         for round_number in sorted(coordinator.produced):
-            self.say(self._round_line(agents, round_number))
+            self.print_once(self._round_line(agents, round_number))
         for agent in agents:
             for problem in agent.problems:
-                self.say(f"{agent.id}: {problem}")
+                self.print_once(f"{agent.id}: {problem}")
 
-    def _round_line(self, agents: Sequence[AgentStory], round_number: int) -> str:
+    def _round_line(self, agents: Sequence[AgentHistory], round_number: int) -> str:
         def average(name: str) -> str:
             events = [agent.curve[round_number] for agent in agents if round_number in agent.curve]
             return percent(mean([number(event, name) for event in events]))
@@ -85,7 +85,7 @@ class Progress:
             f"common {average('accuracy_common_local')} / {average('accuracy_common_personal')}"
         )
 
-    def render(self, agents: Sequence[AgentStory], coordinator: CoordinatorStory) -> Table:
+    def render(self, agents: Sequence[AgentHistory], coordinator: CoordinatorHistory) -> Table:
         """The live table."""
         table = Table(title=f"round {max(1, coordinator.round)} of {self._rounds}", title_justify="left")
         for column in ("who", "state", "progress", "own test, %\nlocal / personal", "common, %\nlocal / personal"):

@@ -1,4 +1,4 @@
-"""The folder of a demo: where everything lies, its choices and ports, which steps are done, its members' secrets.
+"""The folder of a demo: where everything lies, its choices and ports, which steps are done, the secrets of its processes.
 
 DIR/demo.json      the choices, and which preparing steps are done       DIR/data/       each client's own folder
 DIR/coordinator/   the coordinator's home                                DIR/devices/    bundle and store per client
@@ -75,7 +75,7 @@ class Run:
 
 
 def free_ports(count: int) -> list[int]:
-    """TCP ports on loopback that nobody listens on now."""
+    """TCP ports on loopback that are free now."""
     sockets = [socket.socket() for _ in range(count)]
     try:
         for listener in sockets:

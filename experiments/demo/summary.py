@@ -1,6 +1,6 @@
-"""What a demo showed: `summary.json`, and the table for a person. Numbers come from the diaries and from the observer.
+"""What a demo showed: `summary.json`, and the table for a person. Numbers come from the event logs and from the observer.
 
-What crossed the broker is only ever taken from the observer's record, never from what a device or the coordinator says.
+What crossed the broker is only ever taken from the observer's record, never from the event log of a device or the coordinator.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from rich import box
 from rich.table import Table
 
 from experiments.data.partition_folders import Prepared
-from experiments.demo.event_follower import AgentStory, CoordinatorStory, Event, RoundTimes, number
+from experiments.demo.event_follower import AgentHistory, CoordinatorHistory, Event, RoundTimes, number
 
 TABLE_WIDTH = 100
 OWN = ("accuracy_local", "accuracy_personal", "accuracy_onnx")
@@ -55,7 +55,7 @@ class Seconds:
     export: float
 
 
-def seconds(agents: Sequence[AgentStory], coordinator: CoordinatorStory, started: float, ended: float) -> Seconds:
+def seconds(agents: Sequence[AgentHistory], coordinator: CoordinatorHistory, started: float, ended: float) -> Seconds:
     """Split the time between `started` and `ended` (unix seconds) along the critical path of every round.
 
     Of a resumed run only the rounds that ended after `started` count.
@@ -89,13 +89,13 @@ def seconds(agents: Sequence[AgentStory], coordinator: CoordinatorStory, started
     )
 
 
-def _first_start(agent: AgentStory, since: float) -> float:
+def _first_start(agent: AgentHistory, since: float) -> float:
     """When an agent began to train for the first time after `since`; `since` when it never did."""
     begun = [times.started for times in agent.rounds.values() if times.started is not None and times.started >= since]
     return min(begun, default=since)
 
 
-def _last_received(agents: Sequence[AgentStory], round_number: int) -> tuple[AgentStory, RoundTimes] | None:
+def _last_received(agents: Sequence[AgentHistory], round_number: int) -> tuple[AgentHistory, RoundTimes] | None:
     """The agent whose receipt came last in a round: the one the round waited for."""
     known = [(agent, agent.rounds[round_number]) for agent in agents if round_number in agent.rounds]
     received = [(agent, times) for agent, times in known if times.receipt is not None]
@@ -115,7 +115,7 @@ def crossed(wire: WireRecord, client: str) -> tuple[list[str], list[str]]:
     return parts, sorted({name for seen in updates for name in seen["report"]})
 
 
-def _client_record(agent: AgentStory, prepared: Prepared, wire: WireRecord, rounds: int) -> dict[str, Any]:
+def _client_record(agent: AgentHistory, prepared: Prepared, wire: WireRecord, rounds: int) -> dict[str, Any]:
     folder = next(client for client in prepared.clients if client.id == agent.id)
     final: Event = agent.finalised or {}
     parts, fields = crossed(wire, agent.id)
@@ -131,7 +131,7 @@ def _client_record(agent: AgentStory, prepared: Prepared, wire: WireRecord, roun
     return record
 
 
-def curves(agents: Sequence[AgentStory]) -> dict[str, list[dict[str, Any]]]:
+def curves(agents: Sequence[AgentHistory]) -> dict[str, list[dict[str, Any]]]:
     """Accuracies by client and round."""
     names = (*ACCURACIES, *EXTRAS)
     return {
@@ -149,7 +149,7 @@ def summarise(
     broker: str,
     times: Seconds,
     prepared: Prepared,
-    agents: Sequence[AgentStory],
+    agents: Sequence[AgentHistory],
     wire: WireRecord,
     versions: Mapping[str, str],
 ) -> dict[str, Any]:

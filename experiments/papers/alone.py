@@ -1,4 +1,4 @@
-"""Who would be better off alone: a run of `local` says it for every other run of its table, budget, seed and learning rate."""
+"""Local-only accuracies: a run of `local` gives them to every other run of its table, budget, seed and learning rate."""
 
 from __future__ import annotations
 

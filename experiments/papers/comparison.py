@@ -1,4 +1,4 @@
-"""Our runs beside the published tables: one comparison per preset and budget, with what they say of the papers' orders."""
+"""Our runs beside the published tables: one comparison per preset and budget, with a judgement of the papers' orders."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LOCAL = "local"
 
 @dataclass(frozen=True)
 class Order:
-    """A claim and what our runs say of it, in one measure."""
+    """A claim and its judgement by our runs, in one measure."""
 
     claim: Claim
     measure: str

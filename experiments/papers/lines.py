@@ -1,4 +1,4 @@
-"""Our runs of one row of a table: which runs they are, the best of a search, means over seeds, who loses against alone.
+"""Our runs of one row of a table: which runs they are, the best of a search, means over seeds, clients below local-only.
 
 FedCG reports a client's accuracy at its best validation round: `personal` is the record's accuracy_personal. FedMD-CG's L.acc and
 G.acc are read as those of the last round: `local` is accuracy_last, `global` is global_accuracy_last. All are means over clients in

@@ -1,4 +1,4 @@
-"""Which runs of the published tables nobody has done at published settings."""
+"""Which runs of the published tables are missing at published settings."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def missing_runs(runs: Iterable[RunRecord], chosen: Sequence[Preset] | None = No
     for run in runs:
         if run.base is not None and not run.reduced:
             done.add((run.base, run.method, run.variant, run.seed))
-            # FedCG's table asks of `local` what every run's shadow tells; FedMD-CG's asks for a global accuracy too.
+            # FedCG's table needs of `local` what every run's shadow gives; FedMD-CG's needs a global accuracy too.
             if run.base.startswith("fedcg:") and run.figure("accuracy_local") is not None:
                 done.add((run.base, _LOCAL, "", run.seed))
     published = (preset for preset in presets().values() if preset.stand_in is None)

@@ -22,7 +22,7 @@ CRITERION = (
 
 
 class Judgement(str, Enum):
-    """What our runs say about an order."""
+    """How our runs judge an order."""
 
     CONFIRMED = "confirmed"
     REFUTED = "refuted"

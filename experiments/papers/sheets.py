@@ -57,7 +57,7 @@ def comparison_sheet(found: Comparison) -> Sheet:
 
 
 def orders_sheet(comparisons: Sequence[Comparison]) -> Sheet:
-    """Every order the papers state that our runs can speak of."""
+    """Every order stated by the papers that our runs can be compared with."""
     rows = [_order(found, order) for found in comparisons for order in found.orders]
     columns = ("table", "claim", "order", "measure", "paper", "ours", "seeds", "judgement")
     return Sheet("Orders stated by the papers", columns, tuple(rows))
@@ -75,7 +75,7 @@ def gains_sheet(found: Comparison) -> Sheet:
 
 
 def missing_sheet(missing: Sequence[Missing]) -> Sheet:
-    """Runs that nobody has done at published settings."""
+    """Runs that are missing at published settings."""
     rows = [(item.paper, item.method, item.variant or _NONE, ", ".join(map(str, item.seeds))) for item in missing]
     count = sum(len(item.seeds) for item in missing)
     return Sheet(
@@ -135,7 +135,7 @@ def _markdown_row(cells: Sequence[str]) -> str:
 
 
 def _common(lines: Sequence[Line]) -> Differences:
-    """Differences that all rows have; they are told once, above the rows."""
+    """Differences that all rows have; they are shown once, above the rows."""
     ours = [line.reduced for line in lines if not line.from_shadow]
     first = ours[0] if len(ours) > 1 else {}
     return {name: pair for name, pair in first.items() if all(other.get(name) == pair for other in ours)}

@@ -11,7 +11,7 @@ from experiments.papers.lines import Figure, figure_of
 from experiments.papers.records import RunRecord
 from experiments.simulation.batch import RunSetting
 
-# What a choice of generator and codecs changes, and what tells no run from another.
+# What a choice of generator and codecs changes, and what does not distinguish runs.
 _FREE = frozenset(
     {"generator", "discriminator", "noise_dim", "codec", "aggregate_codec", "seed", "paper", "threads", "device"}
 )

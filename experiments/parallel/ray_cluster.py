@@ -39,7 +39,7 @@ QUIET = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
 
-Tell = Callable[[str], None]
+Announce = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -84,12 +84,12 @@ class RayCluster:
     """An open cluster.
 
     Args:
-        tell: for what the operator should know.
+        announce: prints a line for the operator.
     """
 
-    def __init__(self, tell: Tell) -> None:
-        self._tell = tell
-        self._told: set[str] = set()
+    def __init__(self, announce: Announce) -> None:
+        self._announce = announce
+        self._announced: set[str] = set()
 
     def slots(self, threads: int) -> int:
         """How many tasks of so many CPUs the cluster can run at once now."""
@@ -100,18 +100,18 @@ class RayCluster:
         return int(cluster_resources().get("GPU", 0))
 
     def met(self, processor: str) -> None:
-        """Take note of the CPU model of a node that answered; tell once of each that is not this machine's."""
+        """Take note of the CPU model of a node that answered; announce each that is not this machine's, once."""
         if processor != own_processor():
-            self.tell_once(
+            self.announce_once(
                 f"a node of the cluster has another CPU ({processor}) than this machine ({own_processor()}): "
                 "results are not promised to be bit for bit those of one machine"
             )
 
-    def tell_once(self, line: str) -> None:
-        """Tell the operator, once."""
-        if line not in self._told:
-            self._told.add(line)
-            self._tell(line)
+    def announce_once(self, line: str) -> None:
+        """Print a line for the operator, once."""
+        if line not in self._announced:
+            self._announced.add(line)
+            self._announce(line)
 
 
 def cluster_resources() -> dict[str, float]:
@@ -137,17 +137,14 @@ def check_ray() -> None:
 
 
 @contextmanager
-def open_cluster(
-    address: str, tell: Tell, *, cpus: int | None = None, object_bytes: int = _OBJECTS_BYTES
-) -> Iterator[RayCluster]:
+def open_cluster(address: str, announce: Announce, *, cpus: int | None = None) -> Iterator[RayCluster]:
     """A cluster for the length of the block.
 
     Args:
         address: `local`: started for this process and ended with the block; `auto` or HOST:PORT: a running one that this
             machine is a node of.
-        tell: for what the operator should know.
+        announce: prints a line for the operator.
         cpus: of a local cluster; all of this process when None.
-        object_bytes: size of a local cluster's object store.
 
     Raises:
         OptionError: no such cluster, or a node of it has another build.
@@ -156,12 +153,12 @@ def open_cluster(
         with _local_settings() as folder:
             options: dict[str, Any] = {
                 "num_cpus": cpus or len(os.sched_getaffinity(0)),
-                "object_store_memory": object_bytes,
+                "object_store_memory": _OBJECTS_BYTES,
                 "include_dashboard": False,
                 "_temp_dir": str(folder),
             }
             with _connected(options):
-                yield RayCluster(tell)
+                yield RayCluster(announce)
         return
     if "://" in address:
         raise OptionError(
@@ -170,7 +167,7 @@ def open_cluster(
     if address != AUTO:
         _check_reachable(address)
     with _connected({"address": address}):
-        cluster = RayCluster(tell)
+        cluster = RayCluster(announce)
         check_nodes(cluster)
         yield cluster
 

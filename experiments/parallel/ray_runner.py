@@ -93,7 +93,7 @@ class RayRunner:
 
     Args:
         threads: torch threads of each task, and the CPUs that it takes up.
-        met: told the CPU model that each task ran on.
+        met: called with the CPU model that each task ran on.
     """
 
     def __init__(self, threads: int = 1, met: Callable[[str], object] = lambda _processor: None) -> None:
@@ -191,7 +191,7 @@ def original(error: Any) -> Exception:
 
 
 def _roots_for(roots: Roots, client: str) -> Roots:
-    """What a client's tasks draw from; a task needs nobody else's secrets."""
+    """What a client's tasks draw from; a task needs no other client's secrets."""
     return Roots(roots.cohort, b"", {client: roots.devices[client]})
 
 

@@ -139,4 +139,4 @@ class RaySimulator:
 
     def _look_for_nodes(self) -> None:
         if self._cluster.slots(self._threads) == 0:
-            self._cluster.tell_once("no node of the Ray cluster can take a task; waiting for one")
+            self._cluster.announce_once("no node of the Ray cluster can take a task; waiting for one")

@@ -23,7 +23,7 @@ from fedcg.learning.spec import DEFAULT_MIN_COHORT, CropPixels, ImageForm, Netwo
 FEDERATION = "demo"
 OPTIONS_FILE = "demo.json"
 
-# What the methods' own defaults, made for hours of training, become when somebody waits for the result.
+# What the methods' own defaults, made for hours of training, become when a person waits for the result.
 # Everything else keeps its default; `--set` overrides both.
 QUICK_PARAMS: Mapping[str, Mapping[str, ParameterValue]] = {
     "fedcg": {"lr": 1e-3, "gan_lr": 1e-3, "server_lr": 1e-3, "server_iterations": 200, "ramp_rounds": 10},
@@ -32,7 +32,7 @@ QUICK_PARAMS: Mapping[str, Mapping[str, ParameterValue]] = {
     "fedgen": {"lr": 1e-3, "server_lr": 1e-3, "server_iterations": 200},
 }
 
-# How many public images a demo holds out when nobody says: for methods whose server can't do without.
+# How many public images a demo holds out by default: for methods whose server needs them.
 DEMO_PUBLIC_IMAGES: Mapping[str, int] = {"feddf": 128}
 
 QUICK_LR: Mapping[str, ParameterValue] = {"lr": 1e-3}

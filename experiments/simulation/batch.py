@@ -191,12 +191,12 @@ def planned_run(published: Mapping[str, Any], given: Mapping[str, Any]) -> Plann
     params = {name: value for name, value in published.get("params", {}).items() if name not in masked}
     base = RunSetting.model_validate(published)
     run = RunSetting.model_validate({**published, **given, "params": {**params, **given.get("params", {})}})
-    before, after = _told(base), _told(run)
+    before, after = _compared(base), _compared(run)
     reduced = {name: (before.get(name), after[name]) for name in after if before.get(name) != after[name]}
     return PlannedRun(setting=run, reduced=reduced)
 
 
-def _told(setting: RunSetting) -> dict[str, Any]:
+def _compared(setting: RunSetting) -> dict[str, Any]:
     """What two settings are compared by: neither what changes no published figure nor the same thing under two names."""
     values = {name: value for name, value in setting.published().items() if name not in _NO_REDUCTION}
     return values | {f"params.{name}": value for name, value in setting.all_params().items()}

@@ -1,4 +1,4 @@
-"""Runs a batch on a terminal: progress over all runs, what is written beside the records, what is told at the end. Uses torch."""
+"""Runs a batch on a terminal: progress over all runs, what is written beside the records, what is printed at the end. Uses torch."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class BatchRunner:
         self._has_events, self._has_picture = events, picture
         self._lanes = lanes
         self._events: dict[str, EventFiles] = {}
-        self._told: dict[str, int] = {}  # rounds of a run that the bar knows of
+        self._counted_rounds: dict[str, int] = {}  # rounds of a run that the bar knows of
         self._writing = Lock()
         self._runs = Runs(folder, lanes.simulator, self._after_round)
         self._bar = Progress(
@@ -86,10 +86,10 @@ class BatchRunner:
         done = [planned for planned in batch.runs if self._runs.is_done(planned)]
         todo = [planned for planned in batch.runs if planned not in done]
         for planned in done:
-            self._say(f"{planned.setting.name}: done before")
-        self._told = {planned.setting.name: self._runs.done_rounds(planned) for planned in todo}
+            self._print(f"{planned.setting.name}: done before")
+        self._counted_rounds = {planned.setting.name: self._runs.done_rounds(planned) for planned in todo}
         total = sum(planned.setting.rounds for planned in todo)
-        self._bar.update(self._task, total=total, completed=sum(self._told.values()))
+        self._bar.update(self._task, total=total, completed=sum(self._counted_rounds.values()))
         with self._bar:
             outcomes = list(map(self._one, todo)) if self._lanes.count == 1 else self._side_by_side(todo)
         records = [outcome for outcome in outcomes if not isinstance(outcome, FailedRun)]
@@ -116,19 +116,19 @@ class BatchRunner:
             if self._has_events:
                 self._events[setting.name] = EventFiles(self._folder, setting.name, self._runs.done_rounds(planned))
             record = self._runs.run(planned)
-        except Exception as error:  # noqa: BLE001 - one run's end, whatever it was, is not the batch's; it is recorded and told
+        except Exception as error:  # noqa: BLE001 - one run's failure does not end the batch; it is recorded and printed
             if self._lanes.stopping.is_set():
-                return FailedRun(setting.name, "stopped")  # not told: the batch was
+                return FailedRun(setting.name, "stopped")  # not printed: the whole batch was stopped
             trace = self._folder / STATE_FOLDER / f"{setting.name}.traceback.txt"
             trace.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             trace.write_text(traceback.format_exc())
-            self._say(f"{setting.name}: failed: {error} (where: {trace})")
+            self._print(f"{setting.name}: failed: {error} (where: {trace})")
             return FailedRun(setting.name, f"{type(error).__name__}: {error}")
         finally:
             if setting.name in self._events:
                 self._events.pop(setting.name).end()
-            self._bar.update(self._task, advance=setting.rounds - self._told[setting.name])
-        self._say(f"{setting.name}: {_figures(record)}")
+            self._bar.update(self._task, advance=setting.rounds - self._counted_rounds[setting.name])
+        self._print(f"{setting.name}: {_figures(record)}")
         with self._writing:
             write_tables(self._folder)
             if self._has_picture:
@@ -139,20 +139,20 @@ class BatchRunner:
         name = planned.setting.name
         if name in self._events:
             self._events[name].add(now)
-        self._told[name] += 1
+        self._counted_rounds[name] += 1
         self._bar.update(self._task, advance=1, description=f"{name}, round {now.rounds}")
         if not self._console.is_terminal:
-            self._say(f"{name}: round {now.rounds}/{planned.setting.rounds}{_so_far(now)}")
+            self._print(f"{name}: round {now.rounds}/{planned.setting.rounds}{_so_far(now)}")
 
-    def _say(self, line: str) -> None:
+    def _print(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _figures(record: Mapping[str, Any]) -> str:
     mean, seconds = record["mean"], record["seconds"]["total"]
-    known = [f"{label} {percent(mean[name])}" for label, name in _told(mean)]
-    told = [f"accuracy in %: {', '.join(known)}", f"{record['rounds']} rounds in {seconds:.0f} s", *_troubles(record)]
-    return "; ".join(told)
+    known = [f"{label} {percent(mean[name])}" for label, name in _measured(mean)]
+    parts = [f"accuracy in %: {', '.join(known)}", f"{record['rounds']} rounds in {seconds:.0f} s", *_troubles(record)]
+    return "; ".join(parts)
 
 
 def _so_far(now: Simulation) -> str:
@@ -163,12 +163,12 @@ def _so_far(now: Simulation) -> str:
         "local only": [record.local_accuracy for record in records],
     }
     known = {label: [value for value in values if value is not None] for label, values in figures.items()}
-    told = [f"{label} {percent(sum(values) / len(values))}" for label, values in known.items() if values]
-    return f": accuracy in %: {', '.join(told)}" if told else ""
+    means = [f"{label} {percent(sum(values) / len(values))}" for label, values in known.items() if values]
+    return f": accuracy in %: {', '.join(means)}" if means else ""
 
 
 def _troubles(record: Mapping[str, Any]) -> Iterator[str]:
-    """What a person should know before believing the figures: the record has all of it, with reasons."""
+    """What limits the meaning of the figures: the record has all of it, with reasons."""
     clients = record["clients"]
     for field, what in (("failures", "local rounds"), ("shadow_failures", "shadows' rounds")):
         failures = [failure for client in clients for failure in client[field]]
@@ -180,7 +180,7 @@ def _troubles(record: Mapping[str, Any]) -> Iterator[str]:
         yield f"images skipped: {len(record['skipped'])}"
 
 
-def _told(mean: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _measured(mean: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(label.replace("\n", " "), name) for label, name in _COLUMNS.items() if mean[name] is not None]
 
 

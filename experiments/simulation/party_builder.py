@@ -13,7 +13,7 @@ from fedcg.learning.spec import FederationSpec
 
 
 def party_of(run: RunSetting, spec: FederationSpec, cohort: Cohort) -> Party:
-    """Everybody who takes part in a run.
+    """All participants of a run.
 
     Raises:
         SourceError: the method's server needs public images, and none were held out.

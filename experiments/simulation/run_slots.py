@@ -62,7 +62,7 @@ def open_lanes(workers: int, threads: int, *, batched: bool | None = None) -> It
 
 @contextmanager
 def open_ray_lanes(
-    address: str, settings: list[RunSetting], cpus: int | None, tell: Callable[[str], None]
+    address: str, settings: list[RunSetting], cpus: int | None, announce: Callable[[str], None]
 ) -> Iterator[Lanes]:
     """Several runs at a time on a Ray cluster, which is left at the end of the block, and ended if it is this command's own.
 
@@ -70,7 +70,7 @@ def open_ray_lanes(
         address: as `experiments.parallel.ray_cluster.open_cluster` takes it.
         settings: of the runs to be done.
         cpus: of a cluster of this machine alone; all when None.
-        tell: for what the operator should know.
+        announce: prints a line for the operator.
 
     Raises:
         ModuleNotFoundError: Ray is not installed.
@@ -78,7 +78,7 @@ def open_ray_lanes(
     """
     from experiments.parallel.ray_cluster import open_cluster
 
-    with open_cluster(address, tell, cpus=cpus) as cluster:
+    with open_cluster(address, announce, cpus=cpus) as cluster:
         from experiments.parallel.ray_simulator import RaySimulator, lanes_for
 
         threads = max(setting.threads for setting in settings)

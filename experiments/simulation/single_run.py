@@ -1,4 +1,4 @@
-"""Runs the runs of a batch and keeps what they came to: one JSON per run. Uses torch.
+"""Runs the runs of a batch and keeps their outcomes: one JSON per run. Uses torch.
 
 A finished run is not run again, an interrupted one goes on after its last finished round, a failed one does not end the batch.
 Knows nothing of options and terminals.
@@ -25,7 +25,7 @@ from experiments.simulation.checkpoints import Checkpoints
 from experiments.simulation.party_builder import party_of
 from experiments.simulation.simulation_record import record_of, write_json
 from fedcg.learning.networks.initial_weights import complete_spec
-from fedcg.learning.simulation.simulation import NOBODY_TRAINED
+from fedcg.learning.simulation.simulation import NONE_TRAINED
 from fedcg.learning.simulation.state import Schedule, Simulation
 from fedcg.learning.spec import FederationSpec, ImageForm, plan_from_mapping
 
@@ -38,7 +38,7 @@ Simulator = Callable[..., Simulation]
 
 @dataclass(frozen=True)
 class FailedRun:
-    """A run that came to nothing, and why."""
+    """A failed run and the reason."""
 
     name: str
     reason: str
@@ -50,7 +50,7 @@ class Runs:
     Args:
         folder: records go here; checkpoints into a folder below.
         simulator: who runs a federation; `simulate` does so in this process.
-        on_round: told after every round.
+        on_round: called after every round.
     """
 
     def __init__(self, folder: Path, simulator: Simulator, on_round: OnRound) -> None:
@@ -146,14 +146,14 @@ class Runs:
 
 
 def _names(cohort: Cohort) -> list[tuple[str, str]]:
-    """(file, reason) of what was skipped; of a path only the class folder and the file are told."""
+    """(file, reason) of what was skipped; of a path only the class folder and the file are kept."""
     names = (("/".join(Path(skipped.file).parts[-2:]), skipped) for skipped in cohort.skipped)
     return [(name, skipped.reason.replace(skipped.file, name)) for name, skipped in names]
 
 
 def _worthless(result: Simulation) -> str | None:
-    """Why a run says nothing about its method; None when it does."""
-    idle = sum(failure.reason == NOBODY_TRAINED for failure in result.server_failures)
+    """Why a run is worthless: no client trained in any round; None for others."""
+    idle = sum(failure.reason == NONE_TRAINED for failure in result.server_failures)
     if idle < result.rounds:
         return None
     reasons = sorted({failure.reason for failures in result.failures.values() for failure in failures})
@@ -169,7 +169,7 @@ def _setting_in(path: Path) -> Any:
 
 
 def write_failures(folder: Path, failed: Sequence[FailedRun]) -> None:
-    """Say in the folder which runs failed; no file when none did."""
+    """Write which runs failed into the folder; no file when none did."""
     path = folder / FAILURES_FILE
     if not failed:
         path.unlink(missing_ok=True)

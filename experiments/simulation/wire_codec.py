@@ -23,12 +23,8 @@ class WireCoding:
 
     spec: FederationSpec
 
-    def aggregate(self, parts: Mapping[Part, Weights]) -> Mapping[Part, Weights]:
-        """An aggregate as both sides have it; arguments and errors as those of `fedcg.learning.simulation.simulation.Coding`."""
-        return self.sized_aggregate(parts)[0]
-
-    def sized_aggregate(self, parts: Mapping[Part, Weights]) -> tuple[Mapping[Part, Weights], int]:
-        """`aggregate`, and the size of its artifact."""
+    def aggregate(self, parts: Mapping[Part, Weights]) -> tuple[Mapping[Part, Weights], int]:
+        """An aggregate as both sides have it, and the size of its artifact."""
         return self._through("aggregate", COORDINATOR, parts, self.spec.aggregate_codec, None)
 
     def update(

@@ -52,7 +52,7 @@ def package_personal(
 
     Args:
         spec: the federation's spec.
-        parts: weights of extractor and classifier; other parts are not looked at.
+        parts: weights of extractor and classifier; other parts are ignored.
         slots_root: root of this box's versions.
         round_number: the round the weights come from.
         test_files: held-out image files; without any, random pixels are compared.
@@ -64,7 +64,7 @@ def package_personal(
         key: file of the device's message key, which signs the manifest; None for an unsigned model.
 
     Returns:
-        Directory of the new version; its manifest says how it compared with the trained model.
+        Directory of the new version; its manifest holds the comparison with the trained model.
 
     Raises:
         NetworkError: weights that do not fit the spec's networks.

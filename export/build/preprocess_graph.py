@@ -41,7 +41,7 @@ _CONSTANTS = """
     white = Constant <value = int32 {255}> ()
 """
 
-# [in, M] uint8 to [out, M] uint8. The names are those of Pillow's Resample.c where it has one; {p} tells the two passes apart.
+# [in, M] uint8 to [out, M] uint8. The names are those of Pillow's Resample.c where it has one; {p} distinguishes the two passes.
 _RESAMPLE = """
     {p}_in = Shape <start = 0, end = 1> ({data})
     {p}_in_d = Cast <to = 11> ({p}_in)
@@ -104,8 +104,8 @@ _RESAMPLE = """
     {p}_done = Cast <to = 2> ({p}_clipped)
 """
 
-# The size is asked of one image: the batch has no fixed number, and a shape with an unknown in it is not folded when onnxruntime is told
-# height and width. Where it is given the network's, nothing of the resize is left.
+# The size is that of one image: a shape that contains the unknown size of the batch would not be folded. When onnxruntime is given the
+# network's own height and width, it removes the resize altogether.
 _GRAPH = """
 preprocess (uint8[batch, height, width, {channels}] {images}) => (float[batch, {channels}, {height}, {width}] {input})
 {{

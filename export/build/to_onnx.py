@@ -90,7 +90,7 @@ def export_personal(
 
     Args:
         spec: the federation's spec.
-        parts: weights of extractor and classifier; other parts are not looked at.
+        parts: weights of extractor and classifier; other parts are ignored.
         out_path: file to write.
         round_number: the round the weights come from.
         takes: pixels of any size, or normalised ones at the network's size: then there is no preprocessing in the file.

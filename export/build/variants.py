@@ -188,7 +188,7 @@ def _objection(name: VariantName, speed_up: float, lost: float, budget: float, s
 
 
 def _latencies(predictors: Sequence[Predictor], images: Sequence[Pixels]) -> list[float]:
-    """Median milliseconds of one prediction at batch 1, in turns, so that what else the machine does meets all alike."""
+    """Median milliseconds of one prediction at batch 1, in turns, so that other load on the machine affects all alike."""
     taken: list[list[float]] = [[] for _ in predictors]
     began, (least, most) = time.perf_counter(), TIMING_ROUNDS
     for turn in range(_WARM_UP + most):
@@ -208,7 +208,7 @@ def _file(candidate: _Candidate, opset: int) -> ModelFile:
 
 @contextmanager
 def _conversion() -> Iterator[None]:
-    """Whatever a converter dies of becomes a reason; its chatter about the graph is left out."""
+    """Turn every exception of a converter into a ConversionError; its warnings and log lines are left out."""
     root, level = logging.getLogger(), logging.getLogger().level
     try:
         root.setLevel(logging.ERROR)  # the quantiser logs to the root logger
@@ -237,7 +237,7 @@ def _to_ort(content: bytes, _calibration: Sequence[Floats]) -> bytes:
 
 
 def _to_trt_fp16(content: bytes, _calibration: Sequence[Floats]) -> bytes:
-    """The same file; what differs is what TensorRT may do with it."""
+    """The same file; only TensorRT's options differ."""
     if TENSORRT not in available_providers():
         raise ConversionError(f"not tried: no TensorRT here, only {in_words(available_providers())}")
     return content

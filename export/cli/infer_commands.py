@@ -147,7 +147,7 @@ def serve_command(
 
     Follows the version in use without losing a request. SIGTERM and SIGINT let what was accepted be answered; the exit code is 0.
     """
-    gc.disable()  # what is imported now stays: looking for garbage in it takes an eighth of the time until the server is ready
+    gc.disable()  # imported modules stay: collecting garbage during the imports takes an eighth of the start-up
     try:
         from export.serving.server import Settings, serve
     finally:

@@ -1,4 +1,4 @@
-"""Classifies many image files: what `fedcg infer` does between its arguments and its exit code. Torch-free."""
+"""Finds and classifies image files, and formats the results, for `fedcg infer`. Torch-free."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Classified:
 def expand(arguments: Sequence[str]) -> list[Path]:
     """Files that arguments mean: a file itself, the images anywhere under a folder, the matches of a pattern.
 
-    What matches nothing is kept as it is, so that it is reported as missing.
+    An argument without a match is kept, so that it is reported as missing.
     """
     return [path for argument in arguments for path in _expand_one(argument)]
 

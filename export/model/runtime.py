@@ -53,10 +53,10 @@ class Predictor:
         content: bytes of the ONNX file.
         form: mode, size and statistics of an image.
         class_count: C, the number of classes.
-        takes: pixels, or what is left of them after preprocessing; that is done here then.
+        takes: pixels, or normalised values; then the pixels are normalised here.
         name: what to call the file in errors.
         threads: threads of one prediction; 0 lets onnxruntime choose.
-        engines: where TensorRT, if there is one, keeps what it makes of it; None: nothing is kept.
+        engines: folder of TensorRT's engines, where there is TensorRT; None: they are not kept.
         is_half: whether TensorRT may use float16.
 
     Raises:
@@ -134,7 +134,7 @@ class Predictor:
         self._check_form(name)
 
     def _check_form(self, name: str) -> None:
-        """The file says what it was trained with; the shapes alone would not, as a model takes pixels of any size."""
+        """Check the image form in the file's metadata; shapes are not enough, because a model takes pixels of any size."""
         form = self._form
         sizes: dict[str, object] = {"mode": form.mode, "height": form.height, "width": form.width}
         wanted = sizes | {"mean": list(form.mean), "std": list(form.std)}
@@ -158,7 +158,7 @@ def predictor_of(
         content: bytes of its file.
         name: what to call it in errors; the form's name by default.
         threads: threads of one prediction; 0 lets onnxruntime choose.
-        engines: where TensorRT keeps what it makes of it; None: nothing is kept.
+        engines: folder of TensorRT's engines; None: they are not kept.
 
     Raises:
         ManifestError: onnxruntime refuses it, or it takes or gives something else than the manifest says.

@@ -31,7 +31,7 @@ POLL_S = 0.5
 """Seconds between two looks for a new version; a look reads the pointer and the dates of a few files."""
 DECODERS = 2
 DEFAULT_TOP = 3
-GONE = 499  # the caller went away: nobody reads the answer
+GONE = 499  # the caller disconnected before the answer
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
@@ -40,11 +40,11 @@ class Service:
     """What the routes share.
 
     Args:
-        models: the model in service; looked after for as long as the application runs.
+        models: the model in service; refreshed while the application runs.
         batcher: predicts; started and closed with the application.
         limits: of one request.
         metrics: counts.
-        watch: compares a new version with the one before it; None for nothing.
+        watch: compares a new version with the one before it; None for no comparison.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Service:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Predict and follow new versions for as long as the context lasts; the first version is looked for before it begins."""
+        """Predict and follow new versions while the context lasts; the first version is loaded before it begins."""
         await asyncio.to_thread(self.models.refresh)
         with ThreadPoolExecutor(DECODERS, "decode") as self._decoders:
             async with self.batcher.running():
@@ -85,7 +85,7 @@ class Service:
         """The model in service.
 
         Raises:
-            RefusedError: there is none, or the server is about to end.
+            RefusedError: there is none, or the server is shutting down.
         """
         if self.is_draining:
             raise RefusedError(503, "draining", "the server is ending; ask again when it is back", retry_after_s=5)
@@ -99,7 +99,7 @@ class Service:
 
         Raises:
             RefusedError: it cannot be answered.
-            ClientDisconnect: the caller went away; what was still to do is not done.
+            ClientDisconnect: the caller disconnected; the rest of the work is cancelled.
         """
         served = self.served()
         content_type = request.headers.get("content-type", "")
@@ -230,7 +230,7 @@ def _declared(request: Request) -> int:
 
 
 async def _unless_gone(request: Request, work: Coroutine[object, object, T]) -> T:
-    """What `work` gives, or ClientDisconnect as soon as the caller is gone; the work is cancelled then."""
+    """The result of `work`; ClientDisconnect as soon as the caller disconnects, and then the work is cancelled."""
     working, gone = asyncio.create_task(work), asyncio.ensure_future(request.receive())
     try:
         await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)

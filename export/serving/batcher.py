@@ -1,4 +1,4 @@
-"""Micro-batches: requests that wait at the same time are predicted together, by one thread. Knows nothing of HTTP.
+"""Micro-batches: requests that wait at the same time are predicted together, by one thread. Independent of HTTP.
 
 Everything but the prediction itself happens on the event loop.
 """
@@ -26,7 +26,7 @@ class Predicts(Protocol):
 
 
 Predict = Callable[[Predicts, Sequence[Pixels]], Awaitable[Floats]]
-"""Probabilities of images, all from this model and all in one batch; QueueFullError where so many do not fit in."""
+"""Probabilities of images, all from this model and all in one batch; QueueFullError when they do not fit in."""
 
 
 @dataclass(eq=False)
@@ -39,8 +39,8 @@ class _Job:
 class Batcher:
     """One thread that predicts what waits.
 
-    A batch starts as soon as nobody else is about to join it, it is full, or its first request has waited long enough. Requests
-    whose models differ are never in one batch.
+    A batch starts as soon as no further request is being decoded, it is full, or its first request has waited `max_wait_s`. Requests
+    for different models are never in one batch.
 
     Args:
         max_batch: images of one batch; a request with more has a batch of its own.
@@ -54,7 +54,7 @@ class Batcher:
         self._observe = observe
         self._jobs: deque[_Job] = deque()
         self._taken = 0  # images that have a place
-        self._coming = 0  # places whose images are not there yet
+        self._coming = 0  # places whose images are still being decoded
         self._is_closing = False
         self._changed = asyncio.Event()
 
@@ -65,7 +65,7 @@ class Batcher:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Predict for as long as the context lasts; what still waits at its end is predicted before it ends."""
+        """Predict while the context lasts; requests that wait at its end are still predicted."""
         with ThreadPoolExecutor(1, "predict") as thread:
             batches = asyncio.create_task(self._run(thread))
             try:
@@ -77,7 +77,7 @@ class Batcher:
 
     @contextmanager
     def place(self) -> Iterator[Predict]:
-        """A place in the queue for as long as the context lasts, for one image until it predicts more.
+        """A place in the queue while the context lasts: for one image, until `predict` is called with more.
 
         Raises:
             QueueFullError: there is none.
@@ -146,7 +146,7 @@ class Batcher:
         found: Floats | Exception
         try:
             found = await asyncio.get_running_loop().run_in_executor(thread, jobs[0].model.predict, images)
-        except Exception as error:  # noqa: BLE001 - whatever a model raises belongs to those who asked, not to the queue
+        except Exception as error:  # noqa: BLE001 - a model's error is raised in the requests of its batch, and the queue goes on
             found = error
         start = 0
         for job in jobs:

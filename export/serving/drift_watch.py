@@ -1,17 +1,17 @@
-"""Whether a new version does in service what the one before it did: failures, predicted classes, confidence. Pure; no clock, no I/O.
+"""Compares a new version in service with the one before it: failures, predicted classes, confidence. Pure; no clock, no I/O.
 
 The test: the last predictions of the version before, up to `LONGEST` windows of them, are compared with those of the new one from
 its first `window` on. The new one is taken back when
 
-* at least `FAILURES` of its requests failed inside the model, and those are more than `FAILURE_SHARE` of them, beside the share
-  that the version before failed at; or
-* the shares of predicted classes are further apart (half the sum of absolute differences) than `CLASS_SHIFT` and `CHANCE` times
-  what chance moves; or
+* at least `FAILURES` of its requests failed inside the model, and their share exceeds that of the version before by more than
+  `FAILURE_SHARE`; or
+* the shares of predicted classes differ (half the sum of absolute differences) by more than `CLASS_SHIFT` plus `CHANCE` times the
+  difference that is expected by chance; or
 * its mean confidence (probability of the likeliest class) is lower by more than `CONFIDENCE_DROP`.
 
-What chance moves depends on how many images are independent. A camera on a line sees the same thing many times in a row, so the
-classes of the version before are counted in runs: where there are fewer than independent images would make, so many fewer images
-count. A new version is trusted once half a window of them count, or after `LONGEST` windows.
+The difference that is expected by chance depends on the number of independent images. A camera on a line takes many similar images
+in a row, so the runs of one class are counted for the version before: their number, divided by the number that independent images
+would have, is the share of images that counts. A new version is trusted once half a window of images counts, or after `LONGEST` windows.
 
 Images may change at the same moment as the version; then a good version is taken back, which costs its improvement until
 somebody chooses it again. The opposite, a bad version that stays, costs wrong answers. How often either happens is measured in
@@ -77,7 +77,7 @@ class _Sample:
 
     @property
     def independent(self) -> float:
-        """For how many independent images one image counts, in (0, 1]: runs of one class over those that chance would make."""
+        """The share of images that counts, in (0, 1]: runs of one class, divided by those that are expected of independent images."""
         labels = self.labels
         changes = int(np.count_nonzero(labels[1:] != labels[:-1]))
         by_chance = (len(labels) - 1) * (1 - float((self.shares(0) ** 2).sum()))
@@ -92,7 +92,7 @@ class Watch:
     """Compares versions; all its methods are called from one thread.
 
     Args:
-        window: predictions that are compared; 0 watches nothing.
+        window: predictions that are compared; 0 for no comparison.
     """
 
     def __init__(self, window: int = WINDOW) -> None:
@@ -152,7 +152,7 @@ def _drift(now: _Sample, before: _Sample) -> str:
     counts = [len(one.predictions) for one in (now, before)]
     both = (ours * counts[0] + theirs * counts[1]) / sum(counts)
     spread = sum(1 / count for count in counts) / before.independent
-    # How far apart chance alone moves the shares: a difference is nearly normal, and half its mean absolute value is
+    # The difference of the shares that is expected by chance: each one is nearly normal, and half its mean absolute value is
     # 1 / sqrt(2 pi) of its deviation.
     by_chance = float(np.sqrt(both * (1 - both) * spread).sum()) / math.sqrt(2 * math.pi)
     allowed = CLASS_SHIFT + CHANCE * by_chance

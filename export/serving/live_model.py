@@ -1,4 +1,4 @@
-"""The model in service, and the change to a new version while requests run. Knows nothing of HTTP."""
+"""The model in service, and the change to a new version while requests run. Independent of HTTP."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ServedModel:
         self.current: Model | None = None
         self.since = datetime.now(timezone.utc)
         """When the version in service came into it."""
-        self.refused = f"{directory}: no model was looked for yet"
+        self.refused = f"{directory}: no model was loaded yet"
         """Why the version that was chosen last is not the one in service; "" when it is."""
         self.taken_back = ""
         """Which version was taken out of service last because of what it did there, and why; "" when none was."""
@@ -80,7 +80,7 @@ class ServedModel:
             )
 
     def take_back(self, verdict: Verdict) -> bool:
-        """Return to the version before one that does badly in service; whether that was possible.
+        """Return from a version that fails or drifts in service to the one before it; whether that was possible.
 
         Nothing is done when there are no versions to choose from, or another one was chosen meanwhile.
         """
@@ -90,7 +90,7 @@ class ServedModel:
                 return False
             back = slots.rollback()
         except (ExportError, OSError) as error:
-            log.warning("version %s should go: %s; it stays: %s", verdict.version, verdict.reason, error)
+            log.warning("version %s should be taken back (%s), but stays: %s", verdict.version, verdict.reason, error)
             return False
         self.taken_back = f"version {verdict.version}: {verdict.reason}"
         log.error("version %s is taken back to %s: %s", verdict.version, back.name, verdict.reason)
@@ -128,7 +128,7 @@ def _try(model: Model, images: int) -> None:
     """Run a model once, on black images; the first run of a batch size is slower than those after it.
 
     Raises:
-        ModelError: it does not run, or gives something that is no number.
+        ModelError: it does not run, or gives values that are not numbers.
     """
     try:
         rows = model.predict(np.zeros((images, *model.predictor.shape), dtype=np.uint8))

@@ -1,4 +1,4 @@
-"""What the server counts, in Prometheus' text format."""
+"""The counters of the server, in Prometheus' text format."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ IDENTITY = ("federation", "round", "version", "sha256")
 
 
 class Metrics:
-    """All that is counted over the life of one server; safe from any thread."""
+    """All counters of one server; safe from any thread."""
 
     def __init__(self) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -40,7 +40,7 @@ class Metrics:
         self.classes = Counter("fedcg_serve_predictions", "Images by likeliest class.", ["class"], registry=registry)
         self.loads = Counter("fedcg_serve_model_loads", "New versions by outcome.", ["outcome"], registry=registry)
         self.rollbacks = Counter(
-            "fedcg_serve_rollbacks", "Versions taken back for what they did.", ["reason"], registry=registry
+            "fedcg_serve_rollbacks", "Versions taken back, by reason.", ["reason"], registry=registry
         )
         self._queue = Gauge("fedcg_serve_queue_images", "Images accepted and not answered yet.", registry=registry)
         self._ready = Gauge("fedcg_serve_ready", "1 while predictions are answered.", registry=registry)

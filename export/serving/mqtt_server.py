@@ -1,11 +1,11 @@
 """`fedcg infer serve-mqtt`: predictions for applications that speak MQTT, by request and response. No torch.
 
 A request is published on `PREFIX/NAME/request/CLIENT/ID`, its payload the bytes of an image or JSON arrays; the answer comes on
-`PREFIX/NAME/response/CLIENT/ID`, the document of `POST /predict` or `{"error": …}`. The topic carries what a reply needs, so that
-MQTT 3.1.1 does as well as 5 and an access list can keep applications apart. `PREFIX/NAME/status` is retained and the will.
+`PREFIX/NAME/response/CLIENT/ID`, the document of `POST /predict` or `{"error": …}`. The topic carries all that a reply needs, so
+MQTT 3.1.1 is enough, and an access list can separate applications. `PREFIX/NAME/status` is retained and the will.
 
-A request that finds the queue full is answered so; one that is delivered twice is answered twice. Retained requests are not
-answered: they would be again after every reconnect.
+A request is refused with an answer when the queue is full. One that is delivered twice is answered twice. Retained requests are
+ignored: the broker delivers them again after every reconnect.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Place:
         return f"{self.prefix}/{self.name}/response/{levels[0]}/{levels[1]}"
 
     def will(self) -> Will:
-        """What the broker publishes when the server vanishes."""
+        """The message that the broker publishes when the server vanishes."""
         return Will(self.status, json.dumps({"online": False}).encode())
 
 
@@ -108,7 +108,7 @@ class MqttServer:
         self._published: dict[str, object] = {}
 
     def stop(self) -> None:
-        """End `run` once what waits is answered; from any thread or a signal handler."""
+        """End `run` once the waiting requests are answered; from any thread or a signal handler."""
         self._stopping.set()
 
     def run(self) -> None:
@@ -197,6 +197,6 @@ class MqttServer:
         try:
             self._transport.publish(topic, json.dumps(document).encode(), retain=retain)
         except TransportError as error:
-            log.warning("no answer on %s: %s", topic, error)  # who asked asks again
+            log.warning("no answer on %s: %s", topic, error)  # the application repeats its request
             return False
         return True

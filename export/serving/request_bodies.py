@@ -20,7 +20,7 @@ JSON_TYPE = "application/json"
 MULTIPART_TYPE = "multipart/form-data"
 IMAGE_TYPES = ("image/*", "application/octet-stream")
 BODIES_AT_ONCE = 8
-"""So many times the limit of one body may all bodies take together that are being read or decoded."""
+"""All bodies that are being read or decoded may together take this many times the limit of one body."""
 _JSON_BYTES_PER_VALUE = 16  # "255," and the indentation of a printed document
 _JSON_BYTES_BESIDE = 4096
 _MAX_NAME = 200
@@ -28,12 +28,12 @@ _MAX_PART_HEADERS = 16 * 1024
 
 
 NamedImage = tuple[str, Pixels]
-"""What the request calls an image, and the image in the model's form."""
+"""The name of an image in the request, and the image in the model's form."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one request may ask for.
+    """The limits of one request.
 
     Attributes:
         max_bytes: bytes of a body.
@@ -50,7 +50,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Body:
-    """A body as it came, and the media type that it was sent with."""
+    """A body as it was received, and its media type."""
 
     content: bytes
     content_type: str

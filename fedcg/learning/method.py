@@ -69,7 +69,7 @@ class TrainingParams(BaseModel):
 
 
 def silent(phase: str, step: int, steps: int) -> None:
-    """A progress callback that tells nobody."""
+    """A progress callback that does nothing."""
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ class Aggregator(Protocol):
 
 
 class LabelCounts(str, Enum):
-    """Whether a method's updates tell how many images of each class a client has; a device's policy stands above it."""
+    """Whether a method's updates report how many images of each class a client has; a device's policy stands above it."""
 
     NEVER = "never"
     OPTIONAL = "optional"

@@ -1,4 +1,4 @@
-"""The spec of a federation: what everybody must agree on. Torch-free, so that the agent process can read it.
+"""The spec of a federation: what all members must agree on. Torch-free, so that the agent process can read it.
 
 A spec is an artifact: its id is the sha256 of its canonical JSON bytes.
 """
@@ -51,7 +51,7 @@ class _Frozen(BaseModel):
 
 
 # Fields that came later, and what a spec without them means.
-_ALWAYS_SO: dict[str, object] = {"augment_crop": 0, "aggregate_codec": "f32", "with_base": []}
+_EARLIER_VALUES: dict[str, object] = {"augment_crop": 0, "aggregate_codec": "f32", "with_base": []}
 
 
 _NetworkName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:@-]{1,200}$")]
@@ -77,8 +77,8 @@ class FederationSpec(_Frozen):
     Attributes:
         augment_flip: half of the training images are mirrored at random.
         augment_crop: training images are random windows of the image, padded with so many black pixels at every side; 0: they are not.
-        report: every field that a device may tell.
-        optional_report: those of them that the method uses when they are told and can do without.
+        report: every field that a device may report.
+        optional_report: those of them that the method uses when they are reported and does not require.
         codec: of updates; `aggregate_codec` of aggregates.
         with_base: parts of an update that a delta codec takes to the aggregate which the round started from; the others go by value.
     """
@@ -105,12 +105,12 @@ class FederationSpec(_Frozen):
     _crop_fits = field_validator("augment_crop")(_within_image)
 
     def canonical(self) -> bytes:
-        """The bytes that name this spec: sorted-key JSON without spaces, and without later fields that say what was always so."""
+        """The bytes that name this spec: sorted-key JSON without spaces, and without later fields that have the value of before."""
         values = self.model_dump(mode="json")
         for (
             name,
             always,
-        ) in _ALWAYS_SO.items():  # specs that were founded before these fields keep their bytes, and so their name
+        ) in _EARLIER_VALUES.items():  # specs that were founded before these fields keep their bytes, and so their name
             if values[name] == always:
                 del values[name]
         return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()

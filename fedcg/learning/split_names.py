@@ -1,7 +1,7 @@
 """Which names of splits mean something here, and which code a name may make this process import. Torch-free.
 
 A split's name reaches a device in the spec, from the coordinator. A name is therefore never taken as something to import
-because a spec says so: only what the owner of this machine installed or allowed counts.
+because a spec names it: only what the owner of this machine installed or allowed counts.
 
   * `lenet5`, `lenet5_relu`: part of this program;
   * `resnet18`, `mobilenet_v3_small`, or one of them `@` a layer's name: torchvision's, cut after that layer;
@@ -107,7 +107,7 @@ def own_target(name: str) -> str:
     """The `module:function` that a name of a user's own split stands for, when this machine's owner let it in.
 
     Raises:
-        NetworkError: neither installed nor allowed here; says how it can be.
+        NetworkError: neither installed nor allowed here; names how it can be.
     """
     installed = registered()
     allowed = {entry.strip() for entry in os.environ.get(ALLOW_VARIABLE, "").split(",")}

@@ -26,12 +26,10 @@ from experiments.parallel import ray_cluster, ray_runner, ray_simulator
 from experiments.parallel.ray_cluster import RayCluster, open_cluster, own_build
 from experiments.parallel.ray_runner import RayRunner
 from experiments.parallel.ray_simulator import RaySimulator
-from fedcg.learning.registry import get_method
-from fedcg.learning.simulation.party import ClientData, Party
 from fedcg.learning.simulation.simulation import simulate
-from fedcg.learning.simulation.state import Schedule, Simulation
+from fedcg.learning.simulation.state import Schedule
 from tests.support.learning import ray_cases
-from tests.support.learning.learning_cases import bright_images, quick_spec, roots_from_seed, same
+from tests.support.learning.learning_cases import NAMES, assert_same_simulation, party_of
 from tests.support.stack import wait_for
 
 pytestmark = [
@@ -42,7 +40,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Tip. In future versions of Ray:FutureWarning"),
 ]
 
-NAMES = ("a", "b", "c")
 NODE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 80_000_000}
 TINY = shlex.split(
     "--clients 2 --partition iid --images-per-client 40 --local-epochs 1 --image-size 16 --set fedcg.server_iterations=3 "
@@ -103,35 +100,14 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def party(method: str) -> Party:
-    data = {
-        name: ClientData(*(bright_images(count, 10 * number + count) for count in (24, 9, 9)))
-        for number, name in enumerate(NAMES)
-    }
-    public = bright_images(10, 77).images if get_method(method).needs_public else None
-    return Party(quick_spec(method), data, roots_from_seed(0, NAMES), common=bright_images(6, 99), public=public)
-
-
-def assert_equal(one: Simulation, other: Simulation) -> None:
-    assert one.rounds == other.rounds
-    for name, curve in one.curves.items():
-        assert [replace(record, seconds=None) for record in curve] == [
-            replace(record, seconds=None) for record in other.curves[name]
-        ]
-        assert all(same(weights, other.states[name].parts[part]) for part, weights in one.states[name].parts.items())
-    assert one.aggregate.parts.keys() == other.aggregate.parts.keys()
-    assert all(same(weights, other.aggregate.parts[part]) for part, weights in one.aggregate.parts.items())
-    assert one.global_accuracy == other.global_accuracy
-
-
 @pytest.mark.parametrize("method", ["fedcg", "fedmd_cg", "feddf"])
 def test_two_nodes_share_a_simulation_and_give_that_of_one_process(
     cluster: RayCluster, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert cluster.slots(1) == 2
     monkeypatch.setattr(ray_runner, "local_task", partial(ray_cases.noted, tmp_path))
-    one = party(method)
-    assert_equal(simulate(one, Schedule(rounds=2), runner=RayRunner()), simulate(one, Schedule(rounds=2)))
+    one = party_of(method)
+    assert_same_simulation(simulate(one, Schedule(rounds=2), runner=RayRunner()), simulate(one, Schedule(rounds=2)))
     assert len(list(tmp_path.iterdir())) == 2  # a name per node
 
 
@@ -139,8 +115,8 @@ def test_a_task_whose_worker_is_killed_is_repeated(
     cluster: RayCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ray_runner, "local_task", partial(ray_cases.killed_after_training, tmp_path))
-    one = party("fedavg")
-    assert_equal(simulate(one, Schedule(rounds=2), runner=RayRunner()), simulate(one, Schedule(rounds=2)))
+    one = party_of("fedavg")
+    assert_same_simulation(simulate(one, Schedule(rounds=2), runner=RayRunner()), simulate(one, Schedule(rounds=2)))
     assert {path.name for path in tmp_path.iterdir()} == {"killed-1", "killed-2"}
 
 
@@ -156,8 +132,8 @@ def test_a_task_whose_node_is_lost_is_repeated_on_another(
     accident = Thread(target=lose_it)
     accident.start()
     try:
-        one = party("fedavg")
-        assert_equal(simulate(one, Schedule(rounds=2), runner=RayRunner()), simulate(one, Schedule(rounds=2)))
+        one = party_of("fedavg")
+        assert_same_simulation(simulate(one, Schedule(rounds=2), runner=RayRunner()), simulate(one, Schedule(rounds=2)))
     finally:
         accident.join()
         nodes.replace_second()
@@ -172,18 +148,17 @@ def test_a_run_whose_own_process_is_killed_goes_on_after_the_last_round_reported
 
     monkeypatch.setattr(ray_simulator, "host", host)
     rounds: list[int] = []
-    one = party("fedmd_cg")
+    one = party_of("fedmd_cg")
     found = RaySimulator(cluster, 1, Event())(one, Schedule(rounds=3), on_round=lambda now: rounds.append(now.rounds))
     assert (tmp_path / "killed").exists()
     assert rounds == [1, 2, 3]
-    assert_equal(found, simulate(one, Schedule(rounds=3)))
+    assert_same_simulation(found, simulate(one, Schedule(rounds=3)))
 
 
 def test_a_client_that_diverges_and_a_server_that_does_tell_the_reasons_they_tell_without_ray(
     cluster: RayCluster,
 ) -> None:
-    spec = quick_spec("fedavg", optimiser="sgd", lr=1e18)
-    one = replace(party("fedavg"), spec=spec)
+    one = party_of("fedavg", optimiser="sgd", lr=1e18)
     found, expected = simulate(one, Schedule(rounds=1), runner=RayRunner()), simulate(one, Schedule(rounds=1))
     assert found.failures == expected.failures
     assert len(found.failures) == len(NAMES)
@@ -201,7 +176,7 @@ def test_a_node_with_another_build_is_refused_when_the_cluster_is_opened_and_whe
         ray_cluster.check_nodes(cluster)
     monkeypatch.setattr(ray_runner, "own_build", other)
     with pytest.raises(RunError, match=r"can't be used: torch \S+ instead of 0\.0\.1"):
-        simulate(party("fedavg"), Schedule(rounds=1), runner=RayRunner())
+        simulate(party_of("fedavg"), Schedule(rounds=1), runner=RayRunner())
 
 
 def test_another_cpu_on_a_node_is_reported_once(
@@ -210,7 +185,7 @@ def test_another_cpu_on_a_node_is_reported_once(
     assert not [line for line in messages if "another CPU" in line]
     monkeypatch.setattr(ray_cluster, "own_processor", lambda: "a Z80")
     simulator = RaySimulator(cluster, 1, Event())
-    simulator(party("local"), Schedule(rounds=2))
+    simulator(party_of("local"), Schedule(rounds=2))
     assert len([line for line in messages if "another CPU" in line and "a Z80" in line]) == 1
 
 

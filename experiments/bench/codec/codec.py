@@ -118,16 +118,16 @@ def measure(trained: Trained) -> Iterator[Case]:
         ]
         yield _case(trained.spec, "update", codec, coded)
     for aggregate_codec in get_args(AggregateCodec):
-        decoded, size = WireCoding(_coded(trained.spec, "f32", aggregate_codec)).sized_aggregate(trained.final.parts)
+        decoded, size = WireCoding(_coded(trained.spec, "f32", aggregate_codec)).aggregate(trained.final.parts)
         features = torch.cat([rows for _, rows in sorted(trained.features.items())])
         yield _case(trained.spec, "aggregate", aggregate_codec, [(trained.final.parts, features, decoded, size)])
 
 
-def cases(teachers: Teachers, generators: list[str], tell: Callable[[str], None]) -> list[Case]:
+def cases(teachers: Teachers, generators: list[str], announce: Callable[[str], None]) -> list[Case]:
     """All cases of all generators, each generator trained once."""
     found: list[Case] = []
     for generator in generators:
-        tell(f"{generator}: training {teachers.clients} clients for {teachers.rounds} rounds ...")
+        announce(f"{generator}: training {teachers.clients} clients for {teachers.rounds} rounds ...")
         found += measure(train(teachers, generator))
     return found
 

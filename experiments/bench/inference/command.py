@@ -43,8 +43,8 @@ def infer_command(
     for name, figures in found.items():
         for figure, value in figures.items():
             bar = BARS.get(name, {}).get(figure)
-            typer.echo(f"{name}.{figure:<18} {_told(value)}" + (f"   ({bar[0]} {bar[1]:g})" if bar else ""))
+            typer.echo(f"{name}.{figure:<18} {_figure_text(value)}" + (f"   ({bar[0]} {bar[1]:g})" if bar else ""))
 
 
-def _told(value: object) -> str:
+def _figure_text(value: object) -> str:
     return ", ".join(f"{name} {one}" for name, one in value.items()) if isinstance(value, Mapping) else str(value)

@@ -60,7 +60,7 @@ class Plan:
     side: int = 32
 
 
-def measure(split: str, plan: Plan, tell: Callable[[str], None]) -> dict[str, object]:
+def measure(split: str, plan: Plan, announce: Callable[[str], None]) -> dict[str, object]:
     """All figures of one network; every process and torch use one thread.
 
     Raises:
@@ -74,13 +74,13 @@ def measure(split: str, plan: Plan, tell: Callable[[str], None]) -> dict[str, ob
         for number in range(VERSIONS):
             parts = _parts(spec, number)
             package_personal(spec, parts, root, round_number=number)
-        tell(f"{split}: {plan.repeats} x {plan.images} images one by one, eager torch and onnxruntime in turn")
+        announce(f"{split}: {plan.repeats} x {plan.images} images one by one, eager torch and onnxruntime in turn")
         found: dict[str, object] = _single(spec, parts, Model.load(root, threads=1), plan)
-        tell(f"{split}: float16 and int8 beside float32")
+        announce(f"{split}: float16 and int8 beside float32")
         found |= _variants(Slots(root).current(), Path(folder) / "variants", plan)
-        tell(f"{split}: {plan.callers} callers, with and without batches in turn")
+        announce(f"{split}: {plan.callers} callers, with and without batches in turn")
         found |= _served(root, plan)
-        tell(f"{split}: {plan.swaps} new versions under load")
+        announce(f"{split}: {plan.swaps} new versions under load")
         return found | {"swaps": _swapped(root, plan)}
 
 

@@ -26,7 +26,7 @@ class Serving:
     """A live serving process.
 
     Attributes:
-        ready_s: seconds from its start until /readyz said yes.
+        ready_s: seconds from its start until /readyz answered 200.
     """
 
     process: subprocess.Popen[str]
@@ -102,7 +102,7 @@ def ask(port: int, image: bytes, callers: int, goes_on: Callable[[int], bool]) -
         port: of the server, on loopback.
         image: the bytes of an image file.
         callers: how many, each with a connection of its own that it keeps.
-        goes_on: told how many requests were answered so far; false ends the callers.
+        goes_on: called with the number of requests answered so far; false ends the callers.
     """
     load = Load()
     asyncio.run(_all(port, image, callers, goes_on, load))

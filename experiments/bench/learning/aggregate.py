@@ -78,7 +78,7 @@ class Measured:
         return self.last_add_s + self.finish_s
 
 
-def measure(cases: Sequence[Case], repeats: int, tell: Callable[[Case], None]) -> list[Measured]:
+def measure(cases: Sequence[Case], repeats: int, announce: Callable[[Case], None]) -> list[Measured]:
     """Run every case `repeats` times, each in a process of its own, and in turn: other load on the machine hits all alike.
 
     The fastest run counts, for the others were held up, and the median of its memory.
@@ -86,12 +86,12 @@ def measure(cases: Sequence[Case], repeats: int, tell: Callable[[Case], None]) -
     Args:
         cases: what to measure.
         repeats: runs of each.
-        tell: called before each run.
+        announce: called before each run.
     """
     runs: dict[Case, list[Measured]] = {case: [] for case in cases}
     for _ in range(repeats):
         for case in cases:
-            tell(case)
+            announce(case)
             with ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn")) as pool:
                 runs[case].append(pool.submit(run, case).result())
     return [_summary(some) for some in runs.values()]
@@ -211,7 +211,7 @@ def _load(spec: FederationSpec, folder: Path, weights: int, client: str, counts:
 
 
 def _warm_up(case: Case, load: Callable[[], Update], folder: Path) -> None:
-    """What happens once in a process (loading kernels, starting threads) is nobody's merge."""
+    """What happens once in a process (loading kernels, starting threads) belongs to no merge."""
     merge = _aggregator(spec_of(case.method, case.generator, 2), DirectorySpill(folder))
     update = load()
     merge.add(update)

@@ -32,7 +32,7 @@ _PEAKS: Mapping[frozenset[str], float] = {
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Float32 operations per second of a GPU, by its name as the driver tells it; None for one that is not listed."""
+    """Float32 operations per second of a GPU, by its name as the driver gives it; None for one that is not listed."""
     words = frozenset(device_name.replace("-", " ").split())
     known = [listed for listed in _PEAKS if listed <= words]
     return _PEAKS[max(known, key=len)] if known else None
@@ -50,16 +50,16 @@ def launches_among(names: Iterable[str]) -> int:
     return sum(name.startswith(_LAUNCHES) for name in names)
 
 
-def measure(plan: Steps, tell: Callable[[str], None]) -> list[dict[str, str | int | float | None]]:
+def measure(plan: Steps, announce: Callable[[str], None]) -> list[dict[str, str | int | float | None]]:
     """One entry per networks, batch size and stage, measured on the current CUDA device.
 
     Args:
         plan: what to time; `steps` at least 50, or nothing runs as a graph.
-        tell: called with a line of progress before every case.
+        announce: called with a line of progress before every case.
     """
     cases: list[dict[str, str | int | float | None]] = []
     for setting, stage, what in cases_of(plan):
-        tell(f"{what['generator']}/{what['discriminator']}, batch {setting.batch}, on the GPU: {stage.value}")
+        announce(f"{what['generator']}/{what['discriminator']}, batch {setting.batch}, on the GPU: {stage.value}")
         cases.append({**what, **case(replace(setting, device="cuda"), stage, plan.repeats)})
     return cases
 

@@ -1,6 +1,6 @@
-"""FedCG as its paper prints it (alg. 1 and 2), one step at a time: the oracle of the tests and the baseline of the measurements.
+"""FedCG as its paper prints it (alg. 1 and 2), one step at a time: the expected values of the tests and the baseline of the measurements.
 
-Nothing is clever here: images are augmented and normalised batch by batch, the extractor runs in every step of the GAN, the global
+Nothing is optimised here: images are augmented and normalised batch by batch, the extractor runs in every step of the GAN, the global
 generator in every step of the classifier, the discriminator has a pass for real and one for generated rows, the generator runs
 again for its own step, and on the server every teacher runs in every step of the student. Layers and optimisers are torch's own.
 The readings of eq. 1-6 are those of `methods.fedcg`, and so are the random draws: after a step, losses and weights are the same.
@@ -166,6 +166,14 @@ def batches(data: ImageSet, params: TrainingParams, ctx: RoundContext, stage: st
             yield Batch(some.images, some.labels, augmentation[rows], noise[rows])
 
 
+def take_step(optimiser: torch.optim.Optimizer, loss: torch.Tensor) -> float:
+    """One step of an optimiser down the gradient of a loss; the loss."""
+    optimiser.zero_grad()
+    loss.backward()
+    optimiser.step()
+    return loss.item()
+
+
 def classify(nets: Networks, data: ImageSet, params: FedcgParams, ctx: RoundContext) -> list[float]:
     """Algorithm 1 lines 3-9: extractor and classifier on eq. 3; the loss of every step."""
     nets.extractor.train()
@@ -180,10 +188,7 @@ def classify(nets: Networks, data: ImageSet, params: FedcgParams, ctx: RoundCont
         with torch.no_grad():
             target = nets.generator(batch.noise, batch.labels)
         loss = loss + gamma(ctx.round, params) * feature_mse(features, target)
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
-        losses.append(loss.item())
+        losses.append(take_step(optimiser, loss))
     return losses
 
 
@@ -203,9 +208,7 @@ def train_gan(nets: Networks, data: ImageSet, params: FedcgParams, ctx: RoundCon
         fake = nets.generator(batch.noise, asked)
         judged = nets.discriminator(real, batch.labels)
         d_loss = discriminator_loss(judged, nets.discriminator(fake.detach(), asked))
-        judge.zero_grad()
-        d_loss.backward()
-        judge.step()
+        judged_loss = take_step(judge, d_loss)
 
         with statistics_kept(nets.generator):
             fake = nets.generator(batch.noise, asked)
@@ -213,10 +216,7 @@ def train_gan(nets: Networks, data: ImageSet, params: FedcgParams, ctx: RoundCon
         first, second = slice(0, len(asked) // 2), slice(len(asked) // 2, 2 * (len(asked) // 2))
         spread = mode_seeking(fake[first], fake[second], batch.noise[first], batch.noise[second])
         g_loss = g_loss + params.diversity * spread
-        forger.zero_grad()
-        g_loss.backward()
-        forger.step()
-        losses.append(d_loss.item() + g_loss.item())
+        losses.append(judged_loss + take_step(forger, g_loss))
     return losses
 
 
@@ -243,8 +243,5 @@ def distil(student: Pair, teachers: Sequence[tuple[float, Pair]], bank: Bank, se
             ensemble = sum(share * one.classifier(one.generator(noise, labels)) for share, one in teachers)
         assert isinstance(ensemble, torch.Tensor)
         loss = kl_teacher_student(ensemble, student.classifier(student.generator(noise, labels)))
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
-        losses.append(loss.item())
+        losses.append(take_step(optimiser, loss))
     return losses

@@ -1,6 +1,6 @@
-"""FedMD-CG as its paper prints it (alg. 1, eq. 1-12), one step at a time: the oracle of the tests. See `reference` for FedCG.
+"""FedMD-CG as its paper prints it (alg. 1, eq. 1-12), one step at a time: the expected values of the tests. See `reference_fedcg` for FedCG.
 
-Nothing is clever here: images are augmented and normalised batch by batch, the extractor runs in every step of the generator, the
+Nothing is optimised here: images are augmented and normalised batch by batch, the extractor runs in every step of the generator, the
 frozen global generator in every step of the classifier, and on the server every client's generator and classifier run in every
 step of the student. Readings of the equations and random draws are those of `methods.fedmd_cg`.
 """
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from experiments.bench.learning.reference_fedcg import Batch, batches
+from experiments.bench.learning.reference_fedcg import Batch, batches, take_step
 from fedcg.learning.aggregation.distillation import Bank, Distillation, Pair
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import RoundContext
@@ -78,10 +78,7 @@ def classify(
             + factor * params.lambda2 * feature_mse(features, matched)  # eq. 2
             + factor * params.lambda3 * divergence.mean(logits, judged)
         )
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
-        losses.append(loss.item())
+        losses.append(take_step(optimiser, loss))
     return losses
 
 
@@ -109,10 +106,7 @@ def train_generator(nets: Networks, data: ImageSet, params: FedmdCgParams, ctx: 
             + params.lambda5 * cross_entropy(logits, batch.labels)  # eq. 6
             + params.lambda6 * DIVERSITIES[params.diversity](made, batch.noise, batch.labels, scale)
         )
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
-        losses.append(loss.item())
+        losses.append(take_step(optimiser, loss))
     return losses
 
 
@@ -153,8 +147,5 @@ def distil_crossed(
             judged = (logits, student.classifier(theirs), teacher.classifier(made))
             each = sum(divergence.rows(some, log_teacher) for some in judged)
             loss = loss + (share[labels].to(logits.dtype) * each).mean()
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
-        losses.append(loss.item())
+        losses.append(take_step(optimiser, loss))
     return losses

@@ -11,7 +11,7 @@ from experiments.bench.learning.training import Setting, Stage, median_seconds, 
 from fedcg.learning.spec import NetworkChoice
 
 _PUBLISHED = NetworkChoice(split="lenet5", generator="conv", discriminator="conv_published", noise_dim=100)
-# Ours, by the key under which its speed-up is told. Only the first does the reference's maths.
+# Ours, by the key of its speed-up in the record. Only the first does the reference's maths.
 VARIANTS: dict[str, tuple[NetworkChoice, str]] = {
     "equal_maths": (_PUBLISHED, "separate"),
     "joint_pass": (_PUBLISHED.model_copy(update={"discriminator": "conv"}), "joint"),
@@ -26,7 +26,7 @@ DIFFERENCES = {
 
 @dataclass(frozen=True)
 class RoundPlan:
-    """The round that is told about, and how much of it is run.
+    """The round that is reported, and how much of it is run.
 
     Attributes:
         clients: all with `images` images.
@@ -58,12 +58,12 @@ class RoundPlan:
         return (self.measured_epochs, self.measured_iterations) != (self.epochs, self.server_iterations)
 
 
-def measure(plan: RoundPlan, tell: Callable[[str], None]) -> dict[str, object]:
+def measure(plan: RoundPlan, announce: Callable[[str], None]) -> dict[str, object]:
     """Run every stage of the reference and of each variant in turn.
 
     Args:
         plan: what to run.
-        tell: called with a line of progress before every measurement.
+        announce: called with a line of progress before every measurement.
 
     Returns:
         Seconds and ratios by stage; `reference_seconds`, and one entry and one `speedup_…` per variant.
@@ -73,10 +73,10 @@ def measure(plan: RoundPlan, tell: Callable[[str], None]) -> dict[str, object]:
         jobs: list[Callable[[], float]] = []
         for name, setting in {"reference": _reference(plan), **_ours(plan)}.items():
             for stage in _stages(setting):
-                crew = serial if setting.plain or stage in {Stage.TEACHER, Stage.STUDENT} else parallel
+                run = serial if setting.plain or stage in {Stage.TEACHER, Stage.STUDENT} else parallel
                 part = _shortened(setting, stage, plan)
                 names.append((name, stage))
-                jobs.append(_announced(partial(crew, part, stage), f"{name}: {stage.value}", tell))
+                jobs.append(_announced(partial(run, part, stage), f"{name}: {stage.value}", announce))
         found = dict(zip(names, median_seconds(jobs, plan.repeats), strict=True))
     whole = {name: _whole(name, found, plan) for name in ("reference", *VARIANTS)}
     result: dict[str, object] = {"reference_seconds": whole["reference"]}
@@ -87,9 +87,9 @@ def measure(plan: RoundPlan, tell: Callable[[str], None]) -> dict[str, object]:
     return result
 
 
-def _announced(job: Callable[[], float], line: str, tell: Callable[[str], None]) -> Callable[[], float]:
+def _announced(job: Callable[[], float], line: str, announce: Callable[[str], None]) -> Callable[[], float]:
     def run() -> float:
-        tell(line)
+        announce(line)
         return job()
 
     return run

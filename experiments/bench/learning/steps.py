@@ -35,17 +35,17 @@ class Steps:
     repeats: int
 
 
-def measure(plan: Steps, tell: Callable[[str], None]) -> list[dict[str, str | int | float]]:
+def measure(plan: Steps, announce: Callable[[str], None]) -> list[dict[str, str | int | float]]:
     """One entry per networks, batch size and stage. The student of either side learns from one teacher.
 
     Args:
         plan: what to time.
-        tell: called with a line of progress before every case.
+        announce: called with a line of progress before every case.
     """
     cases: list[dict[str, str | int | float]] = []
     with workers(1, plan.threads) as theirs, workers(1, plan.threads) as ours:
         for setting, stage, what in cases_of(plan):
-            tell(f"{what['generator']}/{what['discriminator']}, batch {setting.batch}: {stage.value}")
+            announce(f"{what['generator']}/{what['discriminator']}, batch {setting.batch}: {stage.value}")
             plain = replace(setting, plain=True, passes="separate")
             jobs = [partial(theirs, plain, stage), partial(ours, replace(plain, plain=False), stage)]
             slow, fast = median_seconds(jobs, plan.repeats)

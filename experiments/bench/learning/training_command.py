@@ -100,10 +100,10 @@ def train_command(
         repeats=1 if quick else repeats,
     )
 
-    def tell(line: str) -> None:
+    def announce(line: str) -> None:
         typer.echo(line, err=True)
 
-    cases, on_gpu = measure(plan, tell), _on_gpu(plan, tell)
+    cases, on_gpu = measure(plan, announce), _on_gpu(plan, announce)
     if as_json:
         setting = {"split": split, "steps": plan.steps, "threads": threads, "repeats": plan.repeats}
         typer.echo(json.dumps({**bench_record("bench train"), "setting": setting, "cases": cases, **on_gpu}, indent=1))
@@ -117,7 +117,7 @@ def train_command(
         typer.echo(json.dumps(on_gpu, indent=1))
 
 
-def _on_gpu(plan: Steps, tell: Callable[[str], None]) -> dict[str, object]:
+def _on_gpu(plan: Steps, announce: Callable[[str], None]) -> dict[str, object]:
     """The same stages of ours on a CUDA device; no key at all without one."""
     import torch
 
@@ -125,4 +125,4 @@ def _on_gpu(plan: Steps, tell: Callable[[str], None]) -> dict[str, object]:
         return {}
     from experiments.bench.learning import gpu
 
-    return {"cuda_device": torch.cuda.get_device_name(), "cuda": gpu.measure(plan, tell)}
+    return {"cuda_device": torch.cuda.get_device_name(), "cuda": gpu.measure(plan, announce)}

@@ -20,6 +20,7 @@ from coordinator.errors import BrokerError
 from coordinator.paths import Home
 from coordinator.pki.authority import CA_NAME, credential_of, issue
 from experiments.bench.transport.peers import Party
+from experiments.demo.run_folder import LOOPBACK, free_ports
 from fedcg.find_mosquitto import find_mosquitto
 from fedcg.wire.messages.messages import COORDINATOR
 from fedcg.wire.messages.signing import SigningKey
@@ -33,7 +34,7 @@ START_S = 20.0
 
 
 def device_name(number: int) -> str:
-    """What the bench calls its devices."""
+    """The id of a bench device."""
     return f"device-{number:04}"
 
 
@@ -83,9 +84,7 @@ def bench(devices: Sequence[str]) -> Iterator[Bench]:
         raise BrokerError("the bench needs a Mosquitto on this machine: run `make setup-broker`")
     with tempfile.TemporaryDirectory(prefix="fedcg-bench-") as name:
         root = Path(name)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = int(probe.getsockname()[1])
+        (port,) = free_ports(1)
         home = create_home(root / "home", CoordinatorConfig(broker=BrokerSettings(port=port)))
         made = Bench(home, root, devices)
         acl = home.broker / ACL_NAME
@@ -121,13 +120,13 @@ def process_of(run: Callable[..., None]) -> Iterator[Any]:
 
 
 def expect(pipe: Any) -> Any:
-    """What the other end of a pipe says next.
+    """The next message from the other end of a pipe.
 
     Raises:
-        BrokerError: it says nothing, or its process ended.
+        BrokerError: nothing comes, or its process ended.
     """
     if not pipe.poll(SECONDS_MAX):
-        raise BrokerError(f"a process of the bench said nothing for {SECONDS_MAX} s")
+        raise BrokerError(f"a process of the bench sent nothing for {SECONDS_MAX} s")
     try:
         return pipe.recv()
     except EOFError as error:
@@ -139,7 +138,7 @@ def _wait_listening(process: subprocess.Popen[bytes], port: int, log: Path) -> N
     pause = threading.Event()
     while process.poll() is None and time.monotonic() < end:
         with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
+            if probe.connect_ex((LOOPBACK, port)) == 0:
                 return
         pause.wait(0.01)
     raise BrokerError(f"mosquitto did not start: {log.read_text(errors='replace')[-500:]}")

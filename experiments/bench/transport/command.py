@@ -28,7 +28,7 @@ def transport_command(
 ) -> None:
     """Throughput of transfers (sha256, signatures, fsynced receipt) over paho to paho: same chunks, window, TLS, processes.
 
-    With --sessions: seconds of whole rounds in which nobody trains, from the opened attempt to the stored aggregate.
+    With --sessions: seconds of whole rounds without training, from the opened attempt to the stored aggregate.
     """
     from experiments.bench.transport.rounds import round_of
     from experiments.bench.transport.transfers import LARGE, SMALL, filled, measure
@@ -40,16 +40,16 @@ def transport_command(
     record = bench_record("bench transport") | {"load": [round(value, 1) for value in os.getloadavg()]}
     record["versions"]["paho-mqtt"] = version("paho-mqtt")
 
-    def tell(text: str) -> None:
+    def announce(text: str) -> None:
         typer.echo(text, err=True)
 
     if sessions:
-        found = round_of(sessions, sizes[0], rounds, limits_for(), tell)
+        found = round_of(sessions, sizes[0], rounds, limits_for(), announce)
         record |= {"sessions": found.sessions, "size": found.size, "round_s": found.seconds}
         lines = [f"{sessions} sessions x {found.size} bytes: rounds of {', '.join(map(str, found.seconds))} s"]
     else:
         cases = [filled(one, chunks, megabytes * 1_000_000) for one in sizes for chunks in window or [16, 64]]
-        measured = measure(cases, repeats, tell)
+        measured = measure(cases, repeats, announce)
         record |= {"repeats": repeats, "cases": figures(measured)}
         lines = [
             f"{one.case.size:>9} bytes, window {one.case.window:>3}, {one.case.sessions:>2} sessions: "

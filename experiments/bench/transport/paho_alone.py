@@ -51,12 +51,12 @@ def connect(config: MqttConfig, subscribe: str, on_message: OnMessage, in_flight
 
 
 class PlainReceiver:
-    """Counts each sender's chunks and tells it the count: after every half window, and at the end of each artifact.
+    """Counts each sender's chunks and sends it the count: after every half window, and at the end of each artifact.
 
     Args:
         config: the broker.
         subscribe: filter for all senders' chunks.
-        acks: the topic to tell the count on, by the topic of the chunks.
+        acks: the topic to send the count on, by the topic of the chunks.
         chunks: of one artifact.
         window: chunks that one sender may be ahead.
     """
@@ -69,7 +69,7 @@ class PlainReceiver:
         self._client = connect(config, subscribe, self._take, window)
 
     def close(self) -> None:
-        """Hang up."""
+        """Disconnect."""
         self._client.disconnect()
         self._client.loop_stop()
 
@@ -84,12 +84,12 @@ class PlainReceiver:
 
 
 class PlainSender:
-    """Sends artifacts one after the other, at most a window of chunks ahead of the count that was told."""
+    """Sends artifacts one after the other, at most a window of chunks ahead of the acknowledged count."""
 
     def __init__(self, config: MqttConfig, chunks_on: str, acks_on: str, window: int) -> None:
         self._chunks_on = chunks_on
         self._window = window
-        self._told = 0
+        self._counted = 0
         self._changed = threading.Condition()
         self._client = connect(config, acks_on, self._take, window)
 
@@ -99,7 +99,7 @@ class PlainSender:
         Raises:
             TransportError: nothing was counted for a long time.
         """
-        self._told = 0
+        self._counted = 0
         pieces = [data[start : start + chunk_bytes] for start in range(0, len(data), chunk_bytes)]
         for index, piece in enumerate(pieces):
             self._wait_for(index + 1 - self._window)
@@ -107,25 +107,25 @@ class PlainSender:
         self._wait_for(len(pieces))
 
     def close(self) -> None:
-        """Hang up."""
+        """Disconnect."""
         self._client.disconnect()
         self._client.loop_stop()
 
     def _wait_for(self, count: int) -> None:
         with self._changed:
-            if not self._changed.wait_for(lambda: self._told >= count, STALL_S):
+            if not self._changed.wait_for(lambda: self._counted >= count, STALL_S):
                 raise TransportError("the plain receiver does not answer")
 
     def _take(self, _topic: str, payload: bytes) -> None:
         with self._changed:
-            self._told = int.from_bytes(payload, "big")
+            self._counted = int.from_bytes(payload, "big")
             self._changed.notify()
 
 
 def run_plain_receiver(
     config: MqttConfig, subscribe: str, acks: dict[str, str], chunks: int, window: int, pipe: Any
 ) -> None:
-    """A process of its own: receive until the other end of the pipe says something."""
+    """A process of its own: receive until the other end of the pipe sends something."""
     receiver = PlainReceiver(config, subscribe, acks, chunks, window)
     pipe.send("ready")
     pipe.recv()
@@ -144,7 +144,7 @@ class PlainParty:
 def run_plain_senders(
     parties: tuple[PlainParty, ...], payloads: tuple[bytes, ...], chunk_bytes: int, window: int, pipe: Any
 ) -> None:
-    """A process of its own: each sender sends all payloads when told to; tells how many seconds it took."""
+    """A process of its own: each sender sends all payloads at a signal; gives the seconds it took."""
     senders = [PlainSender(party.mqtt, party.chunks_on, party.acks_on, window) for party in parties]
 
     def work(sender: PlainSender) -> None:

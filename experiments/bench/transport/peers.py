@@ -110,7 +110,7 @@ class BenchDevice:
         self._transport.start(lambda item: self._inbox.put((self, item)), lambda up: self._inbox.put((self, up)))
 
     def close(self) -> None:
-        """Hang up."""
+        """Disconnect."""
         self._sender.close()
         self._transport.close()
 
@@ -123,23 +123,23 @@ class BenchDevice:
         elif item.topic in (self._topics.aggregate, self._topics.down_chunk(self.name)):
             self._take_chunk(item.payload)
         else:
-            self._hear(open_envelope(item.payload, lambda _sender: self._coordinator))
+            self._receive(open_envelope(item.payload, lambda _sender: self._coordinator))
 
     def look_after(self, now: float) -> None:
-        """Say again what was not answered, and ask for what is missing."""
+        """Repeat what was not answered, and request what is missing."""
         if self._session is None and self._nonce and now >= self._hello_at:
             self._hello(now)
         if self._download is None or self._session is None:
             return
         ranges = self._download.next_need(now)
         if ranges is not None:
-            self._tell(Need(**self._addressed(), artifact=self._download.ref.id, ranges=ranges))
+            self._send(Need(**self._addressed(), artifact=self._download.ref.id, ranges=ranges))
 
     def _hello(self, now: float) -> None:
         self._hello_at = now + HELLO_AGAIN_S
         self._publish(seal(Hello(**self._addressed(), nonce=self._nonce, versions=SPOKEN, agent="bench"), self._key))
 
-    def _hear(self, message: AnyMessage) -> None:
+    def _receive(self, message: AnyMessage) -> None:
         if isinstance(message, Welcome):
             self._session = Session(session_id(message.device_nonce, message.nonce))
         elif isinstance(message, Offer):
@@ -150,7 +150,7 @@ class BenchDevice:
             self._sender.serve(self._topics.up_chunk(self.name), self._update, message.ranges)
         elif isinstance(message, Invite):
             self._invited.add((message.round, message.attempt))
-            self._tell(Accept(**self._addressed(message.round, message.attempt)))
+            self._send(Accept(**self._addressed(message.round, message.attempt)))
             self._work()
         elif isinstance(message, Finished):
             self._offer = None
@@ -178,7 +178,7 @@ class BenchDevice:
         path = self._store.path(self._store.put(self._make_update(self.name, *position, offer.aggregate.id)))
         ref = file_ref(path, chunk_bytes_for(self._transport.max_payload, self._party.limits.chunk_bytes))
         self._update = ChunkFile(path, ref)
-        self._tell(Manifest(**self._addressed(*position), artifact=ref))
+        self._send(Manifest(**self._addressed(*position), artifact=ref))
 
     def _addressed(self, round_number: int = 0, attempt: int = 0) -> dict[str, Any]:
         return {
@@ -189,7 +189,7 @@ class BenchDevice:
             "attempt": attempt,
         }
 
-    def _tell(self, message: AnyMessage) -> None:
+    def _send(self, message: AnyMessage) -> None:
         if self._session is not None:
             self._publish(seal(self._session.stamp(message), self._key))
 
@@ -198,7 +198,7 @@ class BenchDevice:
 
 
 def run_devices(parties: tuple[Party, ...], coordinator: str, make_update: MakeUpdate, pipe: Any) -> None:
-    """A process of its own: sessions that take part in rounds until the other end of the pipe says something."""
+    """A process of its own: sessions that take part in rounds until the other end of the pipe sends something."""
     inbox: queue.SimpleQueue[tuple[BenchDevice, Delivery | bool]] = queue.SimpleQueue()
     devices = [BenchDevice(party, VerifyKey.from_hex(coordinator), inbox, make_update) for party in parties]
     for device in devices:

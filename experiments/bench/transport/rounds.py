@@ -1,4 +1,4 @@
-"""Rounds in which nobody trains, of the real coordinator with many sessions: what a round costs beside learning."""
+"""Rounds without training, of the real coordinator with many sessions: what a round costs beside learning."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from fedcg.wire.transport.mqtt import MqttTransport
 
 @dataclass(frozen=True)
 class Round:
-    """Rounds in which nobody trains.
+    """Rounds without training.
 
     Attributes:
         seconds: from the opened attempt to its stored aggregate, of each round.
@@ -88,7 +88,7 @@ class NoWorker:
         """Nothing runs."""
 
 
-def round_of(sessions: int, size: int, rounds: int, limits: LinkLimits, tell: Callable[[str], None]) -> Round:
+def round_of(sessions: int, size: int, rounds: int, limits: LinkLimits, announce: Callable[[str], None]) -> Round:
     """Rounds of the real coordinator with sessions that do not train, in one or two other processes.
 
     Raises:
@@ -96,8 +96,8 @@ def round_of(sessions: int, size: int, rounds: int, limits: LinkLimits, tell: Ca
     """
     names = [device_name(number) for number in range(sessions)]
     with bench(names) as made:
-        tell(f"{sessions} sessions x {size} bytes, {rounds} rounds ...")
-        spec = _spec(size, rounds)
+        announce(f"{sessions} sessions x {size} bytes, {rounds} rounds ...")
+        spec = classifier_spec(FEDERATION, size, rounds)
         halves = [half for half in (names[0::2], names[1::2]) if half]
         make = partial(_update, size, rounds)
         runs = [
@@ -112,9 +112,10 @@ def round_of(sessions: int, size: int, rounds: int, limits: LinkLimits, tell: Ca
         return Round(sessions, size, tuple(seconds), tuple(transfer_s))
 
 
-def _spec(size: int, rounds: int) -> FederationSpec:
+def classifier_spec(federation: str, size: int, rounds: int) -> FederationSpec:
+    """A federation that shares one tensor of `size` bytes."""
     return FederationSpec(
-        federation=FEDERATION,
+        federation=federation,
         classes=("x", "y"),
         image=ImageForm(mode="L", height=8, width=8, mean=(0.5,), std=(0.5,)),
         network=NetworkChoice(),
@@ -129,25 +130,19 @@ def _spec(size: int, rounds: int) -> FederationSpec:
 
 
 def _update(size: int, rounds: int, device: str, round_number: int, attempt: int, base: str) -> bytes:
-    spec = _spec(size, rounds)
-    header = ArtifactHeader(
-        kind="update",
-        method=spec.method,
-        federation=spec.federation,
-        round=round_number,
-        attempt=attempt,
-        client=device,
-        base=base,
-        report=Report(examples=10),
-    )
-    return _packed(header, size, f"{device} {round_number}")
+    spec, where = classifier_spec(FEDERATION, size, rounds), {"round": round_number, "attempt": attempt}
+    report = Report(examples=10)
+    return packed(spec, f"{device} {round_number}", kind="update", client=device, base=base, report=report, **where)
 
 
-def _packed(header: ArtifactHeader, size: int, seed: str) -> bytes:
-    # Random bytes as weights: zstd finds nothing in them. Exponents are kept moderate, so that the norm stays in its bound.
-    words = np.frombuffer(random.Random(seed).randbytes(size // 4 * 4), dtype="<u4")
+def packed(spec: FederationSpec, seed: str, **header: Any) -> bytes:
+    """An artifact of a federation of `classifier_spec` that zstd can't make smaller."""
+    count = spec.layouts[Part.CLASSIFIER][0].shape[0]
+    # Random bytes as weights, with moderate exponents, so that the norm stays in its bound.
+    words = np.frombuffer(random.Random(seed).randbytes(count * 4), dtype="<u4")
     weights = ((words & 0x807FFFFF) | 0x3A000000).view("<f4").astype(np.float32)
-    return pack(header, {Part.CLASSIFIER: {"weight": weights}})
+    head = ArtifactHeader(method=spec.method, federation=spec.federation, **header)
+    return pack(head, {Part.CLASSIFIER: {"weight": weights}})
 
 
 def _run_service(made: Bench, spec: FederationSpec, limits: LinkLimits, pipe: Any) -> None:
@@ -155,10 +150,7 @@ def _run_service(made: Bench, spec: FederationSpec, limits: LinkLimits, pipe: An
     home = made.home
     store = Store(home.database)
     artifacts = ArtifactStore(home.artifacts)
-    header = ArtifactHeader(
-        kind="aggregate", method=spec.method, federation=FEDERATION, round=0, attempt=0, client=COORDINATOR
-    )
-    base = _packed(header, spec.layouts[Part.CLASSIFIER][0].shape[0] * 4, "base")
+    base = packed(spec, "base", kind="aggregate", round=0, attempt=0, client=COORDINATOR)
     clients = len(made.devices)
     record = FederationRecord(
         FEDERATION, spec.method, artifacts.put(spec.canonical()), spec.rounds, clients, 1, SECONDS_MAX, 1, 1.0

@@ -62,7 +62,7 @@ class Measured:
         return statistics.median(self.paho_s) / statistics.median(self.ours_s)
 
 
-def measure(cases: Sequence[Case], repeats: int, tell: Callable[[str], None]) -> list[Measured]:
+def measure(cases: Sequence[Case], repeats: int, announce: Callable[[str], None]) -> list[Measured]:
     """Run every case, ours and paho's in turns.
 
     Raises:
@@ -73,7 +73,9 @@ def measure(cases: Sequence[Case], repeats: int, tell: Callable[[str], None]) ->
         for case in cases:
             ours, plain = [], []
             for turn in range(repeats):
-                ours.append(sum(round_of(case.sessions, case.size, case.count, _limits(case.window), tell).transfer_s))
+                ours.append(
+                    sum(round_of(case.sessions, case.size, case.count, _limits(case.window), announce).transfer_s)
+                )
                 plain.append(_plain(made, case, turn))
             measured.append(Measured(case, tuple(ours), tuple(plain)))
     return measured
@@ -98,12 +100,12 @@ def _limits(window: int) -> LinkLimits:
 
 
 def _pair(receiver: Callable[..., None], sender: Callable[..., None]) -> float:
-    """Run both ends in processes; the seconds that the sender told."""
+    """Run both ends in processes; the seconds that the sender measured."""
     with process_of(receiver) as receiving, process_of(sender) as sending:
         expect(receiving)
         expect(sending)
         sending.send("go")
-        first = wait([sending, receiving], SECONDS_MAX)  # a receiver that ends says so, and nothing else
+        first = wait([sending, receiving], SECONDS_MAX)  # a receiver sends nothing but its end
         seconds = expect(receiving if receiving in first else sending)
         receiving.send("end")
         return float(seconds)

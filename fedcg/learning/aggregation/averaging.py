@@ -31,7 +31,7 @@ class WeightedSums:
         self._total: float = 0  # whole numbers: exact, whatever their order
 
     def add(self, weight: float, tensors: Weights) -> None:
-        """Count one client's tensors; the same names and shapes as everybody's.
+        """Count one client's tensors; the same names and shapes as all others.
 
         Raises:
             ValueError: a weight that is not positive.
@@ -83,12 +83,12 @@ def weighted_average(clients: Iterable[tuple[float, Weights]]) -> dict[str, torc
 
 @dataclass(frozen=True)
 class Merged:
-    """The average of some updates, and what their reports said.
+    """The average of some updates, and what they reported.
 
     Attributes:
         parts: averaged weights per part.
         examples: n_i per client, in client-id order.
-        label_counts: n_i^y per client, for those that told, in client-id order.
+        label_counts: n_i^y per client, for those that reported them, in client-id order.
     """
 
     parts: dict[Part, dict[str, torch.Tensor]]
@@ -139,24 +139,16 @@ class RunningAverage:
         return Merged(parts, dict(sorted(self._examples.items())), dict(sorted(self._label_counts.items())))
 
 
-def settled(
-    average: RunningAverage, parts: frozenset[Part], updates: Mapping[str, Callable[[], Update]]
-) -> RunningAverage:
-    """The average of exactly these updates: `average` with whoever is missing, or a new one where it counts somebody else."""
-    if not average.clients <= updates.keys():
-        average = RunningAverage(parts)
-    for client in sorted(updates.keys() - average.clients):
-        average.add(updates[client]())
-    return average
-
-
 def average_updates(updates: Mapping[str, Callable[[], Update]], parts: frozenset[Part]) -> Merged:
     """Average some parts of all updates by number of examples, in client-id order, one update loaded at a time.
 
     Raises:
         ValueError: no update.
     """
-    return settled(RunningAverage(parts), parts, updates).merged()
+    average = RunningAverage(parts)
+    for client in sorted(updates):
+        average.add(updates[client]())
+    return average.merged()
 
 
 class AverageAggregator:
@@ -164,7 +156,7 @@ class AverageAggregator:
 
     Args:
         parts: what to average.
-        spill: told who was added; holds no rows.
+        spill: records who was added; holds no rows.
     """
 
     def __init__(self, parts: frozenset[Part], spill: Spill) -> None:
@@ -184,7 +176,10 @@ class AverageAggregator:
             self._spill.put(update.client, {"examples": torch.tensor(update.examples)})
 
     def finish(self, updates: Mapping[str, Callable[[], Update]]) -> tuple[Aggregate, ServerState]:
-        """The average of exactly these updates."""
-        self._average = settled(self._average, self._parts, updates)
+        """The average of exactly these updates, those that were not added loaded in client-id order, one at a time."""
+        if not self._average.clients <= updates.keys():
+            self._average = RunningAverage(self._parts)
+        for client in sorted(updates.keys() - self._average.clients):
+            self._average.add(updates[client]())
         aggregate = Aggregate(self.merged.parts)
         return aggregate, ServerState(aggregate)

@@ -67,7 +67,7 @@ class ClientSampling:
         return leads[self._race].nonzero().squeeze(1)
 
     def keep(self, rows: torch.Tensor, features: torch.Tensor, log_teacher: torch.Tensor) -> None:
-        """Keep what the leader of some rows says there.
+        """Keep the outputs of the leader of some rows.
 
         Args:
             rows: [n] int64.

@@ -1,7 +1,7 @@
 """FedMD-CG's crossed data-free distillation on the server (alg. 1 lines 20-24, eq. 10-12), at a bounded cost per client.
 
 What can be summed or drawn is summed or drawn while updates arrive: the average of weights, eq. 10's mean teacher (a row's
-label is known, and so is n_i^y of an update), and the one client per batch and label that speaks in eq. 11. Order of
+label is known, and so is n_i^y of an update), and the one client per batch and label that counts in eq. 11. Order of
 arrival never shows: sums are exact (`exact_sum`), draws are races (`client_sampling`).
 """
 
@@ -60,11 +60,11 @@ def counts_of(merged: Merged) -> list[tuple[int, ...]]:
     """Label counts of all clients in id order.
 
     Raises:
-        ValueError: a client that did not tell its label counts.
+        ValueError: a client that did not report its label counts.
     """
-    silent = [client for client in merged.examples if client not in merged.label_counts]
-    if silent:
-        raise ValueError(f"FedMD-CG needs every client's label counts; none from {', '.join(silent)}")
+    missing = [client for client in merged.examples if client not in merged.label_counts]
+    if missing:
+        raise ValueError(f"FedMD-CG needs every client's label counts; none from {', '.join(missing)}")
     return [merged.label_counts[client] for client in merged.examples]
 
 
@@ -84,7 +84,7 @@ class Crossing:
 
 
 class TaughtBank:
-    """A bank drawn from q(y), and what the clients added so far say on it.
+    """A bank drawn from q(y), and the outputs on it of the clients added so far.
 
     Args:
         bank: rows (z, y).
@@ -92,7 +92,7 @@ class TaughtBank:
         batch: rows of a student step.
         ctx: streams, spec, device.
         divergence: what of a teacher is averaged, and at which temperature.
-        sampling: whether to draw who speaks in eq. 11; not needed where everybody does.
+        sampling: whether to draw which client counts in eq. 11; not needed where all do.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class TaughtBank:
         return (self._sum.value() / totals).to(torch.float32)
 
     def drawn(self, rows: slice, spill: Spill) -> list[TeacherRows]:
-        """Opinions of the clients drawn for one batch; their classifiers come from the spill, one batch's at a time."""
+        """Outputs of the clients drawn for one batch; their classifiers come from the spill, one batch's at a time."""
 
         def classifier_of(client: str) -> Callable[[torch.Tensor], torch.Tensor]:
             kept = spill.get(client)

@@ -119,7 +119,7 @@ def teacher_logits(teacher: Pair, bank: Bank, ctx: RoundContext, watch: Watch | 
         teacher: generator and classifier, on `ctx.device`.
         bank: inputs of the generator.
         ctx: device, progress.
-        watch: told the features [n, *shape] of each block of rows.
+        watch: called with each block of rows and its features [n, *shape].
     """
     teacher.classifier.eval()
     logits = []
@@ -132,7 +132,7 @@ def teacher_logits(teacher: Pair, bank: Bank, ctx: RoundContext, watch: Watch | 
 
 
 Rows = slice | torch.Tensor
-"""Rows of a bank: a slice, or their indices [B] int64 on the device, which a CUDA graph can be told anew for each step."""
+"""Rows of a bank: a slice, or their indices [B] int64 on the device, which a CUDA graph takes as an input of each step."""
 
 StudentLoss = Callable[[Rows, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -283,7 +283,7 @@ class TaughtAverage:
 class EnsembleAggregator:
     """FedCG alg. 2: average by data size, then minimise KL(ensemble ‖ student) over the bank.
 
-    When all clients told their label counts, rows of a label that none of them has weigh nothing (`label_distribution`).
+    When all clients reported their label counts, rows of a label that none of them has weigh nothing (`label_distribution`).
     Weights and logits are summed as updates arrive, so that after the last one nothing is left to do but the student's loop.
     """
 
@@ -314,8 +314,8 @@ class EnsembleAggregator:
         """Distil the ensemble of exactly these updates into their average."""
         target = self._taught.settle(updates).log_softmax(1).to(self._ctx.device)
         merged, bank = self.merged, self.bank
-        told = [merged.label_counts.get(client) for client in merged.examples]
-        weights = row_weights(told, self._ctx.spec.class_count, bank.labels).to(self._ctx.device)
+        counts = [merged.label_counts.get(client) for client in merged.examples]
+        weights = row_weights(counts, self._ctx.spec.class_count, bank.labels).to(self._ctx.device)
 
         def loss_of(rows: Rows, features: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
             return (weights[rows] * kl_rows(target[rows], logits.log_softmax(1))).mean()

@@ -1,4 +1,4 @@
-"""`fedcg method`: which methods there are, and what one can be told."""
+"""`fedcg method`: which methods there are, and their parameters."""
 
 from __future__ import annotations
 

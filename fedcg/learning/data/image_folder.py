@@ -80,7 +80,7 @@ def given_split(path: str, classes: Sequence[str]) -> str | None:
 def load_folder(
     root: Path, classes: Sequence[str], form: ImageForm, *, subset: Sequence[str] | None = None
 ) -> tuple[ImageSet, list[FileEntry]]:
-    """`read_images` for who does not ask what was skipped."""
+    """`read_images` without what was skipped."""
     found = read_images(root, classes, form, subset=subset)
     return found.images, found.entries
 
@@ -88,11 +88,11 @@ def load_folder(
 def read_images(
     root: Path, classes: Sequence[str], form: ImageForm, *, subset: Sequence[str] | None = None
 ) -> LocalImages:
-    """Decode the images of a data source once. What can't be decoded is skipped and told.
+    """Decode the images of a data source once. What can't be decoded is skipped and named.
 
     Args:
         root: `root/class/*`; `root/train/class/*` and `root/test/class/*`, perhaps `root/val/class/*` (all are loaded, the paths
-            tell them apart); a folder with IDX or CIFAR files; an `.npz`; or `dataset:NAME`, an entry point of the
+            distinguish them); a folder with IDX or CIFAR files; an `.npz`; or `dataset:NAME`, an entry point of the
             group `fedcg.datasets`.
         classes: the spec's class names, in order; labels of arrays are indices into them.
         form: the spec's image form.

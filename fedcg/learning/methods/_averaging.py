@@ -74,7 +74,7 @@ def averaging_method(
         shared: parts that go up and, merged, come down; the rest of `PERSONAL` stays private.
         penalty_of: what is added to the cross-entropy.
         downloads: parts that only come down and that no client trains.
-        label_counts: whether updates tell them.
+        label_counts: whether updates report them.
         aggregator: the server half; averages the shared parts when None.
         needs_public: the server half needs public images.
     """

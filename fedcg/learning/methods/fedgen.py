@@ -15,7 +15,7 @@ all clients together. With iid clients all four have the same distribution; a cl
 Readings and deviations, with reasons: features are generated, as in both papers; Zhu et al.'s code has a second term on the client
 (KL between the logits of E(x) and of G(z, y)), which FedCG's comparison leaves out, and so does this; diversity pairs rows of one label (rows j and
 j + B//2; published are arbitrary halves, whose classes differ anyway); the optimiser of G starts afresh every round, as every
-optimiser here; when all clients told their label counts, G is only asked for labels that somebody has. The generator of the
+optimiser here; when all clients reported their label counts, G is only asked for labels that some client has. The generator of the
 first round is untrained, and its features are replayed all the same, as in the code of FedCG's comparison; Zhu et al.'s code
 replays from the second round on.
 
@@ -173,8 +173,8 @@ class GeneratorAggregator:
 
     def _bank(self, settings: Distillation, merged: Merged) -> Bank:
         spec = self._ctx.spec
-        told = [merged.label_counts.get(client) for client in merged.examples]
-        asked = label_probabilities(told, spec.class_count)
+        counts = [merged.label_counts.get(client) for client in merged.examples]
+        asked = label_probabilities(counts, spec.class_count)
         return draw_bank(self._ctx.streams, settings.rows, spec.network.noise_dim, asked)
 
 

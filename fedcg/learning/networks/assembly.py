@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ from fedcg.learning.networks.initial_values import draw_weights
 from fedcg.learning.networks.layer_randomness import lent_generators
 from fedcg.learning.networks.own_splits import Rehearsal, load_split, rehearse
 from fedcg.learning.networks.split import SPLITS, Split
-from fedcg.learning.spec import ImageForm, NetworkChoice
+from fedcg.learning.spec import FederationPlan, FederationSpec
 from fedcg.learning.split_names import is_backbone
 from fedcg.wire.parts import Part, TensorLayout
 
@@ -34,20 +34,8 @@ _Entry = TypeVar("_Entry")
 _DTYPES = {torch.float32: "float32", torch.int64: "int64"}
 
 
-class NetworkSpec(Protocol):
-    """What networks are built from; a `FederationSpec` and a `FederationPlan` both say it."""
-
-    @property
-    def network(self) -> NetworkChoice:
-        """Which split, generator and discriminator."""
-
-    @property
-    def image(self) -> ImageForm:
-        """Channels and size of an image."""
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """Class names."""
+NetworkSpec = FederationSpec | FederationPlan
+"""What networks are built from: both have network, image and classes."""
 
 
 @dataclass(frozen=True)

@@ -24,17 +24,17 @@ DiscriminatorBuilder = Callable[[tuple[int, ...], int], nn.Module]
 _WIDTHS = (128, 256, 512)
 _HIDDEN = 256
 _SLOPE = 0.2
-_TELLING_PASSES = (SpectralConv2d, SpectralLinear, MapBatchNorm2d)
+_WITH_PASSES = (SpectralConv2d, SpectralLinear, MapBatchNorm2d)
 
 
 def run(layer: nn.Module, rows: torch.Tensor, passes: int) -> torch.Tensor:
     """A layer on a batch of some passes of equal size, as if they had come one after the other."""
-    result: torch.Tensor = layer(rows, passes) if isinstance(layer, _TELLING_PASSES) else layer(rows)
+    result: torch.Tensor = layer(rows, passes) if isinstance(layer, _WITH_PASSES) else layer(rows)
     return result
 
 
 class Passes(nn.Sequential):
-    """A chain of layers some of which tell the passes in a batch apart (spectral norm, batch norm)."""
+    """A chain of layers some of which treat the passes in a batch separately (spectral norm, batch norm)."""
 
     def forward(self, input: torch.Tensor, passes: int = 1) -> torch.Tensor:  # noqa: A002 - torch's own name
         """[passes * B, ...] -> [passes * B, ...]."""

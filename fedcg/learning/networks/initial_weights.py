@@ -1,4 +1,4 @@
-"""From an operator's plan to a complete spec, and from a spec to everybody's initial weights.
+"""From an operator's plan to a complete spec, and from a spec to the initial weights of all.
 
 Roots (design §5): classifier and generator start from the public spec seed, extractor and discriminator from the cohort secret;
 a part that a method shares is public whatever it is. All clients and the server thus start from the same weights of
@@ -41,7 +41,7 @@ def initial_parts(spec: FederationSpec, private_root: bytes) -> dict[Part, Weigh
 def complete_spec(plan: FederationPlan) -> FederationSpec:
     """Check an operator's plan and fill in what follows from it: defaults, tensor layouts, payload, report fields.
 
-    `report` lists every field a device MAY tell; of these a method needs EXAMPLES, and LABEL_COUNTS unless it is listed
+    `report` lists every field a device MAY report; of these a method needs EXAMPLES, and LABEL_COUNTS unless it is listed
     as optional.
 
     Raises:

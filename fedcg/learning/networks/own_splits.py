@@ -57,7 +57,7 @@ class Rehearsal:
     classes: int
 
     def wrong(self, half: str, problem: str) -> NetworkError:
-        """The error that says which half of which split has a problem."""
+        """The error that names the split, its half and the problem."""
         return NetworkError(f"split {self.name}: the {half} {problem}")
 
 

@@ -35,7 +35,7 @@ class Split:
         feature_range: where features lie.
         smallest_side: the least height and width of an image.
         initialises_itself: the modules come with initial values of their own, as their author wrote them; the others are made
-            without values and filled by `draw_weights`. Set for the user's own splits, whatever they say.
+            without values and filled by `draw_weights`. Set for the user's own splits, whatever they set.
     """
 
     extractor: Callable[[int], nn.Module]

@@ -25,7 +25,7 @@ def vision(submodule: str) -> ModuleType:
     """`torchvision.<submodule>`, e.g. "models" or "datasets".
 
     Raises:
-        LearningError: torchvision is not installed, or does not fit this torch; says what to install.
+        LearningError: torchvision is not installed, or does not fit this torch; names what to install.
     """
     if importlib.util.find_spec("torchvision") is None:
         raise LearningError(f"this needs torchvision, which is not installed here; {INSTALL_VISION}")

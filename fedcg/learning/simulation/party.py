@@ -1,4 +1,4 @@
-"""Who takes part in a simulation: everybody's images, secrets and the spec. Fixed for the length of a run; trains nothing."""
+"""Who takes part in a simulation: all clients' images, secrets and the spec. Fixed for the length of a run; trains nothing."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class Roots:
 class Coding(Protocol):
     """What the wire does to numbers, done without a wire. Laws: it can be pickled; the same parts give the same numbers."""
 
-    def aggregate(self, parts: Mapping[Part, Weights]) -> Mapping[Part, Weights]:
-        """An aggregate as both sides have it.
+    def aggregate(self, parts: Mapping[Part, Weights]) -> tuple[Mapping[Part, Weights], int]:
+        """An aggregate as both sides have it, and the bytes it takes.
 
         Raises:
             DivergedError: it can't be coded.
@@ -62,8 +62,8 @@ class Party:
     Attributes:
         spec: complete spec.
         datasets: per client.
-        roots: secrets of all members.
-        common: one test set for everybody, where there is one.
+        roots: secrets of all participants.
+        common: one test set for all, where there is one.
         device: torch device of all training.
         public: [N, C, H, W] uint8 without labels, for the server half of methods that use it.
         precision: of training steps; "bf16" for CUDA devices.

@@ -1,7 +1,7 @@
 """Many clients and the server, round after round, calling exactly the functions that agents and coordinator call.
 
 Order of execution never changes results: every client's streams are its own, and aggregation runs in client-id order. What a
-round consists of is in `simulation_tasks`, who runs it in `runners`.
+round consists of is in `tasks`, who runs it in `runners`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from fedcg.learning.simulation.tasks import (
 from fedcg.learning.training.evaluation import evaluate
 from fedcg.wire.parts import Part
 
-NOBODY_TRAINED = "no client of this round could train"
+NONE_TRAINED = "no client of this round could train"
 _PERSONAL = (Part.EXTRACTOR, Part.CLASSIFIER)
 
 
@@ -94,7 +94,7 @@ def update_of(client: str, result: LocalResult) -> Update:
     """What the server would decode of a local round.
 
     Raises:
-        ValueError: the report does not tell the number of examples.
+        ValueError: the report lacks the number of examples.
     """
     if result.report.examples is None:
         raise ValueError(f"{client}: a report without its number of examples")
@@ -154,7 +154,7 @@ def _decoded(party: Party, server: ServerState) -> ServerState:
     """What server and clients both go on from: the aggregate as the wire brings it."""
     if party.coding is None:
         return server
-    parts = party.coding.aggregate(server.aggregate.parts)
+    parts, _ = party.coding.aggregate(server.aggregate.parts)
     return replace(server, aggregate=replace(server.aggregate, parts=parts))
 
 
@@ -191,7 +191,7 @@ def _aggregate(
 ) -> tuple[ServerState, str | None]:
     """The server's state after a round, and why it stayed what it was, if it did."""
     if not results:
-        return server, NOBODY_TRAINED
+        return server, NONE_TRAINED
     updates = {name: update_of(name, result) for name, result in results.items()}
     spill = MemorySpill()
     try:
@@ -223,7 +223,7 @@ def _measured(party: Party, runner: Runner, now: Simulation, outcomes: Mapping[s
 def _global_accuracy(party: Party, states: Mapping[str, ClientState]) -> float:
     """FedMD-CG's global test accuracy: of the average of the clients' whole models, extractors too, by number of images.
 
-    Measured on the common test set, or on everybody's own test images together where there is none.
+    Measured on the common test set, or on all clients' own test images together where there is none.
     """
     names = sorted(states)
     weights = {name: float(len(party.datasets[name].train)) for name in names}

@@ -45,7 +45,7 @@ class LocalTask:
 
 @dataclass(frozen=True)
 class LocalOutcome:
-    """What a local round came to.
+    """The outcome of a local round.
 
     Attributes:
         result: None where the client could not train; its state from before then still stands.

@@ -20,7 +20,7 @@ class Augmentation:
     """What happens to R images: a window of the padded image is cut out, then it is mirrored or not.
 
     Attributes:
-        spec: says whether to crop and to mirror.
+        spec: whether to crop and to mirror.
         choices: [R, 3] int64, per image the window's top and left in 0..2 * `augment_crop`, and 1 to mirror it; 0 where the spec
             does not ask.
     """

@@ -64,7 +64,7 @@ def calibrated_loss(logits: torch.Tensor, labels: torch.Tensor) -> float:
 
     A model that was trained longer is more confident, and its plain cross-entropy higher at equal accuracy. With a temperature
     of its own for each model this difference is gone. T is sought from 1 to 16: below 1, a model that has a few validation images
-    all right would come to a loss of 0, and nothing could be told from it.
+    all right would come to a loss of 0, and could not be compared.
     """
     return min(float(F.cross_entropy(logits.double() / temperature, labels)) for temperature in _TEMPERATURES)
 
@@ -109,7 +109,7 @@ def generator_spread(
         if bool(live.any()):
             ratios.append((made[live] / truth[live]).mean())
     if not ratios:
-        raise DataError("no class has two images with different features: the generator's spread cannot be told")
+        raise DataError("no class has two images with different features: the generator's spread cannot be measured")
     return float(torch.stack(ratios).mean())
 
 

@@ -119,7 +119,7 @@ class Divergence:
 
         Args:
             student_logits: [B, C].
-            mean: [B, C]; rows of zeros, of a label that nobody has, are finite here and are for the caller to weigh with 0.
+            mean: [B, C]; rows of zeros, of a label that no client has, are finite here and are for the caller to weigh with 0.
 
         Returns:
             [B].

@@ -2,7 +2,7 @@
 
 Weights, optimisers, losses, batch norm's statistics and discriminators (spectral norm) stay in float32: what a network is asked for
 comes back in float32, and autocast keeps the sensitive operations inside it there. The results are others in the third digit,
-so that nobody gets them without asking.
+so they are used only on request.
 """
 
 from __future__ import annotations

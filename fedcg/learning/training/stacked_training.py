@@ -1,7 +1,7 @@
 """The classification of several clients in lock step, their networks stacked: draws, losses and steps as one after the other.
 
 All of a stack take a step together. A batch smaller than the others is filled up with rows that weigh nothing; a client that has
-taken its last step is read off, and what the stack goes on to do in its place counts for nobody.
+taken its last step is read off, and the further steps of the stack in its place are ignored.
 """
 
 from __future__ import annotations

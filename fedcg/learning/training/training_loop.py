@@ -2,7 +2,7 @@
 
 Order of steps is a function of the round's streams alone. Everything that does not depend on the step (augmentation,
 normalisation, noise, a frozen network's outputs) is done for a whole block of batches at once; a step then only slices.
-Optimisers are made afresh in every round (the papers don't say): a device that missed rounds would bring stale moments.
+Optimisers are made afresh in every round (the papers leave it open): a device that missed rounds would bring stale moments.
 """
 
 from __future__ import annotations

@@ -13,22 +13,6 @@ from dataclasses import dataclass, field
 
 from fedcg.wire.errors import MalformedError, TooLargeError, TransportError
 from fedcg.wire.messages.messages import MAX_CHUNK_BYTES, ArtifactRef
-from fedcg.wire.transfer.chunk_window import Ranges, Window
-
-__all__ = [
-    "CHECK_BYTES",
-    "FRAME_OVERHEAD_BYTES",
-    "Chunk",
-    "Ranges",
-    "Window",
-    "check_chunk",
-    "chunk_bytes_for",
-    "chunk_check",
-    "chunk_frame",
-    "chunk_length",
-    "parse_chunk",
-    "read_frame",
-]
 
 MAGIC = b"FCGC"
 _HEAD = struct.Struct(">4s32sI8s")

@@ -142,7 +142,7 @@ class MqttLink(paho.Client):
             self._cause = f"the broker ended it: {reason}"
 
     def _sock_recv(self, bufsize: int) -> bytes:
-        """Read for paho, which asks for the rest of a packet once it knows its kind and length: before there is room for it."""
+        """Read for paho, which asks for the rest of a packet after its kind and length were read, and before there is room for it."""
         self._check_header(self._in_packet["command"], bufsize)
         return super()._sock_recv(bufsize)
 

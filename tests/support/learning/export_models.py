@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,9 @@ import torch
 from PIL import Image
 
 from export.build.install_model import package_personal
+from export.model.preprocess import load_image
+from export.model.runtime import Model
+from fedcg.imaging import Pixels
 from fedcg.learning.networks import build_part, weights_of
 from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice
 from fedcg.wire.parts import Part, ReportField
@@ -30,7 +33,7 @@ loaded = [name for name in ("torch", "paho", "onnx", "safetensors", "fedcg.wire"
 print("LOADED", loaded, file=sys.stderr)
 sys.exit(code)
 """
-"""A program that runs `fedcg` with its arguments and tells on stderr what of the learning core and the wire it loaded."""
+"""A program that runs `fedcg` with its arguments and prints on stderr what of the learning core and the wire it loaded."""
 
 
 def image_form(mode: str = "RGB", height: int = 20, width: int = 24) -> ImageForm:
@@ -104,6 +107,13 @@ def flip_bit(path: Path, position: int) -> None:
     content = bytearray(path.read_bytes())
     content[position] ^= 1
     path.write_bytes(content)
+
+
+def labels_by(directory: Path, images: Sequence[Pixels | Path]) -> list[int]:
+    """The labels under which an installed model is always right."""
+    model = Model.load(directory, threads=1)
+    pixels = [load_image(one, model.manifest.image) if isinstance(one, Path) else one for one in images]
+    return [int(label) for label in model.predict(pixels).argmax(axis=1)]
 
 
 @dataclass(frozen=True)

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
 
 import torch
 
+from fedcg.learning.aggregation.distillation import SHARED, Pair, load_pair
 from fedcg.learning.image_set import ImageSet
-from fedcg.learning.method import RoundContext, Weights
-from fedcg.learning.networks.initial_weights import complete_spec
+from fedcg.learning.method import Aggregate, Aggregator, LocalResult, RoundContext, Update, Weights
+from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import Streams
-from fedcg.learning.simulation.party import Roots
+from fedcg.learning.simulation.party import ClientData, Party, Roots
+from fedcg.learning.simulation.state import Simulation
+from fedcg.learning.simulation.tasks import MemorySpill
 from fedcg.learning.spec import FederationPlan, FederationSpec, ImageForm, NetworkChoice, ParameterValue
+from fedcg.wire.parts import Part
 
 torch.set_num_threads(1)  # several test processes share the cores, and idle threads spin
 
 CLASSES = ("dark", "grey", "light")
+NAMES = ("a", "b", "c")
 GREY = ImageForm(mode="L", height=16, width=16, mean=(0.5,), std=(0.25,))
 QUICK: dict[str, dict[str, ParameterValue]] = {
     "fedcg": {"server_iterations": 6, "server_batch": 4, "ramp_rounds": 2},
@@ -58,7 +65,7 @@ def quick_spec(
 
 
 def bright_images(count: int, seed: int, classes: tuple[str, ...] = CLASSES) -> ImageSet:
-    """Noisy images whose brightness tells their class."""
+    """Noisy images whose brightness depends on their class."""
     stream = torch.Generator().manual_seed(seed)
     labels = torch.arange(count) % len(classes)
     level = 40 + 80 * labels.view(-1, 1, 1, 1)
@@ -86,3 +93,85 @@ def roots_from_seed(seed: int, clients: tuple[str, ...]) -> Roots:
         return b"".join(streams.seed(*purpose, part).to_bytes(8, "big") for part in range(4))
 
     return Roots(secret("cohort"), secret("coordinator"), {name: secret("device", name) for name in clients})
+
+
+def same_parts(first: Mapping[Part, Weights], second: Mapping[Part, Weights]) -> bool:
+    """Whether two sets of parts are equal bit for bit."""
+    return first.keys() == second.keys() and all(same(first[part], second[part]) for part in first)
+
+
+def client_data(name: str, train: int = 24) -> ClientData:
+    """The images of a client of `party_of`."""
+    seed = 10 * NAMES.index(name)
+    return ClientData(bright_images(train, seed), bright_images(9, seed + 1), bright_images(9, seed + 2))
+
+
+def party_of(method: str, names: Iterable[str] = NAMES, **params: ParameterValue) -> Party:
+    """A quick federation of up to three clients, with public images for the methods that need some."""
+    public = bright_images(10, 77).images if get_method(method).needs_public else None
+    datasets = {name: client_data(name) for name in names}
+    return Party(
+        quick_spec(method, **params), datasets, roots_from_seed(0, NAMES), common=bright_images(6, 99), public=public
+    )
+
+
+def assert_same_simulation(one: Simulation, other: Simulation) -> None:
+    """Two simulations that differ in nothing but the time they took."""
+    assert one.rounds == other.rounds
+    for name, curve in one.curves.items():
+        assert [replace(record, seconds=None) for record in curve] == [
+            replace(record, seconds=None) for record in other.curves[name]
+        ]
+        assert same_parts(one.states[name].parts, other.states[name].parts)
+    assert same_parts(one.aggregate.parts, other.aggregate.parts)
+    assert one.aggregate.label_distribution == other.aggregate.label_distribution
+    assert one.global_accuracy == other.global_accuracy
+
+
+def local_round_of(
+    spec: FederationSpec, data: ImageSet, aggregate: Aggregate | None = None, ctx: RoundContext | None = None
+) -> LocalResult:
+    """The first local round of a client that starts from the cohort's initial weights."""
+    method = get_method(spec.method)
+    state = method.init_client(spec, initial_parts(spec, b"cohort"))
+    return method.local_round(state, data, aggregate, ctx or context(spec))
+
+
+def aggregator_of(spec: FederationSpec, ctx: RoundContext | None = None) -> Aggregator:
+    """The server half of a round that starts from the cohort's initial weights."""
+    method = get_method(spec.method)
+    server = method.init_server(spec, initial_parts(spec, b"cohort"))
+    return method.aggregator(server, ctx or context(spec, root=b"coordinator"), MemorySpill())
+
+
+def loaders(updates: Mapping[str, Update], *present: str) -> dict[str, Callable[[], Update]]:
+    """How an aggregator loads the updates of those who are present; all of them when none is named."""
+    return {client: partial(updates.__getitem__, client) for client in present or updates}
+
+
+def merged(merge: Aggregator, updates: Mapping[str, Update], added: Iterable[str] | None = None) -> Aggregate:
+    """Add updates, all unless some are named, and merge all of them."""
+    for client in updates if added is None else added:
+        merge.add(updates[client])
+    return merge.finish(loaders(updates))[0]
+
+
+def round_of_one_client(ctx: RoundContext, images: int) -> tuple[LocalResult, Aggregate]:
+    """The local round of one client and the aggregate of its update alone."""
+    method, initial, data = get_method(ctx.spec.method), initial_parts(ctx.spec, b"cohort"), bright_images(images, 0)
+    server = method.init_server(ctx.spec, initial)
+    result = method.local_round(method.init_client(ctx.spec, initial), data, server.aggregate, ctx)
+    update = Update("a", result.shared.parts, len(data), data.label_counts())
+    return result, merged(method.aggregator(server, ctx, MemorySpill()), {"a": update}, ())
+
+
+def teacher_pairs(count: int) -> tuple[RoundContext, list[Pair]]:
+    """A round of FedMD-CG, and generators and classifiers in eval mode with different initial weights."""
+    spec = quick_spec("fedmd_cg", server_iterations=2, server_batch=6)
+    ctx, pairs = context(spec), []
+    for seed in range(count):
+        parts = initial_parts(spec.model_copy(update={"seed": seed}), b"x")
+        pairs.append(load_pair({part: parts[part] for part in SHARED}, ctx))
+        for half in (pairs[-1].generator, pairs[-1].classifier):
+            half.eval()
+    return ctx, pairs

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import random
 import resource
 import signal
 import subprocess
@@ -21,8 +20,6 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from coordinator.aggregation.worker_messages import JobDone, Updates, WorkerSettings
 from coordinator.pki.signing_keys import SigningIdentity
@@ -37,15 +34,14 @@ from edge_client.identity.keys import AgentKeys, mqtt_config
 from edge_client.messaging.coordinator_link import offline_will
 from edge_client.session.events import TrainRound
 from edge_client.store.private_store import PrivateStore
-from experiments.bench.transport.rounds import NoWorker
+from experiments.bench.transport.rounds import NoWorker, classifier_spec, packed
 from fedcg.event_log import EventLog
-from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice
+from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
-from fedcg.wire.artifacts.artifacts import ArtifactHeader, pack
 from fedcg.wire.messages.enrolment_messages import PresetName
 from fedcg.wire.messages.messages import COORDINATOR, Carrier
 from fedcg.wire.messages.signing import SigningKey
-from fedcg.wire.parts import Part, Report, ReportField, TensorLayout
+from fedcg.wire.parts import Report
 from fedcg.wire.transfer.broker_presets import limits_for
 from fedcg.wire.transfer.partial_files import HEAD_BYTES, RECORD_BYTES
 from fedcg.wire.transport.mqtt import MqttTransport
@@ -60,7 +56,7 @@ FEDERATION = "transfers"
 
 @dataclass(frozen=True)
 class Plan:
-    """What the processes are told."""
+    """The settings of all processes."""
 
     pki: str
     broker_port: int
@@ -81,28 +77,7 @@ class Plan:
         return Plan(**json.loads((root / "plan.json").read_text()))
 
     def spec(self) -> FederationSpec:
-        return FederationSpec(
-            federation=FEDERATION,
-            classes=("x", "y"),
-            image=ImageForm(mode="L", height=8, width=8, mean=(0.5,), std=(0.5,)),
-            network=NetworkChoice(),
-            method="fedcg",
-            params={},
-            rounds=self.rounds,
-            seed=1,
-            upload=(Part.CLASSIFIER,),
-            report=(ReportField.EXAMPLES,),
-            layouts={Part.CLASSIFIER: (TensorLayout(name="weight", dtype="float32", shape=(self.size // 4,)),)},
-        )
-
-
-def packed(spec: FederationSpec, seed: str, **header: Any) -> bytes:
-    """An artifact of the planned size that zstd can't make smaller."""
-    count = spec.layouts[Part.CLASSIFIER][0].shape[0]
-    words = np.frombuffer(random.Random(seed).randbytes(count * 4), dtype="<u4")
-    weights = ((words & 0x807FFFFF) | 0x38000000).view("<f4").astype(np.float32)
-    head = ArtifactHeader(method=spec.method, federation=spec.federation, **header)
-    return pack(head, {Part.CLASSIFIER: {"weight": weights}})
+        return classifier_spec(FEDERATION, self.size, self.rounds)
 
 
 async def run_coordinator(root: Path, started: Callable[[Service], None] = lambda service: None) -> None:

@@ -106,15 +106,15 @@ def test_the_agents_unit_survives_the_killing_of_its_trainer_and_does_not_repeat
 
 @pytest.mark.parametrize("path", ["relative/fedcg", "/opt/a b/fedcg", "/opt/%i/fedcg", "/opt/$HOME/fedcg"])
 def test_a_path_that_systemd_would_interpret_is_refused(path: str) -> None:
-    with pytest.raises(ValueError, match="absolute path"):
-        render_agent_unit(PurePosixPath(path))
+    refused = run_fedcg("agent", "unit", "--executable", path)
+    assert refused.exit_code == 2
+    assert "absolute path" in refused.stderr
 
 
-def test_the_unit_command_prints_the_unit_and_refuses_a_bad_path_with_exit_code_2() -> None:
+def test_the_unit_command_prints_the_unit() -> None:
     printed = run_fedcg("agent", "unit", "--executable", "/srv/fedcg")
     assert printed.exit_code == 0
     assert printed.stdout == render_agent_unit(PurePosixPath("/srv/fedcg"))
-    assert run_fedcg("agent", "unit", "--executable", "srv/fedcg").exit_code == 2
 
 
 @pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda file: file.name)

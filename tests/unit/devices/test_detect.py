@@ -189,16 +189,8 @@ def test_nvml_fills_the_profile_and_what_it_does_not_support_stays_unavailable(m
     assert closed == [True]
 
 
-def test_every_module_of_the_catalogue_names_a_known_chip_and_is_found_by_its_part_number() -> None:
+def test_every_module_of_the_catalogue_is_found_by_its_part_number_and_chip() -> None:
     catalogue = load_catalogue()
-    assert {soc.family: soc.compute_capability for soc in catalogue.soc.values()} == {
-        "Nano": (5, 3),
-        "TX2": (6, 2),
-        "Xavier": (7, 2),
-        "Orin": (8, 7),
-        "Thor": (11, 0),
-    }
-    assert {soc.family for soc in catalogue.soc.values() if soc.can_train} == {"Orin", "Thor"}
     for number, module in catalogue.module.items():
         found = catalogue.identify((f"nvidia,p1111-0000+{number}", f"nvidia,{module.soc}"))
         assert found is not None

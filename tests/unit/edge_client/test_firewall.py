@@ -111,19 +111,6 @@ def test_a_missing_tensor_and_infinity_are_refused_by_name() -> None:
     assert (caught.value.part, caught.value.tensor) == ("generator", "weight")
 
 
-def test_only_report_fields_that_both_allow_leave() -> None:
-    def fields(spec: FederationSpec, policy: PolicySection) -> set[str]:
-        header = unpack(built(spec=spec, policy=policy), {part: LAYOUTS[part] for part in SHARED}).header
-        assert header.report is not None
-        return {field.value for field in header.report.fields()}
-
-    asks_all = toy_spec(report=tuple(field for field in ReportField if field is not ReportField.LABEL_COUNTS))
-    assert fields(asks_all, PolicySection()) == {"examples", "accuracy", "loss", "health"}
-    assert fields(toy_spec(), PolicySection()) == {"examples", "accuracy"}
-    thrifty = PolicySection(allow_report=frozenset({ReportField.EXAMPLES}))
-    assert fields(asks_all, thrifty) == {"examples"}
-
-
 def test_label_counts_leave_only_when_the_owner_allows_them() -> None:
     wants = toy_spec(report=(ReportField.EXAMPLES, ReportField.LABEL_COUNTS))
     with pytest.raises(FirewallError, match="label_counts"):

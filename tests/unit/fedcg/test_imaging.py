@@ -57,16 +57,6 @@ def test_an_image_is_converted_then_resized_bilinearly_and_not_resampled_at_the_
     np.testing.assert_array_equal(fitting, np.asarray(picture(1, 20, 24)))
 
 
-def test_resizing_is_bilinear_and_not_the_nearest_pixel() -> None:
-    half = np.zeros((40, 48, 3), dtype=np.uint8)
-    half[:, 25:] = 200
-    pixels = decode_image(encoded(Image.fromarray(half), "PNG"), image_form())
-    # The edge lies inside column 12 of the resized image: it must be a mixture, and only it and its neighbours.
-    assert 0 < pixels[10, 12, 0] < 200
-    assert pixels[10, 5, 0] == 0
-    assert pixels[10, 20, 0] == 200
-
-
 @pytest.mark.parametrize(
     ("content", "reason"),
     [

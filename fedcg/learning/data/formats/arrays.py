@@ -42,7 +42,7 @@ class ArrayData:
         train: the training part, or everything where the set comes in one piece.
         test: the test part, where there is one.
         val: the validation part, where there is one.
-        classes: class names in label order, where the files tell them.
+        classes: class names in label order, where the files name them.
     """
 
     train: LabelledImages

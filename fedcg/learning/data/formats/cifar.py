@@ -124,7 +124,7 @@ def _pickled_names(path: Path, layout: _Layout) -> tuple[str, ...] | None:
 
 
 class _Array:
-    """Stands in for a numpy array in a pickle: keeps the bytes of its state, whatever else the file says."""
+    """Stands in for a numpy array in a pickle: keeps the bytes of its state, whatever else the file holds."""
 
     content = b""
 
@@ -141,7 +141,7 @@ class _Array:
 
 
 class _Type:
-    """Stands in for numpy's `dtype`; what it says is not needed, since the number of bytes is checked."""
+    """Stands in for numpy's `dtype`; its content is not needed, since the number of bytes is checked."""
 
     def __init__(self, *_: object) -> None:
         pass

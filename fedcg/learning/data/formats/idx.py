@@ -91,7 +91,7 @@ def _read(file: BinaryIO, path: Path, dimensions: int) -> NDArray[np.uint8]:
         raise DataError(f"{path}: declares {shape[0]} labels: over the limit of {MAX_IMAGES}")
     content = file.read(size + 1)
     if len(content) != size:
-        fault = "cut off" if len(content) < size else "longer than it says"
+        fault = "cut off" if len(content) < size else "longer than declared"
         raise DataError(
             f"{path}: {fault}: it declares {list(shape)}, which takes {size} bytes, and {len(content)} are there"
         )

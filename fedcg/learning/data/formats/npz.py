@@ -53,7 +53,7 @@ def read_npz(path: Path) -> ArrayData:
 
 
 def read_unlabelled(path: Path) -> NDArray[np.uint8]:
-    """The images of an `.npz`, whose labels nobody looks at: `images`, `train_images` or `x_train`.
+    """The images of an `.npz`, whose labels are not read: `images`, `train_images` or `x_train`.
 
     Raises:
         DataError: not such a file, no such array, damaged, or over the limit; names it.

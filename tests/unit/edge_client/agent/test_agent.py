@@ -51,6 +51,21 @@ def open_round(world: World, round_number: int = 1, attempt: int = 1) -> None:
     world.coordinator.invite(round_number, attempt)
 
 
+def in_round(make_world: MakeWorld, **changes: object) -> World:
+    """A connected device that is invited to round 1."""
+    world = make_world(**changes)
+    world.connect()
+    open_round(world)
+    return world
+
+
+def training(make_world: MakeWorld) -> World:
+    """A device in round 1 whose training process works until the test lets it go on."""
+    world = in_round(make_world, is_automatic=False)
+    world.coordinator.work_until(lambda: bool(world.trainer.rounds()), "training starts")
+    return world
+
+
 def test_a_whole_federation_of_two_rounds_ends_with_a_chosen_model(make_world: MakeWorld) -> None:
     world = make_world()
     coordinator = world.coordinator
@@ -74,9 +89,7 @@ def test_a_whole_federation_of_two_rounds_ends_with_a_chosen_model(make_world: M
 
 
 def test_a_live_offer_is_received_from_the_broadcast_without_asking(make_world: MakeWorld) -> None:
-    world = make_world()
-    world.connect()
-    open_round(world)
+    world = in_round(make_world)
     world.coordinator.broadcast(aggregate(world))
     world.coordinator.wait(Manifest)
     spec_id, aggregate_id = world.spec.digest, world.coordinator.serve(aggregate(world)).id
@@ -111,9 +124,7 @@ def test_a_device_that_is_not_invited_trains_nothing_and_asks_for_nothing(make_w
 
 def test_an_agent_told_to_upload_its_extractor_refuses_says_why_and_stays_up(make_world: MakeWorld) -> None:
     greedy = toy_spec(upload=(Part.CLASSIFIER, Part.EXTRACTOR, Part.GENERATOR))
-    world = make_world(spec=greedy)
-    world.connect()
-    open_round(world)
+    world = in_round(make_world, spec=greedy)
     decline = world.coordinator.wait(Decline)
     assert decline.reason is DeclineReason.UPLOAD_NOT_ALLOWED
     assert "extractor" in str(world.events("refused")[0]["detail"])
@@ -125,16 +136,12 @@ def test_an_agent_told_to_upload_its_extractor_refuses_says_why_and_stays_up(mak
 
 def test_the_extractor_goes_only_where_the_owner_of_the_device_allows_it(make_world: MakeWorld) -> None:
     greedy = toy_spec(upload=(Part.CLASSIFIER, Part.EXTRACTOR, Part.GENERATOR))
-    world = make_world(spec=greedy, policy=PolicySection(allow_upload=frozenset(Part)))
-    world.connect()
-    open_round(world)
+    world = in_round(make_world, spec=greedy, policy=PolicySection(allow_upload=frozenset(Part)))
     world.coordinator.wait(Accept)
 
 
 def test_a_manifest_is_repeated_until_a_receipt_comes_and_then_never_again(make_world: MakeWorld) -> None:
-    world = make_world()
-    world.connect()
-    open_round(world)
+    world = in_round(make_world)
     first, second = world.coordinator.wait(Manifest), world.coordinator.wait(Manifest)
     assert first.artifact == second.artifact
     assert first.counter < second.counter
@@ -151,9 +158,7 @@ def test_a_manifest_is_repeated_until_a_receipt_comes_and_then_never_again(make_
 
 
 def test_a_restarted_agent_delivers_its_outbox_and_does_not_train_again(make_world: MakeWorld) -> None:
-    world = make_world()
-    world.connect()
-    open_round(world)
+    world = in_round(make_world)
     before = world.coordinator.wait(Manifest)
     world.stop_agent()
     world.coordinator.session = None
@@ -168,9 +173,7 @@ def test_a_restarted_agent_delivers_its_outbox_and_does_not_train_again(make_wor
 
 
 def test_a_trainer_that_dies_after_its_commit_is_not_asked_to_train_again(make_world: MakeWorld) -> None:
-    world = make_world(is_automatic=False)
-    world.connect()
-    open_round(world)
+    world = in_round(make_world, is_automatic=False)
     world.coordinator.wait(Accept)
     world.coordinator.work_until(lambda: bool(world.trainer.rounds()), "training starts")
     command = world.trainer.commands[0]
@@ -184,10 +187,7 @@ def test_a_trainer_that_dies_after_its_commit_is_not_asked_to_train_again(make_w
 
 
 def test_a_trainer_that_dies_before_its_commit_repeats_the_round(make_world: MakeWorld) -> None:
-    world = make_world(is_automatic=False)
-    world.connect()
-    open_round(world)
-    world.coordinator.work_until(lambda: bool(world.trainer.rounds()), "training starts")
+    world = training(make_world)
     world.trainer.deliver(Exited(1001, -9))
     wait_until(lambda: world.trainer.rounds() == [RoundAttempt(1, 1)] * 2, "the same round is trained again")
     world.trainer.work(world.trainer.commands[-1])
@@ -195,10 +195,7 @@ def test_a_trainer_that_dies_before_its_commit_repeats_the_round(make_world: Mak
 
 
 def test_the_network_is_served_while_training_runs(make_world: MakeWorld) -> None:
-    world = make_world(is_automatic=False)
-    world.connect()
-    open_round(world)
-    world.coordinator.work_until(lambda: bool(world.trainer.rounds()), "training starts")
+    world = training(make_world)
     world.coordinator.invite(1)
     assert world.coordinator.wait(Accept).round == 1
     world.coordinator.restart()
@@ -209,10 +206,7 @@ def test_the_network_is_served_while_training_runs(make_world: MakeWorld) -> Non
 
 
 def test_a_round_that_diverges_is_declined_and_the_next_attempt_is_trained(make_world: MakeWorld) -> None:
-    world = make_world(is_automatic=False)
-    world.connect()
-    open_round(world)
-    world.coordinator.work_until(lambda: bool(world.trainer.rounds()), "training starts")
+    world = training(make_world)
     world.trainer.deliver(Failed(RoundAttempt(1, 1), DeclineReason.DIVERGED, "mean loss nan"))
     assert world.coordinator.wait(Decline).reason is DeclineReason.DIVERGED
     open_round(world, 1, attempt=2)
@@ -238,9 +232,7 @@ def test_a_lost_link_is_found_again_with_a_new_session_and_the_will_told_of_it(m
 
 
 def test_a_session_that_the_coordinator_forgot_is_opened_anew_after_silence(make_world: MakeWorld) -> None:
-    world = make_world(clock_speed=8.0)
-    world.connect()
-    open_round(world)
+    world = in_round(make_world, clock_speed=8.0)
     world.coordinator.wait(Manifest)
     world.coordinator.session = None  # it forgets without a new epoch
     world.coordinator.wait(Hello, "after 6 s of silence")
@@ -283,10 +275,7 @@ def test_an_older_offer_and_a_repeated_receipt_are_refused(make_world: MakeWorld
 
 
 def test_a_damaged_download_is_fetched_again(make_world: MakeWorld) -> None:
-    world = make_world(is_automatic=False)
-    world.connect()
-    open_round(world)
-    world.coordinator.work_until(lambda: bool(world.trainer.rounds()), "training starts")
+    world = training(make_world)
     command = world.trainer.commands[0]
     assert isinstance(command, TrainRound)
     world.store.artifacts.path(command.aggregate).write_bytes(b"rotten")
@@ -307,9 +296,7 @@ def test_a_damaged_download_is_fetched_again(make_world: MakeWorld) -> None:
 def test_an_update_that_its_owner_forbade_after_it_was_made_never_leaves(
     make_world: MakeWorld, stricter: PolicySection, told: str
 ) -> None:
-    world = make_world()
-    world.connect()
-    open_round(world)
+    world = in_round(make_world)
     world.coordinator.wait(Manifest)
     world.stop_agent()
     world.coordinator.session = None
@@ -329,10 +316,7 @@ def test_an_update_that_its_owner_forbade_after_it_was_made_never_leaves(
 def test_a_disk_that_is_full_when_the_receipt_comes_does_not_lose_the_next_round(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = make_world(is_automatic=False)
-    world.connect()
-    open_round(world)
-    world.coordinator.work_until(lambda: len(world.trainer.rounds()) == 1, "training starts")
+    world = training(make_world)
     world.trainer.work(world.trainer.commands[-1])
     manifest = world.coordinator.wait(Manifest)
     open_round(world, 2)
@@ -364,9 +348,7 @@ def test_a_training_process_that_cannot_be_started_is_tried_again(
         return start(trainer)
 
     monkeypatch.setattr(FakeTrainer, "start", scarce)
-    world = make_world(clock_speed=8.0)
-    world.connect()
-    open_round(world)
+    world = in_round(make_world, clock_speed=8.0)
     world.coordinator.wait(Manifest)
 
 

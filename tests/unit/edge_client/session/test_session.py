@@ -58,7 +58,8 @@ from fedcg.wire.messages.messages import (
     RoundAttempt,
 )
 
-ADDRESS = {"federation": "shapes", "sender": "coordinator"}
+DIRECT = {"federation": "shapes", "sender": "coordinator", "recipient": "site-1"}
+BROADCAST = {**DIRECT, "recipient": "*"}
 SPEC = ArtifactRef(id="a" * 64, size=1000, chunk_bytes=500)
 OTHER_SPEC = ArtifactRef(id="b" * 64, size=1000, chunk_bytes=500)
 
@@ -75,9 +76,7 @@ def offer(
     round_number: int, attempt: int = 1, *, live: bool = False, spec: ArtifactRef = SPEC, epoch: int = 1
 ) -> Offered:
     message = Offer(
-        federation="shapes",
-        sender="coordinator",
-        recipient="*",
+        **BROADCAST,
         epoch=epoch,
         round=round_number,
         attempt=attempt,
@@ -90,29 +89,15 @@ def offer(
 
 
 def ended() -> Ended:
-    message = Finished(
-        federation="shapes",
-        sender="coordinator",
-        recipient="*",
-        epoch=1,
-        round=3,
-        attempt=1,
-        spec=SPEC,
-        aggregate=aggregate(9),
-    )
-    return Ended(message)
+    return Ended(Finished(**BROADCAST, epoch=1, round=3, attempt=1, spec=SPEC, aggregate=aggregate(9)))
 
 
 def receipt(artifact: str, outcome: Outcome = Outcome.ACCEPTED) -> Receipted:
-    return Receipted(
-        Receipt(federation="shapes", sender="coordinator", recipient="site-1", artifact=artifact, outcome=outcome)
-    )
+    return Receipted(Receipt(**DIRECT, artifact=artifact, outcome=outcome))
 
 
 def need(artifact: str) -> Granted:
-    return Granted(
-        Need(federation="shapes", sender="coordinator", recipient="site-1", artifact=artifact, ranges=((0, 4),))
-    )
+    return Granted(Need(**DIRECT, artifact=artifact, ranges=((0, 4),)))
 
 
 def drive(state: SessionState, *events: Event, now: float = 0.0) -> tuple[SessionState, list[Command]]:
@@ -126,6 +111,11 @@ def drive(state: SessionState, *events: Event, now: float = 0.0) -> tuple[Sessio
 
 def sent(commands: list[Command]) -> list[str]:
     return [command.message.kind for command in commands if isinstance(command, Send)]
+
+
+def reasons(commands: list[Command]) -> list[DeclineReason]:
+    messages = [command.message for command in commands if isinstance(command, Send)]
+    return [message.reason for message in messages if isinstance(message, Decline)]
 
 
 @pytest.fixture
@@ -151,11 +141,6 @@ def training(ready: SessionState) -> SessionState:
     return state
 
 
-def test_the_training_process_is_started_before_anything_else_happens() -> None:
-    fresh = SessionState(federation="shapes", device="site-1")
-    assert drive(fresh, Tick())[1] == [StartTrainer()]
-
-
 def test_hello_is_repeated_every_two_seconds_until_the_welcome() -> None:
     state, commands = drive(SessionState(federation="shapes", device="site-1"), LinkChanged(up=True))
     assert SendHello() in commands
@@ -176,14 +161,6 @@ def test_a_welcome_that_was_queued_when_the_link_broke_opens_no_session(ready: S
     assert not any(isinstance(command, Send) for command in commands)
 
 
-def test_a_new_epoch_asks_for_a_new_session_at_once_and_the_same_epoch_does_not(ready: SessionState) -> None:
-    assert drive(ready, CoordinatorSeen(epoch=1, online=True))[1] == []
-    assert drive(ready, CoordinatorSeen(epoch=2, online=False))[1] == []
-    state, commands = drive(ready, CoordinatorSeen(epoch=2, online=True))
-    assert commands == [SendHello()]
-    assert state.epoch == 2
-
-
 def test_the_spec_is_judged_before_accepting_and_the_aggregate_fetched_meanwhile(ready: SessionState) -> None:
     state, commands = drive(ready, offer(1), Invited(RoundAttempt(1, 1)))
     wants = [command for command in commands if isinstance(command, Want)]
@@ -196,54 +173,16 @@ def test_the_spec_is_judged_before_accepting_and_the_aggregate_fetched_meanwhile
     assert sent(commands) == ["accept"]
 
 
-def test_a_live_offer_waits_for_the_broadcast_before_asking(ready: SessionState) -> None:
-    state, _ = drive(ready, offer(1, live=True), Invited(RoundAttempt(1, 1)))
-    assert [download.ask_after_s for download in state.wanted] == [0.0, 0.5]
-
-
-def test_without_an_invite_chunks_are_only_listened_to(ready: SessionState) -> None:
-    _, commands = drive(ready, offer(1), ArtifactStored(SPEC.id), ArtifactStored(aggregate(1).id))
-    assert not any(isinstance(command, TrainRound | CheckSpec | Send) for command in commands)
-    first = next(command for command in commands if isinstance(command, Want))
-    assert [download.ask_after_s for download in first.downloads] == [None, None]
-
-
 def test_an_invite_before_its_offer_is_remembered(ready: SessionState) -> None:
     state, _ = drive(ready, Invited(RoundAttempt(1, 1)), ArtifactStored(SPEC.id), ArtifactStored(aggregate(1).id))
     _, commands = drive(state, offer(1), SpecChecked(SPEC.id, None))
     assert TrainRound(RoundAttempt(1, 1), SPEC.id, aggregate(1).id) in commands
 
 
-@pytest.mark.parametrize("reason", [DeclineReason.UPLOAD_NOT_ALLOWED, DeclineReason.REPORT_NOT_ALLOWED])
-def test_a_refused_spec_is_declined_with_its_reason_whenever_the_invite_comes(
-    ready: SessionState, reason: DeclineReason
-) -> None:
-    state, commands = drive(
-        ready,
-        offer(1),
-        Invited(RoundAttempt(1, 1)),
-        ArtifactStored(SPEC.id),
-        SpecChecked(SPEC.id, reason),
-        ArtifactStored(aggregate(1).id),
-    )
-    _, again = drive(state, Invited(RoundAttempt(1, 1)))
-    for given_commands in (commands, again):
-        declines = [command.message for command in given_commands if isinstance(command, Send)]
-        assert [decline.reason for decline in declines if isinstance(decline, Decline)] == [reason]
-    assert not any(isinstance(command, TrainRound) for command in commands + again)
-
-
 def test_an_offer_with_another_spec_than_the_private_state_has_is_declined(training: SessionState) -> None:
     state, _ = drive(training, RoundCommitted(RoundAttempt(1, 1), SPEC.id, update(1)), receipt(update(1).id))
     _, commands = drive(state, offer(2, spec=OTHER_SPEC), Invited(RoundAttempt(2, 1)))
-    messages = [command.message for command in commands if isinstance(command, Send)]
-    assert [message.reason for message in messages if isinstance(message, Decline)] == [DeclineReason.SPEC_REFUSED]
-
-
-def test_an_invite_while_training_is_answered_and_starts_nothing(training: SessionState) -> None:
-    _, commands = drive(training, Invited(RoundAttempt(1, 1)))
-    assert sent(commands) == ["accept"]
-    assert not any(isinstance(command, TrainRound) for command in commands)
+    assert reasons(commands) == [DeclineReason.SPEC_REFUSED]
 
 
 def test_the_manifest_backs_off_and_any_grant_resets_it(training: SessionState) -> None:
@@ -266,6 +205,8 @@ def test_a_coordinators_status_opens_a_new_session_unless_a_hello_is_on_its_way(
     assert SendHello() not in commands
     assert SendHello() in drive(state, Tick(), now=2.0)[1]
     state, _ = drive(state, Welcomed(epoch=4), now=0.2)
+    for seen in (CoordinatorSeen(epoch=4, online=True), CoordinatorSeen(epoch=5, online=False)):
+        assert drive(state, seen, now=0.3)[1] == []
     assert SendHello() in drive(state, CoordinatorSeen(epoch=5, online=True), now=0.3)[1]
 
 
@@ -292,40 +233,6 @@ def test_every_outcome_of_a_receipt_ends_the_outbox_entry(training: SessionState
     assert state.delivery is None
 
 
-def test_a_receipt_for_another_artifact_ends_nothing(training: SessionState) -> None:
-    state, _ = drive(training, RoundCommitted(RoundAttempt(1, 1), SPEC.id, update(1)))
-    state, commands = drive(state, receipt("e" * 64))
-    assert commands == []
-    assert state.delivery is not None
-
-
-def test_the_next_round_waits_for_the_receipt_of_the_one_before(training: SessionState) -> None:
-    state, commands = drive(
-        training,
-        RoundCommitted(RoundAttempt(1, 1), SPEC.id, update(1)),
-        offer(2),
-        Invited(RoundAttempt(2, 1)),
-        ArtifactStored(aggregate(2).id),
-    )
-    assert not any(isinstance(command, TrainRound) for command in commands)
-    _, commands = drive(state, receipt(update(1).id, Outcome.LATE))
-    assert TrainRound(RoundAttempt(2, 1), SPEC.id, aggregate(2).id) in commands
-
-
-def test_an_invite_to_an_attempt_that_was_trained_and_receipted_is_declined_not_trained(training: SessionState) -> None:
-    state, _ = drive(training, RoundCommitted(RoundAttempt(1, 1), SPEC.id, update(1)), receipt(update(1).id))
-    _, commands = drive(state, Invited(RoundAttempt(1, 1)))
-    messages = [command.message for command in commands if isinstance(command, Send)]
-    assert [message.reason for message in messages if isinstance(message, Decline)] == [DeclineReason.NOT_ELIGIBLE]
-
-
-def test_a_training_process_that_dies_once_is_replaced_at_once_and_repeats_the_round(training: SessionState) -> None:
-    state, commands = drive(training, TrainerDied())
-    assert commands == [StartTrainer()]
-    _, commands = drive(state, TrainerReady())
-    assert commands == [TrainRound(RoundAttempt(1, 1), SPEC.id, aggregate(1).id)]
-
-
 def test_a_training_process_that_keeps_dying_is_given_ever_more_time_and_then_up(training: SessionState) -> None:
     state, now, pauses = training, 0.0, []
     for death in range(TRAINER_DEATHS):
@@ -337,16 +244,7 @@ def test_a_training_process_that_keeps_dying_is_given_ever_more_time_and_then_up
             now = due
             state, _ = drive(state, Tick(), TrainerReady(), now=now)
     assert pauses == [0.0, 0.5, 1.0, 2.0]
-    declines = [command.message for command in commands if isinstance(command, Send)]
-    assert [decline.reason for decline in declines if isinstance(decline, Decline)] == [DeclineReason.TRAINING_FAILED]
-
-
-def test_a_damaged_aggregate_is_fetched_again_before_the_round_starts_again(training: SessionState) -> None:
-    state, commands = drive(training, ArtifactLost(aggregate(1).id))
-    wants = [command for command in commands if isinstance(command, Want)]
-    assert [download.ref for download in wants[-1].downloads] == [aggregate(1)]
-    _, commands = drive(state, ArtifactStored(aggregate(1).id))
-    assert TrainRound(RoundAttempt(1, 1), SPEC.id, aggregate(1).id) in commands
+    assert reasons(commands) == [DeclineReason.TRAINING_FAILED]
 
 
 def test_the_end_is_finalised_once_and_done_only_when_the_outbox_is_empty(training: SessionState) -> None:
@@ -358,17 +256,6 @@ def test_the_end_is_finalised_once_and_done_only_when_the_outbox_is_empty(traini
     state, commands = drive(state, receipt(update(1).id, Outcome.CLOSED))
     assert Done(succeeded=True) in commands
     assert drive(state, ended(), Tick())[1] == []
-
-
-def test_an_outbox_of_an_earlier_run_is_announced_after_the_welcome() -> None:
-    fresh = SessionState(federation="shapes", device="site-1", committed=RoundAttempt(1, 1), bound_spec=SPEC.id)
-    state, commands = drive(fresh, OutboxFound(RoundAttempt(1, 1), update(1)), LinkChanged(up=True))
-    assert sent(commands) == []
-    _, commands = drive(state, Welcomed(epoch=3))
-    messages = [command.message for command in commands if isinstance(command, Send)]
-    assert [(message.artifact, message.epoch) for message in messages if isinstance(message, Manifest)] == [
-        (update(1), 3)
-    ]
 
 
 ATTEMPTS = [RoundAttempt(round_number, attempt) for round_number in (1, 2, 3) for attempt in (1, 2)]
@@ -400,13 +287,18 @@ trainer_events = st.sampled_from(["commit", "fail", "die", "die after commit", "
 class Shell:
     """Carries out commands against a model of store and training process, and checks the laws at every step."""
 
-    def __init__(self) -> None:
+    def __init__(self, events: list[Event | str]) -> None:
         self.state = SessionState(federation="shapes", device="site-1")
         self.running: RoundAttempt | str | None = None
         self.committed: list[RoundAttempt] = []
         self.outbox: ArtifactRef | None = None
         self.loads = 0  # of the outbox; every other one fails
         self.now = 0.0
+        for event in events:
+            if isinstance(event, str):
+                self.trainer(event)
+            else:
+                self.feed(event)
 
     def feed(self, event: Event) -> None:
         self.now += 0.7
@@ -470,12 +362,7 @@ class Shell:
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.one_of(network_events, trainer_events), max_size=80))
 def test_the_laws_hold_under_every_order_of_events(events: list[Event | str]) -> None:
-    shell = Shell()
-    for event in events:
-        if isinstance(event, str):
-            shell.trainer(event)
-        else:
-            shell.feed(event)
+    shell = Shell(events)
     assert (shell.state.delivery is not None) == (shell.outbox is not None)
     assert len(set(shell.committed)) == len(shell.committed)
 
@@ -483,12 +370,7 @@ def test_the_laws_hold_under_every_order_of_events(events: list[Event | str]) ->
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.one_of(network_events, trainer_events), max_size=40))
 def test_whatever_happened_before_a_quiet_coordinator_brings_the_device_to_the_end(events: list[Event | str]) -> None:
-    shell = Shell()
-    for event in events:
-        if isinstance(event, str):
-            shell.trainer(event)
-        else:
-            shell.feed(event)
+    shell = Shell(events)
     for event in (
         LinkChanged(up=True),
         Welcomed(epoch=9),

@@ -57,13 +57,13 @@ def test_callers_count_what_was_answered_with_200_and_what_was_not() -> None:
 @pytest.mark.slow
 def test_the_quick_measurement_gives_every_figure_and_loses_no_request() -> None:
     run = subprocess.run([*FEDCG, "--quick", "--json"], capture_output=True, check=True, timeout=200)
-    told = json.loads(run.stdout)
-    assert (told["kind"], told["format"], set(told["setting"])) == (
+    record = json.loads(run.stdout)
+    assert (record["kind"], record["format"], set(record["setting"])) == (
         "bench infer",
         1,
         {"images", "repeats", "callers", "requests", "swaps", "side"},
     )
-    found = told["lenet5"]
+    found = record["lenet5"]
     for name in ("speedup_vs_eager", "eager_ms", "onnxruntime_ms", "ready_s", "rss_mb", "fp16_vs_fp32", "int8_vs_fp32"):
         assert found[name] > 0
     for name in ("batches", "single"):

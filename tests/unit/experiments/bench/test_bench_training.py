@@ -48,7 +48,7 @@ def test_measurements_are_taken_in_turn_and_their_medians_told() -> None:
     assert order == ["a", "b", "a", "b", "a", "b"]
 
 
-def test_every_stage_that_a_card_is_measured_on_runs_and_counts_its_operations() -> None:
+def test_every_stage_that_a_gpu_is_measured_on_runs_and_counts_its_operations() -> None:
     network = NetworkChoice(split="lenet5", generator="mlp", discriminator="mlp", noise_dim=8)
     setting = Setting(
         plain=False, network=network, passes="joint", batch=4, images=8, steps=2, teachers=1, graphs=False
@@ -59,7 +59,7 @@ def test_every_stage_that_a_card_is_measured_on_runs_and_counts_its_operations()
     assert counted[Stage.CLASSIFY] > 2 * 3 * 2 * 4 * (400 * 120 + 120 * 84 + 84 * 10)
 
 
-def test_a_share_of_the_peak_is_told_of_known_cards_alone() -> None:
+def test_a_share_of_the_peak_is_given_for_known_gpus_alone() -> None:
     assert gpu.peak_flops("NVIDIA H100 PCIe") == 51e12
     assert gpu.peak_flops("NVIDIA H100 80GB HBM3") == 67e12
     assert gpu.peak_flops("NVIDIA A100-SXM4-40GB") == 19.5e12
@@ -84,12 +84,12 @@ def test_a_graph_launches_fewer_kernels_than_its_step() -> None:
 def test_the_quick_measurements_print_their_ratios_as_json() -> None:
     one_thread = ["--threads", "1", "--quick", "--json"]
     run = subprocess.run([*FEDCG, "bench", "round", "--processes", "1", *one_thread], capture_output=True, check=True)
-    told = json.loads(run.stdout)
-    assert told["extrapolated"] == {"epochs": [1, 20], "server_iterations": [5, 2000]}
+    record = json.loads(run.stdout)
+    assert record["extrapolated"] == {"epochs": [1, 20], "server_iterations": [5, 2000]}
     for name in ("equal_maths", "joint_pass", "compact"):
-        assert told[f"speedup_{name}"] == told[name]["speedup"]["round"] > 0
-        expected = told["reference_seconds"]["round"] / told[name]["seconds"]["round"]
-        assert told[f"speedup_{name}"] == pytest.approx(expected, rel=1e-2)
+        assert record[f"speedup_{name}"] == record[name]["speedup"]["round"] > 0
+        expected = record["reference_seconds"]["round"] / record[name]["seconds"]["round"]
+        assert record[f"speedup_{name}"] == pytest.approx(expected, rel=1e-2)
     run = subprocess.run(
         [*FEDCG, "bench", "train", "--networks", "mlp/mlp", "--batch", "8", *one_thread],
         capture_output=True,

@@ -20,9 +20,9 @@ def test_small_artifacts_come_from_as_many_sessions_as_fill_the_window() -> None
 def test_the_ratio_is_our_throughput_over_that_of_paho_by_medians() -> None:
     measured = Measured(Case(1000, 16, 1), ours_s=(4.0, 2.0, 9.0), paho_s=(1.0, 2.0, 3.0))
     assert measured.ratio == 0.5
-    told = as_json([measured])[0]
-    assert told["ratio"] == 0.5
-    assert (told["ours_mb_per_s"], told["paho_mb_per_s"]) == (0.0, 0.0)  # 1000 bytes in 4 s and in 2 s
+    shown = as_json([measured])[0]
+    assert shown["ratio"] == 0.5
+    assert (shown["ours_mb_per_s"], shown["paho_mb_per_s"]) == (0.0, 0.0)  # 1000 bytes in 4 s and in 2 s
     assert Measured(Case(1_000_000, 16, 6, sessions=2), (4.0, 3.0, 9.0), (2.0,)).mb_per_s((4.0, 3.0, 9.0)) == 3.0
 
 

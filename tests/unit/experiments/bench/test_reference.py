@@ -65,7 +65,7 @@ def doubles() -> Iterator[None]:
 
 
 @pytest.fixture
-def heard(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+def watched(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """By the name of a stage its mean loss, as our training watches it for divergence; every case is one block of batches."""
     check, means = LossMeter.check, {}
 
@@ -119,7 +119,7 @@ def params_of(ctx: RoundContext) -> fedcg.FedcgParams:
 
 @pytest.mark.parametrize(("steps", "crop"), [(1, 0), (STEPS, 0), (STEPS, 4)])
 def test_classification_with_the_feature_loss_takes_the_same_steps_as_the_reference(
-    steps: int, crop: int, heard: dict[str, float]
+    steps: int, crop: int, watched: dict[str, float]
 ) -> None:
     ctx, ours, theirs = case("conv", "conv_published", steps, crop)
     data = colour_images(20)
@@ -129,7 +129,7 @@ def test_classification_with_the_feature_loss_takes_the_same_steps_as_the_refere
     loss = train_classifier(ours.extractor, ours.classifier, data, params_of(ctx), ctx, penalty)
     expected = classify(theirs, data, params_of(ctx), ctx)
     assert len(expected) == steps
-    assert heard["classification with penalties"] == mean_of(expected)
+    assert watched["classification with penalties"] == mean_of(expected)
     assert 0 < loss < sum(expected) / steps  # ours reports the cross-entropy alone
     assert any(not torch.equal(before[name], tensor) for name, tensor in weights_of(ours.extractor).items())
     assert furthest(ours.extractor, theirs.extractor) < 1e-5
@@ -142,7 +142,7 @@ def test_the_gan_takes_the_same_steps_as_the_reference(
     discriminator: str,
     steps: int,
     crop: int,
-    heard: dict[str, float],
+    watched: dict[str, float],
     request: pytest.FixtureRequest,
 ) -> None:
     # In float64, so that a difference is one in the maths, not in the order of additions.
@@ -154,7 +154,7 @@ def test_the_gan_takes_the_same_steps_as_the_reference(
     source = FeatureSource(ours.extractor, data, ctx.spec)
     fedcg.train_gan(ours.generator, ours.discriminator, source, params_of(ctx), ctx)
     expected = train_gan(theirs, data, params_of(ctx), ctx)
-    assert heard["generator and discriminator"] == mean_of(expected)
+    assert watched["generator and discriminator"] == mean_of(expected)
     assert furthest(ours.generator, before) > 1e-5
     assert furthest(ours.generator, theirs.generator) < 1e-9
     assert furthest(ours.discriminator, theirs.discriminator) < 1e-9
@@ -180,7 +180,7 @@ def test_one_step_of_the_gan_agrees_in_float32(generator: str, discriminator: st
 
 @pytest.mark.parametrize("kind", ["conv", "mlp"])
 @pytest.mark.parametrize("steps", [1, STEPS])
-def test_the_student_takes_the_same_steps_as_the_reference(kind: str, steps: int, heard: dict[str, float]) -> None:
+def test_the_student_takes_the_same_steps_as_the_reference(kind: str, steps: int, watched: dict[str, float]) -> None:
     ctx, student, theirs = case(kind, "mlp", 1)
     settings = Distillation(steps, 8, 3e-4, 1e-4)
     bank = draw_bank(ctx.streams, settings.rows, 8, uniform(3))
@@ -201,6 +201,6 @@ def test_the_student_takes_the_same_steps_as_the_reference(kind: str, steps: int
     )
     losses = distil(Pair(theirs.generator, theirs.classifier), teachers, bank, settings)
     assert len(losses) == steps
-    assert heard["distillation"] == mean_of(losses)
+    assert watched["distillation"] == mean_of(losses)
     assert furthest(student.generator, theirs.generator) < 1e-5
     assert furthest(student.classifier, theirs.classifier) < 1e-5

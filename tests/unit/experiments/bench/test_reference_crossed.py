@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 from torch import nn
@@ -21,18 +19,18 @@ from fedcg.learning.spec import NetworkChoice, ParameterValue
 from fedcg.learning.training.losses import Divergence
 from fedcg.learning.training.training_loop import FeatureSource, train_classifier
 from fedcg.wire.parts import Part
-from tests.support.learning.learning_cases import context, plan
+from tests.support.learning.learning_cases import context, merged, plan
 from tests.unit.experiments.bench.test_reference import (
     COLOUR,
     colour_images,
     doubles,
     furthest,
-    heard,
     in_double,
     mean_of,
+    watched,
 )
 
-__all__ = ["doubles", "heard"]  # fixtures
+__all__ = ["doubles", "watched"]  # fixtures
 
 PRINT: dict[str, ParameterValue] = {"diversity": "normalised"}
 CODE: dict[str, ParameterValue] = {
@@ -65,7 +63,7 @@ def params_of(ctx: RoundContext) -> fedmd_cg.FedmdCgParams:
 @pytest.mark.parametrize(("params", "split", "crop"), [(PRINT, "lenet5_relu", 0), (CODE, "cnn_bn", 4)])
 @pytest.mark.parametrize("steps", [1, 3])
 def test_the_classifier_takes_the_same_steps_as_the_reference(
-    steps: int, params: dict[str, ParameterValue], split: str, crop: int, heard: dict[str, float]
+    steps: int, params: dict[str, ParameterValue], split: str, crop: int, watched: dict[str, float]
 ) -> None:
     ctx, ours, theirs = case(steps, params, split, crop)
     data = colour_images(20)
@@ -74,7 +72,7 @@ def test_the_classifier_takes_the_same_steps_as_the_reference(
     loss = train_classifier(ours.extractor, ours.classifier, data, params_of(ctx), ctx, penalty)
     expected = classify(theirs, data, P_OF_Y, params_of(ctx), ctx)
     assert len(expected) == steps
-    assert heard["classification with penalties"] == mean_of(expected)
+    assert watched["classification with penalties"] == mean_of(expected)
     assert 0 < loss < sum(expected) / steps  # ours reports the cross-entropy alone
     assert any(not torch.equal(before[name], tensor) for name, tensor in weights_of(ours.classifier).items())
     assert furthest(ours.extractor, theirs.extractor) < 1e-5
@@ -87,7 +85,7 @@ def test_the_generator_takes_the_same_steps_as_the_reference(
     steps: int,
     crop: int,
     params: dict[str, ParameterValue],
-    heard: dict[str, float],
+    watched: dict[str, float],
     request: pytest.FixtureRequest,
 ) -> None:
     ctx, ours, theirs = case(steps, params, crop=crop)
@@ -101,7 +99,7 @@ def test_the_generator_takes_the_same_steps_as_the_reference(
     fedmd_cg.train_generator(ours.generator, ours.classifier, source, params_of(ctx), ctx)
     expected = train_generator(theirs, data, params_of(ctx), ctx)
     assert len(expected) == steps
-    assert heard["generator"] == mean_of(expected)
+    assert watched["generator"] == mean_of(expected)
     assert furthest(ours.generator, before) > 1e-5
     assert furthest(ours.generator, theirs.generator) < 1e-9
 
@@ -121,16 +119,14 @@ def test_the_crossed_student_takes_the_same_steps_as_the_reference(steps: int, d
         teachers.append(Pair(plain(pair.generator), plain(pair.classifier)))
     state = ServerState(Aggregate({}))
     aggregator = CrossedAggregator(settings, Crossing("exact", 32, divergence), state, ctx, MemorySpill())
-    for update in updates.values():
-        aggregator.add(update)
-    aggregate, _ = aggregator.finish({name: partial(updates.__getitem__, name) for name in updates})
+    aggregate = merged(aggregator, updates)
     p = torch.tensor(counts, dtype=torch.float64).sum(0) / 20
     bank = draw_bank(ctx.streams, settings.rows, 8, p)
-    merged = {
+    mean = {
         part: {name: (one + updates["b"].parts[part][name]) / 2 for name, one in updates["a"].parts[part].items()}
         for part in (Part.GENERATOR, Part.CLASSIFIER)
     }
-    start = load_pair(merged, ctx)
+    start = load_pair(mean, ctx)
     student = Pair(plain(start.generator), plain(start.classifier))
     losses = distil_crossed(student, teachers, label_shares(counts), bank, settings, divergence)
     assert len(losses) == steps

@@ -23,8 +23,9 @@ def test_a_user_batches_clients_by_an_option(tmp_path: Path) -> None:
     assert curves[0] == [pytest.approx(loss, abs=1e-4) for loss in curves[1]]
 
 
-def test_batched_clients_share_one_process(tmp_path: Path) -> None:
+def test_batched_clients_with_several_processes_are_refused_before_anything_is_written(tmp_path: Path) -> None:
     command = ["--batched-clients", "--workers", "2", "--out", str(tmp_path / "out")]
     refused = run_fedcg("simulate", *command)
     assert refused.exit_code == 2
     assert "leave out --workers" in refused.output
+    assert not (tmp_path / "out").exists()

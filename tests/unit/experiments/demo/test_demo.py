@@ -1,4 +1,4 @@
-"""The demo's bookkeeping: diaries become times, accuracies and a table; options become a plan; the order of the steps."""
+"""The demo's bookkeeping: event logs become times, accuracies and a table; options become a plan; the order of the steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from experiments.data.partition_folders import ClientFolder, Prepared
-from experiments.demo.event_follower import AgentStory, CoordinatorStory, Follower
+from experiments.demo.event_follower import AgentHistory, CoordinatorHistory, Follower
 from experiments.demo.plots import accuracy_over_rounds
 from experiments.demo.progress import Progress
 from experiments.demo.run_folder import new_run, resumed_run, write_secrets
@@ -66,20 +66,20 @@ def coordinator_events() -> list[dict[str, object]]:
 
 
 @pytest.fixture
-def stories() -> tuple[list[AgentStory], CoordinatorStory]:
-    agents = [AgentStory("client-1"), AgentStory("client-2")]
+def histories() -> tuple[list[AgentHistory], CoordinatorHistory]:
+    agents = [AgentHistory("client-1"), AgentHistory("client-2")]
     agents[0].take(agent_events(0.0, 0.75))
     agents[1].take(agent_events(2.0, 0.85))
-    coordinator = CoordinatorStory()
+    coordinator = CoordinatorHistory()
     coordinator.take(coordinator_events())
     return agents, coordinator
 
 
-def test_seconds_follow_the_critical_path_by_hand(stories: tuple[list[AgentStory], CoordinatorStory]) -> None:
+def test_seconds_follow_the_critical_path_by_hand(histories: tuple[list[AgentHistory], CoordinatorHistory]) -> None:
     # Round 1: available 102.5, last verified 105 (2.5); client-2's commit 109, receipt 109.25 (0.25); stored 112 (2.75).
     # Round 2: available 112, verified 113 (1.0); commit 117, receipt 117.25 (0.25); stored 120 (2.75).
     # Final: available 120, verified 121 (1.0); last export 126 (5.0). Train: 105.5..109 and 113.5..117.
-    times = seconds(*stories, started=100.0, ended=130.0)
+    times = seconds(*histories, started=100.0, ended=130.0)
     assert times.total == 30.0
     assert times.startup == 5.5
     assert times.transport == pytest.approx(2.5 + 0.25 + 1.0 + 0.25 + 1.0)
@@ -88,9 +88,9 @@ def test_seconds_follow_the_critical_path_by_hand(stories: tuple[list[AgentStory
     assert times.export == pytest.approx(5.0)
 
 
-def test_of_a_resumed_run_only_the_later_rounds_count(stories: tuple[list[AgentStory], CoordinatorStory]) -> None:
+def test_of_a_resumed_run_only_the_later_rounds_count(histories: tuple[list[AgentHistory], CoordinatorHistory]) -> None:
     # Resumed at 112.5: round 1 is over; round 2's aggregate was there before, so its transport counts from 112.5 on.
-    times = seconds(*stories, started=112.5, ended=130.0)
+    times = seconds(*histories, started=112.5, ended=130.0)
     assert times.train == pytest.approx(3.5)
     assert times.transport == pytest.approx(0.5 + 0.25 + 1.0)
     assert times.startup == pytest.approx(1.0)
@@ -115,21 +115,23 @@ WIRE: dict[str, Any] = {
 }
 
 
-def summary_of(stories: tuple[list[AgentStory], CoordinatorStory], tmp_path: Path) -> dict[str, Any]:
+def summary_of(histories: tuple[list[AgentHistory], CoordinatorHistory], tmp_path: Path) -> dict[str, Any]:
     folders = tuple(ClientFolder(name, tmp_path / name, (10, 20), (3, 4)) for name in ("client-1", "client-2"))
     return summarise(
         setting=Setting(rounds=2).model_dump(mode="json"),
         broker="mosquitto",
-        times=seconds(*stories, started=100.0, ended=130.0),
+        times=seconds(*histories, started=100.0, ended=130.0),
         prepared=Prepared(("a", "b"), folders, tmp_path / "common", 5),
-        agents=stories[0],
+        agents=histories[0],
         wire=WIRE,
         versions={"torch": "2"},
     )
 
 
-def test_the_summary_has_the_promised_keys(stories: tuple[list[AgentStory], CoordinatorStory], tmp_path: Path) -> None:
-    summary = json.loads(json.dumps(summary_of(stories, tmp_path)))
+def test_the_summary_has_the_promised_keys(
+    histories: tuple[list[AgentHistory], CoordinatorHistory], tmp_path: Path
+) -> None:
+    summary = json.loads(json.dumps(summary_of(histories, tmp_path)))
     promised = {"method", "rounds", "data", "broker", "seconds", "parts_on_wire", "fields_on_wire", "clients"}
     assert promised <= set(summary)
     assert set(summary["seconds"]) == {"total", "startup", "train", "transport", "aggregate", "export"}
@@ -146,18 +148,18 @@ def test_the_summary_has_the_promised_keys(stories: tuple[list[AgentStory], Coor
 
 
 def test_what_crossed_is_taken_from_the_observer_alone(
-    stories: tuple[list[AgentStory], CoordinatorStory], tmp_path: Path
+    histories: tuple[list[AgentHistory], CoordinatorHistory], tmp_path: Path
 ) -> None:
-    first, second = summary_of(stories, tmp_path)["clients"]
+    first, second = summary_of(histories, tmp_path)["clients"]
     assert (first["parts_on_wire"], first["fields_on_wire"]) == (["classifier", "generator"], ["examples"])
     assert (second["parts_on_wire"], second["uplink_bytes_per_round"]) == ([], 0)
 
 
 def test_the_table_is_readable_at_100_columns(
-    stories: tuple[list[AgentStory], CoordinatorStory], tmp_path: Path
+    histories: tuple[list[AgentHistory], CoordinatorHistory], tmp_path: Path
 ) -> None:
     console = Console(file=io.StringIO(), width=100)
-    console.print(table(summary_of(stories, tmp_path)))
+    console.print(table(summary_of(histories, tmp_path)))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert max(map(len, text.splitlines())) <= 100
     for word in ("client-1", "75.0", "80.0", "personal", "ONNX", "classifier", "generator", "examples", "500"):
@@ -166,11 +168,11 @@ def test_the_table_is_readable_at_100_columns(
 
 
 def test_the_live_table_and_the_lines_show_where_everybody_is(
-    stories: tuple[list[AgentStory], CoordinatorStory],
+    histories: tuple[list[AgentHistory], CoordinatorHistory],
 ) -> None:
     console = Console(file=io.StringIO(), width=100)
     progress = Progress(console, 2)
-    agents, coordinator = stories
+    agents, coordinator = histories
     agents[1].problems.append("round 2: rejected because")
     with progress.shown():
         progress.show(agents, coordinator)
@@ -183,7 +185,7 @@ def test_the_live_table_and_the_lines_show_where_everybody_is(
     assert "50.0 / 75.0" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def test_a_diary_is_followed_line_by_line_and_a_torn_line_waits(tmp_path: Path) -> None:
+def test_an_event_log_is_followed_line_by_line_and_a_torn_line_waits(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     follower = Follower(path)
     assert list(follower.new()) == []
@@ -196,7 +198,7 @@ def test_a_diary_is_followed_line_by_line_and_a_torn_line_waits(tmp_path: Path) 
 
 
 def test_a_pause_and_a_refusal_are_noticed() -> None:
-    coordinator, agent = CoordinatorStory(), AgentStory("client-1")
+    coordinator, agent = CoordinatorHistory(), AgentHistory("client-1")
     coordinator.take([event(1, "paused", reason="quorum missed")])
     agent.take([event(1, "receipt", round=1, outcome="rejected", reason="norm"), event(2, "trainer_died", pid=3)])
     assert coordinator.paused == "quorum missed"
@@ -250,8 +252,8 @@ def test_a_run_is_resumed_with_its_own_options_ports_and_steps(tmp_path: Path) -
         resumed_run(tmp_path)
 
 
-def test_the_picture_is_a_png(stories: tuple[list[AgentStory], CoordinatorStory], tmp_path: Path) -> None:
-    summary = summary_of(stories, tmp_path)
+def test_the_picture_is_a_png(histories: tuple[list[AgentHistory], CoordinatorHistory], tmp_path: Path) -> None:
+    summary = summary_of(histories, tmp_path)
     accuracy_over_rounds(summary["curves"], tmp_path / "accuracy.png", "fedcg")
     assert (tmp_path / "accuracy.png").read_bytes().startswith(b"\x89PNG")
 

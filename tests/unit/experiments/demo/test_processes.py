@@ -1,4 +1,4 @@
-"""A demo's processes: output in logs, failures told with their last words, and nobody left behind."""
+"""A demo's processes: output in logs, failures named with their last lines, and no process left behind."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_children_are_gone_after_an_error_too(tmp_path: Path) -> None:
     assert not is_alive(pids[0])
 
 
-def test_a_child_that_ends_before_its_line_or_never_says_it_is_an_error(tmp_path: Path) -> None:
+def test_a_child_that_ends_before_its_line_or_never_prints_it_is_an_error(tmp_path: Path) -> None:
     async def go(code: str, deadline_s: float) -> None:
         async with children(tmp_path) as started:
             child = await started.start("talker", [sys.executable, "-c", code])
@@ -85,7 +85,7 @@ def test_a_child_that_ends_before_its_line_or_never_says_it_is_an_error(tmp_path
 
     with pytest.raises(ProcessError, match="ended with exit code 0"):
         asyncio.run(go("print('hello')", 10))
-    with pytest.raises(ProcessError, match="did not say 'ready'"):
+    with pytest.raises(ProcessError, match="did not print 'ready'"):
         asyncio.run(go("import time; time.sleep(600)", 0.2))
 
 

@@ -104,8 +104,8 @@ def test_enough_runs_side_by_side_to_keep_every_slot_busy_and_no_more() -> None:
     assert lanes_for(runs=30, clients=4, slots=2, gpus=None) == 2
     assert lanes_for(runs=30, clients=10, slots=64, gpus=None) == 8  # 6 runs fill 60 slots
     assert lanes_for(runs=1000, clients=1, slots=1000, gpus=None) == MOST_LANES
-    assert lanes_for(runs=30, clients=4, slots=64, gpus=2) == 2  # each run's server half holds a part of a card
-    assert lanes_for(runs=30, clients=4, slots=64, gpus=0) == 1  # it is told that there is none
+    assert lanes_for(runs=30, clients=4, slots=64, gpus=2) == 2  # each run's server half holds a part of a GPU
+    assert lanes_for(runs=30, clients=4, slots=64, gpus=0) == 1  # refused later: there is none
 
 
 def test_more_threads_than_cpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -142,8 +142,8 @@ def test_without_tensorboard_nothing_is_begun(tmp_path: Path, monkeypatch: pytes
 def test_a_batch_fills_its_folder_and_does_nothing_twice(tmp_path: Path) -> None:
     first = call(tmp_path / "runs", "--method local --method fedavg --seeds 0,1 --json --no-shadow")
     assert first.exit_code == 0, first.output
-    told = json.loads(first.stdout)
-    assert [(run["method"], run["seed"]) for run in told["runs"]] == [
+    shown = json.loads(first.stdout)
+    assert [(run["method"], run["seed"]) for run in shown["runs"]] == [
         ("local", 0), ("fedavg", 0), ("local", 1), ("fedavg", 1)
     ]  # fmt: skip
     folder = tmp_path / "runs"
@@ -178,11 +178,11 @@ def test_a_run_that_fails_does_not_end_the_others(tmp_path: Path) -> None:
     text = "--method fedavg --method local --set fedavg.lr=1e18 --set fedavg.optimiser=sgd --json --no-plot --no-tensorboard"
     done = call(tmp_path / "runs", text)
     assert done.exit_code == 1
-    told = json.loads(done.stdout)
-    assert [run["method"] for run in told["runs"]] == ["local"]
-    assert [failure["run"] for failure in told["failures"]] == ["digits-fedavg-seed0"]
+    shown = json.loads(done.stdout)
+    assert [run["method"] for run in shown["runs"]] == ["local"]
+    assert [failure["run"] for failure in shown["failures"]] == ["digits-fedavg-seed0"]
     assert "RunError" in (tmp_path / "runs" / ".state" / "digits-fedavg-seed0.traceback.txt").read_text()
-    assert json.loads((tmp_path / "runs" / "failures.json").read_text())["failures"] == told["failures"]
+    assert json.loads((tmp_path / "runs" / "failures.json").read_text())["failures"] == shown["failures"]
 
 
 def test_a_run_whose_server_never_merged_says_so_beside_its_figures(tmp_path: Path) -> None:

@@ -64,11 +64,11 @@ def agrees(record: dict[str, Any], party: Party, now: Simulation, column: str, f
     compared = 0
     for client in record["clients"]:
         for at, mine in enumerate(now.curves.get(client["id"], ())):
-            told, got = client["curve"][column][at], getattr(mine, figure)
-            assert (told is None) == (got is None)
-            if told is not None:
+            recorded, got = client["curve"][column][at], getattr(mine, figure)
+            assert (recorded is None) == (got is None)
+            if recorded is not None:
                 off = LOSS_OFF if column == "loss" else IMAGES_OFF / len(party.datasets[client["id"]].test)
-                assert got == pytest.approx(told, abs=off), (client["id"], column, at)
+                assert got == pytest.approx(recorded, abs=off), (client["id"], column, at)
                 compared += 1
     return compared
 

@@ -9,16 +9,8 @@ import pytest
 from export.build.accuracy_gate import pass_gate
 from export.errors import GateError
 from export.model.manifest import read_manifest
-from export.model.preprocess import load_image
-from export.model.runtime import Model
 from export.model.versions import Slots
-from tests.support.learning.export_models import TestImages, image_form, install_model
-
-
-def _named_by(directory: Path, images: TestImages) -> list[int]:
-    """Labels under which this model is always right."""
-    predicted = Model.load(directory, threads=1).predict([load_image(one, image_form()) for one in images.files])
-    return [int(label) for label in predicted.argmax(axis=1)]
+from tests.support.learning.export_models import TestImages, install_model, labels_by
 
 
 def test_the_first_version_has_nothing_to_be_compared_with(tmp_path: Path, images: TestImages) -> None:
@@ -28,7 +20,7 @@ def test_the_first_version_has_nothing_to_be_compared_with(tmp_path: Path, image
 
 def test_a_worse_model_is_not_installed_and_the_one_in_service_stays(tmp_path: Path, images: TestImages) -> None:
     first = install_model(tmp_path, seed=1, images=images)
-    labels = _named_by(first, images)
+    labels = labels_by(first, images.files)
     with pytest.raises(GateError, match=r"version 0001 in service 100\.0%"):
         install_model(tmp_path, seed=2, images=TestImages(images.files, labels), gate=0.01)
     assert Slots(tmp_path).current() == first
@@ -37,7 +29,7 @@ def test_a_worse_model_is_not_installed_and_the_one_in_service_stays(tmp_path: P
 
 def test_a_model_that_is_good_enough_says_against_what(tmp_path: Path, images: TestImages) -> None:
     first = install_model(tmp_path, seed=1, images=images)
-    labels = _named_by(first, images)
+    labels = labels_by(first, images.files)
     second = install_model(tmp_path, seed=2, images=TestImages(images.files, labels), gate=1.0)
     gate = read_manifest(second).gate
     assert gate is not None

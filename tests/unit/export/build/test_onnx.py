@@ -18,7 +18,6 @@ from export.build.to_onnx import OPSET, export_personal
 from export.errors import ConversionError, InputError, ManifestError, TamperedError, VerificationError
 from export.model.manifest import read_manifest, write_manifest
 from export.model.preprocess import load_image
-from export.model.providers import available_providers
 from export.model.runtime import Model, Predictor
 from export.model.versions import Slots
 from fedcg.imaging import Pixels
@@ -283,19 +282,6 @@ def test_a_manifest_that_describes_another_model_is_refused(model_dir: Path) -> 
 def test_bytes_that_are_no_model_are_refused_with_the_files_name(spec: FederationSpec) -> None:
     with pytest.raises(ManifestError, match=r"garbage\.onnx: onnxruntime cannot load it"):
         Predictor(b"garbage", spec.image, 3, name="garbage.onnx")
-
-
-def test_the_best_available_provider_is_asked_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    everything = [
-        "CPUExecutionProvider",
-        "AzureExecutionProvider",
-        "CUDAExecutionProvider",
-        "TensorrtExecutionProvider",
-    ]
-    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: everything)
-    assert available_providers() == ("TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider")
-    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: everything[:2])
-    assert available_providers() == ("CPUExecutionProvider",)
 
 
 @pytest.mark.parametrize("split", [pytest.param("resnet18@layer3", marks=pytest.mark.slow), "mobilenet_v3_small"])

@@ -26,6 +26,7 @@ from tests.support.learning.export_models import (
     flip_bit,
     image_form,
     install_model,
+    labels_by,
     picture,
     write_images,
 )
@@ -43,8 +44,7 @@ def directory(tmp_path: Path) -> Path:
 def held_out(directory: Path, folder: Path) -> HeldOut:
     """Labelled by the model itself, so that float32 gets all of them right."""
     pictures, _ = labelled_images(folder, CLASSES, FORM)
-    labels = Model.load(directory, threads=1).predict(pictures).argmax(axis=1)
-    return HeldOut(pictures, [int(label) for label in labels], pictures[:8])
+    return HeldOut(pictures, labels_by(directory, pictures), pictures[:8])
 
 
 def _by_name(manifest: Manifest) -> Mapping[str, Variant]:
@@ -167,7 +167,7 @@ def test_a_model_without_preprocessing_has_variants_without(folder: Path, tmp_pa
     clock(fp32=3.0, fp16=2.0, int8=1.0)
     directory = install_model(tmp_path, takes="normalised")
     pictures, _ = labelled_images(folder, CLASSES, FORM)
-    labels = Model.load(directory, threads=1).predict(pictures).argmax(axis=1).tolist()
+    labels = labels_by(directory, pictures)
     manifest = add_variants(directory, HeldOut(pictures, labels, pictures[:8]), budget=0.2, threads=1)
     assert (manifest.takes, manifest.serves) == ("normalised", "int8")
     for file in manifest.files:

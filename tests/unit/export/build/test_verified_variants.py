@@ -19,7 +19,7 @@ from export.model.runtime import Model
 from export.model.versions import Slots
 from fedcg.imaging import Pixels
 from tests.support.commands import run_fedcg
-from tests.support.learning.export_models import TestImages, install_model
+from tests.support.learning.export_models import TestImages, image_form, install_model, labels_by
 
 
 @pytest.fixture(autouse=True)
@@ -40,12 +40,11 @@ def _spoilt(content: bytes) -> bytes:
 
 def _install(root: Path, images: TestImages) -> Path:
     """Labelled by the model itself, so that it gets every file right; what chooses the variants is other images."""
-    model = Model.load(install_model(root.with_name("plain")), threads=1)
-    form = model.manifest.image
-    labels = [int(one) for one in model.predict([load_image(file, form) for file in images.files]).argmax(axis=1)]
-    noise: list[Pixels] = [np.full(form.shape, shade, dtype=np.uint8) for shade in (0, 90, 255)]
-    chosen_by = HeldOut(noise, [int(one) for one in model.predict(noise).argmax(axis=1)], noise)
-    return install_model(root, images=TestImages(images.files, labels), variants=chosen_by)
+    plain = install_model(root.with_name("plain"))
+    noise: list[Pixels] = [np.full(image_form().shape, shade, dtype=np.uint8) for shade in (0, 90, 255)]
+    chosen_by = HeldOut(noise, labels_by(plain, noise), noise)
+    labelled = TestImages(images.files, labels_by(plain, images.files))
+    return install_model(root, images=labelled, variants=chosen_by)
 
 
 def test_each_form_that_is_kept_says_what_it_gets_right_of_the_test_files(tmp_path: Path, images: TestImages) -> None:

@@ -61,12 +61,6 @@ def slots(tmp_path: Path) -> Slots:
     return Slots(tmp_path / "models")
 
 
-def test_a_manifest_comes_back_as_it_was_written(tmp_path: Path) -> None:
-    manifest = _manifest(b"model")
-    write_manifest(tmp_path, manifest)
-    assert read_manifest(tmp_path) == manifest
-
-
 @pytest.mark.parametrize(
     ("old", "new", "named"),
     [

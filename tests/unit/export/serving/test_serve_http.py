@@ -24,7 +24,7 @@ from export.serving.server import Settings, _bound
 from fedcg.listening import Caps, Connections
 from tests.support.commands import run_fedcg
 from tests.support.learning.export_models import CLASSES, LOADED_PROBE, encoded, picture
-from tests.support.serving import JSON, PNG, Server, install_versions, multipart, serving
+from tests.support.serving import JSON, PNG, Server, multipart, serving
 
 MAX_BYTES = 300_000
 ONE = encoded(picture(1), "PNG")
@@ -36,15 +36,8 @@ SLOW = encoded(Image.new("L", (6000, 6000)), "PNG")
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    models = tmp_path_factory.mktemp("served") / "models"
-    install_versions(models, 2)
-    return models
-
-
-@pytest.fixture(scope="module")
-def server(root: Path) -> Iterator[Server]:
-    with serving(root, "--max-bytes", MAX_BYTES, "--max-pixels", 1_000_000, "--max-batch", 8) as running:
+def server(installed: Path) -> Iterator[Server]:
+    with serving(installed, "--max-bytes", MAX_BYTES, "--max-pixels", 1_000_000, "--max-batch", 8) as running:
         yield running
 
 
@@ -57,24 +50,24 @@ def _told(server: Server, body: bytes, headers: dict[str, str], query: str = "")
     return results
 
 
-def _infer(root: Path, folder: Path, top: int, *contents: bytes) -> list[dict[str, object]]:
+def _infer(installed: Path, folder: Path, top: int, *contents: bytes) -> list[dict[str, object]]:
     """What `fedcg infer --json` says of the same bytes, without the files' names."""
     files = [folder / f"{number}.png" for number in range(len(contents))]
     for file, content in zip(files, contents, strict=True):
         file.write_bytes(content)
-    words = ["--model", root, "--json", "--top", top, *files]
+    words = ["--model", installed, "--json", "--top", top, *files]
     done = run_fedcg("infer", *words)
     assert done.exit_code == 0, done.output
     return [{**result, "file": ""} for result in json.loads(done.stdout)["results"]]
 
 
-def test_every_form_of_a_request_is_answered_as_infer_does(server: Server, root: Path, tmp_path: Path) -> None:
-    wanted = _infer(root, tmp_path, 2, ONE, TWO)
+def test_every_form_of_a_request_is_answered_as_infer_does(server: Server, installed: Path, tmp_path: Path) -> None:
+    wanted = _infer(installed, tmp_path, 2, ONE, TWO)
     [raw] = _told(server, ONE, PNG, "?top=2")
     assert raw == {**wanted[0], "file": "image"}
     body, headers = multipart({"a.png": ONE, "b.png": TWO})
     assert _told(server, body, headers, "?top=2") == [{**wanted[0], "file": "a.png"}, {**wanted[1], "file": "b.png"}]
-    form = Model.load(root).manifest.image
+    form = Model.load(installed).manifest.image
     arrays = [load_image(content, form).tolist() for content in (ONE, TWO)]
     batch = _told(server, json.dumps({"images": arrays}).encode(), JSON, "?top=2")
     assert batch == [{**wanted[0], "file": "images[0]"}, {**wanted[1], "file": "images[1]"}]
@@ -89,13 +82,13 @@ def test_top_says_how_many_classes_are_named(server: Server) -> None:
         assert len(result["top"]) == count
 
 
-def test_it_is_ready_and_says_which_model_it_serves(server: Server, root: Path) -> None:
+def test_it_is_ready_and_says_which_model_it_serves(server: Server, installed: Path) -> None:
     assert server.ask("/healthz").document == {"status": "ok"}
     identity = {"federation": "garden", "round": 2, "version": "0002"}
     assert server.ask("/readyz").document == {"status": "ok", **identity}
     told = server.ask("/model").document
     assert told == told | identity | {"providers": ["CPUExecutionProvider"], "refused": None}
-    assert told["manifest"] == json.loads((root / "0002" / "manifest.json").read_text())
+    assert told["manifest"] == json.loads((installed / "0002" / "manifest.json").read_text())
     assert told["since"]
 
 
@@ -156,7 +149,7 @@ def test_a_body_without_a_length_is_refused_while_it_is_read(server: Server) -> 
         assert (response.status, json.loads(response.read())["error"]["code"]) == (413, "body_too_large")
 
 
-def test_metrics_count_what_happened(server: Server, root: Path) -> None:
+def test_metrics_count_what_happened(server: Server, installed: Path) -> None:
     def figures() -> list[float]:
         names = (OK, "fedcg_serve_request_seconds_count", 'fedcg_serve_request_seconds_bucket{le="+Inf"}')
         images = ("fedcg_serve_batch_images_sum",)
@@ -169,7 +162,7 @@ def test_metrics_count_what_happened(server: Server, root: Path) -> None:
     _told(server, body, headers)
     assert [after - value for after, value in zip(figures(), before, strict=True)] == [1, 1, 1, 2]
     assert server.metric(predicted) == classes + 2
-    sha256 = Model.load(root).manifest.model.sha256
+    sha256 = Model.load(installed).manifest.model.sha256
     info = f'fedcg_serve_model_info{{federation="garden",round="2",sha256="{sha256}",version="0002"}}'
     assert [server.metric(one) for one in (info, "fedcg_serve_ready", QUEUE)] == [1, 1, 0]
     page = server.ask("/metrics")
@@ -177,7 +170,7 @@ def test_metrics_count_what_happened(server: Server, root: Path) -> None:
 
 
 def test_it_waits_for_a_model_and_at_its_end_has_loaded_neither_torch_nor_paho_nor_the_wire(
-    root: Path, tmp_path: Path
+    installed: Path, tmp_path: Path
 ) -> None:
     models = tmp_path / "models"
     with serving(models, command=(sys.executable, "-c", LOADED_PROBE)) as running:
@@ -188,7 +181,7 @@ def test_it_waits_for_a_model_and_at_its_end_has_loaded_neither_torch_nor_paho_n
         assert asked.headers["retry-after"]
         assert running.ask("/healthz").status == 200
         assert running.metric("fedcg_serve_ready") == 0
-        shutil.copytree(root, models)
+        shutil.copytree(installed, models)
         running.wait_for_version("0002")
         assert running.ask("/predict", ONE, PNG).status == 200
         code, errors = running.stop()
@@ -211,8 +204,8 @@ def _answered(connection: http.client.HTTPConnection) -> int:
         return len(json.loads(response.read())["results"])
 
 
-def test_a_full_queue_and_a_caller_who_left_and_a_drain(root: Path) -> None:
-    with serving(root, "--queue", 1) as running:
+def test_a_full_queue_and_a_caller_who_left_and_a_drain(installed: Path) -> None:
+    with serving(installed, "--queue", 1) as running:
         with _slow_request(running) as first:
             refused = running.ask("/predict", ONE, PNG)
             assert (refused.status, refused.code, refused.headers["retry-after"]) == (429, "queue_full", "1")
@@ -233,12 +226,12 @@ def test_a_full_queue_and_a_caller_who_left_and_a_drain(root: Path) -> None:
         assert running.process.wait(timeout=30) == 0
 
 
-def test_answers_do_not_wait_for_a_callers_acknowledgement(root: Path) -> None:
+def test_answers_do_not_wait_for_a_callers_acknowledgement(installed: Path) -> None:
     """TCP_NODELAY, without which every answer on a kept connection takes 40 ms."""
 
     async def run() -> int:
         accepted = asyncio.get_running_loop().create_future()
-        with _bound(Settings(root, port=0), Connections(Caps(8, 8))) as listener:
+        with _bound(Settings(installed, port=0), Connections(Caps(8, 8))) as listener:
             server = await asyncio.start_server(lambda _, writer: accepted.set_result(writer), sock=listener)
             _, caller = await asyncio.open_connection(*listener.getsockname())
             writer: asyncio.StreamWriter = await accepted
@@ -252,15 +245,15 @@ def test_answers_do_not_wait_for_a_callers_acknowledgement(root: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_interrupt_ends_it_with_exit_code_0_too(root: Path) -> None:
-    with serving(root) as running:
+def test_an_interrupt_ends_it_with_exit_code_0_too(installed: Path) -> None:
+    with serving(installed) as running:
         code, errors = running.stop(signal.SIGINT)
     assert code == 0
     assert "Traceback" not in errors
 
 
-def test_a_port_that_is_taken_is_an_error_that_says_what_to_do(server: Server, root: Path) -> None:
-    done = run_fedcg("infer", "serve", "--model", str(root), "--port", str(server.port))
+def test_a_port_that_is_taken_is_an_error_that_says_what_to_do(server: Server, installed: Path) -> None:
+    done = run_fedcg("infer", "serve", "--model", str(installed), "--port", str(server.port))
     assert done.exit_code == 2
     assert f"cannot listen on 127.0.0.1 port {server.port}" in done.stderr
     assert "--port" in done.stderr
@@ -279,10 +272,10 @@ def test_callers_at_once_each_get_the_answer_to_their_own_image(server: Server) 
     assert server.metric("fedcg_serve_batch_images_count") < before + 200  # some were predicted together
 
 
-def test_a_page_that_leads_a_browser_here_under_its_own_name_gets_nothing(server: Server, root: Path) -> None:
+def test_a_page_that_leads_a_browser_here_under_its_own_name_gets_nothing(server: Server, installed: Path) -> None:
     refused = server.ask("/model", headers={"Host": "evil.example"})
     assert (refused.status, refused.code) == (400, "wrong_host")
     assert "--allow-host" in refused.document["error"]["message"]
     assert server.ask("/model", headers={"Host": f"localhost:{server.port}"}).status == 200
-    with serving(root, "--allow-host", "line-4.example") as named:
+    with serving(installed, "--allow-host", "line-4.example") as named:
         assert named.ask("/model", headers={"Host": "line-4.example:80"}).status == 200

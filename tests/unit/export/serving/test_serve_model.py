@@ -17,14 +17,6 @@ from export.model.runtime import Floats, Model
 from export.model.versions import Slots
 from export.serving.live_model import ServedModel
 from fedcg.imaging import Pixels
-from tests.support.serving import install_versions
-
-
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("installed") / "models"
-    install_versions(root, 2)
-    return root
 
 
 @pytest.fixture

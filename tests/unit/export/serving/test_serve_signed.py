@@ -16,18 +16,18 @@ from export.serving.live_model import ServedModel
 from fedcg.wire.messages.signing import SigningKey
 from tests.support.commands import run_fedcg
 from tests.support.learning.export_models import encoded, flip_bit, picture
-from tests.support.serving import PNG, install_versions, serving
+from tests.support.serving import PNG, serving
 
 Alter = Callable[[Path, Path], None]
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def home(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two versions under `models`, both signed by `own.key`."""
     folder = tmp_path_factory.mktemp("home")
     for name in ("own.key", "other.key"):
         SigningKey.generate().save(folder / name)
-    install_versions(folder / "models", 2)
+    shutil.copytree(installed, folder / "models")
     for version in Slots(folder / "models").versions():
         sign_manifest(version.directory, folder / "own.key")
     Slots(folder / "models").use("0001")

@@ -8,7 +8,7 @@ from itertools import permutations
 import pytest
 import torch
 
-from fedcg.learning.aggregation.averaging import AverageAggregator, average_updates, weighted_average
+from fedcg.learning.aggregation.averaging import AverageAggregator, weighted_average
 from fedcg.learning.method import DivergedError, Update
 from fedcg.learning.simulation.tasks import MemorySpill
 from fedcg.wire.parts import Part
@@ -39,21 +39,6 @@ def test_no_client_and_a_client_without_examples_are_refused() -> None:
         weighted_average([])
     with pytest.raises(ValueError, match="positive"):
         weighted_average([(0, {"w": torch.zeros(1)})])
-
-
-def test_updates_are_streamed_in_client_id_order_whatever_order_they_came_in() -> None:
-    asked: list[str] = []
-
-    def loader(name: str, value: float) -> Update:
-        asked.append(name)
-        return Update(name, {Part.CLASSIFIER: {"w": torch.tensor([value])}}, 1, (1, 0))
-
-    merged = average_updates(
-        {"b": lambda: loader("b", 1.0), "a": lambda: loader("a", 3.0)}, frozenset({Part.CLASSIFIER})
-    )
-    assert asked == ["a", "b"]
-    assert merged.parts[Part.CLASSIFIER]["w"].tolist() == [2.0]
-    assert merged.label_counts == {"a": (1, 0), "b": (1, 0)}
 
 
 UPDATES = {

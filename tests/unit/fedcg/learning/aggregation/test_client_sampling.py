@@ -1,27 +1,24 @@
-"""Draws of who speaks in FedMD-CG's eq. 11: by share, in any order of arrival, with eq. 11 as their expectation."""
+"""Draws of the client that counts in FedMD-CG's eq. 11: by share, in any order of arrival, with eq. 11 as their expectation."""
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Sequence
 from itertools import permutations, product
 
 import pytest
 import torch
 
-from fedcg.learning.aggregation import distillation
 from fedcg.learning.aggregation.client_sampling import HEATS, ClientSampling
 from fedcg.learning.aggregation.crossed_distillation import CrossedAggregator, Crossing, TaughtBank, label_shares
 from fedcg.learning.aggregation.crossed_teachers import FrozenTeacher, TeacherRows, crossed_loss, outputs_of
 from fedcg.learning.aggregation.distillation import Bank, Distillation, Pair, draw_bank, teacher_logits, uniform
-from fedcg.learning.method import Aggregate, RoundContext, ServerState, Update
-from fedcg.learning.networks.initial_weights import initial_parts
+from fedcg.learning.method import Aggregate, ServerState, Update
 from fedcg.learning.seeds import Streams
 from fedcg.learning.simulation.tasks import MemorySpill
 from fedcg.learning.training.losses import Divergence
 from fedcg.wire.parts import Part
-from tests.support.learning.learning_cases import context, quick_spec, same
+from tests.support.learning.learning_cases import loaders, same_parts, teacher_pairs
 
-SHARED = (Part.GENERATOR, Part.CLASSIFIER)
 COUNTS = {"a": (1, 3, 0), "b": (3, 0, 0), "c": (4, 1, 0)}
 
 
@@ -83,40 +80,33 @@ def test_a_dead_heat_goes_to_the_first_in_id_order(monkeypatch: pytest.MonkeyPat
         assert {sampling.winner(row) for row in range(4)} == {"x"}
 
 
-def pairs(count: int) -> tuple[RoundContext, list[Pair], list[Update]]:
-    spec = quick_spec("fedmd_cg", server_iterations=2, server_batch=6)
-    ctx, made, updates = context(spec), [], []
-    for seed in range(count):
-        parts = initial_parts(spec.model_copy(update={"seed": seed}), b"x")
-        shared = {part: parts[part] for part in SHARED}
-        made.append(distillation.load_pair(shared, ctx))
-        updates.append(Update("abc"[seed], shared, 4, (1 + seed, 3 - seed, 1)))
-    for pair in made:
-        pair.generator.eval()
-        pair.classifier.eval()
-    return ctx, made, updates
+def updates_of(pairs: Sequence[Pair]) -> dict[str, Update]:
+    """An update for each pair, of clients a, b, c with different label counts."""
+    return {
+        "abc"[number]: Update("abc"[number], pair.weights(), 4, (1 + number, 3 - number, 1))
+        for number, pair in enumerate(pairs)
+    }
 
 
 @torch.no_grad()
 def test_the_expectation_over_all_draws_of_a_batch_is_equation_11() -> None:
     # Three clients, labels 0 and 1 present: nine outcomes, the probability of each the product of two shares.
-    ctx, (student, *teachers), _ = pairs(3)
-    teachers = [student, *teachers]
+    ctx, teachers = teacher_pairs(3)
     noise = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
     bank = Bank(noise, torch.tensor([0, 1, 0, 0, 1, 1]))
     shares = label_shares([(1, 3, 0), (3, 0, 0), (4, 1, 0)])
     logs = [teacher_logits(teacher, bank, ctx).log_softmax(1) for teacher in teachers]
     mean_log = torch.zeros(6, 3).log_softmax(1)
-    judge = pairs(1)[1][0]
+    judge = teacher_pairs(1)[1][0]
     made = judge.generator(bank.noise, bank.labels) * 0.5
     ours = judge.classifier(made)
 
     def loss_with(weights: torch.Tensor) -> torch.Tensor:
-        said = outputs_of(
+        outputs = outputs_of(
             [FrozenTeacher(*each, 6, "cpu") for each in zip(teachers, [bank] * 3, logs, weights, strict=True)],
             slice(0, 6),
         )
-        return crossed_loss(made, ours, mean_log, said, judge.classifier, Divergence())
+        return crossed_loss(made, ours, mean_log, outputs, judge.classifier, Divergence())
 
     expected = torch.zeros(6)
     for zero, one in product(range(3), repeat=2):
@@ -130,7 +120,8 @@ def test_the_expectation_over_all_draws_of_a_batch_is_equation_11() -> None:
 def counted(
     order: tuple[int, ...], *, again: bool = False
 ) -> tuple[TaughtBank, MemorySpill, list[TeacherRows], list[Pair]]:
-    ctx, made, updates = pairs(3)
+    ctx, made = teacher_pairs(3)
+    updates = list(updates_of(made).values())
     bank = draw_bank(Streams(b"c"), 12, 8, uniform(3))
     spill = MemorySpill()
     taught_bank = TaughtBank(bank, uniform(3), 6, ctx, Divergence(), sampling=True)
@@ -143,16 +134,16 @@ def counted(
 
 
 def test_the_winners_own_features_log_probabilities_and_classifier_are_what_a_batch_gets() -> None:
-    taught_bank, _, said, made = counted((0, 1, 2))
+    taught_bank, _, outputs, made = counted((0, 1, 2))
     bank = taught_bank.bank
-    assert sorted(row for output in said for row in output.position.tolist()) == list(range(6))
+    assert sorted(row for output in outputs for row in output.position.tolist()) == list(range(6))
     clients = [
         {taught_bank._sampling.winner(6 + int(row)) for row in output.position}
-        for output in said
+        for output in outputs
         if taught_bank._sampling
     ]
     assert clients == sorted(clients, key=str)
-    for names, output in zip(clients, said, strict=True):
+    for names, output in zip(clients, outputs, strict=True):
         (name,) = names
         pair, rows = made["abc".index(str(name))], output.position + 6
         with torch.no_grad():
@@ -163,7 +154,7 @@ def test_the_winners_own_features_log_probabilities_and_classifier_are_what_a_ba
         assert output.weight.tolist() == [1.0] * len(rows)
 
 
-def test_a_worker_that_goes_on_where_another_one_died_hears_the_same() -> None:
+def test_a_worker_that_goes_on_where_another_one_died_gets_the_same() -> None:
     first, second = counted((0, 1, 2)), counted((2, 0, 1), again=True)
     assert torch.equal(first[0].mean(), second[0].mean())
     for one, other in zip(first[2], second[2], strict=True):
@@ -184,22 +175,22 @@ def test_eq_10s_mean_is_weighted_by_shares_of_the_rows_label() -> None:
 
 
 def aggregated(exact_clients: int, added: str, present: str = "abc", bank: str = "auto") -> Aggregate:
-    ctx, _, updates = pairs(3)
-    known = {update.client: update for update in updates}
-    initial = ServerState(Aggregate({part: updates[0].parts[part] for part in SHARED}, (0.5, 0.25, 0.25)))
+    ctx, made = teacher_pairs(3)
+    updates = updates_of(made)
+    initial = ServerState(Aggregate(updates["a"].parts, (0.5, 0.25, 0.25)))
     crossing = Crossing(bank, exact_clients, Divergence())
     merge = CrossedAggregator(Distillation(4, 6, 1e-3, 0.0), crossing, initial, ctx, MemorySpill())
     for client in added:
-        merge.add(known[client])
-    return merge.finish({client: partial(known.__getitem__, client) for client in present})[0]
+        merge.add(updates[client])
+    return merge.finish(loaders(updates, *present))[0]
 
 
 def equal(first: Aggregate, second: Aggregate) -> bool:
-    return all(same(first.parts[part], second.parts[part]) for part in SHARED)
+    return same_parts(first.parts, second.parts)
 
 
 @pytest.mark.parametrize("exact_clients", [1, 3])
-def test_who_was_heard_and_has_no_part_in_the_round_leaves_no_trace(exact_clients: int) -> None:
+def test_who_was_added_and_has_no_part_in_the_round_leaves_no_trace(exact_clients: int) -> None:
     assert equal(aggregated(exact_clients, "cab", "ab"), aggregated(exact_clients, "", "ab"))
 
 

@@ -1,4 +1,4 @@
-"""A label that no client of a round knows is not distilled, when all of them told."""
+"""A label that no client of a round knows is not distilled, when all of them reported."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from fedcg.learning.method import Update
 from fedcg.learning.simulation.tasks import MemorySpill
 from fedcg.wire.parts import Part
 from tests.support.learning.learning_cases import context, quick_spec
+from tests.support.learning.stub_networks import Answer
 
 
 def test_labels_that_nobody_has_get_no_probability_and_the_others_share_it() -> None:
@@ -20,7 +21,7 @@ def test_labels_that_nobody_has_get_no_probability_and_the_others_share_it() -> 
     assert row_weights([(3, 0), (1, 0)], 2, torch.tensor([0, 1, 1, 0])).tolist() == [2.0, 0.0, 0.0, 2.0]
 
 
-def test_one_client_that_does_not_tell_keeps_every_label() -> None:
+def test_one_client_that_does_not_report_keeps_every_label() -> None:
     assert label_probabilities([(3, 0), None], 2).tolist() == [0.5, 0.5]
     assert row_weights([None], 2, torch.tensor([0, 1])).tolist() == [1.0, 1.0]
 
@@ -35,25 +36,14 @@ def test_no_image_at_all_says_nothing_of_labels() -> None:
     assert label_probabilities([(0, 0)], 2).tolist() == [0.5, 0.5]
 
 
-class Constant(nn.Module):
-    """A generator whose features are the same whatever it is asked, and a classifier that passes them on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.value = nn.Parameter(torch.zeros(3))
-
-    def forward(self, noise: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return self.value.expand(len(labels), -1)
-
-
-@pytest.mark.parametrize(("told", "expected"), [(True, (0.48, 0.48, 0.04)), (False, (0.64, 0.3267, 0.0333))])
-def test_fedcg_distils_only_labels_that_somebody_knows_when_all_of_them_told(
-    monkeypatch: pytest.MonkeyPatch, *, told: bool, expected: tuple[float, ...]
+@pytest.mark.parametrize(("reported", "expected"), [(True, (0.48, 0.48, 0.04)), (False, (0.64, 0.3267, 0.0333))])
+def test_fedcg_distils_only_labels_that_somebody_knows_when_all_of_them_reported(
+    monkeypatch: pytest.MonkeyPatch, *, reported: bool, expected: tuple[float, ...]
 ) -> None:
     # One answer for all rows settles, under KL(teacher ‖ student), at the mean of the teacher's answers to the labels that count:
     # of labels 0 and 1 ((0.92 + 0.04) / 2, the same, 0.04); of all three with 0.96 in front: (1.92 / 3, 0.98 / 3, 0.1 / 3).
     answers = torch.tensor([[0.92, 0.04, 0.04], [0.04, 0.92, 0.04], [0.96, 0.02, 0.02]])
-    student = Constant()
+    student = Answer(0.0, 0.0, 0.0)
     monkeypatch.setattr(distillation, "load_pair", lambda parts, ctx: Pair(student, nn.Identity()))
     monkeypatch.setattr(Pair, "weights", lambda self: {})
     spec = quick_spec("fedcg")
@@ -62,6 +52,6 @@ def test_fedcg_distils_only_labels_that_somebody_knows_when_all_of_them_told(
     merge.bank.labels.copy_(torch.arange(2400) % 3)
     spill.put("a", {"logits": answers.log()[merge.bank.labels]})
     parts = {part: {"w": torch.zeros(1)} for part in (Part.GENERATOR, Part.CLASSIFIER)}
-    update = Update("a", parts, 4, (2, 2, 0) if told else None)
+    update = Update("a", parts, 4, (2, 2, 0) if reported else None)
     merge.finish({"a": lambda: update})
     assert student.value.detach().softmax(0).tolist() == pytest.approx(expected, abs=0.03)

@@ -72,7 +72,7 @@ def test_emnist_is_turned_upright_and_its_letters_count_from_zero(tmp_path: Path
     ("content", "message"),
     [
         (idx(pixels(3, 4, 4))[:-1], "cut off"),
-        (idx(pixels(3, 4, 4)) + b"x", "longer than it says"),
+        (idx(pixels(3, 4, 4)) + b"x", "longer than declared"),
         (b"\x00\x00\x08\x03" + struct.pack(">3I", 4_000_000, 4096, 4096), "over the limit"),
         (b"\x00\x00\x08\x03" + struct.pack(">3I", 0, 4, 4), "holds no image"),
         (b"\x00\x00\x0d\x03" + b"\x00" * 12, "not an IDX file"),

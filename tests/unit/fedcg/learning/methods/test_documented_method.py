@@ -13,12 +13,19 @@ from fedcg.learning import methods, registry
 from fedcg.learning.method import Aggregate, Method, Update
 from fedcg.learning.networks.initial_weights import initial_parts
 from fedcg.learning.registry import get_method, method_names
-from fedcg.learning.simulation.party import ClientData, Party
 from fedcg.learning.simulation.simulation import simulate
 from fedcg.learning.simulation.state import Schedule
 from fedcg.learning.simulation.tasks import MemorySpill
 from fedcg.wire.parts import Part
-from tests.support.learning.learning_cases import bright_images, context, quick_spec, roots_from_seed, same
+from tests.support.learning.learning_cases import (
+    bright_images,
+    context,
+    local_round_of,
+    merged,
+    party_of,
+    quick_spec,
+    same,
+)
 
 PAGE = Path(__file__).parents[5] / "docs" / "adding-a-method.md"
 NAME = "shared_classifier"
@@ -48,8 +55,7 @@ def test_the_documented_method_averages_classifiers_by_images_and_shares_nothing
         for name, value, images in (("a", 8.0, 1), ("b", 4.0, 3))
     }
     merge = documented.aggregator(server, context(spec), MemorySpill())
-    merge.add(updates["b"])
-    aggregate, _ = merge.finish({"b": lambda: updates["b"], "a": lambda: updates["a"]})
+    aggregate = merged(merge, updates, "b")
     assert aggregate.parts[Part.CLASSIFIER]["w"].tolist() == [5.0]
 
 
@@ -57,9 +63,8 @@ def test_the_documented_method_starts_from_the_download_and_stays_near_it_when_a
     moved = []
     for proximal in (0.0, 100.0):
         spec = quick_spec(NAME, proximal=proximal)
-        state = documented.init_client(spec, initial_parts(spec, b"cohort"))
         other = initial_parts(spec.model_copy(update={"seed": 99}), b"cohort")[Part.CLASSIFIER]
-        result = documented.local_round(state, bright_images(24, 0), Aggregate({Part.CLASSIFIER: other}), context(spec))
+        result = local_round_of(spec, bright_images(24, 0), Aggregate({Part.CLASSIFIER: other}))
         assert same(result.shared.parts[Part.CLASSIFIER], result.private.parts[Part.CLASSIFIER])
         trained = result.private.parts[Part.CLASSIFIER]
         moved.append(sum(float((trained[name] - other[name]).square().sum()) for name in other))
@@ -67,11 +72,6 @@ def test_the_documented_method_starts_from_the_download_and_stays_near_it_when_a
 
 
 def test_the_documented_method_runs_a_federation(documented: Method) -> None:
-    clients = ("a", "b")
-    data = {
-        name: ClientData(*(bright_images(count, 10 * number + count) for count in (24, 9, 9)))
-        for number, name in enumerate(clients)
-    }
-    done = simulate(Party(quick_spec(NAME), data, roots_from_seed(0, clients)), Schedule(rounds=2))
+    done = simulate(party_of(NAME, ("a", "b")), Schedule(rounds=2))
     assert set(done.aggregate.parts) == {Part.CLASSIFIER}
     assert done.curves["a"][-1].accuracy_after is not None

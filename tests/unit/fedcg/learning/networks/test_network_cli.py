@@ -17,23 +17,23 @@ from tests.support.commands import run_fedcg
 PAGE = Path(__file__).parents[5] / "docs" / "adding-a-network.md"
 
 
-def told(*arguments: str) -> str:
+def output_of(*arguments: str) -> str:
     done = run_fedcg("network", *arguments)
     assert done.exit_code == 0, done.output
     return done.output
 
 
 def test_the_list_has_every_split_cut_generator_and_discriminator() -> None:
-    names = json.loads(told("list", "--json"))
+    names = json.loads(output_of("list", "--json"))
     assert {"lenet5", "lenet5_relu", "resnet18", "mobilenet_v3_small"} <= set(names["splits"])
     assert "resnet18@layer3" in names["cuts"]["resnet18"]
     assert (names["generators"], names["discriminators"]) == (sorted(GENERATORS), sorted(DISCRIMINATORS))
-    text = told("list")
+    text = output_of("list")
     assert "resnet18@LAYER, with LAYER one of relu, maxpool, layer1.0, layer1" in text
 
 
 def test_show_gives_the_published_sizes_of_lenet_and_what_each_method_sends() -> None:
-    shown = json.loads(told("show", "lenet5", "--generator", "conv", "--json"))
+    shown = json.loads(output_of("show", "lenet5", "--generator", "conv", "--json"))
     assert shown["feature_shape"] == [16, 5, 5]
     assert (shown["feature_range"], shown["smallest_side"]) == ("unit", 16)
     parts = shown["parts"]
@@ -48,7 +48,7 @@ def test_show_gives_the_published_sizes_of_lenet_and_what_each_method_sends() ->
 
 
 def test_the_text_says_features_parts_and_methods() -> None:
-    text = told("show", "lenet5_relu", "--image-size", "28", "--channels", "1", "--classes", "47")
+    text = output_of("show", "lenet5_relu", "--image-size", "28", "--channels", "1", "--classes", "47")
     assert "lenet5_relu: features 16 x 4 x 4, >= 0; images from 16 pixels a side" in text
     # 256 x 120 + 120 x 84 + 84 x 47, and the biases 120 + 84 + 47: 44,999
     assert any(line.split()[:2] == ["classifier", "44,999"] for line in text.splitlines())
@@ -77,7 +77,9 @@ def test_a_function_typed_by_a_person_is_shown_without_being_installed(
     monkeypatch.setenv(ALLOW_VARIABLE, "")
     code = PAGE.read_text().partition("```python\n")[2].partition("```")[0]
     (tmp_path / "typed_networks.py").write_text(code)
-    shown = json.loads(told("show", "typed_networks:small_residual", "--channels", "1", "--image-size", "16", "--json"))
+    shown = json.loads(
+        output_of("show", "typed_networks:small_residual", "--channels", "1", "--image-size", "16", "--json")
+    )
     assert shown["feature_shape"] == [8, 4, 4]
     # 1 x 8 x 9 + 8 weights and biases of the first convolution, 8 x 8 x 9 + 8 of the second, 2 x 8 of its batch norm
     assert shown["parts"]["extractor"]["parameters"] == 80 + 584 + 16

@@ -33,6 +33,7 @@ from tests.support.learning.learning_cases import (
     quick_spec,
     roots_from_seed,
     same,
+    same_parts,
 )
 from tests.support.learning.replayed_steps import ReplayedStep
 
@@ -178,14 +179,12 @@ def test_a_simulation_with_batched_clients_is_the_simulation_without(
 
 def test_a_method_that_cant_be_batched_trains_one_after_the_other_beside_batched_shadows() -> None:
     together, apart = run("fedprox", batched=True), run("fedprox", batched=False)
-    for name in SIZES:
-        mine_now, other_now = together.states[name].parts, apart.states[name].parts
-        assert all(same(mine_now[part], other_now[part]) for part in other_now)
+    assert all(same_parts(together.states[name].parts, apart.states[name].parts) for name in SIZES)
     mine, other = parts_of(together), parts_of(apart)
     assert all(close(mine[key], other[key], 1e-4) for key in mine)
 
 
-def test_batched_clients_are_the_default_on_a_card_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batched_clients_are_the_default_on_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
     def remember(party: Party, tasks: Sequence[LocalTask], aggregate: Aggregate) -> list[LocalOutcome]:

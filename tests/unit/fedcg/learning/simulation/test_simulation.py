@@ -13,40 +13,33 @@ from fedcg.learning.errors import DataError
 from fedcg.learning.image_set import ImageSet
 from fedcg.learning.method import RoundContext, Weights
 from fedcg.learning.networks.initial_weights import initial_parts
-from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import Streams
-from fedcg.learning.simulation.party import ClientData, Party
 from fedcg.learning.simulation.simulation import simulate
 from fedcg.learning.simulation.state import Schedule, Simulation
 from fedcg.learning.training.evaluation import consistency, evaluate, generator_spread
 from fedcg.wire.parts import Part
-from tests.support.learning.learning_cases import bright_images, context, quick_spec, roots_from_seed, same
-
-NAMES = ("a", "b", "c")
-
-
-def clients(order: tuple[str, ...] = NAMES) -> dict[str, ClientData]:
-    seeds = {name: 10 * number for number, name in enumerate(NAMES)}
-    return {
-        name: ClientData(*(bright_images(count, seeds[name] + part) for part, count in enumerate((24, 9, 9))))
-        for name in order
-    }
+from tests.support.learning.learning_cases import (
+    NAMES,
+    bright_images,
+    context,
+    local_round_of,
+    party_of,
+    quick_spec,
+    same_parts,
+)
 
 
 def run(name: str, order: tuple[str, ...] = NAMES, *, shadow: bool = True) -> Simulation:
-    party = Party(quick_spec(name), clients(order), roots_from_seed(0, NAMES))
-    return simulate(party, Schedule(rounds=2, shadow=shadow))
+    return simulate(party_of(name, order), Schedule(rounds=2, shadow=shadow))
 
 
 @pytest.mark.parametrize("name", ["fedcg", "fedmd_cg", "local"])
 def test_the_order_of_clients_never_changes_a_federation(name: str) -> None:
     first, second = run(name), run(name, NAMES[::-1], shadow=False)
     for client in NAMES:
-        assert all(
-            same(first.states[client].parts[part], weights) for part, weights in second.states[client].parts.items()
-        )
+        assert same_parts(first.states[client].parts, second.states[client].parts)
         assert [r.accuracy for r in first.curves[client]] == [r.accuracy for r in second.curves[client]]
-    assert all(same(first.aggregate.parts[part], weights) for part, weights in second.aggregate.parts.items())
+    assert same_parts(first.aggregate.parts, second.aggregate.parts)
 
 
 def test_the_shadow_of_any_method_is_the_local_federation_of_the_same_seed() -> None:
@@ -56,7 +49,7 @@ def test_the_shadow_of_any_method_is_the_local_federation_of_the_same_seed() -> 
         assert [r.local_validation for r in shadowed.curves[client]] == [r.validation for r in alone.curves[client]]
 
 
-def test_a_record_says_what_there_is_to_say() -> None:
+def test_a_record_has_the_figures_that_there_are() -> None:
     curve = run("local", shadow=False).curves["a"]
     assert [record.round for record in curve] == [1, 2]
     assert curve[0].consistency is None
@@ -74,12 +67,11 @@ def test_a_record_says_what_there_is_to_say() -> None:
 
 def trained() -> tuple[RoundContext, dict[Part, Weights]]:
     spec = quick_spec("fedmd_cg", epochs=20, lr=3e-3, generator_lr=3e-3)
-    method, ctx = get_method("fedmd_cg"), context(spec, 1)
-    state = method.init_client(spec, initial_parts(spec, b"cohort"))
-    return ctx, dict(method.local_round(state, bright_images(48, 1), None, ctx).private.parts)
+    ctx = context(spec, 1)
+    return ctx, dict(local_round_of(spec, bright_images(48, 1), ctx=ctx).private.parts)
 
 
-def test_a_trained_model_tells_bright_from_dark_and_its_generator_makes_what_it_is_asked_for() -> None:
+def test_a_trained_model_distinguishes_bright_from_dark_and_its_generator_makes_what_it_is_asked_for() -> None:
     ctx, parts = trained()
     outcome = evaluate(ctx.spec, parts, bright_images(30, 2))
     assert outcome.accuracy > 0.9

@@ -8,14 +8,12 @@ import pytest
 import torch
 
 from fedcg.learning.aggregation import distillation
-from fedcg.learning.method import Aggregate, ClientState, Update
-from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
-from fedcg.learning.registry import get_method
-from fedcg.learning.simulation.tasks import MemorySpill
+from fedcg.learning.method import Aggregate, ClientState
+from fedcg.learning.networks.initial_weights import complete_spec
 from fedcg.learning.spec import FederationSpec, NetworkChoice, ParameterValue
 from fedcg.learning.training import cuda_graph
 from fedcg.learning.training import training_loop as loops
-from tests.support.learning.learning_cases import GREY, bright_images, context, plan_of, same
+from tests.support.learning.learning_cases import GREY, context, plan_of, round_of_one_client, same_parts
 from tests.support.learning.replayed_steps import ReplayedStep
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -40,14 +38,8 @@ def spec_of(method: str, params: dict[str, ParameterValue], network: dict[str, s
 
 def round_of(spec: FederationSpec, device: str = "cpu", *, graphs: bool = True) -> tuple[ClientState, Aggregate]:
     """A client's state and the server's aggregate after one round of one client."""
-    method, ctx = get_method(spec.method), replace(context(spec, 3), device=device, graphs=graphs)
-    initial = initial_parts(spec, b"cohort")
-    server = method.init_server(spec, initial)
-    data = bright_images(IMAGES, 0)
-    result = method.local_round(method.init_client(spec, initial), data, server.aggregate, ctx)
-    update = Update("a", result.shared.parts, len(data), data.label_counts())
-    merge = method.aggregator(server, ctx, MemorySpill())
-    return result.private, merge.finish({"a": lambda: update})[0]
+    result, aggregate = round_of_one_client(replace(context(spec, 3), device=device, graphs=graphs), IMAGES)
+    return result.private, aggregate
 
 
 @pytest.mark.parametrize(("method", "params", "network"), CASES)
@@ -70,8 +62,8 @@ def test_replayed_steps_train_as_plain_ones_do(
         made, eager = ReplayedStep.made, ReplayedStep.eager
     assert made == clients_stages + (method in {"fedcg", "feddf", "fedgen"})  # FedMD-CG's student isn't recorded
     assert eager == 2 * clients_stages  # the last batch of each epoch
-    assert all(same(state.parts[part], replayed_state.parts[part]) for part in state.parts)
-    assert all(same(aggregate.parts[part], replayed.parts[part]) for part in aggregate.parts)
+    assert same_parts(state.parts, replayed_state.parts)
+    assert same_parts(aggregate.parts, replayed.parts)
 
 
 def test_a_round_that_wants_no_graphs_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,13 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from fedcg.learning.method import Precision, RoundContext, Update, Weights
-from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
-from fedcg.learning.registry import get_method
-from fedcg.learning.simulation.tasks import MemorySpill
+from fedcg.learning.method import Precision, RoundContext, Weights
+from fedcg.learning.networks.initial_weights import complete_spec
 from fedcg.learning.spec import NetworkChoice
 from fedcg.learning.training.precision import in_precision
-from tests.support.learning.learning_cases import GREY, bright_images, context, plan_of, quick_spec, same
+from tests.support.learning.learning_cases import GREY, context, plan_of, quick_spec, round_of_one_client, same
 
 
 def in_bf16(ctx: RoundContext) -> RoundContext:
@@ -40,16 +38,11 @@ def test_products_run_in_bfloat16_and_answers_come_in_float32() -> None:
 def round_in(method: str, precision: Precision) -> tuple[float, dict[str, Weights]]:
     choice = NetworkChoice(noise_dim=8, generator="mlp", discriminator="mlp")
     spec = complete_spec(plan_of(method, choice, GREY, {"epochs": 5, "lr": 0.003}))
-    chosen, ctx = get_method(method), replace(context(spec, 3), precision=precision)
-    initial, data = initial_parts(spec, b"cohort"), bright_images(44, 0)
-    server = chosen.init_server(spec, initial)
-    result = chosen.local_round(chosen.init_client(spec, initial), data, server.aggregate, ctx)
-    update = Update("a", result.shared.parts, len(data), data.label_counts())
-    merged = chosen.aggregator(server, ctx, MemorySpill()).finish({"a": lambda: update})[0]
+    result, aggregate = round_of_one_client(replace(context(spec, 3), precision=precision), 44)
     assert result.report.loss is not None
     return result.report.loss, {
         **{f"client {part}": weights for part, weights in result.private.parts.items()},
-        **{f"server {part}": weights for part, weights in merged.parts.items()},
+        **{f"server {part}": weights for part, weights in aggregate.parts.items()},
     }
 
 

@@ -16,7 +16,6 @@ from tests.support.coordinator.world import RunningService, World
 from tests.support.edge.world import DEVICE
 from tests.support.edge.world import World as EdgeWorld
 from tests.support.waiting import wait_until
-from tests.support.waiting import wait_until as edge_wait
 
 
 @pytest.fixture
@@ -83,13 +82,13 @@ def test_a_device_tells_its_operator_why_it_was_refused_and_believes_no_forged_o
 
         refuse(nonce, SigningKey.generate())
         refuse("f" * 32)
-        edge_wait(lambda: len(edge.events("refused")) == 2, "both are refused")
+        wait_until(lambda: len(edge.events("refused")) == 2, "both are refused")
         assert [event["what"] for event in edge.events("refused")] == [coordinator.topics.down_control(DEVICE)] * 2
         coordinator.wait(Hello)  # neither kept it from trying on
         refuse(nonce)
-        edge_wait(lambda: len(edge.events("refused")) == 3, "the refusal is told")
+        wait_until(lambda: len(edge.events("refused")) == 3, "the refusal is told")
         assert edge.events("refused")[-1]["detail"] == versions.explain_versions((1,), (2, 3))
-        edge_wait(
+        wait_until(
             lambda: edge.agent._state.hello_at > edge.agent._clock() + 30, "it does not ask every two seconds now"
         )
     finally:

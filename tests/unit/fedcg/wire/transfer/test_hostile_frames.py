@@ -55,7 +55,6 @@ from tests.support.edge.world import DEVICE as AGENT
 from tests.support.edge.world import FEDERATION, aggregate_of, toy_parts, toy_spec
 from tests.support.edge.world import World as AgentWorld
 from tests.support.waiting import wait_until
-from tests.support.waiting import wait_until as agent_wait
 from tests.support.wire.artifact_chunks import frames_for, make_ref
 
 TOPICS = Topics(FEDERATION)
@@ -330,7 +329,7 @@ def test_a_coordinator_that_says_odd_things_does_not_stop_the_agent(tmp_path: Pa
     world.start_agent()
     try:
         coordinator.wait(Hello)
-        agent_wait(lambda: bool(world.events("welcomed")), "a session")
+        wait_until(lambda: bool(world.events("welcomed")), "a session")
         for round_number in range(1, 60):
             where = coordinator.address(AGENT, round_number, odd_number(rng))
             broadcast = coordinator.address(EVERYONE, round_number, 1)
@@ -342,7 +341,7 @@ def test_a_coordinator_that_says_odd_things_does_not_stop_the_agent(tmp_path: Pa
             if rng.random() < 0.3:
                 odd = Finished(**broadcast, **refs)
             coordinator.publish(coordinator.topics.offer, odd)
-        agent_wait(lambda: len(world.events("invited")) == 59, "all of it was heard")
+        wait_until(lambda: len(world.events("invited")) == 59, "all of it was heard")
         aggregate = aggregate_of(toy_parts(1), toy_spec(), 0)
         coordinator.offer(world.spec, aggregate, 90)
         coordinator.invite(90)

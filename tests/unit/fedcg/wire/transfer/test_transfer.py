@@ -9,11 +9,10 @@ from hypothesis import strategies as st
 
 from fedcg.wire.errors import MalformedError, TooLargeError, TransportError
 from fedcg.wire.messages.messages import MAX_CHUNK_BYTES, ArtifactRef
-from fedcg.wire.transfer.chunk_window import MAX_RANGES, Grants
+from fedcg.wire.transfer.chunk_window import MAX_RANGES, Grants, Window
 from fedcg.wire.transfer.chunks import (
     FRAME_OVERHEAD_BYTES,
     Chunk,
-    Window,
     chunk_bytes_for,
     chunk_frame,
     parse_chunk,
@@ -30,12 +29,6 @@ CHUNKS = [Chunk(REF.id, index, piece) for index, piece in enumerate(cut(DATA, 25
 def test_a_reference_tells_name_size_and_number_of_chunks() -> None:
     assert (REF.id, REF.size, REF.chunk_bytes, REF.chunks) == (sha256(DATA).hexdigest(), len(DATA), 256, 10)
     assert b"".join(cut(DATA, 256)) == DATA
-
-
-@pytest.mark.parametrize(("size", "chunks"), [(1, 1), (256, 1), (257, 2), (512, 2)])
-def test_the_last_chunk_may_be_short_and_is_never_empty(size: int, chunks: int) -> None:
-    data = bytes(size)
-    assert make_ref(data, 256).chunks == len(cut(data, 256)) == chunks
 
 
 def test_a_frame_of_the_largest_chunk_is_at_most_120_kb() -> None:
@@ -209,26 +202,3 @@ def test_a_chunk_that_the_artifact_cannot_have_is_refused(chunk: Chunk) -> None:
     with pytest.raises(MalformedError):
         receiver.feed(chunk, 0.0)
     assert receiver.progress == (0, 10)
-
-
-@given(st.integers(1, 40 * 256), st.integers(1, 20), st.randoms(use_true_random=False), st.floats(0, 0.7))
-def test_any_loss_order_and_repetition_completes_when_grants_are_served(
-    size: int, window: int, rng: random.Random, loss: float
-) -> None:
-    data = rng.randbytes(size)
-    ref = make_ref(data, 256)
-    receiver = Receiver(ref, Window(chunks=window), stall_s=2.0)
-    now, under_way = 0.0, [frame for frame in frames_for(data, ref) if rng.random() < 0.3]
-    for _ in range(10_000):
-        if receiver.complete:
-            break
-        need = receiver.next_need(now)
-        if need is not None:
-            assert sum(count for _, count in need) <= window
-            for frame in frames_for(data, ref, need):
-                under_way += [frame] * rng.choice((1, 1, 2)) if rng.random() >= loss else []
-        if under_way:
-            receiver.feed(parse_chunk(under_way.pop(rng.randrange(len(under_way)))), now)
-        else:
-            now += 0.7
-    assert receiver.data() == data

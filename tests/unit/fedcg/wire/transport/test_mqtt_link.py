@@ -24,7 +24,6 @@ from tests.support.broker.broker_packets import (
     ScriptedBroker,
     connack,
     message,
-    packet,
     scripted_broker,
     text,
 )
@@ -86,22 +85,6 @@ def test_a_packet_that_may_not_come_is_refused_by_its_header_before_there_is_roo
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize(
-    "early", [message("5", "t", b"x"), packet(0x40, b"\x00\x01"), packet(0x90, b"\x00\x01\x00\x01")]
-)
-def test_nothing_but_the_answer_is_read_before_the_answer(
-    broker: ScriptedBroker, wake: socket.socket, early: bytes
-) -> None:
-    link = MqttLink(broker.config(), None, "5", None)
-    link.open()
-    peer = broker.accept()
-    peer.expect(CONNECT)
-    peer.send(early)
-    with pytest.raises(MalformedError, match="before the answer"):
-        link.move(wake.fileno(), DEADLINE_S)
-    link.close()
-
-
 def test_the_largest_packet_that_is_read_is_announced(broker: ScriptedBroker) -> None:
     link = MqttLink(broker.config(), None, "5", None)
     link.open()
@@ -156,13 +139,6 @@ def test_a_descriptor_that_can_be_read_ends_a_wait_which_says_so(
     with near, far:
         far.send(b"x")
         assert link.move(near.fileno(), DEADLINE_S)
-
-
-def test_a_closed_connection_is_an_error_with_its_cause(linked: tuple[MqttLink, Peer], wake: socket.socket) -> None:
-    link, peer = linked
-    peer.send(packet(0xE0, b"\x8b\x00"))
-    with pytest.raises(ConnectionError, match="Server shutting down"):
-        move_on(link, wake)
 
 
 @pytest.mark.parametrize("told", [0, 7, None])

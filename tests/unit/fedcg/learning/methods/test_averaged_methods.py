@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -20,10 +19,20 @@ from fedcg.learning.networks.initial_weights import complete_spec, initial_parts
 from fedcg.learning.registry import get_method, method_names
 from fedcg.learning.seeds import Streams
 from fedcg.learning.simulation.tasks import MemorySpill
-from fedcg.learning.spec import FederationPlan, ImageForm, NetworkChoice, ParameterValue
-from fedcg.learning.training.training_loop import Block
+from fedcg.learning.spec import ImageForm, NetworkChoice, ParameterValue
 from fedcg.wire.parts import Part
-from tests.support.learning.learning_cases import CLASSES, bright_images, context, quick_spec, same
+from tests.support.learning.learning_cases import (
+    aggregator_of,
+    bright_images,
+    context,
+    loaders,
+    local_round_of,
+    merged,
+    plan,
+    quick_spec,
+    same,
+)
+from tests.support.learning.stub_networks import FIRST, SECOND, Scale, block_of
 
 STILL = 1e-30  # a learning rate at which nothing moves, so that a student's start shows
 SHARING = [name for name in method_names() if get_method(name).shared_up]
@@ -40,11 +49,6 @@ def shifted(parts: Mapping[Part, Weights], shift: float) -> dict[Part, Weights]:
     }
 
 
-def loaders(updates: Mapping[str, Update], *present: str) -> dict[str, Callable[[], Update]]:
-    """How an aggregator gets at the updates of those who are present; all of them when none is named."""
-    return {client: partial(updates.__getitem__, client) for client in present or updates}
-
-
 @pytest.mark.parametrize("name", SHARING)
 def test_the_average_is_weighted_over_the_clients_that_are_present(name: str) -> None:
     # a (1 image) at start + 1, b (3 images) at start + 5; c, with 96 images, was invited and is absent:
@@ -59,7 +63,7 @@ def test_the_average_is_weighted_over_the_clients_that_are_present(name: str) ->
         client: Update(client, shifted(up, shift), images, (images, 0, 0))
         for client, shift, images in (("a", 1.0, 1), ("b", 5.0, 3), ("c", 50.0, 96))
     }
-    merge = method.aggregator(method.init_server(spec, start), context(spec, root=b"coordinator"), MemorySpill())
+    merge = aggregator_of(spec)
     merge.add(updates["c"])
     merge.add(updates["b"])
     aggregate, _ = merge.finish(loaders(updates, "a", "b"))
@@ -76,18 +80,13 @@ def test_the_average_is_weighted_over_the_clients_that_are_present(name: str) ->
 
 def test_an_averaged_batch_norm_keeps_float_statistics_and_whole_counters() -> None:
     form = ImageForm(mode="RGB", height=32, width=32, mean=(0.5,) * 3, std=(0.5,) * 3)
-    network = NetworkChoice(split="mobilenet_v3_small@features.1")
-    plan = FederationPlan(
-        federation="t", classes=CLASSES, image=form, network=network, method="fedavg", params={}, rounds=1
-    )
-    spec, method = complete_spec(plan), get_method("fedavg")
+    spec = complete_spec(plan("fedavg", NetworkChoice(split="mobilenet_v3_small@features.1"), form))
     start = initial_parts(spec, b"cohort")
     updates = {
         client: Update(client, shifted(start, shift), images)
         for client, shift, images in (("a", 1.0, 1), ("b", 5.0, 3))
     }
-    merge = method.aggregator(method.init_server(spec, start), context(spec), MemorySpill())
-    extractor = merge.finish(loaders(updates))[0].parts[Part.EXTRACTOR]
+    extractor = merged(aggregator_of(spec), updates).parts[Part.EXTRACTOR]
     statistics = {key for key in extractor if key.endswith("running_var")}
     counters = {key for key in extractor if key.endswith("num_batches_tracked")}
     assert len(statistics) == len(counters) > 1
@@ -126,7 +125,7 @@ def test_the_proximal_term_is_half_mu_times_the_sum_of_squares_over_all_shared_p
     extractor, classifier = nn.Linear(3, 2, bias=False), nn.Linear(2, 1, bias=False)
     nets = {Part.EXTRACTOR: extractor, Part.CLASSIFIER: classifier}
     ctx = context(quick_spec("fedprox"))
-    some = Block(torch.zeros(2, 1, 16, 16), torch.tensor([0, 1]))
+    some = block_of([0, 1])
     penalty = fedprox.proximal(nets, fedprox.FedproxParams(mu=0.8), ctx)(some)
     assert penalty is not None
     nothing = torch.zeros(2, 2)
@@ -146,10 +145,9 @@ def test_the_proximal_term_is_half_mu_times_the_sum_of_squares_over_all_shared_p
 def test_fedprox_without_its_term_is_fedavg_and_with_it_stays_near_the_download() -> None:
     data, results = bright_images(24, 0), {}
     for name, params in (("fedavg", {}), ("fedprox", {"mu": 0.0}), ("fedprox", {"mu": 10.0})):
-        spec, method = quick_spec(name, **params), get_method(name)
-        initial = initial_parts(spec, b"cohort")
+        spec = quick_spec(name, **params)
         came = initial_parts(spec.model_copy(update={"seed": 99}), b"other")
-        result = method.local_round(method.init_client(spec, initial), data, Aggregate(came), context(spec))
+        result = local_round_of(spec, data, Aggregate(came))
         moved = [
             (result.shared.parts[part][key] - came[part][key]).square().sum() for part in came for key in came[part]
         ]
@@ -157,9 +155,6 @@ def test_fedprox_without_its_term_is_fedavg_and_with_it_stays_near_the_download(
     plain, without, near = results.values()
     assert plain == without
     assert 0.0 < near < 0.5 * plain
-
-
-FIRST, SECOND = (0.9, 0.05, 0.05), (0.1, 0.45, 0.45)
 
 
 class Flat(nn.Module):
@@ -233,11 +228,10 @@ def test_public_images_come_in_shuffled_epochs() -> None:
 
 
 def test_feddf_without_public_images_says_what_to_configure() -> None:
-    spec, method = quick_spec("feddf"), get_method("feddf")
-    server = method.init_server(spec, initial_parts(spec, b"cohort"))
+    spec = quick_spec("feddf")
     for nothing in (None, torch.zeros(0, 1, 16, 16, dtype=torch.uint8)):
         with pytest.raises(DataError, match=r"aggregation\.public_data"):
-            method.aggregator(server, replace(context(spec), public=nothing), MemorySpill())
+            aggregator_of(spec, replace(context(spec), public=nothing))
 
 
 class Answer(nn.Module):
@@ -251,17 +245,6 @@ class Answer(nn.Module):
         return self.rows[: len(labels)]
 
 
-class Scale(nn.Module):
-    """A classifier whose logits are a number times the features."""
-
-    def __init__(self, factor: float) -> None:
-        super().__init__()
-        self.factor = nn.Parameter(torch.tensor(factor))
-
-    def forward(self, features: torch.Tensor) -> torch.Tensor:
-        return self.factor * features
-
-
 def test_fedgens_generator_is_judged_by_the_weighted_sum_of_the_clients_logits_and_by_its_diversity() -> None:
     # Classifiers "times 1" with a quarter of the data and "times 5" with the rest: logits = (1/4 + 15/4) features = 4 features.
     # Features (ln 3 / 4, 0) and (0, 0), both of label 0: logits (ln 3, 0) cost ln 4/3, (0, 0) cost ln 2.
@@ -269,22 +252,21 @@ def test_fedgens_generator_is_judged_by_the_weighted_sum_of_the_clients_logits_a
     jury = fedgen.Jury([Scale(1.0), Scale(5.0)], [0.25, 0.75])
     generator = Answer((math.log(3.0) / 4.0, 0.0), (0.0, 0.0))
     noise, labels = torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([0, 0])
-    told = (math.log(4.0 / 3.0) + math.log(2.0)) / 2.0
-    assert fedgen.generator_objective(generator, jury, noise, labels, 0.0).item() == pytest.approx(told)
+    expected = (math.log(4.0 / 3.0) + math.log(2.0)) / 2.0
+    assert fedgen.generator_objective(generator, jury, noise, labels, 0.0).item() == pytest.approx(expected)
     spread = 1.0 / (math.log(3.0) / 8.0 + 1e-5)
     loss = fedgen.generator_objective(generator, jury, noise, labels, 0.1)
-    assert loss.item() == pytest.approx(told + 0.1 * spread)
+    assert loss.item() == pytest.approx(expected + 0.1 * spread)
     loss.backward()
     assert generator.rows.grad is not None
     assert generator.rows.grad.abs().sum() > 0
 
 
 def test_fedgens_generator_learns_what_the_clients_classifiers_recognise() -> None:
-    spec, method = quick_spec("fedgen", server_iterations=120, server_lr=0.01, diversity=0.0), get_method("fedgen")
+    spec = quick_spec("fedgen", server_iterations=120, server_lr=0.01, diversity=0.0)
     start = initial_parts(spec, b"cohort")
     updates = {client: Update(client, {Part.CLASSIFIER: start[Part.CLASSIFIER]}, 4) for client in ("a", "b")}
-    merge = method.aggregator(method.init_server(spec, start), context(spec, root=b"coordinator"), MemorySpill())
-    aggregate, server = merge.finish(loaders(updates))
+    aggregate, server = aggregator_of(spec).finish(loaders(updates))
     noise, labels = torch.randn(60, 8, generator=torch.Generator().manual_seed(0)), torch.arange(60) % 3
     classifier = load_part(spec, Part.CLASSIFIER, start[Part.CLASSIFIER]).eval()
     losses = []
@@ -308,14 +290,13 @@ def test_fedgens_generator_is_not_asked_for_a_label_that_nobody_has(
         return drawn[-1]
 
     monkeypatch.setattr(fedgen, "draw_bank", noted)
-    spec, method = quick_spec("fedgen", server_iterations=20), get_method("fedgen")
+    spec = quick_spec("fedgen", server_iterations=20)
     start = initial_parts(spec, b"cohort")
     updates = {
         "a": Update("a", {Part.CLASSIFIER: start[Part.CLASSIFIER]}, 4, (4, 0, 0)),
         "b": Update("b", {Part.CLASSIFIER: start[Part.CLASSIFIER]}, 4, counts),
     }
-    merge = method.aggregator(method.init_server(spec, start), context(spec, root=b"coordinator"), MemorySpill())
-    merge.finish(loaders(updates))
+    merged(aggregator_of(spec), updates, ())
     assert set(drawn[0].labels.tolist()) == asked
 
 
@@ -323,7 +304,7 @@ def test_fedgens_clients_replay_classes_that_they_lack_when_labels_are_drawn_fro
     # Of 400 rows, all of label 1, about a third each become 0, 1 and 2.
     spec = quick_spec("fedgen")
     nets = {Part.GENERATOR: Answer(*[(0.0, math.log(3.0))] * 400), Part.CLASSIFIER: Scale(1.0)}
-    some = Block(torch.zeros(400, 1, 16, 16), torch.ones(400, dtype=torch.int64))
+    some = block_of([1] * 400)
     drawn = fedgen.replay_penalty(nets, fedgen.FedgenParams(replay_labels="uniform"), context(spec))(some)
     assert drawn is not None
     labels = drawn.rows[1]
@@ -344,7 +325,7 @@ def test_fedgens_clients_learn_from_generated_features_of_their_own_labels() -> 
     params, ctx = fedgen.FedgenParams(replay=0.5), context(quick_spec("fedgen"))
     classifier = Scale(1.0)
     nets = {Part.GENERATOR: Answer((0.0, math.log(3.0)), (0.0, math.log(3.0))), Part.CLASSIFIER: classifier}
-    some = Block(torch.zeros(2, 1, 16, 16), torch.tensor([1, 0]))
+    some = block_of([1, 0])
     penalty = fedgen.replay_penalty(nets, params, ctx)(some)
     assert penalty is not None
     nothing = torch.zeros(1, 2)
@@ -352,6 +333,6 @@ def test_fedgens_clients_learn_from_generated_features_of_their_own_labels() -> 
     assert of_label_1.item() == pytest.approx(0.5 * math.log(4.0 / 3.0))
     assert penalty(slice(1, 2), nothing, nothing).item() == pytest.approx(0.5 * math.log(4.0))
     of_label_1.backward()
-    assert classifier.factor.grad is not None
+    assert classifier.weight.grad is not None
     assert nets[Part.GENERATOR].rows.grad is None
     assert fedgen.replay_penalty(nets, params.model_copy(update={"replay": 0.0}), ctx)(some) is None

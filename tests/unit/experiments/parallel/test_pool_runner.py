@@ -7,7 +7,6 @@ import os
 import pickle
 import signal
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,22 +21,12 @@ from experiments.simulation.run_slots import default_workers
 from fedcg.learning.method import ClientState
 from fedcg.learning.networks.initial_weights import initial_parts
 from fedcg.learning.registry import get_method
-from fedcg.learning.simulation.party import ClientData, Party
+from fedcg.learning.simulation.party import Party
 from fedcg.learning.simulation.runners import SerialRunner
 from fedcg.learning.simulation.simulation import simulate
 from fedcg.learning.simulation.state import Schedule, Simulation
 from fedcg.learning.simulation.tasks import LocalTask
-from tests.support.learning.learning_cases import bright_images, quick_spec, roots_from_seed, same
-
-NAMES = ("a", "b", "c")
-
-
-def party(method: str) -> Party:
-    data = {
-        name: ClientData(*(bright_images(count, 10 * number + count) for count in (24, 9, 9)))
-        for number, name in enumerate(NAMES)
-    }
-    return Party(quick_spec(method), data, roots_from_seed(0, NAMES), common=bright_images(6, 99))
+from tests.support.learning.learning_cases import NAMES, assert_same_simulation, party_of, same_parts
 
 
 @pytest.fixture(scope="module")
@@ -47,26 +36,15 @@ def pool() -> Iterator[PoolRunner]:
     runner.close()
 
 
-def assert_equal(one: Simulation, other: Simulation) -> None:
-    for name, curve in one.curves.items():
-        assert [replace(record, seconds=None) for record in curve] == [
-            replace(record, seconds=None) for record in other.curves[name]
-        ]
-        assert all(same(weights, other.states[name].parts[part]) for part, weights in one.states[name].parts.items())
-    assert one.aggregate.parts.keys() == other.aggregate.parts.keys()
-    assert all(same(weights, other.aggregate.parts[part]) for part, weights in one.aggregate.parts.items())
-    assert one.global_accuracy == other.global_accuracy
-
-
 @pytest.mark.parametrize("method", ["fedmd_cg", "fedavg", pytest.param("fedcg", marks=pytest.mark.slow)])
 def test_worker_processes_give_the_same_simulation_as_one_process(pool: PoolRunner, method: str) -> None:
     torch.set_num_threads(1)
-    one = party(method)
-    assert_equal(simulate(one, Schedule(rounds=2), runner=pool), simulate(one, Schedule(rounds=2)))
+    one = party_of(method)
+    assert_same_simulation(simulate(one, Schedule(rounds=2), runner=pool), simulate(one, Schedule(rounds=2)))
 
 
 def test_killed_workers_are_replaced_and_their_tasks_repeated(pool: PoolRunner) -> None:
-    one = party("fedavg")
+    one = party_of("fedavg")
     start = get_method("fedavg").init_client(one.spec, initial_parts(one.spec, one.roots.cohort))
     aggregate = get_method("fedavg").init_server(one.spec, initial_parts(one.spec, one.roots.cohort)).aggregate
     tasks = [LocalTask(name, 1, ClientState(start.parts), None) for name in NAMES]
@@ -86,7 +64,7 @@ def test_killed_workers_are_replaced_and_their_tasks_repeated(pool: PoolRunner) 
         wanted = expected[outcome.client].result
         assert outcome.result is not None
         assert wanted is not None
-        assert all(same(outcome.result.private.parts[part], some) for part, some in wanted.private.parts.items())
+        assert same_parts(outcome.result.private.parts, wanted.private.parts)
 
 
 def deadly(_party: Party) -> None:
@@ -101,13 +79,13 @@ def faulty(_party: Party) -> None:
 
 @pytest.mark.slow
 def test_a_task_that_kills_every_worker_is_given_up(pool: PoolRunner) -> None:
-    pool.start(party("fedavg"))
+    pool.start(party_of("fedavg"))
     with pytest.raises(RunError, match="worker processes died over one task"):
         list(pool._all([(deadly, ())]))
 
 
 def test_an_exception_in_a_worker_is_raised_here_and_the_pool_goes_on(pool: PoolRunner) -> None:
-    one = party("fedavg")
+    one = party_of("fedavg")
     pool.start(one)
     with pytest.raises(KeyError, match="what is not there"):
         list(pool._all([(faulty, ()), (faulty, ())]))
@@ -132,7 +110,7 @@ def test_as_many_workers_as_cpus_but_not_more_than_clients_and_one_per_accelerat
 
 @pytest.mark.parametrize("method", ["fedmd_cg", "local"])
 def test_a_checkpoint_holds_all_that_a_simulation_needs_to_go_on(method: str, tmp_path: Path) -> None:
-    one = party(method)
+    one = party_of(method)
     stages: list[Simulation] = []
     simulate(one, Schedule(rounds=2, shadow=method != "local"), on_round=stages.append)
     store = Checkpoints(tmp_path / "run", RunSetting(rounds=2))
@@ -142,10 +120,9 @@ def test_a_checkpoint_holds_all_that_a_simulation_needs_to_go_on(method: str, tm
         store.save(stage, 1.5 * number)
     found = store.newest()
     assert found is not None
-    assert_equal(found[0], stages[1])
+    assert_same_simulation(found[0], stages[1])
     assert found[0].curves == stages[1].curves
     assert found[0].shadows.keys() == stages[1].shadows.keys()
-    assert found[0].aggregate.label_distribution == stages[1].aggregate.label_distribution
     assert (found[1], store.rounds()) == (3.0, 2)
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["round-000002"]  # the older one is gone
     assert Checkpoints(tmp_path / "run", RunSetting(rounds=3)).newest() is None  # another setting's
@@ -154,7 +131,7 @@ def test_a_checkpoint_holds_all_that_a_simulation_needs_to_go_on(method: str, tm
 
 
 def test_a_checkpoint_cut_off_by_a_power_loss_does_not_count(tmp_path: Path) -> None:
-    one, stages = party("fedavg"), list[Simulation]()
+    one, stages = party_of("fedavg"), list[Simulation]()
     simulate(one, Schedule(rounds=2, shadow=False), on_round=stages.append)
     store = Checkpoints(tmp_path, RunSetting())
     store.save(stages[0], 1.0)

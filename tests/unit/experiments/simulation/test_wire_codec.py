@@ -1,4 +1,4 @@
-"""A simulation with codecs: both sides go on from what the wire would bring, and the record tells its bytes."""
+"""A simulation with codecs: both sides go on from what the wire would bring, and the record shows its bytes."""
 
 from __future__ import annotations
 
@@ -23,13 +23,12 @@ from fedcg.learning.simulation.state import Schedule
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.parts import AggregateCodec, Part, UpdateCodec
 from tests.support.commands import run_fedcg
-from tests.support.learning.learning_cases import plan, same
-from tests.unit.fedcg.learning.simulation.test_simulation_rounds import party, same_states
+from tests.support.learning.learning_cases import party_of, plan, same_parts
 
 
 def coded(method: str, codec: UpdateCodec = "i8-delta", aggregate_codec: AggregateCodec = "f16") -> Party:
     spec = spec_of(method, codec, aggregate_codec)
-    return replace(party(method), spec=spec, coding=coding_of(spec))
+    return replace(party_of(method), spec=spec, coding=coding_of(spec))
 
 
 def spec_of(method: str, codec: UpdateCodec, aggregate_codec: AggregateCodec) -> FederationSpec:
@@ -42,8 +41,8 @@ def test_the_aggregate_is_one_that_the_wire_brings_unchanged(method: str) -> Non
     one = coded(method)
     assert one.coding is not None
     done = simulate(one, Schedule(rounds=2, shadow=False))
-    again = one.coding.aggregate(done.aggregate.parts)
-    assert same_states(done.aggregate.parts, again)
+    again, _ = one.coding.aggregate(done.aggregate.parts)
+    assert same_parts(done.aggregate.parts, again)
     assert len(done.update_bytes) == 2
     assert not done.failures
 
@@ -54,8 +53,8 @@ def test_the_server_gets_the_decoded_updates_and_the_client_keeps_its_own() -> N
     done = simulate(one, Schedule(rounds=1, shadow=False))
     exact = simulate(replace(one, coding=None), Schedule(rounds=1, shadow=False))
     for name in one.datasets:
-        assert same_states(done.states[name].parts, exact.states[name].parts)
-    assert not same_states(done.aggregate.parts, exact.aggregate.parts)
+        assert same_parts(done.states[name].parts, exact.states[name].parts)
+    assert not same_parts(done.aggregate.parts, exact.aggregate.parts)
     for part, weights in exact.aggregate.parts.items():
         for name, tensor in weights.items():
             torch.testing.assert_close(done.aggregate.parts[part][name], tensor, atol=1e-3, rtol=0)
@@ -66,7 +65,7 @@ def test_without_codecs_nothing_is_touched_and_the_spec_keeps_its_name() -> None
     assert coding_of(spec) is None
     assert b"aggregate_codec" not in spec.canonical()
     assert b"with_base" not in spec.canonical()
-    assert simulate(replace(party("fedavg"), spec=spec), Schedule(rounds=1)).update_bytes == ()
+    assert simulate(replace(party_of("fedavg"), spec=spec), Schedule(rounds=1)).update_bytes == ()
 
 
 def test_a_coding_of_plain_numbers_changes_none() -> None:
@@ -74,7 +73,7 @@ def test_a_coding_of_plain_numbers_changes_none() -> None:
     parts = initial_parts(spec, b"cohort")
     shared = {part: parts[part] for part in spec.upload}
     back, size = WireCoding(spec).update("a", shared, shared)
-    assert all(same(shared[part], back[part]) for part in shared)
+    assert same_parts(shared, back)
     assert size > 50_000
 
 
@@ -85,7 +84,7 @@ def test_processes_give_the_same_numbers() -> None:
         many = simulate(one, schedule, runner=runner)
     finally:
         runner.close()
-    assert same_states(many.aggregate.parts, simulate(one, schedule).aggregate.parts)
+    assert same_parts(many.aggregate.parts, simulate(one, schedule).aggregate.parts)
 
 
 def test_a_checkpoint_keeps_the_bytes_of_the_updates(tmp_path: Path) -> None:
@@ -100,8 +99,8 @@ def test_a_checkpoint_keeps_the_bytes_of_the_updates(tmp_path: Path) -> None:
 class Refusing:
     """A coding that can't code one client's updates."""
 
-    def aggregate(self, parts: Mapping[Part, Weights]) -> Mapping[Part, Weights]:
-        return parts
+    def aggregate(self, parts: Mapping[Part, Weights]) -> tuple[Mapping[Part, Weights], int]:
+        return parts, 7
 
     def update(
         self, client: str, parts: Mapping[Part, Weights], base: Mapping[Part, Weights]
@@ -112,11 +111,11 @@ class Refusing:
 
 
 def test_a_client_whose_update_can_not_be_coded_keeps_its_state_and_the_others_go_on() -> None:
-    one = replace(party("fedavg"), coding=Refusing())
+    one = replace(party_of("fedavg"), coding=Refusing())
     done = simulate(one, Schedule(rounds=1, shadow=False))
-    without = simulate(party("fedavg", ("a", "b")), Schedule(rounds=1, shadow=False))
+    without = simulate(party_of("fedavg", ("a", "b")), Schedule(rounds=1, shadow=False))
     assert [failure.reason for failure in done.failures["c"]] == ["too large"]
-    assert same_states(done.aggregate.parts, without.aggregate.parts)
+    assert same_parts(done.aggregate.parts, without.aggregate.parts)
     assert done.update_bytes == (7,)
 
 
@@ -128,7 +127,7 @@ def test_what_float16_can_not_hold_is_a_divergence() -> None:
         WireCoding(spec).update("a", huge, huge)
 
 
-def test_the_record_tells_the_bytes_of_an_update_as_it_is_coded(tmp_path: Path) -> None:
+def test_the_record_shows_the_bytes_of_an_update_as_it_is_coded(tmp_path: Path) -> None:
     words = "--clients 2 --images-per-client 40 --rounds 1 --local-epochs 1 --method fedsplit --no-shadow --workers 1"
     runs = {}
     for codec, down in (("f32", "f32"), ("i8-delta", "f16")):

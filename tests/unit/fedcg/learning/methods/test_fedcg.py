@@ -1,0 +1,75 @@
+"""FedCG's local half, stage by stage."""
+
+from __future__ import annotations
+
+import math
+from typing import cast
+
+import pytest
+import torch
+from torch import nn
+
+from fedcg.learning.methods import fedcg
+from fedcg.learning.training.losses import paired_labels
+from fedcg.learning.training.training_loop import (
+    FeatureSource,
+)
+from tests.support.learning.learning_cases import (
+    context,
+    quick_spec,
+)
+from tests.support.learning.stub_networks import Answer, GivenFeatures, block_of
+
+
+def test_gamma_rises_from_zero_on_a_logistic_ramp() -> None:
+    params = fedcg.FedcgParams()
+    assert fedcg.gamma(1, params) == 0.0
+    assert fedcg.gamma(26, params) == pytest.approx(2 / (1 + math.exp(-5)) - 1)  # 0.986614
+    assert fedcg.gamma(51, params) == pytest.approx(0.999909, abs=1e-6)
+    assert fedcg.gamma(500, params) == fedcg.gamma(51, params)
+    assert fedcg.gamma(3, params.model_copy(update={"ramp_rounds": 2, "gamma_max": 0.5})) == pytest.approx(
+        0.499955, abs=1e-6
+    )
+
+
+def test_generated_rows_come_in_pairs_of_one_label() -> None:
+    assert paired_labels(torch.tensor([3, 1, 2, 0])).tolist() == [3, 1, 3, 1]
+    odd = paired_labels(torch.tensor([3, 1, 2, 0, 4]))
+    assert odd.tolist() == [3, 1, 3, 1, 2]
+
+
+def test_the_feature_penalty_of_fedcg_is_gamma_times_the_mean_square() -> None:
+    penalty = fedcg.feature_penalty(Answer(0.0, 2.0), 0.5, context(quick_spec("fedcg")))(block_of([0, 1]))
+    assert penalty is not None
+    features = torch.tensor([[1.0, 2.0], [3.0, 2.0]], requires_grad=True)
+    value = penalty(slice(0, 2), features, torch.zeros(2, 3))
+    assert value.item() == pytest.approx(0.5 * (1 + 9) / 4)
+    value.backward()
+    assert features.grad is not None
+
+
+def test_the_two_gan_networks_pull_in_opposite_directions() -> None:
+    spec = quick_spec("fedcg", epochs=30, gan_lr=2e-2, diversity=0.0)
+    ctx = context(spec)
+
+    class Judge(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.line = nn.Linear(2, 1)
+
+        def forward(self, features: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.line(features).squeeze(1)
+            return out
+
+    real = torch.zeros(16, 2)
+    generator, judge = Answer(1.0, 1.0), Judge()
+    with torch.no_grad():
+        judge.line.weight.zero_()
+        judge.line.bias.zero_()
+    params = fedcg.FedcgParams.model_validate({**spec.params, "epochs": 10, "weight_decay": 0.0})
+    fedcg.train_gan(generator, judge, cast("FeatureSource", GivenFeatures(real)), params, ctx)
+    made = generator.value.detach()
+    zeros = torch.zeros(1, dtype=torch.int64)
+    assert judge(real[:1], zeros).item() > judge(made.unsqueeze(0), zeros).item()
+    assert made.max().item() < 0.9
+    assert all(parameter.requires_grad for parameter in judge.parameters())
