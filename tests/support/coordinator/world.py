@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,6 @@ from typing_extensions import Self
 
 from coordinator.aggregation.worker_messages import Job, JobDone, UpdateAdded, Updates, WorkerSettings
 from coordinator.config import RoundSettings
-from coordinator.http.app import Beside
 from coordinator.pki.signing_keys import SigningIdentity
 from coordinator.rounds.records import AggregateRecord, FederationRecord
 from coordinator.service.service import Service
@@ -164,6 +163,9 @@ class World:
     def _rules(self, identity: str, action: str, topic: str) -> bool:
         topics = Topics(self.spec.federation)
         return topics.may_publish(identity, topic) if action == "publish" else topics.may_read(identity, topic)
+
+
+Beside = Callable[[Service], AbstractAsyncContextManager[None]]
 
 
 class RunningService:

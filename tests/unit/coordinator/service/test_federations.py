@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,7 @@ def until_over(made: Federations, federation: str) -> None:
     wait_until(lambda: phase(made, federation) is Phase.FINISHED, f"{federation} is over")
     final = made.world.store.aggregates(federation)[-1].artifact
     for device in made.devices[federation]:
-        wait_until(lambda device=device: final in device.artifacts, f"{device.name} has the end of {federation}")
+        wait_until(partial(device.artifacts.__contains__, final), f"{device.name} has the end of {federation}")
 
 
 def test_two_federations_of_the_same_devices_run_side_by_side(made: Federations) -> None:
