@@ -39,7 +39,7 @@ from fedcg.listening import Caps, Connections, Listener, http_config, own_hosts_
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.messages.messages import COORDINATOR
 from fedcg.wire.transport.mqtt import MqttTransport
-from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles
+from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles, connection_name
 from fedcg.wire.transport.transport import Transport, Will
 
 GRACEFUL_S = 1
@@ -220,7 +220,7 @@ def _connect(home: Home, config: CoordinatorConfig, federation: str, will: Will)
             protocol=broker.protocol,
             max_packet=broker.limits.max_packet,
             in_flight=broker.limits.in_flight,
-            federation=federation,
+            connection=connection_name(federation, home.secret()),
         ),
         will,
     )

@@ -21,7 +21,7 @@ from coordinator.rounds.records import DeviceState
 from coordinator.storage.store import Store
 from fedcg.wire.errors import TransportError
 from fedcg.wire.transport.mqtt import probe
-from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles
+from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles, connection_name
 
 EVICTION_LIFE = timedelta(minutes=10)
 EVICTION_TIMEOUT_S = 5.0
@@ -59,7 +59,7 @@ def revoke(home: Home, store: Store, device: str, reason: str, now: float) -> Re
     return Revoked(was_member, len(revoked), reloaded)
 
 
-def evict(home: Home, device: str, federations: Collection[str]) -> bool:
+def evict(home: Home, device: str, public_key: str, federations: Collection[str]) -> bool:
     """End the sessions that a replaced device still has at the broker, by connecting under its name for a moment.
 
     An access list can't distinguish the old device from the new one, which has the same name; the revocation list keeps the old
@@ -75,7 +75,12 @@ def evict(home: Home, device: str, federations: Collection[str]) -> bool:
         try:
             for federation in federations:
                 config = MqttConfig(
-                    broker.host, broker.port, device, tls=tls, protocol=broker.protocol, federation=federation
+                    broker.host,
+                    broker.port,
+                    device,
+                    tls=tls,
+                    protocol=broker.protocol,
+                    connection=connection_name(federation, bytes.fromhex(public_key)),
                 )
                 probe(config, EVICTION_TIMEOUT_S)
         except TransportError as error:

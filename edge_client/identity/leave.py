@@ -61,7 +61,7 @@ def leave(config: AgentConfig, *, erase: bool, notify: bool, timeout_s: float) -
 def _leave_coordinator(config: AgentConfig, store: PrivateStore, timeout_s: float) -> None:
     keys = load_keys(config)
     will = offline_will(config.federation, config.device, keys.signing)
-    transport = MqttTransport(mqtt_config(config), will)
+    transport = MqttTransport(mqtt_config(config, keys), will)
     try:
         converse(config, keys, store, transport, Purpose.LEAVE, timeout_s)
     except NoAnswerError as error:
