@@ -14,7 +14,7 @@ import uvicorn
 from starlette.responses import JSONResponse
 
 from coordinator.aggregation.worker_messages import WorkerSettings
-from coordinator.broker.access_lists import publish_access, silence
+from coordinator.broker.access_lists import end_silences, publish_access, silence
 from coordinator.config import CoordinatorConfig, check_api_host
 from coordinator.errors import HomeError
 from coordinator.http.app import Beside, create_app
@@ -155,7 +155,7 @@ def _context(home: Home, config: CoordinatorConfig) -> Iterator[ServiceContext]:
         return known
 
     try:
-        silence(home, ())  # completes what a killed coordinator left undone; blocks while a federation is being opened
+        end_silences(home)  # completes what a killed coordinator left undone; blocks while a federation is being opened
         federations = store.federations()
         if not federations:
             raise HomeError(f"{home.root} has no federation yet; open one with `fedcg federation create`")

@@ -15,7 +15,7 @@ from datetime import timedelta
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from coordinator.broker.access_lists import RELOAD_BY_HAND
+from coordinator.broker.access_lists import NOT_APPLIED
 from coordinator.config import CoordinatorConfig
 from coordinator.errors import RefusedError
 from coordinator.members.bundle_enrolment import certificate_record, problem_with_new
@@ -145,7 +145,7 @@ class Admission:
         self.store.register.admit(Admitted(token.id, purpose, request.signing_key, record, token.replaces), now)
         reloaded = self.publish()
         if not reloaded:
-            log.warning("%s is enrolled, and no broker has read the new access list. %s", device, RELOAD_BY_HAND)
+            log.warning("%s is enrolled, and %s", device, NOT_APPLIED)
         if token.replaces:
             self.evict(device)
         self.events.write(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +13,7 @@ from coordinator.cli.opening import create_home
 from coordinator.config import BrokerSettings, CoordinatorConfig
 from coordinator.paths import Home
 from coordinator.pki.authority import CA_NAME, credential_of
-from fedcg.find_mosquitto import Mosquitto, find_mosquitto
+from fedcg.find_mosquitto import find_mosquitto
 from fedcg.wire.messages.topics import Topics
 from fedcg.wire.transport.mqtt import MqttTransport
 from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles
@@ -34,10 +32,16 @@ HEARD = {
 
 @dataclass
 class Plant:
-    """The home, its broker, and connections to it."""
+    """The home, its broker, and connections to it.
+
+    Attributes:
+        folder: what the broker runs from, when that is not the home.
+    """
 
     root: Path
     home: Home
+    folder: Path | None = None
+    broker: subprocess.Popen[bytes] | None = None
     clients: list[Client] = field(default_factory=list)
 
     @property
@@ -81,6 +85,18 @@ class Plant:
         while self.clients:
             self.clients.pop().transport.close()
 
+    def start_broker(self) -> None:
+        command = [sys.executable, "-m", "fedcg", "broker", "run", "--dir", str(self.folder or self.home.root)]
+        with (self.root / "broker.log").open("wb") as log:
+            self.broker = subprocess.Popen(command, stdout=log, stderr=log)
+        wait_until(lambda: "ready" in (self.root / "broker.log").read_text(), "the broker is ready", 30)
+
+    def end_broker(self) -> None:
+        if self.broker is not None:
+            self.broker.terminate()
+            self.broker.wait(timeout=20)
+            self.broker = None
+
     def command(self, *arguments: str) -> str:
         done = subprocess.run(
             [sys.executable, "-m", "fedcg", *arguments, "--dir", str(self.home.root)],
@@ -99,42 +115,19 @@ def open_plant(root: Path, kind: str) -> Iterator[Plant]:
 
     Args:
         root: an empty folder.
-        kind: "run" for the Mosquitto of `fedcg broker run`, "deployed" for one that runs what `fedcg deploy mosquitto` wrote.
+        kind: "run" for the broker in the coordinator's directory, "deployed" for one in a folder of `fedcg deploy mosquitto`, moved.
     """
-    found = find_mosquitto()
-    assert found is not None, "mark the test with `broker`"
-    out = root / "deployed"
+    assert find_mosquitto() is not None, "mark the test with `broker`"
     config = CoordinatorConfig(broker=BrokerSettings(port=free_port()))
     home = create_home(root / "home", config, observers=("observer",))
     add_federation(home, FEDERATION, ["a", "b", "c"])
     made = Plant(root, home)
     if kind == "deployed":
-        process = _run_deployed(made, found, out)
-    else:
-        command = [sys.executable, "-m", "fedcg", "broker", "run", "--dir", str(home.root)]
-        process = _run(root, command, {**os.environ})
-        wait_until(lambda: "ready" in (root / "broker.log").read_text(), "the broker is ready", 30)
+        made.command("deploy", "mosquitto", "--out", str(root / "written"))
+        made.folder = (root / "written").rename(root / "moved")
+    made.start_broker()
     try:
         yield made
     finally:
         made.close_clients()
-        process.terminate()
-        process.wait(timeout=20)
-
-
-def _run(root: Path, command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    with (root / "broker.log").open("wb") as log:
-        return subprocess.Popen(command, stdout=log, stderr=log, env=environment)
-
-
-def _run_deployed(plant: Plant, mosquitto: Mosquitto, out: Path) -> subprocess.Popen[bytes]:
-    plant.command("deploy", "mosquitto", "--out", str(out))
-    process = _run(plant.root, [str(mosquitto.binary), "-c", str(out / "mosquitto.conf")], mosquitto.environment())
-
-    def listens() -> bool:
-        assert process.poll() is None, (plant.root / "broker.log").read_text()
-        with socket.socket() as probe:
-            return probe.connect_ex(("127.0.0.1", plant.port)) == 0
-
-    wait_until(listens, "mosquitto listens")
-    return process
+        made.end_broker()
