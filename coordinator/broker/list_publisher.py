@@ -69,7 +69,7 @@ class _Exchange:
             if not self._answered.wait(max(0.0, deadline - time.monotonic())):
                 raise BrokerError(
                     f"the broker at {self._address} has the lists, and nothing there has applied them: start Mosquitto by "
-                    "`fedcg broker run`, in the folder of `fedcg deploy mosquitto`"
+                    "`fedcg broker run`, in the folder of `fedcg deploy mosquitto`; if it runs so, its log has the reason"
                 )
         finally:
             self._transport.close()
