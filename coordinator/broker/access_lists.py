@@ -23,6 +23,9 @@ NOT_APPLIED = (
     "reaches it, and at its next start; until then the broker uses the earlier ones."
 )
 SILENCED_NAME = "silenced.json"
+PENDING_NAME = "lists-pending"
+"""In a home's broker folder while lists that were made are not applied; its date is that of the last try."""
+PENDING_S = 60.0
 
 log = logging.getLogger(__name__)
 
@@ -69,10 +72,21 @@ def publish_access(home: Home) -> bool:
     Returns:
         False when no broker has applied them; the log has the reason.
     """
+    pending = home.broker / PENDING_NAME
+    pending.touch()
     lists = refresh_access(home)
     try:
         publish_lists(home, lists)
     except (BrokerError, TransportError) as error:
         log.warning("the lists of devices: %s", error)
         return False
+    pending.unlink(missing_ok=True)
     return True
+
+
+def are_lists_pending(home: Home) -> bool:
+    """Whether the last try to bring lists to the broker failed or was cut short, in whichever process, `PENDING_S` ago or earlier."""
+    try:
+        return time.time() - (home.broker / PENDING_NAME).stat().st_mtime >= PENDING_S
+    except FileNotFoundError:
+        return False

@@ -44,28 +44,27 @@ def run_mosquitto(directory: Path, report: Report) -> int:
         BrokerError: there is no Mosquitto on this machine, it can't be started, or the directory is neither.
         HomeError: another one runs in this directory.
     """
-    home = Home(directory)
-    folder = home.broker if home.config_file.is_file() else directory
-    mosquitto = find_mosquitto()
+    home, mosquitto = Home(directory), find_mosquitto()
+    is_home = home.config_file.is_file()
+    if not is_home:
+        read_address(directory)
     if mosquitto is None:
         raise BrokerError(
             "there is no Mosquitto on this machine: install it, or run `make setup-broker`. For a demo on this machine "
             "--broker amqtt does without"
         )
-    if folder == directory:
-        read_address(folder)
+    folder = home.broker if is_home else directory
     with held(folder / PID_NAME, "a broker"):
-        if folder != directory:
+        if is_home:
             _bring_up_to_date(home)
-        report(f"broker: mosquitto ({mosquitto.binary})")
         address = read_address(folder)
+        report(f"broker: mosquitto ({mosquitto.binary})")
         return _supervise(folder, mosquitto, address.port, lambda: report(f"ready on {address.host}:{address.port}"))
 
 
 def _bring_up_to_date(home: Home) -> None:
-    from coordinator.broker.access_lists import (
-        refresh_access,
-    )  # needs the database's packages; a broker's machine has none
+    # here, because it needs the database's packages, which a broker's own machine has not
+    from coordinator.broker.access_lists import refresh_access
 
     with home.changing_members():
         write_folder(home, home.broker, refresh_access(home))

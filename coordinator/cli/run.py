@@ -14,7 +14,7 @@ import uvicorn
 from starlette.responses import JSONResponse
 
 from coordinator.aggregation.worker_messages import WorkerSettings
-from coordinator.broker.access_lists import end_silences, publish_access, silence
+from coordinator.broker.access_lists import are_lists_pending, end_silences, publish_access, silence
 from coordinator.config import CoordinatorConfig, check_api_host
 from coordinator.errors import HomeError
 from coordinator.http.app import Beside, create_app
@@ -179,6 +179,7 @@ def _context(home: Home, config: CoordinatorConfig) -> Iterator[ServiceContext]:
             ),
             events=events,
             publish_access=partial(silence, home),
+            are_lists_pending=partial(are_lists_pending, home),
             limits=config.broker.limits,
             keep_rounds=config.storage.keep_rounds,
             rounds=config.rounds,

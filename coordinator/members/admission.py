@@ -145,7 +145,7 @@ class Admission:
         self.store.register.admit(Admitted(token.id, purpose, request.signing_key, record, token.replaces), now)
         reloaded = self.publish()
         if not reloaded:
-            log.warning("%s is enrolled, and %s", device, NOT_APPLIED)
+            log.warning("%s is enrolled. %s", device, NOT_APPLIED)
         if token.replaces:
             self.evict(device)
         self.events.write(

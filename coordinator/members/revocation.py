@@ -35,7 +35,7 @@ class Revoked:
     Attributes:
         was_member: False when the device had been revoked, or had left, before.
         certificates: how many of its certificates are on the revocation list now.
-        broker_reloaded: whether a broker of this home applied it; else the operator has to bring the lists to the one that runs elsewhere.
+        broker_reloaded: whether the broker has applied it; else the coordinator brings it there later.
     """
 
     was_member: bool

@@ -97,6 +97,8 @@ class MemberRefresh:
         """Read the register every `REFRESH_S`, and end the access of devices that left or that send too much."""
         if self.is_older_than(REFRESH_S):
             self.refresh()
+            if self._context.are_lists_pending():
+                self.publish_lists()
         if self._shut_out_at is not None and time.monotonic() >= self._shut_out_at:
             self._shut_out_at = None
             self.publish_lists()

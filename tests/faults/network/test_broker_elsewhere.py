@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.broker.access_lists import publish_access, silence
+from coordinator.broker.access_lists import PENDING_NAME, PENDING_S, publish_access, silence
 from coordinator.members.revocation import evict, revoke
 from coordinator.rounds.records import DeviceState
 from coordinator.storage.store import Store
@@ -144,6 +144,23 @@ def running_coordinator(plant: Plant) -> Iterator[subprocess.Popen[bytes]]:
     finally:
         process.kill()
         process.wait()
+
+
+@pytest.mark.slow
+def test_a_try_that_failed_is_repeated_while_the_link_stands(plant: Plant) -> None:
+    """As when a command was killed before the broker had the lists, or was too slow for them."""
+    config = plant.home.config_file
+    config.write_text(config.read_text().replace("port = 8440", f"port = {free_port()}"))
+    with running_coordinator(plant):
+        pending = plant.home.broker / PENDING_NAME
+        wait_until(lambda: "link" in _events(plant) and not pending.exists(), "it has its link and its lists", 60)
+        with closing(Store(plant.home.database)) as store:
+            assert store.register.end_membership("a", DeviceState.REVOKED, "stolen", time.time())
+        pending.touch()
+        tried_at = time.time() - PENDING_S
+        os.utime(pending, (tried_at, tried_at))
+        wait_until(lambda: not section_of(plant, "a"), "the lists arrive", 60)
+        wait_until(lambda: not pending.exists(), "nothing is left to do", 60)
 
 
 def section_of(plant: Plant, name: str) -> bool:

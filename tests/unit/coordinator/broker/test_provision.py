@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import stat
+import subprocess
+import sys
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -378,6 +380,21 @@ def test_a_broker_is_run_in_a_folder_that_is_one(tmp_path: Path, content: str | 
     code, output = call("broker", "run", "--dir", tmp_path)
     assert code == 2
     assert why in output
+
+
+def test_a_brokers_machine_needs_no_more_than_the_extra_for_the_wire(tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "for name in ('sqlalchemy', 'torch', 'fastapi', 'uvicorn', 'starlette', 'PIL', 'onnxruntime'):\n"
+        "    sys.modules[name] = None\n"
+        "import coordinator.broker.list_follower\n"
+        f"sys.argv = ['fedcg', 'broker', 'run', '--dir', {str(tmp_path)!r}]\n"
+        "from fedcg.cli import main\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2, done.stderr
+    assert "deploy mosquitto` writes one" in done.stderr
 
 
 def test_a_change_that_reaches_no_broker_is_reported_and_what_follows(
