@@ -19,8 +19,8 @@ from fedcg.files import replace_durably
 from fedcg.wire.errors import TransportError
 
 NOT_APPLIED = (
-    "No broker has applied the new lists of devices; the reason is in the log. The coordinator brings them to its broker when it "
-    "reaches it, and at its next start; until then the broker uses the earlier ones."
+    "No broker has applied the new lists of devices; a warning has the reason. A running coordinator brings them to its broker when "
+    "it reaches it, else it does at its next start; until then the broker uses the earlier ones."
 )
 SILENCED_NAME = "silenced.json"
 PENDING_NAME = "lists-pending"

@@ -227,13 +227,16 @@ def deploy_mosquitto(
     """
     from coordinator.broker.access_lists import refresh_access
     from coordinator.broker.broker_folder import write_folder
+    from coordinator.config import LOOPBACK_HOSTS
 
     with store_of(directory) as (home, _), home.changing_members():
         write_folder(home, out, refresh_access(home))
-        address = home.config().broker.host
+        host = home.config().broker.host
     start = f"fedcg broker run --dir {out.resolve()}"
-    text = (
-        f"Wrote {out}. Copy it over a safe channel to the machine that is {address}, to any place; there, with Mosquitto and "
-        f"fedcg-edge[wire] installed:\n  {start}\nThe coordinator keeps its lists of devices up to date."
+    place = (
+        f"[broker] host in coordinator.toml is {host}, so it serves this machine only. Start it here:"
+        if host in LOOPBACK_HOSTS
+        else f"Copy it over a safe channel to the machine {host}, to any place; with Mosquitto and fedcg-edge[wire] there:"
     )
+    text = f"Wrote {out}. {place}\n  {start}\nThe coordinator keeps its lists of devices up to date."
     print_result({"dir": str(out.resolve()), "start": start}, text, as_json=as_json)

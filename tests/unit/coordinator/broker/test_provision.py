@@ -382,6 +382,17 @@ def test_a_broker_is_run_in_a_folder_that_is_one(tmp_path: Path, content: str | 
     assert why in output
 
 
+@pytest.mark.parametrize(
+    ("host", "told"), [("broker.example", "to the machine broker.example"), ("localhost", "serves this machine only")]
+)
+def test_deploy_names_the_machine_that_the_folder_is_for(tmp_path: Path, host: str, told: str) -> None:
+    home = create_home(tmp_path / "home", CoordinatorConfig(broker=BrokerSettings(host=host)))
+    code, output = call("deploy", "mosquitto", "--dir", home.root, "--out", tmp_path / "out")
+    assert code == 0
+    assert told in output
+    assert f"fedcg broker run --dir {tmp_path / 'out'}" in output
+
+
 def test_a_brokers_machine_needs_no_more_than_the_extra_for_the_wire(tmp_path: Path) -> None:
     code = (
         "import sys\n"
