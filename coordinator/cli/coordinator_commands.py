@@ -192,7 +192,9 @@ def federation_resume(directory: Directory, as_json: AsJson = False) -> None:
 
 @broker_app.command("run")
 def broker_run(
-    directory: Directory,
+    directory: Annotated[
+        Path, typer.Option("--dir", help="The coordinator's directory, or a folder of `fedcg deploy mosquitto`.")
+    ],
     broker: Annotated[str, typer.Option(help="mosquitto; or amqtt, for demos on this machine.")] = "mosquitto",
     as_json: AsJson = False,
 ) -> None:
@@ -206,44 +208,35 @@ def broker_run(
     )
     if broker not in BROKERS:
         raise BrokerError(f"--broker {broker}: choose one of {', '.join(BROKERS)}")
-    run = run_mosquitto if broker == "mosquitto" else run_embedded
-    code = run(Home(directory).require(), line_printer(as_json=as_json))
+    report = line_printer(as_json=as_json)
+    code = (
+        run_mosquitto(directory, report) if broker == "mosquitto" else run_embedded(Home(directory).require(), report)
+    )
     raise typer.Exit(code)
 
 
 @deploy_app.command("mosquitto")
 def deploy_mosquitto(
     directory: Directory,
-    out: Annotated[
-        Path, typer.Option("--out", help="The folder that Mosquitto starts from; it holds the broker's key.")
-    ],
+    out: Annotated[Path, typer.Option("--out", help="The folder; it holds the broker's key, and not the authority's.")],
     as_json: AsJson = False,
 ) -> None:
-    """Write all that a Mosquitto of your own needs into one folder: configuration, certificates, key, access list, revocation list.
+    """Write all that a Mosquitto on any machine needs into one folder, for `fedcg broker run` there.
 
-    On this machine the coordinator keeps the lists there up to date and makes Mosquitto read them. Run again, the command brings everything up to date.
+    The coordinator keeps its lists of devices up to date over MQTT. Run again after a change of coordinator.toml, or before the certificates end.
     """
-    from coordinator.broker.access_lists import refresh_access, reload_brokers
-    from coordinator.broker.deployed_mosquitto import deploy
-    from coordinator.broker.mosquitto import CONFIG_NAME
-    from fedcg.find_mosquitto import find_mosquitto
+    from coordinator.broker.access_lists import refresh_access
+    from coordinator.broker.broker_folder import write_folder
+    from coordinator.config import LOOPBACK_HOSTS
 
     with store_of(directory) as (home, _), home.changing_members():
-        refresh_access(home)
-        account = deploy(home, out)
-        runs = reload_brokers(home)
-    found = find_mosquitto()
-    start = f"{'mosquitto' if found is None else found.binary} -c {out.resolve() / CONFIG_NAME}"
-    state = (
-        "It runs, and has read the lists; start it again after a change of coordinator.toml:"
-        if runs
-        else "Start it with:"
+        write_folder(home, out, refresh_access(home))
+        host = home.config().broker.host
+    start = f"fedcg broker run --dir {out.resolve()}"
+    place = (
+        f"[broker] host in coordinator.toml is {host}, so it serves this machine only. Start it here:"
+        if host in LOOPBACK_HOSTS
+        else f"Copy it over a safe channel to the machine {host}, to any place; with Mosquitto and fedcg-edge[wire] there:"
     )
-    text = (
-        f"Wrote {out}, for a Mosquitto that runs as user {account}. {state}\n  {start}\n"
-        f"On this machine the coordinator keeps acl and crl.pem there up to date. On another one: copy {out.resolve()} to the same "
-        "path there, and after every change of devices acl and crl.pem; then send Mosquitto SIGHUP."
-    )
-    print_result(
-        {"dir": str(out.resolve()), "user": account, "runs": bool(runs), "start": start}, text, as_json=as_json
-    )
+    text = f"Wrote {out}. {place}\n  {start}\nThe coordinator keeps its lists of devices up to date."
+    print_result({"dir": str(out.resolve()), "start": start}, text, as_json=as_json)

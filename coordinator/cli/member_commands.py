@@ -49,7 +49,6 @@ def token_create(
     as_json: AsJson = False,
 ) -> None:
     """Make a one-time token for a device; it is shown once, and holds the digest of this coordinator's authority."""
-    from coordinator.broker.access_lists import RELOAD_BY_HAND, running_brokers
     from coordinator.members.tokens import create_token
 
     with store_of(directory) as (home, store):
@@ -57,7 +56,6 @@ def token_create(
         token = create_token(
             home, store, now, device=device, replaces=replaces, hours=hours, url=url, federation=federation
         )
-        is_broker_here = bool(running_brokers(home))
         expires_at = now + hours * 3600
         _event_log(home).write("token_created", token=token.id, client=token.device or "", until=expires_at)
     values = {
@@ -74,7 +72,7 @@ def token_create(
         f"  fedcg enrol --token -{named} --out DIR --data IMAGES      # then paste the token and press Enter\n"
         "Whoever has the token can enrol a device: hand it over as you would a password."
     )
-    print_result(values, text if is_broker_here else f"{text}\n{RELOAD_BY_HAND}", as_json=as_json)
+    print_result(values, text, as_json=as_json)
 
 
 @token_app.command("list")
@@ -114,7 +112,7 @@ def device_add(
 
     Devices that reach the coordinator enrol by themselves, with `fedcg token create` here and `fedcg enrol` there.
     """
-    from coordinator.broker.access_lists import RELOAD_BY_HAND, publish_access
+    from coordinator.broker.access_lists import NOT_APPLIED, publish_access
     from coordinator.members.bundle_enrolment import enrol
 
     with store_of(directory) as (home, store), home.changing_members():
@@ -126,7 +124,7 @@ def device_add(
     }
     text = "\n".join(f"{device}: {path}" for device, path in bundles.items())
     text = f"{text}\nThe bundles hold private keys: carry them over a safe channel."
-    print_result(values, text if reloaded else f"{text}\n{RELOAD_BY_HAND}", as_json=as_json)
+    print_result(values, text if reloaded else f"{text}\n{NOT_APPLIED}", as_json=as_json)
 
 
 @device_app.command("list")
@@ -169,7 +167,7 @@ def device_revoke(
     as_json: AsJson = False,
 ) -> None:
     """Cut a device off: its certificates, its keys, and the session it may have now; no round waits for it."""
-    from coordinator.broker.access_lists import RELOAD_BY_HAND
+    from coordinator.broker.access_lists import NOT_APPLIED
     from coordinator.members.revocation import revoke
 
     with store_of(directory) as (home, store):
@@ -189,7 +187,7 @@ def device_revoke(
         "broker_reloaded": done.broker_reloaded,
     }
     text = f"{device} is revoked: {done.certificates} certificates are on the revocation list."
-    print_result(values, text if done.broker_reloaded else f"{text}\n{RELOAD_BY_HAND}", as_json=as_json)
+    print_result(values, text if done.broker_reloaded else f"{text}\n{NOT_APPLIED}", as_json=as_json)
 
 
 def _event_log(home: Home) -> EventLog:

@@ -15,7 +15,7 @@ import uvicorn
 from starlette.responses import JSONResponse
 
 from coordinator.aggregation.worker_messages import WorkerSettings
-from coordinator.broker.access_lists import publish_access, silence
+from coordinator.broker.access_lists import are_lists_pending, end_silences, publish_access, silence
 from coordinator.config import CoordinatorConfig, check_api_host
 from coordinator.http.app import Beside, create_app
 from coordinator.http.carrier_api import create_carrier_app
@@ -104,7 +104,7 @@ def _enrolment(
         events=coordinator.events,
         clock=time.time,
         publish=lambda: publish_access(home),
-        evict=lambda device: evict(home, device, [record.id for record in store.federations()]),
+        evict=lambda device, key: evict(home, device, key, [record.id for record in store.federations()]),
     )
     application = create_enrolment_app(admission, FailureLimits(time.monotonic), FailureLimits(time.monotonic))
     own = server_credential(home.pki, "enrolment", config.enrolment_host)
@@ -155,7 +155,7 @@ def _serve(
 def _opened(home: Home) -> Iterator[tuple[Store, EventLog]]:
     store = Store(home.database)
     try:
-        silence(home, ())  # completes what a killed coordinator left undone; blocks while a federation is being opened
+        end_silences(home)  # completes what a killed coordinator left undone; blocks while a federation is being opened
         yield store, EventLog(home.events_file, time.time, LineLimit().allows)
     finally:
         store.close()
@@ -198,6 +198,7 @@ def _contexts(
             ),
             events=events.about(federation=record.id),
             publish_access=partial(shut_out, record.id),
+            are_lists_pending=partial(are_lists_pending, home),
             limits=config.broker.limits,
             keep_rounds=config.storage.keep_rounds,
             rounds=config.rounds,

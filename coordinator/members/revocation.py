@@ -36,7 +36,7 @@ class Revoked:
     Attributes:
         was_member: False when the device had been revoked, or had left, before.
         certificates: how many of its certificates are on the revocation list now.
-        broker_reloaded: whether a broker of this home applied it; else the operator has to bring the lists to the one that runs elsewhere.
+        broker_reloaded: whether the broker has applied it; else the coordinator brings it there later.
     """
 
     was_member: bool
@@ -64,6 +64,12 @@ def evict(home: Home, device: str, public_key: str, federations: Collection[str]
 
     An access list can't distinguish the old device from the new one, which has the same name; the revocation list keeps the old
     one from coming back.
+
+    Args:
+        home: the coordinator's directory.
+        device: whose sessions.
+        public_key: its message key before it was replaced, in hex.
+        federations: in which it may have sessions.
 
     Returns:
         False when the broker could not be reached: then there is no session to end, or it ends with the broker.

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from coordinator.broker.access_lists import RELOAD_BY_HAND
+from coordinator.broker.access_lists import NOT_APPLIED
 from coordinator.errors import BrokerError
 from coordinator.messaging.cohort_marks import Cohorts
 from coordinator.messaging.flood_limits import FLOOD_PER_S, SILENCE_S
@@ -107,11 +107,17 @@ class MemberRefresh:
         """Read the register every `REFRESH_S`, and end the access of devices that left or that send too much."""
         if self.is_older_than(REFRESH_S):
             self.refresh()
+            if self._context.are_lists_pending():
+                self.publish_lists()
         if self._shut_out_at is not None and time.monotonic() >= self._shut_out_at:
             self._shut_out_at = None
-            self._run_in_background(self._publish)
+            self.publish_lists()
         if silenced != self._silenced:
             self._follow_floods(silenced)
+
+    def publish_lists(self) -> None:
+        """Bring the lists of devices to the broker, in the background: whatever it missed while there was no link."""
+        self._run_in_background(self._publish)
 
     def _follow_floods(self, silenced: frozenset[str]) -> None:
         """Stop waiting for devices that sent too much, and readmit those whose silence is over."""
@@ -134,7 +140,7 @@ class MemberRefresh:
             log.warning("the broker's access list could not be changed for %s: %s", names, error)
         else:
             if not is_applied:
-                log.warning("%s: no broker was reached that applies the new access list; %s", names, RELOAD_BY_HAND)
+                log.warning("%s: %s", names, NOT_APPLIED)
         if changed & self._silenced:
             self._publisher.connect_anew()
 

@@ -327,6 +327,7 @@ class Service:
         self.published.change_chunk_bytes(self._publisher.chunk_bytes)
         self._publisher.keys()
         self._publisher.status(online=True)
+        self._members.publish_lists()
         self._round_driver.apply(change)
         self._round_driver.announce()
         self._invitations.remind()

@@ -70,6 +70,7 @@ class ServiceContext:
         robustness: how much one device may weigh in a merge.
         publish_access: makes the broker apply the access list without the named devices; returns whether a running broker did;
             blocking.
+        are_lists_pending: whether an earlier try to do so failed a while ago, also one of a command.
         rounds: how long rounds wait before they open.
     """
 
@@ -87,4 +88,5 @@ class ServiceContext:
     keep_rounds: int = KEEP_ROUNDS
     robustness: RobustnessSettings = field(default_factory=RobustnessSettings)
     publish_access: Callable[[Collection[str]], bool] = lambda silenced: True
+    are_lists_pending: Callable[[], bool] = lambda: False
     rounds: RoundSettings = field(default_factory=RoundSettings)

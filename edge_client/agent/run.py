@@ -42,7 +42,9 @@ def run_agent(config: AgentConfig, *, until_finished: bool) -> int:
             pass  # the trainer of a killed agent is gone: no other process changes the store any more
         events = EventLog(config.store / "events.jsonl", time.time)
         logging.getLogger("fedcg.wire").addHandler(LinkProblems(events))
-        transport = MqttTransport(mqtt_config(config, keys), offline_will(config.federation, config.device, keys.signing))
+        transport = MqttTransport(
+            mqtt_config(config, keys), offline_will(config.federation, config.device, keys.signing)
+        )
         agent = Agent(config, store, keys, transport, lambda deliver: trainer_process(config, deliver), events)
         renewer = Renewer(config, keys.signing, events, transport.reconnect)
 

@@ -97,7 +97,7 @@ def running_desk(home: Home, *, per_address: Rate = PER_ADDRESS, everybody: Rate
         events=EventLog(home.events_file, time.time),
         clock=desk.clock,
         publish=desk.publish,
-        evict=desk.evicted.append,
+        evict=lambda device, key: desk.evicted.append(device),
     )
     limits = FailureLimits(time.monotonic, per_address, everybody)
     device_limits = FailureLimits(time.monotonic, per_address, everybody)

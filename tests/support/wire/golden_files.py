@@ -180,7 +180,7 @@ def fill_database(path: Path) -> None:
     store.weigh(key, {"line-1": 12, "line-2": 9})
     store.close_attempt(AggregateRecord("casting", 1, 1, "a" * 64, 900, "b" * 64, 30.0))
     store.open_attempt(("casting", 2, 1), "a" * 64, frozenset({"line-1"}), 31.0, 131.0)
-    store.add_key_link("casting", make_link("casting", 1, 2, COORDINATOR_KEY, NEW_KEY.public), 40.0)
+    store.add_key_links({"casting": make_link("casting", 1, 2, COORDINATOR_KEY, NEW_KEY.public)}, 40.0)
     api_token = {"id": "0" * 16, "name": "line lead", "role": "viewer", "secret_hash": "f" * 64, "created_at": 2.0}
     seen = {"federation": "casting", "device": "line-1", "at": 3.0, "online": True}
     answer = {"key": "k", "token": "0" * 16, "request_hash": "a" * 64, "status": 200, "body": "{}", "created_at": 4.0}
