@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -13,7 +14,7 @@ KeyT = TypeVar("KeyT")
 
 
 class Buckets(Generic[KeyT]):
-    """A token bucket for each key; a new one is full. Bounded in number, and not for two threads at once.
+    """A token bucket for each key; a new one is full. Bounded in number; for any thread.
 
     Args:
         per_s: tokens that a bucket gains in a second.
@@ -25,24 +26,28 @@ class Buckets(Generic[KeyT]):
         self._per_s = per_s
         self._at_once = at_once
         self._clock = clock
+        self._lock = threading.Lock()
         self._levels: dict[KeyT, tuple[float, float]] = {}  # the one that was used last at the end
 
     def take(self, key: KeyT) -> bool:
         """Take a token; False when there is none."""
-        level = self._level(key)
-        self.forget(key)
-        self._levels[key] = (level - 1.0 if level >= 1.0 else level, self._clock())
-        if len(self._levels) > MAX_KEYS:
-            self.forget(next(iter(self._levels)))
-        return level >= 1.0
+        with self._lock:
+            level = self._level(key)
+            self._levels.pop(key, None)
+            self._levels[key] = (level - 1.0 if level >= 1.0 else level, self._clock())
+            if len(self._levels) > MAX_KEYS:
+                del self._levels[next(iter(self._levels))]
+            return level >= 1.0
 
     def wait_s(self, key: KeyT) -> float:
         """Seconds until there is a token."""
-        return max(0.0, 1.0 - self._level(key)) / self._per_s
+        with self._lock:
+            return max(0.0, 1.0 - self._level(key)) / self._per_s
 
     def forget(self, key: KeyT) -> None:
         """Fill a key's bucket."""
-        self._levels.pop(key, None)
+        with self._lock:
+            self._levels.pop(key, None)
 
     def _level(self, key: KeyT) -> float:
         now = self._clock()

@@ -11,11 +11,14 @@ Agent:
   round_failed {round, attempt, reason, detail}            manifest {round, attempt, artifact}
   receipt {round, attempt, artifact, outcome, reason, chunks_sent}   finalised {candidate, model_dir, ...accuracies and losses}
   refused {what, reason, detail, count}                    agent_stopped {pid, dropped, refused}
+  plan {device, threads, batch_scale, reason}              gpu_failed {round, attempt, pid, detail}
+  exported {round, ...}   export_failed {round, detail}    finalise_failed {detail}
+  agent_error {detail}    link_problem {detail}            coordinator_key {serial, key}
   certificate_renewed {until}   renewal_failed {detail}
   carrier {way: up | down, works, detail}   images_skipped {count, images}   cohort {others: alone | same | different}
 
 Coordinator:
-  started {epoch}   stopped   link {up}   online {client}   offline {client, reason}   accepted / declined {client, round, attempt}
+  started {epoch}   resumed {phase, round}   stopped   key_rotated {serial, key}   pruned {files, bytes}   link {up}   online {client}   offline {client, reason}   accepted / declined {client, round, attempt}
   attempt_opened {round, attempt, participants, aggregate}   attempt_resumed / attempt_failed   paused {reason}
   deadline_moved {round, attempt, reason}   cohort_differs {client, unlike}   silenced {client, seconds, reason}
   silence_ended {client}   refused {what, reason, detail, count}

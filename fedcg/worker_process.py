@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
+import logging
 import multiprocessing
 import os
 import queue
@@ -29,6 +30,8 @@ STALL_S = 900.0
 """Longer than the slowest acceptable step, load or merge."""
 STOP_S = 1.0
 _PR_SET_PDEATHSIG = 1
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -104,11 +107,10 @@ class WorkerProcess:
             self._child.send(request)
 
     def stop(self) -> None:
-        """End the child at once, if one runs."""
+        """End the child at once, if one runs; nothing more of it is delivered, not its end either."""
         child, self._child = self._child, None
         if child is not None:
-            child.process.kill()
-            child.process.join(STOP_S)
+            child.stop()
 
 
 class _Child:
@@ -122,6 +124,8 @@ class _Child:
         self._stall_s = stall_s
         self._deliver = deliver
         self._requests: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self._reason = ""  # why it was ended
+        self._is_stopped = False
         self._asked, self._handled = 0, -1  # -1 until it is ready
         self._quiet_since = time.monotonic() + max(0.0, START_S - stall_s)
 
@@ -129,6 +133,11 @@ class _Child:
         self._quiet_since = max(self._quiet_since, time.monotonic())
         self._asked += 1
         self._requests.put(request)
+
+    def stop(self) -> None:
+        self._is_stopped = True
+        self.process.kill()
+        self.process.join(STOP_S)
 
     @property
     def is_busy(self) -> bool:
@@ -140,40 +149,42 @@ class _Child:
                 self._connection.send(request)
 
     def read(self) -> None:
-        reason = ""
+        try:
+            self._follow()
+        except (EOFError, ConnectionError):
+            pass  # it is gone
+        except Exception as error:  # noqa: BLE001 - the run loop of a thread, without which nothing would end the process
+            self._reason = f"its reports can't be read ({type(error).__name__}: {error})"
+            _log.exception("process %s is ended: its reports can't be read", self.process.pid)
+            self.process.kill()
+        self._requests.put(None)
+        self.process.join()
+        self._report(Exited(self.process.pid or 0, self.process.exitcode, self._reason, self.is_busy))
+
+    def _follow(self) -> None:
         while True:
-            try:
-                while not self._connection.poll(POLL_S):
-                    if not reason and self.is_busy and time.monotonic() - self._quiet_since > self._stall_s:
-                        reason = f"no progress for {self._stall_s:g} s"
-                        self.process.kill()  # also ends a stopped process
-                report = self._connection.recv()
-            except (EOFError, OSError):
-                break
+            while not self._connection.poll(POLL_S):
+                if not self._reason and self.is_busy and time.monotonic() - self._quiet_since > self._stall_s:
+                    self._reason = f"no progress for {self._stall_s:g} s"
+                    self.process.kill()  # also ends a stopped process
+            report = self._connection.recv()
             self._quiet_since = time.monotonic()
             if isinstance(report, Rested):
                 self._handled = report.handled
             else:
-                self._deliver(report)
-        self._requests.put(None)
-        self.process.join()
-        self._deliver(Exited(self.process.pid or 0, self.process.exitcode, reason, self.is_busy))
+                self._report(report)
+
+    def _report(self, report: object) -> None:
+        if not self._is_stopped:
+            self._deliver(report)
 
 
 def requests_of(connection: Connection) -> Iterator[Any]:
-    """The parent's requests, in the child: ask for the next one when a request is done. The child ends with its parent."""
-    waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
-
-    def read() -> None:
-        with contextlib.suppress(EOFError, OSError):
-            while True:
-                waiting.put(connection.recv())
-        os._exit(0)  # the parent is gone, and its requests are of no use
-
-    threading.Thread(target=read, name="requests", daemon=True).start()
-    for handled in itertools.count():
-        connection.send(Rested(handled))
-        yield waiting.get()
+    """The parent's requests, in the child, until the parent is gone: ask for the next one when a request is done."""
+    with contextlib.suppress(EOFError, OSError):
+        for handled in itertools.count():
+            connection.send(Rested(handled))
+            yield connection.recv()
 
 
 def _run_child(connection: Connection, parent: int, main: Callable[..., None], arguments: tuple[Any, ...]) -> None:

@@ -10,14 +10,15 @@ import asyncio
 import logging
 import os
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Annotated
 
 import anyio.to_thread
 from fastapi import FastAPI, Path, Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
 
 from coordinator.errors import RefusedError
 from coordinator.http.refusals import CountedEvent, refusal
@@ -108,18 +109,15 @@ class _MemberCheck:
         member = None if peer is None else member_of(self._coordinator.store, peer)
         return None if member is None else member.id
 
-    def check_room(self, device: str) -> None:
-        """Refuse another request of a device that has too many.
+    @contextmanager
+    def occupied(self, device: str) -> Iterator[None]:
+        """Count a request for as long as it is served.
 
         Raises:
-            RefusedError: it has.
+            RefusedError: the device has too many.
         """
         if self._busy[device] >= REQUESTS_AT_ONCE:
             raise RefusedError(f"{device} has {REQUESTS_AT_ONCE} requests under way already", status=429)
-
-    @contextmanager
-    def occupied(self, device: str) -> Iterator[None]:
-        """Count a request for as long as it is served."""
         self._busy[device] += 1
         try:
             yield
@@ -134,6 +132,18 @@ class _MemberCheck:
         return RefusedError("this certificate is no member's (any more); ask the operator")
 
 
+class _Fetched(StreamingResponse):
+    """Pieces of an artifact; the request keeps its place among those of its device until they are sent, or can't be."""
+
+    def __init__(self, place: ExitStack, pieces: AsyncIterator[bytes], status: int, headers: Mapping[str, str]) -> None:
+        super().__init__(pieces, status, headers, "application/octet-stream")
+        self._place = place
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._place:
+            await super().__call__(scope, receive, send)
+
+
 class _Transfers:
     """Serves fetches and takes updates."""
 
@@ -145,45 +155,45 @@ class _Transfers:
     async def fetch(self, artifact: ArtifactId, request: Request) -> Response:
         """Whole chunks or any other range of the spec or of an aggregate."""
         device = await self._members.device(request)
-        self._members.check_room(device)
+        with ExitStack() as place:
+            place.enter_context(self._members.occupied(device))
+            source = await self._source(device, artifact)
+            size, wanted = source.ref.size, request.headers.get("range")
+            try:
+                span = Span(0, size - 1, size) if wanted is None else parse_range(wanted, size)
+            except TooLargeError as error:
+                return refusal(416, str(error), {"Content-Range": f"bytes */{size}"})
+            headers = {"Content-Length": str(span.length), "Accept-Ranges": "bytes", "ETag": f'"{artifact}"'}
+            if wanted is not None:
+                headers["Content-Range"] = span.content_range
+            pieces = self._pieces(request, source, span)
+            return _Fetched(place.pop_all(), pieces, 200 if wanted is None else 206, headers)
+
+    async def _source(self, device: str, artifact: str) -> ChunkFile:
         published = self._coordinator.published(artifact)
         if published is None:
             raise RefusedError(f"there is no artifact {artifact} to fetch", status=404)
         try:
-            source = await anyio.to_thread.run_sync(published.source, artifact, limiter=self._threads)
+            return await anyio.to_thread.run_sync(published.source, artifact, limiter=self._threads)
         except (IntegrityError, OSError):
             log.exception("%s asked for artifact %s, which can't be read", device, artifact)
             raise RefusedError("the artifact can't be read; the coordinator's log has the reason", status=500) from None
-        size, wanted = source.ref.size, request.headers.get("range")
-        try:
-            span = Span(0, size - 1, size) if wanted is None else parse_range(wanted, size)
-        except TooLargeError as error:
-            return refusal(416, str(error), {"Content-Range": f"bytes */{size}"})
-        headers = {"Content-Length": str(span.length), "Accept-Ranges": "bytes", "ETag": f'"{artifact}"'}
-        if wanted is not None:
-            headers["Content-Range"] = span.content_range
-        pieces = self._pieces(device, request, source, span)
-        return StreamingResponse(pieces, 200 if wanted is None else 206, headers, "application/octet-stream")
 
-    async def _pieces(self, device: str, request: Request, source: ChunkFile, span: Span) -> AsyncIterator[bytes]:
-        with self._members.occupied(device):
-            file = await anyio.to_thread.run_sync(
-                os.open, source.path, os.O_RDONLY | os.O_CLOEXEC, limiter=self._threads
-            )
-            try:
-                for start in range(span.first, span.last + 1, PIECE_BYTES):
-                    if not await self._members.is_open(request):
-                        request.scope[HANG_UP]()
-                        await asyncio.sleep(STALL_S)  # ended by the disconnect
-                    length = min(PIECE_BYTES, span.last + 1 - start)
-                    yield await anyio.to_thread.run_sync(os.pread, file, length, start, limiter=self._threads)
-            finally:
-                os.close(file)
+    async def _pieces(self, request: Request, source: ChunkFile, span: Span) -> AsyncIterator[bytes]:
+        file = await anyio.to_thread.run_sync(os.open, source.path, os.O_RDONLY | os.O_CLOEXEC, limiter=self._threads)
+        try:
+            for start in range(span.first, span.last + 1, PIECE_BYTES):
+                if not await self._members.is_open(request):
+                    request.scope[HANG_UP]()
+                    await asyncio.sleep(STALL_S)  # ended by the disconnect
+                length = min(PIECE_BYTES, span.last + 1 - start)
+                yield await anyio.to_thread.run_sync(os.pread, file, length, start, limiter=self._threads)
+        finally:
+            os.close(file)
 
     async def take(self, artifact: ArtifactId, request: Request) -> Response:
         """Chunks of the update that the device has announced; each counts as soon as it is here."""
         device = await self._members.device(request)
-        self._members.check_room(device)
         with self._members.occupied(device):
             span = parse_content_range(request.headers.get("content-range", ""))
             if request.headers.get("content-length") != str(span.length):

@@ -318,10 +318,7 @@ def _update_refused(state: RoundState, event: UpdateRefused, now: float) -> Step
     state = replace(state, updates=state.updates - {event.client}, declined=state.declined | {event.client})
     if is_open:
         return _judge(state, now)
-    if len(state.updates) >= state.policy.quorum:
-        return state, (Distil(state.round, state.attempt, tuple(sorted(state.updates))),)
-    left = f"{len(state.updates)} updates are left, and {state.policy.quorum} are needed"
-    return _fail(state, f"the update of {event.client} was rejected ({event.reason}); {left}", now)
+    return _distil_again(state, f"the update of {event.client} was rejected ({event.reason})", now)
 
 
 def _tick(state: RoundState, event: Tick, now: float) -> Step:
@@ -336,8 +333,8 @@ def _restarted(state: RoundState, event: Restarted, now: float) -> Step:
         judged, commands = _judge(state, now)
         return judged, (ResumeAttempt(state.round, state.attempt, state.deadline_at), *commands)
     if state.phase is Phase.DISTILLING:
-        again = Distil(state.round, state.attempt, tuple(sorted(state.updates)))
-        return state, (ResumeAttempt(state.round, state.attempt, state.deadline_at), again)
+        judged, commands = _distil_again(state, "updates were rejected before a restart", now)
+        return judged, (ResumeAttempt(state.round, state.attempt, state.deadline_at), *commands)
     if state.phase is Phase.FINISHED:
         return state, (Finish(),)
     return state, ()
@@ -427,6 +424,14 @@ def _judge(state: RoundState, now: float) -> Step:
         distilling = replace(state, phase=Phase.DISTILLING)
         return distilling, (Distil(state.round, state.attempt, tuple(sorted(state.updates))),)
     return _run_out(state, now) if is_late else (state, ())
+
+
+def _distil_again(state: RoundState, why_fewer: str, now: float) -> Step:
+    """Merge the updates that are left; with fewer than the quorum the attempt failed."""
+    if len(state.updates) >= state.policy.quorum:
+        return state, (Distil(state.round, state.attempt, tuple(sorted(state.updates))),)
+    left = f"{len(state.updates)} updates are left, and {state.policy.quorum} are needed"
+    return _fail(state, f"{why_fewer}; {left}", now)
 
 
 def _run_out(state: RoundState, now: float) -> Step:

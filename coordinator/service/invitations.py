@@ -33,19 +33,19 @@ class Invitations:
         self._round_driver = round_driver
         self._publisher = publisher
         self._receiver = receiver
-        self._accepted: set[tuple[str, RoundAttempt]] = set()
+        self._accepted: dict[str, RoundAttempt] = {}  # the last attempt that each device accepted in its session
         self._reminded_at = 0.0
 
     def forget(self, device: str) -> None:
         """Forget what a device accepted: it begins a new session and is invited again."""
-        self._accepted = {entry for entry in self._accepted if entry[0] != device}
+        self._accepted.pop(device, None)
 
     def answered(self, device: str, answer: Accept | Decline) -> None:
         """Take a device's answer, once."""
-        state, entry = self._round_driver.state, (device, answer.at)
+        state = self._round_driver.state
         if not state.is_open(answer.at) or device not in state.outstanding:
             return
-        if entry in self._accepted and isinstance(answer, Accept):
+        if self._accepted.get(device) == answer.at and isinstance(answer, Accept):
             return
         declined = isinstance(answer, Decline)
         participant = ParticipantState.DECLINED if declined else ParticipantState.ACCEPTED
@@ -58,7 +58,7 @@ class Invitations:
         if declined:
             self._round_driver.apply(UpdateRefused(answer.round, answer.attempt, device))
         else:
-            self._accepted.add(entry)
+            self._accepted[device] = answer.at
             self._round_driver.apply(Accepted(answer.round, answer.attempt, device))
 
     @property
@@ -68,7 +68,7 @@ class Invitations:
         return [
             device
             for device in sorted(state.outstanding & state.online)
-            if (device, state.at) not in self._accepted and not self._receiver.is_busy(device)
+            if self._accepted.get(device) != state.at and not self._receiver.is_busy(device)
         ]
 
     def remind(self, every_s: float = 0.0) -> None:

@@ -145,6 +145,7 @@ class RoundDriver:
         aggregates = self._store.aggregates(self._id)
         for aggregate in aggregates:
             self._published.allow(aggregate.artifact)
+        self._report_pruned(self._pruner.sweep(self._context.clock()))
         self._prune(aggregates[-1].round)
         self._published.allow(self._context.federation.spec)
         self._events.write("resumed", phase=self._state.phase.value, round=self._state.round)
@@ -251,7 +252,10 @@ class RoundDriver:
         shutil.rmtree(spilled, ignore_errors=True)
 
     def _prune(self, closed: int) -> None:
-        files, size = self._pruner.prune(closed)
+        self._report_pruned(self._pruner.prune(closed))
+
+    def _report_pruned(self, deleted: tuple[int, int]) -> None:
+        files, size = deleted
         if files:
             self._events.write("pruned", files=files, bytes=size)
 
@@ -332,7 +336,7 @@ class RoundDriver:
         reported = {update.client: update.examples for update in updates}
         weights = given_weights(reported, self._context.robustness)
         self._store.weigh(key, weights)
-        self._receiver.end_attempt(Outcome.LATE, "the round was closed without this update")
+        self._receiver.end_attempt(command.at, Outcome.LATE, "the round was closed without this update")
         where = {"round": command.round, "attempt": command.attempt}
         self._events.write("distilling", **where, clients=sorted(accepted))
         for client in sorted(client for client in reported if weights[client] != reported[client]):
@@ -351,7 +355,7 @@ class RoundDriver:
     def _fail_attempt(self, command: FailAttempt) -> None:
         now, first_attempt = self._context.clock(), command.first_attempt
         self._store.fail_attempt(self._key(command), command.reason, now, first_attempt)
-        self._receiver.end_attempt(Outcome.CLOSED, "the attempt ended without an aggregate")
+        self._receiver.end_attempt(command.at, Outcome.CLOSED, "the attempt ended without an aggregate")
         self._events.write("attempt_failed", round=command.round, attempt=command.attempt, reason=command.reason)
         self._drop_rows(command)
         self._judge_devices(command.round)

@@ -22,6 +22,7 @@ from coordinator.messaging.publisher import Publisher, status_will
 from coordinator.rounds.pacing import LinkChanged
 from coordinator.rounds.records import FederationRecord
 from coordinator.rounds.round_engine import Phase, RoundState, Tick, UpdateRefused, UpdateStored
+from coordinator.service.artifact_requests import ArtifactRequests
 from coordinator.service.invitations import REMIND_S, Invitations
 from coordinator.service.liveness import Liveness
 from coordinator.service.member_refresh import REFRESH_S, MemberRefresh
@@ -34,7 +35,7 @@ from coordinator.updates.update_checks import UpdateChecks
 from fedcg.event_log import EventLog
 from fedcg.refusal_counter import Refusals
 from fedcg.wire import versions
-from fedcg.wire.errors import CapacityError, IntegrityError, VersionError
+from fedcg.wire.errors import CapacityError, VersionError
 from fedcg.wire.messages.messages import Accept, Decline, DeviceStatus, Heartbeat, Hello, Leave, Manifest, Need
 from fedcg.wire.messages.topics import TopicKind, Topics
 from fedcg.wire.transport.transport import Delivery
@@ -107,6 +108,9 @@ class Service:
         self._round_driver = RoundDriver(context, self._publisher, self.published, self._worker, self.receiver)
         self._invitations = Invitations(context, self._round_driver, self._publisher, self.receiver)
         self._readers = ThreadPoolExecutor(1, "artifacts")
+        self._requests = ArtifactRequests(
+            self.published, self._publisher.chunks, lambda work: self._run_on(self._readers, work)
+        )
         self._members_pool = ThreadPoolExecutor(1, "members")
         self._members = MemberRefresh(
             context,
@@ -277,12 +281,8 @@ class Service:
             self._invitations.answered(device, message)
         elif isinstance(message, Manifest):
             self.receiver.announce(device, message)
-        elif isinstance(message, Need) and self.published.allows(message.artifact):
-            source = self.published.known(message.artifact)
-            if source is None:
-                self._run_on(self._readers, lambda: self._serve(device, message))
-            else:
-                self._publisher.chunks(device, source, message.ranges)
+        elif isinstance(message, Need):
+            self._requests.serve(device, message)
 
     def _hello(self, device: str, hello: Hello) -> None:
         version = versions.agree(hello.versions)
@@ -309,14 +309,6 @@ class Service:
             self._refused_hellos.add(device)
             log.warning("%s (agent %s): %s", device, hello.agent, reason)
         self._publisher.refuse_hello(device, hello)
-
-    def _serve(self, device: str, need: Need) -> None:
-        try:
-            source = self.published.source(need.artifact)
-        except (IntegrityError, OSError):
-            log.exception("%s asked for artifact %s, which can't be read", device, need.artifact)
-            return
-        self._publisher.chunks(device, source, need.ranges)
 
     def _link_changed(self, change: LinkChanged) -> None:
         self._events.write("link", up=change.up)

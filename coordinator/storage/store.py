@@ -243,8 +243,11 @@ class Store(schema.Queries):
         return self._all(ParticipantRecord, query)
 
     def answer(self, key: Key, client: str, state: ParticipantState, reason: str = "") -> None:
-        """Store the answer of an invited client."""
-        self._write(_change(schema.participants, key, client, {"state": state.value, "reason": reason}))
+        """Store the answer of an invited client; one that accepts after it declined or was rejected stays declined."""
+        change = _change(schema.participants, key, client, {"state": state.value, "reason": reason})
+        if state is ParticipantState.ACCEPTED:
+            change = change.where(schema.participants.c.state != ParticipantState.DECLINED.value)
+        self._write(change)
 
     def end_update(self, record: UpdateRecord) -> UpdateRecord | None:
         """Store how an update ended, where its attempt still collects; a rejected one makes its client a declined participant.

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import threading
+
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.errors import IntegrityError
 from fedcg.wire.messages.messages import ArtifactRef
 from fedcg.wire.transfer.chunk_sender import ChunkFile, file_ref
 
-OPEN_FILES = 8  # the spec and the newest aggregates; others are opened again when a device asks
+OPEN_FILES = 8  # those that were used last; others are opened again when a device asks
 
 
 class PublishedArtifacts:
     """Describes artifacts for announcements, and opens them for the sender to read chunks from; holds none in memory.
+
+    For any thread.
 
     Args:
         store: where they lie.
@@ -22,7 +26,8 @@ class PublishedArtifacts:
         self._store = store
         self._chunk_bytes = chunk_bytes
         self._allowed: set[str] = set()
-        self._sources: dict[str, ChunkFile] = {}
+        self._sources: dict[str, ChunkFile] = {}  # the one that was used last at the end
+        self._lock = threading.Lock()
 
     def allow(self, artifact: str) -> None:
         """Let devices fetch an artifact."""
@@ -31,7 +36,8 @@ class PublishedArtifacts:
     def forget(self, artifact: str) -> None:
         """Stop serving an artifact: no device may fetch it any more."""
         self._allowed.discard(artifact)
-        self._sources.pop(artifact, None)
+        with self._lock:
+            self._sources.pop(artifact, None)
 
     def allows(self, artifact: str) -> bool:
         """Whether devices may fetch it."""
@@ -39,13 +45,18 @@ class PublishedArtifacts:
 
     def change_chunk_bytes(self, chunk_bytes: int) -> None:
         """Use another chunk size; refs have to be announced anew."""
-        if chunk_bytes != self._chunk_bytes:
-            self._chunk_bytes = chunk_bytes
-            self._sources = {}
+        with self._lock:
+            if chunk_bytes != self._chunk_bytes:
+                self._chunk_bytes = chunk_bytes
+                self._sources = {}
 
     def known(self, artifact: str) -> ChunkFile | None:
         """The source that `source` opened before, without touching the disk."""
-        return self._sources.get(artifact)
+        with self._lock:
+            source = self._sources.pop(artifact, None)
+            if source is not None:
+                self._sources[artifact] = source
+            return source
 
     def ref(self, artifact: str) -> ArtifactRef:
         """The reference that announces an artifact; see `source`."""
@@ -58,13 +69,17 @@ class PublishedArtifacts:
             FileNotFoundError: it is gone.
             IntegrityError: its file is damaged.
         """
-        known = self._sources.get(artifact)
-        if known is None:
-            path = self._store.path(artifact)
-            ref = file_ref(path, self._chunk_bytes)
-            if ref.id != artifact:
-                raise IntegrityError(f"{path} is damaged: its content does not have the sha256 it is named by")
-            known = self._sources[artifact] = ChunkFile(path, ref)
+        known = self.known(artifact)
+        if known is not None:
+            return known
+        path, chunk_bytes = self._store.path(artifact), self._chunk_bytes
+        ref = file_ref(path, chunk_bytes)
+        if ref.id != artifact:
+            raise IntegrityError(f"{path} is damaged: its content does not have the sha256 it is named by")
+        source = ChunkFile(path, ref)
+        with self._lock:
+            if chunk_bytes == self._chunk_bytes:
+                self._sources[artifact] = source
             for oldest in list(self._sources)[:-OPEN_FILES]:
-                self._sources.pop(oldest, None)
-        return known
+                del self._sources[oldest]
+        return source

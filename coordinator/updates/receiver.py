@@ -2,7 +2,8 @@
 
 Manifests and chunks are handled in the order of their arrival. Chunk frames come straight from the transport, and only as
 many as their device was granted are queued; the queue is bounded in bytes, and a frame that does not fit is dropped, counted,
-and asked for again. The database decides whether an attempt still takes an update, so no answer waits for the loop that drives the rounds.
+and asked for again. The database decides whether an attempt still takes an update, so after a manifest
+no answer waits for the loop that drives the rounds.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from fedcg.wire.messages.messages import (
     ArtifactRef,
     Manifest,
     Outcome,
+    RoundAttempt,
 )
 from fedcg.wire.transfer.broker_presets import LinkLimits
 from fedcg.wire.transfer.chunks import FRAME_OVERHEAD_BYTES, Chunk, read_frame
@@ -157,9 +159,9 @@ class Receiver:
         """Drop the upload of a device that is no longer a member."""
         self._put(lambda: self._end(device))
 
-    def end_attempt(self, outcome: Outcome, reason: str) -> None:
-        """End all uploads, also those that earlier processes left: the attempt takes no more updates."""
-        self._put(lambda: self._end_all(outcome, reason))
+    def end_attempt(self, attempt: RoundAttempt, outcome: Outcome, reason: str) -> None:
+        """End the uploads of an attempt that takes no more updates, and delete what earlier processes left."""
+        self._put(lambda: self._end_all(attempt, outcome, reason))
 
     def tick(self) -> None:
         """Grant again to uploads that stalled."""
@@ -301,10 +303,15 @@ class Receiver:
         if isinstance(event, Received):
             self._end_with(self._checks.check(event), event.manifest, event)
         elif event is not None:
-            with self._filled:  # granted frames may come as soon as the grant is published
-                frames = self._frames.get(event.device, SPARE_FRAMES) + sum(count for _, count in event.ranges)
-                self._frames[event.device] = min(frames, MAX_FRAMES)
+            if event.is_queued:
+                self._admit(event)
             self._publisher.need(event.device, event.manifest, event.ranges)
+
+    def _admit(self, grant: Grant) -> None:
+        """Let the granted frames in; they may come as soon as the grant is published."""
+        with self._filled:
+            frames = self._frames.get(grant.device, SPARE_FRAMES) + sum(count for _, count in grant.ranges)
+            self._frames[grant.device] = min(frames, MAX_FRAMES)
 
     # How an update ends
 
@@ -370,10 +377,10 @@ class Receiver:
             self._frames.pop(device, None)
         self._uploads.end(device)
 
-    def _end_all(self, outcome: Outcome, reason: str) -> None:
-        abandoned = self._uploads.manifests()
+    def _end_all(self, attempt: RoundAttempt, outcome: Outcome, reason: str) -> None:
+        ended = self._uploads.end_attempt(attempt)
         with self._filled:
-            self._frames.clear()
-        self._uploads.clear()
-        for device, manifest in abandoned.items():
+            for device in ended:
+                self._frames.pop(device, None)
+        for device, manifest in ended.items():
             self._publisher.receipt(device, manifest, outcome, reason)

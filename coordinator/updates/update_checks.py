@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable
 
@@ -14,6 +15,8 @@ from coordinator.updates.upload_windows import Received
 from coordinator.updates.validation import Expected, base_in, max_update_bytes, validate_update
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
+from fedcg.wire.artifacts.artifacts import Base
+from fedcg.wire.errors import WireError
 from fedcg.wire.messages.messages import Manifest, Outcome
 
 
@@ -102,16 +105,27 @@ class UpdateChecks:
         return self._record(device, manifest, manifest_at, Outcome.REJECTED, reason[:300])
 
     def store_end(self, record: UpdateRecord) -> UpdateRecord | None:
-        """Store how an update ended; see `Store.end_update`."""
-        return self._store.end_update(record)
+        """Store how an update ended; see `Store.end_update`. The file of one that was good and is not stored is deleted."""
+        stored = self._store.end_update(record)
+        is_stored = stored is not None and stored.artifact == record.artifact
+        if record.outcome is Outcome.ACCEPTED and not is_stored:  # else its id is only what the device announced
+            self._artifacts.delete(record.artifact)
+        return stored
 
     def _yardstick_for(self, attempt: AttemptRecord) -> Yardstick:
         """The base and the typical distances by which the updates of an attempt are measured, made once a round."""
         if self._yardstick is None or self._yardstick.base.id != attempt.base:
-            base = base_in(self._artifacts.get(attempt.base), self._spec, attempt.base)
+            base = self._base(attempt.base)
             typical = typical_distances(self._store, self._spec.federation, attempt.round - 1)
             self._yardstick = Yardstick(base, typical)
         return self._yardstick
+
+    def _base(self, artifact: str) -> Base:
+        """The aggregate that an attempt starts from. An error in it is one of the coordinator's own disk, as OSError."""
+        try:
+            return base_in(self._artifacts.get(artifact), self._spec, artifact)
+        except WireError as error:
+            raise OSError(errno.EIO, str(error), str(self._artifacts.path(artifact))) from error
 
     def _record(
         self,

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedcg.wire.messages.messages import Carrier, Manifest
+from fedcg.wire.messages.messages import Carrier, Manifest, RoundAttempt
 from fedcg.wire.transfer.chunk_window import Ranges, Window
 from fedcg.wire.transfer.chunks import Chunk
 from fedcg.wire.transfer.partial_files import DurableReceiver, Partials
@@ -19,11 +19,16 @@ from fedcg.wire.transfer.partial_files import DurableReceiver, Partials
 
 @dataclass(frozen=True)
 class Grant:
-    """Chunks that a device may send now."""
+    """Chunks that a device may send now.
+
+    Attributes:
+        is_queued: they come as frames over MQTT, through the coordinator's queue at the broker.
+    """
 
     device: str
     manifest: Manifest
     ranges: Ranges
+    is_queued: bool
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,7 @@ class _Upload:
 
 
 class Uploads:
-    """The receivers of one attempt.
+    """The receivers of one federation's updates.
 
     Args:
         partials: where half-received updates lie.
@@ -143,20 +148,24 @@ class Uploads:
         upload = self._active.get(device)
         return None if upload is None else upload.manifest
 
-    def manifests(self) -> dict[str, Manifest]:
-        """The updates that are under way, by device."""
-        return {device: upload.manifest for device, upload in self._active.items()}
-
     def end(self, device: str) -> None:
         """Forget a device's upload and its chunks."""
         upload = self._let_go(device)
         if upload is not None:
             self._partials.discard(upload.manifest.artifact.id, device)
 
-    def clear(self) -> None:
-        """Forget all uploads, also those that an earlier process left: the attempt takes no more updates."""
-        self.close()
+    def end_attempt(self, attempt: RoundAttempt) -> dict[str, Manifest]:
+        """Forget the uploads of an attempt, and files that an earlier process left: the attempt takes no more updates.
+
+        Returns:
+            The manifests of those uploads, by device.
+        """
+        manifests = {device: upload.manifest for device, upload in self._active.items()}
+        ended = {device: manifest for device, manifest in manifests.items() if manifest.at <= attempt}
+        for device in ended:
+            self.end(device)
         self._partials.clear()
+        return ended
 
     def close(self) -> None:
         """Close all files; received chunks stay on disk for the next process."""
@@ -182,14 +191,14 @@ class Uploads:
 
     def _grant(self, device: str, upload: _Upload, now: float) -> Grant | None:
         room = self._room(upload)
-        if room <= 0:
+        before = upload.receiver.under_way
+        ranges = upload.receiver.next_need(now, max(0, room))  # also without room: it gives up grants that stalled
+        self._count(upload, upload.receiver.under_way - before)
+        if ranges is None and room <= 0:
             self._held_back[device] = None
             return None
         self._held_back.pop(device, None)
-        before = upload.receiver.under_way
-        ranges = upload.receiver.next_need(now, room)
-        self._count(upload, upload.receiver.under_way - before)
-        return None if ranges is None else Grant(device, upload.manifest, ranges)
+        return None if ranges is None else Grant(device, upload.manifest, ranges, upload.is_queued)
 
     def _room(self, upload: _Upload) -> int:
         """How many more chunks of this upload the shared window takes; one transfer alone always gets some."""

@@ -140,7 +140,7 @@ class Trainer:
     def _give_up(self, command: TrainRound, error: Exception) -> None:
         """End the process: in this one every further call of the GPU fails. The agent starts another."""
         at = command.round_attempt
-        self._events.write("card_failed", round=at.round, attempt=at.attempt, pid=os.getpid(), detail=str(error))
+        self._events.write("gpu_failed", round=at.round, attempt=at.attempt, pid=os.getpid(), detail=str(error))
         os._exit(BROKEN_EXIT)
 
     def _choose(self, command: ChooseModel) -> TrainerReport:

@@ -37,6 +37,8 @@ JOIN_S = 2.0
 SEND_BYTES = 16 * 1024
 """Bytes handed to the connection at once: they must get through within `STALL_S`."""
 MAX_REFUSAL_BYTES = 4096
+MAX_REST_BYTES = 4096
+"""What is read behind the expected part of an answer to keep the connection; with more of it the connection is closed."""
 _log = logging.getLogger(__name__)
 SourceT = TypeVar("SourceT")
 
@@ -286,11 +288,11 @@ class Line:
         try:
             _check_granted(response)
             take(response)
-            response.read()
+            response.read(MAX_REST_BYTES)
         except BaseException:
             self.close()
             raise
-        if response.will_close:
+        if response.will_close or not response.isclosed():
             self.close()
 
     def _ask(self, ask: Callable[[http.client.HTTPSConnection], None]) -> http.client.HTTPResponse:

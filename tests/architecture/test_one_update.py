@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, is_dataclass
 from itertools import groupby
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
 
@@ -31,7 +32,7 @@ from fedcg.event_log import EventLog
 from fedcg.wire.artifacts.artifacts import artifact_id
 from fedcg.wire.transfer.chunk_sender import ChunkFile
 from fedcg.wire.transport.memory import MemoryTransport
-from tests.support.coordinator.hanging_children import count_and_never_merge
+from tests.support.coordinator.hanging_children import THREADS_FILE, count_and_note_threads
 from tests.support.coordinator.toy_artifacts import tiny_spec
 from tests.support.coordinator.world import RunningService, World
 from tests.support.edge.world import FakeTrainer, make_config, toy_generation
@@ -39,6 +40,7 @@ from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "architecture.md"
+_SEND = Connection.send
 PACKAGES = ("coordinator", "edge_client", "fedcg")
 PLACES = {  # by the beginning of a thread's name
     "agent": "device: the agent's loop",
@@ -81,6 +83,8 @@ class Trace:
 
     artifact: str = ""
     calls: list[tuple[str, str]] = field(default_factory=list)
+    sent_on: list[str] = field(default_factory=list)  # the threads that wrote it into the worker's pipe
+    worker_threads: list[str] = field(default_factory=list)  # that took it out of the pipe and counted it
 
     def profile(self, frame: FrameType, event: str, _argument: object) -> None:
         """For `threading.setprofile`: note a call when it is about the artifact."""
@@ -90,6 +94,12 @@ class Trace:
         file = os.path.relpath(path, ROOT)
         if file.split("/")[0] in PACKAGES and any(self.names(value, 4) for value in list(frame.f_locals.values())):
             self.calls.append((threading.current_thread().name, f"{file}: {frame.f_code.co_name}"))
+
+    def send(self, connection: Connection, value: object) -> None:
+        """For `Connection.send`: note on which thread a value about the artifact is sent."""
+        if self.artifact and self.names(value, 4):
+            self.sent_on.append(threading.current_thread().name)
+        _SEND(connection, value)
 
     def names(self, value: object, depth: int) -> bool:
         """Whether the artifact's id is somewhere in a value."""
@@ -160,6 +170,8 @@ def followed(folder: Path) -> Trace:
     thread = threading.Thread(target=agent.run, name="agent", daemon=True)
     trace = Trace()
     threading.setprofile(trace.profile)
+    patch = pytest.MonkeyPatch()
+    patch.setattr(Connection, "send", lambda connection, value: trace.send(connection, value))
     try:
         with RunningService(world):
             thread.start()
@@ -175,6 +187,8 @@ def followed(folder: Path) -> Trace:
             thread.join()
     finally:
         threading.setprofile(None)
+        patch.undo()
+    trace.worker_threads = (world.artifacts.root / THREADS_FILE).read_text().splitlines()
     world.close()
     return trace
 
@@ -190,7 +204,7 @@ def table(trace: Trace) -> str:
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory: pytest.TempPathFactory) -> Trace:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker_handle, "worker_main", count_and_never_merge)
+        patch.setattr(worker_handle, "worker_main", count_and_note_threads)
         return followed(tmp_path_factory.mktemp("followed"))
 
 
@@ -203,14 +217,20 @@ def test_the_document_shows_the_way_that_an_update_takes(trace: Trace) -> None:
 
 def test_an_update_changes_threads_and_processes_four_times_from_its_last_chunk_to_the_worker(trace: Trace) -> None:
     from_last_chunk = STEPS[STEPS.index("coordinator/updates/receiver.py: frame") : -1]
-    threads = [place for place, _ in groupby(from_last_chunk, trace.place)]
-    assert threads == ["coordinator: the link's thread", "coordinator: the receiver", "coordinator: the loop"]
-    # The loop hands the request to the thread of the worker's pipe, which hands it to the worker's process.
-    assert len(threads) - 1 + 2 == 4
+    places = [place for place, _ in groupby(from_last_chunk, trace.place)]
+    places += [f"coordinator: {name}" for name in trace.sent_on]
+    places += [f"worker: {name}" for name in trace.worker_threads]
+    assert [place for place, _ in groupby(places)] == [
+        "coordinator: the link's thread",
+        "coordinator: the receiver",
+        "coordinator: the loop",
+        "coordinator: fedcg-aggregation-write",
+        "worker: MainThread",
+    ]
 
 
 if __name__ == "__main__":
-    setattr(worker_handle, "worker_main", count_and_never_merge)  # noqa: B010 - the entry point is imported there
+    setattr(worker_handle, "worker_main", count_and_note_threads)  # noqa: B010 - the entry point is imported there
     with tempfile.TemporaryDirectory() as name:
         found = followed(Path(name))
         lines = [" ".join(call) for call in dict.fromkeys(found.calls)]

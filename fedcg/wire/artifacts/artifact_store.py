@@ -27,6 +27,7 @@ class ArtifactStore:
         target = self.root / name
         if not target.exists() or file_sha256(target) != name:
             replace_durably(target, data)
+        target.touch()  # a file that was here already is in use again
         return name
 
     def adopt(self, file: Path, artifact: str) -> None:

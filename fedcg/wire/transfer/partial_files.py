@@ -282,9 +282,8 @@ class Partials:
         self._delete(_name(artifact, owner))
 
     def clear(self) -> None:
-        """Forget all transfers."""
-        self._open.clear()
-        for name in list(self._known()):
+        """Forget all transfers that are not under way."""
+        for name in self._known().keys() - self._open:
             self._delete(name)
 
     def collect(self) -> None:

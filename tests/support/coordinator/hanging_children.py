@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from typing import cast
 
 from coordinator.aggregation.worker_messages import (
     AddUpdate,
@@ -25,6 +26,7 @@ from edge_client.training.messages import Committed, Ready, Working
 from fedcg.worker_process import requests_of
 
 STALL_S = 1.0
+THREADS_FILE = "threads.txt"
 
 
 def work_slowly_then_idle(connection: Connection, _config: AgentConfig) -> None:
@@ -57,10 +59,30 @@ def _stop(_connection: Connection) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def count_and_never_merge(connection: Connection, _settings: WorkerSettings) -> None:
+class NotingConnection:
+    """A connection that notes on which thread a request was received."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self.receiver = ""
+
+    def recv(self) -> object:
+        request = self._connection.recv()
+        self.receiver = threading.current_thread().name
+        return request
+
+    def send(self, report: object) -> None:
+        self._connection.send(report)
+
+
+def count_and_note_threads(connection: Connection, settings: WorkerSettings) -> None:
+    """Writes the names of the thread that received the request for an update and of the one that serves it to a file."""
     connection.send(WorkerReady(os.getpid(), 1, "cpu"))
-    for request in requests_of(connection):
+    noting = NotingConnection(connection)
+    for request in requests_of(cast(Connection, noting)):
         if isinstance(request, AddUpdate):
+            names = [noting.receiver, threading.current_thread().name]
+            (settings.artifacts / THREADS_FILE).write_text("\n".join(names))
             connection.send(UpdateAdded(1, 1, request.client))
 
 

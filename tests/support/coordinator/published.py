@@ -17,12 +17,13 @@ from tests.support.coordinator.world import World
 class Published:
     """What grants and receipts were sent."""
 
-    def __init__(self) -> None:
+    def __init__(self, carrier: Carrier = Carrier.MQTT) -> None:
+        self.used_carrier = carrier
         self.needs: list[Ranges] = []
         self.receipts: list[tuple[str, Outcome]] = []
 
     def carrier(self, device: str) -> Carrier:
-        return Carrier.MQTT
+        return self.used_carrier
 
     def need(self, device: str, manifest: Manifest, ranges: Ranges) -> None:
         self.needs.append(ranges)

@@ -2,12 +2,33 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from pathlib import Path
 
 import pytest
 
 from fedcg import event_log
 from fedcg.event_log import EventLog, read_events
+
+ROOT = Path(__file__).parents[3]
+
+
+def written_events() -> set[str]:
+    """The names with which the programs call `EventLog.write`."""
+    names: set[str] = set()
+    for package in ("coordinator", "edge_client", "fedcg"):
+        for file in (ROOT / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("events.write"):
+                    names |= {str(name.value) for name in node.args[:1] if isinstance(name, ast.Constant)}
+    return names
+
+
+def test_the_docstring_names_every_event() -> None:
+    written = written_events()
+    assert {"agent_started", "started"} <= written
+    assert written - set(re.findall(r"[a-z_]+", event_log.__doc__ or "")) == set()
 
 
 def test_torn_lines_are_left_out_and_the_others_are_read(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from coordinator.aggregation import worker
 from coordinator.aggregation.worker import JobRunner, public_images
 from coordinator.aggregation.worker_handle import MAX_DEATHS
 from coordinator.aggregation.worker_messages import (
@@ -27,6 +28,7 @@ from coordinator.aggregation.worker_messages import (
 from coordinator.config import RoundSettings
 from coordinator.service.create_federation import InitialArtifacts
 from coordinator.updates.robustness import Distances
+from coordinator.updates.validation import unpack_update
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.artifacts.artifacts import Base, pack, unpack
@@ -236,6 +238,30 @@ def merged(bench: JobRunner, said: list[Reply], *updates: tuple[str, str, int], 
     done = said[-1]
     assert isinstance(done, JobDone), done
     return done.aggregate
+
+
+def test_the_worker_reads_and_decodes_an_update_once(benches: Benches, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    decoded: list[int] = []
+    get = ArtifactStore.get
+
+    def counted_get(self: ArtifactStore, artifact: str) -> bytes:
+        read.append(artifact)
+        return get(self, artifact)
+
+    def counted_decode(data: bytes, *args: Any) -> Any:
+        decoded.append(len(data))
+        return unpack_update(data, *args)
+
+    artifacts = {client: benches.update(client) for client in "ab"}
+    bench, said = benches.open("counted")
+    monkeypatch.setattr(ArtifactStore, "get", counted_get)
+    monkeypatch.setattr(worker, "unpack_update", counted_decode)
+    for client, artifact in artifacts.items():
+        bench.serve(AddUpdate(client, artifact))
+    merged(bench, said, *((client, artifact, 10) for client, artifact in artifacts.items()))
+    assert [read.count(artifact) for artifact in artifacts.values()] == [1, 1]
+    assert len(decoded) == 2
 
 
 def test_an_update_whose_teacher_pass_fails_is_reported_alone_and_leaves_no_trace_in_the_merge(

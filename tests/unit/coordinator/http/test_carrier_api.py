@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import http.client
 import ssl
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 
-from coordinator.http.carrier_api import MEMBER_S
+from coordinator.http import carrier_api
+from coordinator.http.carrier_api import MEMBER_S, REQUESTS_AT_ONCE
 from coordinator.members.bundle_enrolment import certificate_record
 from coordinator.rounds.records import DeviceState
 from coordinator.service.service import Service
@@ -21,6 +24,7 @@ from fedcg.wire.errors import TransportError
 from fedcg.wire.messages.enrolment_messages import load_certificate
 from fedcg.wire.messages.messages import Carrier, Manifest, Outcome
 from fedcg.wire.server_role import ServerRole
+from fedcg.wire.transfer.chunk_sender import ChunkFile
 from fedcg.wire.transfer.http_ranges import ARTIFACTS_PATH, READY_PATH, UPDATES_PATH, span_of
 from tests.support.broker.brokers import HOST, Pki
 from tests.support.coordinator.carriers import Answer, ask, carrying, connect
@@ -252,6 +256,28 @@ def test_a_device_has_a_few_requests_at_once_and_others_are_not_held_up(bench: B
     for connection in held:
         connection.close()
     wait_until(lambda: bench.get("a", bench.world.base_id).status == 200, "there is room again")
+
+
+def test_fetches_that_wait_for_the_disk_count_among_a_devices_requests(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    published, base = bench.service.published, bench.world.base_id
+    may_read = threading.Semaphore(0)
+    source: Callable[[str], ChunkFile] = published.source
+
+    def slow_source(artifact: str) -> ChunkFile:
+        may_read.acquire()
+        return source(artifact)
+
+    monkeypatch.setattr(carrier_api, "MEMBER_S", 1000.0)  # no read of the register waits for the same threads
+    assert ask(bench.port, bench.pki, "a", READY_PATH).status == 204  # takes no place
+    monkeypatch.setattr(published, "source", slow_source)
+    with ThreadPoolExecutor(7) as threads:
+        fetches = [threads.submit(bench.get, "a", base) for _ in range(7)]
+        wait_until(lambda: sum(fetch.done() for fetch in fetches) == 7 - REQUESTS_AT_ONCE, "all others are refused")
+        may_read.release(100)  # the service reads artifacts too
+    assert sorted(fetch.result().status for fetch in fetches) == [200] * REQUESTS_AT_ONCE + [429] * 3
+    wait_until(lambda: bench.get("a", base).status == 200, "there is room again")
 
 
 @pytest.mark.parametrize(

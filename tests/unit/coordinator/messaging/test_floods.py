@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from coordinator.messaging import flood_limits as floods
 from coordinator.messaging.flood_limits import FloodLimits, LineLimit
 from coordinator.paths import Home
 from coordinator.storage.store import Store
+from coordinator.token_buckets import Buckets
 from fedcg.event_log import EventLog, read_events
 from fedcg.refusal_counter import ALWAYS_REPORTED, MAX_TEXT, Refusals
 from fedcg.wire.errors import MalformedError, SignatureError
@@ -35,6 +38,22 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+def taken(take: Callable[[], bool], count: int) -> int:
+    return sum(take() for _ in range(count))
+
+
+def test_threads_that_share_a_bucket_take_no_more_than_it_holds() -> None:
+    buckets: Buckets[str] = Buckets(per_s=1.0, at_once=5_000.0, clock=Clock())
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            counts = list(threads.map(lambda _: taken(lambda: buckets.take("a"), 5_000), range(4)))
+    finally:
+        sys.setswitchinterval(before)
+    assert sum(counts) == 5_000
 
 
 def sent(limits: FloodLimits, clock: Clock, rate: int, seconds: float, device: str = "a") -> int:

@@ -182,6 +182,15 @@ def test_a_restart_while_distilling_distils_the_same_updates_again() -> None:
     assert commands == [ResumeAttempt(1, 1, 100.0), Distil(1, 1, ("a", "b"))]
 
 
+def test_a_restart_while_distilling_fails_an_attempt_that_a_rejection_left_below_the_quorum() -> None:
+    state, _ = play(opened("a", "b"), UpdateStored(1, 1, "a"), UpdateStored(1, 1, "b"))
+    rejected = replace(state, online=frozenset(), updates=frozenset("a"), declined=frozenset("b"))
+    state, commands = play(rejected, Restarted())
+    reason = "updates were rejected before a restart; 1 updates are left, and 2 are needed"
+    assert commands == [ResumeAttempt(1, 1, 100.0), FailAttempt(1, 1, reason, 1)]
+    assert (state.phase, state.attempt) == (Phase.WAITING, 2)
+
+
 events = st.one_of(
     st.builds(CameOnline, st.sampled_from(CLIENTS)),
     st.builds(WentOffline, st.sampled_from(CLIENTS)),

@@ -183,3 +183,16 @@ def test_what_does_not_exist_is_named_with_what_does(made: Federations) -> None:
         made.steering.stop("third")
     with pytest.raises(NotFoundError, match="no enrolled device 'z'"):
         made.steering.disable("z")
+
+
+def test_what_another_federation_needs_is_not_pruned(made: Federations) -> None:
+    made.world.keep_rounds = 1
+    made.steering.change_policy("tiny", {"rounds": 4})
+    made.steering.pause("second")
+    with made.running():
+        start(made, "tiny")
+        until_over(made, "tiny")
+        assert made.world.events("pruned")
+        made.steering.resume("second")  # its server state is equal to the first one of the other
+        start(made, "second")
+        until_over(made, "second")

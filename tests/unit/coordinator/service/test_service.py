@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from coordinator.rounds.records import AttemptState
+from coordinator.rounds.records import AttemptState, UpdateRecord
 from coordinator.rounds.round_engine import Phase
 from fedcg.wire.messages.messages import (
     CoordinatorStatus,
@@ -19,7 +19,7 @@ from fedcg.wire.messages.messages import (
 from fedcg.wire.messages.signing import open_envelope, seal
 from fedcg.wire.versions import SPOKEN
 from tests.support.coordinator.fake_device import FakeDevice
-from tests.support.coordinator.world import MakeWorld, RunningService
+from tests.support.coordinator.world import MakeWorld, RunningService, World
 from tests.support.waiting import wait_until
 
 
@@ -44,6 +44,15 @@ def test_two_rounds_run_from_hello_to_the_final_aggregate(make_world: MakeWorld)
         assert device.of(Finished)[-1].aggregate.id == final.artifact
         assert [(offer.round, offer.attempt) for offer in device.of(Offer)] == [(1, 1), (2, 1)]
     assert [record.state for record in world.store.attempts("tiny")] == [AttemptState.CLOSED] * 2
+
+
+def test_what_devices_accepted_in_earlier_rounds_is_not_kept(make_world: MakeWorld) -> None:
+    world = make_world(rounds=4)
+    with RunningService(world) as running:
+        world.start_devices()
+        world.wait_finished()
+        assert len(world.events("accepted")) == 8
+        assert len(running.service._invitations._accepted) == 2
 
 
 def test_every_update_is_on_disk_and_in_the_database_before_its_receipt(make_world: MakeWorld) -> None:
@@ -100,6 +109,7 @@ def test_an_update_after_the_round_was_closed_without_it_is_late(make_world: Mak
     a, b = world.devices["a"], world.devices["b"]
     b.silent = True
     world.store.open_attempt(("tiny", 1, 1), world.base_id, frozenset("ab"), 1.0, 2.0)
+    store_update(world, "a")
     world.store.start_distilling(("tiny", 1, 1), 3.0)
     with RunningService(world):
         a.start()
@@ -145,6 +155,24 @@ def test_a_coordinator_that_comes_back_resumes_the_same_attempt_with_its_stored_
     assert world.workers[1].asked[:2] == [("open", 1, 1), ("add", "a", update_a)]
     assert ("finish", (("a", update_a, 11), ("b", update_b, 11))) in world.workers[1].asked
     assert [event["epoch"] for event in world.events("started")] == [1, 2]
+
+
+def test_a_coordinator_killed_after_a_rejection_merges_nothing_below_the_quorum(make_world: MakeWorld) -> None:
+    world = make_world(rounds=1)
+    key, store = ("tiny", 1, 1), world.store
+    store.open_attempt(key, world.base_id, frozenset("ab"), 0.0, 600.0)
+    for name in "ab":
+        store_update(world, name)
+    store.start_distilling(key, 3.0)
+    store.reject_update(key, "b", "its teacher pass failed")  # and then it is killed
+    with RunningService(world):
+        world.start_devices()
+        world.wait_finished()
+    assert [(record.attempt, record.state) for record in store.attempts("tiny")] == [
+        (1, AttemptState.FAILED),
+        (2, AttemptState.CLOSED),
+    ]
+    assert [event["clients"] for event in world.events("distilling")] == [["a", "b"]]
 
 
 def test_a_coordinator_that_comes_back_after_the_end_still_serves_the_final_aggregate(make_world: MakeWorld) -> None:
@@ -196,3 +224,10 @@ def test_status_and_offer_are_retained_and_the_end_is_told_by_a_goodbye(make_wor
     assert isinstance(offer, Offer)
     assert (offer.epoch, offer.round, offer.attempt, offer.spec.id) == (1, 1, 1, world.spec.digest)
     assert "stop" in world.workers[0].asked
+
+
+def store_update(world: World, name: str) -> None:
+    """The update of a device to the first attempt is accepted and stored."""
+    data = world.devices[name].make_update(1, 1, world.base_id)
+    artifact = world.artifacts.put(data)
+    world.store.end_update(UpdateRecord("tiny", 1, 1, name, artifact, len(data), Outcome.ACCEPTED, "", None, 1.0, 2.0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,29 @@ def test_deleting_several_tells_their_size_and_passes_over_what_is_gone(tmp_path
     ids = [store.put(b"x" * 100), store.put(b"y" * 50)]
     assert store.delete_all([*ids, "f" * 64]) == (2, 150)
     assert list(store.ids()) == []
+
+
+def test_a_start_deletes_files_that_no_federation_knows_once_no_process_can_be_about_to_record_them(
+    make_world: MakeWorld,
+) -> None:
+    world = make_world(2, 100)
+    run_whole(world)
+    known, old = set(world.artifacts.ids()), world.root / "artifacts"
+    orphan, young = world.artifacts.put(b"its coordinator was killed"), world.artifacts.put(b"of a new federation")
+    for artifact in known | {orphan}:
+        os.utime(old / artifact, (0.0, 0.0))
+    with RunningService(world):
+        pass
+    assert set(world.artifacts.ids()) == known | {young}
+    assert world.events("pruned")[-1]["files"] == 1
+
+
+def test_an_artifact_that_is_stored_again_counts_as_new(tmp_path: Path) -> None:
+    store = ArtifactStore(tmp_path)
+    artifact = store.put(b"spec")
+    os.utime(store.path(artifact), (0.0, 0.0))
+    store.put(b"spec")
+    assert store.path(artifact).stat().st_mtime > 0.0
 
 
 def open_artifacts(world: World) -> list[str]:

@@ -122,3 +122,11 @@ def test_who_had_accepted_an_open_attempt_is_known_after_a_restart(store: Store)
     store.answer(KEY, "b", ParticipantState.ACCEPTED)
     store.answer(KEY, "c", ParticipantState.DECLINED, "no_data")
     assert store.round_state("f").accepted == {"b"}
+
+
+def test_a_client_that_was_rejected_or_declined_stays_so_when_it_accepts_again(store: Store) -> None:
+    open_attempt(store)
+    store.answer(KEY, "a", ParticipantState.DECLINED, "its classifier holds NaN")
+    store.answer(KEY, "a", ParticipantState.ACCEPTED)
+    found = next(person for person in store.participants(KEY) if person.client == "a")
+    assert (found.state, found.reason) == (ParticipantState.DECLINED, "its classifier holds NaN")

@@ -16,13 +16,13 @@ from coordinator.http.app import _failed
 from coordinator.rounds.round_engine import UpdateStored
 from coordinator.storage.store import Store
 from coordinator.updates import receiver as receiver_module
-from coordinator.updates.published_artifacts import PublishedArtifacts
+from coordinator.updates.published_artifacts import OPEN_FILES, PublishedArtifacts
 from coordinator.updates.receiver import Broken, Receiver
 from coordinator.updates.upload_windows import Grant, Received, Uploads
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.artifacts.artifacts import artifact_id
 from fedcg.wire.errors import IntegrityError, TransportError
-from fedcg.wire.messages.messages import MAX_CHUNK_BYTES, Carrier, Manifest, Outcome
+from fedcg.wire.messages.messages import MAX_CHUNK_BYTES, Carrier, Manifest, Outcome, RoundAttempt
 from fedcg.wire.transfer.chunk_window import Window
 from fedcg.wire.transfer.chunks import parse_chunk
 from fedcg.wire.transfer.partial_files import Partials
@@ -87,6 +87,24 @@ def test_all_devices_together_stay_under_the_shared_window_and_take_turns(world:
     assert sorted(ended) == ["a", "b", "c"]
 
 
+def test_chunks_that_were_lost_under_a_full_shared_window_are_granted_again(world: World) -> None:
+    shared = Window(chunks=8, bytes=1 << 30)
+    uploads = Uploads(Partials(world.root / "artifacts" / ".partial", 16, 1 << 30), Window(chunks=4), shared)
+    data = {name: random.Random(name).randbytes(20 * 1024) for name in ("a", "b", "c")}
+    grants = {
+        name: uploads.begin(name, manifest_of(world, content), 0.0, 100.0, Carrier.MQTT)
+        for name, content in data.items()
+    }
+    assert [name for name, grant in grants.items() if grant is not None] == ["a", "b"]
+    granted: set[str] = set()
+    for tick in range(1, 100):  # whatever is granted is lost
+        now = 0.25 * tick
+        granted |= {grant.device for grant in uploads.stalled(now)}
+        granted |= {grant.device for grant in uploads.held_back(now)}
+        assert uploads._chunks <= shared.chunks
+    assert granted == {"a", "b", "c"}
+
+
 @pytest.fixture
 def published() -> Published:
     return Published()
@@ -138,6 +156,16 @@ def test_a_frame_that_was_not_granted_never_reaches_the_receivers_thread(
     assert not receiver.frame("a", frame)
 
 
+def test_a_device_that_was_granted_chunks_over_https_may_send_no_frames(
+    receiver: Receiver, world: World, published: Published
+) -> None:
+    published.used_carrier = Carrier.HTTPS
+    data = world.devices["a"].make_update(1, 1, world.base_id)
+    receiver.announce("a", manifest_of(world, data))
+    wait_until(lambda: bool(published.needs), "chunks are granted")
+    assert not receiver.frame("a", next(frames_for(data, manifest_of(world, data).artifact)))
+
+
 def test_a_device_has_one_manifest_in_the_queue_however_many_it_sends(
     receiver: Receiver, world: World, published: Published
 ) -> None:
@@ -152,6 +180,29 @@ def test_a_device_has_one_manifest_in_the_queue_however_many_it_sends(
     assert asked.result(30)
     wait_until(lambda: bool(published.needs), "the newest one is answered")
     assert published.receipts == []
+
+
+def test_the_end_of_an_attempt_ends_no_upload_of_the_next_one(
+    receiver: Receiver, world: World, published: Published
+) -> None:
+    old, new = (world.devices["a"].make_update(1, attempt, world.base_id) for attempt in (1, 2))
+    other = manifest_of(world, world.devices["b"].make_update(1, 1, world.base_id))
+    receiver.announce("b", other)
+    assert receiver.announced("b").result(30) == other.artifact
+    busy = threading.Event()
+    asked = receiver._ask(lambda: busy.wait(30))
+    receiver.announce("a", manifest_of(world, old))  # waits, and the next one takes its turn
+    world.store.fail_attempt(("tiny", 1, 1), "x", 1.0)
+    receiver.end_attempt(RoundAttempt(1, 1), Outcome.CLOSED, "the attempt ended without an aggregate")
+    world.store.open_attempt(("tiny", 1, 2), world.base_id, frozenset(world.clients), 2.0, 600.0)
+    manifest = manifest_of(world, new).model_copy(update={"attempt": 2})
+    receiver.announce("a", manifest)
+    busy.set()
+    assert asked.result(30)
+    for frame in frames_for(new, manifest.artifact):
+        receiver.chunk("a", parse_chunk(frame)).result(30)
+    wait_until(lambda: len(published.receipts) == 2, "two receipts")
+    assert published.receipts == [(other.artifact.id, Outcome.CLOSED), (manifest.artifact.id, Outcome.ACCEPTED)]
 
 
 def deliver(receiver: Receiver, manifest: Manifest, data: bytes) -> None:
@@ -184,7 +235,17 @@ def test_an_update_whose_attempt_closed_while_it_came_is_late_although_the_round
     for frame in frames_for(data, manifest.artifact):
         receiver.chunk("a", parse_chunk(frame)).result(30)
     assert published.receipts == [(manifest.artifact.id, Outcome.LATE)]
+    assert not world.artifacts.has(manifest.artifact.id)
     assert (world.store.updates(("tiny", 1, 1)), events) == ([], [])
+
+
+def test_a_late_manifest_that_names_a_file_of_the_coordinator_does_not_delete_it(
+    receiver: Receiver, world: World, published: Published
+) -> None:
+    assert world.store.start_distilling(("tiny", 1, 1), 1.0) == []
+    receiver.announce("a", manifest_of(world, world.base))
+    wait_until(lambda: bool(published.receipts), "a receipt")
+    assert world.artifacts.has(world.base_id)
 
 
 @pytest.mark.parametrize(
@@ -216,6 +277,23 @@ def test_a_failing_disk_or_database_ends_the_service_and_costs_no_update(
     assert published.receipts == []
     monkeypatch.undo()
     assert world.store.updates(("tiny", 1, 1)) == []
+
+
+def test_a_damaged_base_on_the_coordinators_disk_ends_the_service_and_blames_no_device(
+    receiver: Receiver, world: World, published: Published, events: list[Any]
+) -> None:
+    data = world.devices["a"].make_update(1, 1, world.base_id)
+    base = world.artifacts.path(world.base_id)
+    damaged = bytearray(base.read_bytes())
+    damaged[-1] ^= 1
+    base.write_bytes(damaged)
+    with pytest.raises(OSError, match=r"damaged.*" + world.base_id):
+        deliver(receiver, manifest_of(world, data), data)
+    wait_until(lambda: bool(events), "the service is notified")
+    [broken] = events
+    assert isinstance(broken.error, OSError)
+    assert broken.error.filename == str(base)
+    assert (receiver._refusals.of("a"), published.receipts) == (0, [])
 
 
 def test_a_finished_coordinator_may_leave_when_its_devices_have_left(
@@ -257,3 +335,13 @@ def test_a_service_that_a_full_disk_ended_says_what_to_do(caplog: pytest.LogCapt
     assert "goes on with the same attempt. Free space on, or repair, /srv/home/artifacts first: " in caplog.text
     assert "no space left on device" in caplog.text
     assert "Traceback" not in caplog.text
+
+
+def test_the_artifact_that_was_not_used_for_the_longest_time_is_closed_first(tmp_path: Path) -> None:
+    store = ArtifactStore(tmp_path)
+    ids = [store.put(bytes([number])) for number in range(OPEN_FILES + 1)]
+    artifacts = PublishedArtifacts(store, 300)
+    opened = [artifacts.source(artifact) for artifact in ids[:-1]]
+    assert artifacts.known(ids[0]) is opened[0]
+    artifacts.source(ids[-1])
+    assert [artifacts.known(artifact) is None for artifact in ids] == [False, True] + [False] * (OPEN_FILES - 1)

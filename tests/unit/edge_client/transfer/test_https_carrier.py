@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import cast
+from typing import ClassVar, cast
 
 import pytest
 
@@ -20,16 +23,19 @@ from edge_client.messaging.coordinator_link import CoordinatorLink
 from edge_client.messaging.coordinator_trust import CoordinatorTrust
 from edge_client.messaging.handshake import Handshake
 from edge_client.store.private_store import PrivateStore
+from edge_client.transfer import https_client
 from edge_client.transfer.https_client import Direction, Line
 from fedcg.provision.agent_config import render_agent_config
 from fedcg.wire.messages.messages import ArtifactRef, Carrier
 from fedcg.wire.messages.signing import SigningKey
 from fedcg.wire.transport.memory import MemoryBroker, MemoryTransport
+from fedcg.wire.transport.mqtt_config import TlsFiles
 from tests.support.broker.brokers import HOST, Pki
 from tests.support.edge.world import DEVICE, FEDERATION, make_config
 from tests.support.waiting import free_port, wait_until
 
 REF = ArtifactRef(id="a" * 64, size=100_000, chunk_bytes=1000)
+ENDLESS_BYTES = 200_000_000
 OTHER = ArtifactRef(id="b" * 64, size=5_000, chunk_bytes=1000)
 
 
@@ -106,6 +112,58 @@ def test_a_forgotten_artifact_that_waits_is_not_carried(direction: Direction[str
     road.may_go.release()
     wait_until(lambda: not direction.is_busy, "all is carried")
     assert road.runs == [("y", 0, 1)]
+
+
+class Talkative(BaseHTTPRequestHandler):
+    """Answers `/small` with a few bytes and everything else with very many; `sent` has what each answer came to."""
+
+    protocol_version = "HTTP/1.1"
+    connections: ClassVar[list[object]] = []
+    sent: ClassVar[list[int]] = []
+
+    def do_GET(self) -> None:
+        size = 10 if self.path == "/small" else ENDLESS_BYTES
+        self.connections.append(self.client_address)
+        self.send_response(200)
+        self.send_header("Content-Length", str(size))
+        self.end_headers()
+        sent = 0
+        with contextlib.suppress(OSError):
+            while sent < size:
+                sent += self.wfile.write(bytes(min(size - sent, 1_000_000)))
+        self.close_connection = sent < size
+        self.sent.append(sent)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+class PlainLine(Line):
+    """A line without TLS."""
+
+    def _connect(self) -> http.client.HTTPSConnection:
+        if self._connection is None:
+            self._connection = cast(http.client.HTTPSConnection, http.client.HTTPConnection(self._host, self._port))
+        return self._connection
+
+
+@pytest.mark.parametrize(("path", "connections"), [("/small", 1), ("/large", 2)])
+def test_an_answer_without_end_is_not_read_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, connections: int
+) -> None:
+    monkeypatch.setattr(https_client, "READY_PATH", path)
+    Talkative.connections.clear()
+    Talkative.sent.clear()
+    with ThreadingHTTPServer((HOST, 0), Talkative) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        line = PlainLine(f"https://{HOST}:{server.server_port}", TlsFiles(tmp_path, tmp_path, tmp_path))
+        for _ in range(2):
+            line.ready()
+        wait_until(lambda: len(Talkative.sent) == 2, "both answers ended")
+        line.close()
+        server.shutdown()
+    assert max(Talkative.sent) < ENDLESS_BYTES
+    assert len(set(Talkative.connections)) == connections
 
 
 def carrier_config(pki: Pki, root: Path, url: str) -> edge_config.AgentConfig:

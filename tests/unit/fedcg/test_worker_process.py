@@ -1,0 +1,79 @@
+"""A child process whose reports can't be read is ended, and a child that was replaced reports nothing more: real processes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+
+from fedcg.worker_process import Exited, WorkerProcess, requests_of
+from tests.support.waiting import wait_until
+
+
+class Unreadable:
+    """What no process can unpickle."""
+
+    def __reduce__(self) -> tuple[type[int], tuple[str]]:
+        return int, ("not a number",)
+
+
+def answer(connection: Connection) -> None:
+    """Send back what is asked."""
+    for request in requests_of(connection):
+        connection.send(request)
+
+
+def answer_unreadably(connection: Connection) -> None:
+    for _ in requests_of(connection):
+        connection.send(Unreadable())
+
+
+@contextmanager
+def worker(main: Callable[..., None]) -> Iterator[tuple[WorkerProcess, queue.SimpleQueue[Any]]]:
+    reports: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    process = WorkerProcess("child", main, (), 60.0, reports.put)
+    try:
+        yield process, reports
+    finally:
+        process.stop()
+
+
+def has_ended(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def test_a_process_whose_report_can_not_be_read_is_ended_and_its_end_has_the_reason(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with worker(answer_unreadably) as (process, reports), caplog.at_level(logging.ERROR):
+        pid = process.start()
+        process.send("anything")
+        exited = reports.get(timeout=60)
+        assert isinstance(exited, Exited)
+        assert (exited.pid, exited.was_busy) == (pid, True)
+        assert "ValueError: invalid literal for int()" in exited.reason
+        wait_until(lambda: has_ended(pid), "the process has ended")
+    assert "reports can't be read" in caplog.text
+
+
+def test_of_a_process_that_was_replaced_nothing_more_is_reported() -> None:
+    with worker(answer) as (process, reports):
+        first = process.start()
+        process.send("one")
+        assert reports.get(timeout=60) == "one"
+        second = process.start()
+        assert has_ended(first)
+        process.send("two")
+        assert reports.get(timeout=60) == "two"
+        os.kill(second, 9)
+        assert reports.get(timeout=60).pid == second
