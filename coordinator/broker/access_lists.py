@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 def refresh_access(home: Home) -> None:
     """Write revocation list and access list from the database, in this order: a revoked device must not come back."""
     silenced = silenced_in(home)
-    with closing(Store(home.database)) as store:
+    with closing(Store.of(home)) as store:
         federations = [record.id for record in store.federations()]
         devices = [device.id for device in store.members() if device.id not in silenced]
         revoked = store.register.revoked_certificates(time.time())

@@ -182,7 +182,9 @@ def federation_show(directory: Directory, as_json: AsJson = False) -> None:
 @federation_app.command("resume")
 def federation_resume(directory: Directory, as_json: AsJson = False) -> None:
     """Let a paused federation try its round again; the coordinator must not be running."""
-    with store_of(directory) as (home, store), home.locked():
+    from coordinator.storage.sole_writer import sole_writer
+
+    with store_of(directory) as (home, store), sole_writer(home):
         for record in store.federations():
             store.resume(record.id)
             phase = store.round_state(record.id).phase.value

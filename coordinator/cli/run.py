@@ -31,6 +31,7 @@ from coordinator.pki.server_tls import server_context
 from coordinator.pki.signing_keys import SigningIdentity, load_signing_identity
 from coordinator.service.service import Service
 from coordinator.service.service_context import ServiceContext
+from coordinator.storage.sole_writer import sole_writer
 from coordinator.storage.store import Store
 from fedcg.event_log import EventLog
 from fedcg.learning.spec import FederationSpec
@@ -64,7 +65,7 @@ def run_coordinator(home: Home, *, exit_when_finished: bool = False, print_line:
     wanted = config.connections
     connections = Connections(Caps(wanted.total, wanted.per_address, wanted.per_device))
     with (
-        home.locked(),
+        sole_writer(home),
         bound("api", config.api.host, config.api.port, connections) as listener,
         listening("enrolment", config.enrolment, config.enrolment_host, connections) as enrolment,
         listening("carrier", config.carrier, config.carrier_host, connections) as carrier,
@@ -145,7 +146,7 @@ def _serve(
 
 @contextmanager
 def _context(home: Home, config: CoordinatorConfig) -> Iterator[ServiceContext]:
-    store = Store(home.database)
+    store = Store.of(home)
     events = EventLog(home.events_file, time.time, LineLimit().allows)
     known: SigningIdentity | None = None
 

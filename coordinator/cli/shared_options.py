@@ -30,7 +30,7 @@ def store_of(directory: Path) -> Iterator[tuple[Home, Store]]:
     from coordinator.storage.store import Store
 
     home = Home(directory).require()
-    store = Store(home.database)
+    store = Store.of(home)
     try:
         yield home, store
     finally:

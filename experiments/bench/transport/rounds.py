@@ -153,7 +153,7 @@ def _packed(header: ArtifactHeader, size: int, seed: str) -> bytes:
 def _run_service(made: Bench, spec: FederationSpec, limits: LinkLimits, pipe: Any) -> None:
     """The coordinator's process: serve until all rounds are over, and send how long each took."""
     home = made.home
-    store = Store(home.database)
+    store = Store.of(home)
     artifacts = ArtifactStore(home.artifacts)
     header = ArtifactHeader(
         kind="aggregate", method=spec.method, federation=FEDERATION, round=0, attempt=0, client=COORDINATOR
