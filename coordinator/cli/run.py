@@ -31,12 +31,12 @@ from coordinator.pki.server_tls import server_context
 from coordinator.pki.signing_keys import SigningIdentity, load_signing_identity
 from coordinator.service.service import Service
 from coordinator.service.service_context import ServiceContext
+from coordinator.storage.object_store import artifacts_of
 from coordinator.storage.sole_writer import sole_writer
 from coordinator.storage.store import Store
 from fedcg.event_log import EventLog
 from fedcg.learning.spec import FederationSpec
 from fedcg.listening import Caps, Connections, Listener, http_config, own_hosts_only
-from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.messages.messages import COORDINATOR
 from fedcg.wire.transport.mqtt import MqttTransport
 from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles
@@ -61,6 +61,7 @@ def run_coordinator(home: Home, *, exit_when_finished: bool = False, print_line:
         ConfigError: the configuration is not usable.
     """
     config = home.require().config()
+    home.make_folders()
     check_api_host(config.api.host)
     wanted = config.connections
     connections = Connections(Caps(wanted.total, wanted.per_address, wanted.per_device))
@@ -160,7 +161,7 @@ def _context(home: Home, config: CoordinatorConfig) -> Iterator[ServiceContext]:
         federations = store.federations()
         if not federations:
             raise HomeError(f"{home.root} has no federation yet; open one with `fedcg federation create`")
-        artifacts = ArtifactStore(home.artifacts)
+        artifacts = artifacts_of(home, waits=True)
         yield ServiceContext(
             federation=federations[0],
             spec=FederationSpec.parse(artifacts.get(federations[0].spec)),

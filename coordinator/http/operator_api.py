@@ -118,7 +118,10 @@ async def healthz() -> HealthView:  # on no thread: it answers also when all are
 
 @router.get("/readyz")
 async def readyz(service: Running, response: Response) -> HealthView:
-    """Whether the coordinator is connected to its broker; 503 when not."""
+    """Whether the coordinator is connected to its broker and can store artifacts; 503 when not."""
+    if service.store_problem:
+        response.status_code = 503
+        return HealthView(status=service.store_problem)
     if not service.is_connected:
         response.status_code = 503
         return HealthView(status="no link to the broker")

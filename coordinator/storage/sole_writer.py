@@ -17,8 +17,8 @@ from coordinator.paths import Home
 from coordinator.storage.database import database_of, make_engine, name_of, unusable
 
 WRITER_LOCK = 0x66656463_0002
-TAKE_OVER_S = 3.0
-"""How long the server may take to notice that the connection of a killed coordinator is gone."""
+TAKE_OVER_S = 8.0
+"""How long the server may take to end the session of a coordinator whose machine is gone; that of a killed one it ends at once."""
 CHECK_S = 1.0
 HOLDER = text(
     "SELECT client_addr, backend_start FROM pg_stat_activity JOIN pg_locks USING (pid) WHERE locktype = 'advisory' "

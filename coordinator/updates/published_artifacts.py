@@ -60,7 +60,7 @@ class PublishedArtifacts:
         """
         known = self._sources.get(artifact)
         if known is None:
-            path = self._store.path(artifact)
+            path = self._store.local(artifact)
             ref = file_ref(path, self._chunk_bytes)
             if ref.id != artifact:
                 raise IntegrityError(f"{path} is damaged: its content does not have the sha256 it is named by")

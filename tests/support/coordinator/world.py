@@ -35,7 +35,7 @@ from coordinator.storage.store import Store
 from coordinator.updates.robustness import Distances
 from fedcg.event_log import EventLog
 from fedcg.learning.spec import FederationSpec, ImageForm, NetworkChoice
-from fedcg.wire.artifacts.artifact_store import ArtifactStore
+from fedcg.wire.artifacts.artifact_store import ArtifactStore, Remote
 from fedcg.wire.artifacts.artifacts import ArtifactHeader, Base, pack, unpack
 from fedcg.wire.artifacts.tensors import Array
 from fedcg.wire.messages.messages import (
@@ -408,6 +408,7 @@ class World:
     public_data: Path | None = None
     keep_rounds: int = 10
     rounds: RoundSettings = field(default_factory=lambda: RoundSettings(gather_s=0.0, retry_s=0.0))
+    remote: Remote | None = None
 
     def __post_init__(self) -> None:
         self.broker = MemoryBroker(self._rules)
@@ -415,7 +416,7 @@ class World:
         self.signing_identity = SigningIdentity(self.key)
         self.root.mkdir(parents=True, exist_ok=True)
         self.store = Store(self.root / "database.sqlite")
-        self.artifacts = ArtifactStore(self.root / "artifacts")
+        self.artifacts = ArtifactStore(self.root / "artifacts", self.remote)
         self.base_id = self.artifacts.put(self.base)
         federation = FederationRecord(
             self.spec.federation,
