@@ -75,8 +75,7 @@ def write_backup(home: Home, target: Path, passphrase: str) -> BackupFacts:
             with tarfile.open(fileobj=sealed, mode="w|", format=tarfile.PAX_FORMAT) as archive:
                 facts = _write_all(archive, home, engine)
             sealed.finish()
-            file.flush()
-            os.fsync(file.fileno())
+        fsync_path(temporary)
         temporary.rename(target)
         fsync_path(target.parent)
     finally:
