@@ -31,6 +31,9 @@ EXAMPLES: dict[tuple[str, str], object] = {
     ("carrier", "listen"): EVERY_ADDRESS,
     ("carrier", "host"): "coordinator.example",
     ("aggregation", "public_data"): "public",
+    ("storage", "database"): "postgresql+psycopg://fedcg@db.example/fedcg",
+    ("storage", "database_password_file"): "/run/secrets/fedcg-database",
+    ("storage", "artifacts"): "s3://fedcg/artifacts",
 }
 """Values of settings that have none by default, as coordinator.toml shows them in comments."""
 Port = Annotated[int, Field(ge=1, le=65535)]
@@ -164,12 +167,29 @@ class RobustnessSettings(_Section):
 
 
 class StorageSettings(_Section):
-    """How long artifacts stay on the disk.
+    """Where the state is stored, and how long artifacts stay.
 
     Attributes:
+        database: URL of a PostgreSQL database; without one the database is a file of SQLite in the coordinator's directory.
+        database_password_file: holds its password; the environment variable FEDCG_DATABASE_PASSWORD goes before it.
+        artifacts: bucket and prefix in S3 where artifacts are stored durably; the directory is a cache then.
         keep_rounds: closed rounds whose updates and aggregates stay; older ones are deleted when a round closes.
     """
 
+    database: (
+        Annotated[str, Field(pattern=r"^postgresql\+psycopg://", description="postgresql+psycopg://user@host/database")]
+        | None
+    ) = None
+    database_password_file: str | None = None
+    artifacts: (
+        Annotated[
+            str,
+            Field(
+                pattern=r"^s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9._/-]*)?$", description="s3://bucket/prefix"
+            ),
+        ]
+        | None
+    ) = None
     keep_rounds: Annotated[int, Field(ge=1, le=1_000_000)] = KEEP_ROUNDS
 
 

@@ -84,6 +84,11 @@ class Home:
         """Held locked by the running coordinator; holds its process id."""
         return self.root / "coordinator.pid"
 
+    def make_folders(self) -> None:
+        """Make the folders that are missing: a copy of configuration and keys alone is a home."""
+        for directory in (self.artifacts, self.spill, self.broker):
+            directory.mkdir(exist_ok=True)
+
     @contextmanager
     def changing_members(self) -> Iterator[None]:
         """Wait for, and hold, the lock of the members: database, revocation list and access list fit together."""

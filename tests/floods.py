@@ -24,7 +24,6 @@ from coordinator.cli.run import _contexts, _opened
 from coordinator.paths import Home
 from coordinator.service.service import Service
 from fedcg.event_log import read_events
-from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.errors import TransportError
 from fedcg.wire.messages.messages import (
     Decline,
@@ -277,7 +276,7 @@ def _outcome(events: list[dict[str, Any]], log_bytes: int) -> Outcome:
 def _coordinate(root: Path) -> None:
     home = Home(root / "home")
     with home.locked(), _opened(home) as (store, events):
-        context_of = _contexts(home, home.config(), store, ArtifactStore(home.artifacts), events)
+        context_of = _contexts(home, home.config(), store, events)
         context = context_of(store.federations()[0])
         service = Service(replace(context, make_worker=PlainWorker))
         service.start()

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 def refresh_access(home: Home) -> Lists:
     """Make the lists from the database, and write the revocation list of the coordinator's own listeners."""
     silenced = silenced_in(home)
-    with closing(Store(home.database)) as store:
+    with closing(Store.of(home)) as store:
         federations = tuple(record.id for record in store.federations())
         devices = tuple(sorted(device.id for device in store.members() if device.id not in silenced))
         revoked = store.register.revoked_certificates(time.time())

@@ -13,7 +13,15 @@ from typing import Annotated
 
 import typer
 
-from coordinator.cli.shared_options import AsJson, Directory, line_printer, print_result, store_of
+from coordinator.cli.shared_options import (
+    AsJson,
+    Directory,
+    PassphraseFile,
+    line_printer,
+    passphrase_of,
+    print_result,
+    store_of,
+)
 
 coordinator_app = typer.Typer(help="Create and run a coordinator.", no_args_is_help=True)
 federation_app = typer.Typer(help="Open and look at federations.", no_args_is_help=True)
@@ -119,6 +127,52 @@ def coordinator_rotate_key(directory: Directory, as_json: AsJson = False) -> Non
     print_result({**values, "revoked_tokens": [token.id for token in void]}, text, as_json=as_json)
 
 
+@coordinator_app.command("backup")
+def coordinator_backup(
+    file: Annotated[Path, typer.Argument(help="The file to write; must not exist.")],
+    directory: Directory,
+    passphrase_file: PassphraseFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write database, kept artifacts, keys and configuration into one encrypted file; the coordinator may be running."""
+    from coordinator.paths import Home
+    from coordinator.storage.backup import write_backup
+
+    home = Home(directory).require()
+    facts = write_backup(home, file, passphrase_of(passphrase_file, is_new=True))
+    size = file.stat().st_size
+    text = f"Wrote {file}: {size} bytes, {facts.artifacts} artifacts. Keep the passphrase apart from it: it holds every key."
+    print_result({"file": str(file), "bytes": size, **facts.model_dump()}, text, as_json=as_json)
+
+
+@coordinator_app.command("restore")
+def coordinator_restore(
+    file: Annotated[Path, typer.Argument(help="A file of `fedcg coordinator backup`.")],
+    directory: Directory,
+    passphrase_file: PassphraseFile = None,
+    database: Annotated[
+        str | None, typer.Option(help="Another place than the backup's: the URL of an empty database, or `sqlite`.")
+    ] = None,
+    artifacts: Annotated[
+        str | None, typer.Option(help="Another place than the backup's: s3://bucket/prefix, or `directory`.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make a coordinator from a backup, in an empty directory and an empty database. Stop the coordinator that it replaces first."""
+    from coordinator.broker.access_lists import refresh_access
+    from coordinator.cli.opening import change_storage
+    from coordinator.paths import Home
+    from coordinator.storage.backup import read_backup
+
+    home = Home(directory)
+    places = {"database": database, "artifacts": artifacts}
+    passphrase = passphrase_of(passphrase_file, is_new=False)
+    epoch = read_backup(file, home, passphrase, lambda made: change_storage(made, places))
+    refresh_access(home)
+    text = f"Restored {home.root}, from epoch {epoch} on. Next: fedcg coordinator run --dir {home.root}"
+    print_result({"dir": str(home.root), "epoch": epoch}, text, as_json=as_json)
+
+
 @federation_app.command("plan")
 def federation_plan(
     plan: Annotated[Path | None, typer.Argument(help="TOML file to check; nothing is created.")] = None,
@@ -157,12 +211,14 @@ def federation_create(
 @federation_app.command("show")
 def federation_show(directory: Directory, as_json: AsJson = False) -> None:
     """Show where the federation stands, and how its artifacts are coded."""
+    from coordinator.storage.object_store import artifacts_of
     from fedcg.learning.spec import FederationSpec
 
     with store_of(directory) as (home, store):
+        artifacts = artifacts_of(home)
         for record in store.federations():
             state = store.round_state(record.id)
-            spec = FederationSpec.parse((home.artifacts / record.spec).read_bytes())
+            spec = FederationSpec.parse(artifacts.get(record.spec))
             values: dict[str, object] = {
                 "federation": record.id,
                 "method": record.method,
@@ -182,7 +238,9 @@ def federation_show(directory: Directory, as_json: AsJson = False) -> None:
 @federation_app.command("resume")
 def federation_resume(directory: Directory, as_json: AsJson = False) -> None:
     """Let a paused federation try its round again; the coordinator must not be running."""
-    with store_of(directory) as (home, store), home.locked():
+    from coordinator.storage.sole_writer import sole_writer
+
+    with store_of(directory) as (home, store), sole_writer(home):
         for record in store.federations():
             store.resume(record.id)
             phase = store.round_state(record.id).phase.value

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from coordinator.broker.access_lists import refresh_access
-from coordinator.config import CoordinatorConfig, render_config
-from coordinator.errors import HomeError
+from coordinator.config import CoordinatorConfig, StorageSettings, render_config
+from coordinator.errors import ConfigError, HomeError
 from coordinator.paths import BROKER_NAME, SECRET_BYTES, Home
 from coordinator.pki.authority import create_ca, issue, server_credential
+from fedcg.config_file import listed, problems_of
 from fedcg.files import READABLE, replace_durably, write_durably
 from fedcg.wire.messages.messages import COORDINATOR
 from fedcg.wire.messages.signing import SigningKey
+
+HERE = ("sqlite", "directory")
+"""Places in the coordinator's directory, as `fedcg coordinator restore` names them."""
 
 
 def create_home(root: Path, config: CoordinatorConfig, *, observers: tuple[str, ...] = ()) -> Home:
@@ -37,8 +44,24 @@ def create_home(root: Path, config: CoordinatorConfig, *, observers: tuple[str, 
         issue(home.pki, identity)
     SigningKey.generate().save(home.signing_key)
     write_durably(home.secret_file, secrets.token_bytes(SECRET_BYTES), is_new=True)
-    for directory in (home.artifacts, home.spill, home.broker):
-        directory.mkdir()
+    home.make_folders()
     replace_durably(home.config_file, render_config(config), READABLE)
     refresh_access(home)
     return home
+
+
+def change_storage(home: Home, places: Mapping[str, str | None]) -> None:
+    """Write other places of database and artifacts into coordinator.toml; None leaves one as it is.
+
+    Raises:
+        ConfigError: not a place that can be used; coordinator.toml is as it was.
+    """
+    named = {name: None if place in HERE else place for name, place in places.items() if place is not None}
+    if not named:
+        return
+    config = home.config()
+    try:
+        storage = StorageSettings.model_validate({**config.storage.model_dump(), **named})
+    except ValidationError as error:
+        raise ConfigError(listed("[storage]", problems_of(StorageSettings, error))) from error
+    replace_durably(home.config_file, render_config(config.model_copy(update={"storage": storage})), READABLE)

@@ -32,11 +32,11 @@ from coordinator.pki.signing_keys import SigningIdentity, load_signing_identity
 from coordinator.rounds.records import FederationRecord
 from coordinator.service.coordinator import ContextOf, Coordinator
 from coordinator.service.service_context import ServiceContext
+from coordinator.storage.sole_writer import sole_writer
 from coordinator.storage.store import Store
 from fedcg.event_log import EventLog
 from fedcg.learning.spec import FederationSpec
 from fedcg.listening import Caps, Connections, Listener, http_config, own_hosts_only
-from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.messages.messages import COORDINATOR
 from fedcg.wire.transport.mqtt import MqttTransport
 from fedcg.wire.transport.mqtt_config import MqttConfig, TlsFiles, connection_name
@@ -61,11 +61,12 @@ def run_coordinator(home: Home, *, exit_when_finished: bool = False, print_line:
         ConfigError: the configuration is not usable.
     """
     config = home.require().config()
+    home.make_folders()
     check_api_host(config.api.host)
     wanted = config.connections
     connections = Connections(Caps(wanted.total, wanted.per_address, wanted.per_device))
     with (
-        home.locked(),
+        sole_writer(home),
         bound("api", config.api.host, config.api.port, connections) as listener,
         listening("enrolment", config.enrolment, config.enrolment_host, connections) as enrolment,
         listening("carrier", config.carrier, config.carrier_host, connections) as carrier,
@@ -87,8 +88,7 @@ def run_coordinator(home: Home, *, exit_when_finished: bool = False, print_line:
                     await servers.enter_async_context(_carrier(home, config, coordinator, carrier))
                 yield
 
-        artifacts = ArtifactStore(home.artifacts)
-        coordinator = Coordinator(store, artifacts, events, _contexts(home, config, store, artifacts, events))
+        coordinator = Coordinator(store, artifacts_of(home), events, _contexts(home, config, store, events))
         return _serve(home, config, coordinator, listener, serve_devices, exit_when_finished=exit_when_finished)
 
 
@@ -153,7 +153,7 @@ def _serve(
 
 @contextmanager
 def _opened(home: Home) -> Iterator[tuple[Store, EventLog]]:
-    store = Store(home.database)
+    store = Store.of(home)
     try:
         end_silences(home)  # completes what a killed coordinator left undone; blocks while a federation is being opened
         yield store, EventLog(home.events_file, time.time, LineLimit().allows)
@@ -161,9 +161,7 @@ def _opened(home: Home) -> Iterator[tuple[Store, EventLog]]:
         store.close()
 
 
-def _contexts(
-    home: Home, config: CoordinatorConfig, store: Store, artifacts: ArtifactStore, events: EventLog
-) -> ContextOf:
+def _contexts(home: Home, config: CoordinatorConfig, store: Store, events: EventLog) -> ContextOf:
     """Gives the dependencies of each federation's service."""
     identities: dict[str, SigningIdentity] = {}
     silenced: dict[str, frozenset[str]] = {}
@@ -179,6 +177,7 @@ def _contexts(
             return silence(home, frozenset().union(*silenced.values()))
 
     def context_of(record: FederationRecord) -> ServiceContext:
+        artifacts = artifacts_of(home, waits=True)
         return ServiceContext(
             federation=record,
             spec=FederationSpec.parse(artifacts.get(record.spec)),

@@ -129,8 +129,13 @@ async def healthz() -> HealthView:  # on no thread: it answers also when all are
 
 @router.get("/readyz")
 async def readyz(running: Running, response: Response) -> HealthView:
-    """Whether every federation is connected to the broker; 503 when not."""
-    cut_off = [federation for federation, service in running.services.items() if not service.is_connected]
+    """Whether every federation is connected to the broker and can store artifacts; 503 when not."""
+    services = running.services
+    problem = next((service.store_problem for service in services.values() if service.store_problem), "")
+    if problem:
+        response.status_code = 503
+        return HealthView(status=problem)
+    cut_off = [federation for federation, service in services.items() if not service.is_connected]
     if cut_off:
         response.status_code = 503
         return HealthView(status=f"no link to the broker: {', '.join(cut_off)}")

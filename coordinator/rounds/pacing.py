@@ -123,9 +123,10 @@ class Barred:
 
 @dataclass(frozen=True)
 class LinkChanged:
-    """The coordinator's link to the broker came up or was lost; without one no device can deliver."""
+    """The coordinator's link to the broker came up or was lost, or its store of artifacts; without both no device can deliver."""
 
     up: bool
+    what: str = "link to the broker"
 
 
 @dataclass(frozen=True)

@@ -290,7 +290,7 @@ def _link_changed(state: RoundState, event: LinkChanged, now: float) -> Step:
     if since is None or state.phase is not Phase.COLLECTING:
         return _open_if_enough(state, now)
     down_s = max(0.0, now - since)
-    reason = f"no link to the broker for {down_s:.0f} s" if down_s >= 1.0 else ""
+    reason = f"no {event.what} for {down_s:.0f} s" if down_s >= 1.0 else ""
     return _move_deadline(state, state.deadline_at + down_s, reason)
 
 

@@ -21,6 +21,7 @@ from coordinator.errors import PlanError
 from coordinator.paths import Home
 from coordinator.pki.signing_keys import links_for
 from coordinator.rounds.records import AggregateRecord, FederationRecord, FederationStatus
+from coordinator.storage.object_store import artifacts_of
 from coordinator.storage.store import Store
 from fedcg.config_file import listed, problems_of, read_toml
 from fedcg.learning.registry import method_names
@@ -181,7 +182,12 @@ def open_federation(
     config, start = home.config(), None
     if continued_from is not None:
         start = (store.federation(continued_from).spec, store.aggregates(continued_from)[-1].artifact)
+        for artifact in start:
+            artifacts_of(home).local(artifact)  # the process that makes the new artifacts reads the directory
     made = make_artifacts(plan, home.artifacts, home.public_data(config), config.aggregation.public_images, start)
+    artifacts = artifacts_of(home)
+    for artifact in (made.spec, made.aggregate, made.server_state):
+        artifacts.keep(artifact)
     now = time.time()
     record = FederationRecord(
         id=plan.federation,

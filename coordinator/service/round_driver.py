@@ -229,6 +229,8 @@ class RoundDriver:
         """Close the attempt with the aggregate that the worker stored."""
         if self._state.phase is not Phase.DISTILLING or self._state.at != done.at:
             return
+        for artifact in (done.aggregate, done.server_state):
+            self._context.artifacts.keep(artifact)
         now = self._context.clock()
         record = AggregateRecord(self._id, done.round, done.attempt, done.aggregate, done.size, done.server_state, now)
         self._store.close_attempt(record)
@@ -315,6 +317,7 @@ class RoundDriver:
         )
         self._worker.open(self._job(command, base))
         for update in accepted:
+            self._context.artifacts.local(update.artifact)
             self._worker.add(update.client, update.artifact)
 
     def _move_deadline(self, command: MoveDeadline) -> None:
@@ -383,6 +386,8 @@ class RoundDriver:
 
     def _job(self, command: OpenAttempt | ResumeAttempt, base: AggregateRecord) -> Job:
         spec = self._context.federation.spec
+        for artifact in (spec, base.artifact, base.server_state):
+            self._context.artifacts.local(artifact)  # the worker reads files
         limits = self._limits(command.round)
         return Job(self._id, command.round, command.attempt, spec, base.artifact, base.server_state, limits)
 

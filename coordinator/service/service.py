@@ -127,6 +127,8 @@ class Service:
         self._refused_hellos: set[str] = set()
         self._key_read_at = 0.0
         self._finished_at: float | None = None
+        self._has_link = False
+        self._store_problem = ""
 
     @property
     def state(self) -> RoundState:
@@ -146,7 +148,12 @@ class Service:
     @property
     def is_connected(self) -> bool:
         """Whether the link to the broker stands."""
-        return self.state.pace.down_since is None
+        return self._has_link
+
+    @property
+    def store_problem(self) -> str:
+        """Why rounds wait for the store of artifacts; empty while it can be used."""
+        return self._context.artifacts.problem
 
     @property
     def worker_pid(self) -> int | None:
@@ -201,6 +208,7 @@ class Service:
 
     def stop(self) -> None:
         """Make `run` return. From any thread."""
+        self._context.artifacts.stop_waiting()
         self._queue.put(_Stop())
 
     def close(self) -> None:
@@ -313,6 +321,7 @@ class Service:
     def _link_changed(self, change: LinkChanged) -> None:
         self._events.write("link", up=change.up)
         if not change.up:
+            self._has_link = False
             self._round_driver.apply(change)
             return
         self._liveness.pardon(time.monotonic())
@@ -320,13 +329,16 @@ class Service:
         self._publisher.keys()
         self._publisher.status(online=True)
         self._members.publish_lists()
-        self._round_driver.apply(change)
+        self._has_link = True
+        if not self._store_problem:
+            self._round_driver.apply(change)
         self._round_driver.announce()
         self._invitations.remind()
 
     def _tick(self) -> None:
         self.receiver.tick()
         self._worker.tick()
+        self._follow_store()
         self._round_driver.apply(Tick())
         now = time.monotonic()
         if self.is_connected and (not self._round_driver.is_announced or self._is_offer_due(now)):
@@ -346,6 +358,14 @@ class Service:
         since = now - self._finished_at
         if since >= LEAVE_AT_LATEST_S or (since >= LEAVE_AFTER_S and not self.state.online):
             self.finished_and_left.set()
+
+    def _follow_store(self) -> None:
+        """Stop the deadline while updates can't be stored durably."""
+        before, self._store_problem = self._store_problem, self.store_problem
+        if bool(before) != bool(self._store_problem):
+            self._events.write("artifact_store", reachable=bool(before), reason=self._store_problem)
+            up = self._has_link and bool(before)
+            self._round_driver.apply(LinkChanged(up, "store of artifacts"))
 
     def _is_offer_due(self, now: float) -> bool:
         is_over = self.state.phase is Phase.FINISHED and bool(self.state.online)

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import asdict
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Insert, Table, Update, and_, insert, select, update
+from sqlalchemy import URL, Insert, Table, Update, and_, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from coordinator.errors import EnrolmentError, PlanError, StoreError
+from coordinator.paths import Home
 from coordinator.rounds.records import (
     AggregateRecord,
     AttemptRecord,
@@ -29,7 +31,7 @@ from coordinator.rounds.records import (
 )
 from coordinator.rounds.round_engine import Phase, RoundState
 from coordinator.storage import schema
-from coordinator.storage.database import open_database
+from coordinator.storage.database import database_of, open_database
 from coordinator.storage.membership_store import Register
 from fedcg.wire.messages.messages import KeyLink, Outcome
 
@@ -38,15 +40,20 @@ Key = tuple[str, int, int]
 
 
 class Store(schema.Queries):
-    """The coordinator's database file.
+    """The coordinator's database.
 
     Attributes:
         register: tokens, certificates, and the end of a device's membership.
     """
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(open_database(path))
+    def __init__(self, database: Path | URL) -> None:
+        super().__init__(open_database(database))
         self.register = Register(self._engine)
+
+    @classmethod
+    def of(cls, home: Home) -> Store:
+        """The database that the configuration of a home names."""
+        return cls(database_of(home))
 
     def close(self) -> None:
         """Close every connection."""
@@ -55,7 +62,7 @@ class Store(schema.Queries):
     def next_epoch(self) -> int:
         """Take the lease: a number above every earlier one."""
         with self._engine.begin() as connection:
-            last = connection.execute(select(schema.leases.c.epoch)).scalar_one_or_none()
+            last = connection.execute(select(schema.leases.c.epoch).with_for_update()).scalar_one_or_none()
             epoch = (last or 0) + 1
             if last is None:
                 connection.execute(insert(schema.leases).values(id=1, epoch=epoch))
@@ -85,7 +92,7 @@ class Store(schema.Queries):
 
     def devices(self) -> list[DeviceRecord]:
         """All devices that were ever enrolled, sorted by id."""
-        return self._all(DeviceRecord, select(schema.devices).order_by(schema.devices.c.id))
+        return sorted(self._all(DeviceRecord, select(schema.devices)), key=attrgetter("id"))
 
     def members(self) -> list[DeviceRecord]:
         """The devices that may take part, sorted by id."""
@@ -239,11 +246,12 @@ class Store(schema.Queries):
     def participants(self, key: Key) -> list[ParticipantRecord]:
         """The clients that an attempt invited, sorted by id."""
         table = schema.participants
-        query = select(table.c.client, table.c.state, table.c.reason).where(_is(table, key)).order_by(table.c.client)
-        return self._all(ParticipantRecord, query)
+        query = select(table.c.client, table.c.state, table.c.reason).where(_is(table, key))
+        return sorted(self._all(ParticipantRecord, query), key=attrgetter("client"))
 
     def answer(self, key: Key, client: str, state: ParticipantState, reason: str = "") -> None:
         """Store the answer of an invited client; one that accepts after it declined or was rejected stays declined."""
+        reason = reason.replace("\0", "")  # a device wrote it, and PostgreSQL stores no such character
         change = _change(schema.participants, key, client, {"state": state.value, "reason": reason})
         if state is ParticipantState.ACCEPTED:
             change = change.where(schema.participants.c.state != ParticipantState.DECLINED.value)
@@ -262,8 +270,11 @@ class Store(schema.Queries):
             with self._engine.connect() as connection, connection.begin() as transaction:
                 connection.execute(
                     insert(schema.updates).values(**asdict(record))
-                )  # from here on no other transaction writes
-                state = connection.execute(select(attempts.c.state).where(_is(attempts, key))).scalar_one()
+                )  # from here on no other transaction of SQLite writes
+                collects = (
+                    select(attempts.c.state).where(_is(attempts, key)).with_for_update()
+                )  # nor, in PostgreSQL, to this row
+                state = connection.execute(collects).scalar_one()
                 if state != AttemptState.COLLECTING.value:
                     transaction.rollback()
                     return None
@@ -291,7 +302,7 @@ class Store(schema.Queries):
     def updates(self, key: Key) -> list[UpdateRecord]:
         """All ended updates of an attempt, sorted by client."""
         table = schema.updates
-        return self._all(UpdateRecord, select(table).where(_is(table, key)).order_by(table.c.client))
+        return sorted(self._all(UpdateRecord, select(table).where(_is(table, key))), key=attrgetter("client"))
 
     # Aggregates
 

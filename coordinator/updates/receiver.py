@@ -20,6 +20,7 @@ from typing import TypeVar
 
 from sqlalchemy.exc import SQLAlchemyError
 
+from coordinator.errors import StoreError
 from coordinator.messaging.publisher import Publisher
 from coordinator.rounds.records import UpdateRecord
 from coordinator.rounds.round_engine import UpdateRefused, UpdateStored
@@ -220,10 +221,10 @@ class Receiver:
             self._uploads.close()
 
     def _guarded(self, device: str, manifest: Manifest, work: _Work) -> None:
-        """Keep an unexpected error to its update, so that the others go on. Errors of the coordinator's disk and database are raised."""
+        """Keep an unexpected error to its update, so that the others go on. Errors of the coordinator's disk, database and store of artifacts are raised."""
         try:
             work()
-        except (WireError, OSError, SQLAlchemyError):
+        except (WireError, OSError, SQLAlchemyError, StoreError):
             raise
         except Exception as error:  # after a restart the same would happen again: the update is rejected
             where = f"the update of {device} to round {manifest.round}, attempt {manifest.attempt}"

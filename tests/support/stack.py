@@ -67,6 +67,8 @@ class Stack:
     enrol: bool = False  # devices enrol by token once the coordinator runs (`enrol_device`), instead of by bundle
     certificate_days: float | None = None
     retry_s: float = 0.5  # after a failed attempt
+    storage: Mapping[str, str] = field(default_factory=dict)  # [storage] of the coordinator
+    home_name: str = "coordinator"
     https: tuple[str, ...] = ()  # devices whose artifacts travel over HTTPS
     carrier_port: int = field(default_factory=free_port)
     enrol_port: int = field(default_factory=free_port)
@@ -76,7 +78,7 @@ class Stack:
 
     @property
     def home(self) -> Path:
-        return self.root / "coordinator"
+        return self.root / self.home_name
 
     def store(self, device: str) -> Path:
         return self.root / "devices" / device / "store"
@@ -101,7 +103,8 @@ class Stack:
         if self.https:
             ports += ["--carrier-port", str(self.carrier_port)]
         self.command("coordinator", "init", "--dir", str(self.home), "--observer", *ports)
-        set_values(self.home / "coordinator.toml", {("rounds", "retry_s"): self.retry_s})
+        storage = {("storage", name): value for name, value in self.storage.items()}
+        set_values(self.home / "coordinator.toml", {("rounds", "retry_s"): self.retry_s, **storage})
         if self.certificate_days is not None:
             set_values(self.home / "coordinator.toml", {("enrolment", "certificate_days"): self.certificate_days})
         plan = self.root / "plan.toml"

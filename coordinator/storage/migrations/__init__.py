@@ -9,12 +9,13 @@ from sqlalchemy import Connection
 SCHEMA_VERSION = 5
 
 
-def upgrade(connection: Connection, version: int) -> None:
+def upgrade(connection: Connection, version: int, target: str = str(SCHEMA_VERSION)) -> None:
     """Run the revisions after `version`; the caller's transaction makes it all or nothing.
 
     Args:
         connection: of the database, in a transaction.
         version: the version that the database has; 0 when it is empty.
+        target: the version to bring it to.
     """
     from alembic import command
     from alembic.config import Config
@@ -24,4 +25,4 @@ def upgrade(connection: Connection, version: int) -> None:
     config.attributes["connection"] = connection
     if version:
         command.stamp(config, str(version))  # databases up to version 4 have no table of Alembic's
-    command.upgrade(config, str(SCHEMA_VERSION))
+    command.upgrade(config, target)

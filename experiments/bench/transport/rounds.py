@@ -148,7 +148,7 @@ def packed(spec: FederationSpec, seed: str, **header: Any) -> bytes:
 def _run_service(made: Bench, spec: FederationSpec, limits: LinkLimits, pipe: Any) -> None:
     """The coordinator's process: serve until all rounds are over, and send how long each took."""
     home = made.home
-    store = Store(home.database)
+    store = Store.of(home)
     artifacts = ArtifactStore(home.artifacts)
     base = packed(spec, "base", kind="aggregate", round=0, attempt=0, client=COORDINATOR)
     clients = len(made.devices)

@@ -135,7 +135,7 @@ def test_the_images_install_extras_that_exist_and_every_package_of_the_distribut
     packages = {name.rstrip("*") for name in project()["tool"]["setuptools"]["packages"]["find"]["include"]}
     for name in ("agent", "coordinator"):
         text = (DEPLOY / "docker" / f"{name}.Dockerfile").read_text()
-        (wanted,) = re.findall(r"'\.\[([a-z,]+)\]'", text)
+        (wanted,) = re.findall(r"'\.\[([a-z0-9,]+)\]'", text)
         assert set(wanted.split(",")) <= set(extras)
         sent = (DEPLOY / "docker" / f"{name}.Dockerfile.dockerignore").read_text().splitlines()
         assert {f"!{package}" for package in packages} | {"!pyproject.toml", "!constraints.txt"} <= set(sent)

@@ -1,6 +1,6 @@
 """Version 5: federations with a status and a policy, disabled devices, presence, tokens and repeated requests of the API.
 
-PostgreSQL comes with this version; what counts bytes or examples has 64 bits there, as in SQLite.
+PostgreSQL comes with this version; integers have 64 bits there, as in SQLite and in messages.
 """
 
 from __future__ import annotations
@@ -13,7 +13,15 @@ down_revision = "4"
 branch_labels = None
 depends_on = None
 
-COUNTS = (("updates", "size"), ("updates", "weight"), ("aggregates", "size"))
+COUNTS = {
+    "leases": ("epoch",),
+    "federations": ("rounds", "min_clients", "max_attempts", "first_attempt"),
+    "key_links": ("serial", "epoch"),
+    "attempts": ("round", "attempt"),
+    "participants": ("round", "attempt"),
+    "updates": ("round", "attempt", "size", "weight"),
+    "aggregates": ("round", "attempt", "size"),
+}
 
 
 def upgrade() -> None:
@@ -55,5 +63,6 @@ def upgrade() -> None:
         sa.Column("created_at", sa.Float, nullable=False),
     )
     if op.get_bind().dialect.name == "postgresql":
-        for table, column in COUNTS:
-            op.alter_column(table, column, type_=sa.BigInteger)
+        for table, columns in COUNTS.items():
+            for column in columns:
+                op.alter_column(table, column, type_=sa.BigInteger)

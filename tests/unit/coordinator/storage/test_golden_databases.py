@@ -10,17 +10,18 @@ import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import Column, MetaData, String
+from sqlalchemy import URL, Column, MetaData, String, inspect, text
 
 from coordinator.errors import StoreError
 from coordinator.rounds.records import DeviceState
 from coordinator.rounds.round_engine import Phase
 from coordinator.storage import migrations
-from coordinator.storage.database import open_database
+from coordinator.storage.database import make_engine, open_database
 from coordinator.storage.migrations import SCHEMA_VERSION
 from coordinator.storage.schema import metadata
 from coordinator.storage.store import Store
 from fedcg.wire.messages.messages import Outcome
+from tests.support.postgres import PASSWORD, Cluster
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "databases"
 VERSIONS = tuple(range(1, SCHEMA_VERSION + 1))
@@ -54,9 +55,9 @@ def foreign_keys(path: Path) -> set[tuple[object, ...]]:
     return found
 
 
-def differences(path: Path) -> list[object]:
+def differences(database: Path | URL) -> list[object]:
     """What an automatic migration would change to bring the database to the tables that the queries use."""
-    engine = open_database(path)
+    engine = open_database(database)
     with engine.connect() as connection:
         # Alembic takes a default of '' in SQLite for a change; PostgreSQL's comparison covers the defaults of both.
         options = {"compare_type": True, "compare_server_default": connection.dialect.name != "sqlite"}
@@ -164,3 +165,46 @@ def test_a_database_of_another_program_is_refused(tmp_path: Path) -> None:
     connection.close()
     with pytest.raises(StoreError, match="of another program"):
         Store(path)
+
+
+def test_a_new_postgresql_has_the_tables_that_the_queries_use(postgres: Cluster) -> None:
+    database = postgres.make_database()
+    for _ in range(2):
+        assert differences(database) == []
+
+
+def test_a_postgresql_of_an_earlier_version_is_brought_up_with_all_that_it_holds(postgres: Cluster) -> None:
+    database = postgres.make_database()
+    engine = make_engine(database)
+    with engine.begin() as connection:
+        migrations.upgrade(connection, 0, "4")
+        connection.execute(text("INSERT INTO leases VALUES (1, 7)"))
+    engine.dispose()
+    assert differences(database) == []
+    store = Store(database)
+    assert store.epoch() == 7
+    store.close()
+
+
+def test_a_migration_that_fails_leaves_postgresql_as_it_was(postgres: Cluster) -> None:
+    database = postgres.make_database()
+    engine = make_engine(database)
+    with engine.begin() as connection:
+        connection.execute(text("CREATE TABLE api_tokens (x INTEGER)"))
+    with pytest.raises(StoreError, match=r"test_\w+ could not be brought from version 0 to"):
+        open_database(database)
+    with engine.connect() as connection:
+        assert inspect(connection).get_table_names() == ["api_tokens"]
+    engine.dispose()
+
+
+def test_a_postgresql_of_a_newer_program_is_refused_without_its_password(postgres: Cluster) -> None:
+    database = postgres.make_database()
+    open_database(database).dispose()
+    engine = make_engine(database)
+    with engine.begin() as connection:
+        connection.execute(text("UPDATE alembic_version SET version_num = :newer"), {"newer": str(SCHEMA_VERSION + 1)})
+    engine.dispose()
+    with pytest.raises(StoreError, match=f"up to version {SCHEMA_VERSION}") as refused:
+        open_database(database)
+    assert PASSWORD not in str(refused.value)

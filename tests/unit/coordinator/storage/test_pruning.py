@@ -90,7 +90,7 @@ def test_deleting_several_tells_their_size_and_passes_over_what_is_gone(tmp_path
 def test_a_start_deletes_files_that_no_federation_knows_once_no_process_can_be_about_to_record_them(
     make_world: MakeWorld,
 ) -> None:
-    world = make_world(2, 100)
+    world = make_world(2, keep_rounds=100)
     run_whole(world)
     known, old = set(world.artifacts.ids()), world.root / "artifacts"
     orphan, young = world.artifacts.put(b"its coordinator was killed"), world.artifacts.put(b"of a new federation")
