@@ -32,6 +32,7 @@ from coordinator.pki.signing_keys import SigningIdentity, load_signing_identity
 from coordinator.rounds.records import FederationRecord
 from coordinator.service.coordinator import ContextOf, Coordinator
 from coordinator.service.service_context import ServiceContext
+from coordinator.storage.object_store import artifacts_of
 from coordinator.storage.sole_writer import sole_writer
 from coordinator.storage.store import Store
 from fedcg.event_log import EventLog
