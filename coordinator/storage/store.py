@@ -29,6 +29,7 @@ from coordinator.rounds.records import (
 )
 from coordinator.rounds.round_engine import Phase, RoundState
 from coordinator.storage import schema
+from coordinator.storage.api_store import ApiStore
 from coordinator.storage.database import open_database
 from coordinator.storage.membership_store import Register
 from fedcg.wire.messages.messages import KeyLink, Outcome
@@ -42,11 +43,13 @@ class Store(schema.Queries):
 
     Attributes:
         register: tokens, certificates, and the end of a device's membership.
+        api: tokens of the operators' API, and answers to repeated requests.
     """
 
     def __init__(self, path: Path) -> None:
         super().__init__(open_database(path))
         self.register = Register(self._engine)
+        self.api = ApiStore(self._engine)
 
     def close(self) -> None:
         """Close every connection."""
