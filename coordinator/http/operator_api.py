@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Depends, Query, Request, Response
 from pydantic import BaseModel
 
+from coordinator.broker.access_lists import silenced_in
 from coordinator.errors import NotFoundError, StoreError
 from coordinator.http.access import Role, require
 from coordinator.http.changes import ViewRoute, etag_of
@@ -161,16 +162,18 @@ def devices(
     page = Pages(request, response, limit, cursor)
     chosen = page.of(wanted, lambda device: (*_sortable(getattr(device, sort)), device.id), descending=descending)
     certificates = running.store.register.certificates()
-    return [device_view(running, device, certificates) for device in chosen]
+    silenced = silenced_in(request.app.state.home)
+    return [device_view(running, device, certificates, silenced) for device in chosen]
 
 
 @router.get("/api/v1/devices/{device}")
-def one_device(device: str, running: Running) -> DeviceView:
+def one_device(device: str, running: Running, request: Request) -> DeviceView:
     """One device with its certificates."""
     found = running.store.device(device)
     if found is None:
         raise NotFoundError(f"there is no device {device[:80]!r}; `fedcg device list` has all")
-    return device_view(running, found, running.store.register.certificates(device))
+    silenced = silenced_in(request.app.state.home)
+    return device_view(running, found, running.store.register.certificates(device), silenced)
 
 
 @router.get("/api/v1/enrolment-tokens")
