@@ -31,6 +31,8 @@ from coordinator.rounds.round_engine import Phase, RoundState
 from coordinator.storage import schema
 from coordinator.storage.database import open_database
 from coordinator.storage.membership_store import Register
+from coordinator.storage.overview_store import Overview
+from coordinator.storage.presence_store import Presence
 from fedcg.wire.messages.messages import KeyLink, Outcome
 
 Key = tuple[str, int, int]
@@ -42,11 +44,15 @@ class Store(schema.Queries):
 
     Attributes:
         register: tokens, certificates, and the end of a device's membership.
+        presence: when devices came and went.
+        overview: views of many devices and rounds.
     """
 
     def __init__(self, path: Path) -> None:
         super().__init__(open_database(path))
         self.register = Register(self._engine)
+        self.presence = Presence(self._engine)
+        self.overview = Overview(self._engine)
 
     def close(self) -> None:
         """Close every connection."""
