@@ -80,6 +80,16 @@ class Home:
         return self.root / "events.jsonl"
 
     @property
+    def audit_file(self) -> Path:
+        """The audit log: every change that was made through the API or the page."""
+        return self.root / "audit.jsonl"
+
+    @property
+    def api_token(self) -> Path:
+        """The API token of the commands on this machine."""
+        return self.root / "api.token"
+
+    @property
     def pid_file(self) -> Path:
         """Held locked by the running coordinator; holds its process id."""
         return self.root / "coordinator.pid"

@@ -12,7 +12,6 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from functools import partial
 
 import uvicorn
-from starlette.responses import JSONResponse
 
 from coordinator.aggregation.worker_messages import WorkerSettings
 from coordinator.broker.access_lists import publish_access, silence
@@ -20,9 +19,11 @@ from coordinator.config import CoordinatorConfig, check_api_host
 from coordinator.http.app import Beside, create_app
 from coordinator.http.carrier_api import create_carrier_app
 from coordinator.http.enrolment_api import create_enrolment_app
+from coordinator.http.problems import problem
 from coordinator.http.rate_limits import FailureLimits
 from coordinator.http.tls_listeners import bound, listening, serving
 from coordinator.members.admission import Admission
+from coordinator.members.api_tokens import ApiTokens, local_token
 from coordinator.members.revocation import evict
 from coordinator.messaging.flood_limits import LineLimit
 from coordinator.paths import Home
@@ -71,6 +72,7 @@ def run_coordinator(home: Home, *, exit_when_finished: bool = False, print_line:
         listening("carrier", config.carrier, config.carrier_host, connections) as carrier,
         _opened(home) as (store, events),
     ):
+        local_token(home, ApiTokens(store.api))
         there = ", ".join(record.id for record in store.federations()) or "no federation yet"
         print_line(f"coordinator of {there} on http://{config.api.host}:{config.api.port}")
         if enrolment is not None:
@@ -141,7 +143,7 @@ def _serve(
     )
     names = (config.api.host, *config.api.names)
     setting = "[api] names in coordinator.toml"
-    checked = own_hosts_only(application, names, setting, lambda message: JSONResponse({"detail": message}, 400))
+    checked = own_hosts_only(application, names, setting, lambda message: problem(400, message, "/"))
     server = uvicorn.Server(http_config(checked, listener, lifespan="on", timeout_graceful_shutdown=GRACEFUL_S))
     # uvicorn raises the signal that ended it once more when it is done; this handler makes that a normal end
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -12,7 +12,10 @@ from pathlib import Path
 import anyio.to_thread
 from fastapi import FastAPI
 
-from coordinator.http.operator_api import router
+from coordinator.http.access import Access
+from coordinator.http.operator_api import health, router
+from coordinator.http.problems import answer_problems
+from coordinator.members.api_tokens import ApiTokens
 from coordinator.paths import Home
 from coordinator.service.coordinator import Coordinator
 from coordinator.service.service import TICK_S
@@ -72,6 +75,9 @@ def create_app(
     )
     application.state.coordinator = coordinator
     application.state.home = home
+    application.state.access = Access(ApiTokens(coordinator.store.api), home.secret())
+    answer_problems(application)
+    application.include_router(health)
     application.include_router(router)
     return application
 

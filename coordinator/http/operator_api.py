@@ -9,6 +9,7 @@ from fastapi import APIRouter, Depends, HTTPException, Request, Response
 from pydantic import BaseModel, Field, Json
 
 from coordinator.errors import StoreError
+from coordinator.http.access import Role, require
 from coordinator.rounds.records import AttemptRecord, DeviceRecord, FederationRecord, ParticipantRecord
 from coordinator.service.coordinator import Coordinator
 from coordinator.storage.store import Store
@@ -118,16 +119,18 @@ def _coordinator(request: Request) -> Coordinator:
 
 
 Running = Annotated[Coordinator, Depends(_coordinator)]
-router = APIRouter()
+health = APIRouter()
+"""Needs no token."""
+router = APIRouter(dependencies=[Depends(require(Role.VIEWER))])
 
 
-@router.get("/healthz")
+@health.get("/healthz")
 async def healthz() -> HealthView:  # on no thread: it answers also when all are busy
     """Whether the process answers."""
     return HealthView(status="ok")
 
 
-@router.get("/readyz")
+@health.get("/readyz")
 async def readyz(running: Running, response: Response) -> HealthView:
     """Whether every federation is connected to the broker; 503 when not."""
     cut_off = [federation for federation, service in running.services.items() if not service.is_connected]

@@ -29,6 +29,7 @@ from coordinator.rounds.records import (
 )
 from coordinator.rounds.round_engine import Phase, RoundState
 from coordinator.storage import schema
+from coordinator.storage.api_store import ApiStore
 from coordinator.storage.database import open_database
 from coordinator.storage.membership_store import Register
 from coordinator.storage.overview_store import Overview
@@ -46,6 +47,7 @@ class Store(schema.Queries):
         register: tokens, certificates, and the end of a device's membership.
         presence: when devices came and went.
         overview: views of many devices and rounds.
+        api: tokens of the operators' API, and answers to repeated requests.
     """
 
     def __init__(self, path: Path) -> None:
@@ -53,6 +55,7 @@ class Store(schema.Queries):
         self.register = Register(self._engine)
         self.presence = Presence(self._engine)
         self.overview = Overview(self._engine)
+        self.api = ApiStore(self._engine)
 
     def close(self) -> None:
         """Close every connection."""
