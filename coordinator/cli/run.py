@@ -26,6 +26,7 @@ from coordinator.members.admission import Admission
 from coordinator.members.api_tokens import ApiTokens, local_token
 from coordinator.members.revocation import evict
 from coordinator.messaging.flood_limits import LineLimit
+from coordinator.page.site import add_page
 from coordinator.paths import Home
 from coordinator.pki.authority import CA_NAME, credential_of, server_credential
 from coordinator.pki.server_tls import server_context
@@ -141,6 +142,7 @@ def _serve(
     application = create_app(
         home, coordinator, request_exit, exit_when_finished=exit_when_finished, beside=serve_devices
     )
+    add_page(application)
     names = (config.api.host, *config.api.names)
     setting = "[api] names in coordinator.toml"
     checked = own_hosts_only(application, names, setting, lambda message: problem(400, message, "/"))

@@ -12,6 +12,7 @@ from pathlib import Path
 import anyio.to_thread
 from fastapi import FastAPI
 
+from coordinator.http import facts_api
 from coordinator.http.access import Access
 from coordinator.http.operator_api import health, router
 from coordinator.http.problems import answer_problems
@@ -78,6 +79,7 @@ def create_app(
     application.state.access = Access(ApiTokens(coordinator.store.api), home.secret())
     answer_problems(application)
     application.include_router(health)
+    application.include_router(facts_api.router)
     application.include_router(router)
     return application
 
