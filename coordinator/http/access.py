@@ -18,7 +18,7 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.security import HTTPBearer
 
 from coordinator.http.problems import ProblemError
-from coordinator.http.rate_limits import FailureLimits, Rate
+from coordinator.http.refusals import FailureLimits, Rate
 from coordinator.members.api_tokens import ApiTokens, Identity, Role
 from coordinator.token_buckets import Buckets
 
@@ -154,6 +154,15 @@ def end_session(response: Response) -> None:
     response.delete_cookie(COOKIE, path="/", httponly=True, samesite="strict")
 
 
+def unauthorised() -> ProblemError:
+    """The answer to a request without a valid token or session."""
+    return ProblemError(
+        401,
+        "a valid token is needed, as `Authorization: Bearer fcga_...`; `fedcg coordinator token create` makes one",
+        headers={"WWW-Authenticate": "Bearer"},
+    )
+
+
 def access_of(request: Request) -> Access:
     """The access of the application that serves a request."""
     access: Access = request.app.state.access
@@ -180,13 +189,10 @@ def require(role: Role) -> Callable[[Request, Any], Awaitable[Identity]]:
     """
 
     async def identified(request: Request, _: Annotated[Any, Depends(BEARER)]) -> Identity:
-        identity = await access_of(request).identify(request)
+        known: Identity | None = getattr(request.state, "identity", None)
+        identity = known or await access_of(request).identify(request)
         if identity is None:
-            raise ProblemError(
-                401,
-                "a valid token is needed, as `Authorization: Bearer fcga_...`; `fedcg coordinator token create` makes one",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
+            raise unauthorised()
         request.state.identity = identity
         if not identity.role.includes(role):
             raise ProblemError(

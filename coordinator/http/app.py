@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import hmac
 import logging
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from importlib.metadata import version
 from pathlib import Path
 
+import anyio
 import anyio.to_thread
+from cryptography.fernet import Fernet
 from fastapi import FastAPI
 
-from coordinator.http import facts_api
+from coordinator.http import facts_api, operator_api, steering_api
 from coordinator.http.access import Access
-from coordinator.http.operator_api import health, router
+from coordinator.http.changes import Changes
+from coordinator.http.guard import Guard
 from coordinator.http.problems import answer_problems
 from coordinator.members.api_tokens import ApiTokens
 from coordinator.paths import Home
 from coordinator.service.coordinator import Coordinator
+from coordinator.service.operations import Operations
 from coordinator.service.service import TICK_S
 from fedcg.disk_errors import advice_for
+from fedcg.event_log import EventLog
 
 THREADS = 4
 """Threads that read the database for HTTP requests; the service uses the other connections."""
@@ -38,6 +46,7 @@ def create_app(
     *,
     exit_when_finished: bool,
     beside: Beside,
+    proxy: str | None = None,
 ) -> FastAPI:
     """The application of one coordinator.
 
@@ -47,6 +56,7 @@ def create_app(
         request_exit: called to end the process with an exit code, when a service fails or all are finished.
         exit_when_finished: end after the last round of every federation, once the devices have left (or a minute later).
         beside: runs beside the federations, for as long as they work.
+        proxy: the address of the reverse proxy in front.
     """
 
     @asynccontextmanager
@@ -74,14 +84,32 @@ def create_app(
         docs_url=None,  # the pages would load scripts from elsewhere; /openapi.json is here
         redoc_url=None,
     )
-    application.state.coordinator = coordinator
-    application.state.home = home
-    application.state.access = Access(ApiTokens(coordinator.store.api), home.secret())
-    answer_problems(application)
-    application.include_router(health)
-    application.include_router(facts_api.router)
-    application.include_router(router)
+    application.add_middleware(Guard, proxy=proxy)
+    add_api(application, home, coordinator)
     return application
+
+
+def add_api(application: FastAPI, home: Home, coordinator: Coordinator) -> None:
+    """Add the operators' interface with all that its routes need; `coordinator` may be one that is not started."""
+    store, secret = coordinator.store, home.secret()
+    state = application.state
+    state.coordinator = coordinator
+    state.home = home
+    state.access = Access(ApiTokens(store.api), secret)
+    state.operations = Operations(home, store, coordinator.events, coordinator.follow)
+    state.creating = anyio.CapacityLimiter(1)
+    seal = Fernet(base64.urlsafe_b64encode(hmac.digest(secret, b"answers of the coordinator's API", "sha256")))
+    state.changes = Changes(store.api, seal, EventLog(home.audit_file, time.time), coordinator.events)
+    answer_problems(application)
+    for router in (
+        operator_api.health,
+        facts_api.router,
+        operator_api.router,
+        operator_api.admin,
+        steering_api.router,
+        steering_api.admin,
+    ):
+        application.include_router(router)
 
 
 async def _leave(coordinator: Coordinator, request_exit: RequestExit) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from coordinator.errors import (
@@ -26,6 +27,34 @@ MEDIA_TYPE = "application/problem+json"
 MAX_PROBLEMS = 100
 
 log = logging.getLogger(__name__)
+
+
+class Problem(BaseModel):
+    """What is wrong with a request, and what to do; `problems` has a line for each error of its content."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    instance: str
+    problems: list[str] | None = None
+
+
+PROBLEMS: dict[int | str, dict[str, Any]] = {
+    code: {"description": phrase, "content": {MEDIA_TYPE: {"schema": Problem.model_json_schema()}}}
+    for code, phrase in {
+        400: "The request can't be read",
+        401: "No valid token",
+        403: "The role is too low",
+        404: "There is no such thing",
+        409: "It can't be done now",
+        412: "It was changed meanwhile",
+        413: "The body is too large",
+        422: "The content is wrong",
+        429: "Too many requests",
+    }.items()
+}
+"""The answers that every route may give, for the OpenAPI document."""
 
 
 class ProblemError(Exception):
@@ -83,33 +112,27 @@ def problem_of(error: CoordinatorError) -> ProblemError:
     return ProblemError(500, "the coordinator could not do it; its log has the reason")
 
 
+def answer_to(error: Exception, instance: str) -> Response:
+    """The answer to a request that ended with an error."""
+    if isinstance(error, CoordinatorError):
+        error = problem_of(error)
+    if isinstance(error, ProblemError):
+        return problem(error.status, error.detail, instance, error.problems, error.headers)
+    if isinstance(error, RequestValidationError):
+        found = [f"{'.'.join(str(step) for step in one['loc'])}: {one['msg']}" for one in error.errors()]
+        detail = "the request does not fit its schema; /openapi.json has it"
+        return problem(422, detail, instance, [line[:300] for line in found])
+    if isinstance(error, HTTPException):
+        return problem(error.status_code, str(error.detail), instance, headers=error.headers)
+    log.error("a request for %s failed", instance, exc_info=error)
+    return problem(500, "the coordinator could not do it; its log has the reason", instance)
+
+
 def answer_problems(application: FastAPI) -> None:
     """Let an application answer every error with a problem."""
 
-    async def refused(request: Request, error: Exception) -> Response:
-        assert isinstance(error, ProblemError)
-        return problem(error.status, error.detail, request.url.path, error.problems, error.headers)
+    async def answer(request: Request, error: Exception) -> Response:
+        return answer_to(error, request.url.path)
 
-    async def coordinator_refused(request: Request, error: Exception) -> Response:
-        assert isinstance(error, CoordinatorError)
-        return await refused(request, problem_of(error))
-
-    async def invalid(request: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError)
-        found = [f"{'.'.join(str(step) for step in one['loc'])}: {one['msg']}" for one in error.errors()]
-        detail = "the request does not fit its schema; /openapi.json has it"
-        return problem(422, detail, request.url.path, [line[:300] for line in found])
-
-    async def http_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        return problem(error.status_code, str(error.detail), request.url.path, headers=error.headers)
-
-    async def failed(request: Request, error: Exception) -> Response:
-        log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-        return problem(500, "the coordinator could not do it; its log has the reason", request.url.path)
-
-    application.add_exception_handler(ProblemError, refused)
-    application.add_exception_handler(CoordinatorError, coordinator_refused)
-    application.add_exception_handler(RequestValidationError, invalid)
-    application.add_exception_handler(HTTPException, http_error)
-    application.add_exception_handler(Exception, failed)
+    for kind in (ProblemError, CoordinatorError, RequestValidationError, HTTPException, Exception):
+        application.add_exception_handler(kind, answer)

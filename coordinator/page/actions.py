@@ -1,4 +1,4 @@
-"""The forms: every one calls the same functions as the commands, and leads back to the page that shows the change."""
+"""The forms: every one calls the operations that the API and the commands call, and leads to the page that shows the change."""
 
 from __future__ import annotations
 
@@ -6,34 +6,31 @@ import tempfile
 from pathlib import Path
 from typing import Annotated
 
+import anyio.to_thread
 from fastapi import APIRouter, Depends, Request, Response
-from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import HTMLResponse
 
 from coordinator.errors import EnrolmentError, PlanError, SteeringError
-from coordinator.facts.known import Known
 from coordinator.http.access import Role, access_of, end_session, set_session
 from coordinator.http.problems import ProblemError
-from coordinator.members.tokens import create_token, revoke_token
 from coordinator.page.pages import Asked, enrolment_values
-from coordinator.page.views import PageRoute, form_of, own_path, plain_page, see_other
-from coordinator.paths import Home
-from coordinator.service.coordinator import Coordinator
-from coordinator.service.create_federation import open_federation, read_plan
-from coordinator.service.steering import Steering
+from coordinator.page.views import FormRoute, PageRoute, form_of, own_path, plain_page, see_other
+from coordinator.service.create_federation import read_plan
+from coordinator.service.operations import Operations
 
-HOURS = (1.0, 24.0, 168.0)
+HOURS = ("1", "24", "168")
 Fields = Annotated[dict[str, str], Depends(form_of)]
-router = APIRouter(route_class=PageRoute, include_in_schema=False, default_response_class=HTMLResponse)
+sessions = APIRouter(route_class=PageRoute, include_in_schema=False, default_response_class=HTMLResponse)
+router = APIRouter(route_class=FormRoute, include_in_schema=False, default_response_class=HTMLResponse)
 
 
-@router.get("/login")
+@sessions.get("/login")
 def login_form(to: str = "/") -> Response:
     """The form for a token."""
     return plain_page("login.html", to=own_path(to), problem="")
 
 
-@router.post("/login")
+@sessions.post("/login")
 async def login(request: Request, fields: Fields) -> Response:
     """Open a session with a token of the API."""
     to = own_path(fields.get("to", "/"))
@@ -46,7 +43,7 @@ async def login(request: Request, fields: Fields) -> Response:
     return answer
 
 
-@router.post("/logout")
+@sessions.post("/logout")
 async def logout(view: Asked) -> Response:
     """End the session."""
     answer = see_other("/login")
@@ -59,27 +56,19 @@ def make_token(view: Asked, fields: Fields) -> Response:
     """Make an enrolment token and show it, once."""
     view.require(Role.OPERATOR)
     hours = fields.get("hours", "24")
-    if hours not in {f"{each:g}" for each in HOURS}:
-        raise EnrolmentError(f"hours = {hours!r}: choose one of {', '.join(f'{each:g}' for each in HOURS)}")
-    token = create_token(
-        view.request.app.state.home,
-        view.known.store,
-        view.known.now,
-        device=fields.get("device") or None,
-        hours=float(hours),
-        federation=fields.get("federation") or None,
+    if hours not in HOURS:
+        raise EnrolmentError(f"hours = {hours!r}: choose one of {', '.join(HOURS)}")
+    made = _operations(view.request).create_enrolment_token(
+        device=fields.get("device") or None, hours=float(hours), federation=fields.get("federation") or None
     )
-    until = view.known.now + float(hours) * 3600
-    _coordinator(view.request).events.write("token_created", token=token.id, client=token.device or "", until=until)
-    return view.render("enrolment.html", **enrolment_values(view), made=(token, until))
+    return view.render("enrolment.html", **enrolment_values(view), made=made)
 
 
 @router.post("/enrolment/{token}/delete")
 def delete_token(token: str, view: Asked) -> Response:
     """Make a token unusable."""
     view.require(Role.OPERATOR)
-    revoke_token(view.known.store, token, view.known.now)
-    _coordinator(view.request).events.write("token_revoked", token=token)
+    _operations(view.request).revoke_enrolment_token(token)
     return see_other("/enrolment")
 
 
@@ -87,11 +76,10 @@ def delete_token(token: str, view: Asked) -> Response:
 def change_device(device: str, action: str, view: Asked, fields: Fields) -> Response:
     """Disable or enable a device."""
     view.require(Role.OPERATOR)
-    steering = _steering(view.request)
     if action == "disable":
-        steering.disable(device, fields.get("reason", ""))
+        _operations(view.request).steer(lambda steering: steering.disable(device, fields.get("reason", "")))
     elif action == "enable":
-        steering.enable(device)
+        _operations(view.request).steer(lambda steering: steering.enable(device))
     else:
         raise SteeringError(f"a device is enabled or disabled, not {action!r}")
     view.changed()
@@ -103,43 +91,44 @@ async def create_federation(request: Request, view: Asked, fields: Fields) -> Re
     """Create a federation from a plan, and start it where that was chosen."""
     view.require(Role.OPERATOR)
     text, held = fields.get("plan", ""), fields.get("start") != "yes"
-    try:
-        federation = await run_in_threadpool(_opened, request.app.state.home, view.known, text, held)
-    except PlanError as error:
-        problems = [line.strip() for line in str(error).split("\n") if line.strip()]
-        return await run_in_threadpool(
-            lambda: view.render("new_federation.html", status=422, plan=text, problems=problems)
-        )
-    await run_in_threadpool(_coordinator(request).follow, federation)
-    view.changed()
-    return see_other(f"/f/{federation}")
+
+    def create() -> Response:
+        try:
+            federation = _created(_operations(request), text, held=held)
+        except PlanError as error:
+            problems = [line.strip() for line in str(error).split("\n") if line.strip()]
+            return view.render("new_federation.html", status=422, plan=text, problems=problems)
+        view.changed()
+        return see_other(f"/f/{federation}")
+
+    return await anyio.to_thread.run_sync(create, limiter=request.app.state.creating)
 
 
 @router.post("/federations/{federation}/{action}")
 def steer(federation: str, action: str, view: Asked, fields: Fields) -> Response:
     """Start, pause, resume, stop or extend a federation."""
     view.require(Role.OPERATOR)
-    steering, reason = _steering(view.request), fields.get("reason", "")
+    operations, reason = _operations(view.request), fields.get("reason", "")
     if action == "extend":
         rounds = fields.get("rounds", "")
         if not (rounds.isascii() and rounds.isdigit() and len(rounds) < 6):
             raise SteeringError(f"rounds = {rounds!r}: write how many rounds to add, as a whole number")
-        steering.extend(federation, int(rounds))
+        operations.steer(lambda steering: steering.extend(federation, int(rounds)))
     elif action == "pause":
-        steering.pause(federation, reason)
+        operations.steer(lambda steering: steering.pause(federation, reason))
     elif action == "stop":
-        steering.stop(federation, reason)
+        operations.steer(lambda steering: steering.stop(federation, reason))
     elif action == "start":
-        steering.start(federation)
+        operations.steer(lambda steering: steering.start(federation))
     elif action == "resume":
-        steering.resume(federation)
+        operations.steer(lambda steering: steering.resume(federation))
     else:
         raise SteeringError(f"{action!r} is not a change of a federation: start, pause, resume, stop, extend")
     view.changed()
     return see_other("/federations")
 
 
-def _opened(home: Home, known: Known, text: str, held: bool) -> str:
+def _created(operations: Operations, text: str, *, held: bool) -> str:
     """Create a federation from the text of a plan; returns its id."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plan.toml"
@@ -148,15 +137,9 @@ def _opened(home: Home, known: Known, text: str, held: bool) -> str:
             plan = read_plan(path)
         except PlanError as error:
             raise PlanError(str(error).replace(str(path), "the plan")) from error
-    with home.changing_members():
-        return open_federation(home, known.store, plan, held=held).id
+    return operations.create_federation(plan, held=held).id
 
 
-def _coordinator(request: Request) -> Coordinator:
-    coordinator: Coordinator = request.app.state.coordinator
-    return coordinator
-
-
-def _steering(request: Request) -> Steering:
-    coordinator = _coordinator(request)
-    return Steering(coordinator.store, coordinator.events, coordinator.follow)
+def _operations(request: Request) -> Operations:
+    operations: Operations = request.app.state.operations
+    return operations

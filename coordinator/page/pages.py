@@ -16,7 +16,7 @@ from coordinator.facts.models import model_versions
 from coordinator.facts.problems import open_problems
 from coordinator.facts.sent import sent
 from coordinator.facts.worth import worth
-from coordinator.page.views import HEADERS, PageRoute, View, plain_page, view_of
+from coordinator.page.views import PageRoute, View, plain_page, view_of
 from coordinator.service.create_federation import example_plan
 
 PER_PAGE = 100
@@ -107,7 +107,7 @@ def devices_csv(view: Asked, q: str = "", state: str = "", sort: str = "device")
         values = [getattr(each, name) for name in COLUMNS]
         values[2] = " ".join(each.online)
         rows.writerow([_cell(value) for value in (*values, each.last_round, "; ".join(each.remarks))])
-    headers = {**HEADERS, "Content-Disposition": 'attachment; filename="devices.csv"'}
+    headers = {"Content-Disposition": 'attachment; filename="devices.csv"'}
     return Response(text.getvalue(), 200, headers, "text/csv")
 
 

@@ -24,8 +24,7 @@ def add_page(application: FastAPI) -> None:
         """A file that pages load; needs no login."""
         if name not in loaded:
             raise HTTPException(404, f"there is no file {name!r}")
-        headers = {"Cache-Control": "max-age=3600", "X-Content-Type-Options": "nosniff"}
-        return Response(loaded[name], 200, headers, TYPES[name.rpartition(".")[2]])
+        return Response(loaded[name], 200, {"Cache-Control": "max-age=3600"}, TYPES[name.rpartition(".")[2]])
 
-    application.include_router(actions.router)
-    application.include_router(pages.router)
+    for router in (actions.sessions, actions.router, pages.router):
+        application.include_router(router)

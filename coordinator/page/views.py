@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import json
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,26 +16,18 @@ from fastapi.responses import HTMLResponse, RedirectResponse
 from fastapi.routing import APIRoute
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from coordinator.errors import CoordinatorError, NotFoundError
+from coordinator.errors import CoordinatorError
 from coordinator.facts.known import Known, known_of
 from coordinator.facts.problems import open_problems
 from coordinator.facts.recent import Recent
 from coordinator.http.access import Identity, Role, access_of
-from coordinator.http.problems import ProblemError
+from coordinator.http.changes import Changes
+from coordinator.http.problems import MEDIA_TYPE, ProblemError, problem_of
 from coordinator.page.formats import add_formats
 from coordinator.service.coordinator import Coordinator
 
-MAX_FORM_BYTES = 64 * 1024
-HEADERS = {
-    "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; object-src 'none'; base-uri 'none'; "
-    "form-action 'self'; frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "same-origin",
-    "Cache-Control": "no-store",
-}
 FactsT = TypeVar("FactsT")
-
-log = logging.getLogger(__name__)
+Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
 @lru_cache(maxsize=1)
@@ -115,7 +107,7 @@ class View:
             "form_token": access_of(self.request).form_token(self.request),
             "now": self.known.now,
         }
-        return HTMLResponse(_environment().get_template(template).render(values), status, HEADERS)
+        return HTMLResponse(_environment().get_template(template).render(values), status)
 
 
 def _federations(known: Known) -> list[tuple[str, str]]:
@@ -134,7 +126,7 @@ async def view_of(request: Request) -> View:
     Raises:
         HTTPException: 303 to the login page, or 401 for a part of a page that is shown already.
     """
-    identity = await access_of(request).identify(request)
+    identity = getattr(request.state, "identity", None) or await access_of(request).identify(request)
     if identity is None:
         if request.headers.get("HX-Request") or request.method != "GET":
             raise HTTPException(401, "the session has ended; log in again")
@@ -146,14 +138,14 @@ async def view_of(request: Request) -> View:
 
 
 async def form_of(request: Request) -> dict[str, str]:
-    """The fields of a form; a dependency. The body was bounded by `PageRoute`."""
+    """The fields of a form; a dependency."""
     found = parse_qs((await request.body()).decode(errors="replace"), keep_blank_values=True, max_num_fields=100)
     return {name: values[0].strip() for name, values in found.items()}
 
 
 def plain_page(template: str, answer: int = 200, **values: Any) -> HTMLResponse:
     """A page for somebody who may not be logged in: without navigation and facts."""
-    return HTMLResponse(_environment().get_template(template).render(values), answer, HEADERS)
+    return HTMLResponse(_environment().get_template(template).render(values), answer)
 
 
 def see_other(path: str) -> RedirectResponse:
@@ -169,40 +161,45 @@ def own_path(text: str) -> str:
 
 
 class PageRoute(APIRoute):
-    """A route whose errors are pages, and whose forms are bounded."""
+    """A route whose errors are pages."""
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """The handler with both around it."""
+    def get_route_handler(self) -> Handler:
+        """The handler of a request."""
         handle = super().get_route_handler()
 
         async def guarded(request: Request) -> Response:
             try:
-                _check_size(request)
                 return await handle(request)
             except HTTPException as error:
                 if error.status_code == 303:
                     return RedirectResponse((error.headers or {})["Location"], 303)
                 return _error_page(request, error.status_code, str(error.detail))
-            except ProblemError as error:
-                return _error_page(request, error.status, error.detail, error.problems)
             except RequestValidationError as error:
                 return _error_page(request, 422, "; ".join(str(each["msg"]) for each in error.errors())[:300])
-            except NotFoundError as error:
-                return _error_page(request, 404, str(error))
-            except CoordinatorError as error:
-                first, *more = str(error).split("\n")
-                return _error_page(request, 409, first, more)
+            except (ProblemError, CoordinatorError) as error:
+                found = problem_of(error) if isinstance(error, CoordinatorError) else error
+                return _error_page(request, found.status, found.detail, found.problems)
 
         return guarded
 
 
-def _check_size(request: Request) -> None:
-    if request.method == "POST":
-        length = request.headers.get("Content-Length", "")
-        if not length.isascii() or not length.isdigit():
-            raise ProblemError(411, "a form needs a Content-Length")
-        if int(length) > MAX_FORM_BYTES:
-            raise ProblemError(413, f"a form may have at most {MAX_FORM_BYTES // 1024} KB")
+class FormRoute(PageRoute):
+    """A route that changes something: its requests are lines of the audit log, as those of the API are."""
+
+    def get_route_handler(self) -> Handler:
+        """The handler of a request."""
+        handle = super().get_route_handler()
+
+        async def audited(request: Request) -> Response:
+            changes: Changes = request.app.state.changes
+            response = await changes.make(request, handle)
+            if response.media_type != MEDIA_TYPE:
+                return response
+            if response.status_code == 401:
+                return see_other("/login")
+            return _error_page(request, response.status_code, json.loads(bytes(response.body))["detail"])
+
+        return audited
 
 
 def _error_page(request: Request, status: int, detail: str, problems: Any = ()) -> HTMLResponse:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from coordinator.http.access import ACTION_HEADER, COOKIE, FORM_FIELD, Access, Role
-from coordinator.http.rate_limits import PER_ADDRESS
+from coordinator.http.refusals import PER_ADDRESS
 from coordinator.members.api_tokens import ApiTokens, local_token
 from coordinator.paths import Home
 from coordinator.storage.api_store import USED_EVERY_S
