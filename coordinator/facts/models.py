@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 
 from coordinator.facts.known import Known
-from coordinator.facts.worth import worth
 from fedcg.wire.messages.messages import Outcome
 
 
@@ -39,27 +39,24 @@ def model_versions(known: Known, federation: str) -> list[ModelVersion]:
         NotFoundError: there is no such federation.
     """
     record = known.federation(federation)
-    deliveries = known.store.overview.deliveries(record.id)
-    accepted = [each for each in deliveries if each.outcome == Outcome.ACCEPTED.value]
-    started_from = {each.client: each.round - 1 for each in accepted}
-    means = {number - 1: mean for number, mean, _ in worth(known, federation).mean}
+    overview = known.store.overview
+    merged, users = overview.merged(record.id), defaultdict(list)
+    for client, last in overview.last_deliveries(record.id, Outcome.ACCEPTED).items():
+        users[last.round - 1].append(client)
+    means = {number - 1: mean for number, mean, _ in overview.means(record.id)}
     found = []
     for aggregate in known.store.aggregates(record.id):
         accuracy, before = means.get(aggregate.round), means.get(aggregate.round - 1)
-        merged = sum(
-            each.round == aggregate.round and each.attempt == aggregate.attempt and bool(each.weight)
-            for each in accepted
-        )
         found.append(
             ModelVersion(
                 aggregate.round,
                 aggregate.artifact,
                 aggregate.size,
                 aggregate.stored_at,
-                merged,
+                merged.get((aggregate.round, aggregate.attempt), 0),
                 accuracy,
                 None if accuracy is None or before is None else accuracy - before,
-                sorted(client for client, number in started_from.items() if number == aggregate.round),
+                sorted(users[aggregate.round]),
             )
         )
     return found[::-1]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from dataclasses import dataclass
 
 from coordinator.facts.known import Known
+from coordinator.storage.overview_store import Delivery
 from fedcg.learning.spec import FederationSpec
 
 
@@ -23,15 +26,18 @@ class DeviceSent:
     """What one device delivered.
 
     Attributes:
-        rounds: (round, attempt, bytes, outcome) of every update that was received in whole.
-        fields: the report fields that were in any of them.
-        size: bytes in total.
+        updates: that were received in whole, whatever their outcome; `size` is their bytes.
+        last: the last one.
+        fields: the report fields that were in any update of `rounds`, or in the last one where these are not listed.
+        rounds: all of them, oldest first; only in full.
     """
 
     client: str
-    rounds: list[tuple[int, int, int, str]]
-    fields: list[str]
+    updates: int
     size: int
+    last: Delivery
+    fields: list[str]
+    rounds: list[Delivery]
 
 
 @dataclass(frozen=True)
@@ -53,45 +59,42 @@ class Sent:
     size: int
 
 
-def sent(known: Known, federation: str) -> Sent:
-    """What the updates of a federation held.
+def sent(known: Known, federation: str, in_full: bool = False) -> Sent:
+    """What the updates of a federation held; `in_full` with every single one.
 
     Raises:
         NotFoundError: there is no such federation.
     """
-    record = known.federation(federation)
+    record, overview = known.federation(federation), known.store.overview
     spec = known.spec(record)
-    by_client: dict[str, DeviceSent] = {}
-    for each in known.store.overview.deliveries(record.id):
-        before = by_client.get(each.client, DeviceSent(each.client, [], [], 0))
-        by_client[each.client] = DeviceSent(
-            each.client,
-            [*before.rounds, (each.round, each.attempt, each.size, each.outcome)],
-            sorted({*before.fields, *(name for name, value in each.report.items() if value is not None)}),
-            before.size + each.size,
-        )
+    every: dict[str, list[Delivery]] = defaultdict(list)
+    for each in overview.deliveries(record.id) if in_full else ():
+        every[each.client].append(each)
+    volumes = overview.volumes(record.id)
+    devices = []
+    for client, last in sorted(overview.last_deliveries(record.id).items()):
+        updates, size = volumes[client]
+        devices.append(DeviceSent(client, updates, size, last, _fields(every[client] or [last]), every[client]))
     return Sent(
         record.id,
         record.method,
         _parts(spec),
         sorted(part.value for part in spec.layouts if part not in spec.upload),
         sorted(field.value for field in spec.report),
-        [by_client[client] for client in sorted(by_client)],
-        sum(each.size for each in by_client.values()),
+        devices,
+        sum(size for _, size in volumes.values()),
     )
 
 
+def _fields(deliveries: list[Delivery]) -> list[str]:
+    return sorted({name for each in deliveries for name, value in each.report.items() if value is not None})
+
+
 def _parts(spec: FederationSpec) -> list[PartSent]:
+    delta = spec.codec.endswith("-delta")
     found = []
     for part in spec.upload:
         tensors = spec.layouts[part]
-        numbers = 0
-        for tensor in tensors:
-            count = 1
-            for side in tensor.shape:
-                count *= side
-            numbers += count
-        delta = spec.codec.endswith("-delta")
         codec = spec.codec.removesuffix("-delta") if delta and part not in spec.with_base else spec.codec
-        found.append(PartSent(part.value, len(tensors), numbers, codec))
+        found.append(PartSent(part.value, len(tensors), sum(math.prod(each.shape) for each in tensors), codec))
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from coordinator.facts.known import Known
 from coordinator.storage.overview_store import Delivery
@@ -21,7 +21,6 @@ class ClientWorth:
         downloaded: of the downloaded model as it is.
         gain: personal - alone.
         examples: training images that it reported.
-        curve: (round, personal, alone) of all its reports.
     """
 
     client: str
@@ -31,7 +30,6 @@ class ClientWorth:
     downloaded: float | None
     gain: float | None
     examples: int | None
-    curve: list[tuple[int, float | None, float | None]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -63,16 +61,14 @@ def worth(known: Known, federation: str) -> Worth:
     Raises:
         NotFoundError: there is no such federation.
     """
-    deliveries = known.store.overview.deliveries(known.federation(federation).id)
-    accepted = [each for each in deliveries if each.outcome == Outcome.ACCEPTED.value]
-    clients = sorted({each.client for each in accepted})
-    found = [_client(client, [each for each in accepted if each.client == client]) for client in clients]
-    found.sort(key=lambda each: (each.gain is None, each.gain or 0.0, each.client))
+    overview = known.store.overview
+    last = overview.last_deliveries(known.federation(federation).id, Outcome.ACCEPTED)
+    found = sorted(map(_client, last.values()), key=lambda each: (each.gain is None, each.gain or 0.0, each.client))
     compared = [each for each in found if each.gain is not None]
     losing = [each for each in compared if each.gain is not None and each.gain < 0]
     return Worth(
         clients=found,
-        mean=[_mean(number, accepted) for number in sorted({each.round for each in accepted})],
+        mean=overview.means(federation),
         compared=len(compared),
         negative=len(losing),
         rate=len(losing) / len(compared) if compared else None,
@@ -81,24 +77,14 @@ def worth(known: Known, federation: str) -> Worth:
     )
 
 
-def _client(client: str, deliveries: list[Delivery]) -> ClientWorth:
-    last = deliveries[-1]
-    personal, alone = last.report.get("accuracy"), last.report.get("shadow")
+def _client(last: Delivery) -> ClientWorth:
+    personal, alone = last.accuracy, last.alone
     return ClientWorth(
-        client,
+        last.client,
         last.round,
         personal,
         alone,
         last.report.get("downloaded"),
         None if personal is None or alone is None else personal - alone,
         last.report.get("examples"),
-        [(each.round, each.report.get("accuracy"), each.report.get("shadow")) for each in deliveries],
     )
-
-
-def _mean(number: int, deliveries: list[Delivery]) -> tuple[int, float | None, float | None]:
-    reports = [each.report for each in deliveries if each.round == number]
-    personal, alone = (
-        [report[name] for report in reports if report.get(name) is not None] for name in ("accuracy", "shadow")
-    )
-    return number, statistics.fmean(personal) if personal else None, statistics.fmean(alone) if alone else None

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import func, select
+from sqlalchemy import JSON, cast, func, select, type_coerce
 
 from coordinator.storage import schema
+from fedcg.wire.messages.messages import Outcome
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,16 @@ class Delivery:
     stored_at: float
     weight: int | None
     figures: dict[str, Any]
+
+    @property
+    def accuracy(self) -> float | None:
+        """Of the personal model, as reported."""
+        return self.report.get("accuracy")
+
+    @property
+    def alone(self) -> float | None:
+        """Of the local-only baseline, as reported."""
+        return self.report.get("shadow")
 
 
 @dataclass(frozen=True)
@@ -55,17 +66,46 @@ class Overview(schema.Queries):
             query = query.where(table.c.client == client)
         return list(self._deliveries(query.order_by(table.c.round, table.c.attempt, table.c.client)))
 
-    def last_deliveries(self, federation: str) -> dict[str, Delivery]:
-        """The last update of each client of a federation."""
+    def last_deliveries(self, federation: str, outcome: Outcome | None = None) -> dict[str, Delivery]:
+        """The last update of each client of a federation, of any outcome or of one."""
         table = schema.updates
-        newest = (
-            select(table.c.client, func.max(table.c.stored_at).label("at"))
-            .where(table.c.federation == federation)
-            .group_by(table.c.client)
-            .subquery()
-        )
+        newest = select(table.c.client, func.max(table.c.stored_at).label("at")).where(table.c.federation == federation)
+        if outcome is not None:
+            newest = newest.where(table.c.outcome == outcome.value)
+        newest = newest.group_by(table.c.client).subquery()
         query = select(table).join(newest, (table.c.client == newest.c.client) & (table.c.stored_at == newest.c.at))
         return {each.client: each for each in self._deliveries(query.where(table.c.federation == federation))}
+
+    def means(self, federation: str) -> list[tuple[int, float | None, float | None]]:
+        """By round, the mean of the accuracies that clients reported with accepted updates: personal, and alone."""
+        table = schema.updates
+        is_text = self._engine.dialect.name == "sqlite"
+        report = type_coerce(table.c.report, JSON) if is_text else cast(table.c.report, JSON)
+        personal, alone = (report[name].as_float() for name in ("accuracy", "shadow"))
+        query = (
+            select(table.c.round, func.avg(personal), func.avg(alone))
+            .where(table.c.federation == federation, table.c.outcome == Outcome.ACCEPTED.value)
+            .group_by(table.c.round)
+            .order_by(table.c.round)
+        )
+        with self._engine.connect() as connection:
+            return [(row[0], row[1], row[2]) for row in connection.execute(query)]
+
+    def volumes(self, federation: str) -> dict[str, tuple[int, int]]:
+        """By client, how many updates it delivered and their bytes, whatever their outcome."""
+        table = schema.updates
+        query = select(table.c.client, func.count(), func.sum(table.c.size)).where(table.c.federation == federation)
+        with self._engine.connect() as connection:
+            return {row[0]: (row[1], int(row[2])) for row in connection.execute(query.group_by(table.c.client))}
+
+    def merged(self, federation: str) -> dict[tuple[int, int], int]:
+        """By round and attempt, how many updates were given a weight in the merge."""
+        table = schema.updates
+        query = select(table.c.round, table.c.attempt, func.count()).where(
+            table.c.federation == federation, table.c.weight > 0, table.c.outcome == Outcome.ACCEPTED.value
+        )
+        with self._engine.connect() as connection:
+            return {(row[0], row[1]): row[2] for row in connection.execute(query.group_by("round", "attempt"))}
 
     def answers(self, federation: str, client: str, limit: int = 50) -> list[tuple[int, int, str, str]]:
         """The last attempts that invited a client: round, attempt, its answer, its reason; newest first."""
