@@ -26,6 +26,7 @@ from coordinator.members.admission import Admission
 from coordinator.members.api_tokens import ApiTokens, local_token
 from coordinator.members.revocation import evict
 from coordinator.messaging.flood_limits import LineLimit
+from coordinator.page.site import add_page
 from coordinator.paths import Home
 from coordinator.pki.authority import CA_NAME, credential_of, server_credential
 from coordinator.pki.server_tls import server_context
@@ -147,6 +148,7 @@ def _serve(
         beside=serve_devices,
         proxy=None if api.proxy is None else str(api.proxy),
     )
+    add_page(application)
     names = (api.host, *api.names)
     setting = "[api] names in coordinator.toml"
     checked = own_hosts_only(application, names, setting, lambda message: problem(400, message, "/"))

@@ -17,7 +17,7 @@ import anyio.to_thread
 from cryptography.fernet import Fernet
 from fastapi import FastAPI
 
-from coordinator.http import operator_api, steering_api
+from coordinator.http import facts_api, operator_api, steering_api
 from coordinator.http.access import Access
 from coordinator.http.changes import Changes
 from coordinator.http.guard import Guard
@@ -113,6 +113,7 @@ def add_api(application: FastAPI, home: Home, coordinator: Coordinator, follow: 
     answer_problems(application)
     for router in (
         operator_api.health,
+        facts_api.router,
         operator_api.router,
         operator_api.admin,
         steering_api.router,
