@@ -8,7 +8,8 @@ from pathlib import Path
 from string import Template
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, IPvAnyAddress, PlainSerializer, model_validator
+from typing_extensions import Self
 
 from coordinator.errors import ConfigError
 from fedcg.config_file import read_toml
@@ -24,6 +25,9 @@ EXAMPLES: dict[tuple[str, str], object] = {
     ("broker", "chunk_bytes"): 32_768,
     ("broker", "window_chunks"): 16,
     ("broker", "window_bytes"): 1_900_000,
+    ("api", "certificate"): "api.pem",
+    ("api", "key"): "api.key",
+    ("api", "proxy"): "10.0.0.2",
     ("enrolment", "port"): 8444,
     ("enrolment", "listen"): EVERY_ADDRESS,
     ("enrolment", "host"): "coordinator.example",
@@ -69,14 +73,31 @@ class ApiSettings(_Section):
     """The address of the HTTP interface.
 
     Attributes:
-        host: a loopback address.
+        host: a loopback address; another one only with a certificate or a proxy.
         port: where it listens.
         names: further host names that requests may name in their Host header.
+        certificate, key: PEM files with which it speaks HTTPS itself; both or none. A relative path starts at coordinator.toml.
+        proxy: the address of a reverse proxy that speaks HTTPS in front of it; only it and loopback may connect.
     """
 
     host: str = "127.0.0.1"
     port: Port = 8440
     names: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    certificate: Annotated[str, Field(min_length=1)] | None = None
+    key: Annotated[str, Field(min_length=1)] | None = None
+    proxy: Annotated[IPvAnyAddress, PlainSerializer(str, return_type=str)] | None = None
+
+    @model_validator(mode="after")
+    def _certificate_has_its_key(self) -> Self:
+        if (self.certificate is None) != (self.key is None):
+            raise ValueError("name both, certificate and key, or none of them")
+        return self
+
+    @property
+    def url(self) -> str:
+        """Where commands on this machine reach it."""
+        host = "127.0.0.1" if self.host == EVERY_ADDRESS else self.host
+        return f"{'http' if self.certificate is None else 'https'}://{f'[{host}]' if ':' in host else host}:{self.port}"
 
 
 class ConnectionSettings(_Section):
@@ -250,16 +271,16 @@ def load_config(path: Path) -> CoordinatorConfig:
     return read_toml(path, CoordinatorConfig, ConfigError)
 
 
-def check_api_host(host: str) -> None:
-    """Refuse to show the HTTP interface to a network.
+def check_api_host(api: ApiSettings) -> None:
+    """Refuse to show the HTTP interface to a network without encryption: tokens travel in its requests.
 
     Raises:
-        ConfigError: the host is not a loopback address.
+        ConfigError: the host is not a loopback address, and there is neither a certificate nor a proxy.
     """
-    if host not in LOOPBACK_HOSTS:
+    if api.host not in LOOPBACK_HOSTS and api.certificate is None and api.proxy is None:
         raise ConfigError(
-            f"api.host = {host!r}: the HTTP interface has no authentication yet, so it listens on loopback only; "
-            "use 127.0.0.1 and reach it through an SSH tunnel"
+            f"api.host = {api.host!r}: tokens would travel in the clear; set `certificate` and `key` under [api], or name the "
+            "reverse proxy in front of it as `proxy`, or use 127.0.0.1 and reach it through an SSH tunnel"
         )
 
 

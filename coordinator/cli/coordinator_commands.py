@@ -1,4 +1,4 @@
-"""Commands of the coordinator's side: coordinator, federation, broker, deploy; those about membership are in `member_commands`.
+"""Commands of the coordinator's side: coordinator, broker, deploy; those of `federation_commands` are mounted from here.
 
 Exit codes: 0 done, 1 failed while running, 2 bad input. Heavy imports happen inside the commands.
 """
@@ -13,6 +13,8 @@ from typing import Annotated
 
 import typer
 
+from coordinator.cli.api_token_commands import api_token_app
+from coordinator.cli.federation_commands import federation_app
 from coordinator.cli.shared_options import (
     AsJson,
     Directory,
@@ -24,9 +26,12 @@ from coordinator.cli.shared_options import (
 )
 
 coordinator_app = typer.Typer(help="Create and run a coordinator.", no_args_is_help=True)
-federation_app = typer.Typer(help="Open and look at federations.", no_args_is_help=True)
 broker_app = typer.Typer(help="Run a broker for a coordinator.", no_args_is_help=True)
 deploy_app = typer.Typer(help="Write configuration for programs that are run by others.", no_args_is_help=True)
+
+__all__ = ["broker_app", "coordinator_app", "deploy_app", "federation_app"]
+
+coordinator_app.add_typer(api_token_app, name="token")
 
 BROKERS = ("mosquitto", "amqtt")
 
@@ -171,81 +176,6 @@ def coordinator_restore(
     refresh_access(home)
     text = f"Restored {home.root}, from epoch {epoch} on. Next: fedcg coordinator run --dir {home.root}"
     print_result({"dir": str(home.root), "epoch": epoch}, text, as_json=as_json)
-
-
-@federation_app.command("plan")
-def federation_plan(
-    plan: Annotated[Path | None, typer.Argument(help="TOML file to check; nothing is created.")] = None,
-    example: Annotated[bool, typer.Option("--example", help="Print a plan with comments, to start from.")] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Check a plan, or print an example of one; docs/plan.md has every field."""
-    from coordinator.errors import PlanError
-    from coordinator.service.create_federation import example_plan, read_plan
-
-    if example:
-        print(example_plan(), end="")
-        return
-    if plan is None:
-        raise PlanError("name a file to check, or ask for --example")
-    wanted = read_plan(plan)
-    print_result(wanted.model_dump(mode="json"), f"{plan}: all fields can be used ({wanted.method}).", as_json=as_json)
-
-
-@federation_app.command("create")
-def federation_create(
-    plan: Annotated[Path, typer.Argument(help="TOML file with the plan.")],
-    directory: Directory,
-    as_json: AsJson = False,
-) -> None:
-    """Open a federation: check the plan, complete it to a spec, make the initial aggregate."""
-    from coordinator.service.create_federation import open_federation, read_plan
-
-    with store_of(directory) as (home, store), home.changing_members():
-        record = open_federation(home, store, read_plan(plan))
-        initial = store.aggregates(record.id)[0]
-    values: dict[str, object] = {"federation": record.id, "spec": record.spec, "aggregate": initial.artifact}
-    print_result(values, f"Opened federation {record.id} ({record.method}, {record.rounds} rounds).", as_json=as_json)
-
-
-@federation_app.command("show")
-def federation_show(directory: Directory, as_json: AsJson = False) -> None:
-    """Show where the federation stands, and how its artifacts are coded."""
-    from coordinator.storage.object_store import artifacts_of
-    from fedcg.learning.spec import FederationSpec
-
-    with store_of(directory) as (home, store):
-        artifacts = artifacts_of(home)
-        for record in store.federations():
-            state = store.round_state(record.id)
-            spec = FederationSpec.parse(artifacts.get(record.spec))
-            values: dict[str, object] = {
-                "federation": record.id,
-                "method": record.method,
-                "phase": state.phase.value,
-                "round": state.round,
-                "attempt": state.attempt,
-                "rounds": record.rounds,
-                "codec": spec.codec,
-                "aggregate_codec": spec.aggregate_codec,
-                "reason": state.reason,
-            }
-            text = f"{record.id}: {state.phase.value}, round {state.round} of {record.rounds}, attempt {state.attempt}"
-            coded = f"updates coded {spec.codec}, aggregates {spec.aggregate_codec}"
-            print_result(values, f"{text}\n{coded}\n{state.reason}".strip(), as_json=as_json)
-
-
-@federation_app.command("resume")
-def federation_resume(directory: Directory, as_json: AsJson = False) -> None:
-    """Let a paused federation try its round again; the coordinator must not be running."""
-    from coordinator.storage.sole_writer import sole_writer
-
-    with store_of(directory) as (home, store), sole_writer(home):
-        for record in store.federations():
-            store.resume(record.id)
-            phase = store.round_state(record.id).phase.value
-            text = f"{record.id}: {phase}. Start the coordinator again."
-            print_result({"federation": record.id, "phase": phase}, text, as_json=as_json)
 
 
 @broker_app.command("run")

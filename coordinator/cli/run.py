@@ -12,7 +12,6 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from functools import partial
 
 import uvicorn
-from starlette.responses import JSONResponse
 
 from coordinator.aggregation.worker_messages import WorkerSettings
 from coordinator.broker.access_lists import are_lists_pending, end_silences, publish_access, silence
@@ -20,11 +19,14 @@ from coordinator.config import CoordinatorConfig, check_api_host
 from coordinator.http.app import Beside, create_app
 from coordinator.http.carrier_api import create_carrier_app
 from coordinator.http.enrolment_api import create_enrolment_app
-from coordinator.http.rate_limits import FailureLimits
+from coordinator.http.problems import problem
+from coordinator.http.refusals import FailureLimits
 from coordinator.http.tls_listeners import bound, listening, serving
 from coordinator.members.admission import Admission
+from coordinator.members.api_tokens import ApiTokens, local_token
 from coordinator.members.revocation import evict
 from coordinator.messaging.flood_limits import LineLimit
+from coordinator.page.site import add_page
 from coordinator.paths import Home
 from coordinator.pki.authority import CA_NAME, credential_of, server_credential
 from coordinator.pki.server_tls import server_context
@@ -63,7 +65,7 @@ def run_coordinator(home: Home, *, exit_when_finished: bool = False, print_line:
     """
     config = home.require().config()
     home.make_folders()
-    check_api_host(config.api.host)
+    check_api_host(config.api)
     wanted = config.connections
     connections = Connections(Caps(wanted.total, wanted.per_address, wanted.per_device))
     with (
@@ -73,8 +75,9 @@ def run_coordinator(home: Home, *, exit_when_finished: bool = False, print_line:
         listening("carrier", config.carrier, config.carrier_host, connections) as carrier,
         _opened(home) as (store, events),
     ):
+        local_token(home, ApiTokens(store.api))
         there = ", ".join(record.id for record in store.federations()) or "no federation yet"
-        print_line(f"coordinator of {there} on http://{config.api.host}:{config.api.port}")
+        print_line(f"coordinator of {there} on {config.api.url}")
         if enrolment is not None:
             print_line(f"enrolment on {config.enrolment_url}")
         if carrier is not None:
@@ -137,13 +140,26 @@ def _serve(
         code = max(code, wanted)
         server.should_exit = True
 
+    api = config.api
     application = create_app(
-        home, coordinator, request_exit, exit_when_finished=exit_when_finished, beside=serve_devices
+        home,
+        coordinator,
+        request_exit,
+        exit_when_finished=exit_when_finished,
+        beside=serve_devices,
+        proxy=None if api.proxy is None else str(api.proxy),
     )
-    names = (config.api.host, *config.api.names)
+    add_page(application)
+    names = (api.host, *api.names)
     setting = "[api] names in coordinator.toml"
-    checked = own_hosts_only(application, names, setting, lambda message: JSONResponse({"detail": message}, 400))
-    server = uvicorn.Server(http_config(checked, listener, lifespan="on", timeout_graceful_shutdown=GRACEFUL_S))
+    checked = own_hosts_only(application, names, setting, lambda message: problem(400, message, "/"))
+    tls = (
+        {}
+        if api.certificate is None or api.key is None
+        else {"ssl_certfile": home.root / api.certificate, "ssl_keyfile": home.root / api.key}
+    )
+    serving_config = http_config(checked, listener, lifespan="on", timeout_graceful_shutdown=GRACEFUL_S, **tls)
+    server = uvicorn.Server(serving_config)
     # uvicorn raises the signal that ended it once more when it is done; this handler makes that a normal end
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)

@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import hmac
 import logging
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from importlib.metadata import version
 from pathlib import Path
 
+import anyio
 import anyio.to_thread
+from cryptography.fernet import Fernet
 from fastapi import FastAPI
 
-from coordinator.http.operator_api import router
+from coordinator.http import facts_api, operator_api, steering_api
+from coordinator.http.access import Access
+from coordinator.http.changes import Changes
+from coordinator.http.guard import Guard
+from coordinator.http.problems import answer_problems
+from coordinator.members.api_tokens import ApiTokens
 from coordinator.paths import Home
 from coordinator.service.coordinator import Coordinator
+from coordinator.service.operations import Operations
 from coordinator.service.service import TICK_S
+from coordinator.service.steering import Follow
 from fedcg.disk_errors import advice_for
+from fedcg.event_log import EventLog
 
 THREADS = 4
 """Threads that read the database for HTTP requests; the service uses the other connections."""
@@ -34,6 +47,7 @@ def create_app(
     *,
     exit_when_finished: bool,
     beside: Beside,
+    proxy: str | None = None,
 ) -> FastAPI:
     """The application of one coordinator.
 
@@ -43,6 +57,7 @@ def create_app(
         request_exit: called to end the process with an exit code, when a service fails or all are finished.
         exit_when_finished: end after the last round of every federation, once the devices have left (or a minute later).
         beside: runs beside the federations, for as long as they work.
+        proxy: the address of the reverse proxy in front.
     """
 
     @asynccontextmanager
@@ -70,10 +85,41 @@ def create_app(
         docs_url=None,  # the pages would load scripts from elsewhere; /openapi.json is here
         redoc_url=None,
     )
-    application.state.coordinator = coordinator
-    application.state.home = home
-    application.include_router(router)
+    application.add_middleware(Guard, proxy=proxy)
+    add_api(application, home, coordinator)
     return application
+
+
+def add_api(application: FastAPI, home: Home, coordinator: Coordinator, follow: Follow | None = None) -> None:
+    """Add the operators' interface with all that its routes need.
+
+    Args:
+        application: gets the routes.
+        home: the coordinator's directory.
+        coordinator: runs the federations, or is never started.
+        follow: in place of the coordinator's own.
+    """
+    store, secret = coordinator.store, home.secret()
+    state = application.state
+    state.coordinator = coordinator
+    state.home = home
+    state.access = Access(ApiTokens(store.api), secret)
+    state.operations = Operations(home, store, coordinator.events, follow or coordinator.follow)
+    state.waiting = anyio.CapacityLimiter(
+        1
+    )  # the thread that waits for the members' lock, and for a new federation's weights
+    seal = Fernet(base64.urlsafe_b64encode(hmac.digest(secret, b"answers of the coordinator's API", "sha256")))
+    state.changes = Changes(store.api, seal, EventLog(home.audit_file, time.time), coordinator.events)
+    answer_problems(application)
+    for router in (
+        operator_api.health,
+        facts_api.router,
+        operator_api.router,
+        operator_api.admin,
+        steering_api.router,
+        steering_api.admin,
+    ):
+        application.include_router(router)
 
 
 async def _leave(coordinator: Coordinator, request_exit: RequestExit) -> None:

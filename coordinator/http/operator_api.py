@@ -1,109 +1,56 @@
-"""The HTTP interface, read only: the state of the federations, their rounds and the devices. Versioned under /api/v1."""
+"""The routes that are read: federations, rounds, devices, tokens, events, the audit log. Versioned under /api/v1.
+
+Lists come in pages: `limit` items, and a Link header to the next ones. `steering_api` has the routes that change something.
+"""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Annotated
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, HTTPException, Request, Response
-from pydantic import BaseModel, Field, Json
+from fastapi import APIRouter, Depends, Query, Request, Response
+from pydantic import BaseModel
 
-from coordinator.errors import StoreError
-from coordinator.rounds.records import AttemptRecord, DeviceRecord, FederationRecord, ParticipantRecord
+from coordinator.broker.access_lists import silenced_in
+from coordinator.errors import NotFoundError, StoreError
+from coordinator.http.access import Role, require
+from coordinator.http.changes import ViewRoute, etag_of
+from coordinator.http.pages import Pages, link_to
+from coordinator.http.problems import PROBLEMS, ProblemError
+from coordinator.paths import Home
+from coordinator.rounds.records import (
+    DeviceState,
+    FederationRecord,
+)
 from coordinator.service.coordinator import Coordinator
-from coordinator.storage.store import Store
+from coordinator.service.log_pages import CursorError, read_page
+from coordinator.service.views import (
+    ApiTokenView,
+    DeviceView,
+    FederationView,
+    RoundView,
+    TokenView,
+    api_token_view,
+    device_view,
+    federation_view,
+    round_view,
+    token_view,
+)
 from fedcg.learning.spec import RoundPolicy
-from fedcg.wire.parts import Part, ReportField
 
 
-class FederationView(BaseModel):
-    """A federation and where it stands; `round` and `attempt` are those that are open, or open next.
-
-    Attributes:
-        status: what the operator wants of it; `phase` is what it does.
-        online, participants: of the running service; empty where none runs.
-    """
-
-    federation: str
-    method: str
-    spec: str
-    classes: tuple[str, ...]
-    upload: tuple[Part, ...]
-    report: tuple[ReportField, ...]
-    status: str
-    phase: str
-    round: int
-    attempt: int
-    rounds: int
-    policy: RoundPolicy
-    reason: str
-    continued_from: str | None
-    created_at: float
-    connected: bool
-    epoch: int | None
-    aggregate: str | None
-    worker_pid: int | None
-    online: list[str]
-    participants: list[str]
-    left_out: dict[str, str]
-    barred: dict[str, str]
-    refused: dict[str, int]
-
-
-class UpdateView(BaseModel, from_attributes=True):
-    """The end of a client's update.
+class EventsView(BaseModel):
+    """Lines of a log, oldest first.
 
     Attributes:
-        weight: the number of examples that it counts for in the merge; None when it is not merged (yet).
-        distances: L2 distance of each part from the round's base.
+        older: cursor of the lines before them; None when there are none.
+        newer: the value of `after` that gives the lines after them, also when there are none yet.
     """
 
-    client: str
-    artifact: str
-    bytes: int = Field(validation_alias="size")
-    outcome: str
-    reason: str
-    report: Json[dict[str, object]] | None
-    weight: int | None
-    distances: dict[str, float] = Field(validation_alias="distance_of")
-    manifest_at: float
-    stored_at: float
-
-
-@dataclass(frozen=True)
-class AttemptView(AttemptRecord):
-    """One attempt of a round, with its invited clients; times are unix seconds."""
-
-    participants: list[ParticipantRecord]
-    updates: list[UpdateView]
-
-
-class RoundView(BaseModel):
-    """A round: all its attempts, and its aggregate once there is one."""
-
-    round: int
-    state: str
-    aggregate: str | None
-    aggregate_bytes: int | None
-    attempts: list[AttemptView]
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeviceView(DeviceRecord):
-    """A device that is or was enrolled.
-
-    Attributes:
-        online: the federations in which it has a session.
-        participates: the federations whose open attempt it was invited to.
-        left_out: by federation, why it is not invited while enough others are there, or at all.
-        refused: messages of it that were refused since the coordinator started.
-    """
-
-    online: list[str]
-    participates: list[str]
-    left_out: dict[str, str]
-    refused: int
-    silenced: bool
+    events: list[dict[str, Any]]
+    older: str | None
+    newer: str | None
 
 
 class HealthView(BaseModel):
@@ -118,16 +65,24 @@ def _coordinator(request: Request) -> Coordinator:
 
 
 Running = Annotated[Coordinator, Depends(_coordinator)]
-router = APIRouter()
+health = APIRouter()
+"""Needs no token."""
+router = APIRouter(
+    route_class=ViewRoute, dependencies=[Depends(require(Role.VIEWER))], responses=PROBLEMS, tags=["read"]
+)
+admin = APIRouter(route_class=ViewRoute, dependencies=[Depends(require(Role.ADMIN))], responses=PROBLEMS, tags=["read"])
+Limit = Annotated[int, Query(ge=1, le=1000, description="at most so many items")]
+Cursor = Annotated[str | None, Query(max_length=400, description="where the page begins, from a Link header")]
+Name = Annotated[str, Query(max_length=100)]
 
 
-@router.get("/healthz")
+@health.get("/healthz")
 async def healthz() -> HealthView:  # on no thread: it answers also when all are busy
     """Whether the process answers."""
     return HealthView(status="ok")
 
 
-@router.get("/readyz")
+@health.get("/readyz")
 async def readyz(running: Running, response: Response) -> HealthView:
     """Whether every federation is connected to the broker and can store artifacts; 503 when not."""
     services = running.services
@@ -143,9 +98,13 @@ async def readyz(running: Running, response: Response) -> HealthView:
 
 
 @router.get("/api/v1/federations")
-def federations(running: Running) -> list[FederationView]:
+def federations(
+    running: Running, request: Request, response: Response, limit: Limit = 100, cursor: Cursor = None
+) -> list[FederationView]:
     """All federations, oldest first."""
-    return [federation_view(running, record) for record in running.store.federations()]
+    page = Pages(request, response, limit, cursor)
+    chosen = page.of(running.store.federations(), lambda record: (record.created_at, record.id))
+    return [federation_view(running, record) for record in chosen]
 
 
 @router.get("/api/v1/federations/{federation}")
@@ -154,12 +113,25 @@ def federation(federation: str, running: Running) -> FederationView:
     return federation_view(running, _record(running, federation))
 
 
+@router.get("/api/v1/federations/{federation}/policy")
+def policy(federation: str, running: Running, response: Response) -> RoundPolicy:
+    """How its rounds go; the ETag serves the If-Match of a change."""
+    found = _record(running, federation).operator_policy
+    response.headers["ETag"] = policy_tag(found)
+    return found
+
+
 @router.get("/api/v1/federations/{federation}/rounds")
-def rounds(federation: str, running: Running) -> list[RoundView]:
+def rounds(
+    federation: str, running: Running, request: Request, response: Response, limit: Limit = 100, cursor: Cursor = None
+) -> list[RoundView]:
     """All rounds so far, oldest first."""
     attempts = running.store.attempts(_record(running, federation).id)
-    numbers = sorted({attempt.round for attempt in attempts})
-    return [_round(running.store, number, [item for item in attempts if item.round == number]) for number in numbers]
+    page = Pages(request, response, limit, cursor)
+    numbers = page.of(sorted({attempt.round for attempt in attempts}), lambda number: (number,))
+    return [
+        round_view(running.store, number, [item for item in attempts if item.round == number]) for number in numbers
+    ]
 
 
 @router.get("/api/v1/federations/{federation}/rounds/{number}")
@@ -168,88 +140,135 @@ def one_round(federation: str, number: int, running: Running) -> RoundView:
     stored = running.store.attempts(_record(running, federation).id)
     attempts = [item for item in stored if item.round == number]
     if not attempts:
-        raise HTTPException(404, f"round {number} of {federation} was not opened yet")
-    return _round(running.store, number, attempts)
+        raise NotFoundError(f"round {number} of {federation} was not opened yet")
+    return round_view(running.store, number, attempts)
 
 
 @router.get("/api/v1/devices")
-def devices(running: Running) -> list[DeviceView]:
-    """All devices, also those that were revoked or left."""
-    return [device_view(running, device) for device in running.store.devices()]
+def devices(
+    running: Running,
+    request: Request,
+    response: Response,
+    search: Name = "",
+    state: DeviceState | None = None,
+    online: bool | None = None,
+    sort: Annotated[Literal["id", "enrolled_at", "last_seen_at"], Query()] = "id",
+    descending: bool = False,
+    limit: Limit = 100,
+    cursor: Cursor = None,
+) -> list[DeviceView]:
+    """All devices, also those that were revoked or left; `search` is a part of the id."""
+    there = {device for service in running.services.values() for device in service.state.online}
+    wanted = [
+        device
+        for device in running.store.devices()
+        if search in device.id and state in (None, device.state) and online in (None, device.id in there)
+    ]
+    page = Pages(request, response, limit, cursor)
+    chosen = page.of(wanted, lambda device: (*_sortable(getattr(device, sort)), device.id), descending=descending)
+    certificates = running.store.register.certificates()
+    silenced = silenced_in(request.app.state.home)
+    return [device_view(running, device, certificates, silenced) for device in chosen]
 
 
-def device_view(running: Coordinator, device: DeviceRecord) -> DeviceView:
-    """A device, with what the running services keep of it."""
-    services = running.services
-    states = {federation: service.state for federation, service in services.items()}
-    return DeviceView(
-        **asdict(device),
-        online=[federation for federation, state in states.items() if device.id in state.online],
-        participates=[federation for federation, state in states.items() if device.id in state.participants],
-        left_out={
-            federation: reason
-            for federation, state in states.items()
-            if (reason := state.barred.get(device.id) or state.left_out.get(device.id))
-        },
-        refused=sum(service.refused_of(device.id) for service in services.values()),
-        silenced=any(service.is_silenced(device.id) for service in services.values()),
-    )
+@router.get("/api/v1/devices/{device}")
+def one_device(device: str, running: Running, request: Request) -> DeviceView:
+    """One device with its certificates."""
+    found = running.store.device(device)
+    if found is None:
+        raise NotFoundError(f"there is no device {device[:80]!r}; `fedcg device list` has all")
+    silenced = silenced_in(request.app.state.home)
+    return device_view(running, found, running.store.register.certificates(device), silenced)
 
 
-def federation_view(running: Coordinator, record: FederationRecord) -> FederationView:
-    """A federation, with the state of its service where one runs, else with the stored one."""
-    service = running.services.get(record.id)
-    state = running.store.round_state(record.id) if service is None else service.state
-    spec = running.spec(record)
-    aggregates = running.store.aggregates(record.id)
-    policy = record.operator_policy
-    return FederationView(
-        federation=record.id,
-        method=record.method,
-        spec=record.spec,
-        classes=spec.classes,
-        upload=spec.upload,
-        report=spec.report,
-        status=record.status.value,
-        phase=state.phase.value,
-        round=state.round,
-        attempt=state.attempt,
-        rounds=policy.rounds,
-        policy=policy,
-        reason=state.reason or record.status_reason,
-        continued_from=record.continued_from,
-        created_at=record.created_at,
-        connected=service is not None and service.is_connected,
-        epoch=None if service is None else service.epoch,
-        aggregate=aggregates[-1].artifact if aggregates else None,
-        worker_pid=None if service is None else service.worker_pid,
-        online=sorted(state.online),
-        participants=sorted(state.participants),
-        left_out=dict(state.left_out),
-        barred=dict(state.barred),
-        refused={} if service is None else service.refusals,
-    )
+@router.get("/api/v1/enrolment-tokens")
+def enrolment_tokens(
+    running: Running, request: Request, response: Response, limit: Limit = 100, cursor: Cursor = None
+) -> list[TokenView]:
+    """All enrolment tokens, oldest first; their secrets are stored nowhere."""
+    page = Pages(request, response, limit, cursor)
+    chosen = page.of(running.store.register.tokens(), lambda token: (token.created_at, token.id))
+    return [token_view(token) for token in chosen]
+
+
+@router.get("/api/v1/events")
+def events(
+    request: Request,
+    response: Response,
+    event: Name = "",
+    client: Name = "",
+    federation: Name = "",
+    limit: Limit = 100,
+    cursor: Cursor = None,
+    after: Cursor = None,
+) -> EventsView:
+    """Lines of the event log: the newest, those before `cursor`, or those `after` a cursor."""
+    wanted = {"event": event, "client": client, "federation": federation}
+    named = {name: value for name, value in wanted.items() if value}
+    home: Home = request.app.state.home
+    return _log(request, response, home.events_file, (limit, cursor, after), named)
+
+
+@admin.get("/api/v1/audit")
+def audit(
+    request: Request,
+    response: Response,
+    identity: Name = "",
+    limit: Limit = 100,
+    cursor: Cursor = None,
+    after: Cursor = None,
+) -> EventsView:
+    """Lines of the audit log: who changed what, and the outcome."""
+    home: Home = request.app.state.home
+    named = {"identity": identity} if identity else {}
+    return _log(request, response, home.audit_file, (limit, cursor, after), named)
+
+
+@admin.get("/api/v1/api-tokens")
+def api_tokens(
+    running: Running, request: Request, response: Response, limit: Limit = 100, cursor: Cursor = None
+) -> list[ApiTokenView]:
+    """All tokens of this API, oldest first; their secrets are stored nowhere."""
+    page = Pages(request, response, limit, cursor)
+    chosen = page.of(running.store.api.tokens(), lambda token: (token.created_at, token.id))
+    return [api_token_view(token) for token in chosen]
+
+
+def policy_tag(policy: RoundPolicy) -> str:
+    """The ETag of a policy."""
+    return etag_of(policy.model_dump_json().encode())
 
 
 def _record(running: Coordinator, federation: str) -> FederationRecord:
     try:
         return running.store.federation(federation)
     except StoreError as error:
-        raise HTTPException(404, str(error)) from error
+        raise NotFoundError(str(error)) from error
 
 
-def _round(store: Store, number: int, attempts: list[AttemptRecord]) -> RoundView:
-    aggregate = store.aggregate(attempts[0].federation, number)
-    return RoundView(
-        round=number,
-        state=attempts[-1].state.value,
-        aggregate=None if aggregate is None else aggregate.artifact,
-        aggregate_bytes=None if aggregate is None else aggregate.size,
-        attempts=[_attempt(store, attempt) for attempt in attempts],
-    )
+def _sortable(value: str | float | None) -> tuple[bool, str | float]:
+    """A value to sort by; those that lack it come last."""
+    return (value is None, 0.0 if value is None else value)
 
 
-def _attempt(store: Store, record: AttemptRecord) -> AttemptView:
-    key = (record.federation, record.round, record.attempt)
-    updates = [UpdateView.model_validate(update) for update in store.updates(key)]
-    return AttemptView(**asdict(record), participants=store.participants(key), updates=updates)
+def _log(
+    request: Request,
+    response: Response,
+    path: Path,
+    place: tuple[int, str | None, str | None],
+    named: Mapping[str, str],
+) -> EventsView:
+    limit, before, after = place
+    try:
+        page = read_page(
+            path,
+            limit,
+            lambda line: all(line.get(name) == value for name, value in named.items()),
+            before=before,
+            after=after,
+        )
+    except CursorError as error:
+        raise ProblemError(422, str(error)) from error
+    if page.older is not None:
+        response.headers["Link"] = link_to(request, page.older)
+    return EventsView(events=page.events, older=page.older, newer=page.newer)

@@ -45,7 +45,9 @@ class InitialArtifacts:
     server_state: str
 
 
-class _OperatorPlan(FederationPlan):
+class OperatorPlan(FederationPlan):
+    """A plan whose method exists."""
+
     @field_validator("method")
     @classmethod
     def _method_is_known(cls, name: str) -> str:
@@ -65,7 +67,7 @@ def read_plan(path: Path) -> FederationPlan:
     Raises:
         PlanError: not TOML, or values that are wrong; names every one.
     """
-    return read_toml(path, _OperatorPlan, PlanError)
+    return read_toml(path, OperatorPlan, PlanError)
 
 
 class _Request(BaseModel):

@@ -86,6 +86,7 @@ class RoundDriver:
         is_announced: whether the broker was handed the current offer (or end); when not, `announce` has to be repeated.
         announced_at: when `announce` was called last; monotonic seconds.
         worker_pid: the worker's process, once it is ready.
+        merging: phase, step and number of steps of the worker's current work.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class RoundDriver:
         self._state = RoundState(self._policy_of(context.federation))
         self.announced_at = 0.0
         self.worker_pid: int | None = None
+        self.merging: tuple[str, int, int] | None = None
         self._base = ""
         self.is_announced = True
         self._do_what: dict[type[Any], Callable[[Any], None]] = {
@@ -193,6 +195,10 @@ class RoundDriver:
         """Write a report of the worker into the event log, and act on it."""
         if name := _REPORTS.get(type(event)):
             self._events.write(name, **asdict(event))
+        if isinstance(event, Progressed):
+            self.merging = (event.phase, event.step, event.steps)
+        elif isinstance(event, JobDone | JobFailed | WorkerDied):
+            self.merging = None
         if isinstance(event, WorkerReady):
             self.worker_pid = event.pid
         elif isinstance(event, WorkerDied):

@@ -24,7 +24,7 @@ from coordinator.rounds.records import FederationRecord
 from coordinator.rounds.round_engine import Phase, RoundState, Tick, UpdateRefused, UpdateStored
 from coordinator.service.artifact_requests import ArtifactRequests
 from coordinator.service.invitations import REMIND_S, Invitations
-from coordinator.service.liveness import Liveness
+from coordinator.service.liveness import Liveness, PresenceLog
 from coordinator.service.member_refresh import REFRESH_S, MemberRefresh
 from coordinator.service.round_driver import RoundDriver
 from coordinator.service.service_context import ServiceContext
@@ -123,7 +123,8 @@ class Service:
         )
         self._floods = FloodLimits()
         self._topics = topics
-        self._liveness = Liveness(self._round_driver, self.receiver, context.events)
+        self._presence = PresenceLog(context.store, context.federation.id, context.clock)
+        self._liveness = Liveness(self._round_driver, self.receiver, context.events, self._presence)
         self._refused_hellos: set[str] = set()
         self._key_read_at = 0.0
         self._finished_at: float | None = None
@@ -169,12 +170,27 @@ class Service:
         """Messages of a device refused since the start."""
         return self._refusals.of(device)
 
+    @property
+    def outsiders(self) -> dict[str, str]:
+        """Devices whose cohort secret is not that of most others, and why."""
+        return self._cohorts.outsiders()
+
+    @property
+    def merging(self) -> tuple[str, int, int] | None:
+        """The phase of the merge that runs, its step and its number of steps; None while there is none."""
+        return self._round_driver.merging
+
+    def is_uploading(self, device: str) -> bool:
+        """Whether an update of a device is under way."""
+        return self.receiver.is_busy(device)
+
     def is_silenced(self, device: str) -> bool:
         """Whether a device sent so much that it is off the broker's access list for a while."""
         return self._floods.is_silenced(device)
 
     def start(self) -> None:
         """Start the worker, rebuild the state, connect."""
+        self._presence.begin()
         self._members.refresh()
         self._round_driver.restart()
         if self.state.phase is not Phase.FINISHED:

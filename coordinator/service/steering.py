@@ -30,8 +30,8 @@ class Follow(Protocol):
         """Do so; `resume` lets a federation go on that paused after failed attempts."""
 
 
-def _nobody_follows(federation: str, *, resume: bool = False) -> None:
-    pass
+def nobody_follows(federation: str, *, resume: bool = False) -> None:
+    """Do nothing: no coordinator runs, and one that starts later finds the change in the database."""
 
 
 class Steering:
@@ -48,7 +48,7 @@ class Steering:
         self,
         store: Store,
         events: EventLog,
-        follow: Follow = _nobody_follows,
+        follow: Follow = nobody_follows,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._store = store
@@ -109,11 +109,7 @@ class Steering:
             SteeringError: a field or a value that can't be; names all of them.
         """
         record = self._federation(federation)
-        values = {**record.operator_policy.model_dump(), **changes}
-        try:
-            policy = RoundPolicy.model_validate(values)
-        except ValidationError as error:
-            raise SteeringError(listed(f"policy of {federation}", problems_of(RoundPolicy, error))) from error
+        policy = _changed(record, changes)
         state = self._store.round_state(federation)
         least = state.round if state.phase in (Phase.COLLECTING, Phase.DISTILLING, Phase.FINISHED) else state.round - 1
         if policy.rounds < least:
@@ -136,7 +132,7 @@ class Steering:
         if record.status is not FederationStatus.STOPPED:
             return self.change_policy(federation, {"rounds": record.operator_policy.rounds + rounds})
         closed = self._store.aggregates(federation)[-1].round
-        policy = record.operator_policy.model_copy(update={"rounds": closed + rounds})
+        policy = _changed(record, {"rounds": closed + rounds})
         self._store.set_policy(federation, policy.model_dump_json())
         return self._change(record, FederationStatus.RUNNING)
 
@@ -193,3 +189,11 @@ class Steering:
             for record in self._store.federations():
                 self._follow(record.id)
         return self._store.device(device) or known
+
+
+def _changed(record: FederationRecord, changes: Mapping[str, Any]) -> RoundPolicy:
+    """The policy of a federation with other values, checked."""
+    try:
+        return RoundPolicy.model_validate({**record.operator_policy.model_dump(), **changes})
+    except ValidationError as error:
+        raise SteeringError(listed(f"policy of {record.id}", problems_of(RoundPolicy, error))) from error

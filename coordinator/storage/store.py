@@ -31,8 +31,11 @@ from coordinator.rounds.records import (
 )
 from coordinator.rounds.round_engine import Phase, RoundState
 from coordinator.storage import schema
+from coordinator.storage.api_store import ApiStore
 from coordinator.storage.database import database_of, open_database
 from coordinator.storage.membership_store import Register
+from coordinator.storage.overview_store import Overview
+from coordinator.storage.presence_store import Presence
 from fedcg.wire.messages.messages import KeyLink, Outcome
 
 Key = tuple[str, int, int]
@@ -44,11 +47,17 @@ class Store(schema.Queries):
 
     Attributes:
         register: tokens, certificates, and the end of a device's membership.
+        presence: when devices came and went.
+        overview: views of many devices and rounds.
+        api: tokens of the operators' API, and answers to repeated requests.
     """
 
     def __init__(self, database: Path | URL) -> None:
         super().__init__(open_database(database))
         self.register = Register(self._engine)
+        self.presence = Presence(self._engine)
+        self.overview = Overview(self._engine)
+        self.api = ApiStore(self._engine)
 
     @classmethod
     def of(cls, home: Home) -> Store:

@@ -17,7 +17,7 @@ from typing import Any, final
 from coordinator.cli.opening import create_home
 from coordinator.config import BrokerSettings, CoordinatorConfig, EnrolmentSettings
 from coordinator.http.enrolment_api import create_enrolment_app
-from coordinator.http.rate_limits import ALL, PER_ADDRESS, FailureLimits, Rate
+from coordinator.http.refusals import ALL, PER_ADDRESS, FailureLimits, Rate
 from coordinator.http.tls_listeners import listening, serving
 from coordinator.members.admission import Admission
 from coordinator.members.tokens import create_token

@@ -34,7 +34,9 @@ def home(tmp_path: Path) -> Home:
 
 def get(home: Home, path: str) -> tuple[int, object]:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{home.config().api.port}{path}", timeout=5) as answer:
+        headers = {"Authorization": f"Bearer {home.api_token.read_text().strip()}"} if home.api_token.exists() else {}
+        url = f"http://127.0.0.1:{home.config().api.port}{path}"
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=5) as answer:
             return answer.status, json.load(answer)
     except urllib.error.HTTPError as error:
         with error:
