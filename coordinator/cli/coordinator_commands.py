@@ -15,7 +15,9 @@ import typer
 
 from coordinator.cli.api_token_commands import api_token_app
 from coordinator.cli.federation_commands import federation_app
-from coordinator.cli.shared_options import AsJson, Directory, line_printer, print_result, store_of
+from coordinator.cli.shared_options import AsJson, Directory, Somewhere, Url, line_printer, print_result, store_of
+from fedcg.errors import FAILED
+from fedcg.json_output import print_data
 
 coordinator_app = typer.Typer(help="Create and run a coordinator.", no_args_is_help=True)
 broker_app = typer.Typer(help="Run a broker for a coordinator.", no_args_is_help=True)
@@ -98,6 +100,30 @@ def coordinator_run(
         Home(directory), exit_when_finished=exit_when_finished, print_line=line_printer(as_json=as_json)
     )
     raise typer.Exit(code)
+
+
+@coordinator_app.command("status")
+def coordinator_status(
+    directory: Somewhere = None,
+    url: Url = None,
+    check: Annotated[bool, typer.Option("--check", help="Exit with 1 when a problem is open, for a monitor.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show all federations and the open problems, each with its remedy."""
+    from rich.console import Console
+
+    from coordinator.cli.client import client_of
+    from coordinator.cli.status_table import tables_of
+
+    with client_of(directory, url) as client:
+        runs, federations, problems = client.is_remote, client.all("/federations"), client.get("/problems")
+    if as_json:
+        print_data({"runs": runs, "federations": federations, "problems": problems})
+    else:
+        console = Console(highlight=False)
+        for shown in tables_of(runs=runs, federations=federations, problems=problems):
+            console.print(shown)
+    raise typer.Exit(FAILED if check and (problems or not runs) else 0)
 
 
 @coordinator_app.command("rotate-key")
