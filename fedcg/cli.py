@@ -98,7 +98,7 @@ class _Fedcg(LazyGroup):
             if stop.code == INTERRUPTED:
                 Console(stderr=True).print("Interrupted.")
             usage = stop.__context__  # what typer printed on stderr before it ended the process
-            if as_json and hasattr(usage, "format_message"):
+            if as_json and usage is not None and hasattr(usage, "format_message"):
                 print_error("Usage", usage.format_message(), NEXT_STEPS[BAD_INPUT])
             raise
         except Exception as error:  # the outermost boundary: one line for the operator, a traceback with --debug

@@ -1,6 +1,6 @@
 """Commands of the coordinator's side: coordinator, broker, deploy; those of `federation_commands` are mounted from here.
 
-Exit codes: 0 done, 1 failed while running, 2 bad input. Heavy imports happen inside the commands.
+Heavy imports happen inside the commands.
 """
 
 from __future__ import annotations
@@ -19,11 +19,15 @@ from coordinator.cli.shared_options import (
     AsJson,
     Directory,
     PassphraseFile,
+    Somewhere,
+    Url,
     line_printer,
     passphrase_of,
     print_result,
     store_of,
 )
+from fedcg.errors import FAILED
+from fedcg.json_output import print_data
 
 coordinator_app = typer.Typer(help="Create and run a coordinator.", no_args_is_help=True)
 broker_app = typer.Typer(help="Run a broker for a coordinator.", no_args_is_help=True)
@@ -106,6 +110,30 @@ def coordinator_run(
         Home(directory), exit_when_finished=exit_when_finished, print_line=line_printer(as_json=as_json)
     )
     raise typer.Exit(code)
+
+
+@coordinator_app.command("status")
+def coordinator_status(
+    directory: Somewhere = None,
+    url: Url = None,
+    check: Annotated[bool, typer.Option("--check", help="Exit with 1 when a problem is open, for a monitor.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show all federations and the open problems, each with its remedy."""
+    from rich.console import Console
+
+    from coordinator.cli.client import client_of
+    from coordinator.cli.status_table import tables_of
+
+    with client_of(directory, url) as client:
+        runs, federations, problems = client.is_remote, client.all("/federations"), client.get("/problems")
+    if as_json:
+        print_data({"runs": runs, "federations": federations, "problems": problems})
+    else:
+        console = Console(highlight=False)
+        for shown in tables_of(runs=runs, federations=federations, problems=problems):
+            console.print(shown)
+    raise typer.Exit(FAILED if check and (problems or not runs) else 0)
 
 
 @coordinator_app.command("rotate-key")

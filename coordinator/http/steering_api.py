@@ -87,7 +87,7 @@ class NewTokenView(BaseModel):
     token: str
     device: str | None
     replaces: bool
-    url: str
+    url: str | None
     expires_at: float
 
 

@@ -36,7 +36,7 @@ class MadeToken:
     text: str
     device: str | None
     replaces: bool
-    url: str
+    url: str | None
     expires_at: float
 
 

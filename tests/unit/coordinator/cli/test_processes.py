@@ -6,7 +6,6 @@ import json
 import signal
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -113,14 +112,6 @@ def test_a_starting_coordinator_publishes_who_is_enrolled_or_revoked_whatever_wa
     assert "user a" not in (home.broker / "acl").read_text().splitlines()
     revoked = x509.load_pem_x509_crl(home.revocations.read_bytes())
     assert [f"{entry.serial_number:x}" for entry in revoked] == [certificate.serial]
-
-
-@pytest.fixture
-def processes(home: Home) -> Iterator[Plant]:
-    """Starts `fedcg` commands on the home, and ends them."""
-    made = Plant(home.root.parent, home)
-    yield made
-    made.close()
 
 
 @pytest.mark.broker
