@@ -11,6 +11,7 @@ from pydantic import BaseModel, Field, Json
 from coordinator.errors import StoreError
 from coordinator.rounds.records import AttemptRecord, DeviceRecord, FederationRecord, ParticipantRecord
 from coordinator.service.coordinator import Coordinator
+from coordinator.service.progress import DeviceProgress
 from coordinator.storage.store import Store
 from fedcg.learning.spec import RoundPolicy
 from fedcg.wire.parts import Part, ReportField
@@ -97,6 +98,7 @@ class DeviceView(DeviceRecord):
         participates: the federations whose open attempt it was invited to.
         left_out: by federation, why it is not invited while enough others are there, or at all.
         refused: messages of it that were refused since the coordinator started.
+        progress: by federation, how far its training is.
     """
 
     online: list[str]
@@ -104,6 +106,7 @@ class DeviceView(DeviceRecord):
     left_out: dict[str, str]
     refused: int
     silenced: bool
+    progress: dict[str, DeviceProgress]
 
 
 class HealthView(BaseModel):
@@ -188,6 +191,11 @@ def device_view(running: Coordinator, device: DeviceRecord) -> DeviceView:
         },
         refused=sum(service.refused_of(device.id) for service in services.values()),
         silenced=any(service.is_silenced(device.id) for service in services.values()),
+        progress={
+            federation: progress
+            for federation, service in services.items()
+            if (progress := service.progress.get(device.id)) is not None
+        },
     )
 
 

@@ -17,13 +17,13 @@ from edge_client.messaging.coordinator_link import offline_will
 from edge_client.store.private_store import PrivateStore
 from edge_client.training.trainer_handle import trainer_process
 from fedcg.event_log import EventLog
+from fedcg.log.settings import LogSettings
 from fedcg.wire.transport.mqtt import MqttTransport
 
 STORE_WAIT_S = 5.0  # a predecessor that was just killed may still hold the locks for a moment
-_log = logging.getLogger(__name__)
 
 
-def run_agent(config: AgentConfig, *, until_finished: bool) -> int:
+def run_agent(config: AgentConfig, log: LogSettings, *, until_finished: bool) -> int:
     """Run a device's agent in this process until SIGTERM, SIGINT, or the federation's end.
 
     Returns:
@@ -43,7 +43,7 @@ def run_agent(config: AgentConfig, *, until_finished: bool) -> int:
         events = EventLog(config.store / "events.jsonl", time.time)
         logging.getLogger("fedcg.wire").addHandler(LinkProblems(events))
         transport = MqttTransport(mqtt_config(config), offline_will(config.federation, config.device, keys.signing))
-        agent = Agent(config, store, keys, transport, lambda deliver: trainer_process(config, deliver), events)
+        agent = Agent(config, store, keys, transport, lambda deliver: trainer_process(config, log, deliver), events)
         renewer = Renewer(config, keys.signing, events, transport.reconnect)
 
         def end(number: int, frame: FrameType | None) -> None:

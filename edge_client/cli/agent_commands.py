@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import sys
 from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
@@ -18,6 +17,7 @@ from edge_client.cli.enrol_commands import leave_command, renew_command
 from edge_client.cli.shared_options import ConfigOption, JsonOption, read_config
 from edge_client.cli.units import unit_command
 from fedcg.errors import FAILED
+from fedcg.log.settings import LogForm, LogFormOption, LogLevel, LogLevelOption, LogSettings
 
 app = typer.Typer(help="Run this device's agent, or look at its private store.", no_args_is_help=True)
 
@@ -33,22 +33,27 @@ def run_command(
     until_finished: Annotated[
         bool, typer.Option("--until-finished", help="exit once the federation is over and the model is exported")
     ] = False,
+    form: LogFormOption = LogForm.CONSOLE,
+    level: LogLevelOption = LogLevel.INFO,
     as_json: JsonOption = False,
 ) -> None:
-    """Take part in the federation until SIGTERM or Ctrl-C.
+    """Take part in the federation until SIGTERM or Ctrl-C. SIGUSR1 toggles the log level `debug`.
 
     Exit codes: 0 ended in order; 1 failed; 2 the configuration is wrong.
     """
     from edge_client.agent.run import run_agent
+    from fedcg.log.output import set_up_log, toggle_debug_on_signal
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    log = LogSettings(form, level)
+    set_up_log(log)
+    toggle_debug_on_signal(log)
     settings = read_config(config)
     if as_json:
         print(json.dumps({"event": "agent", "device": settings.device, "store": str(settings.store)}), flush=True)
     else:
         place = f"{settings.broker.host}:{settings.broker.port}"
         print(f"agent {settings.device} of {settings.federation}, broker {place}, store {settings.store}", flush=True)
-    code = run_agent(settings, until_finished=until_finished)
+    code = run_agent(settings, log, until_finished=until_finished)
     if as_json:
         print(json.dumps({"event": "ended", "device": settings.device, "exit_code": code}), flush=True)
     raise typer.Exit(code)

@@ -87,7 +87,6 @@ def _state(store: PrivateStore) -> Status:
 def _latest(path: Path) -> Status:
     found: Status = {}
     refused: dict[str, int] = {}
-    why: dict[EventValue, EventValue] = {}
     for event in read_events(path):
         name, about = str(event.get("event")), f"round {event.get('round')}, attempt {event.get('attempt')}"
         if name == "agent_started":
@@ -95,13 +94,8 @@ def _latest(path: Path) -> Status:
             found |= {"last_link": None, "link_problem": None, "last_welcomed": None}
         elif name == "refused" and isinstance(count := event.get("count"), int):
             refused[str(event.get("reason"))] = count
-        elif name == "refused" and event.get("what") == "spec":
-            why[event.get("reason")] = event.get("detail")
-        elif name == "round_failed":
-            why[about] = event.get("detail")
         elif name == "declined":
-            code = event.get("reason")
-            found["last_declined"] = f"{about}: {code}: {why.get(about) or why.get(code) or ''}".rstrip(": ")
+            found["last_declined"] = f"{about}: {event.get('reason')}: {event.get('detail', '')}".rstrip(": ")
         elif name == "trainer_died":
             found["last_trainer_death"] = f"exit code {event.get('exit_code')} {event.get('reason')}".strip()
         elif name in ("link", "welcomed"):

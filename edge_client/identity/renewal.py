@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import logging
 import random
 import ssl
 import threading
@@ -35,7 +34,6 @@ LOOK_AGAIN = timedelta(hours=6)
 """Longest time between two checks: a device's clock may jump."""
 TRY_AGAIN = timedelta(hours=1)
 TRIES_PER_LIFE = 50
-_log = logging.getLogger(__name__)
 
 
 def renew(config: AgentConfig, signing: SigningKey) -> x509.Certificate:
@@ -128,7 +126,6 @@ class Renewer:
         return max(timedelta(seconds=1), min(LOOK_AGAIN, due_at - self._clock()))
 
     def _failed(self, tls: TlsSection, error: Exception) -> timedelta:
-        _log.warning("the certificate of %s was not renewed: %s", self._config.device, error)
         self._events.write("renewal_failed", detail=str(error))
         try:
             return min(TRY_AGAIN, life_of(read_certificate(tls.cert)) / TRIES_PER_LIFE)
