@@ -31,6 +31,7 @@ EXAMPLES: dict[tuple[str, str], object] = {
     ("carrier", "listen"): EVERY_ADDRESS,
     ("carrier", "host"): "coordinator.example",
     ("aggregation", "public_data"): "public",
+    ("tensorboard", "directory"): "tensorboard",
 }
 """Values of settings that have none by default, as coordinator.toml shows them in comments."""
 Port = Annotated[int, Field(ge=1, le=65535)]
@@ -187,6 +188,16 @@ class RoundSettings(_Section):
     retry_s: Annotated[float, Field(ge=0, le=600)] = 10.0
 
 
+class TensorboardSettings(_Section):
+    """Curves for TensorBoard.
+
+    Attributes:
+        directory: gets a folder of event files for each federation, relative to this file; None writes none.
+    """
+
+    directory: Annotated[str, Field(min_length=1)] | None = None
+
+
 class CoordinatorConfig(_Section):
     """coordinator.toml."""
 
@@ -199,6 +210,7 @@ class CoordinatorConfig(_Section):
     robustness: RobustnessSettings = RobustnessSettings()
     storage: StorageSettings = StorageSettings()
     rounds: RoundSettings = RoundSettings()
+    tensorboard: TensorboardSettings = TensorboardSettings()
 
     @property
     def enrolment_host(self) -> str:

@@ -36,6 +36,7 @@ import contextlib
 import json
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -131,9 +132,32 @@ def read_events(path: Path) -> Iterator[dict[str, EventValue]]:
         return
     with path.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
-            try:
-                event = json.loads(line) if line.endswith("\n") else None
-            except ValueError:
-                continue
-            if isinstance(event, dict):
+            if (event := _parse(line)) is not None:
                 yield event
+
+
+def follow_events(path: Path, every_s: float) -> Iterator[dict[str, EventValue]]:
+    """All complete events of a log, and then each new one, for ever; a log that was rotated is read on in its new file."""
+    while True:
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            opened, begun, is_rotated = os.fstat(lines.fileno()).st_ino, "", False
+            while True:
+                begun += lines.readline()
+                if begun.endswith("\n"):
+                    event, begun = _parse(begun), ""
+                    if event is not None:
+                        yield event
+                elif is_rotated:  # and what was written just before that is read
+                    break
+                else:
+                    with contextlib.suppress(FileNotFoundError):
+                        is_rotated = path.stat().st_ino != opened
+                    time.sleep(every_s)
+
+
+def _parse(line: str) -> dict[str, EventValue] | None:
+    try:
+        event = json.loads(line) if line.endswith("\n") else None
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) else None

@@ -66,7 +66,7 @@ def _progress_of(event: Mapping[str, EventValue]) -> Progress:
     round_number, attempt, step, steps = (
         value if isinstance(value := event.get(name), int) else 0 for name in ("round", "attempt", "step", "steps")
     )
-    phase = next((known for known in PHASES if known == event.get("phase")), "train")
+    phase: TrainingPhase = next((known for known in PHASES if known == event.get("phase")), "train")
     return Progress(RoundAttempt(round_number, attempt), phase, step, steps)
 
 

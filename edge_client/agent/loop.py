@@ -310,6 +310,7 @@ class Agent:
             self._executor.why[report.reason] = report.detail
             self._handle(RoundFailed(report.round_attempt, report.reason))
         elif isinstance(report, Chosen):
+            self._reporter.progress = None
             self._handle(report)
         elif isinstance(report, Noted):
             self._reporter.noted(report)

@@ -10,9 +10,8 @@ from types import FrameType
 from edge_client.agent.event_reporter import LinkProblems
 from edge_client.agent.loop import Agent
 from edge_client.config import AgentConfig
-from edge_client.identity.credentials import settle_pair
 from edge_client.identity.keys import load_keys, mqtt_config
-from edge_client.identity.renewal import Renewer
+from edge_client.identity.renewal import Renewer, settle
 from edge_client.messaging.coordinator_link import offline_will
 from edge_client.store.private_store import PrivateStore
 from edge_client.training.trainer_handle import trainer_process
@@ -35,7 +34,7 @@ def run_agent(config: AgentConfig, log: LogSettings, *, until_finished: bool) ->
     """
     keys = load_keys(config)
     if config.tls is not None:
-        settle_pair(config.tls.cert, config.tls.key)
+        settle(config.tls)
     store = PrivateStore.open(config.store, config.federation, config.device)
     with store.locked("lock", wait_s=STORE_WAIT_S):
         with store.locked("trainer.lock", wait_s=STORE_WAIT_S):

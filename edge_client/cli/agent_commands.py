@@ -13,7 +13,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from edge_client.cli.enrol_commands import leave_command, renew_command
+from edge_client.cli.enrol_commands import join_command, leave_command, renew_command
+from edge_client.cli.logs import logs_command
 from edge_client.cli.shared_options import ConfigOption, JsonOption, read_config
 from edge_client.cli.units import unit_command
 from fedcg.errors import FAILED
@@ -22,6 +23,8 @@ from fedcg.log.settings import LogForm, LogFormOption, LogLevel, LogLevelOption,
 app = typer.Typer(help="Run this device's agent, or look at its private store.", no_args_is_help=True)
 
 app.command("unit")(unit_command)
+app.command("join")(join_command)
+app.command("logs")(logs_command)
 app.command("renew")(renew_command)
 app.command("leave")(leave_command)
 _STYLES = {"ok": None, "warning": "yellow", "failed": "red"}

@@ -16,6 +16,10 @@ from export.model.versions import Slots
 from fedcg.event_log import EventValue, read_events
 
 Status = dict[str, EventValue]
+WAITS = "waits until another federation's training on this device is done"
+ENDS_OF_TRAINING = frozenset(
+    {"agent_started", "committed", "round_failed", "trainer_died", "finalised", "finalise_failed"}
+)
 _SHOWN = {  # one field of these events is shown unchanged
     "link": ("last_link", "up"),
     "link_problem": ("link_problem", "detail"),
@@ -96,10 +100,15 @@ def _latest(path: Path) -> Status:
             refused[str(event.get("reason"))] = count
         elif name == "declined":
             found["last_declined"] = f"{about}: {event.get('reason')}: {event.get('detail', '')}".rstrip(": ")
+        elif name == "phase_started":
+            phase = event.get("phase")
+            found["training"] = WAITS if phase == "wait" else f"{about}: {phase}"
         elif name == "trainer_died":
             found["last_trainer_death"] = f"exit code {event.get('exit_code')} {event.get('reason')}".strip()
         elif name in ("link", "welcomed"):
             found["link_problem"] = None
+        if name in ENDS_OF_TRAINING:
+            found["training"] = None
         if name in _SHOWN:
             key, field = _SHOWN[name]
             found[key] = event.get(field)

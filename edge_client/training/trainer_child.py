@@ -7,6 +7,7 @@ import os
 import re
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from edge_client.training.local_round import Workplace, train_round
 from edge_client.training.messages import Committed, Failed, Noted, Ready, TrainerCommand, TrainerReport, Working
 from edge_client.training.model_selection import choose_model
 from edge_client.training.onnx_export import export_best
+from edge_client.training.turns import turn
 from export.errors import ExportError
 from fedcg.disk_errors import advice_for
 from fedcg.event_log import EventLog
@@ -33,7 +35,7 @@ from fedcg.learning.image_set import SkippedImage
 from fedcg.learning.method import DivergedError
 from fedcg.learning.training.device_errors import BROKEN_EXIT, is_sticky
 from fedcg.wire.errors import CodecError, WireError
-from fedcg.wire.messages.messages import DeclineReason
+from fedcg.wire.messages.messages import NO_ATTEMPT, DeclineReason, RoundAttempt
 from fedcg.worker_process import requests_of
 
 LOCK_WAIT_S = 30.0
@@ -105,8 +107,25 @@ class Trainer:
         self._events.write("images_skipped", count=len(skipped))
 
     def do(self, command: TrainerCommand) -> TrainerReport:
-        """Carry out one command; a failure becomes a report and leaves the state as it was before."""
-        return self._train(command) if isinstance(command, TrainRound) else self._choose(command)
+        """Carry out one command in this device's turn; a failure becomes a report and leaves the state as it was before."""
+        attempt = command.round_attempt if isinstance(command, TrainRound) else NO_ATTEMPT
+        try:
+            with self._turn(attempt):
+                return self._train(command) if isinstance(command, TrainRound) else self._choose(command)
+        except OSError as error:  # of the lock: errors of the work are reports
+            if isinstance(command, TrainRound):
+                return Failed(attempt, DeclineReason.TRAINING_FAILED, self._explain(error))
+            self._events.write("finalise_failed", detail=self._explain(error))
+            return Chosen(command.aggregate, succeeded=False)
+
+    def _turn(self, attempt: RoundAttempt) -> AbstractContextManager[None]:
+        where = {"round": attempt.round, "attempt": attempt.attempt, "pid": os.getpid()}
+        lock, working = self._work.config.training_lock, self._work.working
+
+        def waits() -> None:
+            self._events.write("phase_started", phase="wait", **where)
+
+        return turn(lock, waits, working)
 
     def _train(self, command: TrainRound) -> TrainerReport:
         if self._obstacle is not None:
@@ -128,7 +147,8 @@ class Trainer:
         if not (isinstance(report, Committed) and export.enabled and export.each_best):
             return
         try:
-            export_best(self._work)
+            with self._turn(report.round_attempt):
+                export_best(self._work)
         # A full disk, too, must not end the process: the next round tries again.
         except (ExportError, LearningError, OSError) as error:
             self._events.write("export_failed", round=report.round_attempt.round, detail=self._explain(error))

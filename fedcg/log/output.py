@@ -18,8 +18,9 @@ from fedcg.event_log import FIELDS
 from fedcg.log.settings import LogForm, LogLevel, LogSettings
 
 
-def set_up_log(settings: LogSettings, stream: TextIO = sys.stderr) -> None:
-    """Send the log of this process to a stream, in colour only where that is a terminal."""
+def set_up_log(settings: LogSettings, stream: TextIO | None = None) -> None:
+    """Send the log of this process to a stream (default: stderr), in colour only where that is a terminal."""
+    stream = sys.stderr if stream is None else stream
     handler = logging.StreamHandler(stream)
     handler.setFormatter(_formatter(settings.form, is_terminal=stream.isatty()))
     root = logging.getLogger()
@@ -27,6 +28,7 @@ def set_up_log(settings: LogSettings, stream: TextIO = sys.stderr) -> None:
         root.removeHandler(earlier)
     root.addHandler(handler)
     root.setLevel(settings.level.value.upper())
+    logging.getLogger("alembic").setLevel(logging.WARNING)  # it names its dialect at every start
 
 
 def toggle_debug_on_signal(settings: LogSettings) -> None:

@@ -68,7 +68,7 @@ class _Formatter(string.Formatter):
     def convert_field(self, value: Any, conversion: str | None) -> Any:
         if conversion in _CONVERSIONS:
             return _CONVERSIONS[conversion](value) if isinstance(value, int | float) else str(value)
-        return super().convert_field(value, conversion)  # type: ignore[arg-type]
+        return super().convert_field(value, conversion)
 
     def format_field(self, value: Any, format_spec: str) -> str:
         return str(super().format_field(value, format_spec)) if value != "" else ""
@@ -166,7 +166,7 @@ def _refused(event: Event) -> Line:
 
 def _phase_started(event: Event) -> Line:
     if event.get("phase") == "wait":
-        return INFO, "{at}: waits until another federation's training on this device is done"
+        return INFO, "waits until another federation's training on this device is done"
     return DEBUG, "{at}: {phase} begins" + (" ({client})" if event.get("client") else "")
 
 

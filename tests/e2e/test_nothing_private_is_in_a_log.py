@@ -12,7 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests.support.edge.toml_edit import set_values
 from tests.support.stack import Stack, wait_for
 from tests.support.waiting import wait_until
 
@@ -36,6 +38,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Stack, 
     """A federation of which one image is broken and one device enrolled by a token; gives the token too."""
     root = tmp_path_factory.mktemp("logs")
     stack = _Talkative(root, params={"epochs": 1, "server_iterations": 10}, enrol=True, min_clients=3)
+    stack.prepare()
+    set_values(stack.home / "coordinator.toml", {("tensorboard", "directory"): "curves"})
     with stack.up():
         tokens = []
         for device in stack.devices:
@@ -139,6 +143,21 @@ def test_the_log_of_a_coordinator_as_json_has_the_events_with_their_sentences(fi
     assert by_name["finished"].startswith("shapes: finished after round 2: ")
     written = [event for event in stack.events("coordinator") if event["event"] in by_name]
     assert [(one["event"], one["t"]) for one in written] == [(one["event"], one["t"]) for one in logged]
+
+
+def test_the_coordinator_writes_curves_of_each_round_for_tensorboard(finished: tuple[Stack, str]) -> None:
+    stack, _ = finished
+    read = EventAccumulator(str(stack.home / "curves" / "shapes")).Reload()
+    assert [(one.step, one.value) for one in read.Scalars("updates/accepted")] == [(1, 3.0), (2, 3.0)]
+    sizes = {1: 0, 2: 0}
+    for event in stack.events("coordinator"):
+        if event["event"] == "update_stored":
+            sizes[event["round"]] += event["size"]
+    assert {one.step: one.value for one in read.Scalars("bytes/up")} == sizes
+    for device in stack.devices:
+        told = [event["accuracy_personal"] for event in stack.events(device) if event["event"] == "committed"]
+        assert [one.value for one in read.Scalars(f"accuracy/{device}")] == pytest.approx(told)
+        assert [one.step for one in read.Scalars(f"loss/{device}")] == [1, 2]
 
 
 def test_a_signal_switches_the_level_of_a_running_coordinator_and_back(tmp_path: Path) -> None:

@@ -28,13 +28,12 @@ def beat(step: int, phase: Any = "classify", steps: int = 100) -> Heartbeat:
 
 def test_the_end_of_a_phase_is_predicted_from_the_rate_since_its_first_report() -> None:
     board = ProgressBoard()
-    board.note("a", beat(10), 1000.0)
-    assert board._latest["a"].ends_at is None
-    board.note("a", beat(30), 1005.0)
-    assert board._latest["a"].ends_at == 1005.0 + 70 / (20 / 5.0)  # 70 steps are left, at 4 a second
-    assert board._latest["a"].since == 1000.0
-    board.note("a", beat(0, "evaluate"), 1030.0)
-    assert (board._latest["a"].since, board._latest["a"].ends_at) == (1030.0, None)
+    times = []
+    for message, now in ((beat(10), 1000.0), (beat(30), 1005.0), (beat(0, "evaluate"), 1030.0)):
+        board.note("a", message, now)
+        times.append((board._latest["a"].since, board._latest["a"].ends_at))
+    # 70 steps are left, at 20 in 5 seconds
+    assert times == [(1000.0, None), (1000.0, 1005.0 + 70 / 4.0), (1030.0, None)]
     board.note("a", Heartbeat(**ABOUT), 1031.0)
     assert board._latest == {}
 

@@ -233,8 +233,8 @@ def test_how_far_training_is_goes_to_the_coordinator_with_the_heartbeats(make_wo
     while beat.phase is None:  # one that was on its way
         beat = world.coordinator.wait(Heartbeat)
     assert (beat.at, beat.phase, beat.step, beat.steps) == (RoundAttempt(1, 1), "classify", 0, 0)
-    progress = {"event": "progress", "step": 3, "steps": 9, **where}
-    world.trainer.deliver(Noted({**progress, "phase": "the patient's name"}))
+    strange = "the patient's name"
+    world.trainer.deliver(Noted({"event": "progress", "phase": strange, "step": 3, "steps": 9, **where}))
     beat = world.coordinator.wait(Heartbeat)
     assert (beat.phase, beat.step, beat.steps) == ("train", 3, 9)
     world.trainer.work(world.trainer.commands[-1])
