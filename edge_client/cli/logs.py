@@ -73,7 +73,7 @@ def _since(text: str, now: float) -> float:
     if span := _SPAN.fullmatch(text):
         return now - int(span[1]) * _SECONDS[span[2]]
     try:
-        moment = datetime.fromisoformat(text)
+        moment = datetime.fromisoformat(text.replace("Z", "+00:00"))  # Python 3.10 reads no Z
     except ValueError as error:
         raise BadInputError(f"--since {text}: give 10m, 2h, 3d, or a time such as 2026-11-22T08:00") from error
     return (moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)).timestamp()
