@@ -38,6 +38,7 @@ EXAMPLES: dict[tuple[str, str], object] = {
     ("storage", "database"): "postgresql+psycopg://fedcg@db.example/fedcg",
     ("storage", "database_password_file"): "/run/secrets/fedcg-database",
     ("storage", "artifacts"): "s3://fedcg/artifacts",
+    ("tensorboard", "directory"): "tensorboard",
 }
 """Values of settings that have none by default, as coordinator.toml shows them in comments."""
 Port = Annotated[int, Field(ge=1, le=65535)]
@@ -228,6 +229,16 @@ class RoundSettings(_Section):
     retry_s: Annotated[float, Field(ge=0, le=600)] = 10.0
 
 
+class TensorboardSettings(_Section):
+    """Curves for TensorBoard.
+
+    Attributes:
+        directory: gets a folder of event files for each federation, relative to this file; None writes none.
+    """
+
+    directory: Annotated[str, Field(min_length=1)] | None = None
+
+
 class CoordinatorConfig(_Section):
     """coordinator.toml."""
 
@@ -240,6 +251,7 @@ class CoordinatorConfig(_Section):
     robustness: RobustnessSettings = RobustnessSettings()
     storage: StorageSettings = StorageSettings()
     rounds: RoundSettings = RoundSettings()
+    tensorboard: TensorboardSettings = TensorboardSettings()
 
     @property
     def enrolment_host(self) -> str:

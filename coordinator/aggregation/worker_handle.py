@@ -5,7 +5,6 @@ Torch-free and never blocking; used by one thread. The open job and its requests
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -36,8 +35,6 @@ from fedcg.worker_process import Exited, WorkerProcess
 MAX_DEATHS = 5
 """Deaths over one update after which it is rejected; over anything else, after which the job is given up."""
 MAX_BACKOFF_S = 10.0
-
-log = logging.getLogger(__name__)
 
 
 class AggregationWorker:
@@ -143,7 +140,6 @@ class AggregationWorker:
         client, job = self._under_way, self._job
         self._deaths[client] += exited.was_busy  # an idle worker was ended from outside
         deaths, reason = max(1, self._deaths[client]), exited.reason or self._broke
-        log.warning("the aggregation worker (process %d) died; starting another one. %s", exited.pid, reason)
         self._is_ready, self._under_way, self._broke = False, "", ""
         self._restart_at = self._clock() + (min(0.1 * 2.0**deaths, MAX_BACKOFF_S) if deaths > 1 else 0.0)
         died = WorkerDied(exited.pid, deaths, reason)

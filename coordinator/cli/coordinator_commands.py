@@ -28,6 +28,7 @@ from coordinator.cli.shared_options import (
 )
 from fedcg.errors import FAILED
 from fedcg.json_output import print_data
+from fedcg.log.settings import LogForm, LogFormOption, LogLevel, LogLevelOption, LogSettings
 
 coordinator_app = typer.Typer(help="Create and run a coordinator.", no_args_is_help=True)
 broker_app = typer.Typer(help="Run a broker for a coordinator.", no_args_is_help=True)
@@ -99,13 +100,18 @@ def coordinator_run(
     exit_when_finished: Annotated[
         bool, typer.Option("--exit-when-finished", help="End after the last round, once the devices have left.")
     ] = False,
+    form: LogFormOption = LogForm.CONSOLE,
+    level: LogLevelOption = LogLevel.INFO,
     as_json: AsJson = False,
 ) -> None:
-    """Run the coordinator until SIGTERM or Ctrl-C; started again it goes on where it was."""
+    """Run the coordinator until SIGTERM or Ctrl-C; started again it goes on where it was. SIGUSR1 toggles the log level `debug`."""
     from coordinator.cli.run import run_coordinator
     from coordinator.paths import Home
+    from fedcg.log.output import set_up_log, toggle_debug_on_signal
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    log = LogSettings(form, level)
+    set_up_log(log)
+    toggle_debug_on_signal(log)
     code = run_coordinator(
         Home(directory), exit_when_finished=exit_when_finished, print_line=line_printer(as_json=as_json)
     )

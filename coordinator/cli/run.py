@@ -8,7 +8,7 @@ import ssl
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -35,10 +35,11 @@ from coordinator.pki.signing_keys import SigningIdentity, load_signing_identity
 from coordinator.rounds.records import FederationRecord
 from coordinator.service.coordinator import ContextOf, Coordinator
 from coordinator.service.service_context import ServiceContext
+from coordinator.service.tensorboard import RoundCurves
 from coordinator.storage.object_store import artifacts_of
 from coordinator.storage.sole_writer import sole_writer
 from coordinator.storage.store import Store
-from fedcg.event_log import EventLog
+from fedcg.event_log import EventLog, EventValue, log_event
 from fedcg.learning.spec import FederationSpec
 from fedcg.listening import Caps, Connections, Listener, http_config, own_hosts_only
 from fedcg.wire.messages.messages import COORDINATOR
@@ -74,7 +75,7 @@ def run_coordinator(home: Home, *, exit_when_finished: bool = False, print_line:
         bound("api", config.api.host, config.api.port, connections) as listener,
         listening("enrolment", config.enrolment, config.enrolment_host, connections) as enrolment,
         listening("carrier", config.carrier, config.carrier_host, connections) as carrier,
-        _opened(home) as (store, events),
+        _opened(home, config) as (store, events),
     ):
         local_token(home, ApiTokens(store.api))
         there = ", ".join(record.id for record in store.federations()) or "no federation yet"
@@ -170,13 +171,22 @@ def _serve(
 
 
 @contextmanager
-def _opened(home: Home) -> Iterator[tuple[Store, EventLog]]:
-    store = Store.of(home)
-    try:
+def _opened(home: Home, config: CoordinatorConfig) -> Iterator[tuple[Store, EventLog]]:
+    with ExitStack() as opened:
+        store = Store.of(home)
+        opened.callback(store.close)
         end_silences(home)  # completes what a killed coordinator left undone; blocks while a federation is being opened
-        yield store, EventLog(home.events_file, time.time, LineLimit().allows)
-    finally:
-        store.close()
+        followers = [log_event]
+        if config.tensorboard.directory is not None:
+            curves = RoundCurves(home.root / config.tensorboard.directory, store)
+            opened.callback(curves.close)
+            followers.append(curves.follow)
+
+        def watch(event: dict[str, EventValue]) -> None:
+            for follow in followers:
+                follow(event)
+
+        yield store, EventLog(home.events_file, time.time, LineLimit().allows, watch=watch)
 
 
 def _contexts(home: Home, config: CoordinatorConfig, store: Store, events: EventLog) -> ContextOf:

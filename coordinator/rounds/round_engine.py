@@ -108,6 +108,10 @@ class RoundState:
         """Participants that have neither delivered nor declined."""
         return self.participants - self.updates - self.declined
 
+    def can_spare(self, client: str) -> bool:
+        """Whether the quorum can be reached without a participant."""
+        return len(self.participants - self.declined - {client}) >= self.policy.quorum
+
     @property
     def at(self) -> RoundAttempt:
         """The round attempt that is open, or open next."""

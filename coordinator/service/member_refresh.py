@@ -126,7 +126,6 @@ class MemberRefresh:
         for device in sorted(before - silenced):
             self._context.events.write("silence_ended", client=device)
         for device in sorted(silenced - before):
-            log.warning("%s is silenced for %.0f minutes: %s", device, SILENCE_S / 60, reason)
             self._context.events.write("silenced", client=device, seconds=SILENCE_S, reason=reason)
             self._departed(device, "the device is silenced: " + reason)
         self._run_in_background(partial(self._apply_silence, before ^ silenced))

@@ -6,7 +6,6 @@ database (`restart`).
 
 from __future__ import annotations
 
-import logging
 import shutil
 import time
 from collections.abc import Callable
@@ -57,7 +56,7 @@ from coordinator.storage.store import Key
 from coordinator.updates.published_artifacts import PublishedArtifacts
 from coordinator.updates.receiver import Receiver
 from coordinator.updates.robustness import Distances, given_weights, limits_of, medians_of, over
-from coordinator.updates.track_record import LEFT_OUT_ROUNDS, left_out, plateau_reason, typical_distances
+from coordinator.updates.track_record import left_out, plateau_reason, typical_distances
 from fedcg.wire.messages.messages import Outcome
 
 _REPORTS: dict[type[WorkerEvent], str] = {
@@ -68,8 +67,6 @@ _REPORTS: dict[type[WorkerEvent], str] = {
     UpdateAdded: "teacher_done",
 }
 """The lines of the event log that hold a report of the worker unchanged."""
-
-log = logging.getLogger(__name__)
 
 
 class RoundDriver:
@@ -217,7 +214,6 @@ class RoundDriver:
             return
         key, reason = (self._id, state.round, state.attempt), failed.reason[:300]
         self._store.reject_update(key, client, reason)
-        log.error("the update of %s to round %d can't be merged: %s", client, state.round, reason)
         self._events.write("update_rejected", client=client, round=state.round, attempt=state.attempt, reason=reason)
         self.apply(UpdateRefused(state.round, state.attempt, client, reason))
 
@@ -226,7 +222,6 @@ class RoundDriver:
         before, now = self._state.left_out, left_out(self._store, self._id, round_number)
         self._state = replace(self._state, left_out=now)
         for client in sorted(now.keys() - before.keys()):
-            log.error("%s is left out for %d rounds: %s", client, LEFT_OUT_ROUNDS, now[client])
             self._events.write("left_out", client=client, round=round_number, reason=now[client])
         for client in sorted(before.keys() - now.keys()):
             self._events.write("let_in", client=client, round=round_number)
@@ -300,6 +295,7 @@ class RoundDriver:
             "attempt_opened",
             round=command.round,
             attempt=command.attempt,
+            rounds=self._state.policy.rounds,
             participants=sorted(command.participants),
             aggregate=base.artifact,
         )
@@ -330,7 +326,6 @@ class RoundDriver:
         self._store.move_deadline(self._key(command), command.deadline_at)
         if command.reason:
             round_number, attempt, reason = command.round, command.attempt, command.reason
-            log.warning("round %d, attempt %d goes on: %s", round_number, attempt, reason)
             self._events.write("deadline_moved", round=round_number, attempt=attempt, reason=reason)
 
     def _invite(self, command: Invite) -> None:
@@ -370,7 +365,6 @@ class RoundDriver:
         self._judge_devices(command.round)
 
     def _pause(self, command: Pause) -> None:
-        log.error("federation %s is paused: %s", self._id, command.reason)
         self._events.write("paused", reason=command.reason)
 
     def _finish(self, command: Finish) -> None:

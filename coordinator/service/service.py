@@ -26,6 +26,7 @@ from coordinator.service.artifact_requests import ArtifactRequests
 from coordinator.service.invitations import REMIND_S, Invitations
 from coordinator.service.liveness import Liveness, PresenceLog
 from coordinator.service.member_refresh import REFRESH_S, MemberRefresh
+from coordinator.service.progress import DeviceProgress, ProgressBoard
 from coordinator.service.round_driver import RoundDriver
 from coordinator.service.service_context import ServiceContext
 from coordinator.storage.store import Store
@@ -125,6 +126,8 @@ class Service:
         self._topics = topics
         self._presence = PresenceLog(context.store, context.federation.id, context.clock)
         self._liveness = Liveness(self._round_driver, self.receiver, context.events, self._presence)
+        self._board = ProgressBoard()
+        self._down_since: float | None = None
         self._refused_hellos: set[str] = set()
         self._key_read_at = 0.0
         self._finished_at: float | None = None
@@ -183,6 +186,11 @@ class Service:
     def is_uploading(self, device: str) -> bool:
         """Whether an update of a device is under way."""
         return self.receiver.is_busy(device)
+
+    @property
+    def progress(self) -> dict[str, DeviceProgress]:
+        """How far the training of each participant is that is online and has not delivered; from any thread."""
+        return self._board.of(self.state)
 
     def is_silenced(self, device: str) -> bool:
         """Whether a device sent so much that it is off the broker's access list for a while."""
@@ -303,10 +311,16 @@ class Service:
     def _in_session(self, device: str, message: Heartbeat | Accept | Decline | Manifest | Need) -> None:
         if isinstance(message, Accept | Decline):
             self._invitations.answered(device, message)
+        elif isinstance(message, Heartbeat):
+            self._beat(device, message)
         elif isinstance(message, Manifest):
             self.receiver.announce(device, message)
         elif isinstance(message, Need):
             self._requests.serve(device, message)
+
+    def _beat(self, device: str, beat: Heartbeat) -> None:
+        if beat.phase is None or (self.state.is_open(beat.at) and device in self.state.outstanding):
+            self._board.note(device, beat, self._context.clock())
 
     def _hello(self, device: str, hello: Hello) -> None:
         version = versions.agree(hello.versions)
@@ -318,10 +332,8 @@ class Service:
         now = self._context.clock()
         self._context.store.saw_device(device, hello.agent, now)
         unlike = self._cohorts.note(device, hello.cohort)
-        if unlike and self._events.write("cohort_differs", client=device, unlike=",".join(unlike)):
-            log.warning(
-                "%s: its cohort secret is not that of %s: private networks start apart", device, ", ".join(unlike)
-            )
+        if unlike:
+            self._events.write("cohort_differs", client=device, unlike=",".join(unlike))
         self._publisher.welcome(device, hello.nonce, nonce, now, version)
         self._liveness.expect(device, hello.heartbeat_s, time.monotonic())
         self._liveness.mark_online(device)
@@ -329,13 +341,13 @@ class Service:
     def _refuse_hello(self, device: str, hello: Hello) -> None:
         reason = versions.explain_versions(hello.versions, versions.SPOKEN)
         self._refusals.note(f"the hello of {device}", VersionError(reason), device)
-        if device not in self._refused_hellos:
-            self._refused_hellos.add(device)
-            log.warning("%s (agent %s): %s", device, hello.agent, reason)
         self._publisher.refuse_hello(device, hello)
 
     def _link_changed(self, change: LinkChanged) -> None:
-        self._events.write("link", up=change.up)
+        now = time.monotonic()
+        down_s = round(now - self._down_since, 1) if change.up and self._down_since is not None else None
+        self._down_since = None if change.up else now
+        self._events.write("link", up=change.up, down_s=down_s)
         if not change.up:
             self._has_link = False
             self._round_driver.apply(change)

@@ -19,6 +19,7 @@ from coordinator.rounds.records import (
     TokenState,
 )
 from coordinator.service.coordinator import Coordinator
+from coordinator.service.progress import DeviceProgress
 from coordinator.storage.api_store import ApiTokenRecord
 from coordinator.storage.store import Store
 from fedcg.learning.spec import RoundPolicy
@@ -117,6 +118,7 @@ class DeviceView(DeviceRecord):
         participates: the federations whose open attempt it was invited to.
         left_out: by federation, why it is not invited while enough others are there, or at all.
         refused: messages of it that were refused since the coordinator started.
+        progress: by federation, how far its training is.
         certificate_expires_at: of the last of its certificates that is not revoked.
     """
 
@@ -125,6 +127,7 @@ class DeviceView(DeviceRecord):
     left_out: dict[str, str]
     refused: int
     silenced: bool
+    progress: dict[str, DeviceProgress]
     certificate_expires_at: float | None
     certificates: list[CertificateView]
 
@@ -239,6 +242,11 @@ def device_view(
         },
         refused=sum(service.refused_of(device.id) for service in services.values()),
         silenced=device.id in silenced or any(service.is_silenced(device.id) for service in services.values()),
+        progress={
+            federation: progress
+            for federation, service in services.items()
+            if (progress := service.progress.get(device.id)) is not None
+        },
         certificate_expires_at=max((known.expires_at for known in own if known.revoked_at is None), default=None),
         certificates=own,
     )

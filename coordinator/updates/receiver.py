@@ -279,8 +279,7 @@ class Receiver:
         return None if manifest is None else manifest.artifact
 
     def _refuse(self, device: str, error: WireError) -> None:
-        if self._refusals.note(f"a chunk of {device}", error, device):
-            log.warning("chunk of %s refused: %s", device, error)
+        self._refusals.note(f"a chunk of {device}", error, device)
 
     def _take(self, device: str, chunk: Chunk) -> None:
         now, manifest = time.monotonic(), self._uploads.manifest(device)
@@ -348,21 +347,15 @@ class Receiver:
         if earlier.artifact == manifest.artifact.id:
             self._end(device)
             self._publisher.receipt(device, manifest, earlier.outcome, earlier.reason)
-        elif self._finish(
-            device, manifest, Outcome.CONFLICT, "another update of this round and attempt was ended before"
-        ):
-            log.warning(
-                "%s delivered two different updates of round %d, attempt %d; the first one counts. Two boxes seem to use its "
-                "private store: stop one, or give it an identity of its own with `fedcg token create`",
-                device,
-                manifest.round,
-                manifest.attempt,
+        else:
+            self._finish(
+                device, manifest, Outcome.CONFLICT, "another update of this round and attempt was ended before"
             )
 
-    def _finish(self, device: str, manifest: Manifest, outcome: Outcome, reason: str) -> bool:
-        """Forget an upload that is not merged and send its receipt; returns whether the event log has a line of it."""
+    def _finish(self, device: str, manifest: Manifest, outcome: Outcome, reason: str) -> None:
+        """Forget an upload that is not merged and send its receipt."""
         self._end(device)
-        is_reported = self._events.write(
+        self._events.write(
             "update_refused",
             client=device,
             round=manifest.round,
@@ -371,7 +364,6 @@ class Receiver:
             reason=reason,
         )
         self._publisher.receipt(device, manifest, outcome, reason)
-        return is_reported
 
     def _end(self, device: str) -> None:
         with self._filled:

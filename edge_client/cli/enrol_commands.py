@@ -63,6 +63,33 @@ def enrol_command(
     )
 
 
+def join_command(
+    federation: Annotated[str, typer.Option("--federation", help="The other federation of the same coordinator.")],
+    out: Annotated[Path, typer.Option("--out", "--dir", help="A new folder, for agent.toml and the private store.")],
+    data: Annotated[str, typer.Option("--data", help="This box's images for it (docs/data.md), or dataset:NAME.")],
+    config: ConfigOption = Path("agent.toml"),
+    as_json: JsonOption = False,
+) -> None:
+    """Take part in a second federation with this device's identity; each federation has an agent of its own.
+
+    Exit codes: 0 written; 1 failed; 2 bad input. The training processes take turns on this device.
+    """
+    from edge_client.identity.join import join
+
+    if not data.startswith("dataset:") and not Path(data).exists():
+        raise BadInputError(f"--data {data}: there is no such file or folder")
+    where = data if data.startswith("dataset:") else str(Path(data).absolute())
+    settings = read_config(config)
+    written = join(settings, config.read_text(encoding="utf-8"), federation, out, where)
+    if as_json:
+        print_data({"device": settings.device, "federation": federation, "config": str(written)})
+        return
+    typer.echo(
+        f"{settings.device} can take part in {federation} beside {settings.federation}, with the same keys and certificates.\n"
+        f"Next: fedcg doctor --config {written}, then fedcg agent run --config {written}"
+    )
+
+
 def renew_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOption = False) -> None:
     """Renew this device's certificate now; the agent does it by itself in the last third of its life.
 

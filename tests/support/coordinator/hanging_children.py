@@ -23,13 +23,14 @@ from coordinator.aggregation.worker_messages import (
 )
 from edge_client.config import AgentConfig
 from edge_client.training.messages import Committed, Ready, Working
+from fedcg.log.settings import LogSettings
 from fedcg.worker_process import requests_of
 
 STALL_S = 1.0
 THREADS_FILE = "threads.txt"
 
 
-def work_slowly_then_idle(connection: Connection, _config: AgentConfig) -> None:
+def work_slowly_then_idle(connection: Connection, _config: AgentConfig, _log: LogSettings) -> None:
     connection.send(Ready(os.getpid()))
     for command in requests_of(connection):  # with nothing to do it may be silent for ever
         idle = threading.Event()

@@ -98,7 +98,7 @@ def messages() -> tuple[AnyMessage, ...]:
         KeyChain(**everyone, links=(make_link(FEDERATION, 1, 2, COORDINATOR_KEY, NEW_KEY.public),)),
         DeviceStatus(**hello, online=False),
         Hello(**hello, nonce="0" * 32, versions=(PROTOCOL_VERSION,), agent="0.1.0", cohort="1" * 32, heartbeat_s=30),
-        Heartbeat(**up),
+        Heartbeat(**up, phase="classify", step=30, steps=120),
         Welcome(
             **greeting,
             version=PROTOCOL_VERSION,
