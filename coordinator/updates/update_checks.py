@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 
 from coordinator.errors import ValidationError
 from coordinator.rounds.records import AttemptRecord, AttemptState, ParticipantState, UpdateRecord
@@ -15,6 +16,8 @@ from coordinator.updates.validation import Expected, base_in, max_update_bytes, 
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.messages.messages import Manifest, Outcome
+
+KEPT_LATE = "it came when its round had closed; it is kept for the next one"
 
 
 class UpdateChecks:
@@ -49,7 +52,8 @@ class UpdateChecks:
         key = self._key(manifest)
         attempt = self._store.attempt(key)
         if attempt is None or attempt.state is not AttemptState.COLLECTING:
-            return self.why_late(manifest)
+            is_kept = attempt is not None and self._keeps_late(attempt) and self._delivers(key, device)
+            return None if is_kept else self.why_late(manifest)
         invited = {person.client: person.state for person in self._store.participants(key)}
         if device not in invited:
             return Outcome.REJECTED, "the device was not invited to this attempt"
@@ -95,15 +99,35 @@ class UpdateChecks:
         self._artifacts.adopt(received.file, manifest.artifact.id)
         report = artifact.header.report
         report_json = None if report is None else report.model_dump_json(exclude_none=True)
-        return self._record(device, manifest, received.manifest_at, Outcome.ACCEPTED, "", report_json, distances)
+        outcome, reason = Outcome.ACCEPTED, ""
+        if self._keeps_late(attempt):
+            outcome, reason = Outcome.LATE, KEPT_LATE
+        return self._record(device, manifest, received.manifest_at, outcome, reason, report_json, distances)
+
+    def _keeps_late(self, attempt: AttemptRecord) -> bool:
+        """Whether the policy keeps updates of an attempt that no longer collects; the database decides whether it is too late for that."""
+        if attempt.state not in (AttemptState.DISTILLING, AttemptState.CLOSED) or attempt.round >= self._spec.rounds:
+            return False
+        return self._store.federation(self._spec.federation).operator_policy.late == "next"
+
+    def _delivers(self, key: Key, device: str) -> bool:
+        """Whether a device was invited to an attempt and has not declined it."""
+        return any(
+            person.client == device and person.state is not ParticipantState.DECLINED
+            for person in self._store.participants(key)
+        )
 
     def rejected(self, device: str, manifest: Manifest, manifest_at: float, reason: str) -> UpdateRecord:
         """The record of an update that is not merged."""
         return self._record(device, manifest, manifest_at, Outcome.REJECTED, reason[:300])
 
     def store_end(self, record: UpdateRecord) -> UpdateRecord | None:
-        """Store how an update ended; see `Store.end_update`."""
-        return self._store.end_update(record)
+        """Store how an update ended; see `Store.end_update`. One whose attempt closed during its check may be kept late."""
+        stored = self._store.end_update(record)
+        attempt = self._store.attempt((record.federation, record.round, record.attempt))
+        if stored is None and record.outcome is Outcome.ACCEPTED and attempt is not None and self._keeps_late(attempt):
+            return self._store.end_update(replace(record, outcome=Outcome.LATE, reason=KEPT_LATE))
+        return stored
 
     def _yardstick_for(self, attempt: AttemptRecord) -> Yardstick:
         """The base and the typical distances by which the updates of an attempt are measured, made once a round."""

@@ -119,6 +119,7 @@ class RoundContext:
         public: unlabelled images, [N, C, H, W] uint8, that the server half may use; None where there are none.
         precision: of training steps; "bf16" for CUDA devices (see `precision`).
         graphs: whether training steps on a CUDA device may run as CUDA graphs.
+        most_rows: rows that go through a teacher at once, where memory is short; None: as many as are fast. Other last digits.
         progress: called with (phase, step, steps); phases are "classify", "generate", "teacher", "distil", "evaluate".
     """
 
@@ -132,6 +133,7 @@ class RoundContext:
     public: torch.Tensor | None = None
     precision: Precision = "f32"
     graphs: bool = True
+    most_rows: int | None = None
 
 
 @dataclass(frozen=True)

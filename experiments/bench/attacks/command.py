@@ -124,24 +124,24 @@ def table(records: list[dict[str, Any]]) -> Iterator[str]:
     yield "|---|---|---|---|"
     names = dict.fromkeys(case["attack"] for record in records for case in record["cases"])
     for name in names:
-        cells = [_cell(records, name, defended) for defended in (False, True)]
+        cells = [_cell(records, name, defended=defended) for defended in (False, True)]
         yield f"| {name} | {cells[0]} | {cells[1]} | {_merged(records, name)} |"
 
 
-def _cases(records: list[dict[str, Any]], name: str, defended: bool) -> list[dict[str, Any]]:
+def _cases(records: list[dict[str, Any]], name: str, *, defended: bool) -> list[dict[str, Any]]:
     return [
         case for record in records for case in record["cases"] if (case["attack"], case["defended"]) == (name, defended)
     ]
 
 
-def _cell(records: list[dict[str, Any]], name: str, defended: bool) -> str:
-    found = [case["accuracy"] for case in _cases(records, name, defended)]
+def _cell(records: list[dict[str, Any]], name: str, *, defended: bool) -> str:
+    found = [case["accuracy"] for case in _cases(records, name, defended=defended)]
     return f"{fmean(found):.1f} ({' / '.join(f'{each:.1f}' for each in found)})" if found else ""
 
 
 def _merged(records: list[dict[str, Any]], name: str) -> str:
     """In how many rounds the hostile client's update was merged, and how often an honest one was not."""
-    runs = [case["screened"] for case in _cases(records, name, True)]
+    runs = [case["screened"] for case in _cases(records, name, defended=True)]
     if not runs:
         return ""
     last = max(entry["client"] for entry in runs[0])

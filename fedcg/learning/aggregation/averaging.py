@@ -200,3 +200,27 @@ class AverageAggregator:
             self.add(updates[client]())
         aggregate = Aggregate(self.merged.parts)
         return aggregate, ServerState(aggregate)
+
+
+class PartsAverage:
+    """In the place of a method's own server half where that can't run: the average, and the rest of the aggregate as it was.
+
+    Args:
+        shared: parts of the updates.
+        state: from before the round.
+        spill: as `AverageAggregator`'s.
+    """
+
+    def __init__(self, shared: frozenset[Part], state: ServerState, spill: Spill) -> None:
+        self._state = state
+        self._average = AverageAggregator(shared & state.aggregate.parts.keys(), spill)
+
+    def add(self, update: Update) -> None:
+        """Count an update."""
+        self._average.add(update)
+
+    def finish(self, updates: Mapping[str, Callable[[], Update]]) -> tuple[Aggregate, ServerState]:
+        """The average of exactly these updates, beside the parts that no update holds."""
+        averaged = self._average.finish(updates)[0].parts
+        aggregate = replace(self._state.aggregate, parts={**self._state.aggregate.parts, **averaged})
+        return aggregate, replace(self._state, aggregate=aggregate)

@@ -122,7 +122,7 @@ def generator_blocks(teacher: Pair, bank: Bank, ctx: RoundContext) -> Iterator[t
     The blocks are always the same: how rows are put together shows in their last digits.
     """
     teacher.generator.eval()
-    for rows in slices(len(bank), frozen_rows(torch.device(ctx.device))):
+    for rows in slices(len(bank), ctx.most_rows or frozen_rows(torch.device(ctx.device))):
         yield rows, teacher.generator(bank.noise[rows].to(ctx.device), bank.labels[rows].to(ctx.device))
 
 

@@ -118,7 +118,7 @@ class PublicEnsembleAggregator:
     def _teacher_logits(self, update: Update) -> torch.Tensor:
         extractor, classifier = (net.eval() for net in self._load(update.parts))
         used, logits = self._batches[0], []
-        for some in used.split(_TEACHER_ROWS):
+        for some in used.split(self._ctx.most_rows or _TEACHER_ROWS):
             images = normalise(self._public[some].to(self._ctx.device), self._ctx.spec.image)
             logits.append(classifier(extractor(images)).cpu())
             self._ctx.progress("teacher", sum(map(len, logits)), len(used))

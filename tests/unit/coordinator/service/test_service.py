@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from coordinator.rounds.records import AttemptState
+from coordinator.rounds.records import AttemptState, UpdateRecord
 from coordinator.rounds.round_engine import Phase
 from fedcg.wire.messages.messages import (
     CoordinatorStatus,
@@ -100,6 +100,8 @@ def test_an_update_after_the_round_was_closed_without_it_is_late(make_world: Mak
     a, b = world.devices["a"], world.devices["b"]
     b.silent = True
     world.store.open_attempt(("tiny", 1, 1), world.base_id, frozenset("ab"), 1.0, 2.0)
+    stored = UpdateRecord("tiny", 1, 1, "a", "0" * 64, 1, Outcome.ACCEPTED, "", None, 1.0, 2.0, "{}")
+    world.store.end_update(stored)
     world.store.start_distilling(("tiny", 1, 1), 3.0)
     with RunningService(world):
         a.start()
