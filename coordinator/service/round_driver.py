@@ -342,8 +342,7 @@ class RoundDriver:
         self._assess(key)
 
     def _assess(self, key: Key) -> None:
-        candidates = self._screening.candidates(key, self._record.operator_policy)
-        self._worker.assess({client: update.artifact for client, update in candidates.items()})
+        self._worker.assess(self._screening.artifacts(key, self._record.operator_policy))
 
     def _assessed(self, assessed: Assessed) -> None:
         """Merge the updates that the screening chooses; too few fail the attempt."""
@@ -351,7 +350,7 @@ class RoundDriver:
         key = (self._id, assessed.round, assessed.attempt)
         if state.phase is not Phase.DISTILLING or state.at != assessed.at:
             return
-        if assessed.figures.keys() != self._screening.candidates(key, policy).keys():
+        if assessed.figures.keys() != self._screening.artifacts(key, policy).keys():
             self._assess(key)  # one was rejected meanwhile, or the policy changed
             return
         choice = self._screening.choose(key, assessed.figures, policy)

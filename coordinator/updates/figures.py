@@ -96,7 +96,7 @@ def sketches_of(parts: PartArrays, base: PartArrays, seed: int) -> dict[str, NDA
         seed: of the signs and the sums; the same for all updates of an attempt, and secret, so that no device can build a step
             whose sketch is another's.
     """
-    found = {}
+    found: dict[str, NDArray[np.float64]] = {}
     for part, origin in sorted(base.items()):
         weights = {name: array for name, array in parts.get(part, {}).items() if _is_weight(name, array)}
         groups = {part.value: list(weights)}
@@ -120,17 +120,12 @@ def figures_of(updates: Mapping[str, Behaviour], *, has_trained_base: bool) -> d
     consistency = _median(each.consistency for each in updates.values())
     agreement = _median(each.agreement for each in updates.values()) if has_trained_base else None
     directions = _directions({client: each.sketches for client, each in updates.items()})
-    return {
-        client: Figures(
-            max((each.distances[part] / median for part, median in medians.items() if median > 0), default=None),
-            *directions.get(client, (None, None)),
-            each.consistency,
-            each.agreement,
-            consistency,
-            agreement,
-        )
-        for client, each in updates.items()
-    }
+    found = {}
+    for client, each in updates.items():
+        farthest = max((each.distances[part] / median for part, median in medians.items() if median > 0), default=None)
+        cosine, typical = directions.get(client, (None, None))
+        found[client] = Figures(farthest, cosine, typical, each.consistency, each.agreement, consistency, agreement)
+    return found
 
 
 def verdict_of(figures: Figures, settings: RobustnessSettings) -> Verdict:

@@ -66,7 +66,11 @@ class Screening:
         typical = typical_distances(self._store, self._federation, round_number - 1)
         return limits_of(typical, self._settings.clip_medians)
 
-    def candidates(self, key: Key, policy: RoundPolicy) -> dict[str, UpdateRecord]:
+    def artifacts(self, key: Key, policy: RoundPolicy) -> dict[str, str]:
+        """The artifacts of the updates that may be merged, by client."""
+        return {client: update.artifact for client, update in self._candidates(key, policy).items()}
+
+    def _candidates(self, key: Key, policy: RoundPolicy) -> dict[str, UpdateRecord]:
         """The updates that may be merged, by client: the attempt's own, and late ones of the round before where they are kept."""
         own = {update.client: update for update in self._store.updates(key) if update.outcome is Outcome.ACCEPTED}
         before = self._store.aggregate(self._federation, key[1] - 1)
@@ -77,7 +81,7 @@ class Screening:
 
     def choose(self, key: Key, figures: Mapping[str, Figures], policy: RoundPolicy) -> Choice:
         """Judge the candidates by their figures, store figures and weights, and write what is odd into the event log."""
-        updates = self.candidates(key, policy)
+        updates = self._candidates(key, policy)
         late = {client for client, update in updates.items() if (update.round, update.attempt) != key[1:]}
         verdicts = {client: verdict_of(figures[client], self._settings) for client in updates}
         where = {"round": key[1], "attempt": key[2]}

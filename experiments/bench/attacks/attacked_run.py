@@ -24,7 +24,16 @@ from coordinator.updates.robustness import (
     over,
 )
 from experiments.bench.attacks.attackers import Attack
-from fedcg.learning.method import Aggregate, ClientState, DivergedError, LocalResult, ServerState, Update, Weights
+from fedcg.learning.method import (
+    Aggregate,
+    ClientState,
+    DivergedError,
+    LabelCounts,
+    LocalResult,
+    ServerState,
+    Update,
+    Weights,
+)
 from fedcg.learning.networks.initial_weights import initial_parts
 from fedcg.learning.registry import get_method
 from fedcg.learning.simulation.party import Party
@@ -193,7 +202,8 @@ def attacked_run(
             result = trainer.local(name, number, states[name], server.aggregate)
             if result is not None:
                 states[name] = result.private
-                updates[name] = replace(update_of(name, result), label_counts=None)
+                counts = result.report.label_counts if method.label_counts is LabelCounts.REQUIRED else None
+                updates[name] = replace(update_of(name, result), label_counts=counts)
         if attack is not None and names[-1] in updates:
             stream = torch.Generator().manual_seed(party.roots.devices[names[-1]][0] * 1000 + number)
             updates[names[-1]] = attack(updates[names[-1]], server.aggregate.parts, stream)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 
@@ -44,7 +45,7 @@ def shuffled_labels(honest: Update, base: Parts, stream: torch.Generator) -> Upd
     classifier = dict(honest.parts[Part.CLASSIFIER])
     for name in list(classifier)[-2:]:
         classifier[name] = classifier[name].roll(1, dims=0)
-    return Update(honest.client, {**honest.parts, Part.CLASSIFIER: classifier}, honest.examples)
+    return replace(honest, parts={**honest.parts, Part.CLASSIFIER: classifier})
 
 
 def constant_class(honest: Update, base: Parts, stream: torch.Generator) -> Update:
@@ -53,12 +54,12 @@ def constant_class(honest: Update, base: Parts, stream: torch.Generator) -> Upda
     weight, bias = list(classifier)[-2:]
     classifier[weight] = torch.zeros_like(classifier[weight])
     classifier[bias] = torch.zeros_like(classifier[bias]).index_fill(0, torch.tensor([0]), 50.0)
-    return Update(honest.client, {**honest.parts, Part.CLASSIFIER: classifier}, honest.examples)
+    return replace(honest, parts={**honest.parts, Part.CLASSIFIER: classifier})
 
 
 def many_examples(honest: Update, base: Parts, stream: torch.Generator) -> Update:
     """The honest weights, and the claim of 10^9 examples."""
-    return Update(honest.client, honest.parts, MANY_EXAMPLES)
+    return replace(honest, examples=MANY_EXAMPLES)
 
 
 ATTACKS: Mapping[str, Attack] = {
@@ -85,4 +86,4 @@ def _each(honest: Update, change: Callable[[Part, str, torch.Tensor], torch.Tens
         part: {name: changed(part, name, tensor) for name, tensor in weights.items()}
         for part, weights in honest.parts.items()
     }
-    return Update(honest.client, parts, honest.examples)
+    return replace(honest, parts=parts)

@@ -27,6 +27,9 @@ def attacks_command(
     images: Annotated[int, typer.Option(min=10, help="Training images of a client, at most.")] = 200,
     seed: Annotated[list[int] | None, typer.Option(min=0, help="A seed; again for more.  [default: 0, 1, 2]")] = None,
     attack: Annotated[list[str] | None, typer.Option(help="An attack; again for more.  [default: all]")] = None,
+    defence: Annotated[
+        bool | None, typer.Option(help="Run the attacks with the defence alone, or without it alone.")
+    ] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="key=value: a parameter of the method.")] = None,
     threads: Annotated[int, typer.Option(min=1, help="Threads of torch.")] = 1,
     out: Annotated[
@@ -65,13 +68,15 @@ def attacks_command(
         }
         if path is not None and path.is_file():
             record = json.loads(path.read_text(encoding="utf-8"))
-        _run_cases(record, setting | {"seed": number}, attack, path)
+        _run_cases(record, setting | {"seed": number}, attack, defence, path)
         records.append(record)
     for line in table(records):
         typer.echo(line)
 
 
-def _run_cases(record: dict[str, Any], setting: Mapping[str, Any], chosen: list[str] | None, path: Path | None) -> None:
+def _run_cases(
+    record: dict[str, Any], setting: Mapping[str, Any], chosen: list[str] | None, only: bool | None, path: Path | None
+) -> None:
     """Run what the record lacks, and write it after every case."""
     from coordinator.config import RobustnessSettings
     from experiments.bench.attacks.attackers import ATTACKS
@@ -84,6 +89,7 @@ def _run_cases(record: dict[str, Any], setting: Mapping[str, Any], chosen: list[
         )
     wanted = [(HONEST, False), (HONEST, True), (ABSENT, False)]
     wanted += [(name, defended) for name in chosen or ATTACKS for defended in (True, False)]
+    wanted = [case for case in wanted if only is None or case[1] is only or case[0] == ABSENT]
     done = {(case["attack"], case["defended"]) for case in record["cases"]}
     trainer: Trainer | None = None
     for name, defended in wanted:

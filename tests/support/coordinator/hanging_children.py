@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 from coordinator.aggregation.worker_messages import (
     AVERAGE,
     AddUpdate,
+    AssessJob,
     FinishJob,
     Job,
     JobDone,
@@ -82,7 +83,7 @@ def break_the_card_once(connection: Connection, settings: WorkerSettings) -> Non
                 raise RuntimeError("CUDA error: an illegal memory access was encountered")
             self._send(JobDone(1, 1, "9" * 64, 1, "8" * 64))
 
-        def serve(self, request: AddUpdate | FinishJob) -> None:
+        def serve(self, request: AddUpdate | AssessJob | FinishJob) -> None:
             """Nothing more: the job is done."""
 
     real.JobRunner = Runner  # type: ignore[misc]

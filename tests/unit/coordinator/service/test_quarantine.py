@@ -112,7 +112,7 @@ class Eased(PlainWorker):
         self._reply(JobDone(base.round, base.attempt, base.base, size, base.server_state, ease=2))
 
 
-def test_a_merge_without_enough_memory_says_so_in_events_and_round(make_world: MakeWorld) -> None:
+def test_a_merge_without_enough_memory_is_named_in_events_and_round(make_world: MakeWorld) -> None:
     world = make_world(1, make_worker=Eased)
     with RunningService(world) as running:
         world.start_devices()

@@ -48,7 +48,7 @@ def test_the_figures_do_not_depend_on_the_order_of_clients() -> None:
     assert figures_of(updates, has_trained_base=True) == figures_of(backwards, has_trained_base=True)
 
 
-def test_distances_are_told_in_medians_and_shares_beside_theirs() -> None:
+def test_distances_are_given_in_medians_and_shares_beside_theirs() -> None:
     updates = {
         "a": behaviour([1.0], 2.0, 0.9, 0.8),
         "b": behaviour([1.0], 3.0, 0.8, 0.7),
