@@ -171,6 +171,23 @@ class AggregationSettings(_Section):
     stall_s: Annotated[float, Field(ge=1, le=86_400)] = STALL_S
 
 
+Action = Literal["warn", "down-weight", "quarantine"]
+
+
+class FigurePolicy(_Section):
+    """From where on a figure of an update is odd, and what is done then.
+
+    Attributes:
+        bound: of `norm`: at most so many medians; of `direction`: at most so far below the median cosine; of `consistency` and
+            `agreement`: at least this share of the median.
+        action: `warn`: an event; `down-weight`: the update counts for `down_weight` of its examples; `quarantine`: it is stored and
+            receipted, and not merged.
+    """
+
+    bound: Annotated[float, Field(ge=0, le=1e9)]
+    action: Action
+
+
 class RobustnessSettings(_Section):
     """How much one device may weigh in a merge; a large number switches a bound off.
 
@@ -180,12 +197,19 @@ class RobustnessSettings(_Section):
         examples: numbers of examples by device that stand in the place of what the devices report; they are not capped.
         clip_medians: an update farther from the base than so many times the median of the last closed round (in the first: of its
             own) is scaled back.
+        norm, direction, consistency, agreement: what is done about an update that behaves unlike the others (`figures.Figures`).
+        down_weight: share of its examples that an update counts for when a policy says `down-weight`.
     """
 
     weight_medians: Annotated[float, Field(ge=1, le=1e9)] = 3.0
     max_share: Annotated[float, Field(gt=0, le=1)] = 1.0
     examples: dict[str, Annotated[int, Field(ge=1, le=1 << 40)]] = {}
     clip_medians: Annotated[float, Field(ge=1, le=1e9)] = 2.5
+    norm: FigurePolicy = FigurePolicy(bound=3.0, action="quarantine")
+    direction: FigurePolicy = FigurePolicy(bound=0.3, action="quarantine")
+    consistency: FigurePolicy = FigurePolicy(bound=0.5, action="quarantine")
+    agreement: FigurePolicy = FigurePolicy(bound=0.3, action="quarantine")
+    down_weight: Annotated[float, Field(gt=0, le=1)] = 0.1
 
 
 class StorageSettings(_Section):

@@ -242,6 +242,11 @@ class UpdateRecord:
     figures: str | None = None
 
     @property
+    def is_kept_late(self) -> bool:
+        """Whether it came after its round was closed and is a teacher of the next one."""
+        return self.outcome is Outcome.LATE and self.distances is not None
+
+    @property
     def examples(self) -> int:
         """The number of examples that the device reported; 1 when it reported none."""
         return int(json.loads(self.report or "{}").get("examples", 1))

@@ -66,7 +66,7 @@ class Invitations:
 
     def _wait_for(self, device: str, answer: Decline) -> None:
         """Keep the place of a device whose agent was stopped: without it the attempt, and what the others did for it, would be lost."""
-        self._accepted.discard((device, answer.at))
+        self._accepted.pop(device, None)
         detail = "the round waits until it is back, because too few others are left"
         where = {"round": answer.round, "attempt": answer.attempt}
         self._context.events.write("declined", client=device, **where, reason=answer.reason.value, detail=detail)

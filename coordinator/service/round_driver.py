@@ -14,8 +14,11 @@ from typing import Any
 
 from coordinator.aggregation.worker import spill_directory
 from coordinator.aggregation.worker_messages import (
+    EASED,
+    Assessed,
     Job,
     JobDone,
+    JobEased,
     JobFailed,
     PhaseStarted,
     Progressed,
@@ -55,8 +58,8 @@ from coordinator.storage.pruning import Pruner
 from coordinator.storage.store import Key
 from coordinator.updates.published_artifacts import PublishedArtifacts
 from coordinator.updates.receiver import Receiver
-from coordinator.updates.robustness import Distances, given_weights, limits_of, medians_of, over
-from coordinator.updates.track_record import left_out, plateau_reason, typical_distances
+from coordinator.updates.screening import Screening
+from coordinator.updates.track_record import left_out, plateau_reason
 from fedcg.wire.messages.messages import Outcome
 
 _REPORTS: dict[type[WorkerEvent], str] = {
@@ -65,6 +68,7 @@ _REPORTS: dict[type[WorkerEvent], str] = {
     PhaseStarted: "phase_started",
     Progressed: "aggregate_step",
     UpdateAdded: "teacher_done",
+    JobEased: "merge_eased",
 }
 """The lines of the event log that hold a report of the worker unchanged."""
 
@@ -103,6 +107,7 @@ class RoundDriver:
         self._worker = worker
         self._receiver = receiver
         self._pruner = Pruner(context.store, context.artifacts, self._id, context.keep_rounds, self._forget)
+        self._screening = Screening(context.store, self._id, context.robustness, context.events)
         self._record = context.federation
         self._state = RoundState(self._policy_of(context.federation))
         self.announced_at = 0.0
@@ -202,6 +207,8 @@ class RoundDriver:
             self.worker_pid = None
         elif isinstance(event, UpdateFailed):
             self._update_failed(event)
+        elif isinstance(event, Assessed):
+            self._assessed(event)
         elif isinstance(event, JobFailed):
             self.apply(AggregationFailed(event.round, event.attempt, event.reason))
         elif isinstance(event, JobDone):
@@ -234,7 +241,7 @@ class RoundDriver:
             self._context.artifacts.keep(artifact)
         now = self._context.clock()
         record = AggregateRecord(self._id, done.round, done.attempt, done.aggregate, done.size, done.server_state, now)
-        self._store.close_attempt(record)
+        self._store.close_attempt(record, EASED.get(done.ease, ""))
         self._published.allow(done.aggregate)
         self._events.write(
             "aggregate_stored", round=done.round, attempt=done.attempt, artifact=done.aggregate, size=done.size
@@ -332,29 +339,36 @@ class RoundDriver:
         self._publisher.invite(command.client, command.at)
 
     def _distil(self, command: Distil) -> None:
-        key = self._key(command)
+        key, policy = self._key(command), self._record.operator_policy
         updates = self._store.start_distilling(key, self._context.clock())
         # The database decides which updates came in time: one may have been stored a moment ago.
         accepted = frozenset(update.client for update in updates)
         self._state = replace(self._state, updates=accepted, declined=self._state.declined - accepted)
-        reported = {update.client: update.examples for update in updates}
-        weights = given_weights(reported, self._context.robustness)
-        self._store.weigh(key, weights)
-        self._receiver.end_attempt(command.at, Outcome.LATE, "the round was closed without this update")
-        where = {"round": command.round, "attempt": command.attempt}
-        self._events.write("distilling", **where, clients=sorted(accepted))
-        for client in sorted(client for client in reported if weights[client] != reported[client]):
-            self._events.write(
-                "weight_capped", **where, client=client, reported=reported[client], given=weights[client]
-            )
-        known = self._limits(command.round)
-        own = [update.distance_of for update in updates]
-        limits = known or limits_of(medians_of(own), self._context.robustness.clip_medians)
-        shares = {update.client: over(update.distance_of, limits) for update in updates}
-        for client, part, share in ((client, *item) for client, kept in shares.items() for item in kept.items()):
-            self._events.write("update_clipped", **where, client=client, part=part.value, kept=round(share, 4))
-        chosen = tuple((update.client, update.artifact, weights[update.client]) for update in updates)
-        self._worker.finish(chosen, limits if any(shares.values()) else known)
+        if policy.late == "drop":
+            self._receiver.end_attempt(command.at, Outcome.LATE, "the round was closed without this update")
+        self._events.write("distilling", round=command.round, attempt=command.attempt, clients=sorted(accepted))
+        self._assess(key)
+
+    def _assess(self, key: Key) -> None:
+        self._worker.assess(self._screening.artifacts(key, self._record.operator_policy))
+
+    def _assessed(self, assessed: Assessed) -> None:
+        """Merge the updates that the screening chooses; too few fail the attempt."""
+        state, policy = self._state, self._record.operator_policy
+        key = (self._id, assessed.round, assessed.attempt)
+        if state.phase is not Phase.DISTILLING or state.at != assessed.at:
+            return
+        if assessed.figures.keys() != self._screening.artifacts(key, policy).keys():
+            self._assess(key)  # one was rejected meanwhile, or the policy changed
+            return
+        choice = self._screening.choose(key, assessed.figures, policy)
+        odd = frozenset(choice.quarantined)
+        self._state = replace(state, updates=state.updates - odd, declined=state.declined | odd)
+        reason = choice.too_few(len(self._state.updates), state.policy.quorum)
+        if reason:
+            self.apply(AggregationFailed(assessed.round, assessed.attempt, reason))
+        else:
+            self._worker.finish(choice.updates, choice.limits)
 
     def _fail_attempt(self, command: FailAttempt) -> None:
         now, first_attempt = self._context.clock(), command.first_attempt
@@ -388,13 +402,8 @@ class RoundDriver:
         spec = self._context.federation.spec
         for artifact in (spec, base.artifact, base.server_state):
             self._context.artifacts.local(artifact)  # the worker reads files
-        limits = self._limits(command.round)
+        limits = self._screening.limits(command.round)
         return Job(self._id, command.round, command.attempt, spec, base.artifact, base.server_state, limits)
-
-    def _limits(self, round_number: int) -> Distances:
-        """How far from the base an update of a round may be; empty when the round before it gives no measure."""
-        typical = typical_distances(self._store, self._id, round_number - 1)
-        return limits_of(typical, self._context.robustness.clip_medians)
 
     def _key(self, command: OpenAttempt | ResumeAttempt | MoveDeadline | Distil | FailAttempt) -> Key:
         return (self._id, command.round, command.attempt)

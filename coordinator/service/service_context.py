@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -33,6 +33,9 @@ class Worker(Protocol):
 
     def add(self, client: str, artifact: str) -> None:
         """Request the teacher pass of a stored update."""
+
+    def assess(self, updates: Mapping[str, str]) -> None:
+        """Request the figures of the updates (artifacts by client)."""
 
     def finish(self, updates: Updates, limits: Distances) -> None:
         """Request the merge of the updates, none of them farther from the base than the limits."""

@@ -66,8 +66,9 @@ class UpdateView(BaseModel, from_attributes=True):
     """The end of a client's update.
 
     Attributes:
-        weight: the number of examples that it counts for in the merge; None when it is not merged (yet).
+        weight: the number of examples that it counts for in the merge; 0 in quarantine, None when it is not merged (yet).
         distances: L2 distance of each part from the round's base.
+        figures: what it does beside the attempt's other updates (docs/security.md), and the action and reasons where that is odd.
     """
 
     client: str
@@ -78,6 +79,7 @@ class UpdateView(BaseModel, from_attributes=True):
     report: Json[dict[str, object]] | None
     weight: int | None
     distances: dict[str, float] = Field(validation_alias="distance_of")
+    figures: Json[dict[str, object]] | None
     manifest_at: float
     stored_at: float
 

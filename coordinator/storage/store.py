@@ -9,9 +9,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from operator import attrgetter
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from sqlalchemy import URL, Insert, Table, Update, and_, insert, select, update
+from sqlalchemy import URL, Connection, Insert, Table, Update, and_, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from coordinator.errors import EnrolmentError, PlanError, StoreError
@@ -40,6 +41,8 @@ from fedcg.wire.messages.messages import KeyLink, Outcome
 
 Key = tuple[str, int, int]
 """(federation, round, attempt)."""
+_COLLECTING = AttemptState.COLLECTING.value
+_MERGING = (AttemptState.DISTILLING.value, AttemptState.CLOSED.value)
 
 
 class Store(schema.Queries):
@@ -206,9 +209,14 @@ class Store(schema.Queries):
         self._write(_change_attempt(key, {"state": AttemptState.DISTILLING.value, "distilling_at": now}))
         return [ended for ended in self.updates(key) if ended.outcome is Outcome.ACCEPTED]
 
-    def weigh(self, key: Key, weights: Mapping[str, int]) -> None:
-        """Store the weights with which these clients' updates are merged."""
-        self._write(*(_change(schema.updates, key, client, {"weight": weight}) for client, weight in weights.items()))
+    def weigh(self, key: Key, weights: Mapping[str, int], figures: Mapping[str, str] = MappingProxyType({})) -> None:
+        """Store the weights with which these clients' updates are merged (0: they are not), and their figures as JSON."""
+        self._write(
+            *(
+                _change(schema.updates, key, client, {"weight": weight, "figures": figures.get(client)})
+                for client, weight in weights.items()
+            )
+        )
 
     def fail_attempt(self, key: Key, reason: str, now: float, first_attempt: int | None = None) -> None:
         """End the attempt without an aggregate; failed ones are counted from `first_attempt` on, when that moved."""
@@ -216,8 +224,8 @@ class Store(schema.Queries):
         moved = [] if first_attempt is None else [_count_from(key[0], first_attempt)]
         self._write(_change_attempt(key, failed), *moved)
 
-    def close_attempt(self, aggregate: AggregateRecord) -> None:
-        """Store aggregate and server state and close the attempt, in one transaction.
+    def close_attempt(self, aggregate: AggregateRecord, reason: str = "") -> None:
+        """Store aggregate and server state and close the attempt, in one transaction; `reason`: what was unusual about the merge.
 
         Raises:
             StoreError: the round has an aggregate already.
@@ -227,6 +235,7 @@ class Store(schema.Queries):
             "state": AttemptState.CLOSED.value,
             "aggregate_stored_at": aggregate.stored_at,
             "closed_at": aggregate.stored_at,
+            "reason": reason,
         }
         stored = insert(schema.aggregates).values(**asdict(aggregate))
         try:
@@ -269,6 +278,8 @@ class Store(schema.Queries):
     def end_update(self, record: UpdateRecord) -> UpdateRecord | None:
         """Store how an update ended, where its attempt still collects; a rejected one makes its client a declined participant.
 
+        One that is kept late is stored where its attempt no longer collects, has not failed, and no later round merges yet.
+
         Returns:
             The stored record: `record`, or the earlier one of the same client and attempt; None when the attempt takes no
             updates any more.
@@ -284,7 +295,7 @@ class Store(schema.Queries):
                     select(attempts.c.state).where(_is(attempts, key)).with_for_update()
                 )  # nor, in PostgreSQL, to this row
                 state = connection.execute(collects).scalar_one()
-                if state != AttemptState.COLLECTING.value:
+                if not (_still_takes(connection, key, state) if record.is_kept_late else state == _COLLECTING):
                     transaction.rollback()
                     return None
                 if record.outcome is Outcome.REJECTED:
@@ -375,6 +386,15 @@ class Store(schema.Queries):
             first_attempt=record.first_attempt,
             accepted=frozenset(person.client for person in people if person.state is ParticipantState.ACCEPTED),
         )
+
+
+def _still_takes(connection: Connection, key: Key, state: str) -> bool:
+    """Whether an update that came late to an attempt in this state can still have a part in the next round."""
+    attempts = schema.attempts
+    later = select(attempts.c.round).where(
+        attempts.c.federation == key[0], attempts.c.round > key[1], attempts.c.state.in_(_MERGING)
+    )
+    return state in _MERGING and connection.execute(later.limit(1)).first() is None
 
 
 def _added_link(federation: str, link: KeyLink, now: float) -> Insert:

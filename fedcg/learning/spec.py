@@ -162,6 +162,13 @@ class RoundPolicy(_Frozen):
         float, Field(gt=0, description="seconds that a round collects, from when the quorum has accepted")
     ] = 3600.0
     max_attempts: Annotated[int, Field(ge=1, description="tries of one round before the federation is paused")] = 3
+    late: Annotated[
+        Literal["drop", "next"],
+        Field(description="an update that comes when its round has closed: dropped, or a teacher of the next round"),
+    ] = "drop"
+    late_decay: Annotated[
+        float, Field(gt=0, le=1, description="share of its examples that a late update counts for in the next round")
+    ] = 0.5
     require_cohort: Annotated[
         bool, Field(description="devices without the cohort secret of most others are not invited")
     ] = False
