@@ -196,6 +196,12 @@ def _attempt_opened(event: Event) -> Line:
     return INFO, f"{{at}} opened ({len(event.get('participants') or ())} devices invited)"
 
 
+def _artifact_store(event: Event) -> Line:
+    if event.get("reachable"):
+        return INFO, "the store of artifacts answers again"
+    return WARNING, "{reason}; rounds wait until it answers"
+
+
 def _distilling(event: Event) -> Line:
     return INFO, f"{{at}}: {len(event.get('clients') or ())} updates are merged"
 
@@ -226,7 +232,7 @@ _LINES: dict[str, Line | Callable[[Event], Line | None]] = {
     "artifact_stored": _artifact_stored,
     "trainer_started": (DEBUG, "the training process is started ({pid})"),
     "trainer_died": _trainer_died,
-    "card_failed": (ERROR, "{at}: the GPU failed, and the training process starts again: {detail}"),
+    "gpu_failed": (ERROR, "{at}: the GPU failed, and the training process starts again: {detail}"),
     "images_skipped": (WARNING, "{count} images can't be read and are left out; `fedcg doctor` names them"),
     "committed": _committed,
     "round_failed": (DEBUG, "{at} can't be trained ({reason}): {detail}"),
@@ -243,6 +249,10 @@ _LINES: dict[str, Line | Callable[[Event], Line | None]] = {
     "stopped": (INFO, "the coordinator stopped"),
     "resumed": (DEBUG, "goes on: {phase}, round {round}"),
     "steered": (INFO, "{status}: {reason}"),
+    "federation_created": (INFO, "created"),
+    "device_disabled": (INFO, "{client} is not invited until it is enabled: {reason}"),
+    "device_enabled": (INFO, "{client} is invited again"),
+    "artifact_store": _artifact_store,
     "policy_changed": (INFO, "the policy was changed"),
     "online": (INFO, "{client} joined"),
     "offline": (WARNING, "{client} is offline: {reason}"),
@@ -264,6 +274,9 @@ _LINES: dict[str, Line | Callable[[Event], Line | None]] = {
     "let_in": (INFO, "{client} is invited again"),
     "weight_capped": (WARNING, "{at}: {client} reports {reported} examples and counts for {given}"),
     "update_clipped": (WARNING, "{at}: the {part} of {client} is too far from the base and scaled to {kept!p}"),
+    "update_odd": (WARNING, "{at}: the update of {client} is unlike the others ({action}): {reason}"),
+    "late_merged": (INFO, "{at}: a late update of {client} is merged too"),
+    "merge_eased": (WARNING, "{at}: the merge goes on with less memory: {reason}"),
     "distilling": _distilling,
     "aggregate_stored": (INFO, "{at}: aggregate stored ({size!b})"),
     "worker_ready": (DEBUG, "the aggregation worker is ready ({pid}, {device})"),
