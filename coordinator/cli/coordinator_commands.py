@@ -14,11 +14,14 @@ from typing import Annotated
 import typer
 
 from coordinator.cli.shared_options import AsJson, Directory, line_printer, print_result, store_of
+from coordinator.cli.watch_command import federation_watch
 
 coordinator_app = typer.Typer(help="Create and run a coordinator.", no_args_is_help=True)
 federation_app = typer.Typer(help="Open and look at federations.", no_args_is_help=True)
 broker_app = typer.Typer(help="Run a broker for a coordinator.", no_args_is_help=True)
 deploy_app = typer.Typer(help="Write configuration for programs that are run by others.", no_args_is_help=True)
+
+federation_app.command("watch")(federation_watch)
 
 BROKERS = ("mosquitto", "amqtt")
 

@@ -6,7 +6,7 @@ import time
 from datetime import datetime, timezone
 
 from jinja2 import Environment
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 UNAVAILABLE = Markup('<span class="none">unavailable</span>')
 _UNITS = ((86_400.0, "d"), (3600.0, "h"), (60.0, "min"))
@@ -84,9 +84,17 @@ def known(value: object) -> object:
     return UNAVAILABLE if value is None or value == "" else value
 
 
+def coded(value: str) -> Markup:
+    """A sentence whose commands stand between backticks."""
+    pieces = value.split("`")
+    return Markup("").join(
+        Markup("<code>{}</code>").format(piece) if number % 2 else escape(piece) for number, piece in enumerate(pieces)
+    )
+
+
 def add_formats(environment: Environment) -> None:
     """Make all of these filters of the templates."""
-    for function in (span, moment, ago, until, share, points, size, count, words, known):
+    for function in (span, moment, ago, until, share, points, size, count, words, known, coded):
         environment.filters[function.__name__] = function
 
 

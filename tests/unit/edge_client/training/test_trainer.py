@@ -151,7 +151,7 @@ def test_a_method_that_shares_nothing_sends_only_its_report(tmp_path: Path) -> N
     assert site.trainer().do(site.round()) == Committed(RoundAttempt(1, 1))
     seen = inspect(site.update())
     assert seen.tensors == {}
-    assert seen.report_fields == {"examples", "accuracy", "loss", "health"}
+    assert seen.report_fields == {"examples", "accuracy", "loss", "health", "shadow"}
 
 
 def test_a_store_that_may_not_be_written_fails_the_attempt_with_the_fix_and_no_traceback(
