@@ -89,7 +89,8 @@ class Report(BaseModel):
     loss: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] | None = None
     health: Health | None = None
     label_counts: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(max_length=100_000)] | None = None
-    shadow: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
+    # Later than the others: left out where it is absent, so that artifacts of before it keep their bytes.
+    shadow: Annotated[float | None, Field(ge=0.0, le=1.0, exclude_if=lambda value: value is None)] = None
 
     def fields(self) -> frozenset[ReportField]:
         """The fields that this report actually carries."""

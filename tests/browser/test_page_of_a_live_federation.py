@@ -36,7 +36,7 @@ DEADLINE_MS = 120_000
 
 @pytest.fixture
 def stack(tmp_path: Path) -> Iterator[Stack]:
-    made = Stack(tmp_path, rounds=4, enrol=True, params={"local_epochs": 2, "server_iterations": 60})
+    made = Stack(tmp_path, rounds=4, enrol=True, params={"epochs": 2, "server_iterations": 60})
     with made.up():
         for device in made.devices:
             made.enrol_device(device)
