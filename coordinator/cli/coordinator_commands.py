@@ -1,4 +1,4 @@
-"""Commands of the coordinator's side: coordinator, federation, broker, deploy; those about membership are in `member_commands`.
+"""Commands of the coordinator's side: coordinator, broker, deploy; those of `federation_commands` are mounted from here.
 
 Exit codes: 0 done, 1 failed while running, 2 bad input. Heavy imports happen inside the commands.
 """
@@ -13,14 +13,20 @@ from typing import Annotated
 
 import typer
 
-from coordinator.cli.shared_options import AsJson, Directory, line_printer, print_result, store_of
+from coordinator.cli.api_token_commands import api_token_app
+from coordinator.cli.federation_commands import federation_app
+from coordinator.cli.shared_options import AsJson, Directory, Somewhere, Url, line_printer, print_result, store_of
 from coordinator.cli.watch_command import federation_watch
+from fedcg.errors import FAILED
+from fedcg.json_output import print_data
 
 coordinator_app = typer.Typer(help="Create and run a coordinator.", no_args_is_help=True)
-federation_app = typer.Typer(help="Open and look at federations.", no_args_is_help=True)
 broker_app = typer.Typer(help="Run a broker for a coordinator.", no_args_is_help=True)
 deploy_app = typer.Typer(help="Write configuration for programs that are run by others.", no_args_is_help=True)
 
+__all__ = ["broker_app", "coordinator_app", "deploy_app", "federation_app"]
+
+coordinator_app.add_typer(api_token_app, name="token")
 federation_app.command("watch")(federation_watch)
 
 BROKERS = ("mosquitto", "amqtt")
@@ -98,6 +104,30 @@ def coordinator_run(
     raise typer.Exit(code)
 
 
+@coordinator_app.command("status")
+def coordinator_status(
+    directory: Somewhere = None,
+    url: Url = None,
+    check: Annotated[bool, typer.Option("--check", help="Exit with 1 when a problem is open, for a monitor.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show all federations and the open problems, each with its remedy."""
+    from rich.console import Console
+
+    from coordinator.cli.client import client_of
+    from coordinator.cli.status_table import tables_of
+
+    with client_of(directory, url) as client:
+        runs, federations, problems = client.is_remote, client.all("/federations"), client.get("/problems")
+    if as_json:
+        print_data({"runs": runs, "federations": federations, "problems": problems})
+    else:
+        console = Console(highlight=False)
+        for shown in tables_of(runs=runs, federations=federations, problems=problems):
+            console.print(shown)
+    raise typer.Exit(FAILED if check and (problems or not runs) else 0)
+
+
 @coordinator_app.command("rotate-key")
 def coordinator_rotate_key(directory: Directory, as_json: AsJson = False) -> None:
     """Replace the key that signs the coordinator's messages; devices follow by a message that the old key signs.
@@ -120,77 +150,6 @@ def coordinator_rotate_key(directory: Directory, as_json: AsJson = False) -> Non
         text += f"\n  fedcg token create --dir {home.root}{bound}    (was {token.id})"
     values = {"serial": link.serial, "key": link.new, "replaces": link.old, "file": str(path)}
     print_result({**values, "revoked_tokens": [token.id for token in void]}, text, as_json=as_json)
-
-
-@federation_app.command("plan")
-def federation_plan(
-    plan: Annotated[Path | None, typer.Argument(help="TOML file to check; nothing is created.")] = None,
-    example: Annotated[bool, typer.Option("--example", help="Print a plan with comments, to start from.")] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Check a plan, or print an example of one; docs/plan.md has every field."""
-    from coordinator.errors import PlanError
-    from coordinator.service.create_federation import example_plan, read_plan
-
-    if example:
-        print(example_plan(), end="")
-        return
-    if plan is None:
-        raise PlanError("name a file to check, or ask for --example")
-    wanted = read_plan(plan)
-    print_result(wanted.model_dump(mode="json"), f"{plan}: all fields can be used ({wanted.method}).", as_json=as_json)
-
-
-@federation_app.command("create")
-def federation_create(
-    plan: Annotated[Path, typer.Argument(help="TOML file with the plan.")],
-    directory: Directory,
-    as_json: AsJson = False,
-) -> None:
-    """Open a federation: check the plan, complete it to a spec, make the initial aggregate."""
-    from coordinator.service.create_federation import open_federation, read_plan
-
-    with store_of(directory) as (home, store), home.changing_members():
-        record = open_federation(home, store, read_plan(plan))
-        initial = store.aggregates(record.id)[0]
-    values: dict[str, object] = {"federation": record.id, "spec": record.spec, "aggregate": initial.artifact}
-    print_result(values, f"Opened federation {record.id} ({record.method}, {record.rounds} rounds).", as_json=as_json)
-
-
-@federation_app.command("show")
-def federation_show(directory: Directory, as_json: AsJson = False) -> None:
-    """Show where the federation stands, and how its artifacts are coded."""
-    from fedcg.learning.spec import FederationSpec
-
-    with store_of(directory) as (home, store):
-        for record in store.federations():
-            state = store.round_state(record.id)
-            spec = FederationSpec.parse((home.artifacts / record.spec).read_bytes())
-            values: dict[str, object] = {
-                "federation": record.id,
-                "method": record.method,
-                "phase": state.phase.value,
-                "round": state.round,
-                "attempt": state.attempt,
-                "rounds": record.rounds,
-                "codec": spec.codec,
-                "aggregate_codec": spec.aggregate_codec,
-                "reason": state.reason,
-            }
-            text = f"{record.id}: {state.phase.value}, round {state.round} of {record.rounds}, attempt {state.attempt}"
-            coded = f"updates coded {spec.codec}, aggregates {spec.aggregate_codec}"
-            print_result(values, f"{text}\n{coded}\n{state.reason}".strip(), as_json=as_json)
-
-
-@federation_app.command("resume")
-def federation_resume(directory: Directory, as_json: AsJson = False) -> None:
-    """Let a paused federation try its round again; the coordinator must not be running."""
-    with store_of(directory) as (home, store), home.locked():
-        for record in store.federations():
-            store.resume(record.id)
-            phase = store.round_state(record.id).phase.value
-            text = f"{record.id}: {phase}. Start the coordinator again."
-            print_result({"federation": record.id, "phase": phase}, text, as_json=as_json)
 
 
 @broker_app.command("run")

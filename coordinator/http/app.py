@@ -27,6 +27,7 @@ from coordinator.paths import Home
 from coordinator.service.coordinator import Coordinator
 from coordinator.service.operations import Operations
 from coordinator.service.service import TICK_S
+from coordinator.service.steering import Follow
 from fedcg.disk_errors import advice_for
 from fedcg.event_log import EventLog
 
@@ -89,15 +90,24 @@ def create_app(
     return application
 
 
-def add_api(application: FastAPI, home: Home, coordinator: Coordinator) -> None:
-    """Add the operators' interface with all that its routes need; `coordinator` may be one that is not started."""
+def add_api(application: FastAPI, home: Home, coordinator: Coordinator, follow: Follow | None = None) -> None:
+    """Add the operators' interface with all that its routes need.
+
+    Args:
+        application: gets the routes.
+        home: the coordinator's directory.
+        coordinator: runs the federations, or is never started.
+        follow: in place of the coordinator's own.
+    """
     store, secret = coordinator.store, home.secret()
     state = application.state
     state.coordinator = coordinator
     state.home = home
     state.access = Access(ApiTokens(store.api), secret)
-    state.operations = Operations(home, store, coordinator.events, coordinator.follow)
-    state.creating = anyio.CapacityLimiter(1)
+    state.operations = Operations(home, store, coordinator.events, follow or coordinator.follow)
+    state.waiting = anyio.CapacityLimiter(
+        1
+    )  # the thread that waits for the members' lock, and for a new federation's weights
     seal = Fernet(base64.urlsafe_b64encode(hmac.digest(secret, b"answers of the coordinator's API", "sha256")))
     state.changes = Changes(store.api, seal, EventLog(home.audit_file, time.time), coordinator.events)
     answer_problems(application)

@@ -5,17 +5,21 @@ Lists come in pages: `limit` items, and a Link header to the next ones. `steerin
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import base64
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
+from urllib.parse import urlencode
 
 from fastapi import APIRouter, Depends, Query, Request, Response
 from pydantic import BaseModel
 
+from coordinator.broker.access_lists import silenced_in
 from coordinator.errors import NotFoundError, StoreError
 from coordinator.http.access import Role, require
 from coordinator.http.changes import ViewRoute, etag_of
-from coordinator.http.pages import Pages, link_to
 from coordinator.http.problems import PROBLEMS, ProblemError
 from coordinator.paths import Home
 from coordinator.rounds.records import (
@@ -64,6 +68,7 @@ def _coordinator(request: Request) -> Coordinator:
 
 
 Running = Annotated[Coordinator, Depends(_coordinator)]
+ItemT = TypeVar("ItemT")
 health = APIRouter()
 """Needs no token."""
 router = APIRouter(
@@ -161,16 +166,18 @@ def devices(
     page = Pages(request, response, limit, cursor)
     chosen = page.of(wanted, lambda device: (*_sortable(getattr(device, sort)), device.id), descending=descending)
     certificates = running.store.register.certificates()
-    return [device_view(running, device, certificates) for device in chosen]
+    silenced = silenced_in(request.app.state.home)
+    return [device_view(running, device, certificates, silenced) for device in chosen]
 
 
 @router.get("/api/v1/devices/{device}")
-def one_device(device: str, running: Running) -> DeviceView:
+def one_device(device: str, running: Running, request: Request) -> DeviceView:
     """One device with its certificates."""
     found = running.store.device(device)
     if found is None:
         raise NotFoundError(f"there is no device {device[:80]!r}; `fedcg device list` has all")
-    return device_view(running, found, running.store.register.certificates(device))
+    silenced = silenced_in(request.app.state.home)
+    return device_view(running, found, running.store.register.certificates(device), silenced)
 
 
 @router.get("/api/v1/enrolment-tokens")
@@ -264,3 +271,51 @@ def _log(
     if page.older is not None:
         response.headers["Link"] = link_to(request, page.older)
     return EventsView(events=page.events, older=page.older, newer=page.newer)
+
+
+@dataclass(frozen=True)
+class Pages:
+    """The page that a request asks for; the link to the next one goes into the answer.
+
+    A cursor is the key of the page's last item: items that come or go between two requests shift nothing.
+    """
+
+    request: Request
+    response: Response
+    limit: int
+    cursor: str | None
+
+    def of(
+        self, items: Sequence[ItemT], key: Callable[[ItemT], tuple[Any, ...]], *, descending: bool = False
+    ) -> list[ItemT]:
+        """The items of the page.
+
+        Args:
+            items: all of them.
+            key: sorts them, and is different for each.
+            descending: the highest key first.
+
+        Raises:
+            ProblemError: 422, not a cursor of this list.
+        """
+        ordered = sorted(items, key=key, reverse=descending)
+        if self.cursor is not None:
+            try:
+                last = tuple(json.loads(base64.urlsafe_b64decode(self.cursor)))
+                ordered = [item for item in ordered if (key(item) < last if descending else key(item) > last)]
+            except (ValueError, TypeError, RecursionError) as error:
+                raise ProblemError(422, "the cursor is not one of this list; ask without one") from error
+        page = ordered[: self.limit]
+        if len(ordered) > len(page):
+            self.response.headers["Link"] = link_to(self.request, _cursor(key(page[-1])))
+        return page
+
+
+def link_to(request: Request, cursor: str) -> str:
+    """The value of a Link header: the same request, with another cursor."""
+    query = [(name, value) for name, value in request.query_params.multi_items() if name not in ("cursor", "after")]
+    return f'<{request.url.path}?{urlencode([*query, ("cursor", cursor)])}>; rel="next"'
+
+
+def _cursor(key: tuple[Any, ...]) -> str:
+    return base64.urlsafe_b64encode(json.dumps(key).encode()).decode()

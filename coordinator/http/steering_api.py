@@ -75,7 +75,7 @@ class NewToken(_Content):
 
     device: Annotated[str, Field(max_length=63, examples=["line-4"])] | None = None
     replaces: Annotated[str, Field(max_length=63)] | None = None
-    hours: Annotated[float, Field(gt=0, le=2160)] = 24.0
+    hours: float = 24.0
     url: Annotated[str, Field(max_length=300)] | None = None
     federation: Annotated[str, Field(max_length=63)] | None = None
 
@@ -87,7 +87,7 @@ class NewTokenView(BaseModel):
     token: str
     device: str | None
     replaces: bool
-    url: str
+    url: str | None
     expires_at: float
     broker_here: bool
 
@@ -144,7 +144,7 @@ async def create_federation(
 ) -> FederationView:
     """Open a federation; it takes some seconds, one after the other."""
     create = partial(doing.create_federation, wanted.plan, held=wanted.held, continued_from=wanted.continued_from)
-    record = await anyio.to_thread.run_sync(create, limiter=request.app.state.creating)
+    record = await anyio.to_thread.run_sync(create, limiter=request.app.state.waiting)
     response.headers["Location"] = f"/api/v1/federations/{record.id}"
     return await anyio.to_thread.run_sync(federation_view, running, record)
 
@@ -213,9 +213,10 @@ def enable(device: str, doing: Doing, running: Running) -> DeviceView:
 
 
 @router.post("/devices/{device}/revoke")
-def revoke(device: str, doing: Doing, why: Reason | None = None) -> RevokedView:
+async def revoke(device: str, doing: Doing, request: Request, why: Reason | None = None) -> RevokedView:
     """Cut a device off: certificates, keys, and the session that it may have. It can't be undone."""
-    done = doing.revoke_device(device, (why or Reason()).reason)
+    cut_off = partial(doing.revoke_device, device, (why or Reason()).reason)
+    done = await anyio.to_thread.run_sync(cut_off, limiter=request.app.state.waiting)
     return RevokedView(id=device, state="revoked", **asdict(done))
 
 

@@ -59,9 +59,9 @@ def create_token(
     """
     url = url or _listener_url(home.config())
     if not re.fullmatch(URL_PATTERN, url):
-        raise EnrolmentError(f"--url {url}: write https://HOST:PORT")
+        raise EnrolmentError(f"--enrolment-url {url}: write https://HOST:PORT")
     if not 0 < hours <= MAX_TOKEN_HOURS:
-        raise EnrolmentError(f"--hours {hours:g}: choose more than 0 and at most {MAX_TOKEN_HOURS:g}")
+        raise EnrolmentError(f"hours = {hours:g}: choose more than 0 and at most {MAX_TOKEN_HOURS:g}")
     federation = federation_to_join(store, federation)
     if device is not None and replaces is not None and device != replaces:
         raise EnrolmentError(f"--device {device} contradicts --replaces {replaces}: a new device takes over the id")

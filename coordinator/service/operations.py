@@ -37,7 +37,7 @@ class MadeToken:
     text: str
     device: str | None
     replaces: bool
-    url: str
+    url: str | None
     expires_at: float
     broker_here: bool
 

@@ -30,8 +30,8 @@ class Follow(Protocol):
         """Do so; `resume` lets a federation go on that paused after failed attempts."""
 
 
-def _nobody_follows(federation: str, *, resume: bool = False) -> None:
-    pass
+def nobody_follows(federation: str, *, resume: bool = False) -> None:
+    """Do nothing: no coordinator runs, and one that starts later finds the change in the database."""
 
 
 class Steering:
@@ -48,7 +48,7 @@ class Steering:
         self,
         store: Store,
         events: EventLog,
-        follow: Follow = _nobody_follows,
+        follow: Follow = nobody_follows,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._store = store

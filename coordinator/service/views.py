@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 
 from pydantic import BaseModel, Field, Json
@@ -39,6 +39,8 @@ class FederationView(BaseModel):
     classes: tuple[str, ...]
     upload: tuple[Part, ...]
     report: tuple[ReportField, ...]
+    codec: str
+    aggregate_codec: str
     status: str
     phase: str
     round: int
@@ -168,6 +170,8 @@ def federation_view(running: Coordinator, record: FederationRecord) -> Federatio
         classes=spec.classes,
         upload=spec.upload,
         report=spec.report,
+        codec=spec.codec,
+        aggregate_codec=spec.aggregate_codec,
         status=record.status.value,
         phase=state.phase.value,
         round=state.round,
@@ -208,9 +212,19 @@ def _attempt(store: Store, record: AttemptRecord) -> AttemptView:
 
 
 def device_view(
-    running: Coordinator, device: DeviceRecord, certificates: Sequence[CertificateRecord] = ()
+    running: Coordinator,
+    device: DeviceRecord,
+    certificates: Sequence[CertificateRecord] = (),
+    silenced: Collection[str] = (),
 ) -> DeviceView:
-    """A device, with what the running services keep of it; `certificates` may hold those of other devices too."""
+    """A device, with what the running services keep of it.
+
+    Args:
+        running: the coordinator.
+        device: its record.
+        certificates: its own, and perhaps those of other devices too.
+        silenced: devices that are off the broker's list by the file of the home, where no service runs.
+    """
     services = running.services
     states = {federation: service.state for federation, service in services.items()}
     own = [CertificateView(**asdict(known)) for known in certificates if known.device == device.id]
@@ -224,7 +238,7 @@ def device_view(
             if (reason := state.barred.get(device.id) or state.left_out.get(device.id))
         },
         refused=sum(service.refused_of(device.id) for service in services.values()),
-        silenced=any(service.is_silenced(device.id) for service in services.values()),
+        silenced=device.id in silenced or any(service.is_silenced(device.id) for service in services.values()),
         certificate_expires_at=max((known.expires_at for known in own if known.revoked_at is None), default=None),
         certificates=own,
     )

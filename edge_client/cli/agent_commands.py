@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
@@ -18,6 +17,7 @@ from edge_client.cli.enrol_commands import leave_command, renew_command
 from edge_client.cli.shared_options import ConfigOption, JsonOption, read_config
 from edge_client.cli.units import unit_command
 from fedcg.errors import FAILED
+from fedcg.json_output import print_data
 
 app = typer.Typer(help="Run this device's agent, or look at its private store.", no_args_is_help=True)
 
@@ -44,13 +44,13 @@ def run_command(
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     settings = read_config(config)
     if as_json:
-        print(json.dumps({"event": "agent", "device": settings.device, "store": str(settings.store)}), flush=True)
+        print_data({"event": "agent", "device": settings.device, "store": str(settings.store)})
     else:
         place = f"{settings.broker.host}:{settings.broker.port}"
         print(f"agent {settings.device} of {settings.federation}, broker {place}, store {settings.store}", flush=True)
     code = run_agent(settings, until_finished=until_finished)
     if as_json:
-        print(json.dumps({"event": "ended", "device": settings.device, "exit_code": code}), flush=True)
+        print_data({"event": "ended", "device": settings.device, "exit_code": code})
     raise typer.Exit(code)
 
 
@@ -61,7 +61,7 @@ def status_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOptio
 
     status = read_status(read_config(config))
     if as_json:
-        print(json.dumps(status))
+        print_data(status)
         return
     for name, value in status.items():
         _print(f"{name.replace('_', ' '):<20} {'-' if value is None or value == '' else value}")
@@ -83,7 +83,7 @@ def doctor_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOptio
         findings = (Finding("configuration", "failed", str(error), f"correct {config}"),)
     is_sound = all(finding.state != "failed" for finding in findings)
     if as_json:
-        print(json.dumps({"ok": is_sound, "findings": [asdict(finding) for finding in findings]}))
+        print_data({"sound": is_sound, "findings": [asdict(finding) for finding in findings]})
     else:
         for finding in findings:
             _print(f"{finding.state:<8} {finding.check:<14} {finding.detail}", _STYLES[finding.state])

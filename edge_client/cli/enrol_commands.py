@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +10,7 @@ import typer
 
 from edge_client.cli.shared_options import ConfigOption, JsonOption, read_config
 from fedcg.errors import BAD_INPUT, BadInputError
+from fedcg.json_output import print_data
 
 STDIN = "-"
 
@@ -54,7 +54,7 @@ def enrol_command(
     until = enrolled.certificate.not_valid_after_utc
     if as_json:
         about = {"device": enrolled.device, "federation": enrolled.federation, "config": str(enrolled.config)}
-        typer.echo(json.dumps({**about, "certificate_expires": until.isoformat()}))
+        print_data({**about, "certificate_expires": until.isoformat()})
         return
     advice = "" if data is not None else f"Set [data] root in {enrolled.config}. "
     typer.echo(
@@ -75,7 +75,7 @@ def renew_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOption
     certificate = renew(settings, load_keys(settings).signing)
     until = certificate.not_valid_after_utc
     if as_json:
-        typer.echo(json.dumps({"device": settings.device, "certificate_expires": until.isoformat()}))
+        print_data({"device": settings.device, "certificate_expires": until.isoformat()})
         return
     typer.echo(f"The certificate of {settings.device} is valid until {until:%Y-%m-%d %H:%M} UTC.")
 
@@ -109,7 +109,7 @@ def leave_command(
     left = leave(settings, erase=erase, notify=not without_coordinator, timeout_s=timeout_s)
     if as_json:
         erased = [str(path) for path in left.erased]
-        typer.echo(json.dumps({"device": settings.device, "confirmed": left.confirmed, "erased": erased}))
+        print_data({"device": settings.device, "confirmed": left.confirmed, "erased": erased})
         return
     outcome = "the coordinator confirmed" if left.confirmed else "the coordinator was not informed"
     gone = "".join(f"\n  erased {path}" for path in left.erased)

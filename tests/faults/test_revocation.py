@@ -109,11 +109,11 @@ def test_the_session_of_a_replaced_box_is_ended_although_the_new_one_has_its_nam
     coordinator, old = plant.connect("coordinator"), plant.connect("a")
     exchange(coordinator, old, "a", b"before")
     wait_until(lambda: arrived(coordinator, old, "a", b"before"), "it works")
-    assert evict(plant.home, "a")
+    assert evict(plant.home, "a", [""])
     wait_until(lambda: False in old.links, "its session ends")
 
 
 def test_no_broker_means_no_session_to_end(tmp_path: Path) -> None:
     home = create_home(tmp_path / "home", CoordinatorConfig(broker=BrokerSettings(port=free_port())))
-    assert not evict(home, "a")
+    assert not evict(home, "a", [""])
     assert list(home.root.glob("evict-*")) == []

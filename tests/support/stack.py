@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from tests.support.commands import data_of
 from tests.support.edge.toml_edit import set_values
 from tests.support.waiting import free_port, wait_until
 
@@ -127,7 +128,7 @@ class Stack:
         """Make a token and enrol a box with it, as an operator and a person at the box do; returns the box's folder."""
         made = self.command("token", "create", "--dir", str(self.home), "--json", *(wishes or ("--device", device)))
         out, data = folder or self.config(device).parent, self.root / "data" / device
-        self.command("enrol", "--token", json.loads(made)["token"], "--out", str(out), "--data", str(data))
+        self.command("enrol", "--token", data_of(made)["token"], "--out", str(out), "--data", str(data))
         self.adapt_config(device, data, out / "agent.toml")
         return out
 
@@ -216,7 +217,7 @@ class Stack:
         """What `fedcg doctor` finds on a device, by what it checked; its exit code says whether anything failed."""
         command = [sys.executable, "-m", "fedcg", "doctor", "--config", str(self.config(device)), "--json"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
-        findings = {one["check"]: one for one in json.loads(done.stdout)["findings"]}
+        findings = {one["check"]: one for one in data_of(done.stdout)["findings"]}
         assert done.returncode == any(one["state"] == "failed" for one in findings.values()), findings
         assert done.stderr == ""
         return findings

@@ -79,7 +79,8 @@ class Coordinator:
     def api(self, path: str = "/healthz", host: str = HOST) -> int:
         connection = http.client.HTTPConnection(HOST, self.ports["api"], timeout=20)
         try:
-            connection.request("GET", path, headers={"Host": host})
+            token = self.home.api_token.read_text().strip() if self.home.api_token.exists() else ""
+            connection.request("GET", path, headers={"Host": host, "Authorization": f"Bearer {token}"})
             return connection.getresponse().status
         finally:
             connection.close()

@@ -28,8 +28,8 @@ from tests.support.waiting import wait_until
 class Api:
     """A running interface over the directory of a coordinator; with `coordinator`, over one that runs federations."""
 
-    def __init__(self, home: Home, store: Store, url: str) -> None:
-        self.home, self.store, self.url = home, store, url
+    def __init__(self, home: Home, store: Store, url: str, application: FastAPI) -> None:
+        self.home, self.store, self.url, self.application = home, store, url, application
         self.tokens = ApiTokens(store.api)
 
     def as_(self, role: Role | None, **headers: str) -> httpx.Client:
@@ -64,7 +64,7 @@ def running_api(home: Home, coordinator: Coordinator | None = None, **settings: 
     thread.start()
     try:
         wait_until(lambda: server.started, "the interface listens")
-        yield Api(home, store, f"http://127.0.0.1:{listener.getsockname()[1]}")
+        yield Api(home, store, f"http://127.0.0.1:{listener.getsockname()[1]}", application)
     finally:
         server.should_exit = True
         thread.join(20)

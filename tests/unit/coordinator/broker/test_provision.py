@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import signal
 import stat
@@ -14,12 +13,14 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID
+from pydantic import ValidationError
 
 from coordinator.broker import deployed_mosquitto as own_broker
 from coordinator.broker.mosquitto import QueueLimits, write_config
 from coordinator.cli.opening import create_home
 from coordinator.config import (
     AggregationSettings,
+    ApiSettings,
     BrokerSettings,
     CoordinatorConfig,
     EnrolmentSettings,
@@ -35,6 +36,7 @@ from coordinator.pki.authority import create_ca, credential_of, issue, observers
 from coordinator.storage.store import Store
 from edge_client.config import load_config as load_agent_config
 from fedcg.wire.messages.signing import SigningKey, VerifyKey
+from tests.support.commands import data_of
 from tests.support.coordinator.homes import add_federation, call
 from tests.support.coordinator.toy_artifacts import tiny_spec
 
@@ -173,10 +175,18 @@ def test_a_configuration_survives_writing_and_reading(tmp_path: Path, config: Co
     assert load_config(path) == config
 
 
-def test_the_http_interface_is_shown_to_no_network() -> None:
-    check_api_host("127.0.0.1")
-    with pytest.raises(ConfigError, match="no authentication"):
-        check_api_host("0.0.0.0")  # noqa: S104 - the address that must be refused
+def test_the_http_interface_is_shown_to_a_network_only_behind_tls() -> None:
+    everywhere = "0.0.0.0"  # noqa: S104 - the address that must be refused
+    for allowed in (
+        ApiSettings(),
+        ApiSettings(host=everywhere, certificate="api.pem", key="api.key"),
+        ApiSettings.model_validate({"host": everywhere, "proxy": "10.0.0.2"}),
+    ):
+        check_api_host(allowed)
+    with pytest.raises(ConfigError, match="in the clear"):
+        check_api_host(ApiSettings(host=everywhere))
+    with pytest.raises(ValidationError, match="name both"):
+        ApiSettings(certificate="api.pem")
 
 
 def test_mosquitto_is_configured_for_loopback_and_with_bounded_queues(home: Home) -> None:
@@ -187,7 +197,7 @@ def test_mosquitto_is_configured_for_loopback_and_with_bounded_queues(home: Home
 def test_init_refuses_a_directory_in_use_with_exit_code_2(tmp_path: Path) -> None:
     code, output = call("coordinator", "init", "--dir", tmp_path / "home", "--broker-port", 18884, "--json")
     assert code == 0
-    assert json.loads(output)["dir"] == str(tmp_path / "home")
+    assert data_of(output)["dir"] == str(tmp_path / "home")
     assert load_config(tmp_path / "home" / "coordinator.toml").broker.port == 18884
     code, output = call("coordinator", "init", "--dir", tmp_path / "home")
     assert code == 2
@@ -198,7 +208,7 @@ def test_devices_are_added_with_bundles_that_fit_together(home: Home, tmp_path: 
     with_federation(home)
     code, output = call("device", "add", "line4", "line5", "--dir", home.root, "--out", tmp_path / "out", "--json")
     assert code == 0
-    assert json.loads(output)["broker_reloaded"] is False
+    assert data_of(output)["broker_reloaded"] is False
     bundle = tmp_path / "out" / "line4"
     files = {str(path.relative_to(bundle)) for path in bundle.rglob("*") if path.is_file()}
     assert files == {"agent.toml", "coordinator.pub", "signing.key", "tls/ca.pem", "tls/device.key", "tls/device.pem"}
@@ -214,7 +224,7 @@ def test_devices_are_added_with_bundles_that_fit_together(home: Home, tmp_path: 
     assert keys["line4"] == SigningKey.load(bundle / "signing.key").public.hex
     assert not credential_of(home.pki, "line4").key.exists()
     assert "user line4" in (home.broker / "acl").read_text()
-    assert json.loads(call("device", "list", "--dir", home.root, "--json")[1])[1]["id"] == "line5"
+    assert data_of(call("device", "list", "--dir", home.root, "--json")[1])[1]["id"] == "line5"
     config = load_agent_config(bundle / "agent.toml", {})
     assert (config.federation, config.device) == ("casting", "line4")
     assert (config.broker.host, config.broker.port) == ("127.0.0.1", 8883)
@@ -263,16 +273,22 @@ def test_a_home_has_several_federations_and_shows_where_each_stands(home: Home, 
     code, output = call("federation", "create", plan, "--dir", home.root)
     assert code == 2
     assert "there is a federation 'second' already" in output
-    shown = [json.loads(line) for line in call("federation", "show", "--dir", home.root, "--json")[1].splitlines()]
+    shown = data_of(call("federation", "list", "--dir", home.root, "--json")[1])
     assert [(each["federation"], each["phase"], each["round"]) for each in shown] == [
         ("casting", "waiting", 1),
         ("second", "waiting", 1),
     ]
     assert (shown[0]["codec"], shown[0]["aggregate_codec"]) == ("i8-delta", "f32")
-    assert "updates coded i8-delta, aggregates f32" in call("federation", "show", "--dir", home.root)[1]
+    assert "updates coded i8-delta, aggregates f32" in call("federation", "show", "casting", "--dir", home.root)[1]
+    code, output = call("federation", "show", "--dir", home.root)
+    assert code == 2
+    assert "there are: casting, second" in output
 
 
-def test_a_paused_federation_is_resumed_only_while_no_coordinator_runs(home: Home) -> None:
+def test_a_paused_federation_is_resumed_by_a_command_but_not_behind_a_coordinator_that_holds_the_directory(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coordinator.cli.client.STARTING_S", 0.0)
     with_federation(home)
     store = Store(home.database)
     store.add_device("a", "a" * 64, 1.0)
@@ -282,8 +298,9 @@ def test_a_paused_federation_is_resumed_only_while_no_coordinator_runs(home: Hom
     assert store.round_state("casting").phase.value == "paused"
     with home.locked():
         code, output = call("federation", "resume", "--dir", home.root)
-        assert code == 2
-        assert "stop it first" in output
+        assert code == 4
+        assert "no connection to http://127.0.0.1:" in output
+        assert store.round_state("casting").phase.value == "paused"
     assert call("federation", "resume", "--dir", home.root)[0] == 0
     assert store.round_state("casting").phase.value == "waiting"
     store.close()
@@ -297,13 +314,13 @@ def test_a_broker_of_others_gets_its_lists_and_a_signal_after_every_change(
     try:
         (deployed / "data" / "mosquitto.pid").write_text(f"{broker.pid}\n")
         code, output = call("device", "add", "line4", "--dir", home.root, "--out", tmp_path / "out", "--json")
-        assert (code, json.loads(output)["broker_reloaded"]) == (0, True)
+        assert (code, data_of(output)["broker_reloaded"]) == (0, True)
         assert broker.wait(timeout=20) == -signal.SIGHUP  # a stand-in, which does not know what SIGHUP asks for
     finally:
         broker.kill()
         broker.wait()
     assert "user line4" in (deployed / "acl").read_text()
-    assert json.loads(call("device", "revoke", "line4", "--dir", home.root, "--json")[1])["broker_reloaded"] is False
+    assert data_of(call("device", "revoke", "line4", "--dir", home.root, "--json")[1])["broker_reloaded"] is False
     assert "user line4" not in (deployed / "acl").read_text()
     assert len(list(x509.load_pem_x509_crl((deployed / "crl.pem").read_bytes()))) == 1
 

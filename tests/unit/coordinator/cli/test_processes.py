@@ -6,7 +6,6 @@ import json
 import signal
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -34,7 +33,9 @@ def home(tmp_path: Path) -> Home:
 
 def get(home: Home, path: str) -> tuple[int, object]:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{home.config().api.port}{path}", timeout=5) as answer:
+        headers = {"Authorization": f"Bearer {home.api_token.read_text().strip()}"} if home.api_token.exists() else {}
+        url = f"http://127.0.0.1:{home.config().api.port}{path}"
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=5) as answer:
             return answer.status, json.load(answer)
     except urllib.error.HTTPError as error:
         with error:
@@ -109,14 +110,6 @@ def test_a_starting_coordinator_publishes_who_is_enrolled_or_revoked_whatever_wa
     assert "user a" not in lines
     revoked = x509.load_pem_x509_crl(home.revocations.read_bytes())
     assert [f"{entry.serial_number:x}" for entry in revoked] == [certificate.serial]
-
-
-@pytest.fixture
-def processes(home: Home) -> Iterator[Plant]:
-    """Starts `fedcg` commands on the home, and ends them."""
-    made = Plant(home.root.parent, home)
-    yield made
-    made.close()
 
 
 @pytest.mark.broker

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Collection
 from dataclasses import replace
@@ -24,7 +23,7 @@ from fedcg.refusal_counter import ALWAYS_REPORTED, MAX_TEXT, Refusals
 from fedcg.wire.errors import MalformedError, SignatureError
 from fedcg.wire.messages.messages import Heartbeat, Need
 from fedcg.wire.messages.topics import TopicKind
-from tests.support.commands import run_fedcg
+from tests.support.commands import data_of, run_fedcg
 from tests.support.coordinator.homes import add_federation
 from tests.support.coordinator.world import MakeWorld, RunningService
 from tests.support.waiting import wait_until
@@ -138,7 +137,7 @@ def test_a_silenced_device_stays_off_every_access_list_that_is_written_meanwhile
 
 def test_an_operator_sees_who_is_silenced(home: Home) -> None:
     silence(home, ["a"])
-    listed_devices = json.loads(run_fedcg("device", "list", "--dir", str(home.root), "--json").stdout)
+    listed_devices = data_of(run_fedcg("device", "list", "--dir", str(home.root), "--json").stdout)
     assert {one["id"]: one["silenced"] for one in listed_devices} == {"a": True, "b": False}
     lines = run_fedcg("device", "list", "--dir", str(home.root)).stdout.splitlines()
     assert ["silenced" in line for line in lines] == [True, False]

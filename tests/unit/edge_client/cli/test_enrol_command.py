@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 from typer.testing import Result
 
 from edge_client.config import load_config
-from tests.support.commands import run_fedcg
+from tests.support.commands import data_of, run_fedcg
 from tests.support.coordinator.enrolments import Desk, open_home, running_desk
 
 
@@ -46,7 +45,7 @@ def test_the_token_comes_from_the_environment_and_the_result_is_json(desk: Desk,
         environment={"FEDCG_TOKEN": desk.token().text},
     )
     assert done.exit_code == 0, done.output
-    told = json.loads(done.stdout)
+    told = data_of(done.stdout)
     assert (told["device"], told["config"]) == ("line-5", str(tmp_path / "box" / "agent.toml"))
     assert told["certificate_expires"].startswith("20")
     assert load_config(tmp_path / "box" / "agent.toml", {}).data.root.name == "dataset:parts"
@@ -95,7 +94,7 @@ def test_renewing_by_hand_says_until_when_and_a_refusal_is_a_failure(desk: Desk,
     config = str(tmp_path / "box" / "agent.toml")
     done = run_fedcg("agent", "renew", "--config", config, "--json")
     assert done.exit_code == 0, done.output
-    assert json.loads(done.stdout)["device"] == "line-4"
+    assert data_of(done.stdout)["device"] == "line-4"
     assert "is valid until" in run_fedcg("agent", "renew", "--config", config).stdout
     (tmp_path / "box" / "tls" / "device.key").unlink()
     broken = run_fedcg("agent", "renew", "--config", config)
