@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 import typer
 
 from coordinator.cli.shared_options import Directory
+from fedcg.json_output import print_data
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -160,7 +161,7 @@ def _source(home: Home, federation: str) -> Source:
 def _display(*, as_json: bool) -> Iterator[Any]:
     """A function that shows facts: as lines of JSON, or in place on a terminal."""
     if as_json:
-        yield lambda facts, _: print(json.dumps(facts), flush=True)  # noqa: T201 - the command's output
+        yield lambda facts, _: print_data(facts)
         return
     from rich.console import Console
     from rich.live import Live

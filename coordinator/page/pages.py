@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Response
 from fastapi.responses import HTMLResponse
@@ -161,7 +161,7 @@ def confirm(action: str, name: str, view: Asked) -> Response:
     return view.render("confirm.html", action=action, name=name)
 
 
-def enrolment_values(view: View) -> dict[str, object]:
+def enrolment_values(view: View) -> dict[str, Any]:
     """What the enrolment page shows besides a new token: the newest tokens first."""
     tokens = view.known.store.register.tokens()[::-1]
     listener = view.request.app.state.home.config().enrolment_url

@@ -185,7 +185,7 @@ def test_every_screen_shows_its_facts_without_script(browser: Browser, stack: St
     )
     context.add_cookies(
         [{"name": each["name"], "value": each["value"], "domain": "127.0.0.1", "path": "/"} for each in session]
-    )  # type: ignore[list-item]
+    )
     page = context.new_page()
     for path in SCREENS.values():
         answer = page.goto(path)

@@ -34,7 +34,7 @@ function span(seconds) {
 }
 
 function countdown(seconds) {
-  if (seconds <= 0) return "now";
+  if (seconds < 1) return "now";
   if (seconds >= 3600) return `in ${span(seconds)}`;
   const minutes = Math.floor(seconds / 60), rest = Math.floor(seconds % 60);
   return minutes ? `in ${minutes} min ${rest} s` : `in ${rest} s`;

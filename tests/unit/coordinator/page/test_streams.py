@@ -163,7 +163,7 @@ def test_watch_shows_the_facts_of_the_files_where_no_coordinator_runs(page: Serv
     world = page.made.world
     shown = run_fedcg("federation", "watch", "--dir", world.root, "--once", "--json")
     assert shown.exit_code == 0, shown.output
-    facts = json.loads(shown.stdout)
+    facts = json.loads(shown.stdout)["data"]
     assert (facts["federation"], facts["phase"], facts["enrolled"], facts["is_served"]) == ("tiny", "waiting", 2, False)
     text = run_fedcg("federation", "watch", "tiny", "--dir", world.root, "--once").stdout
     assert "tiny: waiting, round 1 of 2" in text
@@ -187,6 +187,6 @@ def test_watch_follows_a_running_coordinator_until_the_federation_is_over(page: 
         device.start()
     watcher.join(60)
     assert found, "the command did not end with the federation"
-    lines = [json.loads(line) for line in found[0].splitlines()]
+    lines = [json.loads(line)["data"] for line in found[0].splitlines()]
     assert all(line["is_served"] for line in lines)
     assert lines[-1]["phase"] == "finished"
