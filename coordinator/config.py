@@ -35,6 +35,7 @@ EXAMPLES: dict[tuple[str, str], object] = {
     ("carrier", "listen"): EVERY_ADDRESS,
     ("carrier", "host"): "coordinator.example",
     ("aggregation", "public_data"): "public",
+    ("page", "webhook"): "https://chat.example/hooks/fedcg",
 }
 """Values of settings that have none by default, as coordinator.toml shows them in comments."""
 Port = Annotated[int, Field(ge=1, le=65535)]
@@ -208,6 +209,16 @@ class RoundSettings(_Section):
     retry_s: Annotated[float, Field(ge=0, le=600)] = 10.0
 
 
+class PageSettings(_Section):
+    """The page for people.
+
+    Attributes:
+        webhook: gets a JSON object by POST when a problem opens or closes.
+    """
+
+    webhook: Annotated[str, Field(pattern=r"^https?://[^\s]{1,500}$")] | None = None
+
+
 class CoordinatorConfig(_Section):
     """coordinator.toml."""
 
@@ -220,6 +231,7 @@ class CoordinatorConfig(_Section):
     robustness: RobustnessSettings = RobustnessSettings()
     storage: StorageSettings = StorageSettings()
     rounds: RoundSettings = RoundSettings()
+    page: PageSettings = PageSettings()
 
     @property
     def enrolment_host(self) -> str:

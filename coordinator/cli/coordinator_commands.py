@@ -16,6 +16,7 @@ import typer
 from coordinator.cli.api_token_commands import api_token_app
 from coordinator.cli.federation_commands import federation_app
 from coordinator.cli.shared_options import AsJson, Directory, Somewhere, Url, line_printer, print_result, store_of
+from coordinator.cli.watch_command import federation_watch
 from fedcg.errors import FAILED
 from fedcg.json_output import print_data
 
@@ -26,6 +27,7 @@ deploy_app = typer.Typer(help="Write configuration for programs that are run by 
 __all__ = ["broker_app", "coordinator_app", "deploy_app", "federation_app"]
 
 coordinator_app.add_typer(api_token_app, name="token")
+federation_app.command("watch")(federation_watch)
 
 BROKERS = ("mosquitto", "amqtt")
 

@@ -20,7 +20,13 @@ def add_crowd(store: Store, federation: str, devices: int, rounds: int, now: flo
     names = [f"line-{number:04d}" for number in range(devices)]
     rows: dict[str, list[dict[str, object]]] = {
         "devices": [
-            {"id": name, "public_key": "0" * 64, "enrolled_at": now - 9e5, "last_seen_at": now - index, "agent": "0.1.0"}
+            {
+                "id": name,
+                "public_key": "0" * 64,
+                "enrolled_at": now - 9e5,
+                "last_seen_at": now - index,
+                "agent": "0.1.0",
+            }
             for index, name in enumerate(names)
         ],
         "certificates": [
