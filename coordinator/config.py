@@ -39,6 +39,7 @@ EXAMPLES: dict[tuple[str, str], object] = {
     ("storage", "database_password_file"): "/run/secrets/fedcg-database",
     ("storage", "artifacts"): "s3://fedcg/artifacts",
     ("tensorboard", "directory"): "tensorboard",
+    ("page", "webhook"): "https://chat.example/hooks/fedcg",
 }
 """Values of settings that have none by default, as coordinator.toml shows them in comments."""
 Port = Annotated[int, Field(ge=1, le=65535)]
@@ -263,6 +264,16 @@ class TensorboardSettings(_Section):
     directory: Annotated[str, Field(min_length=1)] | None = None
 
 
+class PageSettings(_Section):
+    """The page for people.
+
+    Attributes:
+        webhook: gets a JSON object by POST when a problem opens or closes.
+    """
+
+    webhook: Annotated[str, Field(pattern=r"^https?://[^\s]{1,500}$")] | None = None
+
+
 class CoordinatorConfig(_Section):
     """coordinator.toml."""
 
@@ -276,6 +287,7 @@ class CoordinatorConfig(_Section):
     storage: StorageSettings = StorageSettings()
     rounds: RoundSettings = RoundSettings()
     tensorboard: TensorboardSettings = TensorboardSettings()
+    page: PageSettings = PageSettings()
 
     @property
     def enrolment_host(self) -> str:

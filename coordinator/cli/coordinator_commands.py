@@ -26,6 +26,7 @@ from coordinator.cli.shared_options import (
     print_result,
     store_of,
 )
+from coordinator.cli.watch_command import federation_watch
 from fedcg.errors import FAILED
 from fedcg.json_output import print_data
 from fedcg.log.settings import LogForm, LogFormOption, LogLevel, LogLevelOption, LogSettings
@@ -37,6 +38,7 @@ deploy_app = typer.Typer(help="Write configuration for programs that are run by 
 __all__ = ["broker_app", "coordinator_app", "deploy_app", "federation_app"]
 
 coordinator_app.add_typer(api_token_app, name="token")
+federation_app.command("watch")(federation_watch)
 
 BROKERS = ("mosquitto", "amqtt")
 

@@ -17,6 +17,7 @@ import uvicorn
 from coordinator.aggregation.worker_messages import WorkerSettings
 from coordinator.broker.access_lists import are_lists_pending, end_silences, publish_access, silence
 from coordinator.config import CoordinatorConfig, check_api_host
+from coordinator.facts.known import known_of
 from coordinator.http.app import Beside, create_app
 from coordinator.http.carrier_api import create_carrier_app
 from coordinator.http.enrolment_api import create_enrolment_app
@@ -28,6 +29,7 @@ from coordinator.members.api_tokens import ApiTokens, local_token
 from coordinator.members.revocation import evict
 from coordinator.messaging.flood_limits import LineLimit
 from coordinator.page.site import add_page
+from coordinator.page.webhook import watching
 from coordinator.paths import Home
 from coordinator.pki.authority import CA_NAME, credential_of, server_credential
 from coordinator.pki.server_tls import server_context
@@ -92,6 +94,8 @@ def run_coordinator(home: Home, *, exit_when_finished: bool = False, print_line:
                     await servers.enter_async_context(_enrolment(home, config, coordinator, enrolment))
                 if carrier is not None:
                     await servers.enter_async_context(_carrier(home, config, coordinator, carrier))
+                known = partial(known_of, coordinator, home.root)
+                await servers.enter_async_context(watching(known, events, config.page.webhook))
                 yield
 
         coordinator = Coordinator(store, artifacts_of(home), events, _contexts(home, config, store, events))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from coordinator.facts.known import Known
 from coordinator.rounds.records import (
@@ -38,8 +39,8 @@ class ClientNow:
 
     Attributes:
         reason: why it declined, or why it is silent.
-        done: share of its training that it reported as done, in [0, 1]; None when it reports none.
-        ends_at: when its training will end at the reported rate; unix time.
+        done: share of the phase of its training that it reported as done, in [0, 1]; None when it reports none.
+        ends_at: when that phase will end at the reported rate; unix time.
     """
 
     client: str
@@ -154,10 +155,11 @@ def _waits_for(state: RoundState, service: Service | None) -> str:
 
 def _clients(known: Known, attempt: AttemptRecord, state: RoundState, service: Service | None) -> list[ClientNow]:
     key = (attempt.federation, attempt.round, attempt.attempt)
-    return [_client(known, person, state, service) for person in known.store.participants(key)]
+    progress = {} if service is None else dict(getattr(service, "progress", {}))
+    return [_client(person, state, service, progress.get(person.client)) for person in known.store.participants(key)]
 
 
-def _client(known: Known, person: ParticipantRecord, state: RoundState, service: Service | None) -> ClientNow:
+def _client(person: ParticipantRecord, state: RoundState, service: Service | None, progress: Any) -> ClientNow:
     client = person.client
     if client in state.updates:
         return ClientNow(client, ClientPhase.DELIVERED)
@@ -167,17 +169,14 @@ def _client(known: Known, person: ParticipantRecord, state: RoundState, service:
         return ClientNow(client, ClientPhase.UPLOADING)
     if client not in state.online:
         return ClientNow(client, ClientPhase.SILENT, "it has no session" if service else "no coordinator runs")
-    if person.state is ParticipantState.ACCEPTED or client in state.accepted:
-        return _training(known, client, service)
-    return ClientNow(client, ClientPhase.INVITED)
-
-
-def _training(known: Known, client: str, service: Service | None) -> ClientNow:
-    """A client that trains, with the progress that it reports, where it does."""
-    progress = getattr(service, "progress", {}).get(client)
+    if person.state is not ParticipantState.ACCEPTED and client not in state.accepted:
+        return ClientNow(client, ClientPhase.INVITED)
     if progress is None or not progress.steps:
         return ClientNow(client, ClientPhase.TRAINING)
-    done = min(1.0, progress.step / progress.steps)
-    spent = known.now - progress.since
-    ends_at = progress.since + spent / done if done > 0 and spent > 0 else None
-    return ClientNow(client, ClientPhase.TRAINING, str(progress.phase), done, ends_at)
+    return ClientNow(
+        client,
+        ClientPhase.TRAINING,
+        str(progress.phase).replace("_", " "),
+        min(1.0, progress.step / progress.steps),
+        progress.ends_at,
+    )

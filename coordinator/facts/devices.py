@@ -95,9 +95,9 @@ def device_history(known: Known, device: str, days: float = 1.0) -> DeviceHistor
     return DeviceHistory(
         _facts(known, record, validity, newest),
         record,
-        {each: found for each in federations if (found := overview.answers(each, device))},
+        {each: asked for each in federations if (asked := overview.answers(each, device))},
         deliveries,
-        {each: found for each in federations if (found := stretches(changes, each, since, known.now))},
+        {each: there for each in federations if (there := stretches(changes, each, since, known.now))},
     )
 
 

@@ -42,7 +42,7 @@ class Recent:
                 self._kept[key] = (self._clock(), making, facts)
                 while len(self._kept) > MAX_KEPT:
                     del self._kept[min(self._kept, key=lambda each: self._kept[each][0])]
-            return cast(FactsT, facts)
+            return facts
 
     def clear(self) -> None:
         """Forget everything: something was changed."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import time
 from datetime import datetime, timezone
 
 from jinja2 import Environment
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 UNAVAILABLE = Markup('<span class="none">unavailable</span>')
+BRIEF, DIGEST_SHOWN = 90, 12
+_DIGEST = re.compile(r"[0-9a-f]{32,}")
 _UNITS = ((86_400.0, "d"), (3600.0, "h"), (60.0, "min"))
 
 
@@ -44,7 +47,7 @@ def until(at: float | None) -> str | Markup:
     if at is None:
         return UNAVAILABLE
     left = at - time.time()
-    text = f"in {span(left)}" if left > 0 else "now"
+    text = f"in {span(left)}" if left >= 1 else "now"
     return Markup('<time data-until="{}" title="{}">{}</time>').format(f"{at:.0f}", _clock(at), text)
 
 
@@ -84,9 +87,26 @@ def known(value: object) -> object:
     return UNAVAILABLE if value is None or value == "" else value
 
 
+def brief(value: object) -> str | Markup:
+    """A value of an event on one line: digests and long texts are cut, and whole in the tooltip."""
+    if isinstance(value, dict):
+        value = [f"{name} {count}" for name, count in value.items()]
+    text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    limit = DIGEST_SHOWN if _DIGEST.fullmatch(text) else BRIEF
+    return text if len(text) <= limit else Markup('<span title="{}">{}…</span>').format(text, text[:limit])
+
+
+def coded(value: str) -> Markup:
+    """A sentence whose commands stand between backticks."""
+    pieces = value.split("`")
+    return Markup("").join(
+        Markup("<code>{}</code>").format(piece) if number % 2 else escape(piece) for number, piece in enumerate(pieces)
+    )
+
+
 def add_formats(environment: Environment) -> None:
     """Make all of these filters of the templates."""
-    for function in (span, moment, ago, until, share, points, size, count, words, known):
+    for function in (span, moment, ago, until, share, points, size, count, words, known, coded, brief):
         environment.filters[function.__name__] = function
 
 

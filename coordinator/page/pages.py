@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Response
 from fastapi.responses import HTMLResponse
@@ -13,7 +13,7 @@ from coordinator.facts.current_round import current_round
 from coordinator.facts.devices import DeviceFacts, device_facts, device_history
 from coordinator.facts.events import EventFilter, last_events
 from coordinator.facts.models import model_versions
-from coordinator.facts.problems import open_problems
+from coordinator.facts.problems import Problem, open_problems
 from coordinator.facts.sent import sent
 from coordinator.facts.worth import worth
 from coordinator.page.views import PageRoute, View, plain_page, view_of
@@ -22,6 +22,7 @@ from coordinator.service.create_federation import example_plan
 PER_PAGE = 100
 SHOWN_CLIENTS = 100
 SHOWN_EVENTS = 200
+PER_KIND = 20
 ON_NOW = 8
 PRESENCE_DAYS = (1, 7, 90)
 SORTS = ("device", "state", "seen", "health", "agent", "certificate", "accuracy")
@@ -122,7 +123,10 @@ def device(device: str, view: Asked, days: int = 1) -> Response:
 @router.get("/repairs")
 def repairs(view: Asked) -> Response:
     """Open problems, each with its remedy."""
-    return view.render("repairs.html", problems=view.facts(open_problems), shown=PER_PAGE)
+    groups: dict[str, list[Problem]] = {}
+    for each in view.facts(open_problems):
+        groups.setdefault(each.kind, []).append(each)
+    return view.render("repairs.html", groups=list(groups.items()), shown=PER_KIND)
 
 
 @router.get("/events")
@@ -157,7 +161,7 @@ def confirm(action: str, name: str, view: Asked) -> Response:
     return view.render("confirm.html", action=action, name=name)
 
 
-def enrolment_values(view: View) -> dict[str, object]:
+def enrolment_values(view: View) -> dict[str, Any]:
     """What the enrolment page shows besides a new token: the newest tokens first."""
     tokens = view.known.store.register.tokens()[::-1]
     listener = view.request.app.state.home.config().enrolment_url

@@ -69,10 +69,10 @@ class Overview(schema.Queries):
     def last_deliveries(self, federation: str, outcome: Outcome | None = None) -> dict[str, Delivery]:
         """The last update of each client of a federation, of any outcome or of one."""
         table = schema.updates
-        newest = select(table.c.client, func.max(table.c.stored_at).label("at")).where(table.c.federation == federation)
+        recent = select(table.c.client, func.max(table.c.stored_at).label("at")).where(table.c.federation == federation)
         if outcome is not None:
-            newest = newest.where(table.c.outcome == outcome.value)
-        newest = newest.group_by(table.c.client).subquery()
+            recent = recent.where(table.c.outcome == outcome.value)
+        newest = recent.group_by(table.c.client).subquery()
         query = select(table).join(newest, (table.c.client == newest.c.client) & (table.c.stored_at == newest.c.at))
         return {each.client: each for each in self._deliveries(query.where(table.c.federation == federation))}
 

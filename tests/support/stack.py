@@ -62,7 +62,7 @@ class Stack:
     params: Mapping[str, Any] = field(default_factory=dict)
     rounds: int = 2
     broker: str = "mosquitto"
-    allow_report: tuple[str, ...] = ("examples", "accuracy", "loss", "health")
+    allow_report: tuple[str, ...] = ("examples", "accuracy", "loss", "health", "shadow")
     allow_upload: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of devices that differ from the default
     min_clients: int | None = None  # all devices when None
     enrol: bool = False  # devices enrol by token once the coordinator runs (`enrol_device`), instead of by bundle

@@ -34,7 +34,7 @@ function span(seconds) {
 }
 
 function countdown(seconds) {
-  if (seconds <= 0) return "now";
+  if (seconds < 1) return "now";
   if (seconds >= 3600) return `in ${span(seconds)}`;
   const minutes = Math.floor(seconds / 60), rest = Math.floor(seconds % 60);
   return minutes ? `in ${minutes} min ${rest} s` : `in ${rest} s`;
@@ -66,7 +66,7 @@ function draw() {
     const ink = { stroke: colour("--soft"), grid: { stroke: colour("--line"), width: 1 }, ticks: { stroke: colour("--line") }, font: "12px system-ui" };
     const percent = (_, value) => (value === null || value === undefined ? "–" : `${(100 * value).toFixed(1)} %`);
     new uPlot({
-      width: box.clientWidth, height: 220, scales: { x: { time: false }, y: { range: (_, low, high) => [Math.max(0, low - 0.03), Math.min(1, high + 0.03)] } }, cursor: { y: false },
+      width: box.clientWidth, height: 220, scales: { x: { time: false }, y: { range: (_, low, high) => [Math.max(0, low - 0.03), Math.min(1, high + 0.03)] } }, cursor: { y: false }, legend: { live: false },
       axes: [{ ...ink, values: (_, values) => values.map((value) => (Number.isInteger(value) ? value : "")) }, { ...ink, size: 56, values: (_, values) => values.map((value) => `${Math.round(100 * value)} %`) }],
       series: [{ label: "round" }, ...shown.map((each, index) => ({ label: each.label, stroke: colour(index ? "--soft" : "--main"), width: 2, dash: index ? [6, 4] : [], points: { show: x.length < 30, size: 6 }, value: percent }))],
     }, [x, ...shown.map((each) => each.values)], box);
@@ -77,6 +77,7 @@ document.addEventListener("DOMContentLoaded", () => {
   tick();
   setInterval(tick, 1000);
   if (!live()) return;
+  document.querySelector("nav [aria-current]")?.scrollIntoView({ block: "nearest", inline: "center" });
   const source = new EventSource("/api/v1/events/stream");
   source.addEventListener("log", refreshSoon);
   source.addEventListener("open", () => { if (isLost) refreshSoon(); showLink(false); });

@@ -25,7 +25,7 @@ from tests.support.edge.world import DEVICE, LAYOUTS, toy_parts, toy_spec
 SHARED = (Part.CLASSIFIER, Part.GENERATOR)
 FACTS = UpdateFacts(DEVICE, 3, 2, {"torch": "2.13.0"}, {"threads": "1"})
 BASE_ID = "b" * 64
-REPORT = Report(examples=12, accuracy=0.5, loss=0.7, health=Health.OK, label_counts=(4, 4, 4))
+REPORT = Report(examples=12, accuracy=0.5, loss=0.7, health=Health.OK, label_counts=(4, 4, 4), shadow=0.4)
 EVERYTHING = PolicySection(allow_upload=frozenset(Part), allow_report=frozenset(ReportField))
 Parts = dict[Part, dict[str, Array]]
 

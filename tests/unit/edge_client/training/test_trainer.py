@@ -23,7 +23,7 @@ from fedcg.learning.networks.initial_weights import initial_parts
 from fedcg.learning.registry import get_method
 from fedcg.learning.seeds import spec_root
 from fedcg.learning.tensor_conversion import to_arrays
-from fedcg.wire.artifacts.artifacts import Base, codecs_for, unpack
+from fedcg.wire.artifacts.artifacts import Base, codecs_for, read_header, unpack
 from fedcg.wire.artifacts.inspection import inspect
 from fedcg.wire.errors import CodecError
 from fedcg.wire.messages.messages import DeclineReason, RoundAttempt
@@ -72,7 +72,10 @@ def test_the_shadow_trains_as_if_alone_and_leaves_the_update_unchanged(tmp_path:
     alone = Site(tmp_path / "c", real_spec("local"))
     for site in (with_shadow, without, alone):
         site.trainer().do(site.round())
-    assert with_shadow.update() == without.update()
+    sent, reference = (read_header(each.update()) for each in (with_shadow, without))
+    assert sent.report.shadow == with_shadow.events("committed")[0]["accuracy_local"] is not None
+    assert sent.model_copy(update={"report": sent.report.model_copy(update={"shadow": None})}) == reference
+    assert with_shadow.update().endswith(without.update()[-1000:])
     assert set(without.state().slots) == {"personal", "best"}
     assert without.events("committed")[0]["accuracy_local"] is None
     shadow, only = with_shadow.state().slots["shadow"], alone.state().slots["personal"]
