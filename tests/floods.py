@@ -275,7 +275,7 @@ def _outcome(events: list[dict[str, Any]], log_bytes: int) -> Outcome:
 
 def _coordinate(root: Path) -> None:
     home = Home(root / "home")
-    with home.locked(), _opened(home) as (store, events):
+    with home.locked(), _opened(home, home.config()) as (store, events):
         context_of = _contexts(home, home.config(), store, events)
         context = context_of(store.federations()[0])
         service = Service(replace(context, make_worker=PlainWorker))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from coordinator.config import RoundSettings
-from coordinator.http.operator_api import device_view
+from coordinator.service.views import device_view
 from coordinator.rounds.records import ParticipantState
 from coordinator.rounds.round_engine import Phase
 from coordinator.service.progress import ProgressBoard
