@@ -208,7 +208,7 @@ class RobustnessSettings(_Section):
     clip_medians: Annotated[float, Field(ge=1, le=1e9)] = 2.5
     norm: FigurePolicy = FigurePolicy(bound=3.0, action="quarantine")
     direction: FigurePolicy = FigurePolicy(bound=0.3, action="quarantine")
-    consistency: FigurePolicy = FigurePolicy(bound=0.5, action="quarantine")
+    consistency: FigurePolicy = FigurePolicy(bound=0.3, action="quarantine")
     agreement: FigurePolicy = FigurePolicy(bound=0.3, action="quarantine")
     down_weight: Annotated[float, Field(gt=0, le=1)] = 0.1
 

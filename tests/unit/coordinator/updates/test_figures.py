@@ -72,7 +72,7 @@ def test_two_updates_are_no_cohort_to_compare_with() -> None:
         ({"norm": 3.1}, "3.1 times as long as the median"),
         ({"direction": 0.29}, "points away from the others' (cosine 0.29, median 0.60)"),
         ({"direction": -0.11, "typical_direction": 0.0}, "points away"),  # below OPPOSITE, however skewed the cohort
-        ({"consistency": 0.44}, "its classifier recognises 44% of its generated features (median 90%)"),
+        ({"consistency": 0.26}, "its classifier recognises 26% of its generated features (median 90%)"),
         ({"agreement": 0.26}, "the last aggregate agrees on 26%"),
     ],
 )
