@@ -202,6 +202,7 @@ def _trusting(home: Home) -> ssl.SSLContext | bool:
     if certificate is None:
         return True
     context = ssl.create_default_context(cafile=str(home.root / certificate))
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     context.check_hostname = False  # this one certificate is trusted, whatever name it is for
     return context
 

@@ -1,6 +1,6 @@
 """Commands of the coordinator's side: coordinator, broker, deploy; those of `federation_commands` are mounted from here.
 
-Exit codes: 0 done, 1 failed while running, 2 bad input. Heavy imports happen inside the commands.
+Heavy imports happen inside the commands.
 """
 
 from __future__ import annotations

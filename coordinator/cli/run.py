@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from functools import partial
+from typing import Any
 
 import uvicorn
 
@@ -156,7 +157,7 @@ def _serve(
     names = (api.host, *api.names)
     setting = "[api] names in coordinator.toml"
     checked = own_hosts_only(application, names, setting, lambda message: problem(400, message, "/"))
-    tls = (
+    tls: dict[str, Any] = (
         {}
         if api.certificate is None or api.key is None
         else {"ssl_certfile": home.root / api.certificate, "ssl_keyfile": home.root / api.key}

@@ -36,7 +36,7 @@ def enrol_command(
 ) -> None:
     """Make this box a device of a federation, in one step; its keys are made here and never leave it.
 
-    Exit codes: 0 enrolled; 1 refused, or no answer; 2 bad input. Run again after a lost answer, it goes on.
+    Exit codes: 0 enrolled; 1 failed; 2 bad input; 3 no answer in time; 4 refused, or not connected. Run again after a lost answer, it goes on.
     """
     from edge_client.identity.enrol import enrol
     from fedcg.provision.agent_config import DATA
@@ -66,7 +66,7 @@ def enrol_command(
 def renew_command(config: ConfigOption = Path("agent.toml"), as_json: JsonOption = False) -> None:
     """Renew this device's certificate now; the agent does it by itself in the last third of its life.
 
-    Exit codes: 0 renewed; 1 refused, or no answer; 2 the configuration is wrong. A running agent goes on meanwhile.
+    Exit codes: 0 renewed; 1 failed; 2 the configuration is wrong; 3 no answer in time; 4 refused, or not connected. A running agent goes on meanwhile.
     """
     from edge_client.identity.keys import load_keys
     from edge_client.identity.renewal import renew
@@ -98,7 +98,7 @@ def leave_command(
 ) -> None:
     """Leave the federation for good: inform the coordinator, so that no round waits, and with --erase remove the private data.
 
-    The images and agent.toml stay. Exit codes: 0 left; 1 the coordinator did not confirm or an agent still runs, and
+    The images and agent.toml stay. Exit codes: 0 left; 3 the coordinator did not confirm; 1 an agent still runs, and
     nothing was erased; 2 the configuration is wrong, or the question was not answered with yes.
     """
     from edge_client.identity.leave import leave

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edge_client.config import AgentConfig
-from edge_client.errors import EnrolError, NoAnswerError, StoreFormatError
+from edge_client.errors import EnrolError, LateAnswerError, NoAnswerError, StoreFormatError
 from edge_client.identity.conversation import converse
 from edge_client.identity.keys import load_keys, mqtt_config
 from edge_client.messaging.coordinator_link import offline_will
@@ -65,7 +65,7 @@ def _leave_coordinator(config: AgentConfig, store: PrivateStore, timeout_s: floa
     try:
         converse(config, keys, store, transport, Purpose.LEAVE, timeout_s)
     except NoAnswerError as error:
-        raise EnrolError(
+        raise LateAnswerError(
             f"the coordinator did not confirm within {timeout_s:g} s ({error}). Nothing was erased. Try again, let the operator "
             f"run `fedcg device revoke {config.device}`, or use --without-coordinator"
         ) from error

@@ -25,7 +25,20 @@ NO_DATA_OUT = {
 }
 
 
-FEDERATION = {"create", "plan", "list", "show", "start", "pause", "resume", "stop", "set", "extend", "continue"}
+FEDERATION = {
+    "create",
+    "plan",
+    "list",
+    "show",
+    "start",
+    "pause",
+    "resume",
+    "stop",
+    "set",
+    "extend",
+    "continue",
+    "watch",
+}
 
 
 def _commands(command: Any, name: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:

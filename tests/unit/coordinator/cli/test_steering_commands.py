@@ -13,7 +13,6 @@ import pytest
 from coordinator.cli.opening import create_home
 from coordinator.config import ApiSettings, BrokerSettings, CoordinatorConfig, EnrolmentSettings
 from coordinator.paths import Home
-from coordinator.storage.store import Store
 from tests.support.broker.broker_plant import Plant
 from tests.support.commands import data_of, run_fedcg
 from tests.support.coordinator.homes import add_federation
@@ -180,11 +179,12 @@ def test_each_kind_of_failure_has_its_exit_code(home: Home, monkeypatch: pytest.
 
 
 def test_a_command_without_a_coordinator_keeps_one_from_starting_only_while_it_steers(home: Home) -> None:
+    seen = []
     with home.locked():
-        assert home.is_held
-    assert not home.is_held
-    store = Store(home.database)
-    store.close()
+        seen.append(home.is_held)
+    seen.append(home.is_held)
+    assert seen == [True, False]
     ask(home, "federation", "pause")
-    with home.locked():
-        pass
+    with home.locked():  # a coordinator can start again
+        seen.append(home.is_held)
+    assert seen[-1]

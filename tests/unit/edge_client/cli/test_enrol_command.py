@@ -73,7 +73,7 @@ def test_images_named_from_here_are_found_from_anywhere(
     assert load_config(tmp_path / "other" / "agent.toml", {}).data.root == tmp_path / "other" / "data"
 
 
-def test_a_damaged_token_is_bad_input_and_a_refusal_is_a_failure(desk: Desk, tmp_path: Path) -> None:
+def test_a_damaged_token_is_bad_input_and_a_refusal_has_its_own_exit_code(desk: Desk, tmp_path: Path) -> None:
     token = desk.token("line-4")
     damaged = enrol("--token", token.text[:-3], "--out", tmp_path / "box")
     assert damaged.exit_code == 2
@@ -81,7 +81,7 @@ def test_a_damaged_token_is_bad_input_and_a_refusal_is_a_failure(desk: Desk, tmp
     assert not (tmp_path / "box").exists()
     assert enrol("--token", token.text, "--out", tmp_path / "box").exit_code == 0
     refused = enrol("--token", token.text, "--out", tmp_path / "other")
-    assert refused.exit_code == 1
+    assert refused.exit_code == 4
     assert "used already" in refused.stderr
     assert token.secret.hex() not in refused.output
     unnamed = enrol("--token", desk.token().text, "--out", tmp_path / "third")
