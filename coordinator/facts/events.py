@@ -12,6 +12,8 @@ from typing import Any
 
 READ_BYTES = 256 * 1024
 """At most so many bytes are read for one answer."""
+NEAR_BYTES = 64 * 1024
+"""The end of the log, which mostly has enough of them."""
 SEARCHED_BYTES = 4 * 1024 * 1024
 """So far back a filter looks from the end of the log."""
 _POSITION = re.compile(r"^(\d{1,20})-(\d{1,20})$")
@@ -116,8 +118,12 @@ class EventFilter:
 
 def last_events(path: Path, wanted: EventFilter, limit: int) -> list[Event]:
     """The last events that fit, newest first; looks `SEARCHED_BYTES` back at most, over a rotation as well."""
+    recent = _last(path, wanted, limit, NEAR_BYTES)
+    return recent if len(recent) == limit else _last(path, wanted, limit, SEARCHED_BYTES)
+
+
+def _last(path: Path, wanted: EventFilter, limit: int, budget: int) -> list[Event]:
     found: list[Event] = []
-    budget = SEARCHED_BYTES
     for file in (path, path.with_suffix(".old.jsonl")):
         data = _tail(file, budget)
         budget -= len(data)

@@ -101,7 +101,7 @@ async def create_federation(request: Request, view: Asked, fields: Fields) -> Re
         view.changed()
         return see_other(f"/f/{federation}")
 
-    return await anyio.to_thread.run_sync(create, limiter=request.app.state.creating)
+    return await anyio.to_thread.run_sync(create, limiter=request.app.state.waiting)
 
 
 @router.post("/federations/{federation}/{action}")

@@ -11,7 +11,8 @@ from fastapi.responses import HTMLResponse
 
 from coordinator.facts.current_round import current_round
 from coordinator.facts.devices import DeviceFacts, device_facts, device_history
-from coordinator.facts.events import EventFilter, last_events
+from coordinator.facts.events import Event, EventFilter, last_events
+from coordinator.facts.known import Known
 from coordinator.facts.models import model_versions
 from coordinator.facts.problems import Problem, open_problems
 from coordinator.facts.sent import sent
@@ -46,7 +47,7 @@ def front(view: Asked) -> Response:
 def now(federation: str, view: Asked) -> Response:
     """A federation now."""
     facts = view.facts(current_round, federation)
-    recent = last_events(view.known.events_file, EventFilter(federation=federation), ON_NOW)
+    recent = view.facts(_recent_events, federation)
     return view.render("now.html", federation=federation, facts=facts, recent=recent, shown=SHOWN_CLIENTS)
 
 
@@ -166,6 +167,10 @@ def enrolment_values(view: View) -> dict[str, Any]:
     tokens = view.known.store.register.tokens()[::-1]
     listener = view.request.app.state.home.config().enrolment_url
     return {"tokens": [(each, each.state(view.known.now).value) for each in tokens[:PER_PAGE]], "listener": listener}
+
+
+def _recent_events(known: Known, federation: str) -> list[Event]:
+    return last_events(known.events_file, EventFilter(federation=federation), ON_NOW)
 
 
 def _names(view: View) -> list[str]:

@@ -102,6 +102,23 @@ def test_an_operator_follows_a_federation_and_steers_it_without_reloading(browse
     assert errors == []
 
 
+def test_a_federation_is_created_from_a_plan_and_runs_beside_the_other_one(browser: Browser, stack: Stack) -> None:
+    page = opened(browser, stack)
+    page.goto("/federations/new")
+    plan = page.get_by_label("Plan")
+    text = plan.input_value()
+    plan.fill(text.replace("rounds = 20", "rounds = 0"))
+    page.get_by_role("button", name="Create").click()
+    expect(page.get_by_role("alert")).to_contain_text("rounds")
+    plan.fill(text)
+    page.get_by_role("button", name="Create").click()
+    expect(page).to_have_url("/f/casting", timeout=60_000)
+    expect(page.locator("#live")).to_contain_text("waiting")
+    page.goto("/federations")
+    expect(page.locator("#f-casting")).to_contain_text("Round 1 of 20")
+    expect(page.locator("#f-shapes")).to_be_visible()
+
+
 def test_a_token_is_made_shown_once_seen_used_and_another_one_deleted(browser: Browser, stack: Stack) -> None:
     page = opened(browser, stack)
     page.goto("/enrolment")

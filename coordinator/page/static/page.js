@@ -4,7 +4,7 @@ const root = document.documentElement;
 const theme = localStorage.getItem("fedcg-theme");
 if (theme) root.dataset.theme = theme;
 
-const REFRESH_MS = 1000; // at most one refresh a second, however many events come
+const REFRESH_MS = 2000; // at most one refresh in two seconds, however many events come
 const IDLE_MS = 15000; // figures that no event changes, such as free disk
 let lastRefresh = Date.now(), planned = 0, isLost = false;
 

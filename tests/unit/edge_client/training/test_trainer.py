@@ -73,6 +73,7 @@ def test_the_shadow_trains_as_if_alone_and_leaves_the_update_unchanged(tmp_path:
     for site in (with_shadow, without, alone):
         site.trainer().do(site.round())
     sent, reference = (read_header(each.update()) for each in (with_shadow, without))
+    assert sent.report is not None
     assert sent.report.shadow == with_shadow.events("committed")[0]["accuracy_local"] is not None
     assert sent.model_copy(update={"report": sent.report.model_copy(update={"shadow": None})}) == reference
     assert with_shadow.update().endswith(without.update()[-1000:])
