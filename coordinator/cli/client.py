@@ -23,10 +23,10 @@ from coordinator.cli.shared_options import store_of
 from coordinator.errors import AccessError, CoordinatorError, HomeError, RequestError
 from coordinator.http.app import add_api
 from coordinator.members.api_tokens import ApiTokens, local_token
+from coordinator.operations.steering import nobody_follows
 from coordinator.paths import Home
 from coordinator.rounds.records import FederationRecord
 from coordinator.service.coordinator import Coordinator
-from coordinator.service.steering import nobody_follows
 from coordinator.storage.object_store import artifacts_of
 from coordinator.storage.store import Store
 from fedcg.errors import FAILED, NoAnswerInTimeError

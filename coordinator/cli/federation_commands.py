@@ -25,7 +25,7 @@ def federation_plan(
 ) -> None:
     """Check a plan, or print an example of one; docs/plan.md has every field."""
     from coordinator.errors import PlanError
-    from coordinator.service.create_federation import example_plan, read_plan
+    from coordinator.operations.create_federation import example_plan, read_plan
 
     if example:
         print_result({"plan": example_plan()}, example_plan().rstrip("\n"), as_json=as_json)
@@ -162,7 +162,7 @@ def _open(
     plan: Path, directory: Path | None, url: str | None, *, held: bool, continued_from: str | None, as_json: bool
 ) -> None:
     from coordinator.cli.client import client_of
-    from coordinator.service.create_federation import read_plan
+    from coordinator.operations.create_federation import read_plan
 
     wanted = {"plan": read_plan(plan).model_dump(mode="json"), "held": held, "continued_from": continued_from}
     with client_of(directory, url) as client:

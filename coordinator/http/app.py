@@ -23,11 +23,11 @@ from coordinator.http.changes import Changes
 from coordinator.http.guard import Guard
 from coordinator.http.problems import answer_problems
 from coordinator.members.api_tokens import ApiTokens
+from coordinator.operations.operations import Operations
+from coordinator.operations.steering import Follow
 from coordinator.paths import Home
 from coordinator.service.coordinator import Coordinator
-from coordinator.service.operations import Operations
 from coordinator.service.service import TICK_S
-from coordinator.service.steering import Follow
 from fedcg.disk_errors import advice_for
 from fedcg.event_log import EventLog
 

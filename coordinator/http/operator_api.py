@@ -21,14 +21,8 @@ from coordinator.errors import NotFoundError, StoreError
 from coordinator.http.access import Role, require
 from coordinator.http.changes import ViewRoute, etag_of
 from coordinator.http.problems import PROBLEMS, ProblemError
-from coordinator.paths import Home
-from coordinator.rounds.records import (
-    DeviceState,
-    FederationRecord,
-)
-from coordinator.service.coordinator import Coordinator
-from coordinator.service.log_pages import CursorError, read_page
-from coordinator.service.views import (
+from coordinator.operations.log_pages import CursorError, read_page
+from coordinator.operations.views import (
     ApiTokenView,
     DeviceView,
     FederationView,
@@ -40,6 +34,12 @@ from coordinator.service.views import (
     round_view,
     token_view,
 )
+from coordinator.paths import Home
+from coordinator.rounds.records import (
+    DeviceState,
+    FederationRecord,
+)
+from coordinator.service.coordinator import Coordinator
 from fedcg.learning.spec import RoundPolicy
 
 

@@ -15,11 +15,10 @@ from coordinator.http.access import Role, access_of, require
 from coordinator.http.changes import ChangeRoute
 from coordinator.http.operator_api import Running, policy_tag
 from coordinator.http.problems import PROBLEMS, ProblemError
-from coordinator.rounds.records import DeviceRecord, FederationRecord
-from coordinator.service.create_federation import OperatorPlan
-from coordinator.service.operations import Operations
-from coordinator.service.steering import Steering
-from coordinator.service.views import (
+from coordinator.operations.create_federation import OperatorPlan
+from coordinator.operations.operations import Operations
+from coordinator.operations.steering import Steering
+from coordinator.operations.views import (
     ApiTokenView,
     DeviceView,
     FederationView,
@@ -29,6 +28,7 @@ from coordinator.service.views import (
     federation_view,
     token_view,
 )
+from coordinator.rounds.records import DeviceRecord, FederationRecord
 from fedcg.learning.spec import RoundPolicy
 
 EXAMPLE_PLAN = {

@@ -13,10 +13,10 @@ from fastapi.responses import HTMLResponse
 from coordinator.errors import EnrolmentError, PlanError, SteeringError
 from coordinator.http.access import Role, access_of, end_session, set_session
 from coordinator.http.problems import ProblemError
+from coordinator.operations.create_federation import read_plan
+from coordinator.operations.operations import Operations
 from coordinator.page.pages import Asked, enrolment_values
 from coordinator.page.views import FormRoute, PageRoute, form_of, own_path, plain_page, see_other
-from coordinator.service.create_federation import read_plan
-from coordinator.service.operations import Operations
 
 HOURS = ("1", "24", "168")
 Fields = Annotated[dict[str, str], Depends(form_of)]

@@ -17,8 +17,8 @@ from coordinator.facts.models import model_versions
 from coordinator.facts.problems import Problem, open_problems
 from coordinator.facts.sent import sent
 from coordinator.facts.worth import worth
+from coordinator.operations.create_federation import example_plan
 from coordinator.page.views import PageRoute, View, plain_page, view_of
-from coordinator.service.create_federation import example_plan
 
 PER_PAGE = 100
 SHOWN_CLIENTS = 100

@@ -20,8 +20,8 @@ from coordinator.broker.access_lists import publish_access
 from coordinator.cli.opening import create_home
 from coordinator.config import AggregationSettings, ApiSettings, BrokerSettings, CoordinatorConfig
 from coordinator.members.bundle_enrolment import enrol
+from coordinator.operations.create_federation import open_federation
 from coordinator.paths import Home
-from coordinator.service.create_federation import open_federation
 from coordinator.storage.store import Store
 from experiments.data.deal import client_names
 from experiments.data.partition_folders import Prepared, load_prepared, prepare

@@ -8,11 +8,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 
+from coordinator.operations.steering import Steering
 from coordinator.rounds.records import AggregateRecord, FederationRecord
 from coordinator.service.coordinator import Coordinator, _Running
 from coordinator.service.service import Service
 from coordinator.service.service_context import ServiceContext
-from coordinator.service.steering import Steering
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.messages.messages import COORDINATOR, CoordinatorStatus
 from fedcg.wire.messages.topics import Topics

@@ -24,7 +24,7 @@ from coordinator.aggregation.worker_messages import (
     WorkerReady,
     WorkerSettings,
 )
-from coordinator.service.create_federation import InitialArtifacts, make_artifacts, read_plan
+from coordinator.operations.create_federation import InitialArtifacts, make_artifacts, read_plan
 from fedcg.learning.spec import FederationSpec
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.artifacts.artifacts import read_header, unpack

@@ -19,7 +19,7 @@ from coordinator.aggregation.worker_messages import (
     Reply,
     WorkerDied,
 )
-from coordinator.service.create_federation import InitialArtifacts
+from coordinator.operations.create_federation import InitialArtifacts
 from coordinator.updates.figures import Figures
 from fedcg.learning.aggregation import distillation
 from fedcg.wire.artifacts.artifact_store import ArtifactStore

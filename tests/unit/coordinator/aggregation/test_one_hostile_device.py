@@ -26,7 +26,7 @@ from coordinator.aggregation.worker_messages import (
     WorkerSettings,
 )
 from coordinator.config import RoundSettings
-from coordinator.service.create_federation import InitialArtifacts
+from coordinator.operations.create_federation import InitialArtifacts
 from coordinator.updates.robustness import Distances
 from coordinator.updates.validation import unpack_update
 from fedcg.learning.spec import FederationSpec

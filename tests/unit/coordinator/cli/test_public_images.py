@@ -13,8 +13,8 @@ from PIL import Image
 from coordinator.aggregation.worker import public_images
 from coordinator.config import AggregationSettings, CoordinatorConfig
 from coordinator.errors import PlanError
+from coordinator.operations.create_federation import make_artifacts, read_plan
 from coordinator.paths import Home
-from coordinator.service.create_federation import make_artifacts, read_plan
 from fedcg.learning.data.public_images import read_public, spread
 from fedcg.learning.errors import DataError
 from fedcg.learning.spec import ImageForm

@@ -12,8 +12,8 @@ import pytest
 from coordinator.http.access import COOKIE, FORM_FIELD, Access, Role
 from coordinator.http.guard import MAX_BODY_BYTES
 from coordinator.http.refusals import Rate
+from coordinator.operations.log_pages import read_page
 from coordinator.paths import Home
-from coordinator.service.log_pages import read_page
 from fedcg.event_log import EventLog
 from tests.support.coordinator.api import Api, running_api
 

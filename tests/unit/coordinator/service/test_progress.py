@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from coordinator.config import RoundSettings
+from coordinator.operations.views import device_view
 from coordinator.rounds.records import ParticipantState
 from coordinator.rounds.round_engine import Phase
 from coordinator.service.progress import ProgressBoard
-from coordinator.service.views import device_view
 from fedcg.wire.errors import MalformedError
 from fedcg.wire.messages.messages import Decline, DeclineReason, Heartbeat, Invite, decode
 from tests.support.coordinator.federations import hosting

@@ -1,6 +1,6 @@
 """Opens a federation: completes the operator's plan to a spec and makes the initial aggregate. A process of its own, with torch.
 
-`make_artifacts` (torch-free) starts the process; `python -m coordinator.service.create_federation` is the process: a request as JSON in, ids out.
+`make_artifacts` (torch-free) starts the process; `python -m coordinator.operations.create_federation` is the process: a request as JSON in, ids out.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class OperatorPlan(FederationPlan):
 
 def example_plan() -> str:
     """A plan with comments, to start from."""
-    return files("coordinator.service").joinpath("plan.toml.template").read_text(encoding="utf-8")
+    return files("coordinator.operations").joinpath("plan.toml.template").read_text(encoding="utf-8")
 
 
 def read_plan(path: Path) -> FederationPlan:
@@ -101,7 +101,7 @@ def make_artifacts(
         plan=plan, artifacts=artifacts, public_data=public_data, public_images=public_images, start=start
     )
     done = subprocess.run(
-        [sys.executable, "-m", "coordinator.service.create_federation"],
+        [sys.executable, "-m", "coordinator.operations.create_federation"],
         input=request.model_dump_json(),
         capture_output=True,
         text=True,

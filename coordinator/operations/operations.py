@@ -16,10 +16,10 @@ from pydantic import ValidationError
 from coordinator.errors import NotFoundError, PlanError
 from coordinator.members.revocation import Revoked, revoke
 from coordinator.members.tokens import create_token, revoke_token
+from coordinator.operations.create_federation import OperatorPlan, open_federation
+from coordinator.operations.steering import Follow, Steering
 from coordinator.paths import Home
 from coordinator.rounds.records import DeviceRecord, FederationRecord, FederationStatus, TokenRecord
-from coordinator.service.create_federation import OperatorPlan, open_federation
-from coordinator.service.steering import Follow, Steering
 from coordinator.storage.store import Store
 from fedcg.config_file import listed, problems_of
 from fedcg.event_log import EventLog
