@@ -30,7 +30,9 @@ Coordinator:
   carrier_refused {certificate, refused}   departed {client}   left {client}   token_created {token, client, until}   token_revoked {token}
   update_rejected {client, reason} (it was accepted, and can't be merged)   left_out {client, reason}   let_in {client}
   weight_capped {client, reported, given}   update_clipped {client, part, kept}
-  distilling {clients}   aggregate_stored {artifact, size}   finished {round, attempt, aggregate}
+  update_odd {client, action, reason}   late_merged {client, weight, of_round}   merge_eased {ease, reason}   artifact_store {reachable, reason}
+  federation_created   steered {status, reason}   policy_changed {changed}   barred {clients}   device_disabled / device_enabled {client, reason}
+  distilling {clients}   aggregate_stored {artifact, size}   finished {round, attempt, aggregate, reason}
 """
 
 from __future__ import annotations

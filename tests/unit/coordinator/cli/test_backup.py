@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import tarfile
 from collections.abc import Iterator
 from contextlib import closing
@@ -22,6 +21,7 @@ from coordinator.storage.database import PASSWORD_VARIABLE
 from coordinator.storage.store import Store
 from fedcg.wire.artifacts.artifact_store import ArtifactStore
 from fedcg.wire.messages.messages import Outcome
+from tests.support.commands import data_of
 from tests.support.coordinator.homes import add_federation, call
 from tests.support.object_store import running_moto
 from tests.support.postgres import PASSWORD, Cluster
@@ -84,7 +84,7 @@ def backed_up(home: Home, words: tuple[object, ...]) -> Path:
     file = home.root.parent / "backup"
     code, output = call("coordinator", "backup", "--dir", home.root, file, *words, "--json")
     assert code == 0, output
-    assert json.loads(output)["bytes"] == file.stat().st_size
+    assert data_of(output)["bytes"] == file.stat().st_size
     assert file.stat().st_mode & 0o777 == 0o600
     return file
 

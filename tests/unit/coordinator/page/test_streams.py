@@ -141,7 +141,7 @@ def test_the_webhook_gets_each_problem_that_opens_and_closes_also_after_it_was_a
         async with watching(lambda: known, events, url, every_s=0.02):
             world.store.answer(("tiny", 1, 1), "a", ParticipantState.DECLINED, "no_data")
             await asyncio.to_thread(wait_until, lambda: len(Receiver.posted) == 1, "it is posted")
-            world.store.answer(("tiny", 1, 1), "a", ParticipantState.ACCEPTED)
+            world.store.answer(("tiny", 1, 1), "a", ParticipantState.INVITED)
             await asyncio.to_thread(wait_until, lambda: len(Receiver.posted) == 2, "its end is posted")
 
     try:

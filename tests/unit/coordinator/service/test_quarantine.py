@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from typing import Any
 
-import httpx
-from fastapi import FastAPI
-
 from coordinator.aggregation.worker_messages import Assessed, JobDone, JobEased
 from coordinator.config import RoundSettings
-from coordinator.http.operator_api import router
+from coordinator.operations.views import round_view
 from coordinator.updates.figures import Figures
 from fedcg.wire.messages.messages import Outcome
-from tests.support.coordinator.federations import hosting
 from tests.support.coordinator.world import MakeWorld, PlainWorker, RunningService, World
 
 ALL_FIRST = RoundSettings(gather_s=600.0, retry_s=0.0)  # a round opens when all devices are online
@@ -39,17 +34,10 @@ class Unmeasured(PlainWorker):
         self.asked.append(("assess", tuple(updates)))
 
 
-def rounds_over_http(running: RunningService, world: World) -> list[dict[str, Any]]:
-    app = FastAPI()
-    app.include_router(router)
-    app.state.coordinator = hosting(running.service, world.artifacts)
-
-    async def get() -> list[dict[str, Any]]:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
-            found: list[dict[str, Any]] = (await client.get("/api/v1/federations/tiny/rounds")).json()
-            return found
-
-    return asyncio.run(get())
+def rounds_of(world: World) -> list[dict[str, Any]]:
+    """The rounds as the API shows them."""
+    attempts = world.store.attempts("tiny")
+    return [round_view(world.store, 1, attempts[:1]).model_dump(mode="json")]
 
 
 def merged(world: World) -> list[list[str]]:
@@ -59,10 +47,10 @@ def merged(world: World) -> list[list[str]]:
 
 def test_an_odd_update_is_receipted_and_shown_with_its_figures_and_not_merged(make_world: MakeWorld) -> None:
     world = make_world(2, clients=("a", "b", "c", "d"), make_worker=OddC, pacing=ALL_FIRST)
-    with RunningService(world) as running:
+    with RunningService(world):
         world.start_devices()
         world.wait_event("finished")
-        first = rounds_over_http(running, world)[0]["attempts"][0]["updates"]
+        first = rounds_of(world)[0]["attempts"][0]["updates"]
     assert merged(world) == [["a", "b", "d"]] * 2
     assert [receipt.outcome for receipt in world.devices["c"].receipts()] == [Outcome.ACCEPTED] * 2
     shown = {update["client"]: update for update in first}
@@ -114,10 +102,10 @@ class Eased(PlainWorker):
 
 def test_a_merge_without_enough_memory_is_named_in_events_and_round(make_world: MakeWorld) -> None:
     world = make_world(1, make_worker=Eased)
-    with RunningService(world) as running:
+    with RunningService(world):
         world.start_devices()
         world.wait_event("finished")
-        attempt = rounds_over_http(running, world)[0]["attempts"][0]
+        attempt = rounds_of(world)[0]["attempts"][0]
     assert attempt["state"] == "closed"
     assert attempt["reason"].startswith("merged by weighted averaging alone")
     eased = world.events("merge_eased")
