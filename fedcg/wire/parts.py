@@ -44,8 +44,10 @@ class Health(str, Enum):
 
 DEFAULT_ALLOW_UPLOAD: frozenset[Part] = frozenset({Part.GENERATOR, Part.CLASSIFIER})
 DEFAULT_ALLOW_REPORT: frozenset[ReportField] = frozenset(
-    {ReportField.EXAMPLES, ReportField.ACCURACY, ReportField.LOSS, ReportField.HEALTH, ReportField.SHADOW}
+    {ReportField.EXAMPLES, ReportField.ACCURACY, ReportField.LOSS, ReportField.HEALTH}
 )
+VOLUNTARY_REPORT: frozenset[ReportField] = frozenset({ReportField.SHADOW})
+"""Fields that no spec asks for: a device reports them where its owner allows it."""
 
 TensorDtype = Literal["float32", "int64"]
 

@@ -16,7 +16,7 @@ from fedcg.learning.seeds import Streams, spec_root
 from fedcg.learning.spec import FederationPlan, FederationSpec
 from fedcg.wire.parts import DEFAULT_ALLOW_UPLOAD, Part, ReportField, is_delta
 
-_REPORT = (ReportField.EXAMPLES, ReportField.ACCURACY, ReportField.LOSS, ReportField.HEALTH, ReportField.SHADOW)
+_REPORT = (ReportField.EXAMPLES, ReportField.ACCURACY, ReportField.LOSS, ReportField.HEALTH)
 
 
 def initial_parts(spec: FederationSpec, private_root: bytes) -> dict[Part, Weights]:

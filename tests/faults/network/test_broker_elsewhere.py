@@ -6,7 +6,6 @@ The folder was moved away from where `fedcg deploy mosquitto` wrote it; the home
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import signal
 import subprocess
@@ -26,6 +25,7 @@ from fedcg.wire.transport.mqtt import MqttTransport
 from fedcg.wire.transport.mqtt_config import TlsFiles
 from tests.support.broker.broker_plant import FEDERATION, TOPICS, Plant, open_plant
 from tests.support.broker.brokers import Client
+from tests.support.commands import data_of
 from tests.support.coordinator.homes import message_key
 from tests.support.waiting import free_port, wait_until
 
@@ -77,7 +77,7 @@ def is_refused(plant: Plant, name: str, tls: TlsFiles | None = None) -> bool:
 
 
 def revoked(plant: Plant) -> None:
-    told = json.loads(plant.command("device", "revoke", "a", "--reason", "stolen", "--json"))
+    told = data_of(plant.command("device", "revoke", "a", "--reason", "stolen", "--json"))
     assert told["broker_reloaded"] is True
 
 
@@ -179,7 +179,7 @@ def test_what_the_broker_missed_reaches_it_with_the_coordinators_next_link(plant
         with running_coordinator(plant) as coordinator:
             wait_until(lambda: "link" in _events(plant) and section_of(plant, "b"), "it has its link", 60)
             plant.end_broker()
-            told = json.loads(plant.command("device", "revoke", name, "--json"))
+            told = data_of(plant.command("device", "revoke", name, "--json"))
             assert told["broker_reloaded"] is False
             if is_killed:
                 coordinator.kill()
